@@ -1,0 +1,36 @@
+# Every target makes .venv first: nothing but Python >= 3.11 and make is needed beforehand.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.kvd-installed
+WORKERS ?= 2
+
+.PHONY: demo test lint bench soak clean
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvd needs Python 3.11 or newer: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/kvd demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not soak' --cov --cov-report=
+	$(BIN)/coverage report --include='kvd/protocol/*,kvd/core/*' --fail-under=95
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	PYTHONPATH=cli $(BIN)/lint-imports
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m soak --timeout 1800
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.compare
+
+clean:
+	rm -rf $(VENV) build dist .coverage .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,93 @@
+"""Arrays on devices: which module calculates with an array, and the sum of one array per device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from kvd.compute.merge import merge
+from kvd.compute.tensors import as_array, is_cupy, is_torch
+from kvd.errors import DtypeMismatch, NotAllowed, ShapeMismatch
+
+
+def namespace(value: object) -> ModuleType:
+    """Return the module that calculates with ``value``: ``cupy`` for a CuPy array, else ``numpy``."""
+    return sys.modules["cupy"] if is_cupy(value) else np
+
+
+def sum_devices(values: Sequence[object]) -> Any:
+    """Return the sum of one array per device, ``((v0 + v1) + v2) + …``, in the order of the list.
+
+    float16 and bfloat16 are accumulated in float32 and cast once at the end.
+
+    Args:
+        values: at least one array, all of one shape and dtype. If all are CuPy arrays, or all are torch tensors on
+            GPUs, the sum is formed on the device of the first one, to which the others are copied.
+
+    Returns:
+        An array of the same shape and dtype: CuPy or torch on the first device, else NumPy on the host. A single
+        value is returned as it is, or as a view of it, not as a copy.
+
+    Raises:
+        ShapeMismatch, DtypeMismatch: the arrays disagree, or their dtype is not supported.
+        NotAllowed: the list is empty.
+    """
+    if not values:
+        raise NotAllowed("there is no array to sum: pass at least one, one per device")
+    if all(map(is_cupy, values)):
+        return _sum_cupy(values)
+    if all(is_torch(value) and value.is_cuda for value in values):  # type: ignore[attr-defined]
+        return _sum_torch(values)
+    return _sum_host([as_array(value) for value in values])
+
+
+def _sum_host(arrays: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    _check_alike(arrays)
+    if len(arrays) == 1:
+        return arrays[0]
+    total = np.empty(arrays[0].shape, arrays[0].dtype)
+    merge([array.reshape(-1) for array in arrays], total.reshape(-1), "sum")
+    return total
+
+
+def _sum_cupy(arrays: Sequence[Any]) -> Any:
+    cupy = sys.modules["cupy"]
+    _check_alike(arrays)
+    first = arrays[0]
+    if len(arrays) == 1:
+        return first
+    for array in arrays[1:]:
+        with array.device:  # what was queued there must have happened before the peer copy reads it
+            cupy.cuda.get_current_stream().synchronize()
+    wide = cupy.float32 if first.dtype.itemsize == 2 else first.dtype
+    with first.device:
+        total = first.astype(wide)
+        for array in arrays[1:]:
+            total += cupy.asarray(array).astype(wide, copy=False)
+        return total.astype(first.dtype, copy=False)
+
+
+def _sum_torch(tensors: Sequence[Any]) -> Any:
+    torch = sys.modules["torch"]
+    _check_alike(tensors)
+    first = tensors[0].detach()
+    if len(tensors) == 1:
+        return first
+    wide = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else first.dtype
+    total = first.to(wide, copy=True)
+    for tensor in tensors[1:]:
+        total += tensor.detach().to(first.device).to(wide)
+    return total.to(first.dtype)
+
+
+def _check_alike(arrays: Sequence[Any]) -> None:
+    first = arrays[0]
+    for index, array in enumerate(arrays):
+        if tuple(array.shape) != tuple(first.shape):
+            raise ShapeMismatch(f"device {index} has the shape {tuple(array.shape)}, device 0 has {tuple(first.shape)}")
+        if array.dtype != first.dtype:
+            raise DtypeMismatch(f"device {index} has the dtype {array.dtype}, device 0 has {first.dtype}")

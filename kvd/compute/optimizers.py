@@ -1,0 +1,228 @@
+"""The fused apply: merge the contributions and update the weights, tile by tile, each byte crossing memory once.
+
+A *slice* is what is updated at a time: a 1-D range of a key. Its weights come in three forms: ``current`` is the
+version that is being served and is only read, ``out`` receives the next version, and, for float16 and bfloat16 only,
+a *master* in float32 carries the bits that the small dtype cannot hold.
+
+Calculated is in the *compute dtype*: float64 for float64 weights, else float32. Every element's arithmetic is plain
+IEEE + − × ÷ √ in this dtype, in the order written in ``kernels.py``. The scalars (learning rate, 1 − βᵗ …) are
+calculated in Python floats once per update and cast to the compute dtype once, so a compiled kernel can equal the bits;
+and since a power or a cosine may differ between two C libraries, a replica can be given the scalars of its primary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvd.compute.kernels import Array, Kernel, Shared, kernel_of, prepare_gradient, scalars, shared_scalars
+from kvd.compute.merge import (
+    TILE,
+    MergeMode,
+    MergePlan,
+    accumulator_dtype,
+    is_half,
+    is_integer,
+    merge,
+    merge_tile,
+    plan_merge,
+    tiles,
+)
+from kvd.compute.scratch import Scratch
+from kvd.compute.tensors import dtype_name
+from kvd.errors import DtypeMismatch, NotAllowed, ProtocolError, ShapeMismatch
+from kvd.optimizer import Optimizer
+
+__all__ = ["Kernel", "SliceState", "apply_update", "kernel_of", "scalars"]
+
+_SLOT_PREFIX = "slot/"
+
+
+@dataclass(slots=True)
+class SliceState:
+    """What an optimizer remembers about one slice. A new optimizer starts with a new one.
+
+    Attributes:
+        step: the updates that an optimizer made.
+        master: float32 weights, shape (n,), of a float16 or bfloat16 slice; None before the first update and for
+            other dtypes.
+        slots: momentum and the like by name, shape (n,), in the compute dtype; zeros when they are first needed.
+    """
+
+    step: int = 0
+    master: Array | None = None
+    slots: dict[str, Array] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the arrays, in bytes."""
+        return sum(slot.nbytes for slot in self.slots.values()) + (0 if self.master is None else self.master.nbytes)
+
+    def export(self) -> dict[str, Array]:
+        """Return copies of everything as arrays: ``step`` (0-d int64), ``master`` if there is one, ``slot/<name>``."""
+        arrays: dict[str, Array] = {"step": np.asarray(self.step, np.int64)}
+        if self.master is not None:
+            arrays["master"] = self.master.copy()
+        return arrays | {_SLOT_PREFIX + name: slot.copy() for name, slot in self.slots.items()}
+
+    @classmethod
+    def load(cls, arrays: Mapping[str, Array]) -> SliceState:
+        """Return a state with copies of the arrays that ``export`` returned.
+
+        Raises:
+            ProtocolError: the arrays are not such: a step is missing or negative, a name is unknown, or an array is
+                not 1-D float32 or float64 of the length of the others.
+        """
+        state = cls(step=_loaded_step(arrays))
+        sizes = set()
+        for name, array in arrays.items():
+            if name == "step":
+                continue
+            _check_loaded(name, array)
+            sizes.add(array.size)
+            if name == "master":
+                state.master = array.copy()
+            else:
+                state.slots[name.removeprefix(_SLOT_PREFIX)] = array.copy()
+        if len(sizes) > 1:
+            raise ProtocolError(f"the arrays of one optimizer state have the lengths {sorted(sizes)}")
+        return state
+
+
+def apply_update(
+    optimizer: Optimizer | None,
+    state: SliceState,
+    current: Array,
+    contributions: Sequence[Array],
+    out: Array,
+    mode: MergeMode = "sum",
+    samples: Sequence[int] | None = None,
+    tile: int = TILE,
+    *,
+    step_scalars: tuple[float, ...] | None = None,
+) -> None:
+    """Merge ``contributions`` and write the next version of a slice into ``out``.
+
+    Without an optimizer the merged value is the next version, as in MXNet; ``state`` keeps its step and forgets its
+    master, which would be of other weights. With one, ``state`` is updated in place and its step grows by one. If an
+    error is raised, nothing was changed.
+
+    Args:
+        optimizer: the rule, or None.
+        state: the slice's own.
+        current: the version before, shape (n,); only read.
+        contributions, mode, samples: as for :func:`kvd.compute.merge.merge`; of the dtype and length of ``current``.
+        out: of the dtype and length of ``current``, in memory of its own.
+        tile: elements to calculate at a time, ≥ 1; the bits do not depend on it.
+        step_scalars: what ``scalars(optimizer, state.step + 1)`` returned on another server; None: calculated here.
+
+    Raises:
+        ShapeMismatch: lengths differ, or ``state`` belongs to a slice of another length.
+        DtypeMismatch: dtypes differ, or an optimizer is to update integers.
+        NotAllowed: as for ``merge``; or ``out`` shares memory with ``current``; or there are too few ``step_scalars``.
+    """
+    _check_weights(current, out)
+    if optimizer is None:
+        merge(contributions, out, mode, samples, tile)
+        state.master = None
+        return
+    if is_integer(current.dtype):
+        raise DtypeMismatch(f"an optimizer cannot update {dtype_name(current.dtype)}: give the key a float dtype")
+    plan = plan_merge(contributions, mode, samples, like=current)
+    kernel = kernel_of(optimizer)
+    numbers = (*shared_scalars(optimizer), *kernel.scalars(state.step + 1))
+    if step_scalars is not None and len(step_scalars) != len(numbers):
+        raise NotAllowed(f"{type(optimizer).__name__} takes {len(numbers)} scalars, not {len(step_scalars)}")
+    _check_state(state, kernel, current)
+    with np.errstate(all="ignore"):
+        slots = _open_state(state, kernel, current)
+        _update(
+            plan, kernel, numbers if step_scalars is None else step_scalars, state.master, slots, current, out, tile
+        )
+    state.step += 1
+
+
+def _update(
+    plan: MergePlan,
+    kernel: Kernel,
+    numbers: tuple[float, ...],
+    master: Array | None,
+    slots: Sequence[Array],
+    current: Array,
+    out: Array,
+    tile: int,
+) -> None:
+    compute = plan.accumulator
+    shared, own = Shared.of(numbers[:3], compute), _cast(numbers[3:], compute)
+    whole = Scratch.of_thread(compute, min(tile, current.size))
+    for part in tiles(current.size, tile):
+        weight = current[part] if master is None else master[part]
+        target = out[part] if master is None else weight
+        scratch = whole.cut(weight.size)
+        if plan.is_plain and plan.dtype == compute:
+            gradient = plan.contributions[0][part]
+        else:
+            gradient = scratch.gradient
+            merge_tile(plan, part, gradient, scratch.first)
+        gradient = prepare_gradient(gradient, weight, shared, scratch)
+        kernel.update_tile(weight, gradient, target, [slot[part] for slot in slots], own, scratch)
+        if master is not None:
+            np.copyto(out[part], weight, casting="unsafe")
+
+
+def _cast(numbers: Sequence[float], dtype: np.dtype[Any]) -> tuple[Array, ...]:
+    # 0-d arrays: NumPy reads them faster than its own scalars, and never takes them for another dtype.
+    return tuple(np.asarray(number, dtype) for number in numbers)
+
+
+def _open_state(state: SliceState, kernel: Kernel, current: Array) -> list[Array]:
+    """Create what the first update needs, and return the slots in the order of the kernel."""
+    compute = accumulator_dtype(current.dtype)
+    if is_half(current.dtype) and state.master is None:
+        state.master = current.astype(compute)
+    for name in kernel.slot_names:
+        if name not in state.slots:
+            state.slots[name] = np.zeros(current.size, compute)
+    return [state.slots[name] for name in kernel.slot_names]
+
+
+def _check_weights(current: Array, out: Array) -> None:
+    if current.ndim != 1 or out.shape != current.shape:
+        raise ShapeMismatch(f"expected two arrays of one dimension and length, got {current.shape} and {out.shape}")
+    if out.dtype != current.dtype:
+        raise DtypeMismatch(f"the weights are {dtype_name(current.dtype)}, their next version {dtype_name(out.dtype)}")
+    if np.may_share_memory(current, out):
+        raise NotAllowed("the next version needs memory of its own: the current one is still being served")
+
+
+def _check_state(state: SliceState, kernel: Kernel, current: Array) -> None:
+    compute = accumulator_dtype(current.dtype)
+    used = {name: state.slots[name] for name in kernel.slot_names if name in state.slots}
+    if state.master is not None:
+        if not is_half(current.dtype):
+            raise DtypeMismatch(f"{dtype_name(current.dtype)} weights have no master: the state is of another key")
+        used["master"] = state.master
+    for name, array in used.items():
+        if array.shape != current.shape:
+            raise ShapeMismatch(f"{name} has the shape {array.shape}, the weights have {current.shape}")
+        if array.dtype != compute:
+            raise DtypeMismatch(f"{name} is {array.dtype}, but {dtype_name(current.dtype)} weights need {compute}")
+
+
+def _loaded_step(arrays: Mapping[str, Array]) -> int:
+    step = arrays.get("step")
+    if step is None or step.ndim != 0 or not is_integer(step.dtype) or int(step) < 0:
+        raise ProtocolError("an optimizer state needs a step: a whole number ≥ 0")
+    return int(step)
+
+
+def _check_loaded(name: str, array: Array) -> None:
+    if name != "master" and not name.startswith(_SLOT_PREFIX):
+        raise ProtocolError(f"{name!r:.60} is no part of an optimizer state")
+    if array.ndim != 1 or array.dtype not in (np.float32, np.float64):
+        raise ProtocolError(f"{name!r:.60} must be one dimension of float32 or float64")
+    if name == "master" and array.dtype != np.float32:
+        raise ProtocolError("the master weights must be float32")

@@ -1,0 +1,131 @@
+"""What a program can ask of its worker machine (`LocalCall.request`), and what it is answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from kvd.protocol.specs import KeySpec
+
+
+class Item(NamedTuple):
+    """One key in a call: the buffer to read its bytes from, the buffer to write its new value to (None: not asked)."""
+
+    key: str
+    spec: KeySpec | None
+    source: Any = None
+    target: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class JoinCluster:
+    """Answered with the rank, when all servers are there and know this node."""
+
+
+@dataclass(frozen=True, slots=True)
+class InitKeys:
+    """Rank 0: make the keys and publish them; the others: wait until they are live. Answered with None."""
+
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DescribeKey:
+    """Answered with the KeySpec of a live key; with `wait`, when it becomes live."""
+
+    key: str
+    wait: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Push, pull, or both: what an item has a source for is pushed, what it has a target for is pulled.
+
+    Answered with the versions pulled, one per item (0 where nothing was pulled), when all is committed and copied.
+    """
+
+    items: tuple[Item, ...]
+    push: bool
+    pull: bool
+    priority: int = 0
+    samples: int = 1
+    how: int = 0  # ADD, ASSIGN, ABSENT
+    any_version: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Answered when every push before it is settled, including those whose calls timed out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """Answered when all workers that have not left are there."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRounds:
+    """`state` "done": leave the rounds and stay; "left": go."""
+
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """Set the clock of every key back to `clock`."""
+
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOf:
+    """Answered with the clock of this worker for the key."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """One message to every server (`servers` None) or to some; answered with the answers in rank order.
+
+    An answer is (message, payload). `staged_first`: only when all earlier pushes have reached their servers.
+    """
+
+    messages: tuple[Any, ...]  # one for all servers, or one per entry of `servers`; their `request` is filled in
+    servers: tuple[int, ...] | None = None
+    payload: Any = None
+    nbytes: int = 0
+    staged_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SliceControl:
+    """One message per slice of a key, to the servers that lead them; answered with the answers in slice order."""
+
+    key: str
+    messages: tuple[Any, ...]
+    payloads: tuple[Any, ...] = ()
+    nbytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStatus:
+    """Answered with the payload of the scheduler's StatusReport."""
+
+
+Request: TypeAlias = (
+    JoinCluster
+    | InitKeys
+    | DescribeKey
+    | Move
+    | Flush
+    | Barrier
+    | LeaveRounds
+    | Rewind
+    | ClockOf
+    | Control
+    | SliceControl
+    | SchedulerStatus
+)

@@ -1,0 +1,72 @@
+"""The view as every node reads it: who is there, where, and in which state."""
+
+from __future__ import annotations
+
+from kvd.core.placement import shard_of
+from kvd.protocol.messages import Member, Settings, View, ViewNumber
+
+EMPTY_SETTINGS = Settings("", "", -1, 0, 0, 0, 0, 0)
+
+ACTIVE = "active"  # takes part in the rounds
+DONE = "done"  # left the rounds, still connected
+LEFT = "left"  # went, in good order
+DEAD = "dead"  # declared dead
+
+
+def name_of(role: str, rank: int) -> str:
+    """How people call a node: "server 1"."""
+    return role if role == "scheduler" else f"{role} {rank}"
+
+
+class ViewState:
+    """The newest view that a node has heard of."""
+
+    def __init__(self) -> None:
+        self.number = ViewNumber(0, 0)
+        self.settings = EMPTY_SETTINGS
+        self.shards: tuple[int, ...] = ()
+        self.members: dict[tuple[str, int], Member] = {}
+        self._by_incarnation: dict[int, Member] = {}
+
+    def update(self, number: ViewNumber, view: View) -> bool:
+        """Takes the view if it is newer than the one at hand, and says so."""
+        if number <= self.number:
+            return False
+        self.number = number
+        self.settings = view.settings
+        self.shards = view.shards
+        self.members = {(member.role, member.rank): member for member in view.members}
+        self._by_incarnation = {member.incarnation: member for member in view.members}
+        return True
+
+    def by_incarnation(self, incarnation: int) -> Member | None:
+        return self._by_incarnation.get(incarnation)
+
+    def servers(self) -> list[Member]:
+        """The servers in rank order, dead ones included."""
+        return sorted((m for m in self.members.values() if m.role == "server"), key=lambda member: member.rank)
+
+    def worker(self, rank: int) -> Member | None:
+        return self.members.get(("worker", rank))
+
+    def all_servers_active(self) -> bool:
+        servers = self.servers()
+        count = self.settings.num_servers
+        return count > 0 and len(servers) == count and all(server.state == ACTIVE for server in servers)
+
+    def missing_servers(self) -> list[int]:
+        """Ranks of servers that never came or are not alive."""
+        alive = {server.rank for server in self.servers() if server.state == ACTIVE}
+        return [rank for rank in range(self.settings.num_servers) if rank not in alive]
+
+    def required_ranks(self) -> list[int]:
+        """Ranks of the workers that a round waits for: all that have not left it, those not yet there included."""
+        gone = {m.rank for m in self.members.values() if m.role == "worker" and m.state in (DONE, LEFT)}
+        return [rank for rank in range(self.settings.num_workers) if rank not in gone]
+
+    def dead_workers(self) -> dict[int, Member]:
+        return {m.rank: m for m in self.members.values() if m.role == "worker" and m.state == DEAD}
+
+    def server_of(self, key: str, slice_index: int) -> int:
+        """The rank of the server that leads a slice."""
+        return self.shards[shard_of(key, slice_index, len(self.shards))]

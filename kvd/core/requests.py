@@ -1,0 +1,82 @@
+"""The requests that a server has not answered yet: one that is sent again is neither done nor answered twice."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvd.core.machine import Peer, Span
+
+MAX_REMEMBERED = 256  # answers of commands kept per incarnation
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A push or pull of several slices that is answered when the last of them is settled."""
+
+    peer: Peer
+    sender: int
+    request: int
+    push: bool
+    pull: bool
+    remaining: int
+    spans: list[Span | None] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    closed: bool = False  # answered, or refused
+
+
+class PendingTable:
+    """Open requests by sender and number."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[int, int], Pending] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, pending: Pending) -> None:
+        self._open[pending.sender, pending.request] = pending
+
+    def find(self, sender: int, request: int) -> Pending | None:
+        return self._open.get((sender, request))
+
+    def close(self, pending: Pending) -> None:
+        pending.closed = True
+        pending.spans = []
+        self._open.pop((pending.sender, pending.request), None)
+
+    def drop_sender(self, sender: int) -> None:
+        """The sender is gone for good: nobody waits for these answers."""
+        for pending in [entry for entry in self._open.values() if entry.sender == sender]:
+            self.close(pending)
+
+
+class Answers:
+    """The answers of commands, which must not be carried out twice. The oldest of a sender are forgotten."""
+
+    def __init__(self) -> None:
+        self._by_sender: dict[int, OrderedDict[int, Any]] = {}
+
+    def start(self, sender: int, request: int) -> bool:
+        """True if the command is new; it is running from now on."""
+        answers = self._by_sender.setdefault(sender, OrderedDict())
+        if request in answers:
+            return False
+        answers[request] = None
+        while len(answers) > MAX_REMEMBERED:
+            answers.popitem(last=False)
+        return True
+
+    def finish(self, sender: int, request: int, answer: Any) -> None:
+        answers = self._by_sender.get(sender)
+        if answers is not None and request in answers:
+            answers[request] = answer
+
+    def find(self, sender: int, request: int) -> Any:
+        """The answer, or None while the command runs."""
+        answers = self._by_sender.get(sender)
+        return None if answers is None else answers.get(request)
+
+    def drop_sender(self, sender: int) -> None:
+        self._by_sender.pop(sender, None)

@@ -1,0 +1,434 @@
+"""The scheduler: who is in, with which rank, who is dead and why, and where the barriers stand.
+
+It is needed for membership and barriers, not for pushes and pulls. A change of the view is persisted before it is
+announced; a scheduler that is started anew takes its nodes back, from its record or from their own word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvd.core.barriers import Barriers, Verdict
+from kvd.core.machine import Effect, Event, Note, Peer, PeerLost, Persist, Persisted, Received, Send
+from kvd.core.membership import ACTIVE, DEAD, DONE, LEFT, name_of
+from kvd.core.placement import initial_shards
+from kvd.protocol.messages import (
+    MAX_MEMBERS,
+    NO_RANK,
+    Done,
+    Enter,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Leave,
+    Member,
+    Message,
+    Quiet,
+    Refused,
+    Settings,
+    StatusQuery,
+    StatusReport,
+    View,
+    ViewNumber,
+    Welcome,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """What a scheduler is told: the cluster's settings ("" and 0: the first node to say decides) and its patience."""
+
+    cluster: Settings
+    heartbeat_interval_s: float
+    server_timeout_s: float
+    worker_timeout_s: float
+    break_on_loss: bool  # a dead worker breaks the barriers that it is missing from
+
+
+@dataclass(slots=True)
+class _Seat:
+    """One rank of one role, and its latest holder."""
+
+    member: Member
+    host: str
+    pid: int
+    heard: float
+    peer: Peer | None = None
+    predecessor: str = ""
+
+
+class SchedulerMachine:
+    """The state machine of the scheduler. `generation` must be larger than that of any earlier start."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        incarnation: int,
+        generation: int,
+        now: float,
+        saved: Mapping[str, object] | None = None,
+    ) -> None:
+        self.incarnation = incarnation
+        self._settings = settings
+        self._cluster = settings.cluster
+        self._generation = generation
+        self._epoch = 0  # of the newest view
+        self._persisted = 0  # epoch of the newest view on stable storage: the one that may be told
+        self._announced: View | None = None
+        self._seats: dict[tuple[str, int], _Seat] = {}
+        self._barriers = Barriers()
+        self._withheld: dict[int, list[Effect]] = {}  # epoch → answers that wait for its persistence
+        self._last_step = now
+        self._out: list[Effect] = []
+        if saved is not None:
+            self._restore(saved, now)
+
+    # ── the machine's interface ──
+
+    @property
+    def view_number(self) -> ViewNumber:
+        return ViewNumber(self._generation, self._persisted)
+
+    def step(self, event: Event, now: float) -> list[Effect]:
+        self._out = []
+        self._forgive_if_late(now)
+        if isinstance(event, Received):
+            self._receive(event, now)
+        elif isinstance(event, Persisted):
+            self._announce(event.token)
+        elif isinstance(event, PeerLost):
+            for seat in self._seats.values():
+                if seat.member.incarnation == event.incarnation and seat.member.state in (ACTIVE, DONE):
+                    self._declare_dead(seat, event.reason, now)
+        self._judge(now)
+        return self._out
+
+    def next_deadline(self) -> float | None:
+        alive = [seat for seat in self._seats.values() if seat.member.state in (ACTIVE, DONE)]
+        if not alive:
+            return None
+        return min(seat.heard + self._timeout_s(seat.member.role) for seat in alive)
+
+    def explain(self, now: float) -> dict[str, object]:
+        members = []
+        for seat in sorted(self._seats.values(), key=lambda seat: (seat.member.role, seat.member.rank)):
+            member = seat.member
+            members.append(
+                {
+                    "role": member.role,
+                    "rank": member.rank,
+                    "node_id": member.node_id,
+                    "state": member.state,
+                    "address": member.address,
+                    "host": seat.host,
+                    "pid": seat.pid,
+                    "incarnation": f"{member.incarnation:016x}",
+                    "last_heard_s": round(now - seat.heard, 3),
+                    "reason": member.reason,
+                }
+            )
+        return {
+            "role": "scheduler",
+            "view": list(self.view_number),
+            "settings": self._cluster._asdict(),
+            "members": members,
+            "missing": [
+                name_of(role, rank)
+                for role, count in (("server", self._cluster.num_servers), ("worker", self._cluster.num_workers))
+                for rank in range(count)
+                if (role, rank) not in self._seats
+            ],
+            "barriers": self._barriers.open(),
+        }
+
+    def watched(self) -> list[tuple[int, str, int]]:
+        """(incarnation, host, pid) of the living, for a shell that can see their processes."""
+        return [
+            (seat.member.incarnation, seat.host, seat.pid)
+            for seat in self._seats.values()
+            if seat.member.state in (ACTIVE, DONE)
+        ]
+
+    # ── messages ──
+
+    def _receive(self, event: Received, now: float) -> None:
+        message = event.message
+        if isinstance(message, Join):
+            self._join(event, message, now)
+        elif isinstance(message, StatusQuery):
+            self._out.append(Send(event.peer, StatusReport(message.request)))
+        elif isinstance(message, Heartbeat | Leave | Enter):
+            seat = self._seat_of(event.sender)
+            if seat is None:
+                self._turn_away(event, message)
+                return
+            self._hear(seat, event.peer, now)
+            if isinstance(message, Heartbeat):
+                self._out.append(Send(event.peer, HeartbeatAck(self._quiet(now))))
+                if event.view < self.view_number and self._announced is not None:
+                    self._out.append(Send(event.peer, self._announced))
+            elif isinstance(message, Leave):
+                self._leave(seat, event.peer, message)
+            else:
+                self._enter(seat, event.peer, message)
+        elif not isinstance(message, Refused):
+            text = f"the scheduler takes no {type(message).__name__}: send it to a server"
+            self._refuse(event.peer, message, "ProtocolError", text)
+
+    def _turn_away(self, event: Received, message: Heartbeat | Leave | Enter) -> None:
+        """Someone without a seat: either its place was given to another incarnation, or the scheduler forgot it."""
+        if isinstance(message, Heartbeat) and (message.role, message.rank) in self._seats:
+            text = f"another process took the place of {name_of(message.role, message.rank)}; stop this one"
+            self._out.append(Send(event.peer, Refused(0, "replaced", text)))
+        else:
+            request = 0 if isinstance(message, Heartbeat) else message.request
+            self._out.append(Send(event.peer, Refused(request, "join", "the scheduler does not know this node")))
+
+    def _join(self, event: Received, join: Join, now: float) -> None:
+        error = self._disagreement(join)
+        if error is not None:
+            self._out.append(Send(event.peer, error))
+            return
+        if join.role == "observer":
+            self._out.append(Send(event.peer, Welcome(join.request, NO_RANK, "")))
+            self._out.extend([] if self._announced is None else [Send(event.peer, self._announced)])
+            return
+        seat = self._seat_of(event.sender)
+        if seat is None:
+            seat = self._seat_for(event, join, now)
+            if seat is None:
+                return
+        self._hear(seat, event.peer, now)
+        self._after_persist(Send(event.peer, Welcome(join.request, seat.member.rank, seat.predecessor)))
+
+    def _disagreement(self, join: Join) -> Refused | None:
+        """Takes over what the cluster leaves open; refuses what differs from it."""
+        if join.role not in ("server", "worker", "observer"):
+            text = f"a node joins as server, worker or observer, not {join.role!r}"
+            return Refused(join.request, "ConfigError", text, key="role")
+        if join.role != "observer" and not join.node_id:
+            return Refused(join.request, "ConfigError", "a node needs a node_id", key="node_id")
+        wanted, have = join.settings, self._cluster
+        for field, told, mine in zip(Settings._fields, wanted, have, strict=True):
+            open_value = -1 if field == "staleness" else type(told)()
+            if told in (open_value, mine):
+                continue
+            if mine == open_value and field != "staleness":
+                continue
+            if field == "staleness" and have.mode == "":
+                continue
+            text = f"this node wants {field}={told!r}, the cluster has {mine!r}: start it with the cluster's setting"
+            return Refused(join.request, "ConfigError", text, key=field)
+        if join.role == "worker":
+            self._adopt(wanted)
+        return None
+
+    def _adopt(self, wanted: Settings) -> None:
+        have = self._cluster
+        if have.mode == "" and wanted.mode != "":
+            self._cluster = have = have._replace(mode=wanted.mode, staleness=wanted.staleness)
+            self._change()
+        if have.merge == "" and wanted.merge != "":
+            self._cluster = have._replace(merge=wanted.merge)
+            self._change()
+
+    def _seat_for(self, event: Received, join: Join, now: float) -> _Seat | None:
+        """A seat for a new incarnation: its own by node id, else the rank it asks for, else the first that is free."""
+        rank = self._rank_for(join)
+        if rank is None:
+            size = self._cluster.num_servers if join.role == "server" else self._cluster.num_workers
+            text = (
+                f"all {size} {join.role}s are there: stop one, give this node the KVD_NODE_ID of the one that it "
+                f"replaces, or start the scheduler with a larger --num-{join.role}s"
+            )
+            self._out.append(Send(event.peer, Refused(join.request, "NotAllowed", text)))
+            return None
+        place = (join.role, rank)
+        old = self._seats.get(place)
+        predecessor = ""
+        if old is not None:
+            predecessor = old.member.state if old.member.state == LEFT else DEAD
+            if old.peer is not None and old.peer != event.peer:
+                text = f"another process took the place of {name_of(*place)}; stop this one"
+                self._out.append(Send(old.peer, Refused(0, "replaced", text)))
+            if join.role == "worker":
+                self._barriers.withdraw(rank)
+        member = Member(join.role, rank, join.node_id, event.sender, join.address, ACTIVE, "", 0.0)
+        seat = self._seats[place] = _Seat(member, join.host, join.pid, now, event.peer, predecessor)
+        self._out.append(
+            Note("info", f"{name_of(*place)} joined", {"node_id": join.node_id, "predecessor": predecessor})
+        )
+        self._change()
+        return seat
+
+    def _rank_for(self, join: Join) -> int | None:
+        size = self._cluster.num_servers if join.role == "server" else self._cluster.num_workers
+        holders = {rank: seat.member for (role, rank), seat in self._seats.items() if role == join.role}
+        for rank, member in holders.items():
+            if member.node_id == join.node_id:
+                return rank
+        ranks = range(size)
+        if join.rank in ranks and join.rank not in holders:
+            return join.rank
+        free = [rank for rank in ranks if rank not in holders]
+        left = [rank for rank in ranks if rank in holders and holders[rank].state == LEFT]
+        dead = [rank for rank in ranks if rank in holders and holders[rank].state == DEAD]
+        candidates = free or left or dead
+        return candidates[0] if candidates else None
+
+    def _leave(self, seat: _Seat, peer: Peer, leave: Leave) -> None:
+        if leave.state not in (DONE, LEFT):
+            self._refuse(peer, leave, "ProtocolError", f"a node leaves as done or left, not {leave.state!r}")
+            return
+        if seat.member.state != leave.state:
+            seat.member = seat.member._replace(state=leave.state, reason="closed" if leave.state == LEFT else "")
+            self._out.append(Note("info", f"{name_of(seat.member.role, seat.member.rank)} is {leave.state}"))
+            self._change()
+        self._after_persist(Send(peer, Done(leave.request)))
+
+    def _enter(self, seat: _Seat, peer: Peer, enter: Enter) -> None:
+        if seat.member.role != "worker":
+            self._refuse(peer, enter, "NotAllowed", "only workers meet at barriers")
+            return
+        answer = self._barriers.enter(enter.name, enter.generation, seat.member.rank, peer, enter.request)
+        if isinstance(answer, Verdict):
+            self._out.append(Send(peer, self._verdict(enter.request, enter.name, answer)))
+        elif isinstance(answer, str):
+            self._refuse(peer, enter, "NotAllowed", answer)
+        else:
+            self._settle_barriers()
+
+    def _verdict(self, request: int, name: str, verdict: Verdict) -> Message:
+        if not verdict.missing:
+            return Done(request)
+        nodes = tuple(name_of("worker", rank) for rank in verdict.missing)
+        text = f"barrier {name!r} cannot be reached: {', '.join(nodes)} died before it; restart the dead, or the job"
+        return Refused(request, "BarrierBroken", text, nodes)
+
+    def _settle_barriers(self) -> None:
+        workers = {rank: seat.member for (role, rank), seat in self._seats.items() if role == "worker"}
+        required = [
+            rank for rank in range(self._cluster.num_workers) if rank not in workers or workers[rank].state != LEFT
+        ]
+        dead = [rank for rank, member in workers.items() if member.state == DEAD]
+        for settled in self._barriers.settle(required, dead if self._settings.break_on_loss else ()):
+            if settled.verdict.missing:
+                self._out.append(
+                    Note("warning", f"barrier {settled.name!r} broke", {"missing": list(settled.verdict.missing)})
+                )
+            for peer, request in settled.waiting:
+                self._after_persist(Send(peer, self._verdict(request, settled.name, settled.verdict)))
+
+    # ── life and death ──
+
+    def _hear(self, seat: _Seat, peer: Peer, now: float) -> None:
+        seat.heard = now
+        seat.peer = peer
+        if seat.member.state == DEAD:  # it was paused or cut off, and nobody took its place
+            seat.member = seat.member._replace(state=ACTIVE, reason="", last_seen_s=0.0)
+            self._out.append(Note("warning", f"{name_of(seat.member.role, seat.member.rank)} is back"))
+            self._change()
+
+    def _judge(self, now: float) -> None:
+        for seat in self._seats.values():
+            limit = self._timeout_s(seat.member.role)
+            if seat.member.state in (ACTIVE, DONE) and now - seat.heard >= limit:
+                self._declare_dead(seat, f"no heartbeat for {limit:g} s", now)
+
+    def _declare_dead(self, seat: _Seat, reason: str, now: float) -> None:
+        silence_s = round(now - seat.heard, 3)
+        seat.member = seat.member._replace(state=DEAD, reason=reason[:80], last_seen_s=silence_s)
+        self._out.append(Note("warning", f"{name_of(seat.member.role, seat.member.rank)} is dead", {"reason": reason}))
+        self._change()
+
+    def _forgive_if_late(self, now: float) -> None:
+        """After a pause of its own the scheduler cannot know who was silent: everyone gets a full time anew."""
+        if now - self._last_step > 2 * self._settings.heartbeat_interval_s and self._seats:
+            deadline = self.next_deadline()
+            if deadline is not None and now - deadline > self._settings.heartbeat_interval_s:
+                for seat in self._seats.values():
+                    seat.heard = now
+                self._out.append(Note("warning", "this scheduler was paused; it gives everyone a full timeout anew"))
+        self._last_step = now
+
+    def _quiet(self, now: float) -> tuple[Quiet, ...]:
+        limit = 2 * self._settings.heartbeat_interval_s
+        return tuple(
+            Quiet(seat.member.role, seat.member.rank, round(now - seat.heard, 3))
+            for seat in self._seats.values()
+            if seat.member.state in (ACTIVE, DONE) and now - seat.heard > limit
+        )
+
+    # ── the view ──
+
+    def _change(self) -> None:
+        """The view is another: persist it, then announce it."""
+        self._epoch += 1
+        if len(self._seats) > MAX_MEMBERS:
+            self._out.append(Note("error", f"more than {MAX_MEMBERS} nodes cannot be announced"))
+        self._out.append(Persist(self._epoch, self._record()))
+        self._settle_barriers()
+
+    def _announce(self, epoch: int) -> None:
+        if epoch <= self._persisted:
+            return
+        self._persisted = epoch
+        if epoch == self._epoch:
+            self._announced = self._view()
+            for seat in self._seats.values():
+                if seat.peer is not None:
+                    self._out.append(Send(seat.peer, self._announced))
+        for waiting in sorted(number for number in self._withheld if number <= epoch):
+            self._out.extend(self._withheld.pop(waiting))
+
+    def _after_persist(self, effect: Effect) -> None:
+        """Sends now what depends on nothing unsaved, else when the newest view is saved."""
+        if self._epoch <= self._persisted:
+            self._out.append(effect)
+            if isinstance(effect, Send) and isinstance(effect.message, Welcome) and self._announced is not None:
+                self._out.append(Send(effect.peer, self._announced))
+        else:
+            self._withheld.setdefault(self._epoch, []).append(effect)
+
+    def _view(self) -> View:
+        shards: tuple[int, ...] = ()
+        if self._cluster.num_servers:
+            shards = initial_shards(self._cluster.num_shards, self._cluster.num_servers)
+        return View(self._cluster, tuple(seat.member for seat in self._seats.values()), shards)
+
+    def _record(self) -> dict[str, object]:
+        """What a successor needs: plain data."""
+        return {
+            "generation": self._generation,
+            "epoch": self._epoch,
+            "settings": list(self._cluster),
+            "seats": [[list(seat.member), seat.host, seat.pid, seat.predecessor] for seat in self._seats.values()],
+        }
+
+    def _restore(self, saved: Mapping[str, object], now: float) -> None:
+        settings, seats = saved["settings"], saved["seats"]
+        assert isinstance(settings, list)
+        assert isinstance(seats, list)
+        earlier = Settings(*settings)
+        if self._cluster.mode == "":
+            self._cluster = self._cluster._replace(mode=earlier.mode, staleness=earlier.staleness)
+        if self._cluster.merge == "":
+            self._cluster = self._cluster._replace(merge=earlier.merge)
+        for fields, host, pid, predecessor in seats:
+            member = Member(*fields)
+            size = self._cluster.num_servers if member.role == "server" else self._cluster.num_workers
+            if member.rank < size:
+                self._seats[member.role, member.rank] = _Seat(member, host, pid, now, None, predecessor)
+        self._epoch = self._persisted = 1
+        self._announced = self._view()
+
+    def _seat_of(self, incarnation: int) -> _Seat | None:
+        return next((seat for seat in self._seats.values() if seat.member.incarnation == incarnation), None)
+
+    def _timeout_s(self, role: str) -> float:
+        return self._settings.server_timeout_s if role == "server" else self._settings.worker_timeout_s
+
+    def _refuse(self, peer: Peer, message: Message, error: str, text: str) -> None:
+        request = getattr(message, "request", 0)
+        self._out.append(Send(peer, Refused(request, error, text)))

@@ -1,0 +1,135 @@
+"""A node's bond with the scheduler: join, heartbeats, views, and joining again when the scheduler forgot us."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvd.core.machine import SCHEDULER, Connect, Effect, Halt, Note, Received, Send
+from kvd.core.membership import ViewState, name_of
+from kvd.errors import ConfigError, KvdError, NotAllowed
+from kvd.protocol.messages import (
+    NO_RANK,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Quiet,
+    Refused,
+    Settings,
+    View,
+    Welcome,
+)
+
+JOIN_REQUEST = 1
+FIRST_REQUEST = 16  # the numbers below are the link's own
+JOIN_RETRY_S = 0.5
+
+
+class Identity(NamedTuple):
+    """Who a node is."""
+
+    role: str
+    node_id: str
+    incarnation: int
+    address: str  # where it listens; "" for those that do not
+    host: str
+    pid: int
+    preferred_rank: int = NO_RANK
+
+
+class SchedulerLink:
+    """Held by servers, workers and observers. An observer joins, and sends no heartbeats: it is not in the view."""
+
+    def __init__(
+        self, identity: Identity, settings: Settings, scheduler_address: str, heartbeat_interval_s: float
+    ) -> None:
+        self.identity = identity
+        self.incarnation = identity.incarnation
+        self.view = ViewState()
+        self.rank = identity.preferred_rank
+        self.predecessor = ""
+        self.joined = False
+        self.failure: KvdError | None = None
+        self.heard = False  # anything at all from the scheduler
+        self.quiet: tuple[Quiet, ...] = ()
+        self._settings = settings
+        self._address = scheduler_address
+        self._interval_s = heartbeat_interval_s
+        self._next_send: float | None = None  # when the next Join or Heartbeat is due; None: not started
+        self._closed = False
+        self._effects: list[Effect] = []
+
+    @property
+    def name(self) -> str:
+        return name_of(self.identity.role, self.rank) if self.joined else self.identity.role
+
+    def tick(self, now: float) -> list[Effect]:
+        """What is due: the first Connect and Join, a Join again, or a Heartbeat."""
+        effects = self.take_effects()
+        if self._closed or self.failure is not None:
+            return effects
+        if self._next_send is None:
+            effects.append(Connect(SCHEDULER, self._address))
+            self._next_send = now
+        if now >= self._next_send:
+            if not self.joined:
+                effects.append(Send(SCHEDULER, self._join()))
+                self._next_send = now + JOIN_RETRY_S
+            elif self.identity.role == "observer":
+                self._next_send = now + 3600.0
+            else:
+                effects.append(Send(SCHEDULER, Heartbeat(self.identity.role, self.rank)))
+                self._next_send = now + self._interval_s
+        return effects
+
+    def next_deadline(self) -> float | None:
+        return None if self._closed or self.failure is not None else self._next_send
+
+    def close(self) -> None:
+        """No more heartbeats: this node has left."""
+        self._closed = True
+
+    def take_effects(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+    def receive(self, event: Received, now: float) -> bool:
+        """Takes what the scheduler says of membership. True: the view is another."""
+        self.heard = True
+        message = event.message
+        if isinstance(message, View):
+            return self.view.update(event.view, message)
+        if isinstance(message, Welcome):
+            if not self.joined:
+                self.joined = True
+                self.rank = message.rank
+                self.predecessor = message.predecessor
+                self._next_send = now + self._interval_s
+                self._effects.append(Note("info", f"joined as {self.name}", {"node_id": self.identity.node_id}))
+            return True
+        if isinstance(message, HeartbeatAck):
+            self.quiet = message.quiet
+        elif isinstance(message, Refused):
+            self._refused(message, now)
+        return False
+
+    def _refused(self, refused: Refused, now: float) -> None:
+        if refused.error == "join" and not self._closed:
+            self.joined = False
+            self._next_send = now
+            self._effects.append(Note("warning", "the scheduler was restarted and forgot this node; joining again"))
+        elif refused.error == "replaced" and not self._closed:
+            self._fail(NotAllowed(refused.text, node=self.name))
+        elif refused.request == JOIN_REQUEST and not self.joined:
+            self._fail(
+                ConfigError(refused.text, setting=refused.key)
+                if refused.error == "ConfigError"
+                else NotAllowed(refused.text, node="scheduler")
+            )
+
+    def _fail(self, error: KvdError) -> None:
+        self.failure = error
+        self._effects.append(Halt(error))
+
+    def _join(self) -> Join:
+        who = self.identity
+        return Join(JOIN_REQUEST, who.role, who.node_id, who.address, who.host, who.pid, self.rank, self._settings)

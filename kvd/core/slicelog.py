@@ -1,0 +1,189 @@
+"""The life of one slice: contributions are staged, counted when their round closes, and acknowledged at the commit.
+
+Three numbers per worker: *staged* (the server has the bytes), *counted* (in a closed round) and *committed* (every
+in-sync replica holds the record). A slice's state is the fold of its records; its version is the number of committed
+records since the init. Rounds close in order and one at a time, so that at most one update of a slice runs.
+
+In sync mode a round holds the contributions with the same clock, in rank order. In async mode every push is a round of
+its own, in the order of arrival; with a bounded staleness a push waits until its worker is at most so many clocks ahead
+of the slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from kvd.core.machine import Buffer, Contribution
+from kvd.protocol.messages import ADD
+
+
+class Turn(Enum):
+    """What the clock of a push means for a slice."""
+
+    NEXT = "next"  # its turn: stage it
+    KNOWN = "known"  # staged or counted before: answer it as the first time
+    WRONG = "wrong"  # neither
+
+
+class Record(NamedTuple):
+    """One change of a slice: what a replica needs besides the bytes."""
+
+    number: int
+    contributions: tuple[Contribution, ...]
+
+    @property
+    def assign(self) -> bool:
+        return any(contribution.how != ADD for contribution in self.contributions)
+
+
+@dataclass(slots=True)
+class SliceLog:
+    """Staging, rounds and versions of one slice. `mode` and the bounds are those of the cluster."""
+
+    sync: bool
+    rounds_ahead: int
+    staleness: int  # -1: unbounded; async only
+    current: Buffer = None
+    previous: Buffer = None
+    version: int = 0  # committed records
+    closed: int = 0  # closed records, the one being applied included
+    closing: Record | None = None
+    staged: dict[int, int] = field(default_factory=dict)  # rank → clock
+    counted: dict[int, int] = field(default_factory=dict)  # rank → clock (async; in sync it is `closed` for all)
+    committed: dict[int, int] = field(default_factory=dict)  # rank → clock (async; in sync it is `version` for all)
+    _rounds: dict[int, dict[int, Contribution]] = field(default_factory=dict)  # sync: clock → rank → contribution
+    _arrived: list[Contribution] = field(default_factory=list)  # async, in the order of arrival
+
+    # ── clocks of a worker ──
+
+    def staged_clock(self, rank: int) -> int:
+        clock = self.staged.get(rank, 0)
+        return max(clock, self.closed) if self.sync else clock
+
+    def counted_clock(self, rank: int) -> int:
+        return self.closed if self.sync else self.counted.get(rank, 0)
+
+    def committed_clock(self, rank: int) -> int:
+        return self.version if self.sync else self.committed.get(rank, 0)
+
+    # ── staging ──
+
+    def turn(self, rank: int, clock: int) -> Turn:
+        """Whether a push with this clock is the next one of its worker, one that is known, or out of turn."""
+        staged = self.staged_clock(rank)
+        if clock <= staged:
+            return Turn.KNOWN
+        if clock == staged + 1 and clock <= self.counted_clock(rank) + self.rounds_ahead:
+            return Turn.NEXT
+        return Turn.WRONG
+
+    def mixes(self, clock: int, how: int) -> bool:
+        """Whether a push of this kind would meet the other kind (values and assignments) in its round."""
+        others = self._rounds.get(clock, {}).values() if self.sync else ()
+        return any((other.how == ADD) != (how == ADD) for other in others)
+
+    def stage(self, contribution: Contribution) -> None:
+        """Takes the contribution whose turn it is."""
+        rank, clock = contribution.rank, contribution.clock
+        self.staged[rank] = clock
+        if self.sync:
+            self._rounds.setdefault(clock, {})[rank] = contribution
+        else:
+            self._arrived.append(contribution)
+
+    def drop_unclosed(self, rank: int) -> None:
+        """A new incarnation has the rank: what its predecessor staged for rounds that are open is forgotten."""
+        for contributions in self._rounds.values():
+            contributions.pop(rank, None)
+        self._arrived = [contribution for contribution in self._arrived if contribution.rank != rank]
+        self.staged[rank] = self.counted_clock(rank)
+
+    def activate(self, rank: int, clock: int) -> None:
+        """The worker takes part again, from the round after `clock` on."""
+        self.staged[rank] = max(self.staged_clock(rank), clock)
+        if not self.sync:
+            self.counted[rank] = self.committed[rank] = self.staged[rank]
+
+    # ── rounds ──
+
+    def missing(self, clock: int, required: Iterable[int]) -> list[int]:
+        """Sync: the ranks that the round of `clock` still waits for."""
+        contributions = self._rounds.get(clock, {})
+        return [rank for rank in required if rank not in contributions and self.staged.get(rank, 0) < clock]
+
+    def slowest(self, required: Collection[int]) -> int:
+        """Async: the smallest counted clock of the active workers."""
+        return min((self.counted.get(rank, 0) for rank in required), default=0)
+
+    def close_next(self, required: Collection[int]) -> Record | None:
+        """Closes the next round if it is complete and no other is being applied."""
+        if self.closing is not None:
+            return None
+        taken = self._take_round(required) if self.sync else self._take_arrived(required)
+        if taken is None:
+            return None
+        self.closed += 1
+        self.closing = Record(self.closed, taken)
+        return self.closing
+
+    def _take_round(self, required: Iterable[int]) -> tuple[Contribution, ...] | None:
+        clock = self.closed + 1
+        contributions = self._rounds.get(clock)
+        if not contributions or self.missing(clock, required):
+            return None
+        del self._rounds[clock]
+        return tuple(contributions[rank] for rank in sorted(contributions))
+
+    def _take_arrived(self, required: Collection[int]) -> tuple[Contribution, ...] | None:
+        bound = None if self.staleness < 0 else self.slowest(required) + self.staleness
+        for position, contribution in enumerate(self._arrived):
+            if bound is None or contribution.clock <= bound or contribution.rank not in required:
+                del self._arrived[position]
+                self.counted[contribution.rank] = contribution.clock
+                return (contribution,)
+        return None
+
+    def commit(self, buffer: Buffer) -> Record:
+        """The closed round is applied, and every replica holds its record: `buffer` is the new version."""
+        record = self.closing
+        assert record is not None
+        self.closing = None
+        self.previous, self.current = self.current, buffer
+        self.version += 1
+        if not self.sync:
+            for contribution in record.contributions:
+                self.committed[contribution.rank] = contribution.clock
+        return record
+
+    def give_up(self) -> Record:
+        """The closed round could not be applied: it counts for nobody, and its pushes may be made again."""
+        record = self.closing
+        assert record is not None
+        self.closing = None
+        self.closed -= 1
+        for contribution in record.contributions:
+            before = contribution.clock - 1
+            self.staged[contribution.rank] = before
+            for contributions in self._rounds.values():
+                contributions.pop(contribution.rank, None)
+            self._arrived = [other for other in self._arrived if other.rank != contribution.rank]
+            if not self.sync:
+                self.counted[contribution.rank] = before
+        return record
+
+    # ── versions ──
+
+    def at_version(self, version: int) -> Buffer | None:
+        """The bytes of a committed version, if they are still kept."""
+        if version == self.version:
+            return self.current
+        if version == self.version - 1 and self.previous is not None:
+            return self.previous
+        return None
+
+    def staged_bytes(self, nbytes: int) -> int:
+        """Bytes held for rounds that are open."""
+        return nbytes * (len(self._arrived) + sum(len(contributions) for contributions in self._rounds.values()))

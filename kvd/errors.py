@@ -1,0 +1,142 @@
+"""Every error that kvd raises on purpose.
+
+::
+
+    KvdError
+    ├── ConfigError          a setting is wrong, or disagrees with the cluster's
+    ├── ConnectError         nobody answers at an address, or an address is taken
+    ├── RequestTimeout       a deadline passed (also a TimeoutError)
+    ├── ProtocolError        bytes that are no message of ours
+    ├── NodeLost             a node that the call waits for is dead
+    ├── BarrierBroken        a barrier that can no longer be reached by everyone
+    ├── StoreClosed          the store was closed, or belongs to another process
+    └── RemoteError          a server or the scheduler refused
+        ├── KeyNotFound      (also a KeyError)
+        ├── KeyExists
+        ├── ShapeMismatch    (also a ValueError)
+        ├── DtypeMismatch    (also a TypeError)
+        └── NotAllowed
+
+The attributes carry what a program needs; the message says what a person can do next.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Outcome = Literal["not_sent", "unknown"]
+
+
+class KvdError(Exception):
+    """The root: ``except kvd.KvdError`` catches whatever kvd raises on purpose."""
+
+
+class ConfigError(KvdError):
+    """A setting is wrong, or disagrees with the cluster's.
+
+    Attributes:
+        setting: the name of the setting, empty if it is about several.
+    """
+
+    def __init__(self, message: str, *, setting: str = "") -> None:
+        super().__init__(message)
+        self.setting = setting
+
+
+class ConnectError(KvdError):
+    """Nobody answers at an address, or the address to listen on is taken.
+
+    Attributes:
+        address: the address as it was given.
+    """
+
+    def __init__(self, message: str, *, address: str = "") -> None:
+        super().__init__(message)
+        self.address = address
+
+
+class RequestTimeout(KvdError, TimeoutError):
+    """A call did not finish before its deadline. The waiting ended; a push that was on its way goes on.
+
+    Attributes:
+        outcome: ``"not_sent"`` if nothing left this process, ``"unknown"`` if any part may have arrived.
+        waiting_for: the nodes whose answers were missing, such as ``"server 1"``.
+    """
+
+    def __init__(self, message: str, *, outcome: Outcome = "unknown", waiting_for: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.outcome: Outcome = outcome
+        self.waiting_for = waiting_for
+
+
+class ProtocolError(KvdError):
+    """Bytes that are no message of this version of the protocol, or a message that breaks its rules."""
+
+
+class NodeLost(KvdError):
+    """A node that the call waits for was declared dead.
+
+    Attributes:
+        node: its role and rank, such as ``"worker 1"``.
+        last_seen_s: seconds between its last sign of life and the declaration.
+        reason: why it was declared dead, in words.
+    """
+
+    def __init__(self, message: str, *, node: str, last_seen_s: float = 0.0, reason: str = "") -> None:
+        super().__init__(message)
+        self.node = node
+        self.last_seen_s = last_seen_s
+        self.reason = reason
+
+
+class BarrierBroken(KvdError):
+    """A barrier was given up because some of its workers cannot come any more.
+
+    Attributes:
+        missing: those workers, such as ``("worker 1",)``.
+    """
+
+    def __init__(self, message: str, *, missing: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class StoreClosed(KvdError):
+    """The store was closed, or was opened by another process than the one that uses it (after a fork)."""
+
+
+class RemoteError(KvdError):
+    """A server or the scheduler refused a request.
+
+    Attributes:
+        node: who refused, such as ``"server 0"``; empty if it was found out on this side.
+        key: the key that it is about, if it is about one.
+    """
+
+    def __init__(self, message: str, *, node: str = "", key: str = "") -> None:
+        super().__init__(message)
+        self.node = node
+        self.key = key
+
+
+class KeyNotFound(RemoteError, KeyError):
+    """The key was never initialised (or its server lost it)."""
+
+    def __str__(self) -> str:  # KeyError would show the repr of the message
+        return str(self.args[0])
+
+
+class KeyExists(RemoteError):
+    """The key is live already."""
+
+
+class ShapeMismatch(RemoteError, ValueError):
+    """An array has another shape than its key."""
+
+
+class DtypeMismatch(RemoteError, TypeError):
+    """An array has another dtype than its key."""
+
+
+class NotAllowed(RemoteError):
+    """The request makes no sense in the state that the cluster, the key or the store is in."""

@@ -1,0 +1,33 @@
+"""Optimizers as pure data: what to compute on the servers, said in names and numbers.
+
+An optimizer of kvd is a frozen dataclass. It holds no state and no code that crosses the wire: the servers look up the
+name and calculate (``kvd.compute.optimizers``). ``learning_rate`` is a number or a value of
+:mod:`kvd.optimizer.schedule`::
+
+    kv.set_optimizer(SGD(schedule.Warmup(schedule.Cosine(0.1, steps=10_000), steps=500), momentum=0.9))
+
+An optimizer of your own is a dataclass derived from :class:`Optimizer` that is installed on the servers as an entry
+point in the group ``kvd.optimizers``; see :class:`Optimizer` for what it has to define.
+"""
+
+from kvd.optimizer import schedule
+from kvd.optimizer.registry import ENTRY_POINT_GROUP, known_optimizers
+from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
+from kvd.optimizer.wire import changes_from_wire, changes_to_wire, from_wire, to_wire, with_hyperparameters
+
+__all__ = [
+    "Optimizer",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "RMSProp",
+    "schedule",
+    "known_optimizers",
+    "ENTRY_POINT_GROUP",
+    "to_wire",
+    "from_wire",
+    "with_hyperparameters",
+    "changes_to_wire",
+    "changes_from_wire",
+]

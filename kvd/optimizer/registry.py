@@ -1,0 +1,62 @@
+"""Which optimizers this process knows: the built-in ones and those that other distributions installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import logging
+
+from kvd.optimizer.fields import kinds
+from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
+
+ENTRY_POINT_GROUP = "kvd.optimizers"
+
+_BUILT_IN: dict[str, type[Optimizer]] = {cls.__name__: cls for cls in (SGD, Adam, AdamW, Adagrad, RMSProp)}
+
+_COMMON_FIELDS = {"learning_rate", "wd", "rescale_grad", "clip_gradient"}
+
+_log = logging.getLogger(__name__)
+
+
+def known_optimizers() -> dict[str, type[Optimizer]]:
+    """The optimizers by the name that they have on the wire.
+
+    The built-in ones go by the name of their class, an installed one by the name of its entry point in the group
+    ``kvd.optimizers``. Entry points are loaded once per process; one that cannot be used is left out with a warning
+    in the log, since a broken plug-in must not keep a server from starting.
+    """
+    return _BUILT_IN | _installed()
+
+
+@functools.cache
+def _installed() -> dict[str, type[Optimizer]]:
+    found: dict[str, type[Optimizer]] = {}
+    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            cls = entry_point.load()
+        except Exception as error:  # noqa: BLE001 - importing foreign code may raise anything
+            _log.warning("the optimizer %r cannot be loaded: %s", entry_point.name, error)
+            continue
+        if reason := _unusable(entry_point.name, cls):
+            _log.warning("the optimizer %r is not used: %s", entry_point.name, reason)
+        else:
+            found[entry_point.name] = cls
+    return found
+
+
+def _unusable(name: str, cls: object) -> str:
+    """Why an entry point is no optimizer, in words; empty if it is one."""
+    if name in _BUILT_IN:
+        return "the name belongs to a built-in optimizer"
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        return "it is not derived from kvd.optimizer.Optimizer"
+    if not dataclasses.is_dataclass(cls):
+        return "it is not a dataclass"
+    if not callable(getattr(cls, "kernel", None)):
+        return "it has no kernel()"
+    try:
+        missing = _COMMON_FIELDS - kinds(cls).keys()
+    except Exception as error:  # noqa: BLE001 - resolving foreign annotations evaluates them
+        return f"the types of its fields cannot be resolved: {error}"
+    return f"it has no field {', '.join(sorted(missing))}" if missing else ""

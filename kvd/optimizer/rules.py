@@ -1,0 +1,240 @@
+"""The optimizers: their fields, their formulas, and where these come from.
+
+In every formula ``w`` is the weight, ``t`` the number of this update counted from 1, ``η`` the learning rate of update
+``t``, and ``g`` the gradient after the steps that all optimizers share, in this order::
+
+    g = clip(rescale_grad · merged, −clip_gradient, clip_gradient)      without clip_gradient: g = rescale_grad · merged
+    g = g + wd · w                                                      except AdamW
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvd.errors import ConfigError
+from kvd.optimizer.fields import normalise, require
+from kvd.optimizer.schedule import Schedule, rate_at
+
+
+class Optimizer:
+    """The base of all optimizers; not one itself.
+
+    To make your own, derive a frozen dataclass that has at least the four fields below (any order, any defaults) and
+    fields of the types ``float``, ``int``, ``bool`` or ``str`` (or None), and define ``kernel()``: it returns the
+    arithmetic, an object as :class:`kvd.compute.optimizers.Kernel` describes it. Install it on the servers as an entry
+    point of the group ``kvd.optimizers`` whose name is the name on the wire. Further rules go into ``check``.
+
+    Attributes:
+        learning_rate: a number ≥ 0 or a schedule.
+        wd: weight decay, ≥ 0; the ``weight_decay`` of torch.optim.
+        rescale_grad: a factor on the merged gradient, such as 1 / batch size.
+        clip_gradient: the largest magnitude of an element of the rescaled gradient, > 0; None: any.
+    """
+
+    __slots__ = ()
+
+    learning_rate: float | Schedule
+    wd: float
+    rescale_grad: float
+    clip_gradient: float | None
+
+    decoupled_wd: ClassVar[bool] = False
+    """True if the rule itself decays the weight: ``wd · w`` is then not added to the gradient."""
+
+    def __post_init__(self) -> None:
+        normalise(self)
+        if not isinstance(self.learning_rate, Schedule):
+            require("learning_rate", self.learning_rate >= 0, "≥ 0", self.learning_rate)
+        require("wd", self.wd >= 0, "≥ 0", self.wd)
+        if self.clip_gradient is not None:
+            require("clip_gradient", self.clip_gradient > 0, "> 0, or None", self.clip_gradient)
+        self.check()
+
+    def check(self) -> None:
+        """Raise ConfigError if a field of this optimizer is out of its range."""
+
+    def rate(self, step: int) -> float:
+        """The learning rate of update ``step``, counted from 1."""
+        return rate_at(self.learning_rate, step)
+
+
+@dataclass(frozen=True, slots=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent, as torch.optim.SGD with ``dampening=0``.
+
+    ::
+
+        momentum = 0:   w = w − η·g
+        else:           b = momentum·b + g          b starts at 0
+                        w = w − η·b                 nesterov: w = w − η·(g + momentum·b)
+
+    The learning rate stays outside of the momentum buffer (torch), not inside of it (MXNet): the two differ when the
+    learning rate changes.
+
+    Args:
+        learning_rate, wd, rescale_grad, clip_gradient: see :class:`Optimizer`.
+        momentum: ≥ 0.
+        nesterov: look ahead (Sutskever et al. 2013, as written in torch.optim.SGD); needs momentum > 0.
+
+    Raises:
+        ConfigError: a field is out of its range; ``setting`` names it.
+    """
+
+    learning_rate: float | Schedule
+    momentum: float = 0.0
+    wd: float = 0.0
+    rescale_grad: float = 1.0
+    clip_gradient: float | None = None
+    nesterov: bool = False
+
+    def check(self) -> None:
+        """Raise ConfigError if a field of this optimizer is out of its range."""
+        require("momentum", self.momentum >= 0, "≥ 0", self.momentum)
+        if self.nesterov and self.momentum == 0:
+            raise ConfigError("nesterov needs a momentum > 0", setting="nesterov")
+
+
+@dataclass(frozen=True, slots=True)
+class Adam(Optimizer):
+    """Adam, as torch.optim.Adam without ``amsgrad`` (``beta1, beta2`` are its ``betas``, ``epsilon`` its ``eps``).
+
+    ::
+
+        m = β1·m + (1 − β1)·g                       m, v start at 0
+        v = β2·v + (1 − β2)·g²
+        w = w − η · m̂ / (√v̂ + ε)                   m̂ = m / (1 − β1ᵗ), v̂ = v / (1 − β2ᵗ)
+
+    calculated in the order at the end of section 2 of Kingma and Ba, "Adam" (2015), with its ε̂ = ε·√(1 − β2ᵗ), which
+    makes it equal to the formula above: ``w = w − (η·√(1 − β2ᵗ) / (1 − β1ᵗ)) · m / (√v + ε̂)``.
+
+    Args:
+        learning_rate, wd, rescale_grad, clip_gradient: see :class:`Optimizer`.
+        beta1, beta2: in [0, 1).
+        epsilon: ≥ 0.
+
+    Raises:
+        ConfigError: a field is out of its range; ``setting`` names it.
+    """
+
+    learning_rate: float | Schedule = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    wd: float = 0.0
+    rescale_grad: float = 1.0
+    clip_gradient: float | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError if a field of this optimizer is out of its range."""
+        _check_betas(self.beta1, self.beta2, self.epsilon)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay, as torch.optim.AdamW (Loshchilov and Hutter 2019), ``wd=0.01`` by default.
+
+    ::
+
+        w = w·(1 − η·wd), then the three lines of Adam
+
+    Args:
+        learning_rate, rescale_grad, clip_gradient: see :class:`Optimizer`.
+        beta1, beta2: in [0, 1).
+        epsilon: ≥ 0.
+        wd: the decay of the weight, not of the gradient, ≥ 0.
+
+    Raises:
+        ConfigError: a field is out of its range; ``setting`` names it.
+    """
+
+    learning_rate: float | Schedule = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    wd: float = 1e-2
+    rescale_grad: float = 1.0
+    clip_gradient: float | None = None
+
+    decoupled_wd: ClassVar[bool] = True
+
+    def check(self) -> None:
+        """Raise ConfigError if a field of this optimizer is out of its range."""
+        _check_betas(self.beta1, self.beta2, self.epsilon)
+
+
+@dataclass(frozen=True, slots=True)
+class Adagrad(Optimizer):
+    """Adagrad (Duchi et al. 2011), as torch.optim.Adagrad with ``initial_accumulator_value=0``.
+
+    ::
+
+        s = s + g²                                  s starts at 0
+        w = w − η / (1 + (t − 1)·lr_decay) · g / (√s + ε)
+
+    Args:
+        learning_rate, wd, rescale_grad, clip_gradient: see :class:`Optimizer`.
+        lr_decay: ≥ 0.
+        epsilon: ≥ 0; the ``eps`` of torch.optim.
+
+    Raises:
+        ConfigError: a field is out of its range; ``setting`` names it.
+    """
+
+    learning_rate: float | Schedule = 1e-2
+    lr_decay: float = 0.0
+    epsilon: float = 1e-10
+    wd: float = 0.0
+    rescale_grad: float = 1.0
+    clip_gradient: float | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError if a field of this optimizer is out of its range."""
+        require("lr_decay", self.lr_decay >= 0, "≥ 0", self.lr_decay)
+        require("epsilon", self.epsilon >= 0, "≥ 0", self.epsilon)
+
+
+@dataclass(frozen=True, slots=True)
+class RMSProp(Optimizer):
+    """RMSProp (Hinton's lecture 6e), as torch.optim.RMSprop (``epsilon`` is its ``eps``).
+
+    ::
+
+        v = α·v + (1 − α)·g²                        v, a, b start at 0
+        centered: a = α·a + (1 − α)·g;  d = √max(v − a², 0) + ε         (Graves 2013)      else: d = √v + ε
+        momentum = 0:   w = w − η · g / d
+        else:           b = momentum·b + g / d;  w = w − η·b
+
+    The ``max`` is ours: rounding can make ``v − a²`` a little negative, where torch yields NaN.
+
+    Args:
+        learning_rate, wd, rescale_grad, clip_gradient: see :class:`Optimizer`.
+        alpha: the smoothing constant, in [0, 1].
+        epsilon: ≥ 0.
+        momentum: ≥ 0.
+        centered: divide by an estimate of the standard deviation instead of the root mean square.
+
+    Raises:
+        ConfigError: a field is out of its range; ``setting`` names it.
+    """
+
+    learning_rate: float | Schedule = 1e-2
+    alpha: float = 0.99
+    epsilon: float = 1e-8
+    momentum: float = 0.0
+    centered: bool = False
+    wd: float = 0.0
+    rescale_grad: float = 1.0
+    clip_gradient: float | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError if a field of this optimizer is out of its range."""
+        require("alpha", 0 <= self.alpha <= 1, "in [0, 1]", self.alpha)
+        require("epsilon", self.epsilon >= 0, "≥ 0", self.epsilon)
+        require("momentum", self.momentum >= 0, "≥ 0", self.momentum)
+
+
+def _check_betas(beta1: float, beta2: float, epsilon: float) -> None:
+    require("beta1", 0 <= beta1 < 1, "in [0, 1)", beta1)
+    require("beta2", 0 <= beta2 < 1, "in [0, 1)", beta2)
+    require("epsilon", epsilon >= 0, "≥ 0", epsilon)

@@ -1,0 +1,135 @@
+"""Splitting a batch over workers and merging what they computed, as oxirs-embed's ``distributed_training`` has it.
+
+``strict=False`` gives that module's arithmetic to the letter; the default refuses what it would hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.errors import ConfigError, ShapeMismatch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerUpdate:
+    """What one worker computed on its part of a batch.
+
+    Attributes:
+        worker_id: of the worker, for messages.
+        gradients: one-dimensional; the mean over the worker's samples. Any array or sequence of numbers.
+        loss: the mean over the worker's samples.
+        samples_processed: how many samples that were, 0 or more.
+    """
+
+    worker_id: int
+    gradients: npt.ArrayLike
+    loss: float
+    samples_processed: int
+
+
+@dataclass(frozen=True, eq=False)
+class ModelUpdate:
+    """The mean over all samples of all workers.
+
+    Attributes:
+        averaged_gradients: one-dimensional, float64; empty if there were no samples.
+        mean_loss: 0.0 if there were no samples.
+        total_samples: of all workers.
+    """
+
+    averaged_gradients: npt.NDArray[np.float64]
+    mean_loss: float
+    total_samples: int
+
+
+class DataParallelTrainer:
+    """Splits batches and merges worker updates; keeps no state.
+
+    Arguments:
+        strict: refuse gradients of different lengths, and leave workers without samples out of the mean. If False,
+            do as the original: short gradients count as padded with zeros (the length is the longest one, the
+            weights are not renormalised), and a worker without samples takes part with weight 0, so that its NaN or
+            infinity makes the result NaN.
+    """
+
+    def __init__(self, strict: bool = True) -> None:
+        self.strict = strict
+
+    def __repr__(self) -> str:
+        return f"DataParallelTrainer(strict={self.strict})"
+
+    def split_batch(self, samples: Sequence[T], n_workers: int) -> list[list[T]]:
+        """Sample i goes to worker i mod ``n_workers``: one list per worker, the last of them empty if samples run out.
+
+        As in the original there are no lists at all, rather than empty ones, for no workers or no samples. Sample
+        weights, which the original's samples carry, have no influence there and none here.
+
+        Raises:
+            ConfigError: ``n_workers`` is negative or no whole number.
+        """
+        workers = _count(n_workers, "n_workers")
+        if workers == 0 or len(samples) == 0:
+            return []
+        return [[samples[i] for i in range(worker, len(samples), workers)] for worker in range(workers)]
+
+    def merge_worker_updates(self, updates: Sequence[WorkerUpdate]) -> ModelUpdate:
+        """The mean of gradients and losses, weighted by samples, added in the order of ``updates`` in float64.
+
+        Each weight is samples / total samples. No updates, or none with samples, give an empty update.
+
+        Raises:
+            ConfigError: a negative or broken number of samples.
+            ShapeMismatch: gradients that are not one-dimensional; if strict, also gradients of different lengths (of
+                workers with samples). The message names the workers.
+        """
+        counts = [_count(u.samples_processed, f"worker {u.worker_id}: samples_processed") for u in updates]
+        total = sum(counts)
+        if total == 0:
+            return ModelUpdate(np.zeros(0), 0.0, 0)
+        counted = [(u, n) for u, n in zip(updates, counts, strict=True) if n > 0 or not self.strict]
+        gradients = [_vector(update) for update, _ in counted]
+        length = max(len(gradient) for gradient in gradients)
+        if self.strict:
+            _check_lengths([update.worker_id for update, _ in counted], gradients)
+        averaged, loss = np.zeros(length), 0.0
+        for (update, count), gradient in zip(counted, gradients, strict=True):
+            weight = count / total
+            with np.errstate(invalid="ignore"):  # 0 · ∞ is NaN in the original too
+                averaged[: len(gradient)] += gradient * weight
+            loss += float(update.loss) * weight
+        return ModelUpdate(averaged, loss, total)
+
+
+def _count(value: Any, what: str) -> int:
+    """``value`` as an int. Python's do not overflow, as the sum of the original's u32 can."""
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_whole or value < 0:
+        raise ConfigError(f"{what} must be a whole number, 0 or more, not {value!r}", setting=what)
+    return int(value)
+
+
+def _vector(update: WorkerUpdate) -> npt.NDArray[np.float64]:
+    vector = np.asarray(update.gradients, dtype=np.float64)
+    if vector.ndim != 1:
+        raise ShapeMismatch(
+            f"worker {update.worker_id}: gradients must be one-dimensional, not of shape {vector.shape}: flatten them"
+        )
+    return vector
+
+
+def _check_lengths(worker_ids: Sequence[int], gradients: Sequence[npt.NDArray[np.float64]]) -> None:
+    """Raise ShapeMismatch unless all gradients are as long as the first."""
+    expected = len(gradients[0])
+    for worker_id, gradient in zip(worker_ids, gradients, strict=True):
+        if len(gradient) != expected:
+            raise ShapeMismatch(
+                f"worker {worker_id} has {len(gradient)} gradients, worker {worker_ids[0]} has {expected}: "
+                "they train different models, or strict=False pads with zeros"
+            )

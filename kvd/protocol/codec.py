@@ -1,0 +1,236 @@
+"""Messages to bytes and back.
+
+The header of a message is one msgpack list: version, kind, sender, generation, epoch, then the fields of the message in
+their order. Decoding is total: any bytes give a message that keeps every limit of `kvd.protocol.messages`, or raise
+ProtocolError. The checks are built once, from the annotations of the messages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+
+import msgpack
+
+from kvd.errors import ProtocolError
+from kvd.protocol import messages
+from kvd.protocol.messages import BIGGEST, Limit, Message, ViewNumber
+from kvd.protocol.specs import (
+    DTYPES,
+    MAX_DIMENSIONS,
+    MAX_KEY_CHARS,
+    MAX_KEY_NBYTES,
+    MAX_SLICE_BYTES,
+    MIN_SLICE_BYTES,
+    KeySpec,
+)
+
+VERSION = 1
+MAX_HEADER_BYTES = 64 << 10
+_ENVELOPE = 5  # fields before the message's own
+
+Check = Callable[[object], object]
+
+
+class Decoded(NamedTuple):
+    """A message with what its header says about the sender."""
+
+    sender: int
+    view: ViewNumber
+    message: Message
+
+
+def encode(message: Message, sender: int, view: ViewNumber) -> bytes:
+    """The header of `message`. Raises ProtocolError if it would be longer than MAX_HEADER_BYTES."""
+    kind = type(message)
+    body: list[object] = [VERSION, kind.KIND, sender, view[0], view[1]]
+    for name in _FIELDS[kind.KIND]:
+        value = getattr(message, name)
+        body.append(_plain_spec(value) if type(value) is KeySpec else value)
+    header: bytes = msgpack.packb(body)
+    if len(header) > MAX_HEADER_BYTES:
+        raise ProtocolError(f"a {kind.__name__} of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
+    return header
+
+
+def decode(header: bytes | memoryview) -> Decoded:
+    """The message in `header`; ProtocolError says what is wrong with it."""
+    if len(header) > MAX_HEADER_BYTES:
+        raise ProtocolError(f"a header of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
+    try:
+        body = msgpack.unpackb(header, use_list=True, strict_map_key=True, max_ext_len=0)
+    except Exception as error:  # noqa: BLE001  msgpack raises half a dozen kinds, RecursionError-like ones among them
+        raise ProtocolError(f"not a msgpack header: {type(error).__name__}") from None
+    if type(body) is not list or len(body) < _ENVELOPE:
+        raise ProtocolError("a header is a msgpack list of at least 5 entries")
+    version, kind, sender, generation, epoch = body[:_ENVELOPE]
+    if version != VERSION or type(version) is not int:
+        raise ProtocolError(
+            f"protocol version {_short(version)}, this node speaks {VERSION}: run the same kvd version on every node"
+        )
+    for number in (kind, sender, generation, epoch):
+        if type(number) is not int or not 0 <= number <= BIGGEST:
+            raise ProtocolError(f"kind, sender and view are whole numbers, got {_short(number)}")
+    build = _BUILDERS.get(kind)
+    if build is None:
+        raise ProtocolError(f"no message has kind {kind}")
+    return Decoded(sender, ViewNumber(generation, epoch), build(body))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+# ── the checks ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _whole(limit: Limit) -> Check:
+    low, high = limit
+
+    def check(value: object) -> object:
+        if type(value) is not int or not low <= value <= high:
+            raise ProtocolError(f"expected a whole number from {low} to {high}, got {_short(value)}")
+        return value
+
+    return check
+
+
+def _text(limit: Limit) -> Check:
+    low, high = limit
+
+    def check(value: object) -> object:
+        if type(value) is not str or not low <= len(value) <= high:
+            raise ProtocolError(f"expected a text of {low} to {high} characters, got {_short(value)}")
+        return value
+
+    return check
+
+
+def _flag(value: object) -> object:
+    if type(value) is not bool:
+        raise ProtocolError(f"expected true or false, got {_short(value)}")
+    return value
+
+
+def _real(value: object) -> object:
+    if type(value) not in (float, int) or not math.isfinite(value):  # type: ignore[arg-type]
+        raise ProtocolError(f"expected a finite number, got {_short(value)}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _plain(value: object) -> object:
+    return value
+
+
+def _list_of(item: Check, limit: Limit) -> Check:
+    low, high = limit
+
+    def check(value: object) -> object:
+        if type(value) is not list or not low <= len(value) <= high:
+            raise ProtocolError(f"expected a list of {low} to {high} entries, got {_short(value)}")
+        return tuple([item(entry) for entry in value])
+
+    return check
+
+
+def _record_of(build: Callable[..., object], checks: list[Check]) -> Check:
+    count = len(checks)
+
+    def check(value: object) -> object:
+        if type(value) is not list or len(value) != count:
+            raise ProtocolError(f"expected a list of {count} entries, got {_short(value)}")
+        return build(*[test(entry) for test, entry in zip(checks, value, strict=True)])
+
+    return check
+
+
+_spec_fields = _record_of(
+    KeySpec,
+    [
+        _text(Limit(1, 16)),
+        _list_of(_whole(Limit(0, MAX_KEY_NBYTES)), Limit(0, MAX_DIMENSIONS)),
+        _whole(Limit(MIN_SLICE_BYTES, MAX_SLICE_BYTES)),
+    ],
+)
+
+
+def _spec(value: object) -> object:
+    spec = _spec_fields(value)
+    assert isinstance(spec, KeySpec)
+    if spec.dtype not in DTYPES:
+        raise ProtocolError(f"no dtype is called {_short(spec.dtype)}; there are {', '.join(DTYPES)}")
+    if spec.nbytes > MAX_KEY_NBYTES or spec.slice_bytes % 64:
+        raise ProtocolError(f"a key of at most {MAX_KEY_NBYTES} bytes in slices of a multiple of 64, got {spec}")
+    return spec
+
+
+def _plain_spec(spec: KeySpec) -> list[object]:
+    return [spec.dtype, spec.shape, spec.slice_bytes]
+
+
+def _check_for(annotation: Any) -> Check:
+    """The check that an annotation of a message's field asks for."""
+    limit = Limit(0, BIGGEST)
+    if get_origin(annotation) is Annotated:
+        annotation, mark = get_args(annotation)
+        if not isinstance(mark, Limit):
+            return _plain
+        limit = mark
+    if annotation is int:
+        return _whole(limit)
+    if annotation is str:
+        return _text(limit)
+    if annotation is bool:
+        return _flag
+    if annotation is float:
+        return _real
+    if annotation is KeySpec:
+        return _spec
+    if get_origin(annotation) is tuple:
+        inner = get_args(annotation)
+        if inner[-1] is Ellipsis:
+            return _list_of(_check_for(inner[0]), limit)
+        return _record_of(lambda *entries: entries, [_check_for(entry) for entry in inner])
+    hints = get_type_hints(annotation, vars(messages), include_extras=True)
+    return _record_of(annotation, [_check_for(hints[name]) for name in annotation._fields])
+
+
+def _part(value: object) -> object:
+    """The check of a Part, written out: a header holds up to a thousand of them."""
+    if type(value) is not list or len(value) != 3:
+        raise ProtocolError(f"expected [key, index, clock], got {_short(value)}")
+    key, index, clock = value
+    if (
+        type(key) is not str
+        or not 0 < len(key) <= MAX_KEY_CHARS
+        or type(index) is not int
+        or not 0 <= index <= BIGGEST
+        or type(clock) is not int
+        or not -1 <= clock <= BIGGEST
+    ):
+        raise ProtocolError(f"expected [key, index, clock], got {_short(value)}")
+    return messages.Part(key, index, clock)
+
+
+def _builder(kind: type[Any]) -> Callable[[list[object]], Message]:
+    hints = get_type_hints(kind, vars(messages), include_extras=True)
+    names = [field.name for field in fields(kind)]
+    checks = [_parts if hints[name] == messages.Parts else _check_for(hints[name]) for name in names]
+    count = len(checks) + _ENVELOPE
+
+    def build(body: list[object]) -> Message:
+        if len(body) != count:
+            raise ProtocolError(f"a {kind.__name__} has {count} entries, got {len(body)}")
+        message: Message = kind(*[test(entry) for test, entry in zip(checks, body[_ENVELOPE:], strict=True)])
+        return message
+
+    return build
+
+
+_parts = _list_of(_part, Limit(1, messages.MAX_PARTS))
+_KINDS: tuple[type[Any], ...] = get_args(Message)
+_FIELDS: dict[int, tuple[str, ...]] = {kind.KIND: tuple(field.name for field in fields(kind)) for kind in _KINDS}
+_BUILDERS: dict[int, Callable[[list[object]], Message]] = {kind.KIND: _builder(kind) for kind in _KINDS}

@@ -1,0 +1,492 @@
+"""Every message, on one page. `kvd.protocol.codec` turns them into bytes and back, and checks the limits named here.
+
+A header carries, before the fields of its message, the protocol version, the kind of the message, the incarnation of
+the sender and the newest view number that the sender has. Values travel as a payload frame of their own: the bytes of
+the parts, in their order, each starting at a multiple of 8.
+
+A node may ask the same thing again at any time, with the same bytes: every request is answered, and one that was
+carried out already is not carried out twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, NamedTuple, TypeAlias
+
+from kvd.protocol.specs import MAX_DIMENSIONS, MAX_KEY_CHARS, MAX_KEY_NBYTES, MAX_SLICE_BYTES, KeySpec
+
+
+class Limit(NamedTuple):
+    """The smallest and largest value of a number, or of the length of a text, byte string or list."""
+
+    low: int
+    high: int
+
+
+BIGGEST = (1 << 62) - 1
+MAX_PARTS = 1024
+MAX_MEMBERS = 200
+
+Number: TypeAlias = Annotated[int, Limit(0, BIGGEST)]
+Signed: TypeAlias = Annotated[int, Limit(-1, BIGGEST)]
+Key: TypeAlias = Annotated[str, Limit(1, MAX_KEY_CHARS)]
+Name: TypeAlias = Annotated[str, Limit(0, 64)]
+Address: TypeAlias = Annotated[str, Limit(0, 108)]
+Text: TypeAlias = Annotated[str, Limit(0, 1000)]
+Words: TypeAlias = Annotated[str, Limit(0, 80)]
+Plain: TypeAlias = Annotated[object, "plain data, checked by whoever reads it"]
+
+NO_RANK = -1
+ANY_CLOCK = -1  # in a pull: whatever is committed
+UNKNOWN = 0  # a setting that the sender leaves to the cluster
+
+
+class ViewNumber(NamedTuple):
+    """Which picture of the cluster: the generation grows at each start of the scheduler, the epoch at each change."""
+
+    generation: Number
+    epoch: Number
+
+
+class Part(NamedTuple):
+    """One slice of a key in a push or a pull. The clock is the worker's for that key."""
+
+    key: Key
+    slice_index: Number
+    clock: Signed
+
+
+class Settings(NamedTuple):
+    """What all nodes of a cluster must agree on. Empty texts and zeros in a Join: as the cluster has it."""
+
+    mode: Annotated[str, Limit(0, 8)]  # "sync" | "async" | "" (nobody has said yet)
+    merge: Annotated[str, Limit(0, 8)]  # "sum" | "mean" | "weighted" | ""
+    staleness: Signed  # -1: unbounded
+    rounds_ahead: Number
+    slice_bytes: Annotated[int, Limit(0, MAX_SLICE_BYTES)]
+    num_workers: Number
+    num_servers: Number
+    num_shards: Annotated[int, Limit(0, 4096)]
+
+
+class Member(NamedTuple):
+    """One server or worker, as the scheduler sees it."""
+
+    role: Annotated[str, Limit(1, 8)]  # "server" | "worker"
+    rank: Number
+    node_id: Name
+    incarnation: Number
+    address: Address
+    state: Annotated[str, Limit(1, 8)]  # "active" | "done" (left the rounds) | "left" | "dead"
+    reason: Words
+    last_seen_s: float  # of a dead one: seconds of silence before it was declared
+
+
+class KeyEntry(NamedTuple):
+    """One key in a listing: the part of it that the answering server leads."""
+
+    key: Key
+    dtype: Annotated[str, Limit(1, 16)]
+    shape: Annotated[tuple[Annotated[int, Limit(0, MAX_KEY_NBYTES)], ...], Limit(0, MAX_DIMENSIONS)]
+    slices: Number
+    bytes_led: Number
+    version: Number  # the smallest over its slices there
+    live: bool
+
+
+class Quiet(NamedTuple):
+    """A node that has not been heard for a while, and for how long."""
+
+    role: Annotated[str, Limit(1, 8)]
+    rank: Number
+    age_s: float
+
+
+Shape: TypeAlias = Annotated[tuple[Annotated[int, Limit(0, MAX_KEY_NBYTES)], ...], Limit(0, MAX_DIMENSIONS)]
+Parts: TypeAlias = Annotated[tuple[Part, ...], Limit(1, MAX_PARTS)]
+
+# How a push counts in its round.
+ADD = 0  # a gradient or value, merged with the others'
+ASSIGN = 1  # replaces the value; only rank 0's is read
+ABSENT = 2  # takes part in a round of ASSIGN and brings nothing
+
+
+# ── membership: any node ↔ scheduler ──────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """I am here. Sent until the answer comes; again if the scheduler forgot me (it was restarted)."""
+
+    KIND: ClassVar[int] = 1
+    request: Number
+    role: Annotated[str, Limit(1, 8)]  # "server" | "worker" | "observer"
+    node_id: Name
+    address: Address  # where a server listens
+    host: Name  # nodes with the same text share a kernel
+    pid: Number
+    rank: Signed  # the rank it had, or would like
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """You are in, with this rank. `predecessor` is the last state of the rank's earlier holder, "" if there is none."""
+
+    KIND: ClassVar[int] = 2
+    request: Number
+    rank: Signed
+    predecessor: Annotated[str, Limit(0, 8)]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The newest picture of the cluster; its number is the header's. `shards` maps a shard to its server's rank."""
+
+    KIND: ClassVar[int] = 3
+    settings: Settings
+    members: Annotated[tuple[Member, ...], Limit(0, MAX_MEMBERS)]
+    shards: Annotated[tuple[Number, ...], Limit(0, 4096)]
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """I live."""
+
+    KIND: ClassVar[int] = 4
+    role: Annotated[str, Limit(1, 8)]
+    rank: Number
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAck:
+    """So do I; these have been quiet."""
+
+    KIND: ClassVar[int] = 5
+    quiet: Annotated[tuple[Quiet, ...], Limit(0, MAX_MEMBERS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """I leave the rounds and stay ("done"), or go altogether ("left"). Answered by Done when the view says so."""
+
+    KIND: ClassVar[int] = 6
+    request: Number
+    state: Annotated[str, Limit(1, 8)]
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """I am at this barrier. Answered when all are; a settled generation gives the same answer for ever."""
+
+    KIND: ClassVar[int] = 7
+    request: Number
+    name: Key
+    generation: Number
+
+
+@dataclass(frozen=True, slots=True)
+class StatusQuery:
+    """What is up? To any node; answered by StatusReport with a payload of JSON."""
+
+    KIND: ClassVar[int] = 8
+    request: Number
+
+
+@dataclass(frozen=True, slots=True)
+class StatusReport:
+    KIND: ClassVar[int] = 9
+    request: Number
+
+
+# ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Carried out. For a push: committed."""
+
+    KIND: ClassVar[int] = 16
+    request: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Not carried out. `error` names the class of `kvd.errors`, or one of the lower-case words below.
+
+    ``attach``: I do not know you (yet), say Attach. ``clock``: this push is out of turn, `expected` is the clock whose
+    turn it is. ``join``: the scheduler does not know you, join again. ``replaced``: another incarnation has your place.
+    """
+
+    KIND: ClassVar[int] = 17
+    request: Number
+    error: Name
+    text: Text
+    nodes: Annotated[tuple[Name, ...], Limit(0, MAX_MEMBERS)] = ()
+    key: Annotated[str, Limit(0, MAX_KEY_CHARS)] = ""
+    expected: Number = 0
+    last_seen_s: float = 0.0
+
+
+# ── values: worker ↔ server ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """First message to a server: drop what my predecessor had staged; I am `rank`."""
+
+    KIND: ClassVar[int] = 32
+    request: Number
+    rank: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """One slice of a new key, with its payload."""
+
+    KIND: ClassVar[int] = 33
+    request: Number
+    key: Key
+    spec: KeySpec
+    index: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """All slices of the key are in place: it is live. To the server of slice 0, which answers the waiting Lookups."""
+
+    KIND: ClassVar[int] = 34
+    request: Number
+    key: Key
+    spec: KeySpec
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What is this key? To the server of its slice 0. With `wait`, the answer comes when the key is live."""
+
+    KIND: ClassVar[int] = 35
+    request: Number
+    key: Key
+    wait: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KeyInfo:
+    KIND: ClassVar[int] = 36
+    request: Number
+    spec: KeySpec
+    publisher: Number  # the incarnation that published it
+
+
+@dataclass(frozen=True, slots=True)
+class ClockQuery:
+    """Where does my rank stand in the slices of this key that you lead?"""
+
+    KIND: ClassVar[int] = 37
+    request: Number
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """The smallest and the largest clock that counts there, and the versions committed."""
+
+    KIND: ClassVar[int] = 38
+    request: Number
+    lowest: Number
+    highest: Number
+    oldest_version: Number
+    newest_version: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Activate:
+    """My rank, which had left, takes part again in the rounds of this key after `clock`."""
+
+    KIND: ClassVar[int] = 39
+    request: Number
+    key: Key
+    clock: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Contributions, with their bytes as payload. Answered by Staged (the credit comes back), then by Done at commit.
+
+    With `pull`, by Values instead of Done. A `probe` has no payload: it asks what became of an earlier one.
+    """
+
+    KIND: ClassVar[int] = 40
+    request: Number
+    parts: Parts
+    how: Annotated[int, Limit(0, 2)]
+    samples: Number
+    pull: bool
+    probe: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The server has the bytes of that push."""
+
+    KIND: ClassVar[int] = 41
+    request: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Give me these slices: exactly version `clock` in sync, not before my push `clock` in async, or ANY_CLOCK."""
+
+    KIND: ClassVar[int] = 42
+    request: Number
+    parts: Parts
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The slices asked for, in order, as payload, and the version of each."""
+
+    KIND: ClassVar[int] = 43
+    request: Number
+    versions: Annotated[tuple[Number, ...], Limit(1, MAX_PARTS)]
+
+
+# ── control: worker or observer ↔ server ──────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class SetOptimizer:
+    """Use this optimizer (`kvd.optimizer.to_wire`) for all keys; the same one again changes nothing. None: assign."""
+
+    KIND: ClassVar[int] = 48
+    request: Number
+    optimizer: Plain
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOptimizer:
+    """Change these hyperparameters from the sender's next clock on; the state stays."""
+
+    KIND: ClassVar[int] = 49
+    request: Number
+    changes: Plain
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerQuery:
+    """Which optimizer is set? Answered by OptimizerIs."""
+
+    KIND: ClassVar[int] = 50
+    request: Number
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerIs:
+    KIND: ClassVar[int] = 51
+    request: Number
+    optimizer: Plain
+
+
+@dataclass(frozen=True, slots=True)
+class FetchState:
+    """The optimizer's state for one slice, please."""
+
+    KIND: ClassVar[int] = 52
+    request: Number
+    key: Key
+    index: Number
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Updates made, and the named arrays of the state, one after the other as payload, each as (name, dtype)."""
+
+    KIND: ClassVar[int] = 53
+    request: Number
+    step: Number
+    slots: Annotated[tuple[tuple[Name, Name], ...], Limit(0, 16)]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreState:
+    """Take this as the optimizer's state for one slice. The payload is as in State."""
+
+    KIND: ClassVar[int] = 54
+    request: Number
+    key: Key
+    index: Number
+    step: Number
+    slots: Annotated[tuple[tuple[Name, Name], ...], Limit(0, 16)]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Run the controller that is registered for `head`; the body is the payload. Answered by CommandResult."""
+
+    KIND: ClassVar[int] = 55
+    request: Number
+    head: Key
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """The controller's answer, as payload."""
+
+    KIND: ClassVar[int] = 56
+    request: Number
+
+
+@dataclass(frozen=True, slots=True)
+class ListKeys:
+    """The keys of which you lead a part, in order, after this one."""
+
+    KIND: ClassVar[int] = 57
+    request: Number
+    after: Annotated[str, Limit(0, MAX_KEY_CHARS)]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyList:
+    KIND: ClassVar[int] = 58
+    request: Number
+    entries: Annotated[tuple[KeyEntry, ...], Limit(0, 100)]
+    more: bool
+
+
+Message: TypeAlias = (
+    Join
+    | Welcome
+    | View
+    | Heartbeat
+    | HeartbeatAck
+    | Leave
+    | Enter
+    | StatusQuery
+    | StatusReport
+    | Done
+    | Refused
+    | Attach
+    | Init
+    | Publish
+    | Lookup
+    | KeyInfo
+    | ClockQuery
+    | Clocks
+    | Activate
+    | Push
+    | Staged
+    | Pull
+    | Values
+    | SetOptimizer
+    | UpdateOptimizer
+    | OptimizerQuery
+    | OptimizerIs
+    | FetchState
+    | State
+    | StoreState
+    | Command
+    | CommandResult
+    | ListKeys
+    | KeyList
+)

@@ -1,0 +1,96 @@
+"""What both sides know about values: dtypes, keys, and how a key is cut into slices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from kvd.errors import DtypeMismatch, ShapeMismatch
+
+MAX_KEY_CHARS = 200
+MAX_DIMENSIONS = 32
+MAX_KEY_NBYTES = 1 << 40
+MIN_SLICE_BYTES = 4 << 10
+MAX_SLICE_BYTES = 16 << 20
+
+
+class Dtype(NamedTuple):
+    """One element type: its name on the wire, the bytes of an element, and whether optimizers apply to it."""
+
+    name: str
+    itemsize: int
+    is_float: bool
+
+
+DTYPES: dict[str, Dtype] = {
+    dtype.name: dtype
+    for dtype in (
+        Dtype("float16", 2, True),
+        Dtype("float32", 4, True),
+        Dtype("float64", 8, True),
+        Dtype("bfloat16", 2, True),
+        Dtype("int8", 1, False),
+        Dtype("int32", 4, False),
+        Dtype("int64", 8, False),
+        Dtype("uint8", 1, False),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpec:
+    """The dtype and shape of a key and the size of its slices; fixed when the key is published.
+
+    Slice ``i`` holds the bytes ``[i · slice_bytes, (i + 1) · slice_bytes)`` of the C-contiguous value. An empty value
+    has one empty slice, so that its rounds close like any other's.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    slice_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole value."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def num_slices(self) -> int:
+        return max(1, -(-self.nbytes // self.slice_bytes))
+
+    def span(self, index: int) -> tuple[int, int]:
+        """Offset and length of slice `index`, in bytes."""
+        offset = index * self.slice_bytes
+        return offset, min(self.slice_bytes, self.nbytes - offset)
+
+    def slice_nbytes(self, index: int) -> int:
+        return self.span(index)[1]
+
+    def check_same(self, other: KeySpec, key: str, node: str = "") -> None:
+        """Raises ShapeMismatch or DtypeMismatch if `other`, a value for `key`, does not fit this spec."""
+        if other.shape != self.shape:
+            raise ShapeMismatch(
+                f"key {key!r} has shape {self.shape}, the given value has {other.shape}: reshape the value, "
+                f"or use another key for it",
+                key=key,
+                node=node,
+            )
+        if other.dtype != self.dtype:
+            raise DtypeMismatch(
+                f"key {key!r} has dtype {self.dtype}, the given value has {other.dtype}: "
+                f"cast it with astype({self.dtype!r})",
+                key=key,
+                node=node,
+            )
+
+
+def padded(nbytes: int) -> int:
+    """Where the next part of a payload starts after one of `nbytes`: parts start at multiples of 8."""
+    return (nbytes + 7) & ~7
+
+
+def payload_nbytes(lengths: Sequence[int]) -> int:
+    """Bytes of a payload whose parts have these lengths: all but the last are padded."""
+    return sum([padded(nbytes) for nbytes in lengths[:-1]]) + lengths[-1] if lengths else 0
