@@ -355,6 +355,22 @@ class Incomplete(Optimizer):
         return object()
 
 
+@dataclass(frozen=True, slots=True)
+class WithoutKernel(Optimizer):
+    learning_rate: float
+    wd: float = 0.0
+    rescale_grad: float = 1.0
+    clip_gradient: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutTypes(WithoutKernel):
+    mystery: NoSuchType = None  # type: ignore[name-defined]  # noqa: F821
+
+    def kernel(self) -> object:
+        return object()
+
+
 class FakeEntryPoint:
     def __init__(self, name: str, value: object) -> None:
         self.name = name
@@ -376,6 +392,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         FakeEntryPoint("function", print),
         FakeEntryPoint("incomplete", Incomplete),
         FakeEntryPoint("base", Optimizer),
+        FakeEntryPoint("without-kernel", WithoutKernel),
+        FakeEntryPoint("without-types", WithoutTypes),
     ]
     asked: list[str] = []
 
@@ -396,7 +414,7 @@ def test_installed_optimizers_are_known_and_bad_ones_left_out(caplog: pytest.Log
     assert known["sign"] is Sign
     assert known["SGD"] is SGD
     assert known.keys() == {"SGD", "Adam", "AdamW", "Adagrad", "RMSProp", "sign"}
-    for name in ("broken", "function", "incomplete", "base"):
+    for name in ("broken", "function", "incomplete", "base", "without-kernel", "without-types"):
         assert name in caplog.text
 
 

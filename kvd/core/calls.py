@@ -17,9 +17,16 @@ class Item(NamedTuple):
     target: Any = None
 
 
+class Versions(NamedTuple):
+    """The oldest and the newest version among the slices that were pulled for an item."""
+
+    oldest: int
+    newest: int
+
+
 @dataclass(frozen=True, slots=True)
 class JoinCluster:
-    """Answered with the rank, when all servers are there and know this node."""
+    """Answered with the rank, when all servers are there and know this node; an observer's at the first view."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,7 @@ class DescribeKey:
 class Move:
     """Push, pull, or both: what an item has a source for is pushed, what it has a target for is pulled.
 
-    Answered with the versions pulled, one per item (0 where nothing was pulled), when all is committed and copied.
+    Answered with the Versions pulled, one per item (None where nothing was), when all is committed and copied.
     """
 
     items: tuple[Item, ...]

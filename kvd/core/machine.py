@@ -70,11 +70,18 @@ class PeerLost(NamedTuple):
     reason: str
 
 
+class Garbled(NamedTuple):
+    """Frames arrived that are no message of this protocol."""
+
+    peer: Peer
+    text: str
+
+
 class Tick(NamedTuple):
     """Time has passed: the deadline of the machine is reached, or nothing happened for a while."""
 
 
-Event: TypeAlias = Received | LocalCall | JobDone | Persisted | PeerLost | Tick
+Event: TypeAlias = Received | LocalCall | JobDone | Persisted | PeerLost | Garbled | Tick
 
 
 # ── effects ───────────────────────────────────────────────────────────────────────────────────────────────────────────

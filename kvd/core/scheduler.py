@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kvd.core.barriers import Barriers, Verdict
 from kvd.core.machine import Effect, Event, Note, Peer, PeerLost, Persist, Persisted, Received, Send
@@ -75,12 +76,12 @@ class SchedulerMachine:
         self._generation = generation
         self._epoch = 0  # of the newest view
         self._persisted = 0  # epoch of the newest view on stable storage: the one that may be told
-        self._announced: View | None = None
         self._seats: dict[tuple[str, int], _Seat] = {}
         self._barriers = Barriers()
         self._withheld: dict[int, list[Effect]] = {}  # epoch → answers that wait for its persistence
         self._last_step = now
         self._out: list[Effect] = []
+        self._announced = self._view()
         if saved is not None:
             self._restore(saved, now)
 
@@ -126,6 +127,7 @@ class SchedulerMachine:
                     "incarnation": f"{member.incarnation:016x}",
                     "last_heard_s": round(now - seat.heard, 3),
                     "reason": member.reason,
+                    "silent_s": member.last_seen_s,
                 }
             )
         return {
@@ -166,7 +168,7 @@ class SchedulerMachine:
             self._hear(seat, event.peer, now)
             if isinstance(message, Heartbeat):
                 self._out.append(Send(event.peer, HeartbeatAck(self._quiet(now))))
-                if event.view < self.view_number and self._announced is not None:
+                if event.view < self.view_number:
                     self._out.append(Send(event.peer, self._announced))
             elif isinstance(message, Leave):
                 self._leave(seat, event.peer, message)
@@ -192,7 +194,7 @@ class SchedulerMachine:
             return
         if join.role == "observer":
             self._out.append(Send(event.peer, Welcome(join.request, NO_RANK, "")))
-            self._out.extend([] if self._announced is None else [Send(event.peer, self._announced)])
+            self._out.append(Send(event.peer, self._announced))
             return
         seat = self._seat_of(event.sender)
         if seat is None:
@@ -367,7 +369,7 @@ class SchedulerMachine:
         self._epoch += 1
         if len(self._seats) > MAX_MEMBERS:
             self._out.append(Note("error", f"more than {MAX_MEMBERS} nodes cannot be announced"))
-        self._out.append(Persist(self._epoch, self._record()))
+        self._out.append(Persist(self._epoch, self.record()))
         self._settle_barriers()
 
     def _announce(self, epoch: int) -> None:
@@ -386,7 +388,7 @@ class SchedulerMachine:
         """Sends now what depends on nothing unsaved, else when the newest view is saved."""
         if self._epoch <= self._persisted:
             self._out.append(effect)
-            if isinstance(effect, Send) and isinstance(effect.message, Welcome) and self._announced is not None:
+            if isinstance(effect, Send) and isinstance(effect.message, Welcome):
                 self._out.append(Send(effect.peer, self._announced))
         else:
             self._withheld.setdefault(self._epoch, []).append(effect)
@@ -397,7 +399,7 @@ class SchedulerMachine:
             shards = initial_shards(self._cluster.num_shards, self._cluster.num_servers)
         return View(self._cluster, tuple(seat.member for seat in self._seats.values()), shards)
 
-    def _record(self) -> dict[str, object]:
+    def record(self) -> dict[str, object]:
         """What a successor needs: plain data."""
         return {
             "generation": self._generation,
@@ -405,6 +407,14 @@ class SchedulerMachine:
             "settings": list(self._cluster),
             "seats": [[list(seat.member), seat.host, seat.pid, seat.predecessor] for seat in self._seats.values()],
         }
+
+    @staticmethod
+    def check_record(saved: Mapping[str, Any]) -> None:
+        """Raises ValueError, KeyError or TypeError if this is no record of a scheduler."""
+        if saved["generation"] < 1 or len(saved["settings"]) != len(Settings._fields):
+            raise ValueError("generation or settings are not as a scheduler writes them")
+        for fields, _host, _pid, _predecessor in saved["seats"]:
+            Member(*fields)
 
     def _restore(self, saved: Mapping[str, object], now: float) -> None:
         settings, seats = saved["settings"], saved["seats"]

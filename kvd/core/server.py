@@ -18,6 +18,7 @@ from kvd.core.machine import (
     Create,
     Effect,
     Event,
+    Garbled,
     JobDone,
     Note,
     Peer,
@@ -119,6 +120,8 @@ class ServerMachine:
             done = self._jobs.pop(event.job, None)
             if done is not None:
                 done(event)
+        elif isinstance(event, Garbled) and event.peer == SCHEDULER:
+            self._link.garbled(event.text)
         self._out.extend(self._link.tick(now))
         return self._out
 

@@ -9,7 +9,7 @@ from kvd.core.keytable import Change, KeyTable, Slice
 from kvd.core.machine import Export, Job, JobDone, Load, Note, Peer, Received, ResetState, Run, Send, Span
 from kvd.core.requests import Answers
 from kvd.errors import KvdError, NotAllowed
-from kvd.optimizer import Optimizer, from_wire, to_wire, with_hyperparameters
+from kvd.optimizer import Optimizer, changes_from_wire, from_wire, to_wire, with_hyperparameters
 from kvd.protocol.messages import (
     Command,
     CommandResult,
@@ -92,18 +92,19 @@ class ServerControl:
 
     def _update_optimizer(self, event: Received, message: UpdateOptimizer, rank: int | None) -> None:
         """In sync mode from the sender's next clock on, slice by slice; else at once. Asked twice, it is the same."""
-        if self.optimizer is None or not isinstance(message.changes, dict):
+        if self.optimizer is None:
             raise NotAllowed("no optimizer is set whose hyperparameters could change: call set_optimizer first")
-        changed = with_hyperparameters(self.optimizer, message.changes)
+        changes = changes_from_wire(message.changes)
+        changed = with_hyperparameters(self.optimizer, changes)
         if not self._answers.start(event.sender, message.request):
             return
         self.optimizer = changed
         for slice_ in self._table.slices.values():
             if slice_.log.sync and rank is not None:
-                slice_.changes.append(Change(slice_.log.staged_clock(rank) + 1, message.changes))
+                slice_.changes.append(Change(slice_.log.staged_clock(rank) + 1, changes))
                 slice_.changes.sort(key=lambda change: change.from_round)
             elif slice_.optimizer is not None:
-                slice_.optimizer = with_hyperparameters(slice_.optimizer, message.changes)
+                slice_.optimizer = with_hyperparameters(slice_.optimizer, changes)
 
     # ── its state ──
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvd.core.machine import SCHEDULER, Connect, Effect, Halt, Note, Received, Send
 from kvd.core.membership import ViewState, name_of
-from kvd.errors import ConfigError, KvdError, NotAllowed
+from kvd.errors import ConfigError, KvdError, NotAllowed, ProtocolError
 from kvd.protocol.messages import (
     NO_RANK,
     Heartbeat,
@@ -50,6 +50,7 @@ class SchedulerLink:
         self.joined = False
         self.failure: KvdError | None = None
         self.heard = False  # anything at all from the scheduler
+        self.heard_at = 0.0
         self.quiet: tuple[Quiet, ...] = ()
         self._settings = settings
         self._address = scheduler_address
@@ -95,6 +96,7 @@ class SchedulerLink:
     def receive(self, event: Received, now: float) -> bool:
         """Takes what the scheduler says of membership. True: the view is another."""
         self.heard = True
+        self.heard_at = now
         message = event.message
         if isinstance(message, View):
             return self.view.update(event.view, message)
@@ -112,6 +114,11 @@ class SchedulerLink:
             self._refused(message, now)
         return False
 
+    def garbled(self, text: str) -> None:
+        """What came instead of a message: if it is the scheduler's answer to the Join, there is no common language."""
+        if not self.joined and self.failure is None:
+            self._fail(ProtocolError(f"the scheduler at {self._address} cannot be understood: {text}"))
+
     def _refused(self, refused: Refused, now: float) -> None:
         if refused.error == "join" and not self._closed:
             self.joined = False
@@ -120,11 +127,12 @@ class SchedulerLink:
         elif refused.error == "replaced" and not self._closed:
             self._fail(NotAllowed(refused.text, node=self.name))
         elif refused.request == JOIN_REQUEST and not self.joined:
-            self._fail(
-                ConfigError(refused.text, setting=refused.key)
-                if refused.error == "ConfigError"
-                else NotAllowed(refused.text, node="scheduler")
-            )
+            if refused.error == "ConfigError":
+                self._fail(ConfigError(refused.text, setting=refused.key))
+            else:
+                self._fail(NotAllowed(refused.text, node="scheduler"))
+        elif refused.error == "ProtocolError" and not self.joined:
+            self._fail(ProtocolError(f"the scheduler at {self._address} does not understand this node: {refused.text}"))
 
     def _fail(self, error: KvdError) -> None:
         self.failure = error

@@ -23,6 +23,7 @@ from kvd.core.machine import (
     Disconnect,
     Effect,
     Event,
+    Garbled,
     LocalCall,
     Received,
     Span,
@@ -140,6 +141,10 @@ class WorkerMachine:
             self._receive(event)
         elif isinstance(event, LocalCall):
             self._accept(event)
+        elif isinstance(event, Garbled) and event.peer == SCHEDULER:
+            self.link.garbled(event.text)
+            if self.link.failure is not None:
+                self._fail_everything(self.link.failure)
         self._expire()
         self._out.extend(self.link.tick(now))
         self._out.extend(self._outbox.due(now))
@@ -251,9 +256,13 @@ class WorkerMachine:
         self._ask(None, server, Attach(0, max(self.link.rank, 0)), answered)
 
     def _check_joined(self) -> None:
-        if not self.link.joined or not self.view.all_servers_active():
+        if not self.link.joined or self.view.number == (0, 0):
             return
-        if all(self._servers.get(server.rank) in self._ready_servers for server in self.view.servers()):
+        if not self._observer and not self.view.all_servers_active():
+            return
+        if self._observer or all(
+            self._servers.get(server.rank) in self._ready_servers for server in self.view.servers()
+        ):
             for call in self._joining:
                 self._complete(call, self.link.rank)
             self._joining = []
@@ -566,7 +575,7 @@ class WorkerMachine:
 
     def _move(self, call: _Call, move: calls.Move) -> None:
         """Cuts the items into slices, packs these into messages, and puts them into the outbox."""
-        call.result = [0] * len(move.items)
+        call.result = [None] * len(move.items)
         newest = self._observer or self._left_rounds or move.any_version
         plan = []
         for position, key in enumerate(call.keys):
@@ -628,7 +637,8 @@ class WorkerMachine:
         offset = 0
         for item, (start, nbytes), version in zip(batch.items, batch.ranges, values.versions, strict=True):
             target = move.items[item].target
-            call.result[item] = max(call.result[item], version)
+            seen = call.result[item] or (version, version)
+            call.result[item] = calls.Versions(min(seen[0], version), max(seen[1], version))
             if target is not None and not call.completed and offset + nbytes <= event.nbytes:
                 self._out.append(Copy(target, start, Span(event.payload, offset, nbytes)))
             offset += padded(nbytes)

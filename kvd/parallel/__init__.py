@@ -4,15 +4,18 @@ from kvd.parallel.batch import DataBatch, DataDesc
 from kvd.parallel.convolution import Conv2D
 from kvd.parallel.device import Device
 from kvd.parallel.executor import Executor, GradReq, Model, ModelDescription
+from kvd.parallel.group import DataParallelExecutorGroup, GradientAnomaly
 from kvd.parallel.layer import Layer
 from kvd.parallel.layers import Dense, Dropout, Embedding, Flatten, ReLU, Tanh
 from kvd.parallel.losses import Loss, MeanSquaredError, SoftmaxCrossEntropy
 from kvd.parallel.metric import MSE, Accuracy, Composite, CrossEntropy, Metric, Perplexity, TopK
 from kvd.parallel.normalization import BatchNorm
 from kvd.parallel.sequential import Sequential
+from kvd.parallel.split import InputMismatch
 from kvd.parallel.trainer import DataParallelTrainer, ModelUpdate, WorkerUpdate
 
 __all__ = [
+    "DataParallelExecutorGroup",
     "DataDesc",
     "DataBatch",
     "Device",
@@ -43,4 +46,6 @@ __all__ = [
     "DataParallelTrainer",
     "WorkerUpdate",
     "ModelUpdate",
+    "InputMismatch",
+    "GradientAnomaly",
 ]

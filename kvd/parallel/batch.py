@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from kvd.errors import ConfigError
 from kvd.parallel.device import Shape
+
+#: Naming it is what makes NumPy know the name, which it does once ml_dtypes is imported.
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True)

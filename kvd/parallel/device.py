@@ -111,6 +111,18 @@ class Device:
         with self.current():
             return self.xp.array(host, dtype=dtype, order="C")
 
+    def put(self, target: Array, source: Array) -> None:
+        """Copy ``source``, which may lie on the host or on any device, into ``target``, an array of this device."""
+        if not self.is_cuda:
+            # whatever speaks the buffer protocol is read in place; an array of a GPU has to be fetched
+            np.copyto(target, source.get() if hasattr(source, "get") else np.asarray(source), casting="same_kind")
+            return
+        with self.current():
+            if isinstance(source, np.ndarray) and source.dtype == target.dtype and target.flags.c_contiguous:
+                target.set(np.ascontiguousarray(source))
+            else:
+                target[...] = self.xp.asarray(source)
+
     def to_host(self, array: Array) -> HostArray:
         """``array`` in host memory: itself if it lies there already, else a copy, complete on return."""
         if isinstance(array, np.ndarray):

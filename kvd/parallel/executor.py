@@ -43,7 +43,13 @@ class Executor(Protocol):
     """A model bound to a device. It is used by one thread at a time, inside ``device.current()``.
 
     The mappings below always hold the same arrays; their contents change in place.
+
+    Attributes:
+        step: how many forward passes with ``is_train=True`` there were. Chance (dropout) depends on the seed and on
+            this number, so that whoever sets it back gets the chance of the same step again.
     """
+
+    step: int
 
     @property
     def device(self) -> Device:

@@ -116,7 +116,7 @@ class SequentialExecutor:
         """See `kvd.parallel.Executor.forward`. Also raises what the layers raise for wrong values (ValueError)."""
         data, label = self._checked_inputs(inputs, is_train)
         self._can_go_backward = False
-        x = self.device.xp.moveaxis(data, self._data.batch_axis, 0)
+        x = self.device.xp.moveaxis(self.device.xp.asarray(data), self._data.batch_axis, 0)
         if self._model.layers[0].is_differentiable:  # else: ids, which a float32 could not hold beyond 2²⁴
             x = self.device.xp.asarray(x, dtype=self._dtype)
         for layer, frame in zip(self._model.layers, self._frames, strict=True):
@@ -181,7 +181,7 @@ class SequentialExecutor:
             raise NotAllowed(f"the model ends in {loss.name}, which starts backward itself: give no head gradients")
         if self._label is None or self._label_array is None:
             raise NotAllowed(f"{loss.name} needs a label for backward: bind one (label_shapes) and give it to forward")
-        label = self.device.xp.moveaxis(self._label_array, self._label.batch_axis, 0)
+        label = self.device.xp.moveaxis(self.device.xp.asarray(self._label_array), self._label.batch_axis, 0)
         return loss.backward(self._loss_frame, self._output, label, self._normalization)
 
     def _put_input_gradient(self, grad: Array | None) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvd.compute.merge import MergeMode, merge
+from kvd.compute.merge import MergeMode, merge, merge_tile, plan_merge
 from kvd.compute.tensors import DTYPES
 from kvd.errors import DtypeMismatch, NotAllowed, ShapeMismatch
 
@@ -30,8 +30,7 @@ def merged(
     merge(arrays, out, mode, samples, tile)
     for array, copy in zip(arrays, before, strict=True):
         assert array.tobytes() == copy.tobytes()
-    result: list[float] = out.astype(np.float64).tolist()
-    return result
+    return [float(value) for value in out]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -114,6 +113,17 @@ def test_the_first_contribution_may_be_the_output() -> None:
     first = np.array([1, 2], np.float32)
     merge([first, np.array([10, 20], np.float32), np.array([100, 200], np.float32)], first, "sum")
     assert first.tolist() == [111, 222]
+
+
+def test_a_tile_of_a_merge_lands_in_the_accumulator() -> None:
+    rows = [np.arange(6, dtype=np.float16), np.full(6, 10, np.float16)]
+    accumulator, scratch = np.empty(2, np.float32), np.empty(2, np.float32)
+    for count, expected in ((1, [2, 3]), (2, [12, 13])):
+        merge_tile(plan_merge(rows[:count], "sum", None, like=rows[0]), slice(2, 4), accumulator, scratch)
+        assert accumulator.tolist() == expected
+    single = np.arange(6, dtype=np.float32)
+    merge_tile(plan_merge([single], "sum", None, like=single), slice(4, 6), accumulator, scratch)
+    assert accumulator.tolist() == [4, 5]
 
 
 def test_memory_that_may_not_be_written_is_only_read() -> None:

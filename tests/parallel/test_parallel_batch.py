@@ -44,6 +44,7 @@ def test_equality_sees_dtype_and_layout() -> None:
     assert desc == DataDesc("x", [2, 3], np.dtype("float32"))  # type: ignore[arg-type]
     assert desc != DataDesc("x", (2, 3), "float64")
     assert desc != DataDesc("x", (2, 3), layout="CN")
+    assert DataDesc("x", (2,), "bfloat16").dtype == "bfloat16"
     assert hash(desc) == hash(DataDesc("x", (2, 3)))
 
 

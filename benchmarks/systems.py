@@ -1,0 +1,164 @@
+"""kvd and its peers, as commands that print rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.figures import KVD
+from benchmarks.processes import GRACE_S, Finished, run
+from benchmarks.rows import Row, from_objects, parse
+from kvd_cli.bench_work import IN_FLIGHT_NAME, WORK
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+PEERS_DIR: Final = ROOT.parent / "shared" / "peers"
+PEER_ENVIRONMENTS: Final = {"mxnet": "mxnet", "gloo": "torch", "redis": "redis"}
+"""The peers, and the name of the package and of the Python environment that each lives in."""
+
+PEER_WORKS: Final = tuple(name for name in WORK if name != IN_FLIGHT_NAME)
+KEPT_LINES: Final = 5
+VERSION_LIMIT_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much of each work is done, by how many processes, and how long one start of a system may take."""
+
+    works: tuple[str, ...]
+    workers: int
+    servers: int
+    seconds: float
+    repetitions: int
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one start of a system gave. Of a start that failed no row counts.
+
+    Attributes:
+        roles: what kvd says about its own processes; empty for a peer.
+        failure: what went wrong, in words; empty if nothing did.
+    """
+
+    rows: list[Row]
+    roles: list[dict[str, Any]]
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """kvd over one transport, or a peer.
+
+    Attributes:
+        modes: the optimizers that it can have on its servers.
+        works: what it can do.
+        command: what starts it, without the effort.
+    """
+
+    name: str
+    modes: tuple[str, ...]
+    works: tuple[str, ...]
+    command: tuple[str, ...]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is kvd."""
+        return self.name.startswith(KVD)
+
+    def does(self, effort: Effort, mode: str) -> bool:
+        """Whether any of this is for this system."""
+        return mode in self.modes and any(name in self.works for name in effort.works)
+
+    def start(self, effort: Effort, mode: str, round_number: int) -> Outcome:
+        """Start it, wait for its end, read what it printed."""
+        command = [*self.command, *self._flags(effort, mode)]
+        finished = run(command, effort.limit_s + GRACE_S, _own_environment() if self.is_ours else None)
+        if finished.code is None:
+            return Outcome([], [], f"it was not ready after {effort.limit_s:g} s")
+        if finished.code != 0:
+            last = "\n".join(finished.complaints.splitlines()[-KEPT_LINES:])
+            return Outcome([], [], f"it ended with code {finished.code}\n{last}".rstrip())
+        rows, roles = self._read(finished, mode, round_number)
+        return Outcome(rows, roles, "" if rows else "it printed no row")
+
+    def _flags(self, effort: Effort, mode: str) -> list[str]:
+        flags = {
+            "--only": ",".join(name for name in effort.works if name in self.works),
+            "--mode": mode,
+            "--workers": effort.workers,
+            "--servers": effort.servers,
+            "--seconds": effort.seconds,
+            "--repetitions": effort.repetitions,
+        }
+        if not self.is_ours:
+            flags["--limit"] = effort.limit_s
+        return [str(word) for pair in flags.items() for word in pair]
+
+    def _read(self, finished: Finished, mode: str, round_number: int) -> tuple[list[Row], list[dict[str, Any]]]:
+        if not self.is_ours:
+            rows, _ = parse(finished.output, self.name, mode, round_number)
+            return rows, []
+        try:
+            report = json.loads(finished.output)
+            objects, roles = list(report["rows"]), list(report["roles"])
+        except (ValueError, KeyError, TypeError):
+            return [], []
+        start = {"system": self.name, "mode": mode, "round": round_number}
+        return from_objects(objects, self.name, mode, round_number), [{**start, **role} for role in roles]
+
+
+def kvd_system(transport: str, modes: tuple[str, ...]) -> System:
+    """kvd over `tcp` or `ipc`."""
+    entry = "from kvd_cli.main import main; main()"
+    command = (sys.executable, "-c", entry, "bench", "-o", "json", "--transport", transport)
+    return System(f"{KVD} {transport}", modes, tuple(WORK), command)
+
+
+def peer_systems(names: Iterable[str], folder: Path, modes: tuple[str, ...]) -> tuple[list[System], list[str]]:
+    """The peers that can be run here; and what to do about those that cannot, in words."""
+    script = folder / "run.py"
+    if not script.exists():
+        return [], [f"kvd is measured alone: there is no run.py of the peers in {folder}; name its folder: --peers-dir"]
+    systems, advice = [], []
+    for name in names:
+        if peer_is_ready(name):
+            # Only MXNet has an optimizer on its servers; the others would do the same again in every mode.
+            known_modes = modes if name == "mxnet" else ("none",)
+            systems.append(System(name, known_modes, PEER_WORKS, (sys.executable, str(script), name)))
+        else:
+            advice.append(f"{name} is left out: it is not installed; {folder / 'setup.sh'} does that")
+    return systems, advice
+
+
+def peer_is_ready(name: str) -> bool:
+    """Whether the peers' set-up has been run for this one."""
+    if name == "redis" and shutil.which("redis-server") is None:
+        return False
+    return _peer_python(name).exists()
+
+
+def peer_version(name: str) -> str:
+    """The version of a peer that is ready; empty if it does not say."""
+    if name == "redis":
+        words = run(["redis-server", "--version"], VERSION_LIMIT_S).output.split()
+        return next((word.removeprefix("v=") for word in words if word.startswith("v=")), "")
+    ask = f"import importlib.metadata as m; print(m.version({PEER_ENVIRONMENTS[name]!r}))"
+    return run([str(_peer_python(name)), "-c", ask], VERSION_LIMIT_S).output.strip()
+
+
+def _peer_python(name: str) -> Path:
+    home = Path(os.environ.get("KVD_PEERS", Path.home() / ".cache" / "kvd-peers"))
+    return home / PEER_ENVIRONMENTS[name] / "bin" / "python"
+
+
+def _own_environment() -> dict[str, str]:
+    """Ours, with this tree first: it is what is measured, whether or not another kvd is installed."""
+    paths = [str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -1,0 +1,143 @@
+"""The works of `kvd bench` and how one is timed: as in every system that kvd is compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+Row: TypeAlias = dict[str, Any]
+
+KIB: Final = 1024
+VALUE_NBYTES: Final = 4  # every value is a float32
+WARM_UP_STEPS: Final = 3
+TRIAL_STEPS: Final = 3
+MIN_ITERATIONS: Final = 3
+MAX_ITERATIONS: Final = 20_000
+
+MODES: Final = ("none", "sgd", "adam")
+"""The optimizers on the servers."""
+
+ROWS_FILE: Final = "rows.jsonl"
+ROLES_FILE: Final = "roles.jsonl"
+
+IN_FLIGHT: Final = 64
+IN_FLIGHT_NAME: Final = f"1KiBx{IN_FLIGHT}inflight"
+"""The rate of small keys: that many calls of 1 KiB are always on their way; one iteration is one call."""
+
+
+def resnet50_sizes() -> list[int]:
+    """How many values each of the 161 trainable tensors of ResNet-50 has, in the order of the model's layers.
+
+    A stem, then four stages of bottleneck blocks (1×1, 3×3 and 1×1 convolutions, each with a batch norm of two
+    vectors; the first block of a stage has a 1×1 shortcut besides), then a linear layer to 1000 classes.
+    """
+    stem_channels, expansion, classes = 64, 4, 1000
+    sizes = _convolution(3, stem_channels, 7)
+    channels = stem_channels
+    for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
+        wide = expansion * width
+        for block in range(blocks):
+            sizes += _convolution(channels, width, 1) + _convolution(width, width, 3) + _convolution(width, wide, 1)
+            if block == 0:
+                sizes += _convolution(channels, wide, 1)
+            channels = wide
+    return [*sizes, channels * classes, classes]
+
+
+def _convolution(inputs: int, outputs: int, side: int) -> list[int]:
+    """A convolution without bias, and the scale and shift of the batch norm after it."""
+    return [inputs * outputs * side * side, outputs, outputs]
+
+
+WORK: Final[dict[str, list[int]]] = {
+    "1KiB": [KIB // VALUE_NBYTES],
+    "4KiB": [4 * KIB // VALUE_NBYTES],
+    "64KiB": [64 * KIB // VALUE_NBYTES],
+    "1MiB": [KIB * KIB // VALUE_NBYTES],
+    "4MiB": [4 * KIB * KIB // VALUE_NBYTES],
+    "64MiB": [64 * KIB * KIB // VALUE_NBYTES],
+    "resnet50": resnet50_sizes(),
+    "1KiBx1000": [KIB // VALUE_NBYTES] * 1000,
+    IN_FLIGHT_NAME: [KIB // VALUE_NBYTES] * IN_FLIGHT,
+}
+"""The name of each work → the sizes of its float32 keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What every worker of one run is told.
+
+    Attributes:
+        works: names of works, in the order in which they are done.
+        mode: the optimizer on the servers, one of `MODES`.
+        seconds: how long a repetition should take.
+        repetitions: how many there are of each work.
+        folder: where the workers write rows and agree on counts; they share a machine.
+    """
+
+    works: tuple[str, ...]
+    mode: str
+    seconds: float
+    repetitions: int
+    folder: str
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Task:
+        fields = json.loads(text)
+        return Task(**{**fields, "works": tuple(fields["works"])})
+
+
+def names_of(only: str) -> list[str]:
+    """The works that a comma-separated list names.
+
+    Raises:
+        ValueError: it names none, or one that does not exist; the text says which there are.
+    """
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    unknown = [name for name in names if name not in WORK]
+    if unknown or not names:
+        raise ValueError(f"no such work: {', '.join(unknown) or 'the list is empty'}; there are {', '.join(WORK)}")
+    return list(dict.fromkeys(names))
+
+
+def iterations_for(trial_s: Sequence[float], seconds: float, calls_per_step: int = 1) -> int:
+    """How many iterations fill `seconds`, judged by the times of a few trial steps."""
+    wanted = int(seconds * calls_per_step / max(statistics.median(trial_s), 1e-9))
+    return max(MIN_ITERATIONS, min(MAX_ITERATIONS, wanted))
+
+
+def time_steps(step: Callable[[], object], count: int) -> tuple[list[float], float]:
+    """Do a step `count` times: how long each took, and all of them together, in seconds."""
+    each = []
+    begin = time.perf_counter()
+    for _ in range(count):
+        start = time.perf_counter()
+        step()
+        each.append(time.perf_counter() - start)
+    return each, time.perf_counter() - begin
+
+
+def make_row(name: str, rank: int, repetition: int, each: list[float], total_s: float) -> Row:
+    """One repetition of one work on one rank, from the times of its iterations."""
+    in_order = sorted(each)
+    count = len(in_order)
+    sizes = [KIB // VALUE_NBYTES] if name == IN_FLIGHT_NAME else WORK[name]
+    return {
+        "name": name,
+        "rank": rank,
+        "keys": len(sizes),
+        "bytes": VALUE_NBYTES * sum(sizes),
+        "repetition": repetition,
+        "iterations": count,
+        "seconds": total_s,
+        "p50_us": in_order[count // 2] * 1e6,
+        "p99_us": in_order[int(count * 0.99)] * 1e6,
+    }

@@ -1,0 +1,169 @@
+"""One worker of `kvd bench`: does each work in the public API, as a user's program would, and writes rows.
+
+Started as ``python -m kvd_cli.bench_worker TASK`` with the task as JSON; the cluster is found from ``KVD_*``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kvd
+import kvd.optimizer
+from kvd.client.admin import Observer
+from kvd.config import load
+from kvd_cli.bench_usage import usage_of
+from kvd_cli.bench_work import (
+    IN_FLIGHT,
+    IN_FLIGHT_NAME,
+    ROLES_FILE,
+    ROWS_FILE,
+    TRIAL_STEPS,
+    WARM_UP_STEPS,
+    WORK,
+    Row,
+    Task,
+    iterations_for,
+    make_row,
+    time_steps,
+)
+
+
+class Bench:
+    """The works of one worker, one after the other."""
+
+    def __init__(self, kv: kvd.KVStore, task: Task) -> None:
+        self._kv = kv
+        self._task = task
+        self._folder = Path(task.folder)
+
+    def run(self) -> None:
+        """Do all works."""
+        self._set_optimizer()
+        for name in self._task.works:
+            self._work(name)
+        self._tell_roles()
+
+    def _set_optimizer(self) -> None:
+        # A rate of 0 does all the arithmetic and leaves the weights as they are: the same in every step, and checkable.
+        if self._task.mode == "sgd":
+            self._kv.set_optimizer(kvd.optimizer.SGD(learning_rate=0.0, momentum=0.9))
+        elif self._task.mode == "adam":
+            self._kv.set_optimizer(kvd.optimizer.Adam(learning_rate=0.0))
+
+    def _work(self, name: str) -> None:
+        keys = [f"{name}/{number}" for number in range(len(WORK[name]))]
+        values = [np.full(size, self._kv.rank + 1, np.float32) for size in WORK[name]]
+        outs = [np.zeros(size, np.float32) for size in WORK[name]]
+        self._kv.init(keys, [np.ones(size, np.float32) for size in WORK[name]])
+
+        def step() -> None:
+            self._kv.pushpull(keys, values, outs)
+
+        self._kv.barrier()
+        step()
+        self._check(name, outs)
+        for value in values:
+            value[:] = 0
+        if name == IN_FLIGHT_NAME:
+            self._measure(name, step, lambda count: self._in_flight(keys, values, outs, count), IN_FLIGHT)
+        else:
+            self._measure(name, step, lambda count: time_steps(step, count))
+
+    def _check(self, name: str, outs: list[NDArray[np.float32]]) -> None:
+        """A fast store that gives wrong sums is worth nothing."""
+        workers = self._kv.num_workers
+        wanted = workers * (workers + 1) / 2 if self._task.mode == "none" else 1.0
+        if not all(np.all(out == wanted) for out in outs):
+            sys.exit(f"{name}: the values after the first step are wrong, {wanted} was expected everywhere")
+
+    def _measure(
+        self,
+        name: str,
+        step: Callable[[], None],
+        iterate: Callable[[int], tuple[list[float], float]],
+        calls_per_step: int = 1,
+    ) -> None:
+        for _ in range(WARM_UP_STEPS):
+            step()
+        trial_s, _ = time_steps(step, TRIAL_STEPS)
+        count = self._agree(name, iterations_for(trial_s, self._task.seconds, calls_per_step))
+        for repetition in range(self._task.repetitions):
+            self._kv.barrier()
+            each, total_s = iterate(count)
+            self._write(ROWS_FILE, make_row(name, self._kv.rank, repetition, each, total_s))
+        self._kv.barrier()
+
+    def _in_flight(
+        self, keys: list[str], values: list[NDArray[np.float32]], outs: list[NDArray[np.float32]], count: int
+    ) -> tuple[list[float], float]:
+        """`count` calls of one key each, the next as soon as the oldest of `IN_FLIGHT` is done; as `time_steps`."""
+        each: list[float] = []
+        flying: deque[tuple[float, kvd.Handle]] = deque()
+
+        def land() -> None:
+            start, handle = flying.popleft()
+            handle.wait()
+            each.append(time.perf_counter() - start)
+
+        begin = time.perf_counter()
+        for number in range(count):
+            if len(flying) == IN_FLIGHT:
+                land()
+            slot = number % IN_FLIGHT
+            flying.append((time.perf_counter(), self._kv.pushpull_async(keys[slot], values[slot], outs[slot])))
+        while flying:
+            land()
+        return each, time.perf_counter() - begin
+
+    def _agree(self, name: str, count: int) -> int:
+        """Rank 0's count, on all ranks: a synchronous step needs everyone."""
+        file = self._folder / f"{name}.count"
+        if self._kv.rank == 0:
+            unfinished = file.with_suffix(".tmp")
+            unfinished.write_text(str(count))
+            unfinished.rename(file)
+        self._kv.barrier()
+        return int(file.read_text())
+
+    def _tell_roles(self) -> None:
+        """What this process took; rank 0 asks the servers what they led, too."""
+        usage = usage_of("self")
+        if usage is not None:
+            self._write(ROLES_FILE, {"role": "worker", "rank": self._kv.rank, **usage._asdict()})
+        if self._kv.rank != 0:
+            return
+        visitor = dataclasses.replace(load().config, node_id="", preferred_rank=None)
+        with Observer(visitor) as cluster:
+            for server in cluster.status()["servers"]:
+                # A server that did not answer led what it led, but we do not know it.
+                led = {"bytes_led": server["bytes_led"]} if "bytes_led" in server else {}
+                self._write(ROLES_FILE, {"role": "server", "rank": server["rank"], **led})
+
+    def _write(self, file: str, line: Row) -> None:
+        # One write to a file opened for appending: lines of several workers do not mix.
+        descriptor = os.open(self._folder / file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(descriptor, (json.dumps(line) + "\n").encode())
+        finally:
+            os.close(descriptor)
+
+
+def main() -> None:
+    """Join the cluster, do the task in ``argv[1]``, leave."""
+    task = Task.from_json(sys.argv[1])
+    with kvd.create("dist_sync") as kv:
+        Bench(kv, task).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Commands that ask or tell a whole cluster: ``status``, ``keys``, ``dead-nodes``, ``command``, ``barrier``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from kvd_cli.connect import as_worker, observer
+from kvd_cli.options import common_options, current
+from kvd_cli.output import ago, print_json, print_table, size
+
+Report = Mapping[str, Any]
+
+
+@click.command()
+@common_options()
+def status() -> None:
+    """Show who is in the cluster and how the servers are. Exit code 1 if a node is dead or missing."""
+    with observer() as cluster:
+        report: Report = cluster.status()
+    dead = [f"{member['role']} {member['rank']}" for member in report["members"] if member["state"] == "dead"]
+    is_healthy = not dead and not report["missing"]
+    if current().output == "json":
+        print_json({"healthy": is_healthy, **report})
+    else:
+        print_table(["NODE", "STATE", "ADDRESS", "HEARD", "NOTES"], _member_rows(report))
+        if report.get("servers"):
+            click.echo()
+            print_table(["SERVER", "KEYS", "SLICES", "HOLDS", "STAGED", "WAITING", "NOTES"], _server_rows(report))
+        _print_problems(dead, report["missing"])
+    click.get_current_context().exit(0 if is_healthy else 1)
+
+
+def _member_rows(report: Report) -> list[list[object]]:
+    generation, epoch = report["view"]
+    config = current().load().config
+    rows: list[list[object]] = [["scheduler", "active", config.scheduler, "now", f"view {generation}.{epoch}"]]
+    for member in report["members"]:
+        notes = [f"{member['node_id']}, process {member['pid']}"]
+        if member["reason"]:
+            notes.append(member["reason"])
+        rows.append(
+            [
+                f"{member['role']} {member['rank']}",
+                member["state"],
+                member["address"] or "-",
+                "-" if member["state"] == "left" else ago(member["last_heard_s"]),
+                ": ".join(notes),
+            ]
+        )
+    rows.extend([name, "missing", "-", "-", "was never here"] for name in report["missing"])
+    return rows
+
+
+def _server_rows(report: Report) -> list[list[object]]:
+    return [
+        [
+            f"server {server['rank']}",
+            server["keys"],
+            server["slices"],
+            size(server["bytes_led"]),
+            size(server["bytes_staged"]),
+            server["requests_waiting"],
+            _notes_of(server),
+        ]
+        for server in report["servers"]
+    ]
+
+
+def _notes_of(server: Report) -> str:
+    """What a server's requests wait for, and how it updates."""
+    waiting_for = server.get("waiting_for") or []
+    names = waiting_for if isinstance(waiting_for, list | tuple) else [waiting_for]
+    notes = [f"waits for {', '.join(map(str, names))}"] if names else []
+    optimizer = server.get("optimizer")
+    if optimizer:
+        notes.append(optimizer if isinstance(optimizer, str) else str(optimizer.get("name", optimizer)))
+    return "; ".join(notes)
+
+
+def _print_problems(dead: list[str], missing: list[str]) -> None:
+    sys.stdout.flush()
+    if dead:
+        click.echo(
+            f"dead: {', '.join(dead)}. Start it again under the same node id, and it takes up its rank.", err=True
+        )
+    if missing:
+        click.echo(f"missing: {', '.join(missing)}. The job waits until all are there.", err=True)
+
+
+@click.command()
+@common_options()
+def keys() -> None:
+    """List the keys: shape, dtype, version, where they are."""
+    with observer() as cluster:
+        found = cluster.keys()
+    if current().output == "json":
+        print_json(found)
+        return
+    columns = ["KEY", "SHAPE", "DTYPE", "VERSION", "SHARD", "SERVER", "SLICES", "BYTES"]
+    rows = [
+        [
+            key["key"],
+            "×".join(map(str, key["shape"])) or "scalar",
+            key["dtype"],
+            key["version"],
+            key["shard"],
+            ", ".join(map(str, key["servers"])),
+            key["slices"],
+            size(key["bytes"]),
+        ]
+        for key in found
+    ]
+    print_table(columns, rows)
+
+
+@click.command("dead-nodes")
+@common_options()
+def dead_nodes() -> None:
+    """List the nodes that were declared dead, and why."""
+    with observer() as cluster:
+        nodes = cluster.dead_nodes()
+    if current().output == "json":
+        names = ("role", "rank", "node_id", "state", "reason", "last_seen_s")
+        print_json([{name: getattr(node, name) for name in names} for node in nodes])
+        return
+    rows = [[f"{n.role} {n.rank}", n.node_id, f"{n.last_seen_s:.1f} s", n.reason] for n in nodes]
+    print_table(["NODE", "NODE ID", "SILENT FOR", "REASON"], rows)
+
+
+@click.command()
+@click.argument("head")
+@click.argument("body", default="")
+@common_options()
+def command(head: str, body: str) -> None:
+    """Run the controller that is registered for HEAD on every server, with BODY as its argument."""
+    with observer() as cluster:
+        answers = cluster.command(head, body.encode())
+    texts = [answer.decode("utf-8", "backslashreplace") for answer in answers]
+    if current().output == "json":
+        print_json([{"server": rank, "answer": text} for rank, text in enumerate(texts)])
+    else:
+        print_table(["SERVER", "ANSWER"], list(enumerate(texts)))
+
+
+@click.command()
+@click.argument("name", default="")
+@common_options()
+def barrier(name: str) -> None:
+    """Join as a worker and wait at a barrier until all workers are there."""
+    with as_worker() as store:
+        store.barrier(name)

@@ -1,0 +1,39 @@
+"""How commands reach a cluster: as an observer, who takes no rank, or as a worker for as long as the command takes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kvd_cli.options import current
+
+if TYPE_CHECKING:
+    from kvd.client.admin import Observer
+    from kvd.client.store import KVStore
+
+
+@contextlib.contextmanager
+def observer() -> Iterator[Observer]:
+    """A connection that sees everything and takes no part.
+
+    Raises:
+        ConnectError: no scheduler answers.
+    """
+    config = current().load_client().config
+    from kvd.client.admin import Observer  # numpy and ZeroMQ come with it: `kvd --help` does without
+
+    with Observer(config) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def as_worker() -> Iterator[KVStore]:
+    """A worker of the cluster, of whatever mode it has. It leaves without waiting for the others."""
+    loaded = current().load_client()
+    from kvd.client.store import create
+
+    given = {name: getattr(loaded.config, name) for name, origin in loaded.origin.items() if origin != "default"}
+    with create("dist", **given) as store:
+        store.set_barrier_before_exit(False)
+        yield store

@@ -1,0 +1,92 @@
+"""``kvd scheduler``, ``kvd server`` and ``kvd worker``: one process of a cluster in the foreground."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import click
+
+from kvd.config import Loaded, Role, child_environment, settings, systemd_environment
+from kvd.node.parent import Guard
+from kvd.observe import log
+from kvd.observe.systemd import Notifier
+from kvd_cli.options import common_options, current, setting_options
+
+_READY_FILE = click.option(
+    "--ready-file", type=click.Path(path_type=Path, dir_okay=False), help="write the bound address here when ready"
+)
+
+
+@click.command()
+@_READY_FILE
+@setting_options(role="scheduler", leave_out=["role"])
+@common_options()
+def scheduler(ready_file: Path | None) -> None:
+    """Run the scheduler: knows who is in the cluster, and who is dead."""
+    _run_daemon("scheduler", ready_file)
+
+
+@click.command()
+@_READY_FILE
+@setting_options(role="server", leave_out=["role"])
+@common_options()
+def server(ready_file: Path | None) -> None:
+    """Run a server: keeps values, merges what workers push, updates the weights."""
+    _run_daemon("server", ready_file)
+
+
+@click.command(context_settings={"ignore_unknown_options": False})
+@click.argument("command", nargs=-1, required=True, metavar="-- CMD…")
+@setting_options(role="worker", leave_out=["role"])
+@common_options()
+def worker(command: tuple[str, ...]) -> None:
+    """Run CMD as a worker: with the cluster in its environment, and not without this process.
+
+    Signals are passed on to CMD, and its exit code is the exit code (128 + n after signal n). Nothing that CMD
+    started stays behind.
+    """
+    loaded = current().load_daemon()
+    config = loaded.config
+    log.configure(config.log_format, config.log_level, "worker")
+    systemd = systemd_environment()
+    notifier = Notifier(systemd.notify_socket, systemd.watchdog_usec)
+    guard = Guard(
+        command,
+        environment=_worker_environment(loaded),
+        parent_pid=config.parent_pid,
+        on_start=lambda pid: _tell_ready(notifier, pid, command[0]),
+        on_stop=lambda: notifier.stopping("passed the signal on"),
+        on_tick=notifier.watchdog,
+        tick_s=notifier.watchdog_interval_s,
+    )
+    code = guard.run()
+    notifier.close()
+    click.get_current_context().exit(code)
+
+
+def _tell_ready(notifier: Notifier, pid: int, program: str) -> None:
+    notifier.ready(f"runs {program} as process {pid}")
+
+
+def _worker_environment(loaded: Loaded) -> dict[str, str]:
+    """The variables of the command: all settings that were given, and what makes it a worker."""
+    config = loaded.config
+    own = {
+        "KVD_ROLE": "worker",
+        "KVD_SCHEDULER": config.scheduler,
+        "KVD_NODE_ID": config.node_id or f"{socket.gethostname()}-worker-{os.getpid()}",
+        "KVD_PARENT_PID": "",  # the guard watches, for the command and for itself
+    }
+    for name in ("num_workers", "num_servers"):
+        setting = next(setting for setting in settings() if setting.name == name)
+        own[setting.env] = setting.show(getattr(config, name))
+    return child_environment(loaded.environment() | own)
+
+
+def _run_daemon(role: Role, ready_file: Path | None) -> None:
+    loaded = current().load_daemon()
+    from kvd.node import roles  # numpy and ZeroMQ come with it: `kvd --help` does without
+
+    click.get_current_context().exit(roles.run_daemon(loaded, role, ready_file=ready_file))

@@ -1,0 +1,69 @@
+"""What goes to stdout: a table for a person, columns for a pipe, JSON for a program."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvd.config import terminal_colour
+
+STYLES = {"active": "green", "ready": "green", "done": "cyan", "left": "dim", "dead": "bold red", "missing": "yellow"}
+"""How a word is shown where a whole cell consists of it."""
+
+
+def console() -> Console:
+    """A console on stdout, with colours if it is a terminal that shows them and nobody objects."""
+    colour = terminal_colour(None, sys.stdout)
+    return Console(file=sys.stdout, no_color=not colour, highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def print_json(value: object) -> None:
+    """One JSON document."""
+    click.echo(json.dumps(value, indent=2, allow_nan=False, default=str))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Rows under headings. A pipe gets one line per row, columns two or more spaces apart, nothing cut."""
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
+    if not sys.stdout.isatty():
+        widths = [max(len(line[index]) for line in (columns, *cells)) for index in range(len(columns))]
+        for line in (columns, *cells):
+            click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for line in cells:
+        table.add_row(*(Text(cell, STYLES.get(cell, "")) for cell in line))
+    console().print(table)
+
+
+def printable(text: str) -> str:
+    """The text without anything that could move a terminal's cursor: names come from a network."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def size(count: float) -> str:
+    """A number of bytes as people read it."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def ago(seconds: float) -> str:
+    """How long ago something was."""
+    if seconds < 1:
+        return "now"
+    if seconds < 120:
+        return f"{seconds:.0f} s ago"
+    return f"{seconds / 60:.0f} min ago" if seconds < 7200 else f"{seconds / 3600:.0f} h ago"

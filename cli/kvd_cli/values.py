@@ -1,0 +1,181 @@
+"""Commands that move one value between a file and a cluster: ``init``, ``push``, ``pull``, ``pushpull``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from kvd_cli.connect import as_worker, observer
+from kvd_cli.options import common_options, current
+from kvd_cli.output import print_json, print_table, size
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_DTYPES = (
+    "float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "uint8",
+)  # fmt: skip
+
+
+def _value_arguments(command: Command) -> Command:
+    command = click.option("--dtype", type=click.Choice(_DTYPES), help="convert the array to this dtype first")(command)
+    command = click.argument("file", type=_FILE, metavar="FILE.npy")(command)
+    return click.argument("key")(command)
+
+
+@click.command()
+@_value_arguments
+@common_options()
+def init(key: str, file: Path, dtype: str | None) -> None:
+    """Make KEY with the array in FILE.npy as its value."""
+    array = read_array(file, dtype)
+    with as_worker() as store:
+        store.init(key, array)
+
+
+@click.command()
+@_value_arguments
+@common_options()
+def push(key: str, file: Path, dtype: str | None) -> None:
+    """Push the array in FILE.npy to KEY, as a worker; return when it is acknowledged."""
+    array = read_array(file, dtype)
+    with as_worker() as store:
+        store.push(key, array)
+        store.flush()
+
+
+@click.command()
+@_value_arguments
+@click.option("-o", "out", type=_FILE, metavar="OUT.npy", help="write the new value here")
+@common_options(output_flags=("--format",))
+def pushpull(key: str, file: Path, dtype: str | None, out: Path | None) -> None:
+    """Push the array in FILE.npy to KEY, as a worker, and take the value that comes of it."""
+    array = read_array(file, dtype)
+    with as_worker() as store:
+        value = store.pushpull(key, array)
+    _deliver(key, value, out)
+
+
+@click.command()
+@click.argument("key")
+@click.option("-o", "out", type=_FILE, metavar="FILE.npy", help="write the value here; without it, a summary is shown")
+@common_options(output_flags=("--format",))
+def pull(key: str, out: Path | None) -> None:
+    """Take the value of KEY, without being a worker."""
+    with observer() as cluster:
+        value = cluster.pull(key)
+    _deliver(key, value, out)
+
+
+def read_array(file: Path, dtype: str | None = None) -> Array:
+    """The array of a .npy file, converted to a dtype if one is given. Nothing in the file is executed.
+
+    Raises:
+        click.UsageError: it cannot be read, or holds no array of numbers.
+    """
+    import numpy as np  # only here: `kvd --help` does without
+
+    try:
+        array = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise click.UsageError(f"cannot read {file}: {reason}") from None
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise click.UsageError(f"{file} is an archive: give a .npy file with one array")
+    if array.dtype.kind not in "fiub":
+        raise click.UsageError(f"{file} has the dtype {array.dtype}: a value is an array of numbers")
+    return array if dtype is None else array.astype(_dtype(dtype))
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    import ml_dtypes
+    import numpy as np
+
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def write_array(file: Path, array: Array) -> None:
+    """Write a .npy file under exactly this name: aside first, so that nobody finds half of one.
+
+    Raises:
+        click.UsageError: it cannot be written.
+    """
+    import numpy as np
+
+    if array.dtype.name == "bfloat16":
+        click.echo("note: a .npy file knows no bfloat16: the values are written as float32, which holds each", err=True)
+        array = array.astype(np.float32)
+    try:
+        descriptor, aside = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+        try:
+            with open(descriptor, "wb") as stream:
+                np.save(stream, array, allow_pickle=False)
+            os.chmod(aside, 0o666 & ~_umask())
+            os.replace(aside, file)
+        except BaseException:
+            os.unlink(aside)
+            raise
+    except OSError as error:
+        raise click.UsageError(f"cannot write {file}: {error.strerror or error}") from None
+
+
+def _umask() -> int:
+    """The permissions that new files do not get. There is no other way to ask than to set it."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
+
+
+def _deliver(key: str, value: Array, out: Path | None) -> None:
+    """Write a value to a file, or tell about it on stdout."""
+    if out is not None:
+        write_array(out, value)
+        return
+    summary = summarise(key, value)
+    if current().output == "json":
+        print_json(summary)
+        return
+    shape = "×".join(map(str, value.shape)) or "scalar"
+    row = [key, shape, summary["dtype"], size(value.nbytes), *(summary[name] for name in ("min", "max", "mean"))]
+    print_table(["KEY", "SHAPE", "DTYPE", "BYTES", "MIN", "MAX", "MEAN"], [["-" if x is None else x for x in row]])
+    sys.stdout.flush()
+    click.echo(_shown(value))
+
+
+def summarise(key: str, value: Array) -> dict[str, Any]:
+    """What can be said about an array in a few words. Numbers that JSON cannot hold become text."""
+    import numpy as np
+
+    wide = value.astype(np.float64)
+    figures = (wide.min(), wide.max(), wide.mean()) if value.size else (None, None, None)
+    named = dict(zip(("min", "max", "mean"), (_plain(figure) for figure in figures), strict=True))
+    return {"key": key, "shape": list(value.shape), "dtype": value.dtype.name, "bytes": value.nbytes, **named}
+
+
+def _plain(figure: Any) -> float | str | None:
+    import math
+
+    if figure is None:
+        return None
+    number = float(f"{float(figure):.6g}")
+    return number if math.isfinite(number) else str(number)
+
+
+def _shown(value: Array) -> str:
+    import numpy as np
+
+    with np.printoptions(threshold=50, edgeitems=3, linewidth=100):
+        return str(value)

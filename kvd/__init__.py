@@ -1,0 +1,51 @@
+"""kvd, a parameter server for Python: `create` gives a store of values that the workers of a job share."""
+
+from kvd import errors, optimizer
+from kvd.client import aio
+from kvd.client.backend import Node
+from kvd.client.handle import Handle
+from kvd.client.store import KVStore, create
+from kvd.config import Config
+from kvd.errors import (
+    BarrierBroken,
+    ConfigError,
+    ConnectError,
+    DtypeMismatch,
+    KeyExists,
+    KeyNotFound,
+    KvdError,
+    NodeLost,
+    NotAllowed,
+    ProtocolError,
+    RemoteError,
+    RequestTimeout,
+    ShapeMismatch,
+    StoreClosed,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "create",
+    "KVStore",
+    "Handle",
+    "Node",
+    "Config",
+    "aio",
+    "errors",
+    "optimizer",
+    "KvdError",
+    "ConfigError",
+    "ConnectError",
+    "RequestTimeout",
+    "ProtocolError",
+    "NodeLost",
+    "BarrierBroken",
+    "StoreClosed",
+    "RemoteError",
+    "KeyNotFound",
+    "KeyExists",
+    "ShapeMismatch",
+    "DtypeMismatch",
+    "NotAllowed",
+]

@@ -1,0 +1,152 @@
+"""Looking into a cluster, and asking its servers, without being one of its workers."""
+
+from __future__ import annotations
+
+import json
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from kvd.client.backend import Node
+from kvd.client.engine import Engine
+from kvd.client.values import fresh_target, key_name
+from kvd.config import Config
+from kvd.core import calls
+from kvd.core.calls import Item
+from kvd.core.membership import ACTIVE, DEAD, EMPTY_SETTINGS
+from kvd.core.placement import shard_of
+from kvd.errors import ConnectError, KvdError, NotAllowed, RequestTimeout
+from kvd.protocol.messages import Command, ListKeys, StatusQuery
+from kvd.protocol.specs import DTYPES
+
+SAME_VERSION_TRIES = 20
+
+
+class Observer:
+    """A visitor: it takes no rank, and nobody waits for it.
+
+    Raises:
+        ConnectError: no scheduler answers within `request_timeout_s`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._engine = Engine(config, "observer", EMPTY_SETTINGS)
+        try:
+            self._scheduler_status()  # answered by any scheduler, also while servers are missing
+            self._engine.join()
+        except RequestTimeout:
+            heard = self._engine.link.heard
+            self._engine.stop()
+            if heard:
+                raise
+            where = config.scheduler
+            raise ConnectError(
+                f"no scheduler answers at {where} after {config.request_timeout_s:g} s: start one there "
+                f"(kvd scheduler --scheduler {where}), or say where it is with --scheduler or KVD_SCHEDULER",
+                address=where,
+            ) from None
+        except BaseException:
+            self._engine.stop()
+            raise
+
+    def __enter__(self) -> Observer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._engine.stop()
+
+    def status(self) -> dict[str, Any]:
+        """What the scheduler says of the cluster, with what each server that lives says of itself under "servers".
+
+        A server that does not answer within the deadline has an entry with "error" in place of its figures.
+        """
+        status = self._scheduler_status()
+        ranks = sorted(
+            member["rank"] for member in status["members"] if member["role"] == "server" and member["state"] == ACTIVE
+        )
+        status["servers"] = []
+        for rank in ranks:
+            try:
+                ((_, payload, nbytes),) = self._ask(calls.Control((StatusQuery(0),), (rank,)))
+                status["servers"].append(json.loads(bytes(payload[:nbytes])))
+            except KvdError as error:
+                status["servers"].append({"role": "server", "rank": rank, "error": str(error)})
+        return status
+
+    def keys(self) -> list[dict[str, Any]]:
+        """Every key, by name: dtype, shape, version, slices, bytes, the shard of its first slice, and its servers."""
+        rows: dict[str, dict[str, Any]] = {}
+        for server in self._engine.machine.view.servers():
+            after, more = "", True
+            while more:
+                ((page, _, _),) = self._ask(calls.Control((ListKeys(0, after),), (server.rank,)))
+                for entry in page.entries:
+                    self._add_entry(rows, server.rank, entry)
+                more = page.more
+                after = page.entries[-1].key if page.entries else after
+        return [rows[name] for name in sorted(rows)]
+
+    def _add_entry(self, rows: dict[str, dict[str, Any]], rank: int, entry: Any) -> None:
+        itemsize = DTYPES[entry.dtype].itemsize
+        row = rows.setdefault(
+            entry.key,
+            {
+                "key": entry.key,
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "version": entry.version,
+                "slices": 0,
+                "bytes": int(np.prod(entry.shape, dtype=np.int64)) * itemsize,
+                "shard": shard_of(entry.key, 0, len(self._engine.machine.view.shards)),
+                "servers": [],
+            },
+        )
+        row["version"] = min(row["version"], entry.version)
+        row["slices"] += entry.slices
+        row["servers"].append(rank)
+
+    def pull(self, key: str | int) -> np.ndarray[Any, Any]:
+        """The key's value, all of it of one version.
+
+        Raises:
+            KeyNotFound: nobody has made it.
+            NotAllowed: it changed too fast to be read in one version.
+        """
+        name = key_name(key)
+        spec = self._ask(calls.DescribeKey(name))
+        target = fresh_target(spec)
+        item = Item(name, spec, None, target.data)
+        for _ in range(SAME_VERSION_TRIES):
+            (versions,) = self._ask(calls.Move((item,), push=False, pull=True, any_version=True))
+            if versions.oldest == versions.newest:
+                value: np.ndarray[Any, Any] = target.finish()
+                return value
+        raise NotAllowed(f"key {name!r} changes too fast to be read in one version: try again between steps", key=name)
+
+    def command(self, head: int | str, body: bytes) -> list[bytes]:
+        """Runs the controller registered for `head` on every server; their answers in rank order."""
+        control = calls.Control((Command(0, key_name(head)),), payload=body, nbytes=len(body))
+        return [bytes(payload[:nbytes]) if nbytes else b"" for _, payload, nbytes in self._ask(control)]
+
+    def dead_nodes(self) -> list[Node]:
+        """The servers and workers that are declared dead."""
+        return [
+            Node(member["role"], member["rank"], member["node_id"], member["reason"], member["silent_s"])
+            for member in self._scheduler_status()["members"]
+            if member["state"] == DEAD
+        ]
+
+    def _scheduler_status(self) -> dict[str, Any]:
+        payload, nbytes = self._ask(calls.SchedulerStatus())
+        status: dict[str, Any] = json.loads(bytes(payload[:nbytes]))
+        return status
+
+    def _ask(self, request: calls.Request) -> Any:
+        return self._engine.submit(request).result()

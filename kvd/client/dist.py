@@ -1,0 +1,374 @@
+"""The store of a cluster: calls become requests of the worker machine."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from kvd.client.backend import Node, StoreType
+from kvd.client.engine import Engine
+from kvd.client.handle import Handle
+from kvd.client.states import fetch_states, store_states
+from kvd.client.values import Source, Target, fresh_target, key_list, key_name, paired, source_of, target_of
+from kvd.config import Loaded
+from kvd.core import calls
+from kvd.core.calls import Item
+from kvd.core.membership import DEAD
+from kvd.errors import ConfigError, KvdError, NotAllowed, RequestTimeout
+from kvd.optimizer import Optimizer, changes_to_wire, to_wire
+from kvd.protocol.messages import (
+    ABSENT,
+    ASSIGN,
+    ClockQuery,
+    Command,
+    SetOptimizer,
+    Settings,
+    UpdateOptimizer,
+)
+
+EXIT_BARRIER = "kvd:exit"
+
+
+def cluster_settings(loaded: Loaded, kind: StoreType) -> Settings:
+    """What this worker insists on: its type, and the settings that were given to it; the rest is the cluster's."""
+    config = loaded.config
+
+    def given(name: str, value: int) -> int:
+        return value if loaded.origin.get(name, "default") != "default" else 0
+
+    if config.staleness is not None and kind.mode == "sync":
+        raise ConfigError("staleness bounds asynchronous workers: use it with dist_async", setting="staleness")
+    return Settings(
+        mode="" if kind.mode == "any" else kind.mode,
+        merge=config.merge if loaded.origin.get("merge", "default") != "default" else "",
+        staleness=-1 if config.staleness is None else config.staleness,
+        rounds_ahead=given("rounds_ahead", config.rounds_ahead),
+        slice_bytes=given("slice_bytes", config.slice_bytes),
+        num_workers=config.num_workers,
+        num_servers=config.num_servers,
+        num_shards=given("num_shards", config.num_shards),
+    )
+
+
+class DistBackend:
+    """A worker of a cluster. Joins when it is made.
+
+    Raises:
+        ConnectError, RequestTimeout, ConfigError, NotAllowed: see `Engine.join`.
+    """
+
+    def __init__(self, kind: StoreType, loaded: Loaded) -> None:
+        self.type = kind.name
+        self._config = loaded.config
+        self._engine = Engine(loaded.config, "worker", cluster_settings(loaded, kind))
+        self._failed: list[tuple[frozenset[str], Handle, KvdError]] = []
+        self._lock = threading.Lock()
+        self._room = threading.Condition()
+        self._held_bytes = 0  # private copies of what is pushed
+        self._limit_bytes = loaded.config.memory_bound_bytes()
+        try:
+            self.rank = self._engine.join()
+        except BaseException:
+            self._engine.stop()
+            raise
+        settings = self._engine.machine.view.settings
+        self.num_workers = settings.num_workers
+        self.num_servers = settings.num_servers
+        self.local_rank = loaded.config.local_rank
+        self._slice_bytes = settings.slice_bytes
+        self._sync = settings.mode != "async"
+
+    # ── values ──
+
+    def init(self, key: Any, value: Any) -> Handle:
+        names, many = self._keys(key)
+        values = paired(names, many, value, "values")
+        items = []
+        for name, entry in zip(names, values, strict=True):
+            data, spec = source_of(entry, self._slice_bytes, private=False)
+            items.append(Item(name, spec, data))
+        return Handle(self._engine.submit(calls.InitKeys(tuple(items))), what="init")
+
+    def push(self, key: Any, value: Any, priority: int, samples: int) -> Handle:
+        names, many = self._keys(key)
+        sources = self._sources(names, many, value, private=True)
+        items = tuple(Item(name, spec, data) for name, (data, spec) in zip(names, sources, strict=True))
+        move = calls.Move(items, push=True, pull=False, priority=priority, samples=samples)
+        return self._watched(names, Handle(self._engine.submit(move), lambda versions: None, "push"))
+
+    def pull(self, key: Any, out: Any, priority: int) -> Handle:
+        names, many = self._keys(key)
+        if out is None:
+            return Handle(self._engine.run(self._pull_fresh(names, many, priority)), what="pull")
+        targets = self._targets(names, many, out)
+        items = tuple(Item(name, spec, None, data) for name, (data, spec, _) in zip(names, targets, strict=True))
+        move = calls.Move(items, push=False, pull=True, priority=priority)
+        return Handle(self._engine.submit(move), _finisher(targets, many), "pull")
+
+    async def _pull_fresh(self, names: list[str], many: bool, priority: int) -> Any:
+        specs = [await self._engine.call(calls.DescribeKey(name)) for name in names]
+        targets = [fresh_target(spec) for spec in specs]
+        items = tuple(Item(name, spec, None, data) for name, (data, spec, _) in zip(names, targets, strict=True))
+        await self._engine.call(calls.Move(items, push=False, pull=True, priority=priority))
+        return _finisher(targets, many)(None)
+
+    def pushpull(self, key: Any, value: Any, out: Any, priority: int, samples: int, *, private: bool) -> Handle:
+        names, many = self._keys(key)
+        targets = self._targets(names, many, value if out is None else out)
+        sources = self._sources(names, many, value, private=private)
+        items = tuple(
+            Item(name, spec, data, target.data)
+            for name, (data, spec), target in zip(names, sources, targets, strict=True)
+        )
+        for (_, spec), target, name in zip(sources, targets, names, strict=True):
+            spec.check_same(target.spec, name)
+        move = calls.Move(items, push=True, pull=True, priority=priority, samples=samples)
+        return self._watched(names, Handle(self._engine.submit(move), _finisher(targets, many), "pushpull"))
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int) -> Handle:
+        names, many = self._keys(key)
+        targets = self._targets(names, many, value if out is None else out)
+        sources: list[Source] | None = None
+        if self.rank == 0:
+            sources = self._sources(names, many, value, private=True)
+        work = self._broadcast(names, sources, targets, priority)
+        return Handle(self._engine.run(work), _finisher(targets, many), "broadcast")
+
+    async def _broadcast(
+        self, names: list[str], sources: list[Source] | None, targets: list[Target], priority: int
+    ) -> None:
+        """Rank 0 makes what is new; then a round in which only its values count, and everyone takes them."""
+        for position, name in enumerate(names):
+            if sources is not None:
+                data, spec = sources[position]
+                try:
+                    await self._engine.call(calls.DescribeKey(name))
+                except KeyError:
+                    await self._engine.call(calls.InitKeys((Item(name, spec, data),)))
+            else:
+                await self._engine.call(calls.DescribeKey(name, wait=True))
+        clocks = [await self._engine.call(calls.ClockOf(name)) for name in names]
+        if self._engine.link.predecessor == DEAD and min(clocks) > 0:
+            await self._pull_items(names, targets, priority)  # a restart: the predecessor was past this
+        elif self._sync:
+            await self._broadcast_round(names, sources, targets, priority)
+        else:
+            if sources is not None:
+                await self._engine.call(self._assignment(names, sources, None, priority))
+            for name in names:
+                await self._engine.call(calls.Barrier(f"kvd:broadcast:{name}"[:200]))
+            await self._pull_items(names, targets, priority)
+
+    async def _broadcast_round(
+        self, names: list[str], sources: list[Source] | None, targets: list[Target], priority: int
+    ) -> None:
+        if sources is not None:
+            await self._engine.call(self._assignment(names, sources, targets, priority))
+            return
+        items = tuple(Item(name, spec, None, data) for name, (data, spec, _) in zip(names, targets, strict=True))
+        await self._engine.call(calls.Move(items, push=True, pull=True, priority=priority, how=ABSENT))
+
+    def _assignment(
+        self, names: list[str], sources: list[Source], targets: list[Target] | None, priority: int
+    ) -> calls.Move:
+        goals = [None] * len(names) if targets is None else [target.data for target in targets]
+        items = tuple(
+            Item(name, spec, data, goal) for name, (data, spec), goal in zip(names, sources, goals, strict=True)
+        )
+        return calls.Move(items, push=True, pull=targets is not None, priority=priority, how=ASSIGN)
+
+    async def _pull_items(self, names: list[str], targets: list[Target], priority: int) -> None:
+        items = tuple(Item(name, spec, None, data) for name, (data, spec, _) in zip(names, targets, strict=True))
+        await self._engine.call(calls.Move(items, push=False, pull=True, priority=priority))
+
+    # ── rounds and barriers ──
+
+    def flush(self, timeout: float | None) -> Handle:
+        async def work() -> None:
+            await self._engine.call(calls.Flush(), timeout)
+            self._raise_failed(None)
+
+        return Handle(self._engine.run(work()), what="flush")
+
+    def barrier(self, name: str, timeout: float | None) -> Handle:
+        return Handle(self._engine.submit(calls.Barrier(f"user:{name}"[:200]), timeout), what="barrier")
+
+    def join(self) -> Handle:
+        async def work() -> None:
+            await self._engine.call(calls.Flush())
+            await self._engine.call(calls.LeaveRounds("done"))
+
+        return Handle(self._engine.run(work()), what="join")
+
+    def rewind(self, clock: int) -> Handle:
+        if clock < 0:
+            raise NotAllowed(f"a clock is a number of pushes, not {clock}")
+        return Handle(self._engine.submit(calls.Rewind(clock)), what="rewind")
+
+    def clock(self, key: Any) -> Handle:
+        return Handle(self._engine.submit(calls.ClockOf(key_name(key))), what="clock")
+
+    def version(self, key: Any) -> Handle:
+        name = key_name(key)
+
+        async def work() -> int:
+            spec = await self._engine.call(calls.DescribeKey(name))
+            view = self._engine.machine.view
+            ranks = tuple(sorted({view.server_of(name, index) for index in range(spec.num_slices)}))
+            answers = await self._engine.call(calls.Control((ClockQuery(0, name),) * len(ranks), ranks))
+            return min(int(message.oldest_version) for message, _, _ in answers)
+
+        return Handle(self._engine.run(work()), what="version")
+
+    # ── servers ──
+
+    def send_command(self, head: int | str, body: bytes | str) -> Handle:
+        data = body.encode() if isinstance(body, str) else bytes(body)
+        control = calls.Control((Command(0, key_name(head)),), payload=data, nbytes=len(data))
+        return Handle(self._engine.submit(control), lambda answers: [_body(answer) for answer in answers], "command")
+
+    def set_optimizer(self, optimizer: Optimizer | None) -> Handle:
+        wire = None if optimizer is None else to_wire(optimizer)
+        return Handle(self._engine.submit(calls.Control((SetOptimizer(0, wire),))), _nothing, "set_optimizer")
+
+    def update_optimizer(self, changes: dict[str, Any]) -> Handle:
+        control = calls.Control((UpdateOptimizer(0, changes_to_wire(changes)),), staged_first=True)
+        return Handle(self._engine.submit(control), _nothing, "update_optimizer")
+
+    def save_optimizer_states(self, path: Any, dump_optimizer: bool) -> Handle:
+        return Handle(self._engine.run(fetch_states(self._engine, Path(path), dump_optimizer)), what="save")
+
+    def load_optimizer_states(self, path: Any) -> Handle:
+        return Handle(self._engine.run(store_states(self._engine, Path(path))), what="load")
+
+    # ── who is dead ──
+
+    def dead_nodes(self, timeout_s: float) -> Sequence[Node]:
+        self._engine.check_usable()
+        view, quiet = self._engine.machine.view, self._engine.link.quiet
+        silent = {(entry.role, entry.rank): entry.age_s for entry in quiet if entry.age_s > timeout_s > 0}
+        nodes = []
+        for member in sorted(view.members.values(), key=lambda member: (member.role, member.rank)):
+            age_s = silent.get((member.role, member.rank))
+            if member.state == DEAD:
+                nodes.append(Node(member.role, member.rank, member.node_id, member.reason, member.last_seen_s))
+            elif age_s is not None:
+                nodes.append(Node(member.role, member.rank, member.node_id, f"silent for {age_s:g} s", age_s))
+        return nodes
+
+    def is_scheduler_dead(self, timeout_s: float) -> bool:
+        return self._engine.scheduler_silence_s() > timeout_s > 0
+
+    # ── the end ──
+
+    def close(self, barrier: bool) -> None:
+        """Flush, leave the rounds, meet the others, go. The first error is raised when this worker has gone."""
+        error: KvdError | None = None
+        steps: list[tuple[calls.Request, bool]] = [
+            (calls.Flush(), True),
+            (calls.LeaveRounds("done"), True),
+            (calls.Barrier(EXIT_BARRIER), barrier),
+        ]
+        for request, wanted in steps:
+            try:
+                if wanted and error is None:
+                    self._engine.submit(request).result()
+            except KvdError as failure:
+                error = failure
+        self._engine.stop()
+        self._raise_failed(None)
+        if error is not None:
+            raise error
+
+    def abandon(self) -> None:
+        self._engine.stop()
+
+    # ── helpers ──
+
+    def _keys(self, key: Any) -> tuple[list[str], bool]:
+        names, many = key_list(key)
+        self._raise_failed(names)
+        return names, many
+
+    def _sources(self, names: list[str], many: bool, value: Any, *, private: bool) -> list[Source]:
+        values = paired(names, many, value, "values")
+        sources = [source_of(entry, self._slice_bytes, private=private) for entry in values]
+        if private:
+            for source in sources:
+                self._hold(source)
+        return sources
+
+    def _targets(self, names: list[str], many: bool, out: Any) -> list[Target]:
+        return [target_of(entry, self._slice_bytes) for entry in paired(names, many, out, "outs")]
+
+    def _hold(self, source: Source) -> None:
+        """Counts a private copy against the memory limit, until nothing needs it any more. Waits for room."""
+        nbytes = source.data.nbytes
+        with self._room:
+            fits = self._room.wait_for(
+                lambda: self._held_bytes == 0 or self._held_bytes + nbytes <= self._limit_bytes,
+                self._config.request_timeout_s,
+            )
+            if not fits:
+                raise RequestTimeout(
+                    f"{self._held_bytes >> 20} MiB of pushes are under way, the limit is {self._limit_bytes >> 20} "
+                    f"MiB: wait for their handles, or raise memory_limit_bytes",
+                    outcome="not_sent",
+                )
+            self._held_bytes += nbytes
+        weakref.finalize(source.data, self._release, nbytes)
+
+    def _release(self, nbytes: int) -> None:
+        with self._room:
+            self._held_bytes -= nbytes
+            self._room.notify_all()
+
+    def _watched(self, names: list[str], handle: Handle) -> Handle:
+        """Remembers how the call ends badly, for the case that nobody asks its handle."""
+        keys = frozenset(names)
+
+        def ended(future: Future[Any]) -> None:
+            error = None if future.cancelled() else future.exception()
+            if isinstance(error, KvdError):
+                with self._lock:
+                    self._failed.append((keys, handle, error))
+
+        handle.on_end(ended)
+        return handle
+
+    def _raise_failed(self, names: list[str] | None) -> None:
+        """Raises the first error that nobody has seen of the calls on these keys (None: on any), with the others."""
+        if not self._failed:
+            return
+        with self._lock:
+            unseen = [(keys, handle, error) for keys, handle, error in self._failed if not handle.claimed]
+            mine = [entry for entry in unseen if names is None or not entry[0].isdisjoint(names)]
+            self._failed = [entry for entry in unseen if entry not in mine]
+        if mine:
+            first = mine[0][2]
+            for _, _, other in mine[1:]:
+                first.add_note(f"also: {other}")
+            raise first
+
+
+def _finisher(targets: Sequence[Target], many: bool) -> Callable[[Any], Any]:
+    """What turns the end of a pull into what the caller gets: his arrays."""
+
+    def finish(_: Any) -> Any:
+        arrays = [target.finish() for target in targets]
+        return arrays if many else arrays[0]
+
+    return finish
+
+
+def _nothing(_: Any) -> None:
+    return None
+
+
+def _body(answer: Any) -> bytes:
+    _, payload, nbytes = answer
+    return bytes(payload[:nbytes]) if nbytes else b""

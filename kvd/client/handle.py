@@ -1,0 +1,87 @@
+"""What an asynchronous call returns."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+from kvd.errors import RequestTimeout
+
+
+class Handle:
+    """The promise of a call's result. Thread-safe, and awaitable in any event loop.
+
+    The errors of a push whose handle nobody asks are raised by the next call on its key, by `flush` or by `close`.
+    """
+
+    def __init__(self, future: Future[Any], finish: Callable[[Any], Any] | None = None, what: str = "the call") -> None:
+        self._future = future
+        self._finish = finish
+        self._what = what
+        self._lock = threading.Lock()
+        self._finished: tuple[Any] | None = None
+        self.claimed = False  # somebody has seen, or will see, how it ended
+
+    @classmethod
+    def of(cls, result: Any) -> Handle:
+        """A handle that is done."""
+        future: Future[Any] = Future()
+        future.set_result(result)
+        return cls(future)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result, as soon as there is one.
+
+        Args:
+            timeout: seconds to wait here; None: until the call's own deadline ends it.
+
+        Raises:
+            RequestTimeout: not done within `timeout`; the call itself goes on, and can be waited for again.
+            KvdError: whatever the call ended with.
+        """
+        self.claimed = True
+        try:
+            result = self._future.result(timeout)
+        except FutureTimeout as error:
+            if isinstance(error, RequestTimeout) or self._future.done():
+                raise
+            raise RequestTimeout(f"{self._what} is not done after {timeout} s; wait again", outcome="unknown") from None
+        return self._deliver(result)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The same as `wait`."""
+        return self.wait(timeout)
+
+    def done(self) -> bool:
+        """Whether the call has ended, well or not."""
+        return self._future.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error that the call ended with, None if it ended well. Waits like `wait`."""
+        self.claimed = True
+        try:
+            return self._future.exception(timeout)
+        except FutureTimeout:
+            raise RequestTimeout(f"{self._what} is not done after {timeout} s; wait again", outcome="unknown") from None
+
+    def on_end(self, told: Callable[[Future[Any]], None]) -> None:
+        """Calls `told` when the call has ended, in whatever thread that happens."""
+        self._future.add_done_callback(told)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        self.claimed = True
+        result = yield from asyncio.wrap_future(self._future).__await__()
+        return self._deliver(result)
+
+    def _deliver(self, result: Any) -> Any:
+        """The result as the caller wants it; what is left to do for that is done once, in the thread that asks."""
+        if self._finish is None:
+            return result
+        with self._lock:
+            if self._finished is None:
+                self._finished = (self._finish(result),)
+            return self._finished[0]

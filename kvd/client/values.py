@@ -1,0 +1,125 @@
+"""Keys and values as programs write them, made ready for the wire and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from kvd.compute.arrays import sum_devices
+from kvd.compute.tensors import (
+    as_array,
+    contiguous_bytes,
+    dtype_name,
+    is_cupy,
+    is_torch,
+    named_dtype,
+    writable_view,
+    write_back,
+)
+from kvd.errors import KeyNotFound, NotAllowed
+from kvd.protocol.specs import MAX_KEY_CHARS, KeySpec
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Key: TypeAlias = str | int
+
+
+class Source(NamedTuple):
+    """A value to send: its bytes, in C order."""
+
+    data: Array
+    spec: KeySpec
+
+
+class Target(NamedTuple):
+    """Where a pulled value goes: memory for its bytes, and what is left to do when they are there."""
+
+    data: Array
+    spec: KeySpec
+    finish: Callable[[], Any]
+
+
+def key_name(key: object) -> str:
+    """The name of a key: a text, or the decimal digits of a whole number."""
+    if isinstance(key, bool) or not isinstance(key, str | int | np.integer):
+        raise NotAllowed(f"a key is a str or an int, not {type(key).__name__}")
+    name = str(key)
+    if not 0 < len(name) <= MAX_KEY_CHARS:
+        raise NotAllowed(f"a key has 1 to {MAX_KEY_CHARS} characters, not {len(name)}", key=name[:40])
+    return name
+
+
+def key_list(key: object) -> tuple[list[str], bool]:
+    """The names of one key or of a list of keys, and whether it was a list. A key stands in a list once."""
+    if not isinstance(key, list | tuple):
+        return [key_name(key)], False
+    names = [key_name(entry) for entry in key]
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise NotAllowed(f"the list names {', '.join(map(repr, twice))} more than once: sum such values first")
+    return names, True
+
+
+def paired(names: Sequence[str], many: bool, values: Any, what: str) -> list[Any]:
+    """The values that belong to the keys: one per key."""
+    if not many:
+        return [values]
+    if not isinstance(values, list | tuple) or len(values) != len(names):
+        count = len(values) if isinstance(values, list | tuple) else f"a {type(values).__name__}, not a list"
+        raise NotAllowed(f"{len(names)} keys need a list of {len(names)} {what}, got {count}")
+    return list(values)
+
+
+def source_of(value: Any, slice_bytes: int, *, private: bool) -> Source:
+    """The bytes of a value. A list holds one array per device: they are summed first.
+
+    Args:
+        private: copy what the program could still write to.
+    """
+    summed = isinstance(value, list | tuple) and _is_device_list(value)
+    array = as_array(sum_devices(value)) if summed else as_array(value)
+    spec = KeySpec(dtype_name(array.dtype), array.shape, slice_bytes)
+    data = contiguous_bytes(array)
+    if private and not summed and np.may_share_memory(data, array):
+        data = data.copy()
+    return Source(data, spec)
+
+
+def target_of(out: Any, slice_bytes: int) -> Target:
+    """The memory to pull into: the array's own if it is on this host in one piece, else a buffer that is written back.
+
+    A list holds one array per device: each gets the value.
+    """
+    outs = list(out) if isinstance(out, list | tuple) and _is_device_list(out) else [out]
+    first = outs[0]
+    view = writable_view(first)
+    direct = view is not None and view.flags.c_contiguous
+    array = view if view is not None else as_array(first)
+    spec = KeySpec(dtype_name(array.dtype), array.shape, slice_bytes)
+    if view is None and not (is_torch(first) or is_cupy(first)):
+        write_back(first, array)  # raises, before anything is sent: it cannot be written to
+    value = array if direct else np.empty(array.shape, array.dtype)
+    rest = outs[1:] if direct else outs
+
+    def finish() -> Any:
+        for other in rest:
+            write_back(other, value)
+        return out
+
+    return Target(value.reshape(-1).view(np.uint8), spec, finish)
+
+
+def fresh_target(spec: KeySpec) -> Target:
+    """A new private array of the key's shape and dtype."""
+    array = np.empty(spec.shape, named_dtype(spec.dtype))
+    return Target(array.reshape(-1).view(np.uint8), spec, lambda: array)
+
+
+def _is_device_list(value: Sequence[Any]) -> bool:
+    """Whether a list holds arrays, one per device, rather than numbers."""
+    return len(value) > 0 and all(hasattr(entry, "shape") and not isinstance(entry, np.generic) for entry in value)
+
+
+def missing(name: str) -> KeyNotFound:
+    return KeyNotFound(f"no key is called {name!r}: init it first", key=name)

@@ -1,0 +1,1 @@
+"""The shell: it gives the machines a clock, sockets, memory, threads and processes."""

@@ -1,0 +1,278 @@
+"""The shell around one machine: the only place where events come from and effects go to.
+
+Everything here runs on one event loop, except the jobs that are worth a thread of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Executor
+from typing import Any
+
+from kvd.core.machine import (
+    SCHEDULER,
+    Apply,
+    Buffer,
+    Complete,
+    Connect,
+    Copy,
+    Create,
+    Disconnect,
+    Event,
+    Export,
+    Garbled,
+    Halt,
+    Load,
+    Machine,
+    Note,
+    Persist,
+    Persisted,
+    Received,
+    ResetState,
+    Run,
+    Send,
+    Span,
+    Tick,
+)
+from kvd.errors import ConnectError, KvdError, ProtocolError
+from kvd.node.jobs import JobRunner
+from kvd.observe.log import Throttle, event
+from kvd.protocol.codec import decode, encode
+from kvd.protocol.messages import Refused, StatusReport
+from kvd.transport.base import Transport
+
+INLINE_BYTES = 1 << 30  # jobs over fewer bytes run on the loop: the hand-over to a thread costs more than they do
+GARBAGE_INTERVAL_S = 10.0
+
+logger = logging.getLogger("kvd.node")
+
+
+class Driver:
+    """Runs a machine on the loop that it is started from.
+
+    Args:
+        machine: the role.
+        transport: its connections.
+        jobs: for a server.
+        executor: where long jobs and commands run.
+        on_complete: takes the answers of local calls.
+        on_halt: told once when the machine cannot go on.
+        persist: puts a record on stable storage; called in the executor.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        transport: Transport,
+        *,
+        jobs: JobRunner | None = None,
+        executor: Executor | None = None,
+        on_complete: Callable[[Complete], None] | None = None,
+        on_halt: Callable[[KvdError], None] | None = None,
+        persist: Callable[[Mapping[str, object]], None] | None = None,
+    ) -> None:
+        self.machine = machine
+        self.beats = 0  # times the loop came round to the machine: what a watchdog watches
+        self._transport = transport
+        self._jobs = jobs
+        self._executor = executor
+        self._on_complete = on_complete
+        self._on_halt = on_halt
+        self._persist = persist
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._events: deque[Event] = deque()
+        self._stepping = False
+        self._stopped = False
+        self._throttle = Throttle(GARBAGE_INTERVAL_S)
+        self._act: dict[type[Any], Callable[[Any], None]] = {
+            Send: self._send,
+            Connect: self._connect,
+            Disconnect: lambda effect: self._transport.disconnect(effect.peer),
+            Create: self._job,
+            Apply: self._job,
+            Export: self._job,
+            Load: self._job,
+            Run: self._job,
+            ResetState: lambda effect: self._runner().reset(),
+            Persist: self._persist_record,
+            Copy: self._copy,
+            Complete: self._complete,
+            Halt: self._halt,
+            Note: self._note,
+        }
+
+    # ── life ──
+
+    def start(self) -> None:
+        """Begins, on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._transport.start(self._on_message, self._on_garbage)
+        self.feed(Tick())
+
+    def stop(self, linger_s: float = 0.5) -> None:
+        """Ends; what is queued for the network gets so long."""
+        if self._stopped:
+            return
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._transport.close(linger_s)
+
+    def now(self) -> float:
+        assert self._loop is not None
+        return self._loop.time()
+
+    # ── events in ──
+
+    def feed(self, happened: Event) -> None:
+        """Gives the machine an event, and carries out what it wants; the ends of its jobs are events in turn."""
+        self._events.append(happened)
+        if self._stepping or self._stopped:
+            return
+        self._stepping = True
+        try:
+            while self._events and not self._stopped:
+                self._step(self._events.popleft())
+        finally:
+            self._stepping = False
+        if not self._stopped:
+            self._set_timer()
+
+    def _step(self, happened: Event) -> None:
+        try:
+            effects = self.machine.step(happened, self.now())
+        except Exception as error:
+            # Whatever a peer sent must not end the daemon. What a program called is told to that program.
+            event(logger, logging.ERROR, f"a {type(happened).__name__} could not be handled", error=repr(error))
+            logger.debug("the traceback of the error before", exc_info=True)
+            if not isinstance(happened, Received | Garbled):
+                raise
+            return
+        for effect in effects:
+            self._act[type(effect)](effect)
+
+    def _set_timer(self) -> None:
+        deadline = self.machine.next_deadline()
+        if deadline is None or (self._timer is not None and self._timer_at <= deadline):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        assert self._loop is not None
+        self._timer_at = deadline
+        self._timer = self._loop.call_at(deadline, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.beats += 1
+        self.feed(Tick())
+
+    def _on_message(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+        try:
+            decoded = decode(header)
+        except ProtocolError as error:
+            self._on_garbage(peer, str(error))
+            return
+        nbytes = 0 if payload is None else payload.nbytes
+        self.feed(Received(peer, decoded.sender, decoded.view, decoded.message, payload, nbytes))
+
+    def _on_garbage(self, peer: Hashable, text: str) -> None:
+        """Says so to the one who sent it, and to the log, not too often."""
+        if self._throttle.allow(self.now(), "garbage"):
+            swallowed = self._throttle.swallowed("garbage")
+            event(logger, logging.WARNING, "received what is no message", error=text, not_logged=swallowed)
+        if isinstance(peer, bytes):
+            self._send(Send(peer, Refused(0, "ProtocolError", text[:1000])))
+        self.feed(Garbled(peer, text))
+
+    # ── effects out ──
+
+    def _send(self, effect: Send) -> None:
+        pieces = [
+            memoryview(buffer).cast("B")[offset : offset + nbytes] if nbytes else memoryview(b"")
+            for buffer, offset, nbytes in effect.payload
+        ]
+        if isinstance(effect.message, StatusReport):
+            pieces = [memoryview(json.dumps(self.machine.explain(self.now())).encode())]
+        try:
+            header = encode(effect.message, self.machine.incarnation, self.machine.view_number)
+        except ProtocolError as error:
+            event(logger, logging.ERROR, "a message could not be sent", error=str(error))
+            return
+        if not self._transport.send(effect.peer, header, pieces):
+            logger.debug("not sent: %s to %r", type(effect.message).__name__, effect.peer)
+
+    def _connect(self, effect: Connect) -> None:
+        try:
+            self._transport.connect(effect.peer, effect.address)
+        except ConnectError as error:
+            if effect.peer == SCHEDULER:
+                self._halt(Halt(error))
+            else:
+                event(logger, logging.ERROR, "cannot connect", error=str(error))
+
+    def _runner(self) -> JobRunner:
+        assert self._jobs is not None
+        return self._jobs
+
+    def _job(self, job: Any) -> None:
+        runner = self._runner()
+        if self._executor is None or not (isinstance(job, Run) or _job_nbytes(job) > INLINE_BYTES):
+            self._events.append(runner.run(job))
+            return
+        assert self._loop is not None
+        future = self._loop.run_in_executor(self._executor, runner.run, job)
+        future.add_done_callback(lambda done: None if done.cancelled() else self.feed(done.result()))
+
+    def _persist_record(self, effect: Persist) -> None:
+        if self._persist is None or self._executor is None:
+            self._events.append(Persisted(effect.token))
+            return
+        assert self._loop is not None
+        future = self._loop.run_in_executor(self._executor, self._persist, effect.record)
+        future.add_done_callback(lambda done: self._persisted(effect.token, done))
+
+    def _persisted(self, token: int, done: asyncio.Future[None]) -> None:
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            self.feed(Persisted(token))
+        else:
+            text = f"the state cannot be saved ({error}): free space in state_dir, or give another"
+            self._halt(Halt(KvdError(text)))
+
+    def _copy(self, effect: Copy) -> None:
+        copy_span(effect.target, effect.offset, effect.source)
+
+    def _complete(self, effect: Complete) -> None:
+        if self._on_complete is not None:
+            self._on_complete(effect)
+
+    def _halt(self, effect: Halt) -> None:
+        if self._on_halt is not None:
+            self._on_halt(effect.error)
+
+    def _note(self, effect: Note) -> None:
+        event(logger, getattr(logging, effect.level.upper()), effect.text, **effect.fields)
+
+
+def copy_span(target: Buffer, offset: int, source: Span) -> None:
+    """Copies the bytes of the span into the target, from `offset` on."""
+    if source.nbytes:
+        memoryview(target).cast("B")[offset : offset + source.nbytes] = memoryview(source.buffer).cast("B")[
+            source.offset : source.offset + source.nbytes
+        ]
+
+
+def _job_nbytes(job: Any) -> int:
+    if isinstance(job, Apply):
+        return sum(entry.span.nbytes for entry in job.contributions if entry.span is not None)
+    if isinstance(job, Create | Load):
+        return job.source.nbytes
+    return 0

@@ -1,0 +1,143 @@
+"""Carries out the numeric jobs of a server, and the commands: the only place where bytes become arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvd.compute.optimizers import SliceState, apply_update
+from kvd.compute.tensors import contiguous_bytes, named_dtype
+from kvd.core.machine import Apply, Create, Export, Job, JobDone, Load, Run, Span
+from kvd.errors import KvdError, NotAllowed, ProtocolError
+from kvd.protocol.specs import padded
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Controller: TypeAlias = Callable[[bytes], bytes]
+
+
+def view(span: Span, dtype: np.dtype[Any]) -> Array:
+    """The span as a 1-D array, without a copy."""
+    count = span.nbytes // dtype.itemsize
+    if count == 0:
+        return np.empty(0, dtype)
+    return np.frombuffer(span.buffer, dtype, count, span.offset)
+
+
+def ping(body: bytes) -> bytes:
+    """The controller that every server has: it answers what it was sent."""
+    return body
+
+
+def installed_controllers() -> dict[str, Controller]:
+    """The controllers by head: `ping`, and the entry points `kvd.commands` that are installed on this machine."""
+    controllers: dict[str, Controller] = {"ping": ping}
+    for entry in entry_points(group="kvd.commands"):
+        controllers[entry.name] = entry.load()
+    return controllers
+
+
+class JobRunner:
+    """Owns the optimizer states of a server's slices. One job of a slice runs at a time: the machine sees to it."""
+
+    def __init__(self, controllers: Mapping[str, Controller] | None = None) -> None:
+        self._states: dict[tuple[str, int], SliceState] = {}
+        self._dtypes: dict[tuple[str, int], np.dtype[Any]] = {}
+        self._counts: dict[tuple[str, int], int] = {}  # elements of a slice
+        self._controllers = controllers
+
+    def run(self, job: Job) -> JobDone:
+        """Carries the job out. Whatever goes wrong comes back as the error of the JobDone."""
+        try:
+            return JobDone(job.job, self._result(job))
+        except KvdError as error:
+            return JobDone(job.job, None, error)
+        except Exception as error:  # noqa: BLE001  custom optimizers and commands raise what they like
+            return JobDone(job.job, None, NotAllowed(f"{type(error).__name__}: {error}"))
+
+    def reset(self) -> None:
+        """Another optimizer is set: every slice starts with a new state."""
+        self._states = {}
+
+    def _result(self, job: Job) -> Any:
+        if isinstance(job, Apply):
+            return self._apply(job)
+        if isinstance(job, Create):
+            return self._create(job)
+        if isinstance(job, Export):
+            return self._export(job)
+        if isinstance(job, Load):
+            return self._load(job)
+        return self._run_command(job)
+
+    def _create(self, job: Create) -> Array:
+        dtype = named_dtype(job.dtype)
+        place = (job.key, job.slice_index)
+        self._dtypes[place] = dtype
+        self._counts[place] = job.source.nbytes // dtype.itemsize
+        self._states.pop(place, None)
+        return contiguous_bytes(view(job.source, dtype).copy())
+
+    def _apply(self, job: Apply) -> Array:
+        place = (job.key, job.slice_index)
+        dtype = self._dtypes[place]
+        current: Array = job.current.view(dtype)
+        given = [(c.samples, view(c.span, dtype)) for c in job.contributions if c.span is not None]
+        out = np.empty_like(current)
+        if job.assign:
+            np.copyto(out, given[0][1] if given else current)
+            self._states.pop(place, None)
+            return contiguous_bytes(out)
+        state = self._states.get(place)
+        if state is None:
+            state = self._states[place] = SliceState()
+        arrays = [array for _, array in given]
+        samples = [number for number, _ in given]
+        optimizer: Any = job.optimizer
+        apply_update(optimizer, state, current, arrays, out, job.merge, samples)  # type: ignore[arg-type]
+        return contiguous_bytes(out)
+
+    # ── optimizer states: on the wire the step, then (name, dtype) and the bytes of each array ──
+
+    def _export(self, job: Export) -> tuple[int, tuple[tuple[str, str], ...], tuple[Span, ...]]:
+        arrays = self._states.get((job.key, job.slice_index), SliceState()).export()
+        step = int(arrays.pop("step"))
+        slots = tuple((name, array.dtype.name) for name, array in arrays.items())
+        spans = tuple(Span(contiguous_bytes(array), 0, array.nbytes) for array in arrays.values())
+        return step, slots, spans
+
+    def _load(self, job: Load) -> None:
+        place = (job.key, job.slice_index)
+        arrays: dict[str, Array] = {"step": np.asarray(job.step, np.int64)}
+        offset = job.source.offset
+        end = offset + job.source.nbytes
+        for name, dtype in job.slots:
+            if dtype not in ("float32", "float64"):
+                raise ProtocolError(f"optimizer states are float32 or float64, not {dtype!r:.40}")
+            span = Span(job.source.buffer, offset, self._counts[place] * np.dtype(dtype).itemsize)
+            if span.offset + span.nbytes > end:
+                raise ProtocolError(f"the state of {job.key!r} is shorter than its slots say")
+            arrays[name] = view(span, np.dtype(dtype))
+            offset += padded(span.nbytes)
+        self._states[place] = SliceState.load(arrays)
+
+    # ── commands ──
+
+    def _run_command(self, job: Run) -> bytes:
+        if self._controllers is None:
+            self._controllers = installed_controllers()
+        controller = self._controllers.get(job.head)
+        if controller is None:
+            known = ", ".join(sorted(self._controllers))
+            raise NotAllowed(
+                f"no controller is registered for {job.head!r}; there are: {known}. Install one on the servers as an "
+                f"entry point of the group kvd.commands"
+            )
+        span = job.body
+        body = bytes(memoryview(span.buffer)[span.offset : span.offset + span.nbytes]) if span.nbytes else b""
+        answer = controller(body)
+        if not isinstance(answer, bytes):
+            raise NotAllowed(f"the controller for {job.head!r} answered {type(answer).__name__}, it must be bytes")
+        return answer

@@ -1,0 +1,302 @@
+"""The daemons: a scheduler or a server in the foreground, from its settings to its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvd.config import Config, Loaded, Role, parse_address, systemd_environment
+from kvd.core.machine import PeerLost
+from kvd.core.scheduler import SchedulerMachine, SchedulerSettings
+from kvd.core.server import ServerMachine, ServerSettings
+from kvd.core.session import Identity, SchedulerLink
+from kvd.errors import ConfigError, ConnectError, KvdError
+from kvd.node.driver import Driver
+from kvd.node.identity import host_id, new_incarnation
+from kvd.node.jobs import JobRunner
+from kvd.node.memory import keep_freed_memory
+from kvd.node.watch import ProcessWatch
+from kvd.observe.log import configure, event
+from kvd.observe.systemd import Notifier
+from kvd.protocol.messages import NO_RANK, Settings
+from kvd.transport.zmq import ZmqTransport
+
+logger = logging.getLogger("kvd.node")
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_NO_CONNECTION = 0, 1, 2, 3
+WATCH_INTERVAL_S = 1.0
+STATE_FILE = "scheduler.json"
+
+
+def run_daemon(loaded: Loaded, role: Role, *, ready_file: Path | None = None) -> int:
+    """Runs until SIGTERM, SIGINT, the end of the parent, or an error; gives the exit code of the process."""
+    config = loaded.config
+    configure(config.log_format, config.log_level, role)
+    for note in loaded.notes:
+        event(logger, logging.WARNING, note)
+    try:
+        daemon: _Daemon = _SchedulerDaemon(loaded) if role == "scheduler" else _ServerDaemon(loaded)
+        return asyncio.run(daemon.run(ready_file))
+    except KvdError as error:
+        event(logger, logging.ERROR, str(error))
+        return _exit_code(error)
+    finally:
+        if ready_file is not None:
+            ready_file.unlink(missing_ok=True)
+
+
+def _exit_code(error: KvdError) -> int:
+    if isinstance(error, ConfigError):
+        return EXIT_USAGE
+    return EXIT_NO_CONNECTION if isinstance(error, ConnectError) else EXIT_FAILED
+
+
+class _Daemon:
+    """What both have in common: listen, say that it is ready, feed the watchdog, notice signals and a dead parent."""
+
+    role: Role
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.config: Config = loaded.config
+        self.loaded = loaded
+        self.config.check_role(self.role)
+        self.listen = self.config.listen_address(self.role)
+        self.config.check_exposure(self.listen)
+        self.executor = ThreadPoolExecutor(1, "kvd-jobs")
+        self.transport = ZmqTransport()
+        systemd = systemd_environment()
+        self.notifier = Notifier(systemd.notify_socket, systemd.watchdog_usec)
+        self.driver: Driver | None = None
+        self._ended: asyncio.Future[int] | None = None
+
+    async def run(self, ready_file: Path | None) -> int:
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.end, EXIT_OK, f"received {number.name}")
+        watch = ProcessWatch(loop)
+        if self.config.parent_pid:
+            watch.watch(self.config.parent_pid, lambda: self.end(EXIT_OK, "the parent process is gone"))
+        background: list[asyncio.Task[None]] = []
+        try:
+            address = self.transport.listen(self.listen)
+            self.driver = self.make_driver(address)
+            self.driver.start()
+            background += [loop.create_task(self.watchdog()), loop.create_task(self.announce(address, ready_file))]
+            background += self.tasks(watch)
+            return await self._ended
+        finally:
+            self.notifier.stopping("stopping")
+            for task in background:
+                task.cancel()
+            watch.close()
+            if self.driver is not None:
+                self.driver.stop()
+            else:
+                self.transport.close(0)
+            self.executor.shutdown(wait=False, cancel_futures=True)
+            self.notifier.close()
+
+    def end(self, code: int, why: str) -> None:
+        """Ends the daemon with this exit code."""
+        if self._ended is not None and not self._ended.done():
+            event(logger, logging.INFO if code == EXIT_OK else logging.ERROR, f"stopping: {why}")
+            self._ended.set_result(code)
+
+    def halted(self, error: KvdError) -> None:
+        self.end(_exit_code(error), str(error))
+
+    async def announce(self, address: str, ready_file: Path | None) -> None:
+        """Tells those who wait for it that the daemon is ready, with the address that it listens at."""
+        await self.until_ready()
+        if ready_file is not None:
+            aside = ready_file.with_name(ready_file.name + ".part")
+            aside.write_text(address + "\n")
+            aside.rename(ready_file)
+        self.notifier.ready(f"{self.role} at {address}")
+
+    async def watchdog(self) -> None:
+        """Feeds systemd's watchdog from the driver's loop: a loop that hangs starves it."""
+        interval_s = self.notifier.watchdog_interval_s
+        while interval_s is not None:
+            self.notifier.watchdog()
+            await asyncio.sleep(interval_s)
+
+    def make_driver(self, address: str) -> Driver:
+        raise NotImplementedError
+
+    async def until_ready(self) -> None:
+        raise NotImplementedError
+
+    def tasks(self, watch: ProcessWatch) -> list[asyncio.Task[None]]:
+        return []
+
+
+class _SchedulerDaemon(_Daemon):
+    """A scheduler. With a state_dir its view survives it."""
+
+    role = "scheduler"
+
+    def make_driver(self, address: str) -> Driver:
+        config = self.config
+        settings = SchedulerSettings(
+            self._cluster(),
+            config.heartbeat_interval_s,
+            config.server_timeout_s,
+            config.worker_timeout_s,
+            break_on_loss=config.on_worker_loss == "fail",
+        )
+        saved = self._load_state()
+        generation = 1 if saved is None else int(saved["generation"]) + 1
+        now = asyncio.get_running_loop().time()
+        self.machine = SchedulerMachine(settings, new_incarnation(), generation, now, saved)
+        if saved is not None or config.state_dir:
+            self._save_state(self.machine.record())
+        event(
+            logger,
+            logging.INFO,
+            f"scheduler at {address}; join it with KVD_SCHEDULER={_reachable(address)}",
+            servers=config.num_servers,
+            workers=config.num_workers,
+            generation=generation,
+        )
+        return Driver(
+            self.machine,
+            self.transport,
+            executor=self.executor,
+            on_halt=self.halted,
+            persist=self._save_state if config.state_dir else None,
+        )
+
+    def _cluster(self) -> Settings:
+        config = self.config
+        merge_given = self.loaded.origin.get("merge", "default") != "default"
+        staleness = -1 if config.staleness is None else config.staleness
+        return Settings(
+            "" if config.staleness is None else "async",
+            config.merge if merge_given else "",
+            staleness,
+            config.rounds_ahead,
+            config.slice_bytes,
+            config.num_workers,
+            config.num_servers,
+            config.num_shards,
+        )
+
+    async def until_ready(self) -> None:
+        return None
+
+    def tasks(self, watch: ProcessWatch) -> list[asyncio.Task[None]]:
+        return [asyncio.get_running_loop().create_task(self._watch_nodes(watch))]
+
+    async def _watch_nodes(self, watch: ProcessWatch) -> None:
+        """Nodes of this host need no timeout: the kernel tells when their processes end."""
+        here = host_id()
+        while True:
+            for incarnation, host, pid in self.machine.watched():
+                if host == here and self.driver is not None:
+                    lost = PeerLost(incarnation, f"its process {pid} ended")
+                    watch.watch(pid, lambda lost=lost: self._lost(lost), token=incarnation)  # type: ignore[misc]
+            await asyncio.sleep(self.config.heartbeat_interval_s)
+
+    def _lost(self, lost: PeerLost) -> None:
+        if self.driver is not None:
+            self.driver.feed(lost)
+
+    # ── the state ──
+
+    def _state_path(self) -> Path:
+        return Path(self.config.state_dir) / STATE_FILE
+
+    def _load_state(self) -> dict[str, Any] | None:
+        if not self.config.state_dir:
+            return None
+        path = self._state_path()
+        try:
+            state: dict[str, Any] = json.loads(path.read_text())
+            SchedulerMachine.check_record(state)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} is no state of a scheduler ({error}): move it away to start with an empty one",
+                setting="state_dir",
+            ) from None
+        return state
+
+    def _save_state(self, record: Mapping[str, object]) -> None:
+        """Written aside, synced and renamed: a crash leaves the old state or the new one."""
+        path = self._state_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(path.name + ".part")
+        with aside.open("w") as file:
+            json.dump(record, file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+
+
+class _ServerDaemon(_Daemon):
+    """A server."""
+
+    role = "server"
+
+    def make_driver(self, address: str) -> Driver:
+        config = self.config
+        keep_freed_memory()
+        identity = Identity(
+            "server",
+            config.node_id or f"server-{secrets.token_hex(6)}",
+            new_incarnation(),
+            _reachable(address),
+            host_id(),
+            os.getpid(),
+            NO_RANK if config.preferred_rank is None else config.preferred_rank,
+        )
+        nothing = Settings("", "", -1, 0, 0, config.num_workers, config.num_servers, 0)
+        self.link = SchedulerLink(identity, nothing, config.scheduler, config.heartbeat_interval_s)
+        settings = ServerSettings(
+            config.memory_bound_bytes(), config.heartbeat_interval_s, config.on_worker_loss == "fail"
+        )
+        event(logger, logging.INFO, f"server at {address}; joining the scheduler at {config.scheduler}")
+        return Driver(
+            ServerMachine(settings, self.link),
+            self.transport,
+            jobs=JobRunner(),
+            executor=self.executor,
+            on_halt=self.halted,
+        )
+
+    async def until_ready(self) -> None:
+        """Ready when it has joined; gives up when no scheduler answers before the deadline."""
+        deadline = asyncio.get_running_loop().time() + self.config.request_timeout_s
+        while not self.link.joined:
+            if asyncio.get_running_loop().time() > deadline and not self.link.heard:
+                where = self.config.scheduler
+                text = (
+                    f"no scheduler answers at {where} after {self.config.request_timeout_s:g} s: start one there "
+                    f"(kvd scheduler --scheduler {where}), or set KVD_SCHEDULER to where it is"
+                )
+                self.halted(ConnectError(text, address=where))
+                return
+            await asyncio.sleep(0.02)
+
+
+def _reachable(address: str) -> str:
+    """The address as other hosts can use it: a wildcard is replaced by this host's name."""
+    parsed = parse_address(address)
+    if not parsed.is_wildcard:
+        return address
+    with suppress(OSError):
+        return f"tcp://{socket.gethostbyname(socket.gethostname())}:{parsed.port}"
+    return address

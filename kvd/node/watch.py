@@ -1,0 +1,46 @@
+"""Notices the end of other processes of this host at once, through pidfds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Hashable
+
+
+class ProcessWatch:
+    """Watches processes on an event loop, each once per token."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._descriptors: dict[Hashable, int] = {}
+        self._seen: set[Hashable] = set()
+
+    def watch(self, pid: int, ended: Callable[[], None], token: Hashable = None) -> None:
+        """Calls `ended` when the process with this id ends; at once if there is none."""
+        token = pid if token is None else token
+        if token in self._seen:
+            return
+        self._seen.add(token)
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._loop.call_soon(ended)
+            return
+        except OSError:
+            return  # an old kernel, or no descriptors left: the heartbeats will tell
+        self._descriptors[token] = descriptor
+        self._loop.add_reader(descriptor, self._ended, token, ended)
+
+    def _ended(self, token: Hashable, ended: Callable[[], None]) -> None:
+        self._drop(token)
+        ended()
+
+    def _drop(self, token: Hashable) -> None:
+        descriptor = self._descriptors.pop(token, None)
+        if descriptor is not None:
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+    def close(self) -> None:
+        for token in list(self._descriptors):
+            self._drop(token)

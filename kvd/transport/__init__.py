@@ -1,0 +1,1 @@
+"""How it moves: frames between nodes, and nothing about what they mean."""

@@ -1,0 +1,52 @@
+"""What a transport does for a driver: connections by name, frames in, frames out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+Buffer: TypeAlias = Any  # whatever has the buffer protocol, in bytes
+Piece: TypeAlias = memoryview
+
+OnMessage: TypeAlias = Callable[[Hashable, bytes, memoryview | None], None]
+"""(peer, header, payload): the payload keeps its memory alive, and nobody else writes to it."""
+
+OnGarbage: TypeAlias = Callable[[Hashable, str], None]
+"""(peer, what was wrong): frames that are no message."""
+
+MAX_PAYLOAD_BYTES = 128 << 20
+DRAIN_LIMIT = 64  # messages taken from a socket before the loop gets its turn
+
+
+class Transport(Protocol):
+    """One node's connections. Peers that connected to us are named by the transport, those we connect to by us."""
+
+    def start(self, on_message: OnMessage, on_garbage: OnGarbage) -> None:
+        """Begins to deliver, on the loop of the caller."""
+
+    def listen(self, address: str) -> str:
+        """Listens there; gives the address with its real port. Raises ConnectError if it is taken."""
+
+    def connect(self, peer: Hashable, address: str) -> None:
+        """Opens a connection called `peer`, in the background; it comes back by itself if it breaks."""
+
+    def disconnect(self, peer: Hashable) -> None: ...
+
+    def send(self, peer: Hashable, header: bytes, payload: Sequence[Piece]) -> bool:
+        """Sends without waiting. False: not possible now (the peer is gone, or too much is queued for it)."""
+
+    def close(self, linger_s: float) -> None:
+        """Stops, after at most so long for what is queued."""
+
+
+def joined(pieces: Sequence[Piece]) -> bytes | memoryview:
+    """One payload of several pieces, each starting at a multiple of 8; a single piece stays as it is."""
+    if len(pieces) == 1:
+        return pieces[0]
+    parts: list[bytes | memoryview] = []
+    for piece in pieces[:-1]:
+        parts.append(piece)
+        if piece.nbytes % 8:
+            parts.append(bytes(-piece.nbytes % 8))
+    parts.append(pieces[-1])
+    return b"".join(parts)

@@ -1,0 +1,84 @@
+"""A transport within one process and one event loop, for tests of everything above it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Sequence
+from itertools import count
+
+from kvd.errors import ConnectError
+from kvd.transport.base import OnGarbage, OnMessage, Piece, joined
+
+
+class MemoryNetwork:
+    """Where the transports of one test find each other."""
+
+    def __init__(self) -> None:
+        self.listeners: dict[str, MemoryTransport] = {}
+        self.ports = count(1)
+
+
+class MemoryTransport:
+    """Delivers through the loop's queue, in order."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self._network = network
+        self._links: dict[Hashable, tuple[MemoryTransport, Hashable]] = {}
+        self._waiting: dict[Hashable, str] = {}  # peers whose listener is not there yet
+        self._addresses: list[str] = []
+        self._on_message: OnMessage | None = None
+        self._names = count(1)
+
+    def start(self, on_message: OnMessage, on_garbage: OnGarbage) -> None:
+        self._on_message = on_message
+
+    def listen(self, address: str) -> str:
+        if address.endswith(":0"):
+            address = f"{address[:-2]}:{next(self._network.ports)}"
+        if address in self._network.listeners:
+            raise ConnectError(f"{address} is taken: choose another", address=address)
+        self._network.listeners[address] = self
+        self._addresses.append(address)
+        return address
+
+    def connect(self, peer: Hashable, address: str) -> None:
+        self._waiting[peer] = address
+        self._try_connect(peer)
+
+    def _try_connect(self, peer: Hashable) -> bool:
+        other = self._network.listeners.get(self._waiting.get(peer, ""))
+        if other is None:
+            return False
+        theirs = ("memory", id(self), next(other._names))
+        self._links[peer] = (other, theirs)
+        other._links[theirs] = (self, peer)
+        del self._waiting[peer]
+        return True
+
+    def disconnect(self, peer: Hashable) -> None:
+        self._waiting.pop(peer, None)
+        link = self._links.pop(peer, None)
+        if link is not None:
+            link[0]._links.pop(link[1], None)
+
+    def send(self, peer: Hashable, header: bytes, payload: Sequence[Piece]) -> bool:
+        if peer in self._waiting and not self._try_connect(peer):
+            return False
+        link = self._links.get(peer)
+        if link is None:
+            return False
+        body = memoryview(bytes(joined(payload))) if payload else None
+        other, name = link
+        asyncio.get_running_loop().call_soon(other._deliver, name, header, body)
+        return True
+
+    def _deliver(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+        if self._on_message is not None and peer in self._links:
+            self._on_message(peer, header, payload)
+
+    def close(self, linger_s: float) -> None:
+        self._on_message = None
+        for address in self._addresses:
+            self._network.listeners.pop(address, None)
+        for peer in list(self._links):
+            self.disconnect(peer)
