@@ -116,8 +116,7 @@ class System:
 
 def kvd_system(transport: str, modes: tuple[str, ...]) -> System:
     """kvd over `tcp` or `ipc`."""
-    entry = "from kvd_cli.main import main; main()"
-    command = (sys.executable, "-c", entry, "bench", "-o", "json", "--transport", transport)
+    command = (sys.executable, "-m", "kvd_cli.main", "bench", "-o", "json", "--transport", transport)
     return System(f"{KVD} {transport}", modes, tuple(WORK), command)
 
 

@@ -51,7 +51,20 @@ class Bench:
         self._set_optimizer()
         for name in self._task.works:
             self._work(name)
-        self._tell_roles()
+
+    def tell_roles(self) -> None:
+        """What this process took; rank 0 asks the servers what they led, too."""
+        usage = usage_of("self")
+        if usage is not None:
+            self._write(ROLES_FILE, {"role": "worker", "rank": self._kv.rank, **usage._asdict()})
+        if self._kv.rank != 0:
+            return
+        visitor = dataclasses.replace(load().config, node_id="", preferred_rank=None)
+        with Observer(visitor) as cluster:
+            for server in cluster.status()["servers"]:
+                # A server that did not answer led what it led, but we do not know it.
+                led = {"bytes_led": server["bytes_led"]} if "bytes_led" in server else {}
+                self._write(ROLES_FILE, {"role": "server", "rank": server["rank"], **led})
 
     def _set_optimizer(self) -> None:
         # A rate of 0 does all the arithmetic and leaves the weights as they are: the same in every step, and checkable.
@@ -135,20 +148,6 @@ class Bench:
         self._kv.barrier()
         return int(file.read_text())
 
-    def _tell_roles(self) -> None:
-        """What this process took; rank 0 asks the servers what they led, too."""
-        usage = usage_of("self")
-        if usage is not None:
-            self._write(ROLES_FILE, {"role": "worker", "rank": self._kv.rank, **usage._asdict()})
-        if self._kv.rank != 0:
-            return
-        visitor = dataclasses.replace(load().config, node_id="", preferred_rank=None)
-        with Observer(visitor) as cluster:
-            for server in cluster.status()["servers"]:
-                # A server that did not answer led what it led, but we do not know it.
-                led = {"bytes_led": server["bytes_led"]} if "bytes_led" in server else {}
-                self._write(ROLES_FILE, {"role": "server", "rank": server["rank"], **led})
-
     def _write(self, file: str, line: Row) -> None:
         # One write to a file opened for appending: lines of several workers do not mix.
         descriptor = os.open(self._folder / file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -162,7 +161,9 @@ def main() -> None:
     """Join the cluster, do the task in ``argv[1]``, leave."""
     task = Task.from_json(sys.argv[1])
     with kvd.create("dist_sync") as kv:
-        Bench(kv, task).run()
+        bench = Bench(kv, task)
+        bench.run()
+        bench.tell_roles()
 
 
 if __name__ == "__main__":

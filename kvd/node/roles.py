@@ -45,7 +45,7 @@ def run_daemon(loaded: Loaded, role: Role, *, ready_file: Path | None = None) ->
     for note in loaded.notes:
         event(logger, logging.WARNING, note)
     try:
-        daemon: _Daemon = _SchedulerDaemon(loaded) if role == "scheduler" else _ServerDaemon(loaded)
+        daemon: Daemon = SchedulerDaemon(loaded) if role == "scheduler" else ServerDaemon(loaded)
         return asyncio.run(daemon.run(ready_file))
     except KvdError as error:
         event(logger, logging.ERROR, str(error))
@@ -61,7 +61,7 @@ def _exit_code(error: KvdError) -> int:
     return EXIT_NO_CONNECTION if isinstance(error, ConnectError) else EXIT_FAILED
 
 
-class _Daemon:
+class Daemon:
     """What both have in common: listen, say that it is ready, feed the watchdog, notice signals and a dead parent."""
 
     role: Role
@@ -77,13 +77,16 @@ class _Daemon:
         systemd = systemd_environment()
         self.notifier = Notifier(systemd.notify_socket, systemd.watchdog_usec)
         self.driver: Driver | None = None
+        self.address = ""  # where it listens, once it does
         self._ended: asyncio.Future[int] | None = None
 
-    async def run(self, ready_file: Path | None) -> int:
+    async def run(self, ready_file: Path | None = None, *, signals: bool = True) -> int:
+        """Runs until `end` is called. Without `signals` it can run in any thread."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.end, EXIT_OK, f"received {number.name}")
+        if signals:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.end, EXIT_OK, f"received {number.name}")
         watch = ProcessWatch(loop)
         if self.config.parent_pid:
             watch.watch(self.config.parent_pid, lambda: self.end(EXIT_OK, "the parent process is gone"))
@@ -92,6 +95,7 @@ class _Daemon:
             address = self.transport.listen(self.listen)
             self.driver = self.make_driver(address)
             self.driver.start()
+            self.address = address
             background += [loop.create_task(self.watchdog()), loop.create_task(self.announce(address, ready_file))]
             background += self.tasks(watch)
             return await self._ended
@@ -142,7 +146,7 @@ class _Daemon:
         return []
 
 
-class _SchedulerDaemon(_Daemon):
+class SchedulerDaemon(Daemon):
     """A scheduler. With a state_dir its view survives it."""
 
     role = "scheduler"
@@ -246,7 +250,7 @@ class _SchedulerDaemon(_Daemon):
         aside.rename(path)
 
 
-class _ServerDaemon(_Daemon):
+class ServerDaemon(Daemon):
     """A server."""
 
     role = "server"

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+import kvd
 from benchmarks import compare, limits, machine, report
 from benchmarks.figures import Spread, ratios, spread, summaries
 from benchmarks.processes import run
 from benchmarks.rows import Row, from_objects, parse
-from benchmarks.systems import Effort, System, kvd_system, peer_systems
-from kvd_cli.bench_work import IN_FLIGHT_NAME, WORK, iterations_for, make_row, names_of, resnet50_sizes, time_steps
+from benchmarks.systems import Effort, System, peer_systems
+from kvd.node.launch import Job
+from kvd_cli.bench import JobFailed, measure, roles_of, table_lines
+from kvd_cli.bench_usage import Usage, Watch, usage_of
+from kvd_cli.bench_work import (
+    IN_FLIGHT_NAME,
+    ROWS_FILE,
+    WORK,
+    Task,
+    iterations_for,
+    make_row,
+    names_of,
+    resnet50_sizes,
+    time_steps,
+)
+from kvd_cli.bench_worker import Bench
+from kvd_cli.main import cli
 
 PRINTED = {
     "name": "1KiB",
@@ -172,6 +191,133 @@ def test_times_are_written_with_a_unit_that_suits_them(microseconds: float, text
     assert report.time_text(microseconds) == text
 
 
+# ── kvd bench ──
+
+
+def test_the_table_of_a_run_has_medians_over_ranks_and_repetitions() -> None:
+    printed = [
+        {**PRINTED, "p50_us": 100.0, "p99_us": 900.0, "seconds": 0.1},
+        {**PRINTED, "p50_us": 200.0, "p99_us": 800.0, "seconds": 0.2},
+        {**PRINTED, "p50_us": 999.0, "p99_us": 700.0, "seconds": 0.4},
+        {**PRINTED, "name": "4KiB", "keys": 1, "bytes": 4096, "seconds": 2.0},
+    ]
+    assert table_lines(printed) == [
+        ("1KiB", "1", "1024", "200", "800", "50.0", "0.1"),
+        ("4KiB", "1", "4096", "900", "1500", "5.0", "0.0"),
+    ]
+
+
+def task(folder: Path, *works: str, mode: str = "none") -> Task:
+    return Task(works=works, mode=mode, seconds=0.01, repetitions=2, folder=str(folder))
+
+
+def test_a_task_survives_its_way_to_the_worker(tmp_path: Path) -> None:
+    there = task(tmp_path, "1KiB", "4KiB")
+    assert Task.from_json(there.to_json()) == there
+
+
+@pytest.mark.parametrize("mode", ["none", "sgd", "adam"])
+def test_a_worker_does_each_work_and_writes_its_rows(tmp_path: Path, mode: str) -> None:
+    with kvd.create("local") as kv:
+        Bench(kv, task(tmp_path, "1KiB", "1KiBx1000", IN_FLIGHT_NAME, mode=mode)).run()
+    rows, others = parse((tmp_path / ROWS_FILE).read_text(), "kvd", mode, 0)
+    assert others == []
+    assert [(found.name, found.repetition, found.keys, found.bytes) for found in rows] == [
+        ("1KiB", 0, 1, 1024),
+        ("1KiB", 1, 1, 1024),
+        ("1KiBx1000", 0, 1000, 1_024_000),
+        ("1KiBx1000", 1, 1000, 1_024_000),
+        (IN_FLIGHT_NAME, 0, 1, 1024),
+        (IN_FLIGHT_NAME, 1, 1, 1024),
+    ]
+
+
+def test_a_worker_stops_at_a_wrong_sum(tmp_path: Path) -> None:
+    def wrong(key: object, received: object, stored: object) -> None:
+        """Keeps the first value, 1, and adds a half."""
+        stored[:] = 1.5  # type: ignore[index]
+
+    with kvd.create("local") as kv:
+        kv.set_updater(wrong)
+        with pytest.raises(SystemExit, match=r"1KiB: .* wrong, 1\.0 was expected"):
+            Bench(kv, task(tmp_path, "1KiB")).run()
+    assert not (tmp_path / ROWS_FILE).exists()
+
+
+def test_usage_is_read_from_the_kernel_and_kept_when_the_process_is_gone() -> None:
+    own = usage_of("self")
+    assert own is not None
+    assert own.peak_bytes > 1 << 20
+    assert own.cpu_s > 0
+    assert usage_of(1 << 30) is None
+    pids: dict[str, int | str] = {"server-0": "self", "server-1": 1 << 30}
+    watch = Watch(pids, pids.get)  # type: ignore[arg-type]
+    watch.look()
+    pids.clear()
+    watch.look()
+    assert list(watch.last) == ["server-0"]
+
+
+def test_roles_join_what_was_seen_and_what_was_told() -> None:
+    watch = Watch([], lambda name: None)
+    watch.last = {"scheduler": Usage(1, 0.1), "server-1": Usage(2, 0.2)}
+    told = [
+        {"role": "worker", "rank": 0, "peak_bytes": 3, "cpu_s": 0.3},
+        {"role": "server", "rank": 1, "bytes_led": 4},
+    ]
+    assert roles_of(watch, told) == [
+        {"role": "scheduler", "rank": 0, "peak_bytes": 1, "cpu_s": 0.1},
+        {"role": "server", "rank": 1, "peak_bytes": 2, "cpu_s": 0.2, "bytes_led": 4},
+        {"role": "worker", "rank": 0, "peak_bytes": 3, "cpu_s": 0.3},
+    ]
+
+
+def test_a_job_that_fails_ends_with_its_code_and_the_end_of_its_log(tmp_path: Path) -> None:
+    says = [sys.executable, "-c", "import sys; sys.exit('the address is taken')"]
+    job = Job(command=["true"], workers=1, servers=1, daemon=says)
+    with pytest.raises(JobFailed, match="the address is taken") as caught:
+        asyncio.run(measure(job, task(tmp_path, "1KiB")))
+    assert caught.value.code == 1
+
+
+def test_bench_refuses_a_work_that_does_not_exist() -> None:
+    result = CliRunner().invoke(cli, ["bench", "--only", "2KiB"])
+    assert result.exit_code == 2
+    assert "there are 1KiB, 4KiB" in result.stderr
+
+
+def test_bench_measures_a_cluster_of_its_own_over_tcp() -> None:
+    works = f"1KiB,{IN_FLIGHT_NAME}"
+    arguments = ["bench", "--only", works, "--seconds", "0.05", "--repetitions", "1", "-o", "json"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    rows = from_objects(report["rows"], "kvd tcp", "none", 0)
+    assert sorted((found.name, found.rank) for found in rows) == [
+        ("1KiB", 0),
+        ("1KiB", 1),
+        (IN_FLIGHT_NAME, 0),
+        (IN_FLIGHT_NAME, 1),
+    ]
+    assert [(role["role"], role["rank"]) for role in report["roles"]] == [
+        ("scheduler", 0),
+        ("server", 0),
+        ("worker", 0),
+        ("worker", 1),
+    ]
+    assert all(role["peak_bytes"] > 1 << 20 and role["cpu_s"] > 0 for role in report["roles"])
+    assert report["roles"][1]["bytes_led"] == 65 * 1024
+
+
+def test_bench_measures_several_servers_over_ipc() -> None:
+    arguments = ["bench", "--only", "64KiB", "--seconds", "0.05", "--repetitions", "1", "--mode", "sgd"]
+    result = CliRunner().invoke(cli, [*arguments, "--transport", "ipc", "--servers", "2", "--slice-bytes", "16KiB"])
+    assert result.exit_code == 0, result.output
+    headings, line = result.stdout.splitlines()
+    assert headings.split()[:3] == ["work", "keys", "bytes"]
+    assert line.split()[:3] == ["64KiB", "1", "65536"]
+
+
 # ── the comparison ──
 
 
@@ -206,7 +352,7 @@ def test_every_system_has_its_turn_in_every_round_and_none_is_always_first() -> 
 def fake_peer(folder: Path, program: str) -> System:
     script = folder / "run.py"
     script.write_text(program)
-    return System("mxnet", ("none",), ("1KiB",), (kvd_system("tcp", ("none",)).command[0], str(script), "mxnet"))
+    return System("mxnet", ("none",), ("1KiB",), (sys.executable, str(script), "mxnet"))
 
 
 def test_a_peer_is_given_the_effort_and_its_rows_are_read(tmp_path: Path) -> None:
@@ -232,8 +378,7 @@ def test_a_peer_that_fails_gives_no_rows_but_a_reason(tmp_path: Path, program: s
 
 
 def test_a_command_that_takes_too_long_is_ended() -> None:
-    python = kvd_system("tcp", ("none",)).command[0]
-    assert run([python, "-c", "import time; time.sleep(60)"], limit_s=0.2).code is None
+    assert run([sys.executable, "-c", "import time; time.sleep(60)"], limit_s=0.2).code is None
 
 
 def test_without_the_peers_scripts_it_says_what_to_do(tmp_path: Path) -> None:

@@ -1,0 +1,183 @@
+"""A real cluster on loopback for tests: daemons in threads (quick) or in processes (can be killed)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import kvd
+from kvd.config import Role, child_environment, load
+from kvd.node.roles import Daemon, SchedulerDaemon, ServerDaemon
+
+T = TypeVar("T")
+START_TIMEOUT_S = 30.0
+ROOT = Path(__file__).resolve().parents[2]
+DAEMON = """
+import sys
+from pathlib import Path
+from kvd.config import load
+from kvd.node.roles import run_daemon
+sys.exit(run_daemon(load({}), sys.argv[1], ready_file=Path(sys.argv[2])))
+"""
+
+
+def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> Any:
+    """Polls until `holds` gives something true, and gives that; AssertionError after the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = holds()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(0.005)
+
+
+class ThreadNode:
+    """A daemon in a thread of this process."""
+
+    def __init__(self, role: Role, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._role = role
+        self._daemon: Daemon | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name=f"test-{role}", daemon=True)
+        self._thread.start()
+        wait_until(lambda: self._daemon is not None and self._daemon.address, f"{role} listens")
+
+    @property
+    def address(self) -> str:
+        assert self._daemon is not None
+        return self._daemon.address
+
+    def _run(self) -> None:
+        loaded = load(self._settings, environ={})
+        asyncio.run(self._main(loaded))
+
+    async def _main(self, loaded: Any) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._daemon = SchedulerDaemon(loaded) if self._role == "scheduler" else ServerDaemon(loaded)
+        await self._daemon.run(signals=False)
+
+    def stop(self) -> None:
+        if self._loop is not None and self._daemon is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._daemon.end, 0, "the test is over")
+            self._thread.join(10)
+
+
+class ProcessNode:
+    """A daemon in a process of its own."""
+
+    def __init__(self, role: Role, settings: dict[str, Any], folder: Path, log: Path | None = None) -> None:
+        ready = folder / f"{role}-{time.monotonic_ns()}"
+        changes = load({**settings, "parent_pid": os.getpid()}, environ={}).environment()
+        environment = child_environment({**changes, "PYTHONPATH": str(ROOT)})
+        self.log = log or folder / f"{ready.name}.log"
+        with self.log.open("wb") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", DAEMON, role, str(ready)], env=environment, stderr=stream
+            )
+        wait_until(lambda: ready.exists() or self.process.poll() is not None, f"{role} is ready")
+        if not ready.exists():
+            raise AssertionError(f"{role} exited with {self.process.poll()}: {self.log.read_text()}")
+        self.address = ready.read_text().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+
+class LocalCluster:
+    """A scheduler and servers; `run` runs a function per worker, each with a store of its own, in threads.
+
+    Args:
+        num_workers, num_servers: the size.
+        processes: daemons in processes of their own.
+        settings: further settings for all nodes.
+    """
+
+    def __init__(self, num_workers: int = 1, num_servers: int = 1, *, processes: bool = False, **settings: Any) -> None:
+        self.num_workers = num_workers
+        self.num_servers = num_servers
+        self.settings = {"heartbeat_interval_s": 0.2, "request_timeout_s": 60.0, **settings}
+        self._processes = processes
+        self._folder = tempfile.TemporaryDirectory(prefix="kvd-test-")
+        self.folder = Path(self._folder.name)
+        self.stores: list[kvd.KVStore] = []
+        size = {"num_workers": num_workers, "num_servers": num_servers, "bind": "tcp://127.0.0.1:0"}
+        self.scheduler = self.start("scheduler", **size)
+        self.address = self.scheduler.address
+        self.servers = [self.start("server", node_id=f"server-{rank}") for rank in range(num_servers)]
+
+    def start(self, role: Role, **settings: Any) -> ThreadNode | ProcessNode:
+        """Starts one more daemon."""
+        given = {**self.settings, "bind": "tcp://127.0.0.1:0", **settings}
+        if role == "server":
+            given["scheduler"] = self.address
+        return ProcessNode(role, given, self.folder) if self._processes else ThreadNode(role, given)
+
+    def store(self, type: str = "dist_sync", **settings: Any) -> kvd.KVStore:  # noqa: A002
+        """A worker's store. It is closed with the cluster, without waiting for others."""
+        store = kvd.create(type, **{**self.settings, "scheduler": self.address, **settings})
+        self.stores.append(store)
+        return store
+
+    def run(self, program: Callable[[kvd.KVStore], T], type: str = "dist_sync", **settings: Any) -> list[T]:  # noqa: A002
+        """Runs the program once per worker, at the same time; the results in rank order, or the first error."""
+
+        def worker(number: int) -> tuple[int, T]:
+            with kvd.create(
+                type, **{**self.settings, "scheduler": self.address, "node_id": f"worker-{number}", **settings}
+            ) as store:
+                return store.rank, program(store)
+
+        with ThreadPoolExecutor(self.num_workers) as pool:
+            results = list(pool.map(worker, range(self.num_workers)))
+        return [result for _, result in sorted(results, key=lambda entry: entry[0])]
+
+    def script(self, code: str, number: int, *arguments: str, **settings: Any) -> subprocess.Popen[bytes]:
+        """Starts a program in a process of its own as worker `number`; what it prints can be read from it."""
+        given = {**self.settings, "scheduler": self.address, "node_id": f"worker-{number}", **settings}
+        environment = child_environment({**load(given, environ={}).environment(), "PYTHONPATH": str(ROOT)})
+        return subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.set_barrier_before_exit(False)
+            store.__exit__(RuntimeError, None, None)
+        nodes: Sequence[ThreadNode | ProcessNode] = [*self.servers, self.scheduler]
+        for node in nodes:
+            node.stop()
+        self._folder.cleanup()
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
