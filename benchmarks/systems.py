@@ -45,11 +45,13 @@ class Outcome:
     Attributes:
         roles: what kvd says about its own processes; empty for a peer.
         failure: what went wrong, in words; empty if nothing did.
+        complaints: the last lines of what a failed one wrote to standard error.
     """
 
     rows: list[Row]
     roles: list[dict[str, Any]]
     failure: str = ""
+    complaints: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class System:
             return Outcome([], [], f"it was not ready after {effort.limit_s:g} s")
         if finished.code != 0:
             last = "\n".join(finished.complaints.splitlines()[-KEPT_LINES:])
-            return Outcome([], [], f"it ended with code {finished.code}\n{last}".rstrip())
+            return Outcome([], [], f"it ended with code {finished.code}", last)
         rows, roles = self._read(finished, mode, round_number)
         return Outcome(rows, roles, "" if rows else "it printed no row")
 

@@ -81,7 +81,7 @@ def bench(workers: int, servers: int, only: str, mode: str, seconds: float, repe
     options = current()
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder:
         task = Task(works, mode, seconds, repetitions, folder)
-        job = make_job(task, workers, servers, transport, job_environment(options.load_daemon()))
+        job = make_job(task, workers, servers, transport, job_environment(options.load_daemon(), restarts=0))
         try:
             report = asyncio.run(measure(job, task))
         except JobFailed as failure:

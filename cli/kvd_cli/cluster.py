@@ -36,8 +36,9 @@ def status() -> None:
 
 def _member_rows(report: Report) -> list[list[object]]:
     generation, epoch = report["view"]
-    config = current().load().config
-    rows: list[list[object]] = [["scheduler", "active", config.scheduler, "now", f"view {generation}.{epoch}"]]
+    loaded = current().loaded
+    address = loaded.config.scheduler if loaded is not None else "-"
+    rows: list[list[object]] = [["scheduler", "active", address, "now", f"view {generation}.{epoch}"]]
     for member in report["members"]:
         notes = [f"{member['node_id']}, process {member['pid']}"]
         if member["reason"]:
@@ -56,28 +57,23 @@ def _member_rows(report: Report) -> list[list[object]]:
 
 
 def _server_rows(report: Report) -> list[list[object]]:
-    return [
-        [
-            f"server {server['rank']}",
-            server["keys"],
-            server["slices"],
-            size(server["bytes_led"]),
-            size(server["bytes_staged"]),
-            server["requests_waiting"],
-            _notes_of(server),
-        ]
-        for server in report["servers"]
-    ]
+    rows: list[list[object]] = []
+    for server in report["servers"]:
+        name = f"server {server['rank']}"
+        if "error" in server:
+            rows.append([name, *["-"] * 5, server["error"]])
+            continue
+        held, staged = size(server["bytes_led"]), size(server["bytes_staged"])
+        figures = [server["keys"], server["slices"], held, staged, server["requests_waiting"]]
+        rows.append([name, *figures, _notes_of(server)])
+    return rows
 
 
 def _notes_of(server: Report) -> str:
     """What a server's requests wait for, and how it updates."""
-    waiting_for = server.get("waiting_for") or []
-    names = waiting_for if isinstance(waiting_for, list | tuple) else [waiting_for]
-    notes = [f"waits for {', '.join(map(str, names))}"] if names else []
-    optimizer = server.get("optimizer")
-    if optimizer:
-        notes.append(optimizer if isinstance(optimizer, str) else str(optimizer.get("name", optimizer)))
+    notes = [f"waits for {', '.join(server['waiting_for'])}"] if server["waiting_for"] else []
+    if server["optimizer"]:
+        notes.append(str(server["optimizer"]))
     return "; ".join(notes)
 
 
@@ -124,7 +120,7 @@ def dead_nodes() -> None:
     with observer() as cluster:
         nodes = cluster.dead_nodes()
     if current().output == "json":
-        names = ("role", "rank", "node_id", "state", "reason", "last_seen_s")
+        names = ("role", "rank", "node_id", "reason", "last_seen_s")
         print_json([{name: getattr(node, name) for name in names} for node in nodes])
         return
     rows = [[f"{n.role} {n.rank}", n.node_id, f"{n.last_seen_s:.1f} s", n.reason] for n in nodes]
@@ -136,7 +132,10 @@ def dead_nodes() -> None:
 @click.argument("body", default="")
 @common_options()
 def command(head: str, body: str) -> None:
-    """Run the controller that is registered for HEAD on every server, with BODY as its argument."""
+    """Run a registered controller on every server.
+
+    HEAD is the name under which it is registered, BODY what it is given.
+    """
     with observer() as cluster:
         answers = cluster.command(head, body.encode())
     texts = [answer.decode("utf-8", "backslashreplace") for answer in answers]
@@ -150,6 +149,9 @@ def command(head: str, body: str) -> None:
 @click.argument("name", default="")
 @common_options()
 def barrier(name: str) -> None:
-    """Join as a worker and wait at a barrier until all workers are there."""
+    """Wait at a barrier until all workers are there.
+
+    This joins the cluster as a worker.
+    """
     with as_worker() as store:
         store.barrier(name)

@@ -12,7 +12,7 @@ from kvd_cli.output import print_json, print_table
 
 @click.group()
 def config() -> None:
-    """Settings."""
+    """Show the settings, and where they come from."""
 
 
 @config.command()

@@ -24,7 +24,7 @@ _READY_FILE = click.option(
 @setting_options(role="scheduler", leave_out=["role"])
 @common_options()
 def scheduler(ready_file: Path | None) -> None:
-    """Run the scheduler: knows who is in the cluster, and who is dead."""
+    """Run the scheduler: knows who is in, and who is dead."""
     _run_daemon("scheduler", ready_file)
 
 
@@ -33,7 +33,7 @@ def scheduler(ready_file: Path | None) -> None:
 @setting_options(role="server", leave_out=["role"])
 @common_options()
 def server(ready_file: Path | None) -> None:
-    """Run a server: keeps values, merges what workers push, updates the weights."""
+    """Run a server: keeps values, and updates them."""
     _run_daemon("server", ready_file)
 
 
@@ -42,10 +42,10 @@ def server(ready_file: Path | None) -> None:
 @setting_options(role="worker", leave_out=["role"])
 @common_options()
 def worker(command: tuple[str, ...]) -> None:
-    """Run CMD as a worker: with the cluster in its environment, and not without this process.
+    """Run CMD as a worker of a cluster.
 
-    Signals are passed on to CMD, and its exit code is the exit code (128 + n after signal n). Nothing that CMD
-    started stays behind.
+    CMD finds the cluster by its environment. Signals are passed on to CMD, and its exit code is the exit code
+    (128 + n after signal n). Nothing that CMD started stays behind.
     """
     loaded = current().load_daemon()
     config = loaded.config

@@ -29,10 +29,11 @@ _PLACES = ("local", "slurm", "ray", "kubernetes")
 @setting_options(leave_out=OF_ONE_PROCESS, short={"num_workers": "-n", "num_servers": "-s"})
 @common_options()
 def launch(command: tuple[str, ...], place: str, restart: int, grace: float) -> None:
-    """Run CMD in several workers, with a scheduler and servers of their own, until the workers are done.
+    """Run a whole job: CMD in several workers.
 
-    The exit code is that of the job: of the first worker that failed, which ends the rest. Ctrl-C ends the job in good
-    order, a second one at once; nothing is left running in any case.
+    They get a scheduler and servers of their own, and the job ends when the workers are done. The exit code is that
+    of the job: of the first worker that failed, which ends the rest. Ctrl-C ends the job in good order, a second one
+    at once; nothing is left running in any case.
     """
     loaded = current().load_daemon()
     if place != "local":
@@ -45,16 +46,18 @@ def launch(command: tuple[str, ...], place: str, restart: int, grace: float) -> 
         command=command,
         workers=config.num_workers,
         servers=config.num_servers,
-        environment=job_environment(loaded),
+        environment=job_environment(loaded, restarts=restart),
         restarts=restart,
         grace_s=grace,
     )
     click.get_current_context().exit(run(job, Prefixer(job.names()).write))
 
 
-def job_environment(loaded: Loaded) -> dict[str, str]:
+def job_environment(loaded: Loaded, restarts: int = 0) -> dict[str, str]:
     """The variables that give the processes of a job the settings that were given here."""
     variables = loaded.environment()
+    if restarts and loaded.origin["on_worker_loss"] == "default":
+        variables["KVD_ON_WORKER_LOSS"] = "wait"  # for the one that will be started again
     for name in OF_ONE_PROCESS:
         variables.pop(f"KVD_{name.upper()}", None)
     if loaded.config.log_format == "auto" and sys.stderr.isatty():

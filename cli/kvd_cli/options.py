@@ -17,6 +17,9 @@ from kvd.errors import ConfigError
 from kvd.observe import log
 
 _META: Final = "kvd_cli.options"
+_PREFIX: Final = "common_"
+"""What the names of the common options begin with in click, where a command may have a ``file`` of its own."""
+
 _SHORT: Final = {"scheduler": "-S"}
 OF_ONE_PROCESS: Final = ("bind", "node_id", "preferred_rank", "local_rank", "role", "parent_pid")
 """Settings that several processes never share."""
@@ -42,6 +45,7 @@ class Options:
         timeout_s: of ``--timeout``.
         output: the format of the data on stdout.
         verbose: whether ``-v`` was given.
+        loaded: what `load` found last.
     """
 
     settings: dict[str, object] = dataclasses.field(default_factory=dict)
@@ -49,6 +53,7 @@ class Options:
     timeout_s: float | None = None
     output: Output = "table"
     verbose: bool = False
+    loaded: Loaded | None = None
 
     def load(self) -> Loaded:
         """The settings of this process, with warnings about variables that look like misspelt ones.
@@ -62,6 +67,7 @@ class Options:
         loaded = load(overrides, file=self.file)
         for note in loaded.notes:
             _log.warning("%s", note)
+        self.loaded = loaded
         return loaded
 
     def load_daemon(self) -> Loaded:
@@ -194,13 +200,13 @@ def common_options(*, output_flags: Sequence[str] = ("-o", "--output")) -> Calla
     timeout = next(setting for setting in settings() if setting.name == "request_timeout_s")
     decorators = [
         _setting_option(scheduler, _SHORT["scheduler"]),
-        _common(*output_flags, "output", type=click.Choice(["table", "json"]), help="the format of the data on stdout"),
-        _common("--timeout", "timeout_s", type=SettingType(timeout), help="how long to wait for answers, such as 5s"),
+        _common(*output_flags, name="output", type=click.Choice(["table", "json"]), help="the format of what is shown"),
+        _common("--timeout", name="timeout_s", type=SettingType(timeout), help="how long to wait, such as 5s"),
         _common(
-            "--config", "file", type=click.Path(path_type=Path, dir_okay=False),
+            "--config", name="file", type=click.Path(path_type=Path, dir_okay=False),
             help="the file with settings  [KVD_CONFIG; default: kvd.toml, /etc/kvd/kvd.toml]",
         ),
-        _common("-v", "--verbose", "verbose", is_flag=True, help="log everything; show where an error came from"),
+        _common("-v", "--verbose", name="verbose", is_flag=True, help="log everything; show where an error came from"),
     ]  # fmt: skip
 
     def decorate(command: Command) -> Command:
@@ -211,14 +217,15 @@ def common_options(*, output_flags: Sequence[str] = ("-o", "--output")) -> Calla
     return decorate
 
 
-def _common(*declarations: str, **attributes: Any) -> Callable[[Command], Command]:
-    return click.option(*declarations, default=None, expose_value=False, callback=_store_common, **attributes)
+def _common(*flags: str, name: str, **attributes: Any) -> Callable[[Command], Command]:
+    return click.option(*flags, _PREFIX + name, default=None, expose_value=False, callback=_store_common, **attributes)
 
 
 def _store_common(ctx: click.Context, param: click.Parameter, value: Any) -> None:
     if value is None or param.name is None:
         return
-    if param.name == "timeout_s":
+    name = param.name.removeprefix(_PREFIX)
+    if name == "timeout_s":
         timeout = next(setting for setting in settings() if setting.name == "request_timeout_s")
         value = timeout.parse(value, "--timeout")
-    setattr(_options(ctx), param.name, value)
+    setattr(_options(ctx), name, value)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from kvd.errors import ConfigError
 from kvd_cli.connect import as_worker, observer
 from kvd_cli.options import common_options, current
 from kvd_cli.output import print_json, print_table, size
@@ -39,7 +40,10 @@ def _value_arguments(command: Command) -> Command:
 @_value_arguments
 @common_options()
 def init(key: str, file: Path, dtype: str | None) -> None:
-    """Make KEY with the array in FILE.npy as its value."""
+    """Make KEY with the array in FILE.npy as its value.
+
+    This joins the cluster as a worker.
+    """
     array = read_array(file, dtype)
     with as_worker() as store:
         store.init(key, array)
@@ -49,7 +53,10 @@ def init(key: str, file: Path, dtype: str | None) -> None:
 @_value_arguments
 @common_options()
 def push(key: str, file: Path, dtype: str | None) -> None:
-    """Push the array in FILE.npy to KEY, as a worker; return when it is acknowledged."""
+    """Push the array in FILE.npy to KEY.
+
+    This joins the cluster as a worker, and returns when the push is acknowledged.
+    """
     array = read_array(file, dtype)
     with as_worker() as store:
         store.push(key, array)
@@ -61,7 +68,10 @@ def push(key: str, file: Path, dtype: str | None) -> None:
 @click.option("-o", "out", type=_FILE, metavar="OUT.npy", help="write the new value here")
 @common_options(output_flags=("--format",))
 def pushpull(key: str, file: Path, dtype: str | None, out: Path | None) -> None:
-    """Push the array in FILE.npy to KEY, as a worker, and take the value that comes of it."""
+    """Push the array in FILE.npy to KEY, and take the new value.
+
+    This joins the cluster as a worker; with dist_sync it waits for the pushes of the others.
+    """
     array = read_array(file, dtype)
     with as_worker() as store:
         value = store.pushpull(key, array)
@@ -83,20 +93,21 @@ def read_array(file: Path, dtype: str | None = None) -> Array:
     """The array of a .npy file, converted to a dtype if one is given. Nothing in the file is executed.
 
     Raises:
-        click.UsageError: it cannot be read, or holds no array of numbers.
+        ConfigError: it cannot be read, or holds no array of numbers.
     """
     import numpy as np  # only here: `kvd --help` does without
 
     try:
         array = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise click.UsageError(f"cannot read {file}: {reason}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror or error}") from None
+    except (ValueError, EOFError):  # their texts advise to trust the file
+        raise ConfigError(f"{file} is no .npy file with an array of numbers, or only a part of one") from None
     if not isinstance(array, np.ndarray):
         array.close()
-        raise click.UsageError(f"{file} is an archive: give a .npy file with one array")
+        raise ConfigError(f"{file} is an archive: give a .npy file with one array")
     if array.dtype.kind not in "fiub":
-        raise click.UsageError(f"{file} has the dtype {array.dtype}: a value is an array of numbers")
+        raise ConfigError(f"{file} has the dtype {array.dtype}: a value is an array of numbers")
     return array if dtype is None else array.astype(_dtype(dtype))
 
 
@@ -111,7 +122,7 @@ def write_array(file: Path, array: Array) -> None:
     """Write a .npy file under exactly this name: aside first, so that nobody finds half of one.
 
     Raises:
-        click.UsageError: it cannot be written.
+        ConfigError: it cannot be written.
     """
     import numpy as np
 
@@ -129,7 +140,7 @@ def write_array(file: Path, array: Array) -> None:
             os.unlink(aside)
             raise
     except OSError as error:
-        raise click.UsageError(f"cannot write {file}: {error.strerror or error}") from None
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from None
 
 
 def _umask() -> int:

@@ -57,6 +57,7 @@ class _Seat:
     heard: float
     peer: Peer | None = None
     predecessor: str = ""
+    ended: str = ""  # what is known of the end of its process, before it is declared dead
 
 
 class SchedulerMachine:
@@ -99,9 +100,7 @@ class SchedulerMachine:
         elif isinstance(event, Persisted):
             self._announce(event.token)
         elif isinstance(event, PeerLost):
-            for seat in self._seats.values():
-                if seat.member.incarnation == event.incarnation and seat.member.state in (ACTIVE, DONE):
-                    self._declare_dead(seat, event.reason, now)
+            self._lose(event, now)
         self._judge(now)
         return self._out
 
@@ -126,7 +125,7 @@ class SchedulerMachine:
                     "pid": seat.pid,
                     "incarnation": f"{member.incarnation:016x}",
                     "last_heard_s": round(now - seat.heard, 3),
-                    "reason": member.reason,
+                    "reason": member.reason or seat.ended,
                     "silent_s": member.last_seen_s,
                 }
             )
@@ -336,7 +335,21 @@ class SchedulerMachine:
         for seat in self._seats.values():
             limit = self._timeout_s(seat.member.role)
             if seat.member.state in (ACTIVE, DONE) and now - seat.heard >= limit:
-                self._declare_dead(seat, f"no heartbeat for {limit:g} s", now)
+                self._declare_dead(seat, seat.ended or f"no heartbeat for {limit:g} s", now)
+
+    def _lose(self, event: PeerLost, now: float) -> None:
+        """A process has ended. A server is dead at once; a worker may be started anew until its timeout."""
+        seat = self._seat_of(event.incarnation)
+        if seat is None or seat.member.state not in (ACTIVE, DONE):
+            return
+        if seat.member.role == "server":
+            self._declare_dead(seat, event.reason, now)
+        else:
+            seat.ended = event.reason
+            wait_s = max(0.0, seat.heard + self._settings.worker_timeout_s - now)
+            name = name_of(seat.member.role, seat.member.rank)
+            text = f"{name}: {event.reason}; it has {wait_s:.1f} s to be started anew"
+            self._out.append(Note("warning", text, {"node_id": seat.member.node_id}))
 
     def _declare_dead(self, seat: _Seat, reason: str, now: float) -> None:
         silence_s = round(now - seat.heard, 3)

@@ -365,16 +365,17 @@ def test_a_peer_is_given_the_effort_and_its_rows_are_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("program", "failure"),
+    ("program", "failure", "complaints"),
     [
-        ("import sys; sys.exit('no such library')", "code 1\nno such library"),
-        ("print('nothing to say')", "no row"),
+        ("import sys; sys.exit('no such library')", "it ended with code 1", "no such library"),
+        ("print('nothing to say')", "it printed no row", ""),
     ],
 )
-def test_a_peer_that_fails_gives_no_rows_but_a_reason(tmp_path: Path, program: str, failure: str) -> None:
+def test_a_peer_that_fails_gives_no_rows_but_a_reason(
+    tmp_path: Path, program: str, failure: str, complaints: str
+) -> None:
     outcome = fake_peer(tmp_path, program).start(effort("1KiB"), "none", 0)
-    assert outcome.rows == []
-    assert failure in outcome.failure
+    assert (outcome.rows, outcome.failure, outcome.complaints) == ([], failure, complaints)
 
 
 def test_a_command_that_takes_too_long_is_ended() -> None:
@@ -433,6 +434,20 @@ def test_a_comparison_ends_in_a_table_and_a_file_that_names_no_place(
     assert document["summaries"][0]["p50_us"] == {"minimum": 900.0, "median": 900.0, "maximum": 900.0}
     assert str(tmp_path) not in out.read_text()
     assert "1KiB  none  kvd tcp  900 µs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("printed", ["", "no JSON", "[]", '{"rows": 1}', '{"rows": [1], "roles": []}'])
+def test_a_comparison_without_figures_of_kvd_has_failed(
+    printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = System("kvd tcp", ("none",), ("1KiB",), ("sh", "-c", f"echo '{printed}'"))
+    always: Callable[..., System] = lambda transport, modes: ours  # noqa: E731
+    monkeypatch.setattr(compare, "kvd_system", always)
+    monkeypatch.setattr(limits, "measure", lambda: {"copy_gb_s": 10.0})
+    out = tmp_path / "out.json"
+    assert compare.main(["--rounds", "1", "--only", "1KiB", "--modes", "none", "--peers", "", "--json", str(out)]) == 1
+    failure = {"system": "kvd tcp", "mode": "none", "round": 0, "failure": "it printed no row"}
+    assert json.loads(out.read_text())["failures"] == [failure]
 
 
 def test_the_machine_is_described_from_the_kernels_tables() -> None:

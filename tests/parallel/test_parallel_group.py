@@ -269,6 +269,16 @@ def test_reshape_there_and_back() -> None:
     assert [executor.step for executor in group.executors] == [3, 3, 3]
 
 
+def test_reshape_to_more_samples() -> None:
+    group, expected = group_of(3, size=4), group_of(3)
+    group.forward_backward(DataBatch([X[:4]], [Y[:4]]))
+    group.reshape(*descs())
+    for either in (group, expected):
+        either.forward_backward(BATCH)
+    for name, gradient in gradients(group).items():
+        assert np.array_equal(gradient, gradients(expected)[name])
+
+
 def test_reshape_notices_dtype_and_layout() -> None:
     group = group_of(2)
     with pytest.raises(DtypeMismatch, match="label has dtype float64, but was bound with int64"):
