@@ -47,8 +47,8 @@ class Summary:
 
     @property
     def mb_s(self) -> float:
-        """Megabytes pushed per second and worker by the median iteration."""
-        return self.bytes / self.p50_us.median
+        """Megabytes that a worker pushes per second; the mean time counts, as iterations may overlap."""
+        return self.bytes / self.step_us.median
 
 
 @dataclass(frozen=True, slots=True)
