@@ -11,9 +11,9 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 from kvd.config import Config
@@ -37,10 +37,8 @@ class Engine:
         self.config = config
         self._pid = os.getpid()
         self._futures: dict[int, Future[Any]] = {}
-        self._inbox: deque[LocalCall] = deque()
-        self._inbox_lock = threading.Lock()
-        self._woken = False
-        self._next_call = 1
+        self._numbers = count(1)
+        self._order = threading.RLock()  # calls reach the machine in the order of their submits
         self._closed = False
         identity = Identity(
             role,
@@ -54,9 +52,11 @@ class Engine:
         self.link = SchedulerLink(identity, settings, config.scheduler, config.heartbeat_interval_s)
         self.machine = WorkerMachine(WorkerSettings(config.credit_bytes), self.link)
         self._loop = asyncio.new_event_loop()
-        self._driver: Driver | None = None
-        self._thread = threading.Thread(target=self._run, name="kvd-engine", daemon=True)
+        self._driver = Driver(self.machine, ZmqTransport(), on_complete=self._completed)
+        started = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="kvd-engine", daemon=True)
         self._thread.start()
+        started.wait()
 
     # ── calls ──
 
@@ -65,15 +65,10 @@ class Engine:
         self.check_usable()
         future: Future[Any] = Future()
         seconds = self.config.request_timeout_s if timeout is None else timeout
-        with self._inbox_lock:
-            number = self._next_call
-            self._next_call += 1
+        with self._order:
+            number = next(self._numbers)
             self._futures[number] = future
-            self._inbox.append(LocalCall(number, request, time.monotonic() + seconds))
-            wake = not self._woken
-            self._woken = True
-        if wake:
-            self._loop.call_soon_threadsafe(self._take_inbox)
+            self._driver.feed(LocalCall(number, request, time.monotonic() + seconds))
         return future
 
     async def call(self, request: Request, timeout: float | None = None) -> Any:
@@ -140,10 +135,10 @@ class Engine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STOP_TIMEOUT_S)
 
-    def _run(self) -> None:
+    def _run(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
-        self._driver = Driver(self.machine, ZmqTransport(), on_complete=self._completed)
         self._loop.call_soon(self._driver.start)
+        self._loop.call_soon(started.set)
         try:
             self._loop.run_forever()
         finally:
@@ -155,16 +150,6 @@ class Engine:
             for future in self._futures.values():
                 future.set_exception(StoreClosed("the store was closed before this call was done"))
             self._futures = {}
-
-    def _take_inbox(self) -> None:
-        assert self._driver is not None
-        while True:
-            with self._inbox_lock:
-                if not self._inbox:
-                    self._woken = False
-                    return
-                event = self._inbox.popleft()
-            self._driver.feed(event)
 
     def _completed(self, complete: Complete) -> None:
         future = self._futures.pop(complete.call, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Executor
@@ -22,6 +23,7 @@ from kvd.core.machine import (
     Copy,
     Create,
     Disconnect,
+    Effect,
     Event,
     Export,
     Garbled,
@@ -47,6 +49,8 @@ from kvd.transport.base import Transport
 
 INLINE_BYTES = 1 << 30  # jobs over fewer bytes run on the loop: the hand-over to a thread costs more than they do
 GARBAGE_INTERVAL_S = 10.0
+
+_FOR_THE_LOOP = frozenset({Connect, Disconnect, Persist, Halt, Create, Apply, Export, Load, Run})
 
 logger = logging.getLogger("kvd.node")
 
@@ -87,7 +91,8 @@ class Driver:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._events: deque[Event] = deque()
-        self._stepping = False
+        self._stepping = threading.Lock()
+        self._loop_thread = 0
         self._stopped = False
         self._throttle = Throttle(GARBAGE_INTERVAL_S)
         self._act: dict[type[Any], Callable[[Any], None]] = {
@@ -112,6 +117,7 @@ class Driver:
     def start(self) -> None:
         """Begins, on the running loop."""
         self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
         self._transport.start(self._on_message, self._on_garbage)
         self.feed(Tick())
 
@@ -131,18 +137,22 @@ class Driver:
     # ── events in ──
 
     def feed(self, happened: Event) -> None:
-        """Gives the machine an event, and carries out what it wants; the ends of its jobs are events in turn."""
+        """Gives the machine an event, and carries out what it wants; the ends of its jobs are events in turn.
+
+        May be called from any thread: a program's call then goes out on the thread of the program, which saves the
+        hand-over to the loop. One thread at a time steps the machine; it takes along what others bring meanwhile.
+        """
         self._events.append(happened)
-        if self._stepping or self._stopped:
-            return
-        self._stepping = True
-        try:
-            while self._events and not self._stopped:
-                self._step(self._events.popleft())
-        finally:
-            self._stepping = False
+        while self._events and not self._stopped:
+            if not self._stepping.acquire(blocking=False):
+                return
+            try:
+                while self._events and not self._stopped:
+                    self._step(self._events.popleft())
+            finally:
+                self._stepping.release()
         if not self._stopped:
-            self._set_timer()
+            self._check_timer()
 
     def _step(self, happened: Event) -> None:
         try:
@@ -154,13 +164,28 @@ class Driver:
             if not isinstance(happened, Received | Garbled):
                 raise
             return
+        if threading.get_ident() == self._loop_thread or not any(type(effect) in _FOR_THE_LOOP for effect in effects):
+            self._carry_out(effects)
+        else:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._carry_out, effects)
+
+    def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
             self._act[type(effect)](effect)
 
-    def _set_timer(self) -> None:
+    def _check_timer(self) -> None:
+        """Sees to it that the machine gets a Tick at its deadline."""
         deadline = self.machine.next_deadline()
         if deadline is None or (self._timer is not None and self._timer_at <= deadline):
             return
+        if threading.get_ident() == self._loop_thread:
+            self._set_timer(deadline)
+        else:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._check_timer)
+
+    def _set_timer(self, deadline: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
         assert self._loop is not None

@@ -1,4 +1,4 @@
-"""ZeroMQ over TCP and ipc: one ROUTER to listen, one DEALER per connection, all owned by the thread of the loop.
+"""ZeroMQ over TCP and ipc: one ROUTER to listen, one DEALER per connection.
 
 The descriptor of a zmq socket is edge-triggered: it becomes readable when the state of the socket changed, not as long
 as there is something to read. So the socket is asked for its EVENTS after every read and every send, and drained a
@@ -8,6 +8,7 @@ bounded number of messages at a time.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Hashable, Sequence
 
 import zmq
@@ -23,7 +24,7 @@ HEARTBEAT_MS = 5000
 
 
 class ZmqTransport:
-    """The sockets of one node. Must be used from the thread that runs the loop."""
+    """The sockets of one node. Everything but `send` must be called on the thread that runs the loop."""
 
     def __init__(self, io_threads: int = 1) -> None:
         self._context = zmq.Context(io_threads=io_threads)
@@ -35,6 +36,8 @@ class ZmqTransport:
         self._on_garbage: OnGarbage | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled: set[int] = set()
+        self._thread = 0
+        self._lock = threading.Lock()  # around every use of a socket: sends may come from other threads
 
     # ── connections ──
 
@@ -42,6 +45,7 @@ class ZmqTransport:
         self._on_message = on_message
         self._on_garbage = on_garbage
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         if self._router is not None:
             self._watch(self._router, None)
 
@@ -131,35 +135,32 @@ class ZmqTransport:
         for _ in range(DRAIN_LIMIT):
             if self._readers.get(descriptor) is not socket:
                 return  # closed by what we delivered
-            try:
-                first = socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._take(socket, peer, first)
+            with self._lock:
+                if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    return
+                frames = self._receive(socket)
+            self._deliver(frames, socket, peer)
         self._drain_soon(descriptor, socket, peer)
 
-    def _take(self, socket: zmq.Socket[bytes], peer: Hashable, first: bytes) -> None:
-        """The rest of one message: [routing id] header [payload]."""
+    @staticmethod
+    def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+        """The frames of one message; more than there can be are read and forgotten, but counted."""
+        frames = [socket.recv(zmq.NOBLOCK, copy=False)]
+        while frames[-1].more:
+            frames.append(socket.recv(zmq.NOBLOCK, copy=False))
+        return frames
+
+    def _deliver(self, frames: list[zmq.Frame], socket: zmq.Socket[bytes], peer: Hashable) -> None:
+        """One message: [routing id] header [payload]."""
         assert self._on_message is not None
         assert self._on_garbage is not None
-        header = first
         if socket is self._router:
-            peer = first
-            if not socket.getsockopt(zmq.RCVMORE):
-                self._on_garbage(peer, "an empty message")
-                return
-            header = socket.recv(zmq.NOBLOCK)
-        payload = None
-        if socket.getsockopt(zmq.RCVMORE):
-            payload = socket.recv(zmq.NOBLOCK, copy=False).buffer
-        extra = 0
-        while socket.getsockopt(zmq.RCVMORE):
-            socket.recv(zmq.NOBLOCK)
-            extra += 1
-        if extra:
-            self._on_garbage(peer, f"a message of {extra + 2} frames: a header and a payload are all there is")
-        else:
-            self._on_message(peer, header, payload)
+            peer = frames.pop(0).bytes
+        if not 1 <= len(frames) <= 2:
+            self._on_garbage(peer, f"a message of {len(frames)} frames: a header and a payload are all there is")
+            return
+        payload = frames[1].buffer if len(frames) == 2 else None
+        self._on_message(peer, frames[0].bytes, payload)
 
     # ── sending ──
 
@@ -171,22 +172,27 @@ class ZmqTransport:
             if socket is None or not isinstance(peer, bytes):
                 return False
         more = zmq.SNDMORE if payload else 0
-        try:
-            if routed:
-                assert isinstance(peer, bytes)
-                socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
-            socket.send(header, zmq.NOBLOCK | more)
-            if payload:
-                body = joined(payload)
-                socket.send(body, zmq.NOBLOCK, copy=len(body) < COPY_BELOW_BYTES)
-        except zmq.ZMQError:
-            return False
-        self._after_send(socket, None if routed else peer)
+        body = joined(payload) if payload else None
+        with self._lock:
+            try:
+                if routed:
+                    assert isinstance(peer, bytes)
+                    socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
+                socket.send(header, zmq.NOBLOCK | more)
+                if body is not None:
+                    socket.send(body, zmq.NOBLOCK, copy=len(body) < COPY_BELOW_BYTES)
+                readable = int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+            except zmq.ZMQError:
+                return False
+        if readable:
+            self._look_again(socket, None if routed else peer)
         return True
 
-    def _after_send(self, socket: zmq.Socket[bytes], peer: Hashable) -> None:
-        """A send may swallow the edge that announces a message: look once the loop is free."""
+    def _look_again(self, socket: zmq.Socket[bytes], peer: Hashable) -> None:
+        """A send may swallow the edge that announces a message: drain once the loop is free."""
         assert self._loop is not None
-        descriptor = int(socket.getsockopt(zmq.FD))
-        if descriptor not in self._scheduled and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        descriptor = next((number for number, watched in self._readers.items() if watched is socket), -1)
+        if threading.get_ident() == self._thread:
             self._drain_soon(descriptor, socket, peer)
+        else:
+            self._loop.call_soon_threadsafe(self._drain_soon, descriptor, socket, peer)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import os
 import select
 import signal
@@ -26,7 +29,7 @@ DEADLINE_S = 30.0
 
 DAEMON = """
 import os, signal, socket, sys
-signal.signal(signal.SIGTERM, lambda *_: (print("down", os.environ["KVD_NODE_ID"], flush=True), os._exit(0)))
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 print("up", os.environ["KVD_NODE_ID"], os.environ["KVD_PARENT_PID"], os.environ["KVD_BIND"], flush=True)
 if sys.argv[1] == os.environ.get("FAILS"):
     sys.exit(int(os.environ["FAILS_WITH"]))
@@ -35,8 +38,8 @@ if sys.argv[1] == "scheduler" and "NEVER_READY" not in os.environ:
         file.write("tcp://127.0.0.1:12345\\n")
     name = os.environ["NOTIFY_SOCKET"]
     socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"READY=1\\nSTATUS=x", "\\0" + name[1:])
-while True:
-    signal.pause()
+signal.sigwait({signal.SIGTERM})
+print("down", os.environ["KVD_NODE_ID"], flush=True)
 """
 
 LAUNCHER = """
@@ -88,7 +91,8 @@ def mark() -> Iterator[dict[str, str]]:
     yield {"JOB_MARK": name}
     left = marked(name)
     for pid in left:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     assert not left
 
 
@@ -213,7 +217,7 @@ def test_a_daemon_that_ends_ends_the_job(
 def test_a_scheduler_that_never_is_ready(daemon: Any, lines: Lines, mark: dict[str, str]) -> None:
     environment = {**mark, "NEVER_READY": "1"}
     job = Job(command=["true"], workers=1, servers=1, environment=environment, daemon=daemon, startup_s=0.5)
-    with pytest.raises(RequestTimeout, match="not ready within 0.5 s"):
+    with pytest.raises(RequestTimeout, match=r"not ready within 0\.5 s"):
         run(job, lines.take, handle_signals=False)
 
 
@@ -284,13 +288,11 @@ def test_a_blocked_reader_does_not_stop_the_end(daemon: Any, lines: Lines, mark:
     release.set()
 
 
-# --- ending it from outside --------------------------------------------------------------------------------------------
+# --- ending it from outside ------------------------------------------------------------------------------------------
 
 
 def in_thread(launch: Launch) -> Callable[[], int]:
     """Run a job beside the test; the returned function waits for its exit code."""
-    import asyncio
-
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(asyncio.run(launch.run())))
     thread.start()
@@ -306,10 +308,11 @@ def in_thread(launch: Launch) -> Callable[[], int]:
 def test_stop_is_graceful_first_and_at_once_then(daemon: Any, lines: Lines, mark: dict[str, str]) -> None:
     code = """
         import os, signal
-        signal.signal(signal.SIGTERM, lambda *_: print("not yet", flush=True))
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         print("pid", os.getpid(), flush=True)
         while True:
-            signal.pause()
+            signal.sigwait({signal.SIGTERM})
+            print("not yet", flush=True)
     """
     job = Job(command=python(code), workers=1, servers=1, environment=mark, daemon=daemon, grace_s=1000)
     launch = Launch(job, lines.take)
@@ -367,15 +370,13 @@ def test_a_guard_that_is_killed_takes_its_command_along(daemon: Any, lines: Line
     assert result() == 128 + signal.SIGKILL
 
 
-# --- signals to a launcher ---------------------------------------------------------------------------------------------
+# --- signals to a launcher -------------------------------------------------------------------------------------------
 
 
 class Launcher:
     """A launcher in a process of its own."""
 
     def __init__(self, mark: dict[str, str], **job: Any) -> None:
-        import json
-
         self.mark = mark["JOB_MARK"]
         environment = {**os.environ, **mark, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'cli'}"}
         self.process = subprocess.Popen(
@@ -421,21 +422,19 @@ def launcher(mark: dict[str, str], daemon: Any) -> Iterator[Callable[..., Launch
 
 
 POLITE = """
-    import signal, sys
-    def bye(*_):
-        print("bye", flush=True)
-        sys.exit(0)
-    signal.signal(signal.SIGTERM, bye)
+    import signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     print("here", flush=True)
-    while True:
-        signal.pause()
+    signal.sigwait({signal.SIGTERM})
+    print("bye", flush=True)
 """
 STUBBORN = """
     import signal
-    signal.signal(signal.SIGTERM, lambda *_: print("no", flush=True))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     print("here", flush=True)
     while True:
-        signal.pause()
+        signal.sigwait({signal.SIGTERM})
+        print("no", flush=True)
 """
 
 
@@ -473,7 +472,7 @@ def test_the_second_signal_kills(launcher: Callable[..., Launcher]) -> None:
 def test_nothing_outlives_a_killed_launcher(launcher: Callable[..., Launcher]) -> None:
     job = launcher(command=shell("sleep 1000 & setsid sleep 1000 & echo here; sleep 1000; exit 0"))
     job.wait_for("worker-0 stdout here", "worker-1 stdout here")
-    assert len(marked(job.mark)) >= 1 + 2 + 2 * 5  # launcher, daemons, and for each worker guard, shell, three sleeps
+    assert len(marked(job.mark)) >= 1 + 2 + 2 * 3  # launcher, daemons, and for each worker guard, shell and sleeps
     job.process.kill()
     job.process.wait()
     wait_until_gone(job.mark)
@@ -487,7 +486,7 @@ def test_a_stubborn_worker_does_not_outlive_a_killed_launcher(launcher: Callable
     wait_until_gone(job.mark)
 
 
-# --- what the guard is made of -----------------------------------------------------------------------------------------
+# --- what the guard is made of ---------------------------------------------------------------------------------------
 
 
 def test_a_watch_without_pidfd_asks(monkeypatch: pytest.MonkeyPatch) -> None:

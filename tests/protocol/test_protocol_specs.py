@@ -1,0 +1,91 @@
+"""Keys cut into slices, by tables worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.errors import DtypeMismatch, ShapeMismatch
+from kvd.protocol.specs import DTYPES, KeySpec, padded, payload_nbytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "nbytes", "spans"),
+    [
+        ("float32", (), 4, [(0, 4)]),  # 0-d: one element
+        ("float64", (0,), 0, [(0, 0)]),  # empty: one empty slice
+        ("float32", (3, 0, 5), 0, [(0, 0)]),
+        ("uint8", (4095,), 4095, [(0, 4095)]),
+        ("uint8", (4096,), 4096, [(0, 4096)]),
+        ("uint8", (4097,), 4097, [(0, 4096), (4096, 1)]),
+        ("float32", (1024,), 4096, [(0, 4096)]),
+        ("float32", (1025,), 4100, [(0, 4096), (4096, 4)]),
+        ("bfloat16", (3, 2048), 12288, [(0, 4096), (4096, 4096), (8192, 4096)]),
+        ("int64", (1, 1537), 12296, [(0, 4096), (4096, 4096), (8192, 4096), (12288, 8)]),
+    ],
+)
+def test_a_key_is_cut_into_slices(
+    dtype: str, shape: tuple[int, ...], nbytes: int, spans: list[tuple[int, int]]
+) -> None:
+    spec = KeySpec(dtype, shape, 4096)
+    assert spec.nbytes == nbytes
+    assert spec.num_slices == len(spans)
+    assert [spec.span(index) for index in range(spec.num_slices)] == spans
+    assert [spec.slice_nbytes(index) for index in range(spec.num_slices)] == [length for _, length in spans]
+
+
+@given(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 60), max_size=3), st.integers(1, 8))
+def test_slices_tile_the_value(dtype: str, shape: list[int], blocks: int) -> None:
+    spec = KeySpec(dtype, tuple(shape), 64 * blocks)
+    end = 0
+    for index in range(spec.num_slices):
+        offset, length = spec.span(index)
+        assert offset == end
+        assert 0 <= length <= spec.slice_bytes
+        assert length % DTYPES[dtype].itemsize == 0
+        end += length
+    assert end == spec.nbytes
+
+
+def test_the_dtypes_are_those_of_the_documentation() -> None:
+    sizes = {name: (dtype.itemsize, dtype.is_float) for name, dtype in DTYPES.items()}
+    assert sizes == {
+        "float16": (2, True),
+        "float32": (4, True),
+        "float64": (8, True),
+        "bfloat16": (2, True),
+        "int8": (1, False),
+        "int32": (4, False),
+        "int64": (8, False),
+        "uint8": (1, False),
+    }
+
+
+def test_check_same_takes_the_same_shape_and_dtype_in_any_slicing() -> None:
+    KeySpec("float32", (2, 3), 4096).check_same(KeySpec("float32", (2, 3), 8192), "w")
+
+
+def test_check_same_names_the_shapes_the_key_and_the_node() -> None:
+    with pytest.raises(ShapeMismatch, match=r"'w' has shape \(2, 3\), the given value has \(3, 2\)") as caught:
+        KeySpec("float32", (2, 3), 4096).check_same(KeySpec("float32", (3, 2), 4096), "w", "server 1")
+    assert (caught.value.key, caught.value.node) == ("w", "server 1")
+
+
+def test_check_same_names_the_dtypes() -> None:
+    with pytest.raises(DtypeMismatch, match="'w' has dtype float32, the given value has float64") as caught:
+        KeySpec("float32", (2,), 4096).check_same(KeySpec("float64", (2,), 4096), "w")
+    assert (caught.value.key, caught.value.node) == ("w", "")
+
+
+@pytest.mark.parametrize(("nbytes", "next_part"), [(0, 0), (1, 8), (7, 8), (8, 8), (9, 16), (4096, 4096)])
+def test_parts_start_at_multiples_of_eight(nbytes: int, next_part: int) -> None:
+    assert padded(nbytes) == next_part
+
+
+@pytest.mark.parametrize(
+    ("lengths", "nbytes"),
+    [([], 0), ([0], 0), ([5], 5), ([5, 3], 11), ([8, 8], 16), ([1, 1, 1], 17), ([0, 4], 4), ([4, 0], 8)],
+)
+def test_all_parts_but_the_last_are_padded(lengths: list[int], nbytes: int) -> None:
+    assert payload_nbytes(lengths) == nbytes
