@@ -4,6 +4,8 @@
 
     KvdError
     ├── ConfigError          a setting is wrong, or disagrees with the cluster's
+    │   └── InputMismatch    what a group was given does not fit (also a ValueError)
+    ├── GradientAnomaly      a gradient is not finite (also a FloatingPointError)
     ├── ConnectError         nobody answers at an address, or an address is taken
     ├── RequestTimeout       a deadline passed (also a TimeoutError)
     ├── ProtocolError        bytes that are no message of ours
@@ -41,6 +43,24 @@ class ConfigError(KvdError):
     def __init__(self, message: str, *, setting: str = "") -> None:
         super().__init__(message)
         self.setting = setting
+
+
+class InputMismatch(ConfigError, ValueError):
+    """What a group was given does not fit: batches, descriptions or parameter names. Also a ValueError, as in MXNet."""
+
+
+class GradientAnomaly(KvdError, FloatingPointError):
+    """A gradient is not finite.
+
+    Attributes:
+        parameter: its name.
+        device: where it was computed, such as ``"cuda:0"``.
+    """
+
+    def __init__(self, parameter: str, device: str) -> None:
+        super().__init__(f"the gradient of {parameter} on {device} has a NaN or an infinity")
+        self.parameter = parameter
+        self.device = device
 
 
 class ConnectError(KvdError):

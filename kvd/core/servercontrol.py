@@ -50,7 +50,7 @@ class ServerControl:
         """Carries the message out if it is one of control. `rank` is that of the worker who sent it, if it is one."""
         message = event.message
         if isinstance(message, SetOptimizer):
-            self._answer(event, message.request, lambda: self._set_optimizer(message))
+            self._answer(event, message.request, lambda: self._set_optimizer(event, message))
         elif isinstance(message, UpdateOptimizer):
             self._answer(event, message.request, lambda: self._update_optimizer(event, message, rank))
         elif isinstance(message, OptimizerQuery):
@@ -79,9 +79,9 @@ class ServerControl:
 
     # ── the optimizer ──
 
-    def _set_optimizer(self, message: SetOptimizer) -> None:
+    def _set_optimizer(self, event: Received, message: SetOptimizer) -> None:
         optimizer = None if message.optimizer is None else from_wire(message.optimizer)
-        if optimizer == self._as_set:
+        if not self._answers.start(event.sender, message.request) or optimizer == self._as_set:
             return
         self._as_set = self.optimizer = optimizer
         for slice_ in self._table.slices.values():

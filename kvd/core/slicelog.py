@@ -105,7 +105,8 @@ class SliceLog:
         """The worker takes part again, from the round after `clock` on."""
         self.staged[rank] = max(self.staged_clock(rank), clock)
         if not self.sync:
-            self.counted[rank] = self.committed[rank] = self.staged[rank]
+            self.counted[rank] = max(self.counted.get(rank, 0), clock)
+            self.committed[rank] = max(self.committed.get(rank, 0), clock)
 
     # ── rounds ──
 

@@ -82,7 +82,8 @@ class _Call:
     error: KvdError | None = None
     entries: set[Entry] = field(default_factory=set)
     unsettled: int = 0  # push messages without a final answer; outlives the call's deadline
-    refused: int = 0
+    messages: int = 0  # that a move was cut into
+    refused: int = 0  # of those
     flushers: list[_Call] = field(default_factory=list)
 
     @property
@@ -328,7 +329,7 @@ class WorkerMachine:
                 if call in key.queue:
                     key.queue.remove(call)
                     self._out_of_queue(key)
-            self._unsettled.discard(call)
+            self._check_unsettled(call)
         if call in self._joining:
             self._joining.remove(call)
         if call in self._waiting_staged:
@@ -343,6 +344,7 @@ class WorkerMachine:
 
     def _timeout(self, call: _Call) -> RequestTimeout:
         sent = any(entry.state != QUEUED for entry in call.entries) or (call.started and not call.entries)
+        sent = sent or (call.started and call.pushes)  # what is queued still goes out
         waiting_for = self._waited_for(call)
         what = type(call.request).__name__.lower()
         names = [key.name for key in call.keys[:3]]
@@ -585,7 +587,7 @@ class WorkerMachine:
             clock = key.clock if move.push or not newest else ANY_CLOCK
             plan.append((key, clock, position))
         packed = batches(plan, self.view.settings.slice_bytes)
-        call.remaining = len(packed)
+        call.remaining = call.messages = len(packed)
         call.unsettled = len(packed) if move.push else 0
         for batch in packed:
             self._send_batch(call, move, batch)
@@ -646,12 +648,11 @@ class WorkerMachine:
     def _push_settled(self, call: _Call) -> None:
         """All messages of a push are answered: the window moves on. A push that nobody took gives its clock back."""
         assert isinstance(call.request, calls.Move)
-        nobody_took_it = call.refused and not any(entry.state == STAGED for entry in call.entries)
-        whole = call.refused == call.remaining + call.refused
+        nobody_took_it = call.refused == call.messages
         for key in call.keys:
             key.open_pushes -= 1
             if call.refused:
-                if nobody_took_it and whole and key.open_pushes == 0:
+                if nobody_took_it and key.open_pushes == 0:
                     key.clock -= 1
                 else:
                     key.broken = call.error
@@ -668,6 +669,7 @@ class WorkerMachine:
             flusher.remaining -= 1
             if flusher.remaining == 0:
                 self._complete(flusher)
+        self._check_staged()
 
     # ── making and finding keys ──
 
@@ -806,6 +808,9 @@ class WorkerMachine:
     def _take_up(self, key: WorkerKey, clocks: list[Clocks], then: Callable[[KvdError | None], None]) -> None:
         """After a death: the clock that all slices have counted, the step is redone from there. After a good-bye: the
         newest clock of all, and the servers are told that this rank counts again from there on."""
+        if key.state == READY:  # it was asked twice at once, and has its clock
+            then(None)
+            return
         if self.link.predecessor != "left":
             key.clock = min(entry.lowest for entry in clocks)
             if self._rewound is not None:

@@ -25,36 +25,6 @@ GroupMonitor: TypeAlias = Callable[[int, Device, str, Array], None]
 GroupGradientHook: TypeAlias = Callable[[int, str], None]
 
 
-class GradientAnomaly(KvdError, FloatingPointError):
-    """A gradient is not finite.
-
-    Attributes:
-        parameter: its name.
-        device: where it was computed.
-    """
-
-    def __init__(self, parameter: str, device: Device) -> None:
-        super().__init__(f"the gradient of {parameter} on {device} has a NaN or an infinity")
-        self.parameter = parameter
-        self.device = device
-
-
-@dataclass(frozen=True)
-class _Binding:
-    """What one bind makes; replaced as a whole, so that a bind that fails changes nothing."""
-
-    data: tuple[DataDesc, ...]
-    labels: tuple[DataDesc, ...]
-    batch_size: int
-    slices: list[slice]
-    description: ModelDescription
-    executors: list[Executor]
-
-    @property
-    def inputs(self) -> tuple[DataDesc, ...]:
-        return self.data + self.labels
-
-
 class DataParallelExecutorGroup:
     """Executors of one model on several devices, fed with the parts of one batch. After MXNet's class of this name.
 
@@ -125,7 +95,7 @@ class DataParallelExecutorGroup:
         self._monitor_lock = threading.Lock()
         self._has_outputs = False
         self._has_input_grads = False
-        self._binding: _Binding | None = None
+        self._binding: Binding | None = None
         self.bind_exec(data_shapes, label_shapes, shared_group)
 
     def bind_exec(
@@ -150,7 +120,7 @@ class DataParallelExecutorGroup:
         batch_size = common_batch_size([*data, *labels])
         slices = split_batch_axis(batch_size, self.workload, self._split)
         description = self.model.describe(data, labels)
-        requests = self._rules.resolve(_names(data), list(description.params), _names(labels))
+        requests = self._rules.resolve(names_of(data), list(description.params), names_of(labels))
         sources = self._executors_to_share(shared_group)
 
         def bind(index: int) -> Executor:
@@ -163,14 +133,14 @@ class DataParallelExecutorGroup:
                 grad_req=requests,
                 normalization=batch_size,
                 seed=(self._seed, index),
-                **_shared_arrays(sources[index] if sources else None, description, requests),
+                **shared_arrays(sources[index] if sources else None, description, requests),
             )
 
         executors = run_on_all(self._lanes, bind)
         if self._binding is not None:
             for executor, old in zip(executors, self._binding.executors, strict=True):
                 executor.step = old.step
-        self._binding = _Binding(data, labels, batch_size, slices, description, executors)
+        self._binding = Binding(data, labels, batch_size, slices, description, executors)
         self._has_outputs = self._has_input_grads = False
         self.install_monitor(self._monitor)
 
@@ -205,13 +175,13 @@ class DataParallelExecutorGroup:
         return list(self._bound.executors)
 
     @property
-    def arg_names(self) -> list[str]:
+    def argnames_of(self) -> list[str]:
         """Data, parameters and labels: the names that a list as ``grad_req`` is for."""
         binding = self._bound
-        return [*_names(binding.data), *binding.description.params, *_names(binding.labels)]
+        return [*names_of(binding.data), *binding.description.params, *names_of(binding.labels)]
 
     @property
-    def param_names(self) -> list[str]:
+    def paramnames_of(self) -> list[str]:
         """The names of the parameters, the first layer's first."""
         return list(self._bound.description.params)
 
@@ -226,7 +196,7 @@ class DataParallelExecutorGroup:
         return [[executor.grads.get(name) for executor in self.executors] for name in self.param_names]
 
     @property
-    def aux_names(self) -> list[str]:
+    def auxnames_of(self) -> list[str]:
         """The names of the states that gradients do not train."""
         return list(self._bound.description.aux)
 
@@ -371,25 +341,9 @@ class DataParallelExecutorGroup:
             InputMismatch: a name that the model does not have.
             ShapeMismatch: an array does not have its parameter's shape.
         """
-        description, copies = self._bound.description, []
-        for what, given, shapes in (
-            ("parameter", arg_params, description.params),
-            ("auxiliary state", aux_params or {}, description.aux),
-        ):
-            for name, value in given.items():
-                if name in shapes:
-                    copies.append((what, name, self._cast_parameter(name, fitting(name, value, shapes[name]))))
-                elif not allow_extra:
-                    known = ", ".join(shapes) or "none"
-                    raise InputMismatch(f"the model has no {what} {name!r}; it has {known}", setting=name)
-
-        def copy(index: int) -> None:
-            executor = self.executors[index]
-            for what, name, value in copies:
-                target = (executor.params if what == "parameter" else executor.aux)[name]
-                self.devices[index].put(target, value)
-
-        run_on_all(self._lanes, copy)
+        self._check_not_fed()
+        binding = self._bound
+        copy_in(self._lanes, binding.executors, binding.description, arg_params, aux_params or {}, allow_extra)
 
     def get_params(self, arg_params: Mapping[str, HostArray], aux_params: Mapping[str, HostArray]) -> None:
         """Write the mean over the devices, taken in float64, into the given host arrays, cast to their dtype.
@@ -402,18 +356,9 @@ class DataParallelExecutorGroup:
             ShapeMismatch: a target has another shape.
             ConfigError: a target is not a NumPy array that can be written.
         """
-        pairs: list[tuple[HostArray, list[Array]]] = []
-        for names, arrays, targets in (
-            (self.param_names, self.param_arrays, arg_params),
-            (self.aux_names, self.aux_arrays, aux_params),
-        ):
-            for name, parts in zip(names, arrays, strict=True):
-                pairs.append((writable_target(name, targets, parts[0].shape), parts))
-        for target, parts in pairs:
-            total = np.zeros(target.shape, np.float64)
-            for device, part in zip(self.devices, parts, strict=True):
-                total += device.to_host(part)
-            np.copyto(target, total / len(parts), casting="unsafe")
+        self._receive()
+        binding = self._bound
+        copy_out(binding.executors, binding.description, arg_params, aux_params)
 
     def install_monitor(self, monitor: GroupMonitor | None) -> None:
         """Call ``monitor(place in the group, device, name, array)`` for every output of every layer; None ends it.
@@ -450,7 +395,7 @@ class DataParallelExecutorGroup:
             metric.update(own, [parts[index] for parts in outputs])
 
     @property
-    def _bound(self) -> _Binding:
+    def _bound(self) -> Binding:
         if self._binding is None:
             raise NotAllowed("not bound")
         return self._binding
@@ -497,11 +442,6 @@ class DataParallelExecutorGroup:
             raise ShapeMismatch(f"{len(heads)} head gradients for {len(descs)} outputs")
         return [(fitting(d.name, head, d.shape), d.batch_axis) for head, d in zip(heads, descs, strict=True)]
 
-    def _cast_parameter(self, name: str, value: Array) -> Array:
-        executor = self.executors[0]
-        target = executor.params[name] if name in executor.params else executor.aux[name]
-        return value.astype(target.dtype, copy=False)
-
     def _check_finite(self, executor: Executor, name: str) -> None:
         if not bool(executor.device.xp.isfinite(executor.grads[name]).all()):
             raise GradientAnomaly(name, executor.device)
@@ -522,21 +462,3 @@ class DataParallelExecutorGroup:
                 monitor(index, self.devices[index], name, array)
 
         return show
-
-
-def _shared_arrays(
-    source: Executor | None, description: ModelDescription, requests: Mapping[str, GradReq]
-) -> dict[str, dict[str, Array]]:
-    """The arrays of ``source`` that an executor of this description needs too, as arguments of `Model.bind`."""
-    if source is None:
-        return {}
-    wanted = [name for name in description.params if requests.get(name, "write") != "null"]
-    return {
-        "params": {name: source.params[name] for name in description.params if name in source.params},
-        "grads": {name: source.grads[name] for name in wanted if name in source.grads},
-        "aux": {name: source.aux[name] for name in description.aux if name in source.aux},
-    }
-
-
-def _names(descs: Sequence[DataDesc]) -> list[str]:
-    return [desc.name for desc in descs]

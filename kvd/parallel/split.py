@@ -7,15 +7,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal, TypeAlias, get_args
 
-from kvd.errors import ConfigError
+from kvd.errors import ConfigError, InputMismatch
 from kvd.parallel.batch import DataDesc
 
 #: ``"even"``: largest remainder. ``"mxnet"``: MXNet's rounding, and its errors.
 SplitRule: TypeAlias = Literal["even", "mxnet"]
-
-
-class InputMismatch(ConfigError, ValueError):
-    """What a group was given does not fit: batches, descriptions or parameter names. Also a ValueError, as in MXNet."""
 
 
 def split_batch_axis(batch_size: int, workload: Sequence[float], rule: SplitRule = "even") -> list[slice]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgpack
 
 from kvd.errors import ProtocolError
 from kvd.protocol import messages
-from kvd.protocol.messages import BIGGEST, Limit, Message, ViewNumber
+from kvd.protocol.messages import BIGGEST, MAX_MEMBERS, MAX_TEXT_CHARS, Limit, Message, Refused, ViewNumber
 from kvd.protocol.specs import (
     DTYPES,
     MAX_DIMENSIONS,
@@ -45,6 +45,8 @@ class Decoded(NamedTuple):
 def encode(message: Message, sender: int, view: ViewNumber) -> bytes:
     """The header of `message`. Raises ProtocolError if it would be longer than MAX_HEADER_BYTES."""
     kind = type(message)
+    if isinstance(message, Refused):
+        message = _readable(message)
     body: list[object] = [VERSION, kind.KIND, sender, view[0], view[1]]
     for name in _FIELDS[kind.KIND]:
         value = getattr(message, name)
@@ -80,8 +82,17 @@ def decode(header: bytes | memoryview) -> Decoded:
 
 
 def _short(value: object) -> str:
+    """A glimpse of what came. The inside of a list is not looked at: it may be nested deeper than repr can go."""
+    if isinstance(value, list | dict):
+        return f"a {type(value).__name__} of {len(value)}"
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _readable(refused: Refused) -> Refused:
+    """The refusal within the limits of its fields: names in its text, or many nodes, may have made it longer."""
+    text = refused.text if len(refused.text) <= MAX_TEXT_CHARS else refused.text[: MAX_TEXT_CHARS - 3] + "..."
+    return replace(refused, text=text, nodes=refused.nodes[:MAX_MEMBERS])
 
 
 # ── the checks ────────────────────────────────────────────────────────────────────────────────────────────────────────

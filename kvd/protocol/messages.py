@@ -26,13 +26,15 @@ class Limit(NamedTuple):
 BIGGEST = (1 << 62) - 1
 MAX_PARTS = 1024
 MAX_MEMBERS = 200
+MAX_TEXT_CHARS = 1000
 
 Number: TypeAlias = Annotated[int, Limit(0, BIGGEST)]
 Signed: TypeAlias = Annotated[int, Limit(-1, BIGGEST)]
 Key: TypeAlias = Annotated[str, Limit(1, MAX_KEY_CHARS)]
 Name: TypeAlias = Annotated[str, Limit(0, 64)]
+NodeId: TypeAlias = Annotated[str, Limit(0, 128)]
 Address: TypeAlias = Annotated[str, Limit(0, 108)]
-Text: TypeAlias = Annotated[str, Limit(0, 1000)]
+Text: TypeAlias = Annotated[str, Limit(0, MAX_TEXT_CHARS)]
 Words: TypeAlias = Annotated[str, Limit(0, 80)]
 Plain: TypeAlias = Annotated[object, "plain data, checked by whoever reads it"]
 
@@ -74,7 +76,7 @@ class Member(NamedTuple):
 
     role: Annotated[str, Limit(1, 8)]  # "server" | "worker"
     rank: Number
-    node_id: Name
+    node_id: NodeId
     incarnation: Number
     address: Address
     state: Annotated[str, Limit(1, 8)]  # "active" | "done" (left the rounds) | "left" | "dead"
@@ -121,7 +123,7 @@ class Join:
     KIND: ClassVar[int] = 1
     request: Number
     role: Annotated[str, Limit(1, 8)]  # "server" | "worker" | "observer"
-    node_id: Name
+    node_id: NodeId
     address: Address  # where a server listens
     host: Name  # nodes with the same text share a kernel
     pid: Number

@@ -12,7 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from kvd.core.calls import ClockOf, Control, Flush, InitKeys, Item, JoinCluster, LeaveRounds, Move, Rewind, Versions
+from kvd.core.calls import (
+    ClockOf,
+    Control,
+    Flush,
+    InitKeys,
+    Item,
+    JoinCluster,
+    LeaveRounds,
+    Move,
+    Request,
+    Rewind,
+    Versions,
+)
 from kvd.core.worker import WorkerMachine
 from kvd.errors import KvdError, NodeLost, RequestTimeout
 from kvd.optimizer import SGD, to_wire
@@ -47,34 +59,26 @@ def begin(me: Me, keys: Sequence[str], initial: Floats, optimizer: SGD | None) -
     """Joins, makes the keys, and finds the step to go on from."""
     yield JoinCluster()
     if optimizer is not None and me.rank == 0:
-        yield Control((SetOptimizer(0, to_wire(optimizer)),))
-    if me.life == 0:
-        yield InitKeys(tuple(item(key, initial.copy()) for key in keys))
-    else:
-        yield from made_before(keys, initial)
+        yield from insist(Control((SetOptimizer(0, to_wire(optimizer)),)))
+    yield from insist(InitKeys(tuple(item(key, initial.copy()) for key in keys)))
     step = 0
     if me.machine.link.predecessor:
         clocks: list[int] = []
         for key in keys:
-            clocks.append((yield ClockOf(key)))  # noqa: PERF401  a yield is no expression of a comprehension
+            clocks.append((yield from insist(ClockOf(key))))  # noqa: PERF401  no comprehension can wait
         step = min(clocks)
         yield Rewind(step)
     return step
 
 
-def made_before(keys: Sequence[str], initial: Floats) -> Generator[Any, Any, None]:
-    """An init again; what its predecessor made is taken as it is."""
-    yield InitKeys(tuple(item(key, initial.copy()) for key in keys))
-
-
-def insist(request: Move, attempts: int = 20) -> Generator[Any, Any, Any]:
-    """A pull that waits on where a node was lost, as a trainer does that its supervisor restarts."""
+def insist(request: Request, attempts: int = 60) -> Generator[Any, Any, Any]:
+    """A request that is made again where a node was lost, as a program does whose supervisor restarts nodes."""
     for _ in range(attempts):
         try:
             return (yield request)
         except NodeLost:
             yield Sleep(1.0)
-    raise AssertionError(f"{attempts} attempts at {request} failed")
+    raise AssertionError(f"{attempts} attempts at {type(request).__name__} failed")
 
 
 # ── the ledger: nothing acknowledged is lost, nothing counts twice ────────────────────────────────────────────────────
@@ -184,7 +188,7 @@ class Rounds:
             targets = [np.full(SIZE, np.nan, np.float32) for _ in self.keys]
             if self.pushpull:
                 items = tuple(item(*entry) for entry in zip(self.keys, values, targets, strict=True))
-                versions = yield from insist_once(Move(items, push=True, pull=True), me, self.keys)
+                versions = yield from pushpull(Move(items, push=True, pull=True), clock)
             else:
                 pushes = tuple(item(key, value) for key, value in zip(self.keys, values, strict=True))
                 yield Start(Move(pushes, push=True, pull=False))
@@ -209,13 +213,16 @@ class Rounds:
                 world.fail(f"key {key!r} does not end with the bits of its last round")
 
 
-def insist_once(move: Move, me: Me, keys: Sequence[str]) -> Generator[Any, Any, Any]:
-    """A pushpull; where a node was lost on the way its push stays with the servers, and a pull brings the rest."""
+def pushpull(move: Move, clock: int) -> Generator[Any, Any, Any]:
+    """A pushpull. Where a node was lost: once more if it had not begun; else its push counts, and a pull does."""
     try:
         return (yield move)
     except NodeLost:
-        pulls = tuple(entry._replace(source=None) for entry in move.items)
-        return (yield from insist(Move(pulls, push=False, pull=True)))
+        reached = yield from insist(ClockOf(move.items[0].key))
+    if reached == clock - 1:
+        return (yield from pushpull(move, clock))
+    pulls = tuple(entry._replace(source=None) for entry in move.items)
+    return (yield from insist(Move(pulls, push=False, pull=True)))
 
 
 # ── replay: the bits of an undisturbed run ────────────────────────────────────────────────────────────────────────────

@@ -43,11 +43,11 @@ print("down", os.environ["KVD_NODE_ID"], flush=True)
 """
 
 LAUNCHER = """
-import json, sys
+import json, os, sys
 from kvd.node.launch import Job, run
 given = json.loads(sys.argv[1])
-def show(node, stream, line):
-    print(node, stream, line.decode(), flush=True)
+def show(node, stream, line):  # from several threads: one write is one line, which print does not promise
+    os.write(1, f"{node} {stream} {line.decode()}\\n".encode())
 sys.exit(run(Job(**given), show))
 """
 
