@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from kvd.client.admin import Observer
+from kvd.client.store import KVStore, create
 from kvd_cli.options import current
-
-if TYPE_CHECKING:
-    from kvd.client.admin import Observer
-    from kvd.client.store import KVStore
 
 
 @contextlib.contextmanager
@@ -21,8 +18,6 @@ def observer() -> Iterator[Observer]:
         ConnectError: no scheduler answers.
     """
     config = current().load_client().config
-    from kvd.client.admin import Observer  # numpy and ZeroMQ come with it: `kvd --help` does without
-
     with Observer(config) as cluster:
         yield cluster
 
@@ -31,8 +26,6 @@ def observer() -> Iterator[Observer]:
 def as_worker() -> Iterator[KVStore]:
     """A worker of the cluster, of whatever mode it has. It leaves without waiting for the others."""
     loaded = current().load_client()
-    from kvd.client.store import create
-
     given = {name: getattr(loaded.config, name) for name, origin in loaded.origin.items() if origin != "default"}
     with create("dist", **given) as store:
         store.set_barrier_before_exit(False)

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from kvd.config import Loaded, Role, child_environment, settings, systemd_environment
+from kvd.node import roles
 from kvd.node.parent import Guard
 from kvd.observe import log
 from kvd.observe.systemd import Notifier
@@ -87,6 +88,4 @@ def _worker_environment(loaded: Loaded) -> dict[str, str]:
 
 def _run_daemon(role: Role, ready_file: Path | None) -> None:
     loaded = current().load_daemon()
-    from kvd.node import roles  # numpy and ZeroMQ come with it: `kvd --help` does without
-
     click.get_current_context().exit(roles.run_daemon(loaded, role, ready_file=ready_file))

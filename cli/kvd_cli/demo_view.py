@@ -172,7 +172,9 @@ class LiveView(DemoView):
 
     def _picture(self) -> RenderableType:
         with self._lock:
-            return Group(self._headline(), ProgressBar(max(self.steps, 1), self._done(), width=60), self._table())
+            bar = Table.grid()  # a bar alone would not end its line
+            bar.add_row(ProgressBar(max(self.steps, 1), self._done(), width=_CURVE))
+            return Group(self._headline(), bar, self._table())
 
     def _done(self) -> int:
         return min(worker.step for worker in self.workers)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
 
 from kvd.errors import ConfigError
 from kvd_cli.connect import as_worker, observer
 from kvd_cli.options import common_options, current
 from kvd_cli.output import print_json, print_table, size
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Array = npt.NDArray[Any]
-
+Array = npt.NDArray[Any]
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -95,8 +94,6 @@ def read_array(file: Path, dtype: str | None = None) -> Array:
     Raises:
         ConfigError: it cannot be read, or holds no array of numbers.
     """
-    import numpy as np  # only here: `kvd --help` does without
-
     try:
         array = np.load(file, allow_pickle=False)
     except OSError as error:
@@ -112,9 +109,6 @@ def read_array(file: Path, dtype: str | None = None) -> Array:
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    import ml_dtypes
-    import numpy as np
-
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
@@ -124,8 +118,6 @@ def write_array(file: Path, array: Array) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    import numpy as np
-
     if array.dtype.name == "bfloat16":
         click.echo("note: a .npy file knows no bfloat16: the values are written as float32, which holds each", err=True)
         array = array.astype(np.float32)
@@ -168,8 +160,6 @@ def _deliver(key: str, value: Array, out: Path | None) -> None:
 
 def summarise(key: str, value: Array) -> dict[str, Any]:
     """What can be said about an array in a few words. Numbers that JSON cannot hold become text."""
-    import numpy as np
-
     wide = value.astype(np.float64)
     figures = (wide.min(), wide.max(), wide.mean()) if value.size else (None, None, None)
     named = dict(zip(("min", "max", "mean"), (_plain(figure) for figure in figures), strict=True))
@@ -177,8 +167,6 @@ def summarise(key: str, value: Array) -> dict[str, Any]:
 
 
 def _plain(figure: Any) -> float | str | None:
-    import math
-
     if figure is None:
         return None
     number = float(f"{float(figure):.6g}")
@@ -186,7 +174,5 @@ def _plain(figure: Any) -> float | str | None:
 
 
 def _shown(value: Array) -> str:
-    import numpy as np
-
     with np.printoptions(threshold=50, edgeitems=3, linewidth=100):
         return str(value)

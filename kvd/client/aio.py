@@ -49,6 +49,11 @@ class KVStore:
     def num_servers(self) -> int:
         return self._backend.num_servers
 
+    @property
+    def merge(self) -> str:
+        """How the contributions to a round become one: "sum", "mean" or "weighted"; "" where there are no rounds."""
+        return self._backend.merge
+
     @staticmethod
     def is_capable(capability: str) -> bool:
         if capability not in CAPABILITIES:

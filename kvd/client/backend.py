@@ -68,6 +68,7 @@ class Backend(Protocol):
     num_workers: int
     num_servers: int
     local_rank: int
+    merge: str
 
     def init(self, key: Any, value: Any) -> Handle: ...
     def push(self, key: Any, value: Any, priority: int, samples: int) -> Handle: ...

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kvd.client.backend import Node, StoreType
 from kvd.client.engine import Engine
@@ -19,18 +22,23 @@ from kvd.core import calls
 from kvd.core.calls import Item
 from kvd.core.membership import DEAD
 from kvd.errors import ConfigError, KvdError, NotAllowed, RequestTimeout
+from kvd.node.pieces import Pieces
 from kvd.optimizer import Optimizer, changes_to_wire, to_wire
 from kvd.protocol.messages import (
     ABSENT,
     ASSIGN,
+    BIGGEST,
     ClockQuery,
     Command,
     SetOptimizer,
     Settings,
     UpdateOptimizer,
 )
+from kvd.protocol.specs import MAX_KEY_CHARS
 
 EXIT_BARRIER = "kvd:exit"
+ABANDON_S = 1.0  # for a word to the scheduler when a program leaves with an error
+MAX_COMMAND_BYTES = 64 << 20
 
 
 def cluster_settings(loaded: Loaded, kind: StoreType) -> Settings:
@@ -81,6 +89,7 @@ class DistBackend:
         self.local_rank = loaded.config.local_rank
         self._slice_bytes = settings.slice_bytes
         self._sync = settings.mode != "async"
+        self.merge = settings.merge if self._sync else ""
 
     # ── values ──
 
@@ -89,37 +98,55 @@ class DistBackend:
         values = paired(names, many, value, "values")
         items = []
         for name, entry in zip(names, values, strict=True):
-            data, spec = source_of(entry, self._slice_bytes, private=False)
+            data, spec = source_of(entry, self._slice_bytes, private=self.rank == 0)  # the others' are not sent
             items.append(Item(name, spec, data))
-        return Handle(self._engine.submit(calls.InitKeys(tuple(items))), what="init")
+        return self._watched(names, Handle(self._engine.submit(calls.InitKeys(tuple(items))), what="init"))
 
     def push(self, key: Any, value: Any, priority: int, samples: int) -> Handle:
         names, many = self._keys(key)
+        _check_numbers(priority, samples)
         sources = self._sources(names, many, value, private=True)
+        if not names:
+            return Handle.of(None)
         items = tuple(Item(name, spec, data) for name, (data, spec) in zip(names, sources, strict=True))
         move = calls.Move(items, push=True, pull=False, priority=priority, samples=samples)
         return self._watched(names, Handle(self._engine.submit(move), lambda versions: None, "push"))
 
     def pull(self, key: Any, out: Any, priority: int) -> Handle:
         names, many = self._keys(key)
-        if out is None:
-            return Handle(self._engine.run(self._pull_fresh(names, many, priority)), what="pull")
+        _check_numbers(priority)
+        if out is None or not names:
+            return self._pull_fresh(names, many, priority)
         targets = self._targets(names, many, out)
         items = tuple(Item(name, spec, None, data) for name, (data, spec, _) in zip(names, targets, strict=True))
         move = calls.Move(items, push=False, pull=True, priority=priority)
         return Handle(self._engine.submit(move), _finisher(targets, many), "pull")
 
-    async def _pull_fresh(self, names: list[str], many: bool, priority: int) -> Any:
-        specs = [await self._engine.call(calls.DescribeKey(name)) for name in names]
-        targets = [fresh_target(spec) for spec in specs]
-        items = tuple(Item(name, spec, None, data) for name, (data, spec, _) in zip(names, targets, strict=True))
-        await self._engine.call(calls.Move(items, push=False, pull=True, priority=priority))
-        return _finisher(targets, many)(None)
+    def _pull_fresh(self, names: list[str], many: bool, priority: int) -> Handle:
+        """Into new arrays. Their shapes may still be unknown here, but the call must keep its place among the others
+        on its keys: so it is made at once, and the bytes become arrays when there is somebody who takes them."""
+        if not names:
+            return Handle.of([])
+        specs = [self._engine.submit(calls.DescribeKey(name)) for name in names]  # each is known before the bytes are
+        pieces = [Pieces() for _ in names]
+        items = tuple(Item(name, None, None, piece) for name, piece in zip(names, pieces, strict=True))
+        move = calls.Move(items, push=False, pull=True, priority=priority)
+
+        def finish(_: Any) -> Any:
+            targets = [fresh_target(spec.result()) for spec in specs]
+            for target, piece in zip(targets, pieces, strict=True):
+                piece.move_to(target.data)
+            return _finisher(targets, many)(None)
+
+        return Handle(self._engine.submit(move), finish, "pull")
 
     def pushpull(self, key: Any, value: Any, out: Any, priority: int, samples: int, *, private: bool) -> Handle:
         names, many = self._keys(key)
+        _check_numbers(priority, samples)
         targets = self._targets(names, many, value if out is None else out)
         sources = self._sources(names, many, value, private=private)
+        if not names:
+            return Handle.of([])
         items = tuple(
             Item(name, spec, data, target.data)
             for name, (data, spec), target in zip(names, sources, targets, strict=True)
@@ -131,12 +158,13 @@ class DistBackend:
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int) -> Handle:
         names, many = self._keys(key)
+        _check_numbers(priority)
         targets = self._targets(names, many, value if out is None else out)
         sources: list[Source] | None = None
         if self.rank == 0:
             sources = self._sources(names, many, value, private=True)
         work = self._broadcast(names, sources, targets, priority)
-        return Handle(self._engine.run(work), _finisher(targets, many), "broadcast")
+        return self._watched(names, Handle(self._engine.run(work), _finisher(targets, many), "broadcast"))
 
     async def _broadcast(
         self, names: list[str], sources: list[Source] | None, targets: list[Target], priority: int
@@ -160,7 +188,7 @@ class DistBackend:
             if sources is not None:
                 await self._engine.call(self._assignment(names, sources, None, priority))
             for name in names:
-                await self._engine.call(calls.Barrier(f"kvd:broadcast:{name}"[:200]))
+                await self._engine.call(calls.Barrier(_barrier_name("kvd:broadcast", name)))
             await self._pull_items(names, targets, priority)
 
     async def _broadcast_round(
@@ -195,7 +223,7 @@ class DistBackend:
         return Handle(self._engine.run(work()), what="flush")
 
     def barrier(self, name: str, timeout: float | None) -> Handle:
-        return Handle(self._engine.submit(calls.Barrier(f"user:{name}"[:200]), timeout), what="barrier")
+        return Handle(self._engine.submit(calls.Barrier(_barrier_name("user", name)), timeout), what="barrier")
 
     def join(self) -> Handle:
         async def work() -> None:
@@ -227,7 +255,11 @@ class DistBackend:
     # ── servers ──
 
     def send_command(self, head: int | str, body: bytes | str) -> Handle:
+        if not isinstance(body, str | bytes | bytearray | memoryview):
+            raise NotAllowed(f"the body of a command is bytes or a str, not {type(body).__name__}")
         data = body.encode() if isinstance(body, str) else bytes(body)
+        if len(data) > MAX_COMMAND_BYTES:
+            raise NotAllowed(f"the body of a command has at most {MAX_COMMAND_BYTES >> 20} MiB, not {len(data)} bytes")
         control = calls.Control((Command(0, key_name(head)),), payload=data, nbytes=len(data))
         return Handle(self._engine.submit(control), lambda answers: [_body(answer) for answer in answers], "command")
 
@@ -279,13 +311,21 @@ class DistBackend:
                     self._engine.submit(request).result()
             except KvdError as failure:
                 error = failure
+            except BaseException:  # Ctrl-C: go at once
+                self.abandon()
+                raise
         self._engine.stop()
-        self._raise_failed(None)
+        try:
+            self._raise_failed(None)
+        except KvdError as first:
+            if error is not None and error is not first:
+                first.add_note(f"also: {error}")
+            raise
         if error is not None:
             raise error
 
     def abandon(self) -> None:
-        self._engine.stop()
+        self._engine.stop(ABANDON_S)
 
     # ── helpers ──
 
@@ -298,16 +338,16 @@ class DistBackend:
         values = paired(names, many, value, "values")
         sources = [source_of(entry, self._slice_bytes, private=private) for entry in values]
         if private:
-            for source in sources:
-                self._hold(source)
+            self._hold(*sources)
         return sources
 
     def _targets(self, names: list[str], many: bool, out: Any) -> list[Target]:
         return [target_of(entry, self._slice_bytes) for entry in paired(names, many, out, "outs")]
 
-    def _hold(self, source: Source) -> None:
-        """Counts a private copy against the memory limit, until nothing needs it any more. Waits for room."""
-        nbytes = source.data.nbytes
+    def _hold(self, *sources: Source) -> None:
+        """Counts private copies against the memory limit, until nothing needs them any more. Waits for room: for all
+        of one call at a time, so that a call does not wait for itself."""
+        nbytes = sum(source.data.nbytes for source in sources)
         with self._room:
             fits = self._room.wait_for(
                 lambda: self._held_bytes == 0 or self._held_bytes + nbytes <= self._limit_bytes,
@@ -320,7 +360,8 @@ class DistBackend:
                     outcome="not_sent",
                 )
             self._held_bytes += nbytes
-        weakref.finalize(source.data, self._release, nbytes)
+        for source in sources:
+            weakref.finalize(source.data, self._release, source.data.nbytes)
 
     def _release(self, nbytes: int) -> None:
         with self._room:
@@ -363,6 +404,22 @@ def _finisher(targets: Sequence[Target], many: bool) -> Callable[[Any], Any]:
         return arrays if many else arrays[0]
 
     return finish
+
+
+def _check_numbers(priority: object, samples: object = 1) -> None:
+    """Raises NotAllowed unless they can be sorted by and sent."""
+    for name, value, low in (("priority", priority, -BIGGEST), ("samples", samples, 0)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= BIGGEST:
+            raise NotAllowed(f"{name} is a whole number from {low} to {BIGGEST}, not {value!r:.40}")
+
+
+def _barrier_name(kind: str, name: object) -> str:
+    """The name that the scheduler knows a barrier by. One that is too long goes by its digest: cut off, two such names
+    could be the same."""
+    full = f"{kind}:{name}"
+    if len(full) > MAX_KEY_CHARS:
+        full = f"{kind}:sha256:{hashlib.sha256(full.encode()).hexdigest()}"
+    return full
 
 
 def _nothing(_: Any) -> None:

@@ -11,17 +11,19 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
 from typing import Any
 
+from kvd.client.interrupts import Uninterrupted
 from kvd.config import Config
 from kvd.core.calls import JoinCluster, LeaveRounds, Request
 from kvd.core.machine import Complete, LocalCall
 from kvd.core.session import Identity, SchedulerLink
 from kvd.core.worker import WorkerMachine, WorkerSettings
-from kvd.errors import ConnectError, KvdError, RequestTimeout, StoreClosed
+from kvd.errors import ConnectError, KvdError, NotAllowed, RequestTimeout, StoreClosed
 from kvd.node.driver import Driver
 from kvd.node.identity import host_id, new_incarnation
 from kvd.protocol.messages import NO_RANK, Settings
@@ -39,7 +41,9 @@ class Engine:
         self._futures: dict[int, Future[Any]] = {}
         self._numbers = count(1)
         self._order = threading.RLock()  # calls reach the machine in the order of their submits
+        self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._failure: KvdError | None = None  # why this node cannot go on
         identity = Identity(
             role,
             config.node_id or f"{role}-{secrets.token_hex(6)}",
@@ -52,7 +56,9 @@ class Engine:
         self.link = SchedulerLink(identity, settings, config.scheduler, config.heartbeat_interval_s)
         self.machine = WorkerMachine(WorkerSettings(config.credit_bytes), self.link)
         self._loop = asyncio.new_event_loop()
-        self._driver = Driver(self.machine, ZmqTransport(), on_complete=self._completed)
+        self._driver = Driver(
+            self.machine, ZmqTransport(), on_complete=self._completed, on_halt=self._halted
+        )
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name="kvd-engine", daemon=True)
         self._thread.start()
@@ -62,10 +68,13 @@ class Engine:
 
     def submit(self, request: Request, timeout: float | None = None) -> Future[Any]:
         """Hands a call to the machine. Calls reach it in the order of their submits."""
-        self.check_usable()
-        future: Future[Any] = Future()
-        seconds = self.config.request_timeout_s if timeout is None else timeout
-        with self._order:
+        seconds = self._seconds(timeout)
+        future = _begun_future()
+        with Uninterrupted(), self._order:
+            self.check_usable()
+            if self._failure is not None:
+                future.set_exception(self._failure)
+                return future
             number = next(self._numbers)
             self._futures[number] = future
             self._driver.feed(LocalCall(number, request, time.monotonic() + seconds))
@@ -75,14 +84,38 @@ class Engine:
         """For coroutines on the engine's own loop, see `run`."""
         return await asyncio.wrap_future(self.submit(request, timeout))
 
-    def run(self, coroutine: Any) -> Future[Any]:
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Runs a coroutine of several calls on the engine's loop."""
-        try:
-            self.check_usable()
-        except KvdError:
-            coroutine.close()
-            raise
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = _begun_future()
+
+        async def work() -> None:
+            try:
+                result = await coroutine
+            except BaseException as error:  # noqa: BLE001  it belongs to the one who asks the future
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        def begin() -> None:
+            task = self._loop.create_task(work())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        with Uninterrupted(), self._order:
+            try:
+                self.check_usable()
+            except KvdError:
+                coroutine.close()
+                raise
+            self._loop.call_soon_threadsafe(begin)
+        return future
+
+    def _seconds(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self.config.request_timeout_s
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+            raise NotAllowed(f"a timeout is a number of seconds, 0 or more, or None, not {timeout!r}")
+        return timeout
 
     def check_usable(self) -> None:
         """Raises StoreClosed after close, and in a child process."""
@@ -124,16 +157,20 @@ class Engine:
         """Seconds since the scheduler was last heard."""
         return time.monotonic() - self.link.heard_at
 
-    def stop(self, leave: bool = True) -> None:
-        """Ends the thread. With `leave`, the scheduler is told first, so that nobody takes it for a death."""
-        if self._closed or self._pid != os.getpid():
+    def stop(self, leave_s: float = STOP_TIMEOUT_S) -> None:
+        """Ends the thread. For up to `leave_s` the scheduler is told first, so that nobody takes it for a death."""
+        if self._pid != os.getpid():
             return
-        if leave and self.link.joined and self.link.failure is None:
-            with suppress(KvdError, TimeoutError):  # an unreachable scheduler finds out by itself
-                self.submit(LeaveRounds("left"), STOP_TIMEOUT_S).result(STOP_TIMEOUT_S + 1)
-        self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(STOP_TIMEOUT_S)
+        try:
+            if self.link.joined and self.link.failure is None:
+                with suppress(KvdError, TimeoutError):  # an unreachable scheduler finds out by itself
+                    self.submit(LeaveRounds("left"), leave_s).result(leave_s + 1)
+        finally:
+            with Uninterrupted(), self._order:
+                first, self._closed = not self._closed, True
+            if first:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(STOP_TIMEOUT_S)
 
     def _run(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
@@ -142,20 +179,38 @@ class Engine:
         try:
             self._loop.run_forever()
         finally:
+            with self._order:
+                self._closed = True  # no call comes in any more
             self._driver.stop(linger_s=0.5)
-            for task in asyncio.all_tasks(self._loop):
-                task.cancel()
-            self._loop.run_until_complete(asyncio.sleep(0))
+            self._fail_all(StoreClosed("the store was closed before this call was done"))
+            self._loop.run_until_complete(asyncio.sleep(0))  # what was handed to `run` begins
+            while self._tasks:  # and ends, with the error of its next call
+                self._loop.run_until_complete(asyncio.wait(self._tasks))
             self._loop.close()
-            for future in self._futures.values():
-                future.set_exception(StoreClosed("the store was closed before this call was done"))
-            self._futures = {}
+
+    def _halted(self, error: KvdError) -> None:
+        """This node cannot go on: whoever waits is told, and whoever calls from now on."""
+        with self._order:
+            self._failure = self._failure or error
+        self._fail_all(error)
+
+    def _fail_all(self, error: KvdError) -> None:
+        while self._futures:
+            with suppress(KeyError):  # the last was taken by another thread
+                self._futures.popitem()[1].set_exception(error)
 
     def _completed(self, complete: Complete) -> None:
         future = self._futures.pop(complete.call, None)
-        if future is None or future.cancelled():
+        if future is None:
             return
         if complete.error is not None:
             future.set_exception(complete.error)
         else:
             future.set_result(complete.result)
+
+
+def _begun_future() -> Future[Any]:
+    """A future that cannot be cancelled: whoever awaits it may give up, the call goes on and can be asked again."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future

@@ -43,14 +43,7 @@ class Handle:
             RequestTimeout: not done within `timeout`; the call itself goes on, and can be waited for again.
             KvdError: whatever the call ended with.
         """
-        self.claimed = True
-        try:
-            result = self._future.result(timeout)
-        except FutureTimeout as error:
-            if isinstance(error, RequestTimeout) or self._future.done():
-                raise
-            raise RequestTimeout(f"{self._what} is not done after {timeout} s; wait again", outcome="unknown") from None
-        return self._deliver(result)
+        return self._deliver(self._ask(self._future.result, timeout))
 
     def result(self, timeout: float | None = None) -> Any:
         """The same as `wait`."""
@@ -62,11 +55,22 @@ class Handle:
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error that the call ended with, None if it ended well. Waits like `wait`."""
+        error: BaseException | None = self._ask(self._future.exception, timeout)
+        return error
+
+    def _ask(self, ask: Callable[[float | None], Any], timeout: float | None) -> Any:
+        """The answer of the future. Who gives up waiting, at the timeout or by Ctrl-C, has not seen how it ended."""
         self.claimed = True
         try:
-            return self._future.exception(timeout)
+            return ask(timeout)
         except FutureTimeout:
+            if self._future.done():  # its own error, or it ended at the last moment
+                return ask(None)
+            self.claimed = False
             raise RequestTimeout(f"{self._what} is not done after {timeout} s; wait again", outcome="unknown") from None
+        except BaseException:
+            self.claimed = self._future.done()
+            raise
 
     def on_end(self, told: Callable[[Future[Any]], None]) -> None:
         """Calls `told` when the call has ended, in whatever thread that happens."""
@@ -74,7 +78,11 @@ class Handle:
 
     def __await__(self) -> Generator[Any, None, Any]:
         self.claimed = True
-        result = yield from asyncio.wrap_future(self._future).__await__()
+        try:
+            result = yield from asyncio.wrap_future(self._future).__await__()
+        except BaseException:
+            self.claimed = self._future.done()
+            raise
         return self._deliver(result)
 
     def _deliver(self, result: Any) -> Any:

@@ -42,6 +42,7 @@ class LocalBackend:
         self.local_rank = 0
         self.num_workers = 1
         self.num_servers = 0
+        self.merge = "sum"
         self._entries: dict[str, _Entry] = {}
         self._optimizer: Optimizer | None = None
         self._updater: Updater | None = None
@@ -53,12 +54,14 @@ class LocalBackend:
     def init(self, key: Any, value: Any) -> Handle:
         names, many = self._keys(key)
         with self._lock:
+            made = {}
             for name, entry in zip(names, paired(names, many, value, "values"), strict=True):
                 if name in self._entries:
                     text = f"key {name!r} is live already: init makes a key once; push changes its value"
                     raise KeyExists(text, key=name)
                 data, spec = source_of(entry, MAX_SLICE_BYTES, private=True)
-                self._entries[name] = _Entry(spec, data.view(named_dtype(spec.dtype)).copy())
+                made[name] = _Entry(spec, data.view(named_dtype(spec.dtype)))
+            self._entries.update(made)
         return Handle.of(None)
 
     def push(self, key: Any, value: Any, priority: int, samples: int) -> Handle:
@@ -102,9 +105,13 @@ class LocalBackend:
         return target.finish()
 
     def pushpull(self, key: Any, value: Any, out: Any, priority: int, samples: int, *, private: bool) -> Handle:
+        outs = value if out is None else out
+        names, many = self._keys(key)
         with self._lock:
+            for name, goal in zip(names, paired(names, many, outs, "outs"), strict=True):
+                self._entry(name).spec.check_same(target_of(goal, MAX_SLICE_BYTES).spec, name)
             self.push(key, value, priority, samples)
-            return self.pull(key, value if out is None else out, priority)
+            return self.pull(key, outs, priority)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int) -> Handle:
         names, many = self._keys(key)

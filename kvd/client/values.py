@@ -18,7 +18,7 @@ from kvd.compute.tensors import (
     writable_view,
     write_back,
 )
-from kvd.errors import KeyNotFound, NotAllowed
+from kvd.errors import DtypeMismatch, KeyNotFound, NotAllowed, ShapeMismatch
 from kvd.protocol.specs import MAX_KEY_CHARS, KeySpec
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -47,6 +47,11 @@ def key_name(key: object) -> str:
     name = str(key)
     if not 0 < len(name) <= MAX_KEY_CHARS:
         raise NotAllowed(f"a key has 1 to {MAX_KEY_CHARS} characters, not {len(name)}", key=name[:40])
+    if not name.isascii():
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise NotAllowed(f"a key is a text that UTF-8 can write, {name!r} is not") from None
     return name
 
 
@@ -81,7 +86,8 @@ def source_of(value: Any, slice_bytes: int, *, private: bool) -> Source:
     array = as_array(sum_devices(value)) if summed else as_array(value)
     spec = KeySpec(dtype_name(array.dtype), array.shape, slice_bytes)
     data = contiguous_bytes(array)
-    if private and not summed and np.may_share_memory(data, array):
+    fresh = summed and len(value) > 1  # the sum of one device is that device's own array
+    if private and not fresh and np.may_share_memory(data, array):
         data = data.copy()
     return Source(data, spec)
 
@@ -92,13 +98,15 @@ def target_of(out: Any, slice_bytes: int) -> Target:
     A list holds one array per device: each gets the value.
     """
     outs = list(out) if isinstance(out, list | tuple) and _is_device_list(out) else [out]
-    first = outs[0]
-    view = writable_view(first)
-    direct = view is not None and view.flags.c_contiguous
-    array = view if view is not None else as_array(first)
+    views = [_checked_out(entry) for entry in outs]  # before anything is sent
+    array = views[0]
+    for device, other in enumerate(views):
+        if other.shape != array.shape:
+            raise ShapeMismatch(f"the out of device {device} has shape {other.shape}, that of device 0 {array.shape}")
+        if other.dtype != array.dtype:
+            raise DtypeMismatch(f"the out of device {device} has dtype {other.dtype}, that of device 0 {array.dtype}")
     spec = KeySpec(dtype_name(array.dtype), array.shape, slice_bytes)
-    if view is None and not (is_torch(first) or is_cupy(first)):
-        write_back(first, array)  # raises, before anything is sent: it cannot be written to
+    direct = writable_view(outs[0]) is not None and array.flags.c_contiguous
     value = array if direct else np.empty(array.shape, array.dtype)
     rest = outs[1:] if direct else outs
 
@@ -108,6 +116,16 @@ def target_of(out: Any, slice_bytes: int) -> Target:
         return out
 
     return Target(value.reshape(-1).view(np.uint8), spec, finish)
+
+
+def _checked_out(out: Any) -> Array:
+    """The memory of an `out`, or what is like it. Raises NotAllowed if it cannot be written to."""
+    view = writable_view(out)
+    if view is None:
+        view = as_array(out)
+        if not (is_torch(out) or is_cupy(out)):
+            write_back(out, view)  # raises
+    return view
 
 
 def fresh_target(spec: KeySpec) -> Target:

@@ -8,9 +8,9 @@ runs through its program again passes the barriers that were passed before.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MAX_NAMES = 4096
 MAX_BROKEN = 16  # broken generations remembered per name
@@ -41,8 +41,18 @@ class _Barrier:
 class Barriers:
     """All barriers of a cluster. The oldest name that nobody waits at is forgotten beyond MAX_NAMES names."""
 
-    def __init__(self) -> None:
+    def __init__(self, record: Iterable[Any] = ()) -> None:
         self._barriers: OrderedDict[str, _Barrier] = OrderedDict()
+        for name, generation, broken in record:
+            verdicts = OrderedDict((settled, Verdict(tuple(missing))) for settled, missing in broken)
+            self._barriers[name] = _Barrier(generation, {}, verdicts)
+
+    def record(self) -> list[object]:
+        """What is settled, in plain data: `Barriers(record)` gives the same answers. Who waits asks again."""
+        return [
+            [name, barrier.generation, [[settled, list(verdict.missing)] for settled, verdict in barrier.broken.items()]]
+            for name, barrier in self._barriers.items()
+        ]
 
     def enter(self, name: str, generation: int, rank: int, peer: Hashable, request: int) -> Verdict | str | None:
         """The verdict of a settled generation, None if the worker now waits, or a text that says why it cannot."""
@@ -55,7 +65,9 @@ class Barriers:
         if generation < barrier.generation:
             return barrier.broken.get(generation, Verdict(()))
         if generation > barrier.generation:
-            return f"barrier {name!r} is at generation {barrier.generation}, not {generation}"
+            # The one before was settled by a scheduler whose record is lost; who waits there asks again and is let go.
+            barrier.generation = generation
+            barrier.entered = {}
         barrier.entered[rank] = (peer, request)
         return None
 

@@ -11,6 +11,7 @@ ACTIVE = "active"  # takes part in the rounds
 DONE = "done"  # left the rounds, still connected
 LEFT = "left"  # went, in good order
 DEAD = "dead"  # declared dead
+GONE = "gone"  # declared dead after it had left the rounds: they do not wait for it
 
 
 def name_of(role: str, rank: int) -> str:
@@ -61,7 +62,7 @@ class ViewState:
 
     def required_ranks(self) -> list[int]:
         """Ranks of the workers that a round waits for: all that have not left it, those not yet there included."""
-        gone = {m.rank for m in self.members.values() if m.role == "worker" and m.state in (DONE, LEFT)}
+        gone = {m.rank for m in self.members.values() if m.role == "worker" and m.state in (DONE, LEFT, GONE)}
         return [rank for rank in range(self.settings.num_workers) if rank not in gone]
 
     def dead_workers(self) -> dict[int, Member]:

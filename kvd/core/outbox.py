@@ -104,9 +104,10 @@ class Outbox:
                 if entry.state == QUEUED:
                     if lane.in_flight and lane.in_flight + entry.nbytes > lane.credit:
                         break
+                heappop(lane.ready)  # before it is sent: that may put its followers in front of it
+                if entry.state == QUEUED:
                     lane.in_flight += entry.nbytes
                     sends.append(self._sent(entry, now))
-                heappop(lane.ready)
         return sends
 
     def staged(self, entry: Entry, now: float) -> None:

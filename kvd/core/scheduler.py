@@ -6,15 +6,17 @@ announced; a scheduler that is started anew takes its nodes back, from its recor
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvd.core.barriers import Barriers, Verdict
+from kvd.core.barriers import Barriers, Settled, Verdict
 from kvd.core.machine import Effect, Event, Note, Peer, PeerLost, Persist, Persisted, Received, Send
-from kvd.core.membership import ACTIVE, DEAD, DONE, LEFT, name_of
+from kvd.core.membership import ACTIVE, DEAD, DONE, GONE, LEFT, name_of
 from kvd.core.placement import initial_shards
 from kvd.protocol.messages import (
+    BIGGEST,
     MAX_MEMBERS,
     NO_RANK,
     Done,
@@ -34,6 +36,8 @@ from kvd.protocol.messages import (
     ViewNumber,
     Welcome,
 )
+
+MAX_REPLACED = 1024  # incarnations remembered that lost their place
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,7 @@ class SchedulerMachine:
         self._persisted = 0  # epoch of the newest view on stable storage: the one that may be told
         self._seats: dict[tuple[str, int], _Seat] = {}
         self._barriers = Barriers()
+        self._replaced: OrderedDict[int, str] = OrderedDict()  # incarnation → the name of the place that it lost
         self._withheld: dict[int, list[Effect]] = {}  # epoch → answers that wait for its persistence
         self._last_step = now
         self._out: list[Effect] = []
@@ -155,7 +160,11 @@ class SchedulerMachine:
 
     def _receive(self, event: Received, now: float) -> None:
         message = event.message
-        if isinstance(message, Join):
+        lost_place = self._replaced.get(event.sender)
+        if lost_place is not None and isinstance(message, Join | Heartbeat | Leave | Enter):
+            text = f"another process took the place of {lost_place}; stop this one"
+            self._refuse(event.peer, message, "replaced", text)
+        elif isinstance(message, Join):
             self._join(event, message, now)
         elif isinstance(message, StatusQuery):
             self._out.append(Send(event.peer, StatusReport(message.request)))
@@ -191,6 +200,10 @@ class SchedulerMachine:
         if error is not None:
             self._out.append(Send(event.peer, error))
             return
+        if self.view_number < event.view < (BIGGEST, 0):
+            # It knows a later view than this scheduler, which was started without the record of an earlier one.
+            self._generation = event.view.generation + 1
+            self._change()
         if join.role == "observer":
             self._out.append(Send(event.peer, Welcome(join.request, NO_RANK, "")))
             self._out.append(Send(event.peer, self._announced))
@@ -249,7 +262,11 @@ class SchedulerMachine:
         old = self._seats.get(place)
         predecessor = ""
         if old is not None:
-            predecessor = old.member.state if old.member.state == LEFT else DEAD
+            state = old.member.state
+            predecessor = LEFT if state == LEFT else DONE if state in (DONE, GONE) else DEAD
+            self._replaced[old.member.incarnation] = name_of(*place)
+            while len(self._replaced) > MAX_REPLACED:
+                self._replaced.popitem(last=False)
             if old.peer is not None and old.peer != event.peer:
                 text = f"another process took the place of {name_of(*place)}; stop this one"
                 self._out.append(Send(old.peer, Refused(0, "replaced", text)))
@@ -274,7 +291,7 @@ class SchedulerMachine:
             return join.rank
         free = [rank for rank in ranks if rank not in holders]
         left = [rank for rank in ranks if rank in holders and holders[rank].state == LEFT]
-        dead = [rank for rank in ranks if rank in holders and holders[rank].state == DEAD]
+        dead = [rank for rank in ranks if rank in holders and holders[rank].state in (DEAD, GONE)]
         candidates = free or left or dead
         return candidates[0] if candidates else None
 
@@ -294,11 +311,13 @@ class SchedulerMachine:
             return
         answer = self._barriers.enter(enter.name, enter.generation, seat.member.rank, peer, enter.request)
         if isinstance(answer, Verdict):
-            self._out.append(Send(peer, self._verdict(enter.request, enter.name, answer)))
+            self._after_persist(Send(peer, self._verdict(enter.request, enter.name, answer)))
         elif isinstance(answer, str):
             self._refuse(peer, enter, "NotAllowed", answer)
         else:
-            self._settle_barriers()
+            settled = self._settled_barriers()
+            if settled:
+                self._change(settled)
 
     def _verdict(self, request: int, name: str, verdict: Verdict) -> Message:
         if not verdict.missing:
@@ -307,13 +326,17 @@ class SchedulerMachine:
         text = f"barrier {name!r} cannot be reached: {', '.join(nodes)} died before it; restart the dead, or the job"
         return Refused(request, "BarrierBroken", text, nodes)
 
-    def _settle_barriers(self) -> None:
+    def _settled_barriers(self) -> list[Settled]:
+        """The barriers that are released or broken by what has just changed."""
         workers = {rank: seat.member for (role, rank), seat in self._seats.items() if role == "worker"}
         required = [
             rank for rank in range(self._cluster.num_workers) if rank not in workers or workers[rank].state != LEFT
         ]
-        dead = [rank for rank, member in workers.items() if member.state == DEAD]
-        for settled in self._barriers.settle(required, dead if self._settings.break_on_loss else ()):
+        dead = [rank for rank, member in workers.items() if member.state in (DEAD, GONE)]
+        return self._barriers.settle(required, dead if self._settings.break_on_loss else ())
+
+    def _tell(self, barriers: list[Settled]) -> None:
+        for settled in barriers:
             if settled.verdict.missing:
                 self._out.append(
                     Note("warning", f"barrier {settled.name!r} broke", {"missing": list(settled.verdict.missing)})
@@ -326,8 +349,9 @@ class SchedulerMachine:
     def _hear(self, seat: _Seat, peer: Peer, now: float) -> None:
         seat.heard = now
         seat.peer = peer
-        if seat.member.state == DEAD:  # it was paused or cut off, and nobody took its place
-            seat.member = seat.member._replace(state=ACTIVE, reason="", last_seen_s=0.0)
+        if seat.member.state in (DEAD, GONE):  # it was paused or cut off, and nobody took its place
+            state = ACTIVE if seat.member.state == DEAD else DONE
+            seat.member = seat.member._replace(state=state, reason="", last_seen_s=0.0)
             self._out.append(Note("warning", f"{name_of(seat.member.role, seat.member.rank)} is back"))
             self._change()
 
@@ -353,7 +377,8 @@ class SchedulerMachine:
 
     def _declare_dead(self, seat: _Seat, reason: str, now: float) -> None:
         silence_s = round(now - seat.heard, 3)
-        seat.member = seat.member._replace(state=DEAD, reason=reason[:80], last_seen_s=silence_s)
+        state = GONE if seat.member.state == DONE else DEAD
+        seat.member = seat.member._replace(state=state, reason=reason[:80], last_seen_s=silence_s)
         self._out.append(Note("warning", f"{name_of(seat.member.role, seat.member.rank)} is dead", {"reason": reason}))
         self._change()
 
@@ -377,13 +402,13 @@ class SchedulerMachine:
 
     # ── the view ──
 
-    def _change(self) -> None:
-        """The view is another: persist it, then announce it."""
+    def _change(self, settled: list[Settled] | None = None) -> None:
+        """The view is another, or barriers are settled: persist it, then announce it."""
         self._epoch += 1
+        self._tell(self._settled_barriers() if settled is None else settled)
         if len(self._seats) > MAX_MEMBERS:
             self._out.append(Note("error", f"more than {MAX_MEMBERS} nodes cannot be announced"))
         self._out.append(Persist(self._epoch, self.record()))
-        self._settle_barriers()
 
     def _announce(self, epoch: int) -> None:
         if epoch <= self._persisted:
@@ -419,6 +444,8 @@ class SchedulerMachine:
             "epoch": self._epoch,
             "settings": list(self._cluster),
             "seats": [[list(seat.member), seat.host, seat.pid, seat.predecessor] for seat in self._seats.values()],
+            "replaced": [[incarnation, name] for incarnation, name in self._replaced.items()],
+            "barriers": self._barriers.record(),
         }
 
     @staticmethod
@@ -428,6 +455,8 @@ class SchedulerMachine:
             raise ValueError("generation or settings are not as a scheduler writes them")
         for fields, _host, _pid, _predecessor in saved["seats"]:
             Member(*fields)
+        OrderedDict(saved.get("replaced", ()))
+        Barriers(saved.get("barriers", ()))
 
     def _restore(self, saved: Mapping[str, object], now: float) -> None:
         settings, seats = saved["settings"], saved["seats"]
@@ -443,6 +472,8 @@ class SchedulerMachine:
             size = self._cluster.num_servers if member.role == "server" else self._cluster.num_workers
             if member.rank < size:
                 self._seats[member.role, member.rank] = _Seat(member, host, pid, now, None, predecessor)
+        self._replaced = OrderedDict(saved.get("replaced", ()))  # type: ignore[call-overload]
+        self._barriers = Barriers(saved.get("barriers", ()))  # type: ignore[arg-type]
         self._epoch = self._persisted = 1
         self._announced = self._view()
 

@@ -26,7 +26,7 @@ from kvd.core.machine import (
     Send,
     Span,
 )
-from kvd.core.membership import DEAD, LEFT, name_of
+from kvd.core.membership import DEAD, GONE, LEFT, name_of
 from kvd.core.requests import Pending, PendingTable
 from kvd.core.servercontrol import ServerControl
 from kvd.core.session import SchedulerLink
@@ -89,6 +89,7 @@ class ServerMachine:
         self._attaching: dict[int, tuple[Peer, Attach]] = {}  # incarnations that no view has named yet
         self._required: list[int] = []
         self._dead: dict[int, float] = {}  # rank → last_seen_s
+        self._creating: set[tuple[str, int]] = set()  # slices whose Create is under way
         self._jobs: dict[int, Callable[[JobDone], None]] = {}
         self._next_job = 1
         self._out: list[Effect] = []
@@ -250,6 +251,10 @@ class ServerMachine:
         if old is not None and old.creator == event.sender and old.spec == init.spec:
             self._send(event.peer, Done(init.request))
             return
+        place = (init.key, init.index)
+        if place in self._creating:
+            return  # when it is asked again, this is done
+        self._creating.add(place)
         source = Span(event.payload, 0, event.nbytes)
         self._start_job(
             lambda job: Create(job, init.key, init.index, init.spec.dtype, source),
@@ -275,6 +280,7 @@ class ServerMachine:
         return None
 
     def _created(self, event: Received, init: Init, done: JobDone) -> None:
+        self._creating.discard((init.key, init.index))
         if done.error is not None:
             self._refuse(event.peer, init.request, type(done.error).__name__, str(done.error), init.key)
             return
@@ -314,7 +320,7 @@ class ServerMachine:
 
     def _fail_lookups_without_rank_0(self) -> None:
         member = self._view.worker(0)
-        if member is None or not (member.state == LEFT or (member.state == DEAD and 0 in self._dead)):
+        if member is None or not (member.state in (LEFT, GONE) or (member.state == DEAD and 0 in self._dead)):
             return
         for key, peer, request in self._table.give_up_lookups():
             text = f"key {key!r} was not made: worker 0, which makes the keys, is {member.state}; restart it"
@@ -560,7 +566,7 @@ class ServerMachine:
         if log.staleness < 0:
             return []
         slowest = log.slowest(self._required)
-        return [rank for rank in self._required if log.counted_clock(rank) == slowest]
+        return [rank for rank in self._required if log.staged_clock(rank) == slowest]
 
     def _fail_blocked(self, slice_: Slice) -> None:
         """Tells those who wait for a dead worker. What they pushed stays staged, should it come back."""

@@ -48,6 +48,7 @@ class SchedulerLink:
         self.rank = identity.preferred_rank
         self.predecessor = ""
         self.joined = False
+        self._welcomed = False  # joined at some time, perhaps a scheduler that is no more
         self.failure: KvdError | None = None
         self.heard = False  # anything at all from the scheduler
         self.heard_at = 0.0
@@ -102,7 +103,11 @@ class SchedulerLink:
             return self.view.update(event.view, message)
         if isinstance(message, Welcome):
             if not self.joined:
-                self.joined = True
+                if self._welcomed and message.rank != self.rank:
+                    text = f"the scheduler forgot this node and gave its rank to another: it was {self.identity.role} "
+                    self._fail(NotAllowed(f"{text}{self.rank}, now it would be {message.rank}", node="scheduler"))
+                    return False
+                self.joined = self._welcomed = True
                 self.rank = message.rank
                 self.predecessor = message.predecessor
                 self._next_send = now + self._interval_s

@@ -74,6 +74,8 @@ class SliceLog:
     def turn(self, rank: int, clock: int) -> Turn:
         """Whether a push with this clock is the next one of its worker, one that is known, or out of turn."""
         staged = self.staged_clock(rank)
+        if clock < 1:  # the first push has clock 1
+            return Turn.WRONG
         if clock <= staged:
             return Turn.KNOWN
         if clock == staged + 1 and clock <= self.counted_clock(rank) + self.rounds_ahead:
@@ -116,8 +118,9 @@ class SliceLog:
         return [rank for rank in required if rank not in contributions and self.staged.get(rank, 0) < clock]
 
     def slowest(self, required: Collection[int]) -> int:
-        """Async: the smallest counted clock of the active workers."""
-        return min((self.counted.get(rank, 0) for rank in required), default=0)
+        """Async: the smallest staged clock of the active workers. A push that is staged need not be counted for that:
+        with a staleness of 0 the pushes of one clock would wait for each other."""
+        return min((self.staged_clock(rank) for rank in required), default=0)
 
     def close_next(self, required: Collection[int]) -> Record | None:
         """Closes the next round if it is complete and no other is being applied."""

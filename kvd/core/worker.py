@@ -28,7 +28,7 @@ from kvd.core.machine import (
     Received,
     Span,
 )
-from kvd.core.membership import ACTIVE, DEAD, name_of
+from kvd.core.membership import ACTIVE, DEAD, DONE, LEFT, name_of
 from kvd.core.outbox import QUEUED, STAGED, Entry, Outbox
 from kvd.core.session import FIRST_REQUEST, SchedulerLink
 from kvd.core.workerkeys import ASKING, LOST, READY, UNKNOWN, Batch, WorkerKey, batches
@@ -84,6 +84,7 @@ class _Call:
     unsettled: int = 0  # push messages without a final answer; outlives the call's deadline
     messages: int = 0  # that a move was cut into
     refused: int = 0  # of those
+    pulls: list[tuple[WorkerKey, int]] = field(default_factory=list)  # versions that it holds the rounds back for
     flushers: list[_Call] = field(default_factory=list)
 
     @property
@@ -242,7 +243,15 @@ class WorkerMachine:
                     self._attach(server.incarnation)
             if server.state == DEAD:
                 self._fail_calls_to(server.incarnation, server.rank)
+        member = self.view.by_incarnation(self.incarnation)
+        if self._left_rounds and member is not None and member.state == ACTIVE:
+            self._leave_again()
         self._check_joined()
+
+    def _leave_again(self) -> None:
+        """The scheduler was started without its record, and does not know that this worker has left the rounds."""
+        if not any(isinstance(entry.message, Leave) for entry in self._outbox.entries()):
+            self._ask(None, SCHEDULER, Leave(0, DONE), lambda entry, event: self._settled(None, entry))
 
     def _attach(self, server: Any) -> None:
         if any(entry.peer == server and isinstance(entry.message, Attach) for entry in self._outbox.entries()):
@@ -330,6 +339,8 @@ class WorkerMachine:
                     key.queue.remove(call)
                     self._out_of_queue(key)
             self._check_unsettled(call)
+        elif not call.pushes:
+            self._release_pulls(call)
         if call in self._joining:
             self._joining.remove(call)
         if call in self._waiting_staged:
@@ -363,7 +374,7 @@ class WorkerMachine:
         names += [name_of("worker", rank) for rank in self.view.required_ranks() if self.view.worker(rank) is None]
         names += [name_of("worker", rank) for rank in self.view.dead_workers()]
         names += [name_of(quiet.role, quiet.rank) for quiet in self.link.quiet]
-        for entry in call.entries:
+        for entry in sorted(call.entries, key=lambda entry: entry.order):
             names.append("scheduler" if entry.peer == SCHEDULER else name_of("server", ranks.get(entry.peer, 0)))
         return tuple(dict.fromkeys(names))
 
@@ -434,7 +445,8 @@ class WorkerMachine:
             return
         ranks = request.servers
         if ranks is None:
-            ranks = tuple(server.rank for server in self.view.servers())
+            there = (server.rank for server in self.view.servers())
+            ranks = tuple(there) if self._observer else tuple(range(self.view.settings.num_servers))
         messages = request.messages * len(ranks) if len(request.messages) == 1 else request.messages
         payload = () if request.payload is None else (Span(request.payload, 0, request.nbytes),)
         peers = [self._servers.get(rank) for rank in ranks]
@@ -499,7 +511,7 @@ class WorkerMachine:
         for key in call.keys:
             if key.state in (UNKNOWN, ASKING) or key.queue[0] is not call:
                 return False
-            if pushes and key.open_pushes >= window and key.state == READY and key.broken is None:
+            if pushes and key.holds_back(window) and key.state == READY and key.broken is None:
                 return False
         error = self._start_error(call)
         for key in call.keys:
@@ -543,6 +555,10 @@ class WorkerMachine:
             return NotAllowed("an observer does not push: join as a worker")
         if move.push and self._left_rounds:
             return NotAllowed("this worker has left the rounds (join or close): it pushes no more")
+        if move.push and len(set(call.keys)) < len(call.keys):
+            names = [key.name for key in call.keys]
+            twice = next(name for name in names if names.count(name) > 1)
+            return NotAllowed(f"key {twice!r} is pushed twice in one call: add the values first", key=twice)
         for key, item in zip(call.keys, move.items, strict=True):
             if item.spec is None:
                 continue
@@ -585,6 +601,9 @@ class WorkerMachine:
                 key.clock += 1
                 key.open_pushes += 1
             clock = key.clock if move.push or not newest else ANY_CLOCK
+            if move.pull and clock != ANY_CLOCK and self.view.settings.mode != "async":
+                key.pulling.append(clock)
+                call.pulls.append((key, clock))
             plan.append((key, clock, position))
         packed = batches(plan, self.view.settings.slice_bytes)
         call.remaining = call.messages = len(packed)
@@ -627,6 +646,7 @@ class WorkerMachine:
             call.refused += error is not None
             self._check_staged()
         if call.remaining == 0:
+            self._release_pulls(call)
             if move.push:
                 self._push_settled(call)
             self._complete(call, call.result, call.error)
@@ -644,6 +664,15 @@ class WorkerMachine:
             if target is not None and not call.completed and offset + nbytes <= event.nbytes:
                 self._out.append(Copy(target, start, Span(event.payload, offset, nbytes)))
             offset += padded(nbytes)
+
+    def _release_pulls(self, call: _Call) -> None:
+        """What the call pulled is here, or not wanted any more: the rounds may go on."""
+        released, call.pulls = call.pulls, []
+        for key, clock in released:
+            key.pulling.remove(clock)
+        if not call.pushes:
+            for key, _ in released:
+                self._out_of_queue(key)
 
     def _push_settled(self, call: _Call) -> None:
         """All messages of a push are answered: the window moves on. A push that nobody took gives its clock back."""
@@ -702,7 +731,7 @@ class WorkerMachine:
             if isinstance(message, KeyInfo):
                 try:
                     message.spec.check_same(spec, key.name)
-                    if self.link.rank == 0 and self.link.predecessor == "left":
+                    if self.link.rank == 0 and self.link.predecessor == LEFT:
                         text = f"key {key.name!r} is live already: pull it, or take another name"
                         raise errors.KeyExists(text, key=key.name)
                 except errors.RemoteError as error:
@@ -722,7 +751,7 @@ class WorkerMachine:
         spec = item.spec
         assert spec is not None
         spec = KeySpec(spec.dtype, spec.shape, self.view.settings.slice_bytes)
-        key.place(spec, self.view)
+        key.place(spec, self.view, self._servers)
         left = spec.num_slices
         error: KvdError | None = None
 
@@ -779,7 +808,7 @@ class WorkerMachine:
         if key.state == READY:
             then(None)
             return
-        key.place(spec, self.view)
+        key.place(spec, self.view, self._servers)
         if self._observer or not self.link.predecessor:
             key.state = READY
             then(None)
@@ -811,7 +840,7 @@ class WorkerMachine:
         if key.state == READY:  # it was asked twice at once, and has its clock
             then(None)
             return
-        if self.link.predecessor != "left":
+        if self.link.predecessor not in (LEFT, DONE):
             key.clock = min(entry.lowest for entry in clocks)
             if self._rewound is not None:
                 key.clock = min(key.clock, self._rewound)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,18 +25,22 @@ class WorkerKey:
     state: int = UNKNOWN
     clock: int = 0
     open_pushes: int = 0  # started and not settled
+    pulling: list[int] = field(default_factory=list)  # versions (sync) that pulls under way have asked for
     servers: tuple[int, ...] = ()  # the rank that leads each slice
     incarnations: dict[int, int] = field(default_factory=dict)  # of those servers, when the key became ready
     queue: deque[Any] = field(default_factory=deque)  # calls that wait for their turn
     mine: bool = False  # this incarnation has initialised it
     broken: KvdError | None = None  # part of a push was refused: only rewind goes on
 
-    def place(self, spec: KeySpec, view: ViewState) -> None:
-        """Takes the spec, and where the slices are."""
+    def holds_back(self, window: int) -> bool:
+        """Whether a push has to wait: too many are under way, or its round would end a version that is being pulled."""
+        return self.open_pushes >= window or (bool(self.pulling) and min(self.pulling) < self.clock)
+
+    def place(self, spec: KeySpec, view: ViewState, connected: Mapping[int, int]) -> None:
+        """Takes the spec, and where the slices are; `connected` maps the ranks of servers to incarnations."""
         self.spec = spec
         self.servers = tuple(view.server_of(self.name, index) for index in range(spec.num_slices))
-        members = {server.rank: server.incarnation for server in view.servers()}
-        self.incarnations = {rank: members[rank] for rank in set(self.servers)}
+        self.incarnations = {rank: connected.get(rank, 0) for rank in sorted(set(self.servers))}
 
     def lost_servers(self, view: ViewState) -> list[int]:
         """Ranks of servers that were started anew since, and so have lost their part of the key."""

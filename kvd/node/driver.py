@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Executor
+from contextlib import suppress
 from typing import Any
 
 from kvd.core.machine import (
@@ -28,7 +29,9 @@ from kvd.core.machine import (
     Export,
     Garbled,
     Halt,
+    JobDone,
     Load,
+    LocalCall,
     Machine,
     Note,
     Persist,
@@ -40,15 +43,17 @@ from kvd.core.machine import (
     Span,
     Tick,
 )
-from kvd.errors import ConnectError, KvdError, ProtocolError
+from kvd.errors import ConnectError, KvdError, NotAllowed, ProtocolError
 from kvd.node.jobs import JobRunner
+from kvd.node.pieces import Pieces
 from kvd.observe.log import Throttle, event
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import Refused, StatusReport
-from kvd.transport.base import Transport
+from kvd.transport.base import MAX_PAYLOAD_BYTES, Transport
 
 INLINE_BYTES = 1 << 30  # jobs over fewer bytes run on the loop: the hand-over to a thread costs more than they do
 GARBAGE_INTERVAL_S = 10.0
+FAILED_TICK_PAUSE_S = 1.0
 
 _FOR_THE_LOOP = frozenset({Connect, Disconnect, Persist, Halt, Create, Apply, Export, Load, Run})
 
@@ -90,8 +95,10 @@ class Driver:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        self._timer_floor = 0.0
         self._events: deque[Event] = deque()
-        self._stepping = threading.Lock()
+        self._deferred: deque[list[Effect]] = deque()  # effects of steps on other threads that the loop has to carry out
+        self._stepping = threading.Lock()  # held by the thread that steps the machine
         self._loop_thread = 0
         self._stopped = False
         self._throttle = Throttle(GARBAGE_INTERVAL_S)
@@ -128,7 +135,8 @@ class Driver:
         self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
-        self._transport.close(linger_s)
+        with self._stepping:  # another thread may be sending
+            self._transport.close(linger_s)
 
     def now(self) -> float:
         assert self._loop is not None
@@ -143,54 +151,76 @@ class Driver:
         hand-over to the loop. One thread at a time steps the machine; it takes along what others bring meanwhile.
         """
         self._events.append(happened)
-        while self._events and not self._stopped:
+        self._pump()
+
+    def _pump(self) -> None:
+        on_loop = threading.get_ident() == self._loop_thread
+        while not self._stopped and (self._events or (on_loop and self._deferred)):
             if not self._stepping.acquire(blocking=False):
                 return
             try:
+                while on_loop and self._deferred:
+                    self._carry_out(self._deferred.popleft())
                 while self._events and not self._stopped:
-                    self._step(self._events.popleft())
+                    self._step(self._events.popleft(), on_loop)
+                self._check_timer(on_loop)
             finally:
                 self._stepping.release()
-        if not self._stopped:
-            self._check_timer()
+            if self._deferred and not on_loop:
+                self._on_loop(self._pump)
 
-    def _step(self, happened: Event) -> None:
+    def _step(self, happened: Event, on_loop: bool) -> None:
         try:
             effects = self.machine.step(happened, self.now())
-        except Exception as error:
-            # Whatever a peer sent must not end the daemon. What a program called is told to that program.
-            event(logger, logging.ERROR, f"a {type(happened).__name__} could not be handled", error=repr(error))
-            logger.debug("the traceback of the error before", exc_info=True)
-            if not isinstance(happened, Received | Garbled):
-                raise
-            return
-        if threading.get_ident() == self._loop_thread or not any(type(effect) in _FOR_THE_LOOP for effect in effects):
-            self._carry_out(effects)
+        except Exception as error:  # noqa: BLE001  nothing that arrives may end a node, see _not_handled
+            self._not_handled(happened, error)
         else:
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._carry_out, effects)
+            if on_loop or not (self._deferred or any(type(effect) in _FOR_THE_LOOP for effect in effects)):
+                self._carry_out(effects)
+            else:
+                self._deferred.append(effects)
+
+    def _not_handled(self, happened: Event, error: Exception) -> None:
+        """A mistake of ours: the node goes on. What a program called is told to that program."""
+        event(logger, logging.ERROR, f"a {type(happened).__name__} could not be handled", error=repr(error))
+        logger.debug("the traceback of the error before", exc_info=error)
+        if isinstance(happened, LocalCall):
+            text = f"{type(happened.request).__name__} failed inside kvd, please report it: {error!r}"
+            self._complete(Complete(happened.call, None, KvdError(text)))
+        elif isinstance(happened, Tick):
+            self._timer_floor = self.now() + FAILED_TICK_PAUSE_S
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
-            self._act[type(effect)](effect)
+            try:
+                self._act[type(effect)](effect)
+            except Exception as error:  # noqa: BLE001  the effects after it are wanted all the same
+                event(logger, logging.ERROR, f"a {type(effect).__name__} could not be carried out", error=repr(error))
+                logger.debug("the traceback of the error before", exc_info=True)
 
-    def _check_timer(self) -> None:
+    def _check_timer(self, on_loop: bool) -> None:
         """Sees to it that the machine gets a Tick at its deadline."""
         deadline = self.machine.next_deadline()
         if deadline is None or (self._timer is not None and self._timer_at <= deadline):
             return
-        if threading.get_ident() == self._loop_thread:
+        if on_loop:
             self._set_timer(deadline)
         else:
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._check_timer)
+            self._on_loop(self._set_timer, deadline)
 
     def _set_timer(self, deadline: float) -> None:
+        if self._stopped or (self._timer is not None and self._timer_at <= deadline):
+            return
         if self._timer is not None:
             self._timer.cancel()
         assert self._loop is not None
-        self._timer_at = deadline
-        self._timer = self._loop.call_at(deadline, self._tick)
+        self._timer_at = max(deadline, self._timer_floor)
+        self._timer = self._loop.call_at(self._timer_at, self._tick)
+
+    def _on_loop(self, call: Callable[..., None], *arguments: Any) -> None:
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop is closed: there is nothing to be done any more
+            self._loop.call_soon_threadsafe(call, *arguments)
 
     def _tick(self) -> None:
         self._timer = None
@@ -222,11 +252,15 @@ class Driver:
             memoryview(buffer).cast("B")[offset : offset + nbytes] if nbytes else memoryview(b"")
             for buffer, offset, nbytes in effect.payload
         ]
+        if sum(piece.nbytes for piece in pieces) > MAX_PAYLOAD_BYTES:
+            text = f"a message carries at most {MAX_PAYLOAD_BYTES >> 20} MiB: ask for less at a time"
+            self._send(Send(effect.peer, Refused(getattr(effect.message, "request", 0), "NotAllowed", text)))
+            return
         if isinstance(effect.message, StatusReport):
             pieces = [memoryview(json.dumps(self.machine.explain(self.now())).encode())]
         try:
             header = encode(effect.message, self.machine.incarnation, self.machine.view_number)
-        except ProtocolError as error:
+        except (ProtocolError, ValueError, TypeError, OverflowError) as error:
             event(logger, logging.ERROR, "a message could not be sent", error=str(error))
             return
         if not self._transport.send(effect.peer, header, pieces):
@@ -252,7 +286,16 @@ class Driver:
             return
         assert self._loop is not None
         future = self._loop.run_in_executor(self._executor, runner.run, job)
-        future.add_done_callback(lambda done: None if done.cancelled() else self.feed(done.result()))
+        future.add_done_callback(lambda done: self._job_done(job, done))
+
+    def _job_done(self, job: Any, done: asyncio.Future[JobDone]) -> None:
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            self.feed(done.result())
+        else:  # not an Exception: a command that tried to end the process
+            self.feed(JobDone(job.job, None, NotAllowed(f"it raised {type(error).__name__}({error})")))
 
     def _persist_record(self, effect: Persist) -> None:
         if self._persist is None or self._executor is None:
@@ -273,7 +316,10 @@ class Driver:
             self._halt(Halt(KvdError(text)))
 
     def _copy(self, effect: Copy) -> None:
-        copy_span(effect.target, effect.offset, effect.source)
+        if isinstance(effect.target, Pieces):
+            effect.target.add(effect.offset, effect.source)
+        else:
+            copy_span(effect.target, effect.offset, effect.source)
 
     def _complete(self, effect: Complete) -> None:
         if self._on_complete is not None:

@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvd.errors import ConfigError, DtypeMismatch, KeyNotFound, ShapeMismatch
-from kvd.parallel.batch import DataDesc
+from kvd.errors import ConfigError, DtypeMismatch, InputMismatch, KeyNotFound, ShapeMismatch
+from kvd.parallel.batch import DataBatch, DataDesc
+from kvd.parallel.binding import Binding
 from kvd.parallel.device import Array, HostArray, Shape
 
 #: A description, or what one is made from: (name, shape), (name, shape, dtype) or (name, shape, dtype, layout).
@@ -47,6 +48,35 @@ def checked_input(desc: DataDesc, array: Array) -> Array:
     if not np.can_cast(array.dtype, np.dtype(desc.dtype), casting="same_kind"):
         raise DtypeMismatch(f"{desc.name} has dtype {array.dtype}, but was bound with {desc.dtype}", key=desc.name)
     return array
+
+
+def batch_arrays(batch: DataBatch, binding: Binding, needs_labels: bool) -> tuple[list[DataDesc], list[Array]]:
+    """The arrays of a batch with the descriptions that they are bound to; labels only if both sides have them.
+
+    Raises:
+        InputMismatch: the number of arrays differs from the bound one, or labels are needed and missing.
+    """
+    if len(batch.data) != len(binding.data):
+        raise InputMismatch(f"the batch has {len(batch.data)} data arrays, bound are {len(binding.data)}")
+    arrays, descs = list(batch.data), list(binding.data)
+    labels = [] if batch.label is None else list(batch.label)
+    if binding.labels and labels:
+        if len(labels) != len(binding.labels):
+            raise InputMismatch(f"the batch has {len(labels)} labels, bound are {len(binding.labels)}")
+        arrays, descs = arrays + labels, [*descs, *binding.labels]
+    elif binding.labels and needs_labels:
+        raise InputMismatch("labels are bound, and training needs those of the batch")
+    return descs, [as_array(array) for array in arrays]
+
+
+def common_size(descs: Sequence[DataDesc], arrays: Sequence[Array]) -> int | None:
+    """How many samples all arrays with a batch axis have; None if they disagree or lack that axis."""
+    sizes = {
+        array.shape[desc.batch_axis]
+        for desc, array in zip(descs, arrays, strict=True)
+        if -1 < desc.batch_axis < array.ndim
+    }
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def part_of(array: Array, axis: int, samples: slice) -> Array:

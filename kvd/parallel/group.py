@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from kvd.errors import ConfigError, KvdError, NotAllowed, ShapeMismatch
+from kvd.errors import ConfigError, GradientAnomaly, InputMismatch, NotAllowed, ShapeMismatch
+from kvd.optimizer import Optimizer
 from kvd.parallel.batch import DataBatch, DataDesc
-from kvd.parallel.device import Array, Device, HostArray, Shape
-from kvd.parallel.executor import Executor, GradReq, Model, ModelDescription
-from kvd.parallel.fitting import DescLike, as_array, as_descs, checked_input, fitting, part_of, writable_target
+from kvd.parallel.binding import Binding, Bound, names_of, shared_arrays
+from kvd.parallel.device import Array, Device, HostArray
+from kvd.parallel.executor import Executor, GradReq, Model
+from kvd.parallel.feed import Feed, Update
+from kvd.parallel.fitting import DescLike, as_descs, batch_arrays, checked_input, common_size, fitting, part_of
 from kvd.parallel.lanes import Lane, run_on_all
 from kvd.parallel.metric import Metric
+from kvd.parallel.parameters import copy_in, copy_out
 from kvd.parallel.requests import RequestRules
-from kvd.parallel.split import InputMismatch, SplitRule, common_batch_size, split_batch_axis
+from kvd.parallel.split import SplitRule, common_batch_size, split_batch_axis
+
+if TYPE_CHECKING:
+    from kvd.client.store import KVStore
 
 #: Called with (place of the device in the group, device, name, array) for the output of every layer.
 GroupMonitor: TypeAlias = Callable[[int, Device, str, Array], None]
@@ -25,7 +32,7 @@ GroupMonitor: TypeAlias = Callable[[int, Device, str, Array], None]
 GroupGradientHook: TypeAlias = Callable[[int, str], None]
 
 
-class DataParallelExecutorGroup:
+class DataParallelExecutorGroup(Bound):
     """Executors of one model on several devices, fed with the parts of one batch. After MXNet's class of this name.
 
     The loss is averaged over the whole batch on every device, so the gradient of the batch is the *sum* over the
@@ -42,7 +49,7 @@ class DataParallelExecutorGroup:
         for_training: without it there are no gradients.
         inputs_need_grad: compute the gradients of the data too.
         shared_group: a group on the same devices, whose parameter, gradient and state arrays of the same names are
-            used here too: the *same* arrays.
+            used here too: the *same* arrays. If it is bound to a store, so is this one.
         fixed_param_names: parameters without gradients.
         grad_req: see `RequestRules`.
         split: see `split_batch_axis`.
@@ -96,7 +103,11 @@ class DataParallelExecutorGroup:
         self._has_outputs = False
         self._has_input_grads = False
         self._binding: Binding | None = None
+        self._feed: Feed | None = None
         self.bind_exec(data_shapes, label_shapes, shared_group)
+        if shared_group is not None and shared_group._feed is not None:
+            shared_group._feed.check_covers(self)
+            self._feed = shared_group._feed
 
     def bind_exec(
         self,
@@ -111,11 +122,13 @@ class DataParallelExecutorGroup:
         others. If it raises, the group is what it was before.
 
         Raises:
-            NotAllowed: already bound, and ``reshape`` is not set.
+            NotAllowed: already bound, and ``reshape`` is not set; or bound to a store, and ``shared_group`` is set.
             As the constructor.
         """
         if self._binding is not None and not reshape:
             raise NotAllowed("already bound: pass reshape=True, or call reshape")
+        if shared_group is not None:
+            self._check_not_fed()
         data, labels = as_descs(data_shapes), as_descs(label_shapes or ())
         batch_size = common_batch_size([*data, *labels])
         slices = split_batch_axis(batch_size, self.workload, self._split)
@@ -154,65 +167,6 @@ class DataParallelExecutorGroup:
         if (as_descs(data_shapes), as_descs(label_shapes or ())) != (binding.data, binding.labels):
             self.bind_exec(data_shapes, label_shapes, reshape=True)
 
-    @property
-    def data_shapes(self) -> tuple[DataDesc, ...]:
-        """The descriptions of the data, of the whole batch."""
-        return self._bound.data
-
-    @property
-    def label_shapes(self) -> tuple[DataDesc, ...]:
-        """The descriptions of the labels, of the whole batch; empty if none are bound."""
-        return self._bound.labels
-
-    @property
-    def slices(self) -> list[slice]:
-        """Which samples of the batch each device computes."""
-        return list(self._bound.slices)
-
-    @property
-    def executors(self) -> list[Executor]:
-        """The executor of each device."""
-        return list(self._bound.executors)
-
-    @property
-    def argnames_of(self) -> list[str]:
-        """Data, parameters and labels: the names that a list as ``grad_req`` is for."""
-        binding = self._bound
-        return [*names_of(binding.data), *binding.description.params, *names_of(binding.labels)]
-
-    @property
-    def paramnames_of(self) -> list[str]:
-        """The names of the parameters, the first layer's first."""
-        return list(self._bound.description.params)
-
-    @property
-    def param_arrays(self) -> list[list[Array]]:
-        """For each name of `param_names` the array of each device: live."""
-        return [[executor.params[name] for executor in self.executors] for name in self.param_names]
-
-    @property
-    def grad_arrays(self) -> list[list[Array | None]]:
-        """For each name of `param_names` the gradient array of each device: live; None where there is no gradient."""
-        return [[executor.grads.get(name) for executor in self.executors] for name in self.param_names]
-
-    @property
-    def auxnames_of(self) -> list[str]:
-        """The names of the states that gradients do not train."""
-        return list(self._bound.description.aux)
-
-    @property
-    def aux_arrays(self) -> list[list[Array]]:
-        """For each name of `aux_names` the array of each device: live."""
-        return [[executor.aux[name] for executor in self.executors] for name in self.aux_names]
-
-    def get_batch_size(self) -> int:
-        """How many samples the whole batch has."""
-        return self._bound.batch_size
-
-    def get_output_shapes(self) -> list[tuple[str, Shape]]:
-        """Name and shape of each output, of the whole batch."""
-        return [(desc.name, desc.shape) for desc in self._bound.description.outputs]
-
     def forward(self, batch: DataBatch, is_train: bool | None = None) -> None:
         """Compute the outputs of every device for its part of ``batch``, of which each byte is copied once.
 
@@ -225,8 +179,10 @@ class DataParallelExecutorGroup:
                 group was made with ``reshape="auto"``, which then binds to the new size.
             DtypeMismatch: an array cannot become the bound dtype without losing its kind, as floats as integers do.
             What the model raises for wrong values, with a note that names the device.
+            Bound to a store, what it raises for the weights that are waited for: NodeLost, RequestTimeout.
         """
         train = self.for_training if is_train is None else is_train
+        self._receive()
         arrays = self._fitting_arrays(batch, needs_labels=train and self.for_training)
         binding = self._bound
         self._has_outputs = self._has_input_grads = False
@@ -265,6 +221,10 @@ class DataParallelExecutorGroup:
             raise NotAllowed("backward needs a forward: run forward(batch, is_train=True) first")
         heads = self._head_gradients(out_grads)
         self._has_input_grads = False
+        feed = self._feed
+        if feed is not None:
+            feed.begin(self, when_ready=not self._detect_anomaly)
+        told = [hook for hook in (on_gradient, None if feed is None else feed.completed) if hook is not None]
 
         def run(index: int) -> None:
             executor = binding.executors[index]
@@ -272,19 +232,57 @@ class DataParallelExecutorGroup:
             def complete(name: str) -> None:
                 if self._detect_anomaly:
                     self._check_finite(executor, name)
-                if on_gradient is not None:
-                    on_gradient(index, name)
+                for hook in told:
+                    hook(index, name)
 
             parts = [part_of(head, axis, binding.slices[index]) for head, axis in heads] if heads else None
-            executor.backward(parts, complete if self._detect_anomaly or on_gradient else None)
+            executor.backward(parts, complete if self._detect_anomaly or told else None)
 
         run_on_all(self._lanes, run)
+        if feed is not None:
+            feed.end()
         self._has_input_grads = True
 
     def forward_backward(self, batch: DataBatch) -> None:
         """`forward` for training, then `backward`."""
         self.forward(batch, is_train=True)
         self.backward()
+
+    def bind_to(
+        self,
+        kv: KVStore,
+        *,
+        names: Mapping[str, str | int] | None = None,
+        optimizer: Optimizer | None = None,
+        update: Update = "server",
+    ) -> Feed:
+        """Train through a store: gradients go there from `backward`, weights come back before the next `forward`.
+
+        Every worker calls it. See `kvd.parallel.Feed` for what happens, and for the errors.
+
+        Arguments:
+            names: the key of each parameter; None, or left out: its own name.
+            optimizer: with ``update="server"`` it is set on the store (None: the store has one already); with
+                ``"local"`` each worker updates with it, and the store only merges gradients.
+
+        Raises:
+            NotAllowed: this group is bound to a store already, or not for training.
+        """
+        self._check_not_fed()
+        if not self.for_training:
+            raise NotAllowed("not bound for training: there would be no gradients to send")
+        self._feed = Feed(self, kv, names or {}, optimizer, update)
+        return self._feed
+
+    @property
+    def feed(self) -> Feed | None:
+        """What `bind_to` made; None before."""
+        return self._feed
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The thread (and stream) of each device."""
+        return list(self._lanes)
 
     def get_outputs(self) -> list[list[Array]]:
         """For each output the array of each device: live, overwritten or replaced by the next forward.
@@ -340,6 +338,7 @@ class DataParallelExecutorGroup:
         Raises:
             InputMismatch: a name that the model does not have.
             ShapeMismatch: an array does not have its parameter's shape.
+            NotAllowed: bound to a store, whose values would replace these at the next step: set them before.
         """
         self._check_not_fed()
         binding = self._bound
@@ -394,12 +393,6 @@ class DataParallelExecutorGroup:
                 own.append(np.moveaxis(label, desc.batch_axis, axis) if min(axis, desc.batch_axis) >= 0 else label)
             metric.update(own, [parts[index] for parts in outputs])
 
-    @property
-    def _bound(self) -> Binding:
-        if self._binding is None:
-            raise NotAllowed("not bound")
-        return self._binding
-
     def _executors_to_share(self, shared_group: DataParallelExecutorGroup | None) -> list[Executor] | None:
         """Whose arrays the next executors use: those of ``shared_group``, else this group's own if it is bound."""
         if shared_group is None:
@@ -412,20 +405,9 @@ class DataParallelExecutorGroup:
     def _fitting_arrays(self, batch: DataBatch, needs_labels: bool) -> list[tuple[DataDesc, Array]]:
         """The arrays of ``batch`` with their descriptions, checked; binds to the batch's size if that is asked for."""
         binding = self._bound
-        if len(batch.data) != len(binding.data):
-            raise InputMismatch(f"the batch has {len(batch.data)} data arrays, bound are {len(binding.data)}")
-        arrays, descs = list(batch.data), list(binding.data)
-        labels = [] if batch.label is None else list(batch.label)
-        if binding.labels and labels:
-            if len(labels) != len(binding.labels):
-                raise InputMismatch(f"the batch has {len(labels)} labels, bound are {len(binding.labels)}")
-            arrays, descs = arrays + labels, [*descs, *binding.labels]
-        elif binding.labels and needs_labels:
-            raise InputMismatch("labels are bound, and training needs those of the batch")
-        arrays = [as_array(array) for array in arrays]
-        sizes = {a.shape[d.batch_axis] for d, a in zip(descs, arrays, strict=True) if -1 < d.batch_axis < a.ndim}
-        if self._reshapes and len(sizes) == 1 and sizes != {binding.batch_size}:
-            (size,) = sizes
+        descs, arrays = batch_arrays(batch, binding, needs_labels)
+        size = common_size(descs, arrays)
+        if self._reshapes and size not in (None, binding.batch_size):
             descs = [desc.with_batch_size(size) for desc in descs]
             pairs = [(d, checked_input(d, a)) for d, a in zip(descs, arrays, strict=True)]
             self.reshape(*([d.with_batch_size(size) for d in part] for part in (binding.data, binding.labels)))
@@ -444,7 +426,16 @@ class DataParallelExecutorGroup:
 
     def _check_finite(self, executor: Executor, name: str) -> None:
         if not bool(executor.device.xp.isfinite(executor.grads[name]).all()):
-            raise GradientAnomaly(name, executor.device)
+            raise GradientAnomaly(name, str(executor.device))
+
+    def _receive(self) -> None:
+        """The weights that a store has are on the devices when it returns."""
+        if self._feed is not None:
+            self._feed.receive()
+
+    def _check_not_fed(self) -> None:
+        if self._feed is not None:
+            raise NotAllowed("this group is bound to a store, which has the weights: do this before bind_to")
 
     def _merged(self, parts: list[Array], desc: DataDesc) -> Array:
         if len(parts) == 1 or desc.batch_axis < 0:

@@ -8,19 +8,27 @@ bounded number of messages at a time.
 from __future__ import annotations
 
 import asyncio
+import socket as unix
 import threading
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from typing import Any
 
 import zmq
 
 from kvd.errors import ConnectError
 from kvd.transport.base import DRAIN_LIMIT, MAX_PAYLOAD_BYTES, OnGarbage, OnMessage, Piece, joined
 
+# Plain numbers: combining members of zmq's enums costs more than a system call.
+NOBLOCK, SNDMORE, POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN)
+FD, EVENTS = int(zmq.FD), int(zmq.EVENTS)
+
 HIGH_WATER_MARK = 100_000  # messages; the credit of the outbox bounds the bytes long before
 COPY_BELOW_BYTES = 64 << 10  # smaller payloads are cheaper to copy than to track
 RECONNECT_FIRST_MS = 50
 RECONNECT_LIMIT_MS = 2000
 HEARTBEAT_MS = 5000
+MOST_FRAMES = 3  # routing id, header, payload
 
 
 class ZmqTransport:
@@ -48,8 +56,14 @@ class ZmqTransport:
         self._thread = threading.get_ident()
         if self._router is not None:
             self._watch(self._router, None)
+        for peer, dealer in self._dealers.items():
+            self._watch(dealer, peer)
 
     def listen(self, address: str) -> str:
+        if address.startswith("ipc://") and _someone_listens(address.removeprefix("ipc://")):
+            raise ConnectError(  # libzmq would take the path over from whoever listens there
+                f"cannot listen at {address}: another process does; stop it, or choose another address", address=address
+            )
         router = self._context.socket(zmq.ROUTER)
         self._set_limits(router, address)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -79,19 +93,20 @@ class ZmqTransport:
         self._watch(dealer, peer)
 
     def disconnect(self, peer: Hashable) -> None:
-        dealer = self._dealers.pop(peer, None)
-        if dealer is not None:
-            self._unwatch(dealer)
-            dealer.close(linger=0)
+        with self._lock:
+            dealer = self._dealers.pop(peer, None)
+            if dealer is not None:
+                self._unwatch(dealer)
+                dealer.close(linger=0)
 
     def close(self, linger_s: float) -> None:
-        sockets = [*self._dealers.values(), *([] if self._router is None else [self._router])]
-        for socket in sockets:
-            self._unwatch(socket)
-            socket.close(linger=int(linger_s * 1000))
-        self._dealers = {}
-        self._router = None
-        self._on_message = None
+        with self._lock:
+            sockets = [*self._dealers.values(), *([] if self._router is None else [self._router])]
+            for socket in sockets:
+                self._unwatch(socket)
+                socket.close(linger=int(linger_s * 1000))
+            self._dealers = {}
+            self._router = None
         self._context.term()
 
     @staticmethod
@@ -112,7 +127,7 @@ class ZmqTransport:
     def _watch(self, socket: zmq.Socket[bytes], peer: Hashable) -> None:
         if self._loop is None:
             return
-        descriptor = int(socket.getsockopt(zmq.FD))
+        descriptor = int(socket.getsockopt(FD))
         self._readers[descriptor] = socket
         self._loop.add_reader(descriptor, self._drain, descriptor, socket, peer)
         self._drain_soon(descriptor, socket, peer)
@@ -132,22 +147,30 @@ class ZmqTransport:
 
     def _drain(self, descriptor: int, socket: zmq.Socket[bytes], peer: Hashable) -> None:
         self._scheduled.discard(descriptor)
-        for _ in range(DRAIN_LIMIT):
-            if self._readers.get(descriptor) is not socket:
-                return  # closed by what we delivered
-            with self._lock:
-                if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                    return
-                frames = self._receive(socket)
-            self._deliver(frames, socket, peer)
-        self._drain_soon(descriptor, socket, peer)
+        empty = False
+        try:
+            for _ in range(DRAIN_LIMIT):
+                with self._lock:
+                    # What we delivered may have closed it.
+                    empty = self._readers.get(descriptor) is not socket or not _is_readable(socket)
+                    if empty:
+                        return
+                    frames = self._receive(socket)
+                self._deliver(frames, socket, peer)
+        finally:
+            if not empty:  # also after an error: no edge would announce what is left
+                self._drain_soon(descriptor, socket, peer)
 
     @staticmethod
     def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
-        """The frames of one message; more than there can be are read and forgotten, but counted."""
-        frames = [socket.recv(zmq.NOBLOCK, copy=False)]
-        while frames[-1].more:
-            frames.append(socket.recv(zmq.NOBLOCK, copy=False))
+        """The frames of one message. Of those that are too many only the first is kept, to show for them."""
+        frames = [socket.recv(NOBLOCK, copy=False)]
+        more = frames[0].more
+        while more:
+            frame = socket.recv(NOBLOCK, copy=False)
+            more = frame.more
+            if len(frames) < MOST_FRAMES + 1:
+                frames.append(frame)
         return frames
 
     def _deliver(self, frames: list[zmq.Frame], socket: zmq.Socket[bytes], peer: Hashable) -> None:
@@ -157,7 +180,8 @@ class ZmqTransport:
         if socket is self._router:
             peer = frames.pop(0).bytes
         if not 1 <= len(frames) <= 2:
-            self._on_garbage(peer, f"a message of {len(frames)} frames: a header and a payload are all there is")
+            what = "nothing" if not frames else "too many frames"
+            self._on_garbage(peer, f"a message of {what}: a header and a payload are all there is")
             return
         payload = frames[1].buffer if len(frames) == 2 else None
         self._on_message(peer, frames[0].bytes, payload)
@@ -165,34 +189,55 @@ class ZmqTransport:
     # ── sending ──
 
     def send(self, peer: Hashable, header: bytes, payload: Sequence[Piece]) -> bool:
-        socket = self._dealers.get(peer)
-        routed = socket is None
-        if socket is None:
-            socket = self._router
-            if socket is None or not isinstance(peer, bytes):
-                return False
-        more = zmq.SNDMORE if payload else 0
         body = joined(payload) if payload else None
         with self._lock:
-            try:
-                if routed:
-                    assert isinstance(peer, bytes)
-                    socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
-                socket.send(header, zmq.NOBLOCK | more)
-                if body is not None:
-                    socket.send(body, zmq.NOBLOCK, copy=len(body) < COPY_BELOW_BYTES)
-                readable = int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-            except zmq.ZMQError:
-                return False
-        if readable:
-            self._look_again(socket, None if routed else peer)
+            socket = self._dealers.get(peer)
+            routed = socket is None
+            if socket is None:
+                socket = self._router
+                if socket is None or not isinstance(peer, bytes):
+                    return False
+            sent = self._send_frames(socket, peer if routed else None, header, body)
+            # A send, also one that failed, may swallow the edge that announces a message.
+            if _is_readable(socket):
+                self._look_again(socket, None if routed else peer)
+        return sent
+
+    @staticmethod
+    def _send_frames(socket: zmq.Socket[bytes], route: Any, header: bytes, body: bytes | memoryview | None) -> bool:
+        try:
+            if route is not None:
+                socket.send(route, NOBLOCK | SNDMORE)
+            socket.send(header, NOBLOCK | (0 if body is None else SNDMORE))
+            if body is not None:
+                socket.send(body, NOBLOCK, copy=len(body) < COPY_BELOW_BYTES)
+        except zmq.ZMQError:
+            return False
         return True
 
     def _look_again(self, socket: zmq.Socket[bytes], peer: Hashable) -> None:
-        """A send may swallow the edge that announces a message: drain once the loop is free."""
+        """Drains the socket once the loop is free."""
         assert self._loop is not None
         descriptor = next((number for number, watched in self._readers.items() if watched is socket), -1)
         if threading.get_ident() == self._thread:
             self._drain_soon(descriptor, socket, peer)
         else:
-            self._loop.call_soon_threadsafe(self._drain_soon, descriptor, socket, peer)
+            with suppress(RuntimeError):  # the loop is closed: nobody reads any more
+                self._loop.call_soon_threadsafe(self._drain_soon, descriptor, socket, peer)
+
+
+def _is_readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(EVENTS)) & POLLIN)
+
+
+def _someone_listens(path: str) -> bool:
+    """Whether a process accepts connections at this path. A path left behind by one that died is free."""
+    if path.startswith("@"):
+        return False  # a name outside the file system: the kernel refuses a second one
+    with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+        return True

@@ -13,7 +13,7 @@ from kvd.protocol.specs import DTYPES, KeySpec
 
 KINDS: tuple[type[Any], ...] = get_args(Message)
 
-_texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+_texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 _plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 40), 1 << 40) | st.floats(allow_nan=False) | _texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_texts, inner, max_size=3),

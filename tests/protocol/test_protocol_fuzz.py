@@ -54,6 +54,11 @@ SAMPLES: list[Any] = [
 ]
 
 
+def decode_triple(header: bytes) -> tuple[Any, int, ViewNumber]:
+    sender, view, message = decode(header)
+    return message, sender, view
+
+
 def outcome(header: bytes) -> bool:
     """Whether the header decodes; if it does, the message is one that goes out as it came in."""
     try:
@@ -61,7 +66,8 @@ def outcome(header: bytes) -> bool:
     except ProtocolError:
         return False
     assert type(decoded.message) in KINDS
-    assert decode(encode(decoded.message, decoded.sender, decoded.view)) == decoded
+    again = encode(decoded.message, decoded.sender, decoded.view)
+    assert encode(*decode_triple(again)) == again  # bytes, since NaN in plain data is not equal to itself
     return True
 
 
@@ -97,7 +103,7 @@ def anything(random: Random, depth: int = 0) -> object:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_bytes(seed: int) -> None:
     random = Random(seed)
-    for _ in range(2000):
+    for _ in range(1200):
         outcome(random.randbytes(random.randrange(200)))
         outcome(bytes([0x90 + random.randrange(16), VERSION]) + random.randbytes(random.randrange(60)))
 
@@ -107,7 +113,7 @@ def test_damaged_headers(message: Any) -> None:
     header = encode(message, 7, VIEW)
     assert outcome(header)
     random = Random(5)
-    outcomes = {outcome(damaged(header, random)) for _ in range(3000)}
+    outcomes = {outcome(damaged(header, random)) for _ in range(1500)}
     assert False in outcomes  # the damage is damage
 
 
@@ -120,7 +126,7 @@ def test_every_truncation_is_refused(message: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.__name__))
 def test_a_right_envelope_around_anything(kind: type[Any]) -> None:
     random = Random(kind.KIND)
-    for _ in range(300):
+    for _ in range(150):
         values = [anything(random) for _ in range(random.randrange(10))]
         outcome(msgpack.packb([VERSION, kind.KIND, 7, 3, 9, *values]))
 
@@ -129,20 +135,20 @@ def test_a_right_envelope_around_anything(kind: type[Any]) -> None:
 def test_one_field_exchanged_for_anything(message: Any) -> None:
     body = msgpack.unpackb(encode(message, 7, VIEW))
     random = Random(11)
-    for _ in range(800):
+    for _ in range(500):
         other = list(body)
         other[random.randrange(len(other))] = anything(random)
         outcome(msgpack.packb(other))
 
 
 @given(st.binary(max_size=400))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 def test_chosen_bytes(header: bytes) -> None:
     outcome(header)
 
 
 @given(any_message, st.integers(0, 1 << 16), st.binary(max_size=4))
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_chosen_damage(message: Any, place: int, piece: bytes) -> None:
     header = encode(message, 7, VIEW)
     cut = place % len(header)

@@ -17,8 +17,11 @@ from kvd.core.calls import (
     JoinCluster,
     LeaveRounds,
     Move,
+    Rewind,
 )
+from kvd.core.machine import Apply
 from kvd.errors import BarrierBroken, KvdError, NotAllowed, RequestTimeout
+from kvd.node.jobs import JobRunner
 from kvd.optimizer import SGD, to_wire
 from kvd.protocol.messages import ASSIGN, SetOptimizer
 from kvd.testing.checkers import check_everything_ended
@@ -46,31 +49,40 @@ def begun(me: Me, *keys: str) -> Any:
     yield InitKeys(tuple(item(key, full(0.0)) for key in keys))
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_push_taken_in_part_keeps_its_clock(seed: int) -> None:
-    """Two servers refuse different workers of a mixed round: neither worker may use that clock for other bytes."""
-    errors: dict[int, KvdError] = {}
+def test_push_taken_in_part_keeps_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One server commits its slice, the other's update fails: the clock must not be used for other bytes."""
+    apply = JobRunner._apply
+    failed: list[str] = []
+
+    def fails_once(runner: JobRunner, job: Apply) -> Any:
+        if job.slice_index == 1 and not failed:
+            failed.append("yes")
+            raise NotAllowed("out of memory")
+        return apply(runner, job)
+
+    monkeypatch.setattr(JobRunner, "_apply", fails_once)
 
     def program(me: Me) -> Coroutine:
         yield from begun(me, "w")
-        try:
-            yield push("w", 1.0, how=ASSIGN if me.rank == 0 else 0)
-        except KvdError as error:
-            errors[me.rank] = error
-        yield Sleep(1.0)
+        with pytest.raises(NotAllowed, match="out of memory"):
+            yield push("w", 1.0)
+        with pytest.raises(NotAllowed, match="in part"):
+            yield push("w", 5.0)
+        yield Rewind(0)
+        yield push("w", 1.0)
+        yield push("w", 2.0)
 
-    world = World(seed, Cluster(workers=2))
+    world = World(2, Cluster(workers=2))
     world.start_all(program)
-    world.run(10)
-    for rank in range(2):
-        key = worker_of(world, rank)._keys["w"]
-        staged = [slice_.log.staged.get(rank, 0) for server in world.servers() for slice_ in slices_of(server)]
-        assert key.clock == max(staged), (errors, staged)
-        assert (key.broken is not None) == (min(staged) != max(staged))
+    world.run(20)
+    check_everything_ended(world)
+    assert [slice_.log.version for server in world.servers() for slice_ in slices_of(server)] == [2, 2]
+    assert set(world.value("w").tolist()) == {4.0}
 
 
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("asks", [Barrier("b"), LeaveRounds("done")])
-def test_paused_worker_does_not_take_its_place_back(asks: Any) -> None:
+def test_paused_worker_does_not_take_its_place_back(asks: Any, seed: int) -> None:
     """Whatever a replaced worker asks when it wakes, it is told to stop, and its successor stays."""
 
     def program(me: Me) -> Coroutine:
@@ -81,13 +93,16 @@ def test_paused_worker_does_not_take_its_place_back(asks: Any) -> None:
         else:
             yield Sleep(60.0)
 
-    world = World(1, Cluster(workers=2))
+    world = World(seed, Cluster(workers=2))
     world.start_all(program)
     world.run(1.999)
     old = world.processes["worker 1"]
     world.at(2.0002, lambda: world.pause("worker 1", 5.0))
     world.run(2.0)
     new = world.start_worker(1)
+    world.run(4)
+    world.network.faults = Faults(loss=0.5)
+    world.run(1)
     world.run(20)
     assert isinstance(old.halted, NotAllowed)
     assert new.halted is None
@@ -136,7 +151,7 @@ def test_scheduler_without_record_takes_its_nodes_back(seed: int) -> None:
     rounds.check(world)
     world.kill("worker 2", noticed=True)
     world.run(5)
-    assert list(worker_of(world, 0).view.dead_workers()) == [2]
+    assert worker_of(world, 0).view.worker(2).state == "gone"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
@@ -168,7 +183,7 @@ def test_worker_that_left_the_rounds_and_dies_is_not_waited_for(comes_back: bool
 def test_init_that_arrives_twice_makes_a_slice_once(seed: int) -> None:
     """A second Create of a slice, still under way when the first is pushed to, must not take the pushes away."""
     ledger = Ledger(2, 6, pace_s=0.05)
-    faults = Faults(delay_s=(0.0005, 0.3), duplicates=0.5, ordered=False)
+    faults = Faults(delay_s=(0.0005, 0.02), duplicates=0.5, ordered=False)
     world = World(seed, Cluster(workers=2, job_s=(0.0, 1.0)), faults)
     live_through(world, ledger.program, Mishaps(within_s=20.0))
     ledger.check(world)
@@ -208,13 +223,14 @@ def test_flush_does_not_wait_for_a_push_that_never_began() -> None:
             yield Sleep(20.0)
         for _ in range(2):
             yield Start(push("w", 1.0), 100.0)
+        if me.rank == 1:
+            return
         late = yield Start(push("w", 1.0), 1.0)  # the window is full: it is not begun before its deadline
         flush = yield Start(Flush(), 60.0)
         control = yield Start(Control((SetOptimizer(0, None),), staged_first=True), 60.0)
-        if me.rank == 0:
-            with pytest.raises(RequestTimeout) as caught:
-                yield late
-            assert caught.value.outcome == "not_sent"
+        with pytest.raises(RequestTimeout) as caught:
+            yield late
+        assert caught.value.outcome == "not_sent"
         yield control
         ends.append(me.world.now)
         yield flush

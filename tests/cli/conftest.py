@@ -1,0 +1,63 @@
+"""What the tests of the command line share: the program in this process, and in one of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvd_cli.main import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 60.0
+
+Kvd = Callable[..., Result]
+Spawn = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No settings from the environment or from a file of this folder."""
+    for name in list(os.environ):
+        if name.startswith(("KVD_", "DMLC_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NOTIFY_SOCKET"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def kvd(clean_environment: None) -> Kvd:
+    """Runs a command line in this process."""
+
+    def call(*arguments: str, **options: Any) -> Result:
+        return CliRunner().invoke(cli, [*map(str, arguments)], prog_name="kvd", **options)
+
+    return call
+
+
+@pytest.fixture
+def spawn(clean_environment: None) -> Iterator[Spawn]:
+    """Starts a command line in a process of its own. What still runs at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str, environment: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
+        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+        process: subprocess.Popen[str] = subprocess.Popen(
+            [sys.executable, "-m", "kvd_cli.main", *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'cli'}", **(environment or {})},
+            text=True,
+            **options,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()

@@ -1,0 +1,410 @@
+"""The scheduler: who is in, and with which rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvd.core.machine import Effect, Garbled, Note, PeerLost, Persist, Persisted, Received, Send, Tick
+from kvd.core.scheduler import SchedulerMachine, SchedulerSettings
+from kvd.protocol.messages import (
+    Done,
+    Enter,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Leave,
+    Lookup,
+    Quiet,
+    Refused,
+    Settings,
+    StatusQuery,
+    StatusReport,
+    View,
+    ViewNumber,
+    Welcome,
+)
+from tests.core.core_fakes import OPEN, cluster, of, one, said, server_id, worker_id
+
+BARE = cluster(mode="", merge="")
+
+
+class Bench:
+    """A scheduler, whose nodes are called by their incarnation; what it persists is on disk at once or on demand."""
+
+    def __init__(self, settings: Settings = BARE, *, saved: Any = None, generation: int = 1, **more: Any) -> None:
+        limits = {"heartbeat_interval_s": 1.0, "server_timeout_s": 5.0, "worker_timeout_s": 20.0, "break_on_loss": True}
+        self.machine = SchedulerMachine(SchedulerSettings(settings, **(limits | more)), 1, generation, 0.0, saved)
+        self.now = 0.0
+        self.hold = False
+        self.disk: Any = None
+
+    def step(self, event: Any) -> list[Effect]:
+        effects = self.machine.step(event, self.now)
+        for persist in of(Persist, effects):
+            self.disk = persist.record
+            if not self.hold:
+                effects = effects + self.machine.step(Persisted(persist.token), self.now)
+        return effects
+
+    def say(self, who: int, message: Any, *, peer: Any = None, view: tuple[int, int] = (0, 0)) -> list[Effect]:
+        return self.step(Received(who if peer is None else peer, who, ViewNumber(*view), message))
+
+    def join(self, role: str, who: int, node_id: str, *, rank: int = -1, settings: Settings = OPEN) -> list[Effect]:
+        return self.say(who, Join(1, role, node_id, "", "host", 70 + who % 10, rank, settings))
+
+    def worker(self, rank: int, life: int = 0) -> list[Effect]:
+        return self.join("worker", worker_id(rank, life), f"worker-{rank}")
+
+    def beat(self, rank: int, life: int = 0) -> list[Effect]:
+        return self.say(worker_id(rank, life), Heartbeat("worker", rank), view=self.machine.view_number)
+
+    def states(self) -> dict[str, str]:
+        members: Any = self.machine.explain(self.now)["members"]
+        return {f"{member['role']} {member['rank']}": member["state"] for member in members}
+
+
+def answer(effects: list[Effect], kind: Any) -> Any:
+    return one([message for message in said(effects) if isinstance(message, kind)])
+
+
+# ── joining ──
+
+
+def test_ranks_are_given_in_the_order_of_joining_and_everyone_gets_the_view() -> None:
+    bench = Bench()
+    assert answer(bench.join("server", 1000, "s"), Welcome) == Welcome(1, 0, "")
+    assert answer(bench.worker(0), Welcome) == Welcome(1, 0, "")
+    effects = bench.worker(1)
+    assert answer(effects, Welcome) == Welcome(1, 1, "")
+    views = {send.peer: send.message for send in of(Send, effects) if isinstance(send.message, View)}
+    assert set(views) == {1000, worker_id(0), worker_id(1)}
+    view = views[1000]
+    assert [(member.role, member.rank, member.state) for member in view.members] == [
+        ("server", 0, "active"),
+        ("worker", 0, "active"),
+        ("worker", 1, "active"),
+    ]
+    assert view.shards == (0,) * 8
+    assert bench.machine.view_number == (1, 3)
+
+
+def test_nothing_is_told_before_it_is_persisted() -> None:
+    bench = Bench()
+    bench.hold = True
+    effects = bench.worker(0)
+    assert said(effects) == []
+    token = one(of(Persist, effects)).token
+    assert bench.machine.view_number == (1, 0)
+    assert [type(message) for message in said(bench.step(Persisted(token)))] == [View, Welcome]
+    assert bench.machine.view_number == (1, token)
+    assert bench.step(Persisted(token)) == []
+
+
+def test_two_changes_under_way_the_view_told_is_that_of_the_number() -> None:
+    bench = Bench()
+    bench.hold = True
+    first = one(of(Persist, bench.worker(0))).token
+    second = one(of(Persist, bench.worker(1))).token
+    bench.step(Persisted(first))
+    assert bench.machine.view_number == (1, first)
+    (view,) = [
+        message for message in said(bench.say(worker_id(0), Heartbeat("worker", 0))) if isinstance(message, View)
+    ]
+    assert [member.rank for member in view.members] == [0]
+    effects = bench.step(Persisted(second))
+    assert answer(effects, Welcome) == Welcome(1, 1, "")
+    assert all(len(message.members) == 2 for message in said(effects) if isinstance(message, View))
+
+
+def test_records_that_are_saved_out_of_order_never_take_the_view_back() -> None:
+    bench = Bench()
+    bench.hold = True
+    first = one(of(Persist, bench.worker(0))).token
+    second = one(of(Persist, bench.worker(1))).token
+    effects = bench.step(Persisted(second))
+    assert len([message for message in said(effects) if isinstance(message, Welcome)]) == 2
+    assert bench.step(Persisted(first)) == []
+    assert bench.machine.view_number == (1, second)
+
+
+def test_a_join_that_is_sent_again_is_answered_again_and_changes_nothing() -> None:
+    bench = Bench()
+    bench.worker(0)
+    effects = bench.worker(0)
+    assert [type(message) for message in said(effects)] == [Welcome, View]
+    assert of(Persist, effects) == []
+
+
+def test_a_node_gets_the_rank_that_it_asks_for_if_it_is_free() -> None:
+    bench = Bench(BARE._replace(num_workers=3))
+    assert answer(bench.join("worker", 51, "a", rank=2), Welcome).rank == 2
+    assert answer(bench.join("worker", 52, "b", rank=2), Welcome).rank == 0
+    assert answer(bench.join("worker", 53, "c", rank=9), Welcome).rank == 1
+
+
+def test_a_restarted_node_takes_up_its_rank_whatever_it_asks_for() -> None:
+    bench = Bench()
+    bench.worker(0)
+    bench.worker(1)
+    effects = bench.join("worker", worker_id(1, 1), "worker-1", rank=0)
+    assert answer(effects, Welcome) == Welcome(1, 1, "dead")
+    told = [send.message for send in of(Send, effects) if send.peer == worker_id(1)]
+    assert [(message.error, message.request) for message in told if isinstance(message, Refused)] == [("replaced", 0)]
+
+
+def test_a_full_cluster_takes_nobody_in() -> None:
+    bench = Bench()
+    for rank in (0, 1):
+        bench.worker(rank)
+    refused = answer(bench.join("worker", 99, "third"), Refused)
+    assert refused.error == "NotAllowed"
+    assert "all 2 workers are there" in refused.text
+    bench.say(worker_id(0), Leave(9, "done"))
+    assert answer(bench.join("worker", 99, "third"), Refused).error == "NotAllowed"  # done is not gone
+
+
+def test_the_seat_of_one_that_left_is_given_before_that_of_a_dead_one() -> None:
+    bench = Bench()
+    for rank in (0, 1):
+        bench.worker(rank)
+    bench.step(PeerLost(worker_id(0), "exit 1"))
+    bench.say(worker_id(1), Leave(9, "left"))
+    assert answer(bench.join("worker", 98, "new"), Welcome) == Welcome(1, 1, "left")
+    assert answer(bench.join("worker", 99, "newer"), Welcome) == Welcome(1, 0, "dead")
+
+
+def test_an_observer_sees_the_view_and_is_not_in_it() -> None:
+    bench = Bench()
+    bench.worker(0)
+    effects = bench.join("observer", 77, "")
+    assert [type(message) for message in said(effects, 77)] == [Welcome, View]
+    assert said(effects)[0] == Welcome(1, -1, "")
+    assert bench.states() == {"worker 0": "active"}
+
+
+@pytest.mark.parametrize(
+    ("have", "field", "wanted", "agrees"),
+    [
+        (BARE, "mode", "async", True),
+        (BARE._replace(mode="sync"), "mode", "async", False),
+        (BARE, "merge", "mean", True),
+        (BARE._replace(merge="sum"), "merge", "mean", False),
+        (BARE, "num_workers", 2, True),
+        (BARE, "num_workers", 3, False),
+        (BARE, "num_servers", 2, False),
+        (BARE, "slice_bytes", 8192, False),
+        (BARE, "rounds_ahead", 3, False),
+        (BARE, "num_shards", 9, False),
+        (BARE._replace(num_shards=0), "num_shards", 9, True),
+        (BARE._replace(mode="async", staleness=3), "staleness", 3, True),
+        (BARE._replace(mode="async", staleness=3), "staleness", 2, False),
+        (BARE._replace(mode="async"), "staleness", 0, False),
+        (BARE, "staleness", 4, True),
+    ],
+)
+def test_settings_agree_or_the_setting_is_named(have: Settings, field: str, wanted: Any, agrees: bool) -> None:
+    effects = Bench(have).join("worker", 51, "a", settings=OPEN._replace(**{field: wanted}))
+    if agrees:
+        assert answer(effects, Welcome).rank == 0
+    else:
+        refused = answer(effects, Refused)
+        assert (refused.error, refused.key) == ("ConfigError", field)
+        assert repr(wanted) in refused.text
+
+
+def test_the_first_worker_to_say_decides_what_the_cluster_left_open() -> None:
+    bench = Bench()
+    bench.join("server", 1000, "s", settings=OPEN._replace(mode="async", merge="mean"))
+    assert bench.machine.explain(0.0)["settings"]["mode"] == ""  # type: ignore[index]
+    bench.join("worker", 51, "a", settings=OPEN._replace(mode="async", merge="mean", staleness=2))
+    settings: Any = bench.machine.explain(0.0)["settings"]
+    assert (settings["mode"], settings["merge"], settings["staleness"]) == ("async", "mean", 2)
+    assert answer(bench.join("worker", 52, "b", settings=OPEN._replace(mode="sync")), Refused).key == "mode"
+
+
+@pytest.mark.parametrize(("role", "node_id", "field"), [("driver", "a", "role"), ("worker", "", "node_id")])
+def test_a_join_needs_a_role_and_a_name(role: str, node_id: str, field: str) -> None:
+    refused = answer(Bench().join(role, 51, node_id), Refused)
+    assert (refused.error, refused.key) == ("ConfigError", field)
+
+
+@pytest.mark.parametrize(("field", "word"), [("mode", "chaos"), ("merge", "max")])
+def test_words_that_mean_nothing_do_not_become_the_cluster_s(field: str, word: str) -> None:
+    bench = Bench()
+    refused = answer(bench.join("worker", 51, "a", settings=OPEN._replace(**{field: word})), Refused)
+    assert (refused.error, refused.key) == ("ConfigError", field)
+    assert bench.machine.explain(0.0)["settings"][field] == ""  # type: ignore[index]
+
+
+# ── leaving, replacing ──
+
+
+def test_leaving_is_answered_when_the_view_says_so() -> None:
+    bench = Bench()
+    bench.worker(0)
+    bench.hold = True
+    effects = bench.say(worker_id(0), Leave(9, "done"))
+    assert said(effects) == []
+    assert Done(9) in said(bench.step(Persisted(one(of(Persist, effects)).token)))
+    assert bench.states() == {"worker 0": "done"}
+    bench.hold = False
+    assert said(bench.say(worker_id(0), Leave(10, "left")))[-1] == Done(10)
+    assert bench.states() == {"worker 0": "left"}
+    assert said(bench.say(worker_id(0), Leave(10, "left"))) == [Done(10)]
+
+
+def test_who_has_left_stays_gone_whatever_arrives_late() -> None:
+    bench = Bench()
+    bench.worker(0)
+    bench.say(worker_id(0), Leave(9, "done"))
+    bench.say(worker_id(0), Leave(10, "left"))
+    assert Done(9) in said(bench.say(worker_id(0), Leave(9, "done")))
+    bench.beat(0)
+    bench.worker(0)
+    bench.now = 1000.0
+    bench.step(Tick())
+    assert bench.states() == {"worker 0": "left"}
+
+
+def test_a_node_leaves_as_done_or_left() -> None:
+    bench = Bench()
+    bench.worker(0)
+    assert answer(bench.say(worker_id(0), Leave(9, "angry")), Refused).error == "ProtocolError"
+    assert bench.states() == {"worker 0": "active"}
+
+
+@pytest.mark.parametrize("message", [Heartbeat("worker", 0), Leave(3, "left"), Enter(3, "b", 0)])
+def test_a_stranger_is_told_to_join(message: Any) -> None:
+    refused = answer(Bench().say(51, message), Refused)
+    assert (refused.error, refused.request) == ("join", getattr(message, "request", 0))
+
+
+@pytest.mark.parametrize(
+    "message", [Heartbeat("worker", 0), Leave(3, "left"), Enter(3, "b", 0), Join(1, "worker", "worker-0", "", "h", 1, 0, OPEN)]
+)  # fmt: skip
+def test_who_was_replaced_changes_nothing_any_more(message: Any) -> None:
+    bench = Bench()
+    bench.worker(0)
+    bench.worker(0, life=1)
+    effects = bench.say(worker_id(0), message)
+    assert answer(effects, Refused).error == "replaced"
+    assert of(Persist, effects) == []
+    restarted = Bench(saved=bench.disk, generation=2)
+    assert answer(restarted.say(worker_id(0), message), Refused).error == "replaced"
+    assert answer(restarted.beat(0, life=1), HeartbeatAck) is not None
+
+
+def test_a_heartbeat_for_a_place_that_another_has_says_replaced() -> None:
+    bench = Bench()
+    bench.worker(0)
+    assert answer(bench.say(51, Heartbeat("worker", 0)), Refused).error == "replaced"
+
+
+# ── what is refused, what is ignored ──
+
+
+def test_messages_for_others_are_refused_and_answers_are_not_answered() -> None:
+    bench = Bench()
+    refused = answer(bench.say(51, Lookup(4, "w", False)), Refused)
+    assert (refused.error, refused.request, refused.text) == (
+        "ProtocolError",
+        4,
+        "the scheduler takes no Lookup: send it to a server",
+    )
+    assert answer(bench.say(51, View(OPEN, (), ())), Refused).request == 0
+    assert bench.say(51, Refused(0, "ProtocolError", "what?")) == []
+    assert bench.step(Garbled("peer", "junk")) == []
+    assert bench.step(PeerLost(12345, "who?")) == []
+
+
+def test_status_is_answered_to_anyone() -> None:
+    assert said(Bench().say(51, StatusQuery(8))) == [StatusReport(8)]
+
+
+def test_explain_names_who_is_there_and_who_is_missing() -> None:
+    bench = Bench()
+    bench.worker(1)
+    bench.now = 2.5
+    shown: Any = bench.machine.explain(2.5)
+    assert (shown["role"], shown["view"], shown["missing"]) == ("scheduler", [1, 1], ["server 0", "worker 1"])
+    assert shown["members"][0]["last_heard_s"] == 2.5
+    assert bench.machine.watched() == [(worker_id(1), "host", 70 + worker_id(1) % 10)]
+
+
+def test_more_nodes_than_a_view_can_name_are_reported() -> None:
+    bench = Bench(BARE._replace(num_workers=300))
+    notes = []
+    for number in range(201):
+        notes = [note.text for note in of(Note, bench.join("worker", 5000 + number, f"n{number}"))]
+    assert any("cannot be announced" in text for text in notes)
+
+
+# ── its own restart ──
+
+
+def test_a_scheduler_takes_its_nodes_back_from_its_record() -> None:
+    bench = Bench()
+    bench.join("server", server_id(0), "s", settings=OPEN)
+    bench.join("worker", worker_id(0), "worker-0", settings=OPEN._replace(mode="async", merge="mean"))
+    bench.worker(1)
+    bench.step(PeerLost(worker_id(1), "exit 9"))
+    SchedulerMachine.check_record(bench.disk)
+    again = Bench(saved=bench.disk, generation=2)
+    assert again.machine.view_number == (2, 1)
+    assert again.states() == {"server 0": "active", "worker 0": "active", "worker 1": "dead"}
+    assert again.machine.explain(0.0)["settings"]["merge"] == "mean"  # type: ignore[index]
+    effects = again.say(worker_id(0), Heartbeat("worker", 0), view=(1, 9))
+    assert [type(message) for message in said(effects)] == [HeartbeatAck, View]
+    assert answer(again.worker(1, life=1), Welcome) == Welcome(1, 1, "dead")
+
+
+def test_a_record_with_more_seats_than_the_cluster_has_now() -> None:
+    bench = Bench()
+    bench.worker(0)
+    bench.worker(1)
+    again = Bench(BARE._replace(num_workers=1, mode="sync", merge="sum"), saved=bench.disk, generation=2)
+    assert again.states() == {"worker 0": "active"}
+
+
+def test_a_scheduler_without_a_record_goes_on_after_the_views_that_nodes_know() -> None:
+    bench = Bench()
+    effects = bench.say(51, Join(1, "worker", "a", "", "h", 1, 1, OPEN), view=(4, 7))
+    assert answer(effects, Welcome).rank == 1
+    assert bench.machine.view_number > (4, 7)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"generation": 0},
+        {"generation": "x"},
+        {"settings": [1]},
+        {"seats": [[["worker"], "h", 1, ""]]},
+        {"seats": [["worker"]]},
+        {"seats": 5},
+    ],
+)
+def test_a_damaged_record_is_noticed(damage: dict[str, Any]) -> None:
+    bench = Bench()
+    bench.worker(0)
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        SchedulerMachine.check_record({**bench.disk, **damage})
+    with pytest.raises(KeyError):
+        SchedulerMachine.check_record({})
+
+
+# ── heartbeats ──
+
+
+def test_a_heartbeat_is_answered_with_who_is_quiet_and_the_view_to_who_has_an_older_one() -> None:
+    bench = Bench()
+    bench.worker(0)
+    bench.worker(1)
+    bench.now = 1.0
+    assert said(bench.beat(0)) == [HeartbeatAck(())]
+    bench.now = 2.25
+    assert said(bench.beat(0)) == [HeartbeatAck((Quiet("worker", 1, 2.25),))]
+    effects = bench.say(worker_id(0), Heartbeat("worker", 0), view=(1, 1))
+    assert [type(message) for message in said(effects)] == [HeartbeatAck, View]

@@ -1,0 +1,215 @@
+"""The scheduler: who is dead and why, and where the barriers stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvd.core.machine import Note, PeerLost, Persist, Persisted, Send, Tick
+from kvd.protocol.messages import Done, Enter, Leave, Refused, View
+from tests.core.core_fakes import of, one, said, server_id, worker_id
+from tests.core.test_core_scheduler import BARE, Bench
+
+
+def two_workers(**more: Any) -> Bench:
+    bench = Bench(**more)
+    bench.worker(0)
+    bench.worker(1)
+    return bench
+
+
+def run(bench: Bench, until: float, *alive: int) -> list[Any]:
+    """Lets time pass in tenths of a second, with a heartbeat a second of those who are alive."""
+    effects: list[Any] = []
+    ticks = round((until - bench.now) * 10)
+    for tick in range(1, ticks + 1):
+        bench.now += 0.1
+        if tick % 10 == 0:
+            for rank in alive:
+                effects += bench.beat(rank)
+        effects += bench.step(Tick())
+    return effects
+
+
+def test_silence_is_death_after_the_limit_of_the_role() -> None:
+    bench = two_workers()
+    bench.join("server", server_id(0), "s")
+    run(bench, 4.9, 0)
+    assert bench.states()["server 0"] == "active"
+    run(bench, 5.2, 0)
+    assert bench.states() == {"server 0": "dead", "worker 0": "active", "worker 1": "active"}
+    run(bench, 19.8, 0)
+    assert bench.states()["worker 1"] == "active"
+    effects = run(bench, 20.2, 0)
+    assert bench.states()["worker 1"] == "dead"
+    view = [message for message in said(effects, worker_id(0)) if isinstance(message, View)][-1]
+    dead = one([member for member in view.members if member.rank == 1 and member.role == "worker"])
+    assert dead.reason == "no heartbeat for 20 s"
+    assert 20.0 <= dead.last_seen_s < 20.3
+
+
+def test_it_asks_to_be_woken_when_the_first_may_die() -> None:
+    bench = Bench()
+    assert bench.machine.next_deadline() is None
+    bench.worker(0)
+    assert bench.machine.next_deadline() == 20.0
+    bench.now = 3.0
+    bench.join("server", server_id(0), "s")
+    assert bench.machine.next_deadline() == 8.0
+    bench.say(worker_id(0), Leave(9, "left"))
+    bench.step(PeerLost(server_id(0), "exit 0"))
+    assert bench.machine.next_deadline() is None
+
+
+def test_a_death_that_the_shell_saw_counts_at_once() -> None:
+    bench = two_workers()
+    bench.now = 1.5
+    effects = bench.step(PeerLost(worker_id(1), "killed by signal 9 " + "x" * 100))
+    view = [message for message in said(effects) if isinstance(message, View)][0]
+    dead = view.members[1]
+    assert (dead.state, dead.last_seen_s) == ("dead", 1.5)
+    assert dead.reason == ("killed by signal 9 " + "x" * 100)[:80]
+    assert bench.step(PeerLost(worker_id(1), "again")) == []
+
+
+def test_no_death_is_told_before_it_is_persisted() -> None:
+    bench = two_workers()
+    bench.hold = True
+    effects = bench.step(PeerLost(worker_id(1), "gone"))
+    assert of(Send, effects) == []
+    token = one(of(Persist, effects)).token
+    assert {send.peer for send in of(Send, bench.step(Persisted(token)))} == {worker_id(0), worker_id(1)}
+
+
+def test_the_dead_who_speak_live() -> None:
+    bench = two_workers()
+    bench.step(PeerLost(worker_id(1), "?"))
+    effects = bench.beat(1)
+    assert bench.states()["worker 1"] == "active"
+    assert any("is back" in note.text for note in of(Note, effects))
+
+
+def test_who_left_the_rounds_and_dies_has_still_left_them() -> None:
+    bench = two_workers()
+    bench.say(worker_id(1), Leave(9, "done"))
+    bench.step(PeerLost(worker_id(1), "exit 1"))
+    assert bench.states()["worker 1"] == "gone"
+    bench.beat(1)
+    assert bench.states()["worker 1"] == "done"
+
+
+def test_a_scheduler_that_was_paused_gives_everyone_a_full_time() -> None:
+    bench = two_workers()
+    bench.now = 60.0
+    effects = bench.step(Tick())
+    assert any("was paused" in note.text for note in of(Note, effects))
+    assert set(bench.states().values()) == {"active"}
+    bench.now = 61.0
+    bench.step(Tick())
+    assert bench.machine.next_deadline() == 80.0
+    run(bench, 80.2, 0)
+    assert bench.states() == {"worker 0": "active", "worker 1": "dead"}
+
+
+def test_a_deadline_met_in_time_is_no_pause() -> None:
+    bench = two_workers()
+    bench.now = 20.0  # nothing happened in between: the shell woke it when it asked to be
+    bench.step(Tick())
+    assert set(bench.states().values()) == {"dead"}
+
+
+# ── barriers ──
+
+
+def enter(bench: Bench, rank: int, request: int, generation: int = 0, life: int = 0) -> list[Any]:
+    who = worker_id(rank, life)
+    return [
+        send for send in of(Send, bench.say(who, Enter(request, "b", generation))) if not isinstance(send.message, View)
+    ]
+
+
+def test_a_barrier_is_released_to_everyone() -> None:
+    bench = two_workers()
+    assert enter(bench, 0, 11) == []
+    assert bench.machine.explain(0.0)["barriers"] == {"b": [0]}
+    assert enter(bench, 1, 22) == [Send(worker_id(0), Done(11)), Send(worker_id(1), Done(22))]
+    assert enter(bench, 0, 12) == [Send(worker_id(0), Done(12))]  # settled: the same answer for ever
+    assert enter(bench, 0, 13, generation=1) == []
+
+
+def test_a_release_is_persisted_before_it_is_told_and_outlives_the_scheduler() -> None:
+    bench = two_workers()
+    enter(bench, 0, 11)
+    bench.hold = True
+    effects = bench.say(worker_id(1), Enter(22, "b", 0))
+    assert said(effects) == []
+    assert enter(bench, 0, 11) == []  # asked again in between: not yet
+    again = Bench(saved=one(of(Persist, effects)).record, generation=2)
+    assert enter(again, 0, 11) == [Send(worker_id(0), Done(11))]
+    told = said(bench.step(Persisted(one(of(Persist, effects)).token)))
+    assert told.count(Done(11)) >= 1
+    assert told.count(Done(22)) == 1
+
+
+def test_those_not_yet_there_are_waited_for_and_those_who_left_are_not() -> None:
+    bench = Bench(BARE._replace(num_workers=3))
+    bench.worker(0)
+    bench.worker(1)
+    enter(bench, 0, 11)
+    assert enter(bench, 1, 22) == []
+    bench.worker(2)
+    effects = bench.say(worker_id(2), Leave(9, "done"))
+    assert Done(11) not in said(effects)  # done: left the rounds, not the barriers
+    assert Done(11) in said(bench.say(worker_id(2), Leave(10, "left")))
+
+
+@pytest.mark.parametrize("dies_first", [True, False])
+def test_a_death_breaks_the_barrier_that_it_is_missing_from(dies_first: bool) -> None:
+    bench = two_workers()
+    if dies_first:
+        bench.step(PeerLost(worker_id(1), "gone"))
+        effects = bench.say(worker_id(0), Enter(11, "b", 0))
+    else:
+        enter(bench, 0, 11)
+        effects = bench.step(PeerLost(worker_id(1), "gone"))
+    refused = one([message for message in said(effects) if isinstance(message, Refused)])
+    assert (refused.request, refused.error, refused.nodes) == (11, "BarrierBroken", ("worker 1",))
+    assert any("broke" in note.text for note in of(Note, effects))
+    bench.worker(1, life=1)
+    (late,) = enter(bench, 1, 5, life=1)
+    assert late.message.error == "BarrierBroken"
+
+
+def test_with_wait_a_death_breaks_nothing_and_the_successor_completes_the_barrier() -> None:
+    bench = two_workers(break_on_loss=False)
+    enter(bench, 0, 11)
+    bench.step(PeerLost(worker_id(1), "gone"))
+    bench.worker(1, life=1)
+    assert [send.message for send in enter(bench, 1, 5, life=1)] == [Done(11), Done(5)]
+
+
+def test_the_dead_predecessor_is_not_counted_as_there() -> None:
+    bench = two_workers()
+    enter(bench, 1, 22)
+    bench.worker(1, life=1)
+    assert enter(bench, 0, 11) == []
+
+
+def test_servers_meet_at_no_barriers() -> None:
+    bench = two_workers()
+    bench.join("server", server_id(0), "s")
+    refused = one(
+        [message for message in said(bench.say(server_id(0), Enter(3, "b", 0))) if isinstance(message, Refused)]
+    )
+    assert (refused.error, refused.request) == ("NotAllowed", 3)
+
+
+def test_too_many_barriers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.core.barriers.MAX_NAMES", 1)
+    bench = two_workers()
+    enter(bench, 0, 1)
+    refused = one(
+        [message for message in said(bench.say(worker_id(0), Enter(2, "c", 0))) if isinstance(message, Refused)]
+    )
+    assert (refused.error, refused.request) == ("NotAllowed", 2)
