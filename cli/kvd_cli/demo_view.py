@@ -65,6 +65,7 @@ class DemoView:
         self.started = time.monotonic()
         self._final: float | None = None
         self._lock = threading.RLock()
+        self._news: list[str] = []  # lines that are to be shown as soon as the lock is free
         self._words: deque[str] = deque(maxlen=_LAST_WORDS)
 
     def __enter__(self) -> DemoView:
@@ -79,16 +80,15 @@ class DemoView:
         with self._lock:
             if report is not None and 0 <= report["worker"] < len(self.workers):
                 self._take_report(report)
-                return
-            text = printable(line.decode("utf-8", "replace"))
-            self._words.append(f"{node} | {text}")
-            if self.log_to is not None:
-                print(f"{node} | {text}", file=self.log_to, flush=True)
-            elif node == "launch":
-                self.say(text)
+            else:
+                self._take_log(node, printable(line.decode("utf-8", "replace")))
+            news, self._news = self._news, []
+        # without the lock: whoever draws a picture holds the console, and wants the lock
+        for text in news:
+            self.say(text)
 
     def say(self, text: str) -> None:
-        """Show a line that is worth seeing."""
+        """Show a line that is worth seeing, at once."""
         print(text, file=self.out, flush=True)
 
     def on_epoch(self, accuracy: float) -> None:
@@ -120,13 +120,20 @@ class DemoView:
         """How many epochs all workers have done."""
         return min(worker.step for worker in self.workers) // self.steps_per_epoch
 
+    def _take_log(self, node: str, text: str) -> None:
+        self._words.append(f"{node} | {text}")
+        if self.log_to is not None:
+            print(f"{node} | {text}", file=self.log_to, flush=True)
+        elif node == "launch":
+            self._news.append(text)
+
     def _take_report(self, report: dict[str, Any]) -> None:
         worker = self.workers[report["worker"]]
         if report["event"] == "start":
             self.steps, self.steps_per_epoch = report["steps"], report["steps_per_epoch"]
             if worker.has_started:
                 worker.restarts += 1
-                self.say(f"worker {report['worker']} is back, and goes on with step {report['step']}")
+                self._news.append(f"worker {report['worker']} is back, and goes on with step {report['step']}")
             worker.has_started, worker.step, worker.last = True, report["step"], (0.0, 0.0)
         elif report["event"] == "step":
             seconds, count = report["t"] - worker.last[0], report["bytes"] - worker.last[1]
@@ -149,7 +156,7 @@ class PlainView(DemoView):
 
     def on_epoch(self, accuracy: float) -> None:
         clocks = " ".join(str(worker.step) for worker in self.workers)
-        self.say(
+        self._news.append(
             f"epoch {len(self.accuracies):3d}  loss {self.mean_loss():.4f}  test accuracy {accuracy:.2%}  "
             f"{self.megabytes_per_s():6.1f} MB/s  clocks {clocks}"
         )

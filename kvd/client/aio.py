@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
 from kvd.client.backend import CAPABILITIES, Backend, Node
 from kvd.client.create import open_backend
+from kvd.client.exits import forget, remember
 from kvd.client.handle import Handle
 from kvd.client.local import LocalBackend, Updater
 from kvd.client.store import count_dead
@@ -28,6 +31,8 @@ class KVStore:
         self._backend = backend
         self._barrier_before_exit = True
         self._open = True
+        if not isinstance(backend, LocalBackend):
+            remember(self)
 
     @property
     def type(self) -> str:
@@ -140,7 +145,11 @@ class KVStore:
     async def close(self) -> None:
         if self._open:
             self._open = False
-            await asyncio.to_thread(self._backend.close, self._barrier_before_exit)
+            forget(self)
+            await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._backend.end_close(self._backend.begin_close(self._barrier_before_exit))
 
     async def __aenter__(self) -> KVStore:
         return self
@@ -152,9 +161,30 @@ class KVStore:
             await self.close()
         else:
             self._open = False
+            forget(self)
             await asyncio.to_thread(self._backend.abandon)
 
 
 async def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the name is part of the surface
     """As `kvd.create`, for an event loop."""
-    return KVStore(await asyncio.to_thread(open_backend, type, settings))
+    return KVStore(await asyncio.wrap_future(_open_in_thread(type, settings)))
+
+
+def _open_in_thread(type_name: str, settings: dict[str, Any]) -> Future[Backend]:
+    """In a thread of its own, which nobody has to wait for: a creation that is cancelled leaves the cluster again."""
+    future: Future[Backend] = Future()
+
+    def work() -> None:
+        try:
+            backend = open_backend(type_name, settings)
+        except BaseException as error:  # noqa: BLE001  it belongs to the one who awaits the store
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        else:
+            if future.set_running_or_notify_cancel():
+                future.set_result(backend)
+            else:
+                backend.abandon()
+
+    threading.Thread(target=work, name="kvd-create", daemon=True).start()
+    return future

@@ -15,5 +15,5 @@ def open_backend(type_name: str, settings: dict[str, Any]) -> Backend:
     kind = store_type(type_name)
     loaded = load(settings, overrides_from="keyword")
     if kind.mode == "":
-        return LocalBackend(kind)
+        return LocalBackend(kind, loaded.config.merge)
     return DistBackend(kind, loaded)

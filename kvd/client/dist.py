@@ -297,23 +297,27 @@ class DistBackend:
 
     # ── the end ──
 
-    def close(self, barrier: bool) -> None:
-        """Flush, leave the rounds, meet the others, go. The first error is raised when this worker has gone."""
+    def begin_close(self, barrier: bool) -> Handle:
+        """Flush, leave the rounds, meet the others; the first error ends it."""
+
+        async def work() -> None:
+            await self._engine.call(calls.Flush())
+            await self._engine.call(calls.LeaveRounds("done"))
+            if barrier:
+                await self._engine.call(calls.Barrier(EXIT_BARRIER))
+
+        return Handle(self._engine.run(work()), what="close")
+
+    def end_close(self, leaving: Handle) -> None:
+        """Goes when that is done. The first error is raised when this worker has gone."""
         error: KvdError | None = None
-        steps: list[tuple[calls.Request, bool]] = [
-            (calls.Flush(), True),
-            (calls.LeaveRounds("done"), True),
-            (calls.Barrier(EXIT_BARRIER), barrier),
-        ]
-        for request, wanted in steps:
-            try:
-                if wanted and error is None:
-                    self._engine.submit(request).result()
-            except KvdError as failure:
-                error = failure
-            except BaseException:  # Ctrl-C: go at once
-                self.abandon()
-                raise
+        try:
+            leaving.wait()
+        except KvdError as failure:
+            error = failure
+        except BaseException:  # Ctrl-C: go at once
+            self.abandon()
+            raise
         self._engine.stop()
         try:
             self._raise_failed(None)

@@ -116,6 +116,12 @@ class Exchange:
             names.update(status.get("waiting_for", ()))
         return tuple(sorted(names))
 
-    def dead_workers(self) -> dict[int, str]:
-        """The reason of death of every worker that is declared dead, by rank."""
-        return {node.rank: node.reason for node in self.store.dead_nodes() if node.role == "worker"}
+    def gone_workers(self) -> dict[int, bool]:
+        """The ranks that write nothing any more: whether they died, or left the rounds. Empty in this process."""
+        backend = self._backend
+        if not isinstance(backend, DistBackend):
+            return {}
+        view = backend._engine.machine.view
+        dead = view.dead_workers()
+        taking_part = set(view.required_ranks()) - set(dead)
+        return {rank: rank in dead for rank in range(backend.num_workers) if rank not in taking_part}

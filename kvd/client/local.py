@@ -36,13 +36,13 @@ class _Entry:
 class LocalBackend:
     """Everything happens in the call, so every handle is done. Safe to use from several threads."""
 
-    def __init__(self, kind: StoreType) -> None:
+    def __init__(self, kind: StoreType, merge: str = "sum") -> None:
         self.type = kind.name
         self.rank = 0
         self.local_rank = 0
         self.num_workers = 1
         self.num_servers = 0
-        self.merge = "sum"
+        self.merge = merge
         self._entries: dict[str, _Entry] = {}
         self._optimizer: Optimizer | None = None
         self._updater: Updater | None = None
@@ -76,6 +76,9 @@ class LocalBackend:
                 if self._optimizer is not None and not DTYPES[entry.spec.dtype].is_float:
                     text = f"key {name!r} is {entry.spec.dtype}: optimizers update float keys only"
                     raise NotAllowed(text, key=name)
+                if self.merge == "weighted" and not DTYPES[entry.spec.dtype].is_float:
+                    text = f"key {name!r} is {entry.spec.dtype}: a weighted merge takes float keys only"
+                    raise NotAllowed(text, key=name)
             for name, (entry, source) in zip(names, given, strict=True):
                 self._apply(name, entry, source.data.view(entry.value.dtype), samples)
         return Handle.of(None)
@@ -86,7 +89,8 @@ class LocalBackend:
             self._updater(name, received.reshape(shape), entry.value.reshape(shape))
         else:
             out = np.empty_like(entry.value)
-            apply_update(self._optimizer, entry.state, entry.value, [received], out, "sum", [samples])
+            mode: Any = self.merge
+            apply_update(self._optimizer, entry.state, entry.value, [received], out, mode, [samples])
             entry.value = out
         entry.version += 1
 
@@ -218,7 +222,10 @@ class LocalBackend:
     def is_scheduler_dead(self, timeout_s: float) -> bool:
         return False
 
-    def close(self, barrier: bool) -> None:
+    def begin_close(self, barrier: bool) -> Handle:
+        return Handle.of(None)
+
+    def end_close(self, leaving: Handle) -> None:
         self._closed = True
 
     def abandon(self) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import sys
-import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from kvd.client.backend import CAPABILITIES, Backend, Node
 from kvd.client.create import open_backend
+from kvd.client.exits import forget, remember
 from kvd.client.handle import Handle
 from kvd.client.local import LocalBackend, Updater
 from kvd.errors import NotAllowed
@@ -36,7 +34,8 @@ class KVStore:
         self._backend = backend
         self._barrier_before_exit = True
         self._open = True
-        _stores.add(self)
+        if not isinstance(backend, LocalBackend):
+            remember(self)
 
     # ── who and what ──
 
@@ -228,8 +227,10 @@ class KVStore:
     def close(self) -> None:
         """Leaves the cluster: flush, leave the rounds, wait for the others, go. The others wait for us no longer."""
         if self._open:
+            backend = self._here()
             self._open = False
-            self._backend.close(self._barrier_before_exit)
+            forget(self)
+            backend.end_close(backend.begin_close(self._barrier_before_exit))
 
     def __enter__(self) -> KVStore:
         return self
@@ -239,6 +240,7 @@ class KVStore:
             self.close()
         else:  # leave at once: no flush, no barrier
             self._open = False
+            forget(self)
             self._backend.abandon()
 
     def _here(self) -> Backend:
@@ -253,7 +255,7 @@ class KVStore:
 
 def count_dead(backend: Backend, node_id: int, timeout_s: float) -> int:
     """The count of `num_dead_node`, for both façades."""
-    if isinstance(node_id, bool) or not isinstance(node_id, int) or node_id < 0:
+    if isinstance(node_id, bool) or not isinstance(node_id, int) or node_id < 1:
         raise NotAllowed(f"a node id is a group mask from 1 to 7, or 8 and more for one node, not {node_id!r}")
     dead = backend.dead_nodes(timeout_s)
     if node_id >= 8:
@@ -285,21 +287,3 @@ def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the 
 
 def _in_event_loop() -> bool:
     return asyncio._get_running_loop() is not None
-
-
-_stores: weakref.WeakSet[KVStore] = weakref.WeakSet()
-
-
-def _close_at_exit() -> None:
-    """A program that ends well without close() leaves like one that called it; one that failed leaves at once."""
-    failed = getattr(sys, "last_value", None) is not None
-    for store in list(_stores):
-        if store._open:
-            store._open = False
-            if failed:
-                store._backend.abandon()
-            else:
-                store._backend.close(store._barrier_before_exit)
-
-
-atexit.register(_close_at_exit)

@@ -57,6 +57,11 @@ class MergePlan:
         """Whether the result is the one contribution itself, so that nothing has to be calculated."""
         return len(self.contributions) == 1 and not self.weights and self.divisor is None
 
+    @property
+    def needs_no_scratch(self) -> bool:
+        """Whether the contributions are added just as they are, so that one tile needs nothing but the result."""
+        return self.accumulator == self.dtype and not self.weights
+
 
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype in which arrays of ``dtype`` are merged: float32 for float16 and bfloat16, else ``dtype`` itself."""
@@ -95,6 +100,9 @@ def merge(
     with np.errstate(all="ignore"):
         if plan.is_plain:
             np.copyto(out, plan.contributions[0])
+            return
+        if plan.needs_no_scratch and out.size <= tile:
+            merge_tile(plan, slice(None), out, out)
             return
         whole = Scratch.of_thread(plan.accumulator, min(tile, out.size))
         for part in tiles(out.size, tile):

@@ -89,6 +89,9 @@ def writable_view(target: object) -> np.ndarray[Any, Any] | None:
     Raises:
         DtypeMismatch: the elements have a dtype that no key can have.
     """
+    if type(target) is np.ndarray and target.dtype.isnative:  # by far the most common: no need to ask what else it is
+        dtype_name(target.dtype)
+        return target if target.flags.writeable else None
     if isinstance(target, np.generic | int | float | list | tuple) or _is_jax(target) or _is_cupy(target):
         return None
     if _is_torch(target) and not _is_plain_memory(_tensor(target)):

@@ -16,6 +16,7 @@ from kvd.protocol.specs import KeySpec
 MAX_SLICES = 1 << 20
 MAX_WAITING = 1 << 16
 PAGE = 100
+PAGE_BYTES = 48 << 10
 
 
 class Waiting(NamedTuple):
@@ -74,14 +75,15 @@ class KeyTable:
         self._lookups_waiting = 0
 
     def add(self, slice_: Slice) -> None:
-        """Puts a slice in, in place of an unpublished one of the same name."""
-        place = (slice_.key, slice_.index)
-        old = self.slices.get(place)
-        if old is not None:
-            self.bytes_led -= old.nbytes
-        else:
-            self._indices.setdefault(slice_.key, []).append(slice_.index)
-        self.slices[place] = slice_
+        """Puts a slice in, in place of an unpublished one of the same name, and of what was cut in another way."""
+        kept = []
+        for index in self._indices.get(slice_.key, ()):
+            if index != slice_.index and self.slices[slice_.key, index].spec == slice_.spec:
+                kept.append(index)
+            else:
+                self.bytes_led -= self.slices.pop((slice_.key, index)).nbytes
+        self._indices[slice_.key] = [*kept, slice_.index]
+        self.slices[slice_.key, slice_.index] = slice_
         self.bytes_led += slice_.nbytes
 
     def of_key(self, key: str) -> list[Slice]:
@@ -113,11 +115,18 @@ class KeyTable:
         return waiting
 
     def page(self, after: str) -> tuple[tuple[KeyEntry, ...], bool]:
-        """The entries of up to PAGE keys after `after`, and whether there are more."""
+        """The entries of up to PAGE keys after `after`, as many as a header holds, and whether there are more."""
         keys = sorted(self._indices)
         first = bisect_right(keys, after) if after else 0
-        chosen = keys[first : first + PAGE]
-        return tuple(self._entry(key) for key in chosen), first + PAGE < len(keys)
+        entries: list[KeyEntry] = []
+        room = PAGE_BYTES
+        for key in keys[first : first + PAGE]:
+            entry = self._entry(key)
+            room -= 4 * len(key) + 9 * len(entry.shape) + 64  # at most, as msgpack
+            if entries and room < 0:
+                break
+            entries.append(entry)
+        return tuple(entries), first + len(entries) < len(keys)
 
     def _entry(self, key: str) -> KeyEntry:
         slices = self.of_key(key)

@@ -38,6 +38,8 @@ from kvd.protocol.messages import (
 )
 
 MAX_REPLACED = 1024  # incarnations remembered that lost their place
+MODES = ("", "sync", "async")
+MERGES = ("", "sum", "mean", "weighted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class SchedulerMachine:
         self._seats: dict[tuple[str, int], _Seat] = {}
         self._barriers = Barriers()
         self._replaced: OrderedDict[int, str] = OrderedDict()  # incarnation → the name of the place that it lost
+        self._unsaved: dict[int, View] = {}  # epoch → the view that is being saved
         self._withheld: dict[int, list[Effect]] = {}  # epoch → answers that wait for its persistence
         self._last_step = now
         self._out: list[Effect] = []
@@ -223,6 +226,10 @@ class SchedulerMachine:
             return Refused(join.request, "ConfigError", text, key="role")
         if join.role != "observer" and not join.node_id:
             return Refused(join.request, "ConfigError", "a node needs a node_id", key="node_id")
+        for field, word, words in (("mode", join.settings.mode, MODES), ("merge", join.settings.merge, MERGES)):
+            if word not in words:
+                text = f"{field} is {' or '.join(words[1:])}, not {word!r}"
+                return Refused(join.request, "ConfigError", text, key=field)
         wanted, have = join.settings, self._cluster
         for field, told, mine in zip(Settings._fields, wanted, have, strict=True):
             open_value = -1 if field == "staleness" else type(told)()
@@ -287,7 +294,7 @@ class SchedulerMachine:
             if member.node_id == join.node_id:
                 return rank
         ranks = range(size)
-        if join.rank in ranks and join.rank not in holders:
+        if join.rank in ranks and (join.rank not in holders or holders[join.rank].state == LEFT):
             return join.rank
         free = [rank for rank in ranks if rank not in holders]
         left = [rank for rank in ranks if rank in holders and holders[rank].state == LEFT]
@@ -299,7 +306,7 @@ class SchedulerMachine:
         if leave.state not in (DONE, LEFT):
             self._refuse(peer, leave, "ProtocolError", f"a node leaves as done or left, not {leave.state!r}")
             return
-        if seat.member.state != leave.state:
+        if seat.member.state not in (LEFT, leave.state):  # a "done" that comes after "left" was under way for long
             seat.member = seat.member._replace(state=leave.state, reason="closed" if leave.state == LEFT else "")
             self._out.append(Note("info", f"{name_of(seat.member.role, seat.member.rank)} is {leave.state}"))
             self._change()
@@ -408,14 +415,16 @@ class SchedulerMachine:
         self._tell(self._settled_barriers() if settled is None else settled)
         if len(self._seats) > MAX_MEMBERS:
             self._out.append(Note("error", f"more than {MAX_MEMBERS} nodes cannot be announced"))
+        self._unsaved[self._epoch] = self._view()
         self._out.append(Persist(self._epoch, self.record()))
 
     def _announce(self, epoch: int) -> None:
         if epoch <= self._persisted:
             return
         self._persisted = epoch
+        self._announced = self._unsaved[epoch]
+        self._unsaved = {number: view for number, view in self._unsaved.items() if number > epoch}
         if epoch == self._epoch:
-            self._announced = self._view()
             for seat in self._seats.values():
                 if seat.peer is not None:
                     self._out.append(Send(seat.peer, self._announced))

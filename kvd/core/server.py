@@ -89,7 +89,7 @@ class ServerMachine:
         self._attaching: dict[int, tuple[Peer, Attach]] = {}  # incarnations that no view has named yet
         self._required: list[int] = []
         self._dead: dict[int, float] = {}  # rank → last_seen_s
-        self._creating: set[tuple[str, int]] = set()  # slices whose Create is under way
+        self._creating: dict[tuple[str, int], int] = {}  # slices whose Create is under way, and their bytes
         self._jobs: dict[int, Callable[[JobDone], None]] = {}
         self._next_job = 1
         self._out: list[Effect] = []
@@ -243,18 +243,18 @@ class ServerMachine:
         rank = self._rank_of(event, init.request)
         if rank is None:
             return
+        place = (init.key, init.index)
+        old = self._table.slices.get(place)
+        if old is not None and old.creator == event.sender and old.spec == init.spec:
+            self._send(event.peer, Done(init.request))
+            return
+        if place in self._creating:
+            return  # when it is asked again, this is done
         error = self._init_error(event, init, rank)
         if error is not None:
             self._refuse(event.peer, init.request, *error, key=init.key)
             return
-        old = self._table.slices.get((init.key, init.index))
-        if old is not None and old.creator == event.sender and old.spec == init.spec:
-            self._send(event.peer, Done(init.request))
-            return
-        place = (init.key, init.index)
-        if place in self._creating:
-            return  # when it is asked again, this is done
-        self._creating.add(place)
+        self._creating[place] = event.nbytes
         source = Span(event.payload, 0, event.nbytes)
         self._start_job(
             lambda job: Create(job, init.key, init.index, init.spec.dtype, source),
@@ -268,10 +268,11 @@ class ServerMachine:
             return "NotAllowed", "only worker 0 makes keys; the others wait for them"
         if init.index >= spec.num_slices or event.nbytes != spec.slice_nbytes(init.index):
             return "ProtocolError", f"slice {init.index} of {spec} does not have {event.nbytes} bytes"
-        if old is not None and (old.log.version or old.log.closing) and old.creator != event.sender:
+        if init.key in self._table.live or (old is not None and (old.log.version or old.log.closing)):
             return "KeyExists", f"key {init.key!r} is in use here already: take another name, or restart the cluster"
         staging = settings.rounds_ahead * settings.num_workers
-        demand = (self._table.bytes_led + spec.slice_nbytes(init.index)) * (3 + staging)
+        led = self._table.bytes_led + sum(self._creating.values()) - (0 if old is None else old.nbytes)
+        demand = (led + spec.slice_nbytes(init.index)) * (3 + staging)
         if demand > self._settings.memory_limit_bytes or len(self._table.slices) >= MAX_SLICES:
             return "NotAllowed", (
                 f"key {init.key!r} would take this server to {demand >> 20} MiB (3 copies, and {staging} staged), its "
@@ -280,7 +281,9 @@ class ServerMachine:
         return None
 
     def _created(self, event: Received, init: Init, done: JobDone) -> None:
-        self._creating.discard((init.key, init.index))
+        del self._creating[init.key, init.index]
+        if event.sender not in self._workers:
+            return  # it was replaced: its successor makes the key anew
         if done.error is not None:
             self._refuse(event.peer, init.request, type(done.error).__name__, str(done.error), init.key)
             return
@@ -295,7 +298,8 @@ class ServerMachine:
         rank = self._rank_of(event, publish.request)
         if rank is None:
             return
-        if rank != 0 or (publish.key, 0) not in self._table.slices:
+        made = self._table.slices.get((publish.key, 0))
+        if rank != 0 or made is None or made.spec != publish.spec:
             self._refuse(
                 event.peer, publish.request, "NotAllowed", "only worker 0 publishes, and only what it made", publish.key
             )
@@ -497,6 +501,7 @@ class ServerMachine:
                 self._fail(entry.pending, Refused(entry.pending.request, name, text[:1000], (), slice_.key))
             else:
                 slice_.waiting.append(entry)
+        self._advance(slice_)
 
     # ── pulls ──
 

@@ -29,7 +29,7 @@ from kvd.core.machine import (
     Span,
 )
 from kvd.core.membership import ACTIVE, DEAD, DONE, LEFT, name_of
-from kvd.core.outbox import QUEUED, STAGED, Entry, Outbox
+from kvd.core.outbox import QUEUED, Entry, Outbox
 from kvd.core.session import FIRST_REQUEST, SchedulerLink
 from kvd.core.workerkeys import ASKING, LOST, READY, UNKNOWN, Batch, WorkerKey, batches
 from kvd.errors import KvdError, NodeLost, NotAllowed, RequestTimeout

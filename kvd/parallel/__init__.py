@@ -1,7 +1,12 @@
 """The side that computes gradients: models bound to devices, and what feeds the store with them."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from kvd.errors import GradientAnomaly, InputMismatch
+from kvd.parallel.allreduce import AllReduceParameter
 from kvd.parallel.batch import DataBatch, DataDesc
+from kvd.parallel.blocks import MissingBlock
 from kvd.parallel.convolution import Conv2D
 from kvd.parallel.device import Device
 from kvd.parallel.executor import Executor, GradReq, Model, ModelDescription
@@ -15,6 +20,10 @@ from kvd.parallel.normalization import BatchNorm
 from kvd.parallel.sequential import Sequential
 from kvd.parallel.trainer import DataParallelTrainer, ModelUpdate, WorkerUpdate
 
+if TYPE_CHECKING:
+    from kvd.parallel.jax import JaxModel
+    from kvd.parallel.torch import TorchModel
+
 __all__ = [
     "DataParallelExecutorGroup",
     "DataDesc",
@@ -25,6 +34,8 @@ __all__ = [
     "Executor",
     "GradReq",
     "Sequential",
+    "TorchModel",
+    "JaxModel",
     "Layer",
     "Dense",
     "Conv2D",
@@ -47,7 +58,24 @@ __all__ = [
     "DataParallelTrainer",
     "WorkerUpdate",
     "ModelUpdate",
+    "AllReduceParameter",
     "Feed",
     "InputMismatch",
     "GradientAnomaly",
+    "MissingBlock",
 ]
+
+_LAZY = {"TorchModel": ("torch", "kvd.parallel.torch"), "JaxModel": ("jax", "kvd.parallel.jax")}
+
+
+def __getattr__(name: str) -> Any:
+    """Models of libraries that kvd does not need are imported when they are asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    extra, module = _LAZY[name]
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != extra:
+            raise
+        raise ImportError(f"{name} needs {extra}: pip install 'kvd-ps[{extra}]'") from error

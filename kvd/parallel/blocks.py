@@ -35,6 +35,7 @@ from kvd.parallel.truncated import Bytes, Codec, Floats
 
 _HEADER = Struct(">QQQ")  # which write of the key, which iteration since init, checksum of the rest (0: none)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
+_LEFT = "it has left the rounds"
 
 
 class MissingBlock(KvdError):
@@ -97,17 +98,20 @@ class Blocks:
         """
         deadline = time.monotonic() + self._timeout_s
         blocks = [np.zeros(self._nbytes(length), np.uint8) for length in wanted.lengths]
+        gone = self._exchange.gone_workers()  # before the pull, which has whatever they still wrote
         asked = self._exchange.store.pull_async(list(wanted.keys), out=blocks)
 
         def finish() -> list[Bytes]:
+            nonlocal gone
             self._wait(asked, wanted, deadline)
             pause_s = _FIRST_PAUSE_S
             missing = self._missing(wanted, blocks, range(len(blocks)))
             while missing:
-                self._check_hope(wanted, missing, deadline)
+                self._check_hope(wanted, missing, gone, deadline)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 keys, outs = [wanted.keys[of] for of in missing], [blocks[of] for of in missing]
+                gone = self._exchange.gone_workers()
                 self._wait(self._exchange.store.pull_async(keys, out=outs), wanted, deadline)
                 missing = self._missing(wanted, blocks, missing)
             return [block[_HEADER.size :] for block in blocks]
@@ -132,7 +136,7 @@ class Blocks:
             write, iteration, checksum = _HEADER.unpack_from(blocks[of].data)
             late = write < wanted.write
             if late and exchange.distributed and exchange.versioned:
-                raise self._never(wanted, of, "it has left the rounds, or was replaced")
+                raise self._never(wanted, of, _LEFT)
             if not late and (write, iteration) != (wanted.write, wanted.iteration):
                 raise self._never(
                     wanted,
@@ -151,14 +155,18 @@ class Blocks:
         text = f"the {wanted.what} of iteration {wanted.iteration} by {node} are missing: {why}"
         return MissingBlock(text, partition=of, node=node)
 
-    def _check_hope(self, wanted: Wanted, missing: Sequence[int], deadline: float) -> None:
-        """Raises if it makes no sense to wait for the blocks of these partitions any longer."""
-        if self._exchange.distributed:
-            dead = self._exchange.dead_workers()
-            for of in missing:
-                if of in dead:
-                    text = f"the {wanted.what} by {self._writer(of)} are missing, which died: go on from a checkpoint"
-                    raise NodeLost(text, node=self._writer(of), reason=dead[of])
+    def _check_hope(self, wanted: Wanted, missing: Sequence[int], gone: Mapping[int, bool], deadline: float) -> None:
+        """Raises if it makes no sense to wait for the blocks of these partitions any longer.
+
+        Args:
+            gone: who wrote nothing any more when the blocks were asked for, and whether it had died.
+        """
+        for of in missing:
+            if gone.get(of):
+                text = f"the {wanted.what} by {self._writer(of)} are missing, which died: go on from a checkpoint"
+                raise NodeLost(text, node=self._writer(of))
+            if of in gone:
+                raise self._never(wanted, of, _LEFT)
         if time.monotonic() >= deadline:
             raise _too_late(wanted, tuple(map(self._writer, missing)))
 

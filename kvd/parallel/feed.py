@@ -103,10 +103,7 @@ class Feed:
         Raises:
             NotAllowed: the backward before failed when some of its gradients had gone.
         """
-        if self._in_step and any(slot.handle is not None for slot in self._slots.values()):
-            raise NotAllowed(
-                "the last backward failed after it had sent some gradients: restart this worker to redo it"
-            )
+        self._check_whole()
         self._in_step, self._group = True, group
         self._sends_when_ready = when_ready
         self._samples = group.get_batch_size()
@@ -137,7 +134,9 @@ class Feed:
 
         Raises:
             What the store raises for them: NodeLost, RequestTimeout and the like; again when it is called again.
+            NotAllowed: as `begin`.
         """
+        self._check_whole()
         coming = [name for name, slot in self._slots.items() if slot.handle is not None]
         for name in coming:
             self._slots[name].wait()
@@ -197,6 +196,12 @@ class Feed:
             self._slots[name].load(own)
 
     # ── inside ──
+
+    def _check_whole(self) -> None:
+        if self._in_step and any(slot.handle is not None for slot in self._slots.values()):
+            raise NotAllowed(
+                "the last backward failed after it had sent some gradients: restart this worker to redo it"
+            )
 
     def _make_slots(self, local: Optimizer | None) -> dict[str, Slot]:
         executors = self._group.executors

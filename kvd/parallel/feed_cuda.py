@@ -8,6 +8,7 @@ bus. A thread waits for the copies, in order, and hands them to the store.
 
 from __future__ import annotations
 
+import importlib
 import queue
 import threading
 import weakref
@@ -162,7 +163,6 @@ def _new_stream(lane: Lane) -> Any:
 
 
 def _pinned(array: Array) -> HostArray:
-    import cupyx  # only where there is a GPU array to copy
-
+    cupyx = importlib.import_module("cupyx")  # a host without GPUs need not have it
     host: HostArray = cupyx.empty_pinned(array.shape, array.dtype)
     return host

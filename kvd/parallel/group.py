@@ -97,7 +97,8 @@ class DataParallelExecutorGroup(Bound):
         self._reshapes = reshape == "auto"
         self._detect_anomaly = detect_anomaly
         self._seed = seed
-        self._lanes = [Lane(device, index) for index, device in enumerate(self.devices)]
+        on_cpu = sum(not device.is_cuda for device in self.devices)
+        self._lanes = [Lane(device, index, on_cpu) for index, device in enumerate(self.devices)]
         self._monitor: GroupMonitor | None = None
         self._monitor_lock = threading.Lock()
         self._has_outputs = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
@@ -14,6 +15,14 @@ from kvd.parallel.device import Array, Device
 
 T = TypeVar("T")
 
+_of_thread = threading.local()
+
+
+def cpu_lanes() -> int:
+    """How many lanes of the group on whose lane this thread runs are on a CPU, and so share its cores; else 1."""
+    lanes: int = getattr(_of_thread, "cpu_lanes", 1)
+    return lanes
+
 
 class Lane:
     """What runs on one device of a group, one task at a time.
@@ -21,13 +30,18 @@ class Lane:
     Attributes:
         device: where.
         index: its place in the group, which tells apart two lanes on one device.
+
+    Arguments:
+        on_cpu: how many lanes of the group are on a CPU.
     """
 
-    def __init__(self, device: Device, index: int) -> None:
+    def __init__(self, device: Device, index: int, on_cpu: int = 1) -> None:
         device.check()
         self.device = device
         self.index = index
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"kvd-{device}-{index}")
+        self._threads = ThreadPoolExecutor(
+            1, thread_name_prefix=f"kvd-{device}-{index}", initializer=_set_cpu_lanes, initargs=(on_cpu,)
+        )
         self._stream: Any = None
         self._storage: dict[str, Array] = {}
         if device.is_cuda:
@@ -63,6 +77,10 @@ class Lane:
             with self._stream:
                 yield
                 self._stream.synchronize()
+
+
+def _set_cpu_lanes(count: int) -> None:
+    _of_thread.cpu_lanes = count
 
 
 def run_on_all(lanes: Sequence[Lane], task: Callable[[int], T]) -> list[T]:

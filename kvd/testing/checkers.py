@@ -10,7 +10,7 @@ from kvd.testing.simulator import World, slices_of
 def watch_everything(world: World) -> None:
     """Checks the bounds after every step."""
     world.watchers.append(check_staging)
-    world.watchers.append(check_staleness)
+    world.watchers.append(StalenessCheck())
 
 
 def check_staging(world: World, process: Process) -> None:
@@ -25,16 +25,26 @@ def check_staging(world: World, process: Process) -> None:
         world.fail(f"{process.name} holds {staged} staged bytes, its bound is {bound}")
 
 
-def check_staleness(world: World, process: Process) -> None:
-    """With a bounded staleness no worker's counted clock is more than that ahead of the slowest active one's."""
-    machine = process.machine
-    if world.cluster.staleness < 0 or not isinstance(machine, ServerMachine):
-        return
-    required = machine._required
-    for slice_ in slices_of(machine):
-        counted = {rank: slice_.log.counted_clock(rank) for rank in required}
-        if counted and max(counted.values()) - min(counted.values()) > world.cluster.staleness:
-            world.fail(f"slice {slice_.index} of {slice_.key!r} has counted {counted}")
+class StalenessCheck:
+    """With a bounded staleness nothing is counted that is more clocks ahead than that of the slowest active worker."""
+
+    def __init__(self) -> None:
+        self._counted: dict[tuple[str, int], dict[int, int]] = {}
+
+    def __call__(self, world: World, process: Process) -> None:
+        machine, staleness = process.machine, world.cluster.staleness
+        if staleness < 0 or not isinstance(machine, ServerMachine):
+            return
+        required = machine._required
+        for slice_ in slices_of(machine):
+            counted = {rank: slice_.log.counted_clock(rank) for rank in required}
+            before = self._counted.get((slice_.key, slice_.index), {})
+            self._counted[slice_.key, slice_.index] = counted
+            slowest = min((slice_.log.staged_clock(rank) for rank in required), default=0)
+            for rank, clock in counted.items():
+                if clock > before.get(rank, 0) and clock > slowest + staleness:
+                    text = f"slice {slice_.index} of {slice_.key!r} counts push {clock} of worker {rank}, "
+                    world.fail(f"{text}the slowest has made {slowest}")
 
 
 def check_everything_ended(world: World) -> None:

@@ -19,6 +19,7 @@ class Mishaps:
         crashes: workers that die between two effects, and are started again by their supervisor.
         pauses: nodes of any role that stop for a while; `longest_pause_s` may be longer than their timeout.
         cuts: nodes that nothing reaches for a while.
+        ghosts: workers that stop, are replaced, and wake up while their successor is at work.
         scheduler_restarts: the scheduler dies and is started from its record.
     """
 
@@ -26,6 +27,7 @@ class Mishaps:
     crashes: int = 0
     pauses: int = 0
     cuts: int = 0
+    ghosts: int = 0
     scheduler_restarts: int = 0
     longest_pause_s: float = 3.0
     restart_after_s: tuple[float, float] = (0.05, 4.0)
@@ -44,6 +46,11 @@ def plan(world: World, mishaps: Mishaps) -> None:
         victim = random.choice([*workers, *servers, "scheduler"])
         time, length = random.uniform(0.0, mishaps.within_s), random.uniform(0.0, mishaps.longest_pause_s)
         world.at(time, lambda name=victim, length=length: world.pause(name, length))  # type: ignore[misc]
+    for _ in range(mishaps.ghosts):
+        time, victim = random.uniform(0.0, mishaps.within_s), random.choice(workers)
+        replaced_after_s, length = random.uniform(0.1, 2.0), random.uniform(0.1, 4.0)
+        world.at(time, lambda name=victim, length=length: world.pause(name, length))  # type: ignore[misc]
+        world.at(time + replaced_after_s, lambda name=victim: _replace(world, name))  # type: ignore[misc]
     for _ in range(mishaps.cuts):
         victim = random.choice([*workers, *servers, "scheduler"])
         time, length = random.uniform(0.0, mishaps.within_s), random.uniform(0.0, mishaps.longest_pause_s)
@@ -70,6 +77,12 @@ def _doom(world: World, name: str, effects: int, pause_s: float) -> None:
             world.start_worker(number)
 
     world.after(pause_s, restart)
+
+
+def _replace(world: World, name: str) -> None:
+    """A successor starts, whatever became of the process before."""
+    if not world.processes[name].finished:
+        world.start_worker(int(name.split()[1]))
 
 
 def _revive_scheduler(world: World) -> None:

@@ -137,7 +137,7 @@ class World:
         self.programs: dict[str, Program] = {}
         self.worker_settings: dict[str, Settings] = {}  # of workers that insist on others than the cluster's
         self.watchers: list[Callable[[World, Process], None]] = []  # called after each step of a process
-        self.on_end: list[Callable[[Process, Ticket], None]] = []  # called when a call ends
+        self.on_end: list[Callable[[World, Process, Ticket], None]] = []  # called when a call ends
         self.notes: list[str] = []
         self.saved: dict[str, Any] | None = None  # the scheduler's record, as it is on its disk
         self.steps = 0
@@ -395,7 +395,7 @@ class World:
         if self.now > max(ticket.deadline, process.woke_at) + SLACK_S:
             self.fail(f"{process.name}: {type(request).__name__} ended {self.now - ticket.deadline:.3f} s late")
         for watcher in self.on_end:
-            watcher(process, ticket)
+            watcher(self, process, ticket)
         if ticket.waiter is not None:
             self.after(0.0, ticket.waiter)
 

@@ -7,6 +7,7 @@ goes on from there.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,7 @@ from kvd.errors import KvdError, NodeLost, RequestTimeout
 from kvd.optimizer import SGD, to_wire
 from kvd.protocol.messages import SetOptimizer
 from kvd.protocol.specs import KeySpec
-from kvd.testing.process import Coroutine, Sleep, Start, Ticket
+from kvd.testing.process import Coroutine, Process, Sleep, Start, Ticket
 from kvd.testing.simulator import Me, World
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -60,7 +61,8 @@ def begin(me: Me, keys: Sequence[str], initial: Floats, optimizer: SGD | None) -
     yield JoinCluster()
     if optimizer is not None and me.rank == 0:
         yield from insist(Control((SetOptimizer(0, to_wire(optimizer)),)))
-    yield from insist(InitKeys(tuple(item(key, initial.copy()) for key in keys)))
+    for key in keys:
+        yield from insist(InitKeys((item(key, initial.copy()),)))
     step = 0
     if me.machine.link.predecessor:
         clocks: list[int] = []
@@ -81,6 +83,15 @@ def insist(request: Request, attempts: int = 60) -> Generator[Any, Any, Any]:
     raise AssertionError(f"{attempts} attempts at {type(request).__name__} failed")
 
 
+def begin_push(move: Move, clock: int, timeout_s: float | None = None) -> Generator[Any, Any, Ticket]:
+    """Starts a push, again if it is refused before it has begun; later ones must not take its clock."""
+    while True:
+        ticket = yield Start(move, timeout_s)
+        assert isinstance(ticket, Ticket)
+        if (yield from insist(ClockOf(move.items[0].key))) >= clock:
+            return ticket
+
+
 # ── the ledger: nothing acknowledged is lost, nothing counts twice ────────────────────────────────────────────────────
 
 
@@ -93,65 +104,119 @@ class Ledger:
     keys: tuple[str, ...] = ("a", "b")
     timeout_s: float | None = None
     pace_s: float = 0.25
-    outcomes: dict[tuple[str, int, int], set[str]] = field(default_factory=dict)
+    size: int = SIZE
+    outcomes: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # by key and place
+    _labels: dict[Ticket, tuple[str, int]] = field(default_factory=dict)
 
-    def places(self, rank: int, clock: int) -> tuple[int, int]:
-        place = rank * self.steps + clock - 1
-        return place, LAST - place
+    def place(self, me: Me, clock: int) -> int:
+        return me.rank * self.steps + clock - 1
 
-    def gradient(self, rank: int, clock: int) -> Floats:
-        values = np.zeros(SIZE, np.float32)
-        for place in self.places(rank, clock):
-            values[place] = -1.0
+    def gradient(self, place: int) -> Floats:
+        values = np.zeros(self.size, np.float32)
+        values[[place, self.size - 1 - place]] = -1.0
         return values
 
     def program(self, me: Me) -> Coroutine:
         """Pushes without waiting for each, so that several are under way; then flushes, and leaves the rounds."""
-        step = yield from begin(me, self.keys, np.zeros(SIZE, np.float32), SGD(learning_rate=1.0))
-        tickets: list[tuple[str, int, Ticket]] = []
+        self.watch(me.world)
+        step = yield from begin(me, self.keys, np.zeros(self.size, np.float32), SGD(learning_rate=1.0))
+        yield from self.begun(me)
+        tickets: list[Ticket] = []
         for clock in range(step + 1, self.steps + 1):
             for key in self.keys:
-                self.note(key, me.rank, clock, "begun")
-                push = Move((item(key, self.gradient(me.rank, clock)),), push=True, pull=False)
-                ticket = yield Start(push, self.timeout_s)
-                tickets.append((key, clock, ticket))
+                place = self.place(me, clock)
+                self.note(key, place, "begun")
+                push = Move((self.item(key, place),), push=True, pull=False)
+                ticket = yield from begin_push(push, clock, self.timeout_s)
+                self._labels[ticket] = (key, place)
+                tickets.append(ticket)
             yield Sleep(self.pace_s)
-        for key, clock, ticket in tickets:
-            try:
+        for ticket in tickets:
+            with suppress(KvdError):
                 yield ticket
-            except RequestTimeout as error:
-                self.note(key, me.rank, clock, error.outcome)
-            except KvdError:
-                self.note(key, me.rank, clock, "unknown")
-            else:
-                self.note(key, me.rank, clock, "acked")
         yield Flush()
         yield LeaveRounds("done")
 
-    def note(self, key: str, rank: int, clock: int, outcome: str) -> None:
-        self.outcomes.setdefault((key, rank, clock), set()).add(outcome)
+    def begun(self, me: Me) -> Generator[Any, Any, None]:
+        """What a kind of ledger does first."""
+        yield from ()
+
+    def item(self, key: str, place: int) -> Item:
+        return item(key, self.gradient(place))
+
+    def note(self, key: str, place: int, outcome: str) -> None:
+        self.outcomes.setdefault((key, place), set()).add(outcome)
+
+    def watch(self, world: World) -> None:
+        """Looks at each push when it ends: what is acknowledged has to be there by then."""
+        if self.ended not in world.on_end:
+            world.on_end.append(self.ended)
+
+    def ended(self, world: World, process: Process, ticket: Ticket) -> None:
+        label = self._labels.get(ticket)
+        if label is None:
+            return
+        key, place = label
+        if ticket.error is None:
+            self.note(key, place, "acked")
+            self.check_acked(world, process, key, place)
+        elif isinstance(ticket.error, RequestTimeout):
+            self.note(key, place, ticket.error.outcome)
+        else:
+            self.note(key, place, "unknown")
+
+    def check_acked(self, world: World, process: Process, key: str, place: int) -> None:
+        if not world.value(key)[[place, self.size - 1 - place]].all():
+            world.fail(f"{process.name} has an ack for a push to place {place} of {key!r}, which is not there")
 
     def check(self, world: World) -> None:
-        """Acknowledged: 1. Anything else: 0 or 1. Places of nobody: 0."""
+        """Acknowledged: 1. Anything else: 0 or 1. What nobody pushed: 0."""
         for key in self.keys:
-            value = world.value(key)
-            for rank in range(self.workers):
-                for clock in range(1, self.steps + 1):
-                    self._check_push(world, key, value, rank, clock)
-            if not np.isin(value, (0.0, 1.0)).all():
-                world.fail(f"key {key!r} holds {sorted(set(value.tolist()))}")
+            for place, count in enumerate(world.value(key)[: self.workers * self.steps]):
+                outcomes = self.outcomes.get((key, place), set())
+                low = 1 if "acked" in outcomes else 0
+                high = 0 if outcomes in (set(), {"begun", "not_sent"}) else 1
+                if not low <= count <= high:
+                    world.fail(f"place {place} of {key!r}, {sorted(outcomes)}, counts {count} times")
+            if not np.isin(world.value(key), (0.0, 1.0)).all():
+                world.fail(f"key {key!r} holds {sorted(set(world.value(key).tolist()))}")
 
-    def _check_push(self, world: World, key: str, value: Floats, rank: int, clock: int) -> None:
-        outcomes = self.outcomes.get((key, rank, clock), set())
-        low, high = 0, 1 if outcomes else 0
-        if "acked" in outcomes:
-            low = 1
-        elif outcomes == {"begun", "not_sent"}:
-            high = 0
-        for place in self.places(rank, clock):
-            if not low <= value[place] <= high:
-                text = f"push {clock} of {key!r} by worker {rank} ({sorted(outcomes)}) counts {value[place]} times"
-                world.fail(text)
+
+@dataclass
+class LifeLedger(Ledger):
+    """Each incarnation has places of its own: what a push that was acknowledged brought is what counts.
+
+    Only for clocks that had counted when the incarnation came; those are its predecessor's.
+    """
+
+    keys: tuple[str, ...] = ("a",)
+    size: int = 1000  # one slice
+    lives: int = 8
+    started: dict[tuple[int, int], int] = field(default_factory=dict)  # (rank, life) → clock
+
+    def place(self, me: Me, clock: int) -> int:
+        return (me.rank * self.steps + clock - 1) * self.lives + min(me.life, self.lives - 1)
+
+    def gradient(self, place: int) -> Floats:
+        values = np.zeros(self.size, np.float32)
+        values[place] = -1.0
+        return values
+
+    def begun(self, me: Me) -> Generator[Any, Any, None]:
+        self.started[me.rank, me.life] = yield from insist(ClockOf(self.keys[0]))
+
+    def check_acked(self, world: World, process: Process, key: str, place: int) -> None:
+        push, life = divmod(place, self.lives)
+        rank, clock = divmod(push, self.steps)
+        if clock + 1 > self.started[rank, life] and world.value(key)[place] != 1:
+            text = f"{process.name}, life {life}, has an ack for push {clock + 1}, which is not there"
+            world.fail(text)
+
+    def check(self, world: World) -> None:
+        for key in self.keys:
+            counts = world.value(key)[: self.workers * self.steps * self.lives].reshape(-1, self.lives).sum(axis=1)
+            if not (counts == 1).all():
+                world.fail(f"pushes of {key!r} count {counts.tolist()} times")
 
 
 # ── rounds: who took part, and in which order it was added ────────────────────────────────────────────────────────────
@@ -191,7 +256,7 @@ class Rounds:
                 versions = yield from pushpull(Move(items, push=True, pull=True), clock)
             else:
                 pushes = tuple(item(key, value) for key, value in zip(self.keys, values, strict=True))
-                yield Start(Move(pushes, push=True, pull=False))
+                yield from begin_push(Move(pushes, push=True, pull=False), clock)
                 pulls = tuple(item(key, None, target) for key, target in zip(self.keys, targets, strict=True))
                 versions = yield from insist(Move(pulls, push=False, pull=True))
             yield Sleep(self.pace_s)
@@ -253,7 +318,7 @@ class Training:
             yield Sleep(self.pace_s)
             for key, value in zip(self.keys, weights, strict=True):
                 push = Move((item(key, self.gradient(value, me.rank, clock)),), push=True, pull=False)
-                yield Start(push)
+                yield from begin_push(push, clock)
         yield Flush()
         yield LeaveRounds("done")
 

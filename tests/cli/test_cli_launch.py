@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvd.node.launch import Stream
-from kvd_cli.demo_view import PlainView
+from kvd_cli.demo_view import LiveView, PlainView
 from kvd_cli.prefix import Prefixer
 
 Spawn = Callable[..., "subprocess.Popen[str]"]
@@ -161,3 +162,28 @@ def test_the_view_takes_what_workers_print(capsys: pytest.CaptureFixture[str]) -
     ]
     view.print_last_words()
     assert "worker-1 | a warning" in capsys.readouterr().err
+
+
+def test_the_picture_shows_all_and_does_not_get_in_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines come while the picture is drawn: neither may wait for the other for ever."""
+    view = LiveView(workers=1, servers=1)
+    start = {"event": "start", "worker": 0, "step": 0, "steps": 2000, "steps_per_epoch": 1000}
+    with view:
+
+        def draw() -> None:
+            for _ in range(100):
+                view._live.refresh()
+
+        drawer = threading.Thread(target=draw)
+        drawer.start()
+        for step in range(100):
+            view.take("worker-0", "stdout", json.dumps(start).encode())  # each but the first is a restart
+            report = {"event": "step", "worker": 0, "step": step, "loss": 1.0, "bytes": 1e6 * step, "t": step}
+            view.take("worker-0", "stdout", json.dumps(report | {"accuracy": 0.5}).encode())
+        drawer.join(DEADLINE_S)
+        assert not drawer.is_alive()
+    out = capsys.readouterr().out
+    assert out.count("worker 0 is back, and goes on with step 0") == 99
+    assert "restarted 99×" in out
+    assert "50.00%" in out
+    assert "0 / 2" in out

@@ -86,3 +86,9 @@ def uint8(count: int) -> KeySpec:
 def read(span: Span) -> bytes:
     """The bytes of a span, where the buffers are bytes."""
     return bytes(span.buffer[span.offset : span.offset + span.nbytes])
+
+
+def padded_bytes(values: Sequence[bytes]) -> bytes:
+    """A payload: each part starts at a multiple of eight."""
+    joined = b"".join(value + bytes(-len(value) % 8) for value in values[:-1])
+    return joined + values[-1]

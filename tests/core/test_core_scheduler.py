@@ -60,6 +60,18 @@ class Bench:
     def beat(self, rank: int, life: int = 0) -> list[Effect]:
         return self.say(worker_id(rank, life), Heartbeat("worker", rank), view=self.machine.view_number)
 
+    def kill(self, who: int, reason: str = "exit 1") -> list[Effect]:
+        """The process ends; its time to be started anew passes, while the others live on."""
+        effects = self.step(PeerLost(who, reason))
+        start = self.now
+        for seconds in (4, 8, 12, 16):
+            self.now = start + seconds
+            for seat in self.machine.explain(self.now)["members"]:  # type: ignore[attr-defined]
+                if seat["state"] == "active" and int(seat["incarnation"], 16) != who:
+                    effects += self.say(int(seat["incarnation"], 16), Heartbeat(seat["role"], seat["rank"]))
+        self.now = start + 20
+        return effects + self.step(Tick())
+
     def states(self) -> dict[str, str]:
         members: Any = self.machine.explain(self.now)["members"]
         return {f"{member['role']} {member['rank']}": member["state"] for member in members}
@@ -169,7 +181,7 @@ def test_the_seat_of_one_that_left_is_given_before_that_of_a_dead_one() -> None:
     bench = Bench()
     for rank in (0, 1):
         bench.worker(rank)
-    bench.step(PeerLost(worker_id(0), "exit 1"))
+    bench.kill(worker_id(0))
     bench.say(worker_id(1), Leave(9, "left"))
     assert answer(bench.join("worker", 98, "new"), Welcome) == Welcome(1, 1, "left")
     assert answer(bench.join("worker", 99, "newer"), Welcome) == Welcome(1, 0, "dead")
@@ -231,7 +243,7 @@ def test_a_join_needs_a_role_and_a_name(role: str, node_id: str, field: str) -> 
 
 
 @pytest.mark.parametrize(("field", "word"), [("mode", "chaos"), ("merge", "max")])
-def test_words_that_mean_nothing_do_not_become_the_cluster_s(field: str, word: str) -> None:
+def test_words_that_mean_nothing_do_not_become_the_cluster_s(field: str, word: Any) -> None:
     bench = Bench()
     refused = answer(bench.join("worker", 51, "a", settings=OPEN._replace(**{field: word})), Refused)
     assert (refused.error, refused.key) == ("ConfigError", field)
@@ -282,8 +294,9 @@ def test_a_stranger_is_told_to_join(message: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [Heartbeat("worker", 0), Leave(3, "left"), Enter(3, "b", 0), Join(1, "worker", "worker-0", "", "h", 1, 0, OPEN)]
-)  # fmt: skip
+    "message",
+    [Heartbeat("worker", 0), Leave(3, "left"), Enter(3, "b", 0), Join(1, "worker", "worker-0", "", "h", 1, 0, OPEN)],
+)
 def test_who_was_replaced_changes_nothing_any_more(message: Any) -> None:
     bench = Bench()
     bench.worker(0)
@@ -349,7 +362,7 @@ def test_a_scheduler_takes_its_nodes_back_from_its_record() -> None:
     bench.join("server", server_id(0), "s", settings=OPEN)
     bench.join("worker", worker_id(0), "worker-0", settings=OPEN._replace(mode="async", merge="mean"))
     bench.worker(1)
-    bench.step(PeerLost(worker_id(1), "exit 9"))
+    bench.kill(worker_id(1))
     SchedulerMachine.check_record(bench.disk)
     again = Bench(saved=bench.disk, generation=2)
     assert again.machine.view_number == (2, 1)

@@ -62,29 +62,44 @@ def test_it_asks_to_be_woken_when_the_first_may_die() -> None:
     assert bench.machine.next_deadline() is None
 
 
-def test_a_death_that_the_shell_saw_counts_at_once() -> None:
+def test_a_server_whose_end_the_shell_saw_is_dead_at_once() -> None:
     bench = two_workers()
+    bench.join("server", server_id(0), "s")
     bench.now = 1.5
-    effects = bench.step(PeerLost(worker_id(1), "killed by signal 9 " + "x" * 100))
-    view = [message for message in said(effects) if isinstance(message, View)][0]
-    dead = view.members[1]
+    effects = bench.step(PeerLost(server_id(0), "killed by signal 9 " + "x" * 100))
+    view = next(message for message in said(effects) if isinstance(message, View))
+    dead = one([member for member in view.members if member.role == "server"])
     assert (dead.state, dead.last_seen_s) == ("dead", 1.5)
     assert dead.reason == ("killed by signal 9 " + "x" * 100)[:80]
-    assert bench.step(PeerLost(worker_id(1), "again")) == []
+    assert bench.step(PeerLost(server_id(0), "again")) == []
+
+
+def test_a_worker_whose_end_the_shell_saw_has_its_time_to_be_started_anew() -> None:
+    bench = two_workers()
+    effects = bench.step(PeerLost(worker_id(1), "exit 9"))
+    assert said(effects) == []
+    assert any("20.0 s to be started anew" in note.text for note in of(Note, effects))
+    assert bench.states()["worker 1"] == "active"
+    bench.kill(worker_id(1), "exit 9")
+    assert bench.states() == {"worker 0": "active", "worker 1": "dead"}
+    members: Any = bench.machine.explain(bench.now)["members"]
+    assert members[1]["reason"] == "exit 9"
 
 
 def test_no_death_is_told_before_it_is_persisted() -> None:
     bench = two_workers()
     bench.hold = True
-    effects = bench.step(PeerLost(worker_id(1), "gone"))
-    assert of(Send, effects) == []
+    effects = bench.kill(worker_id(1))
+    told = [message for message in said(effects) if isinstance(message, View)]
+    assert all(member.state == "active" for view in told for member in view.members)
     token = one(of(Persist, effects)).token
     assert {send.peer for send in of(Send, bench.step(Persisted(token)))} == {worker_id(0), worker_id(1)}
 
 
 def test_the_dead_who_speak_live() -> None:
     bench = two_workers()
-    bench.step(PeerLost(worker_id(1), "?"))
+    bench.kill(worker_id(1))
+    assert bench.states()["worker 1"] == "dead"
     effects = bench.beat(1)
     assert bench.states()["worker 1"] == "active"
     assert any("is back" in note.text for note in of(Note, effects))
@@ -93,7 +108,7 @@ def test_the_dead_who_speak_live() -> None:
 def test_who_left_the_rounds_and_dies_has_still_left_them() -> None:
     bench = two_workers()
     bench.say(worker_id(1), Leave(9, "done"))
-    bench.step(PeerLost(worker_id(1), "exit 1"))
+    bench.kill(worker_id(1))
     assert bench.states()["worker 1"] == "gone"
     bench.beat(1)
     assert bench.states()["worker 1"] == "done"
@@ -168,11 +183,11 @@ def test_those_not_yet_there_are_waited_for_and_those_who_left_are_not() -> None
 def test_a_death_breaks_the_barrier_that_it_is_missing_from(dies_first: bool) -> None:
     bench = two_workers()
     if dies_first:
-        bench.step(PeerLost(worker_id(1), "gone"))
+        bench.kill(worker_id(1))
         effects = bench.say(worker_id(0), Enter(11, "b", 0))
     else:
         enter(bench, 0, 11)
-        effects = bench.step(PeerLost(worker_id(1), "gone"))
+        effects = bench.kill(worker_id(1))
     refused = one([message for message in said(effects) if isinstance(message, Refused)])
     assert (refused.request, refused.error, refused.nodes) == (11, "BarrierBroken", ("worker 1",))
     assert any("broke" in note.text for note in of(Note, effects))
@@ -184,7 +199,7 @@ def test_a_death_breaks_the_barrier_that_it_is_missing_from(dies_first: bool) ->
 def test_with_wait_a_death_breaks_nothing_and_the_successor_completes_the_barrier() -> None:
     bench = two_workers(break_on_loss=False)
     enter(bench, 0, 11)
-    bench.step(PeerLost(worker_id(1), "gone"))
+    bench.kill(worker_id(1))
     bench.worker(1, life=1)
     assert [send.message for send in enter(bench, 1, 5, life=1)] == [Done(11), Done(5)]
 

@@ -150,8 +150,8 @@ def test_scheduler_without_record_takes_its_nodes_back(seed: int) -> None:
     check_everything_ended(world)
     rounds.check(world)
     world.kill("worker 2", noticed=True)
-    world.run(5)
-    assert worker_of(world, 0).view.worker(2).state == "gone"  # type: ignore[union-attr]
+    world.run(30)
+    assert {worker_of(world, rank).view.worker(2).state for rank in range(2)} == {"gone"}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("comes_back", [False, True])

@@ -1,0 +1,165 @@
+"""Any `torch.nn.Module` as a model that a group can bind."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvd.errors import ConfigError
+from kvd.parallel.batch import DataDesc
+from kvd.parallel.device import Array, Device, HostArray
+from kvd.parallel.executor import GradReq, ModelDescription
+from kvd.parallel.torch_executor import TorchExecutor
+from kvd.parallel.torch_tensors import dtype_of, host_copy, outputs_of
+
+#: ``loss(outputs, labels)``: outputs as the module returned them; the label, or a list of them if there are several.
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+class TorchModel:
+    """A module, and optionally a loss. Every device gets a deep copy, of which it shares nothing with the others.
+
+    - Parameters are those of ``named_parameters()`` that require a gradient, states (aux) those that do not and the
+      persistent buffers. They start with the module's values. The module itself is never changed.
+    - The data arrays are the positional arguments of ``forward``, in the order of their descriptions, as they are
+      described: no axis is moved. It returns a tensor, or a tuple, list or dict of tensors, called ``"output"``,
+      ``"output0"``, ``"output1"`` …, or as the dict has them. Their batch axes are found by describing two sizes.
+    - The loss is computed in a forward for training. It has to be a plain mean over the samples, as the losses of
+      torch are by default: each device's is scaled by samples of the device / samples of the batch, so that the sum
+      of the devices' gradients is that of the mean over the batch. A sum (``loss.reduction == "sum"``), or a tensor
+      with one value per sample, is divided by the samples of the batch. Weights of classes or an ``ignore_index`` make
+      the mean of torch one over weights, which parts of a batch cannot reproduce: use a sum there.
+    - BatchNorm sees each device's part of the batch, as in ``torch.nn.DataParallel``.
+    - Chance (dropout) is drawn from torch's generator, seeded for each device and step, and put back afterwards. If a
+      module draws, its devices that share a generator, as all CPU devices do, run their forwards one after another.
+    - Each of n CPU devices of a group computes with an n-th of the threads that torch had when the group was made.
+
+    Arguments:
+        module: copied when it is bound, so that later changes of it are seen by later binds only.
+        loss: see `LossFunction`; a module such as ``torch.nn.CrossEntropyLoss()`` is one.
+
+    Raises:
+        ConfigError: ``module`` is no module or has lazy parameters that are not made yet.
+    """
+
+    def __init__(self, module: torch.nn.Module, loss: LossFunction | None = None) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(f"module is a {type(module).__name__}, no torch.nn.Module", setting="module")
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+                raise ConfigError(f"{name} has no shape yet: run the module once on a batch", setting="module")
+        self.module = module
+        self.loss = loss
+        self._described: dict[tuple[DataDesc, ...], tuple[DataDesc, ...]] = {}
+        self._lock = threading.Lock()
+
+    def initial(self) -> tuple[dict[str, HostArray], dict[str, HostArray]]:
+        """Copies of the module's parameters and states, as `DataParallelExecutorGroup.set_params` takes them."""
+        params, aux = tensors_of(self.module)
+        return {name: host_copy(t) for name, t in params.items()}, {name: host_copy(t) for name, t in aux.items()}
+
+    def describe(self, data: Sequence[DataDesc], labels: Sequence[DataDesc] = ()) -> ModelDescription:
+        """See `kvd.parallel.Model.describe`.
+
+        The module runs for it on torch's ``meta`` device, which has shapes but no values, or, if it cannot, on the
+        CPU with zeros, in both cases as for evaluation.
+
+        Raises:
+            ConfigError: the module cannot take such data; labels without a loss; an output whose batch axis grows by
+                more than one per sample, or on several axes.
+        """
+        if labels and self.loss is None:
+            raise ConfigError("labels are described, but the model has no loss", setting="label_shapes")
+        params, aux = tensors_of(self.module)
+        with self._lock:  # the devices of a group describe at the same time
+            key = tuple(data)
+            if key not in self._described:
+                self._described[key] = self._outputs(data)
+        return ModelDescription(
+            {name: tuple(tensor.shape) for name, tensor in params.items()},
+            {name: tuple(tensor.shape) for name, tensor in aux.items()},
+            self._described[key],
+            has_loss=self.loss is not None,
+        )
+
+    def bind(
+        self,
+        device: Device | str,
+        data: Sequence[DataDesc],
+        labels: Sequence[DataDesc] = (),
+        *,
+        for_training: bool = True,
+        grad_req: GradReq | Mapping[str, GradReq] = "write",
+        params: Mapping[str, Array] | None = None,
+        grads: Mapping[str, Array] | None = None,
+        aux: Mapping[str, Array] | None = None,
+        normalization: int | None = None,
+        seed: int | tuple[int, ...] = 0,
+    ) -> TorchExecutor:
+        """See `kvd.parallel.Model.bind`. What is not given starts with the module's values."""
+        return TorchExecutor(
+            self,
+            Device.parse(device),
+            data,
+            labels,
+            for_training=for_training,
+            grad_req=grad_req,
+            params=params or {},
+            grads=grads or {},
+            aux=aux or {},
+            normalization=normalization,
+            seed=(seed,) if isinstance(seed, int) else tuple(seed),
+        )
+
+    def _outputs(self, data: Sequence[DataDesc]) -> tuple[DataDesc, ...]:
+        sizes = {desc.batch_size for desc in data if desc.batch_size is not None}
+        size = next(iter(sizes), 1) or 1
+        here = self._shapes(data, size)
+        more = self._shapes(data, size + 1) if sizes else here
+        descs = []
+        for (name, tensor), (_, larger) in zip(here.items(), more.items(), strict=True):
+            shape = tuple(tensor.shape)
+            changed = [axis for axis, (a, b) in enumerate(zip(shape, larger.shape, strict=True)) if a != b]
+            if len(changed) > 1 or any(shape[axis] != size or larger.shape[axis] != size + 1 for axis in changed):
+                raise ConfigError(
+                    f"{name} has shape {shape} for {size} samples and {tuple(larger.shape)} for {size + 1}: "
+                    "one axis of an output has to count the samples",
+                    setting="module",
+                )
+            layout = "".join("N" if axis in changed else "." for axis in range(len(shape)))
+            descs.append(DataDesc(name, shape, dtype_of(tensor.dtype).name, layout))
+        return tuple(descs)
+
+    def _shapes(self, data: Sequence[DataDesc], size: int) -> dict[str, torch.Tensor]:
+        """The outputs by name for ``size`` samples; their values mean nothing."""
+        descs = [desc.with_batch_size(size) for desc in data]
+        try:
+            return self._evaluate("meta", descs)
+        except Exception:  # noqa: BLE001  whatever a module raises where there are no values to look at
+            try:
+                return self._evaluate("cpu", descs)
+            except Exception as error:
+                given = ", ".join(f"{desc.name} {desc.shape} {desc.dtype}" for desc in descs)
+                raise ConfigError(
+                    f"the module cannot take {given}: {type(error).__name__}: {error}", setting="data_shapes"
+                ) from error
+
+    def _evaluate(self, where: str, descs: Sequence[DataDesc]) -> dict[str, torch.Tensor]:
+        module = copy.deepcopy(self.module).to(where).eval()
+        inputs = [torch.zeros(desc.shape, dtype=getattr(torch, desc.dtype), device=where) for desc in descs]
+        with torch.no_grad():
+            return outputs_of(module(*inputs))
+
+
+def tensors_of(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Parameters that are trained, and states: parameters that are not, and persistent buffers."""
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
+    params = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    aux = {name: tensor for name, tensor in tensors.items() if not tensor.requires_grad}
+    kept = set(module.state_dict())
+    aux |= {name: buffer for name, buffer in module.named_buffers() if name in kept}
+    return params, aux

@@ -1,0 +1,350 @@
+"""A group bound to a store: the weights of several workers are those of one process on the whole batches."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvd
+from kvd.client.handle import Handle
+from kvd.errors import ConfigError, GradientAnomaly, InputMismatch, NotAllowed
+from kvd.optimizer import SGD, Adam, Optimizer
+from kvd.parallel import (
+    BatchNorm,
+    DataBatch,
+    DataDesc,
+    DataParallelExecutorGroup,
+    Dense,
+    Model,
+    Sequential,
+    SoftmaxCrossEntropy,
+    Tanh,
+    TorchModel,
+)
+from kvd.parallel.feed import Update
+from kvd.testing.cluster import LocalCluster
+
+F: Any = torch.nn.functional
+WORKERS, DEVICES, STEPS, SIZE = 2, 2, 6, 8
+GENERATOR = np.random.default_rng(11)
+X = GENERATOR.normal(size=(STEPS, WORKERS * SIZE, 5)).astype(np.float32)
+Y = GENERATOR.integers(0, 3, (STEPS, WORKERS * SIZE))
+NETWORK = Sequential(Dense(16), Tanh(), Dense(3), SoftmaxCrossEntropy())
+PARAMS = NETWORK.initialize((SIZE, 5), seed=2)
+RULE = SGD(0.2, momentum=0.9, wd=0.01)
+
+
+def module() -> torch.nn.Module:
+    """The same network with the same weights."""
+    made: Any = torch.nn.Sequential(torch.nn.Linear(5, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    with torch.no_grad():
+        for parameter, value in zip(made.parameters(), PARAMS.values(), strict=True):
+            parameter.copy_(torch.from_numpy(value))
+    return made  # type: ignore[no-any-return]
+
+
+def group_of(model: Model, size: int = SIZE, devices: int = DEVICES, **arguments: Any) -> DataParallelExecutorGroup:
+    return DataParallelExecutorGroup(
+        model, ["cpu"] * devices, [DataDesc("data", (size, 5))], [DataDesc("label", (size,), "int64")], **arguments
+    )
+
+
+def weights_of(group: DataParallelExecutorGroup) -> list[Any]:
+    values = {
+        n: np.empty(arrays[0].shape, np.float32)
+        for n, arrays in zip(group.param_names, group.param_arrays, strict=True)
+    }
+    group.get_params(
+        values, {n: np.empty(arrays[0].shape) for n, arrays in zip(group.aux_names, group.aux_arrays, strict=True)}
+    )
+    return list(values.values())
+
+
+def expected(batches: Sequence[tuple[Any, Any]], scale: float = 1.0) -> list[Any]:
+    """One process in float64: torch and torch.optim on the whole batches."""
+    net: Any = copy.deepcopy(module()).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
+    for x, y in batches:
+        optimizer.zero_grad()
+        (F.cross_entropy(net(torch.from_numpy(x).double()), torch.from_numpy(y)) * scale).backward()
+        optimizer.step()
+    return [parameter.detach().numpy() for parameter in net.parameters()]
+
+
+def train(model: Model, update: Update, sizes: Sequence[int] = (SIZE, SIZE)) -> Any:
+    """The program of a worker: its part of every batch."""
+
+    def program(kv: kvd.KVStore) -> Any:
+        starts = np.cumsum([0, *sizes])
+        own = slice(starts[kv.rank], starts[kv.rank + 1])
+        group = group_of(model, sizes[kv.rank])
+        if isinstance(model, Sequential):
+            group.set_params(PARAMS if kv.rank == 0 else {})  # the others get them
+        feed = group.bind_to(kv, optimizer=RULE, update=update)
+        assert feed.clock == 0
+        for x, y in zip(X, Y, strict=True):
+            group.forward_backward(DataBatch([x[own]], [y[own]]))
+        weights = weights_of(group)
+        assert all(np.array_equal(a, b) for arrays in group.param_arrays for a, b in itertools.pairwise(arrays))
+        assert kv.clock(feed.keys[group.param_names[0]]) == STEPS
+        return weights
+
+    return program
+
+
+@pytest.mark.parametrize("update", ["server", "local"])
+@pytest.mark.parametrize("merge", ["sum", "mean", "weighted"])
+@pytest.mark.parametrize("kind", ["sequential", "torch"])
+def test_two_workers_with_two_devices_equal_one_process_and_repeat_bit_for_bit(
+    kind: str, merge: str, update: Update
+) -> None:
+    results = []
+    for _ in range(2):
+        model: Model = NETWORK if kind == "sequential" else TorchModel(module(), torch.nn.CrossEntropyLoss())
+        with LocalCluster(WORKERS, 2, merge=merge) as cluster:
+            results += cluster.run(train(model, update))
+    for weights in results:
+        for got, wanted, first in zip(weights, expected(list(zip(X, Y, strict=True))), results[0], strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+            np.testing.assert_array_equal(got, first)
+
+
+def test_unequal_batches_of_the_workers_merged_by_samples() -> None:
+    with LocalCluster(WORKERS, 1, merge="weighted") as cluster:
+        results = cluster.run(train(NETWORK, "server", sizes=(11, 5)))
+    for weights in results:
+        for got, wanted in zip(weights, expected(list(zip(X, Y, strict=True))), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+
+
+def test_device_types_and_asynchronous_stores_take_a_group_too() -> None:
+    whole = [(x[:SIZE], y[:SIZE]) for x, y in zip(X, Y, strict=True)]
+
+    def program(kv: kvd.KVStore) -> Any:
+        group = group_of(NETWORK)
+        group.set_params(PARAMS)
+        group.bind_to(kv, optimizer=RULE)
+        for x, y in whole:
+            group.forward_backward(DataBatch([x], [y]))
+        return weights_of(group)
+
+    results = []
+    for kind in ("dist_device_sync", "dist_async"):
+        with LocalCluster(1, 2) as cluster:
+            results += cluster.run(program, kind)
+    for kind in ("local", "device"):
+        with kvd.create(kind) as kv:
+            results.append(program(kv))
+    for weights in results:
+        for got, wanted in zip(weights, expected(whole), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+
+
+class Recorder(kvd.KVStore):
+    """A local store that writes down what it is asked, and can answer late."""
+
+    def __init__(self) -> None:
+        self.__dict__.update(kvd.create("local").__dict__)
+        self.calls: list[tuple[str, int, int, str]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def pushpull_async(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1) -> Handle:
+        self.calls.append((key, priority, samples, threading.current_thread().name))
+        assert isinstance(value, list)
+        handle = super().pushpull_async(key, value, np.empty_like(out), priority, samples=samples)
+
+        def finish(result: Any) -> Any:
+            assert self.gate.wait(10)
+            out[...] = result
+            return out
+
+        return Handle(handle._future, finish)
+
+
+def test_gradients_leave_during_backward_with_the_first_layer_at_the_highest_priority() -> None:
+    kv = Recorder()
+    group = group_of(NETWORK)
+    group.set_params(PARAMS)
+    group.bind_to(kv, optimizer=RULE, names={"dense0_weight": 7})
+    sent_at: list[int] = []
+    group.forward(DataBatch([X[0, :SIZE]], [Y[0, :SIZE]]))
+    group.backward(on_gradient=lambda index, name: sent_at.append(len(kv.calls)))
+    assert [(key, priority) for key, priority, _, _ in kv.calls][2:] in (
+        [("dense0_bias", -1), ("7", 0)],
+        [("7", 0), ("dense0_bias", -1)],
+    )
+    assert {samples for _, _, samples, _ in kv.calls} == {SIZE}
+    assert all(thread.startswith("kvd-cpu") for *_, thread in kv.calls)
+    assert sent_at[-1] >= 2  # those of the last layer had left when the first layer's were complete
+
+
+def test_the_old_weights_stay_on_the_devices_until_they_are_needed() -> None:
+    kv = Recorder()
+    group = group_of(NETWORK)
+    group.set_params(PARAMS)
+    group.bind_to(kv, optimizer=SGD(1.0))
+    kv.gate.clear()
+    batch = DataBatch([X[0, :SIZE]], [Y[0, :SIZE]])
+    group.forward_backward(batch)
+    np.testing.assert_array_equal(group.param_arrays[0][1], PARAMS["dense0_weight"])
+    waits = threading.Thread(target=group.forward, args=(batch, False))
+    waits.start()
+    time.sleep(0.05)
+    assert waits.is_alive()
+    kv.gate.set()
+    waits.join(10)
+    assert not np.array_equal(group.param_arrays[0][1], PARAMS["dense0_weight"])
+    np.testing.assert_array_equal(group.param_arrays[0][1], kv.pull("dense0_weight"))
+
+
+def test_fixed_parameters_and_states_come_from_rank_0_and_are_not_sent() -> None:
+    model = Sequential(Dense(4), BatchNorm(), Dense(3), SoftmaxCrossEntropy())
+    params = model.initialize((SIZE, 5), seed=4)
+
+    def program(kv: kvd.KVStore) -> Any:
+        group = group_of(model, fixed_param_names=["dense0_weight"])
+        group.set_params({name: value + kv.rank for name, value in params.items()})
+        group.set_params({}, {"batchnorm0_running_mean": np.full(4, 3.0 + kv.rank)})
+        feed = group.bind_to(kv, optimizer=RULE)
+        assert float(group.aux_arrays[0][1][0]) == 3.0
+        group.forward_backward(DataBatch([X[kv.rank, :SIZE]], [Y[kv.rank, :SIZE]]))
+        feed.receive()
+        np.testing.assert_array_equal(group.param_arrays[0][0], params["dense0_weight"])
+        assert kv.clock("dense0_weight") == 0
+        feed.share_states()
+        return [array.copy() for arrays in group.aux_arrays for array in arrays]
+
+    with LocalCluster(WORKERS, 1) as cluster:
+        first, second = cluster.run(program)
+    for mine, theirs in zip(first, second, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_groups_that_share_parameters_feed_one_store() -> None:
+    with kvd.create("local") as kv:
+        group = group_of(NETWORK)
+        group.set_params(PARAMS)
+        group.bind_to(kv, optimizer=RULE)
+        small = group_of(NETWORK, 4, shared_group=group)
+        assert small.feed is group.feed
+        group.forward_backward(DataBatch([X[0, :SIZE]], [Y[0, :SIZE]]))
+        small.forward_backward(DataBatch([X[1, :4]], [Y[1, :4]]))
+        weights = weights_of(group)
+        larger = Sequential(Dense(16), Tanh(), Dense(3), Dense(3), SoftmaxCrossEntropy())
+        with pytest.raises(NotAllowed, match="without dense2_weight, dense2_bias"):
+            group_of(larger, shared_group=group)
+    batches = [(X[0, :SIZE], Y[0, :SIZE]), (X[1, :4], Y[1, :4])]
+    for got, wanted in zip(weights, expected(batches), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+
+
+def test_a_second_group_takes_over_what_the_store_has() -> None:
+    with kvd.create("local") as kv:
+        first = group_of(NETWORK)
+        first.set_params(PARAMS)
+        first.bind_to(kv, optimizer=RULE)
+        first.forward_backward(DataBatch([X[0, :SIZE]], [Y[0, :SIZE]]))
+        second = group_of(NETWORK)
+        assert second.bind_to(kv).clock == 1
+        for mine, theirs in zip(weights_of(second), weights_of(first), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+        with pytest.raises(NotAllowed, match="the store holds no weights"):
+            group_of(NETWORK).bind_to(kv, optimizer=RULE, update="local")
+
+
+def test_nothing_leaves_when_a_gradient_is_not_finite() -> None:
+    kv = Recorder()
+    group = group_of(NETWORK, detect_anomaly=True)
+    group.set_params(PARAMS)
+    group.bind_to(kv, optimizer=RULE)
+    poisoned = X[0, :SIZE].copy()
+    poisoned[0, 0] = np.nan
+    with pytest.raises(GradientAnomaly):
+        group.forward_backward(DataBatch([poisoned], [Y[0, :SIZE]]))
+    assert kv.calls == []
+    group.forward_backward(DataBatch([X[0, :SIZE]], [Y[0, :SIZE]]))
+    assert len(kv.calls) == 4
+    for got, wanted in zip(weights_of(group), expected([(X[0, :SIZE], Y[0, :SIZE])]), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+
+
+def test_a_backward_that_fails_halfway_is_not_followed_by_another() -> None:
+    group = group_of(NETWORK)
+    group.set_params(PARAMS)
+    group.bind_to(Recorder(), optimizer=RULE)
+
+    def fail(index: int, name: str) -> None:
+        if name == "dense0_bias":
+            raise RuntimeError("broken")
+
+    group.forward(DataBatch([X[0, :SIZE]], [Y[0, :SIZE]]))
+    with pytest.raises(RuntimeError, match="broken"):
+        group.backward(on_gradient=fail)
+    with pytest.raises(NotAllowed, match="restart this worker"):
+        group.forward_backward(DataBatch([X[0, :SIZE]], [Y[0, :SIZE]]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "group_arguments", "error", "message"),
+    [
+        ({"update": "remote"}, {}, ConfigError, 'neither "server" nor "local"'),
+        ({"update": "local"}, {}, ConfigError, "needs the optimizer"),
+        ({"names": {"dense9": "w"}}, {}, InputMismatch, "names has dense9"),
+        ({"names": {"dense0_bias": "dense0_weight"}}, {}, ConfigError, "two parameters have one key"),
+        ({}, {"grad_req": "add"}, ConfigError, "whose end only the program knows"),
+        ({}, {"for_training": False}, NotAllowed, "no gradients to send"),
+    ],
+)
+def test_what_cannot_be_bound(
+    arguments: dict[str, Any], group_arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with kvd.create("local") as kv, pytest.raises(error, match=message):
+        group_of(NETWORK, **group_arguments).bind_to(kv, **arguments)
+
+
+def test_what_a_bound_group_refuses() -> None:
+    with kvd.create("local") as kv:
+        group = group_of(NETWORK)
+        assert group.feed is None
+        feed = group.bind_to(kv, optimizer=RULE, update="local")
+        with pytest.raises(NotAllowed, match="before bind_to"):
+            group.set_params(PARAMS)
+        with pytest.raises(NotAllowed, match="before bind_to"):
+            group.bind_to(kv)
+        with pytest.raises(NotAllowed, match="before bind_to"):
+            group.bind_exec(group.data_shapes, group.label_shapes, group_of(NETWORK), reshape=True)
+        with pytest.raises(NotAllowed, match="holds gradients"):
+            feed.pull()
+
+
+@pytest.mark.parametrize("optimizer", [RULE, Adam(0.01)])
+def test_the_state_of_a_local_update_can_be_saved_and_loaded(optimizer: Optimizer) -> None:
+    batches = [DataBatch([x[:SIZE]], [y[:SIZE]]) for x, y in zip(X, Y, strict=True)]
+
+    def run(start: Any, states: Any, steps: list[DataBatch]) -> tuple[list[Any], Any]:
+        with kvd.create("local") as kv:
+            group = group_of(NETWORK)
+            group.set_params(start)
+            feed = group.bind_to(kv, optimizer=optimizer, update="local")
+            if states:
+                feed.load_local_states(states)
+            for batch in steps:
+                group.forward_backward(batch)
+            return weights_of(group), feed.local_states()
+
+    whole, _ = run(PARAMS, None, batches)
+    half, states = run(PARAMS, None, batches[:3])
+    rest, _ = run(dict(zip(PARAMS, half, strict=True)), states, batches[3:])
+    for mine, theirs in zip(rest, whole, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    with pytest.raises(InputMismatch, match="not those of this group"):
+        run(PARAMS, {"other|step": np.asarray(3)}, [])
