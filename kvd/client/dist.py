@@ -89,7 +89,7 @@ class DistBackend:
         self.local_rank = loaded.config.local_rank
         self._slice_bytes = settings.slice_bytes
         self._sync = settings.mode != "async"
-        self.merge = settings.merge if self._sync else ""
+        self.merge = (settings.merge or "sum") if self._sync else ""
 
     # ── values ──
 
@@ -329,7 +329,7 @@ class DistBackend:
             raise error
 
     def abandon(self) -> None:
-        self._engine.stop(ABANDON_S)
+        self._engine.stop(ABANDON_S, failed=True)
 
     # ── helpers ──
 

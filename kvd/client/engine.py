@@ -157,14 +157,15 @@ class Engine:
         """Seconds since the scheduler was last heard."""
         return time.monotonic() - self.link.heard_at
 
-    def stop(self, leave_s: float = STOP_TIMEOUT_S) -> None:
-        """Ends the thread. For up to `leave_s` the scheduler is told first, so that nobody takes it for a death."""
+    def stop(self, leave_s: float = STOP_TIMEOUT_S, *, failed: bool = False) -> None:
+        """Ends the thread. For up to `leave_s` the scheduler is told first: that this node goes for good, or that its
+        program failed, which counts as a death that is known at once."""
         if self._pid != os.getpid():
             return
         try:
             if self.link.joined and self.link.failure is None:
                 with suppress(KvdError, TimeoutError):  # an unreachable scheduler finds out by itself
-                    self.submit(LeaveRounds("left"), leave_s).result(leave_s + 1)
+                    self.submit(LeaveRounds("failed" if failed else "left"), leave_s).result(leave_s + 1)
         finally:
             with Uninterrupted(), self._order:
                 first, self._closed = not self._closed, True

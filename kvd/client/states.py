@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from safetensors.numpy import load, save
 from kvd.core import calls
 from kvd.errors import NotAllowed, ProtocolError
 from kvd.optimizer import Optimizer, from_wire, to_wire
-from kvd.protocol.messages import FetchState, ListKeys, OptimizerQuery, SetOptimizer, StoreState
+from kvd.protocol.messages import BIGGEST, FetchState, ListKeys, OptimizerQuery, SetOptimizer, StoreState
 from kvd.protocol.specs import DTYPES, KeySpec, padded
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class StateFile:
         self.optimizer: Optimizer | None = None
 
     def write(self, path: Path) -> None:
-        """Written aside and renamed, so that a crash leaves the old file or the new one."""
+        """Written aside and renamed: a crash leaves the old file or the new one, and several workers may write it."""
         tensors = {
             f"{key}{SEPARATOR}{slot}": array for key, slots in self.arrays.items() for slot, array in slots.items()
         }
@@ -45,12 +46,16 @@ class StateFile:
         if self.optimizer is not None:
             metadata["optimizer"] = json.dumps(to_wire(self.optimizer))
         data = save(tensors, metadata)
-        aside = path.with_name(path.name + ".part")
-        with aside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(path)
+        aside = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.part")
+        try:
+            with aside.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.rename(path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def read(cls, path: Path) -> StateFile:
@@ -64,8 +69,13 @@ class StateFile:
             if metadata.get("format") != FORMAT:
                 raise ValueError("it does not say that it holds optimizer states of kvd")
             content.steps = {str(key): int(step) for key, step in json.loads(metadata["steps"]).items()}
+            if not all(0 <= step <= BIGGEST for step in content.steps.values()):
+                raise ValueError("a key has made less than no steps")
             if "optimizer" in metadata:
                 content.optimizer = from_wire(json.loads(metadata["optimizer"]))
+            for name, array in tensors.items():
+                if array.dtype.name not in ("float32", "float64") or len(name.rpartition(SEPARATOR)[2]) > 64:
+                    raise ValueError(f"{name[:80]!r} is no array of a state")
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, ProtocolError) as error:
             raise NotAllowed(f"{path} holds no optimizer states: {error}") from None
         for name, array in tensors.items():

@@ -74,7 +74,7 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRounds:
-    """`state` "done": leave the rounds and stay; "left": go."""
+    """`state` "done": leave the rounds and stay; "left": go; "failed": go, and be waited for as after a death."""
 
     state: str
 

@@ -76,14 +76,17 @@ class KeyTable:
 
     def add(self, slice_: Slice) -> None:
         """Puts a slice in, in place of an unpublished one of the same name, and of what was cut in another way."""
-        kept = []
-        for index in self._indices.get(slice_.key, ()):
-            if index != slice_.index and self.slices[slice_.key, index].spec == slice_.spec:
-                kept.append(index)
-            else:
-                self.bytes_led -= self.slices.pop((slice_.key, index)).nbytes
-        self._indices[slice_.key] = [*kept, slice_.index]
-        self.slices[slice_.key, slice_.index] = slice_
+        place = (slice_.key, slice_.index)
+        indices = self._indices.setdefault(slice_.key, [])
+        if indices and self.slices[slice_.key, indices[0]].spec != slice_.spec:  # all have the same one
+            self.bytes_led -= sum(self.slices.pop((slice_.key, index)).nbytes for index in indices)
+            indices.clear()
+        old = self.slices.get(place)
+        if old is not None:
+            self.bytes_led -= old.nbytes
+        else:
+            indices.append(slice_.index)
+        self.slices[place] = slice_
         self.bytes_led += slice_.nbytes
 
     def of_key(self, key: str) -> list[Slice]:

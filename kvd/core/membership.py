@@ -11,6 +11,7 @@ ACTIVE = "active"  # takes part in the rounds
 DONE = "done"  # left the rounds, still connected
 LEFT = "left"  # went, in good order
 DEAD = "dead"  # declared dead
+FAILED = "failed"  # only in a Leave: its program ended with an error, and may be started anew
 GONE = "gone"  # declared dead after it had left the rounds: they do not wait for it
 
 

@@ -101,11 +101,11 @@ class Outbox:
         for lane in self._lanes.values():
             while lane.ready:
                 entry = lane.ready[0][2]
-                if entry.state == QUEUED:
-                    if lane.in_flight and lane.in_flight + entry.nbytes > lane.credit:
-                        break
+                queued = entry.state == QUEUED
+                if queued and lane.in_flight and lane.in_flight + entry.nbytes > lane.credit:
+                    break
                 heappop(lane.ready)  # before it is sent: that may put its followers in front of it
-                if entry.state == QUEUED:
+                if queued:
                     lane.in_flight += entry.nbytes
                     sends.append(self._sent(entry, now))
         return sends

@@ -9,6 +9,7 @@ from typing import Any
 from kvd.core.machine import Peer, Span
 
 MAX_REMEMBERED = 256  # answers of commands kept per incarnation
+MAX_SENDERS = 1024  # incarnations whose answers are kept; those of the command line come and go unannounced
 
 
 @dataclass(slots=True, eq=False)
@@ -53,14 +54,18 @@ class PendingTable:
 
 
 class Answers:
-    """The answers of commands, which must not be carried out twice. The oldest of a sender are forgotten."""
+    """The answers of commands, which must not be carried out twice. The oldest of a sender are forgotten, and so are
+    the senders that have been silent for longest."""
 
     def __init__(self) -> None:
-        self._by_sender: dict[int, OrderedDict[int, Any]] = {}
+        self._by_sender: OrderedDict[int, OrderedDict[int, Any]] = OrderedDict()
 
     def start(self, sender: int, request: int) -> bool:
         """True if the command is new; it is running from now on."""
         answers = self._by_sender.setdefault(sender, OrderedDict())
+        self._by_sender.move_to_end(sender)
+        while len(self._by_sender) > MAX_SENDERS:
+            self._by_sender.popitem(last=False)
         if request in answers:
             return False
         answers[request] = None

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvd.core.barriers import Barriers, Settled, Verdict
 from kvd.core.machine import Effect, Event, Note, Peer, PeerLost, Persist, Persisted, Received, Send
-from kvd.core.membership import ACTIVE, DEAD, DONE, GONE, LEFT, name_of
+from kvd.core.membership import ACTIVE, DEAD, DONE, FAILED, GONE, LEFT, name_of
 from kvd.core.placement import initial_shards
 from kvd.protocol.messages import (
     BIGGEST,
@@ -182,7 +182,7 @@ class SchedulerMachine:
                 if event.view < self.view_number:
                     self._out.append(Send(event.peer, self._announced))
             elif isinstance(message, Leave):
-                self._leave(seat, event.peer, message)
+                self._leave(seat, event.peer, message, now)
             else:
                 self._enter(seat, event.peer, message)
         elif not isinstance(message, Refused):
@@ -302,9 +302,13 @@ class SchedulerMachine:
         candidates = free or left or dead
         return candidates[0] if candidates else None
 
-    def _leave(self, seat: _Seat, peer: Peer, leave: Leave) -> None:
+    def _leave(self, seat: _Seat, peer: Peer, leave: Leave, now: float) -> None:
+        if leave.state == FAILED:
+            self._lose(PeerLost(seat.member.incarnation, "its program ended with an error"), now)
+            self._out.append(Send(peer, Done(leave.request)))
+            return
         if leave.state not in (DONE, LEFT):
-            self._refuse(peer, leave, "ProtocolError", f"a node leaves as done or left, not {leave.state!r}")
+            self._refuse(peer, leave, "ProtocolError", f"a node leaves as done, left or failed, not {leave.state!r}")
             return
         if seat.member.state not in (LEFT, leave.state):  # a "done" that comes after "left" was under way for long
             seat.member = seat.member._replace(state=leave.state, reason="closed" if leave.state == LEFT else "")

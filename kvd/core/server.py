@@ -14,12 +14,14 @@ from kvd.core.keytable import MAX_SLICES, KeyTable, Live, Slice, Waiting
 from kvd.core.machine import (
     SCHEDULER,
     Apply,
+    Complete,
     Contribution,
     Create,
     Effect,
     Event,
     Garbled,
     JobDone,
+    LocalCall,
     Note,
     Peer,
     Received,
@@ -29,7 +31,7 @@ from kvd.core.machine import (
 from kvd.core.membership import DEAD, GONE, LEFT, name_of
 from kvd.core.requests import Pending, PendingTable
 from kvd.core.servercontrol import ServerControl
-from kvd.core.session import SchedulerLink
+from kvd.core.session import FIRST_REQUEST, SchedulerLink
 from kvd.core.slicelog import SliceLog, Turn
 from kvd.errors import KvdError
 from kvd.protocol.messages import (
@@ -44,6 +46,7 @@ from kvd.protocol.messages import (
     Init,
     KeyInfo,
     KeyList,
+    Leave,
     ListKeys,
     Lookup,
     Message,
@@ -121,6 +124,8 @@ class ServerMachine:
             done = self._jobs.pop(event.job, None)
             if done is not None:
                 done(event)
+        elif isinstance(event, LocalCall):
+            self._say_goodbye(event)
         elif isinstance(event, Garbled) and event.peer == SCHEDULER:
             self._link.garbled(event.text)
         self._out.extend(self._link.tick(now))
@@ -145,6 +150,13 @@ class ServerMachine:
             "waiting_for": sorted({name_of("worker", rank) for slice_ in slices for rank in self._blockers(slice_)}),
             "optimizer": self._control.describe(),
         }
+
+    def _say_goodbye(self, event: LocalCall) -> None:
+        """The only thing that its own program asks of a server: to leave in good order."""
+        if self._link.joined:
+            self._send(SCHEDULER, Leave(FIRST_REQUEST, LEFT))
+        self._link.close()
+        self._emit(Complete(event.call))
 
     # ── dispatch ──
 

@@ -101,8 +101,9 @@ class ServerControl:
         self.optimizer = changed
         for slice_ in self._table.slices.values():
             if slice_.log.sync and rank is not None:
-                slice_.changes.append(Change(slice_.log.staged_clock(rank) + 1, changes))
-                slice_.changes.sort(key=lambda change: change.from_round)
+                # Not before an earlier change: they were found to be allowed in this order.
+                earliest = slice_.changes[-1].from_round if slice_.changes else 0
+                slice_.changes.append(Change(max(slice_.log.staged_clock(rank) + 1, earliest), changes))
             elif slice_.optimizer is not None:
                 slice_.optimizer = with_hyperparameters(slice_.optimizer, changes)
 

@@ -28,7 +28,7 @@ from kvd.core.machine import (
     Received,
     Span,
 )
-from kvd.core.membership import ACTIVE, DEAD, DONE, LEFT, name_of
+from kvd.core.membership import ACTIVE, DEAD, DONE, FAILED, LEFT, name_of
 from kvd.core.outbox import QUEUED, Entry, Outbox
 from kvd.core.session import FIRST_REQUEST, SchedulerLink
 from kvd.core.workerkeys import ASKING, LOST, READY, UNKNOWN, Batch, WorkerKey, batches
@@ -241,7 +241,7 @@ class WorkerMachine:
                     self._ready_servers.add(server.incarnation)
                 else:
                     self._attach(server.incarnation)
-            if server.state == DEAD:
+            if server.state in (DEAD, LEFT):
                 self._fail_calls_to(server.incarnation, server.rank)
         member = self.view.by_incarnation(self.incarnation)
         if self._left_rounds and member is not None and member.state == ACTIVE:
@@ -411,7 +411,7 @@ class WorkerMachine:
             error = self._error_of(event)
             if error is None:
                 self._left_rounds = True
-                if request.state == "left":
+                if request.state in (LEFT, FAILED):
                     self.link.close()
             self._complete(call, error=error)
 
@@ -538,7 +538,7 @@ class WorkerMachine:
                 return NodeLost(self._lost_text(rank), node=name_of("server", rank))
             for rank in key.incarnations:
                 server = self.view.members.get(("server", rank))
-                if server is not None and server.state == DEAD:
+                if server is not None and server.state in (DEAD, LEFT):
                     node = name_of("server", rank)
                     return NodeLost(
                         self._lost_text(rank), node=node, last_seen_s=server.last_seen_s, reason=server.reason

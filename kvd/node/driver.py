@@ -194,7 +194,7 @@ class Driver:
         for effect in effects:
             try:
                 self._act[type(effect)](effect)
-            except Exception as error:  # noqa: BLE001  the effects after it are wanted all the same
+            except Exception as error:
                 event(logger, logging.ERROR, f"a {type(effect).__name__} could not be carried out", error=repr(error))
                 logger.debug("the traceback of the error before", exc_info=True)
 

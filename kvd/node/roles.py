@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kvd.config import Config, Loaded, Role, parse_address, systemd_environment
-from kvd.core.machine import PeerLost
+from kvd.core.calls import LeaveRounds
+from kvd.core.machine import LocalCall, PeerLost
 from kvd.core.scheduler import SchedulerMachine, SchedulerSettings
 from kvd.core.server import ServerMachine, ServerSettings
 from kvd.core.session import Identity, SchedulerLink
@@ -114,8 +115,13 @@ class Daemon:
     def end(self, code: int, why: str) -> None:
         """Ends the daemon with this exit code."""
         if self._ended is not None and not self._ended.done():
+            if code == EXIT_OK:
+                self.say_goodbye()
             event(logger, logging.INFO if code == EXIT_OK else logging.ERROR, f"stopping: {why}")
             self._ended.set_result(code)
+
+    def say_goodbye(self) -> None:
+        """Tells the cluster, where there is one to be told."""
 
     def halted(self, error: KvdError) -> None:
         self.end(_exit_code(error), str(error))
@@ -280,6 +286,10 @@ class ServerDaemon(Daemon):
             executor=self.executor,
             on_halt=self.halted,
         )
+
+    def say_goodbye(self) -> None:
+        if self.driver is not None:
+            self.driver.feed(LocalCall(1, LeaveRounds("left"), 0.0))
 
     async def until_ready(self) -> None:
         """Ready when it has joined; gives up when no scheduler answers before the deadline."""

@@ -170,7 +170,10 @@ class HeartbeatAck:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """I leave the rounds and stay ("done"), or go altogether ("left"). Answered by Done when the view says so."""
+    """I leave the rounds and stay ("done"), go altogether ("left"), or end with an error ("failed"): as if I had died.
+
+    Answered by Done when the view says so.
+    """
 
     KIND: ClassVar[int] = 6
     request: Number

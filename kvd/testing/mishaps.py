@@ -49,8 +49,7 @@ def plan(world: World, mishaps: Mishaps) -> None:
     for _ in range(mishaps.ghosts):
         time, victim = random.uniform(0.0, mishaps.within_s), random.choice(workers)
         replaced_after_s, length = random.uniform(0.1, 2.0), random.uniform(0.1, 4.0)
-        world.at(time, lambda name=victim, length=length: world.pause(name, length))  # type: ignore[misc]
-        world.at(time + replaced_after_s, lambda name=victim: _replace(world, name))  # type: ignore[misc]
+        world.at(time, lambda name=victim, length=length, after=replaced_after_s: _haunt(world, name, length, after))  # type: ignore[misc]
     for _ in range(mishaps.cuts):
         victim = random.choice([*workers, *servers, "scheduler"])
         time, length = random.uniform(0.0, mishaps.within_s), random.uniform(0.0, mishaps.longest_pause_s)
@@ -79,10 +78,19 @@ def _doom(world: World, name: str, effects: int, pause_s: float) -> None:
     world.after(pause_s, restart)
 
 
-def _replace(world: World, name: str) -> None:
-    """A successor starts, whatever became of the process before."""
-    if not world.processes[name].finished:
-        world.start_worker(int(name.split()[1]))
+def _haunt(world: World, name: str, pause_s: float, replaced_after_s: float) -> None:
+    """The worker stops, a successor starts, and in between or later it wakes up. It has joined: who joins last stays."""
+    process = world.processes[name]
+    machine = process.machine
+    if process.finished or not isinstance(machine, WorkerMachine) or not machine.link.joined:
+        return
+    world.pause(name, pause_s)
+
+    def replace() -> None:
+        if world.processes[name] is process and not process.finished:
+            world.start_worker(int(name.split()[1]))
+
+    world.after(replaced_after_s, replace)
 
 
 def _revive_scheduler(world: World) -> None:

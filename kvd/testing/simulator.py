@@ -293,7 +293,8 @@ class World:
         for effect in process.machine.step(event, self.now):
             if process.doom is not None:
                 if process.doom == 0:
-                    self.kill(process.name)
+                    process.alive = False
+                    self._trace(f"{process.name} dies")
                     return
                 process.doom -= 1
             act = self._act.get(type(effect), self._job)

@@ -138,7 +138,7 @@ def test_half_precision_is_weighted_in_float32(dtype: str) -> None:
 def test_samples_that_are_no_number_of_samples(kind: str, samples: Any) -> None:
     def program(kv: kvd.KVStore) -> Any:
         kv.init("w", np.zeros(2, np.float32))
-        with pytest.raises(kvd.NotAllowed, match="number of samples"):
+        with pytest.raises(kvd.NotAllowed, match="samples"):
             kv.push("w", np.ones(2, np.float32), samples=samples).wait(20)
         return kv.pushpull("w", np.full(2, 3.0, np.float32)).tolist()  # the store goes on
 

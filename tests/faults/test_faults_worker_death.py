@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,3 +146,31 @@ def test_a_store_that_is_left_by_an_error_does_not_stop_the_others() -> None:
 
     with LocalCluster(2, 1, **SETTINGS) as cluster:
         assert cluster.run(program) == [1.0, None]
+
+
+FAILS_ONCE = """
+import sys, pathlib, numpy as np, kvd
+marker = pathlib.Path(sys.argv[1])
+with kvd.create("dist_sync") as kv:
+    kv.init("w", np.zeros(3, np.float32))
+    step = kv.clock("w")
+    kv.rewind(step)
+    while step < 5:
+        if step == 3 and not marker.exists():
+            marker.touch()
+            raise ValueError("the third step is too much")
+        value = kv.pushpull("w", np.full(3, step + 1, np.float32))
+        step += 1
+print('{"value": %s}' % value[0], flush=True)
+"""
+
+
+def test_a_program_that_raises_is_waited_for_like_one_that_was_killed(tmp_path: Path) -> None:
+    with LocalCluster(2, 1, **{**SETTINGS, "worker_timeout_s": 20.0}) as cluster:
+        steady = cluster.script(FAILS_ONCE, 0, str(tmp_path))  # the folder exists: it does not fail
+        failing = cluster.script(FAILS_ONCE, 1, str(tmp_path / "failed"))
+        output, _ = failing.communicate(timeout=30)
+        assert failing.returncode == 1
+        assert b"the third step is too much" in output
+        again = cluster.script(FAILS_ONCE, 1, str(tmp_path / "failed"))
+        assert [finish(steady)["value"], finish(again)["value"]] == [10.0, 10.0]

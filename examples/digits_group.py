@@ -1,0 +1,90 @@
+"""Handwritten digits on several devices of several workers.
+
+Each worker has a group of CPU devices, each of which computes a part of the worker's batch. Gradients go to the store
+as soon as they are ready, and the weights of the next step come back from there: ::
+
+    kvd launch -n 2 -s 1 -- python examples/digits_group.py
+    python examples/digits_group.py                          # the same in one process
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import numpy as np
+
+import kvd
+from kvd.data import digits
+from kvd.optimizer import SGD
+from kvd.parallel import (
+    Accuracy,
+    BatchNorm,
+    DataBatch,
+    DataDesc,
+    DataParallelExecutorGroup,
+    Dense,
+    Flatten,
+    ReLU,
+    Sequential,
+    SoftmaxCrossEntropy,
+)
+
+IMAGE = (8, 8)
+
+
+def make_group(devices: int, batch: int) -> DataParallelExecutorGroup:
+    """A small network on so many CPU devices, with the same first weights in every worker."""
+    model = Sequential(Flatten(), Dense(64), BatchNorm(), ReLU(), Dense(10), SoftmaxCrossEntropy())
+    group = DataParallelExecutorGroup(
+        model,
+        ["cpu"] * devices,
+        [DataDesc("data", (batch, *IMAGE), layout="NHW")],
+        [DataDesc("label", (batch,), "int64", layout="N")],
+    )
+    group.set_params(model.initialize((batch, *IMAGE), seed=0))
+    return group
+
+
+def accuracy(group: DataParallelExecutorGroup, images: np.ndarray, labels: np.ndarray) -> float:
+    """The part of the images that the group reads correctly, by whole batches."""
+    metric, size = Accuracy(), group.get_batch_size()
+    for start in range(0, len(labels) - size + 1, size):
+        part = slice(start, start + size)
+        group.forward(DataBatch([images[part]]), is_train=False)
+        group.update_metric(metric, [labels[part]])
+    return metric.get()[1]
+
+
+def train(kv: kvd.KVStore, epochs: int, batch: int, devices: int) -> float:
+    """Trains, and gives the accuracy on the digits that were kept for testing. `batch` is that of one worker."""
+    data = digits.load()
+    group = make_group(devices, batch)
+    feed = group.bind_to(kv, optimizer=SGD(0.1, momentum=0.9))
+    mine = slice(kv.rank, None, kv.num_workers)  # every worker sees its own part of the images
+    images, labels = data.train_images[mine], data.train_labels[mine]
+    steps = len(data.train_labels) // kv.num_workers // batch  # the same number everywhere
+    for epoch in range(epochs):
+        order = np.random.default_rng([epoch, kv.rank]).permutation(len(labels))
+        for step in range(steps):
+            part = order[step * batch : (step + 1) * batch]
+            group.forward_backward(DataBatch([images[part]], [labels[part]]))
+        feed.share_states()  # the running means of BatchNorm, which every worker has its own of
+        if kv.rank == 0:
+            print(f"epoch {epoch + 1}: accuracy {accuracy(group, data.test_images, data.test_labels):.3f}", flush=True)
+    return accuracy(group, data.test_images, data.test_labels)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=32, help="images per step and worker")
+    parser.add_argument("--devices", type=int, default=4, help="CPU devices per worker")
+    given = parser.parse_args()
+    with kvd.create("dist_sync" if "KVD_SCHEDULER" in os.environ else "local") as kv:
+        result = train(kv, given.epochs, given.batch, given.devices)
+        print(f"worker {kv.rank} of {kv.num_workers}: accuracy {result:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

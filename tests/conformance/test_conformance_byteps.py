@@ -1,0 +1,138 @@
+"""What mxnet.kvstore.byteps.BytePS documents, in our store: also where that one does otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvd
+from kvd.optimizer import SGD
+from kvd.testing.cluster import LocalCluster
+
+SHAPE = (2, 3)
+SIZES = [("local", 1), ("device", 1), ("dist_sync", 1), ("dist_sync", 3)]
+
+
+def run(kind: str, workers: int, program: Any) -> list[Any]:
+    """The results of all workers."""
+    if not kind.startswith("dist"):
+        with kvd.create(kind) as kv:
+            return [program(kv)]
+    with LocalCluster(workers, 2) as cluster:
+        return cluster.run(program, kind)
+
+
+def full(value: float) -> np.ndarray[Any, Any]:
+    return np.full(SHAPE, value, np.float32)
+
+
+@pytest.mark.parametrize(("kind", "workers"), [*SIZES, ("dist_async", 3)])
+def test_broadcast_gives_everyone_the_value_of_rank_0(kind: str, workers: int) -> None:
+    def program(kv: kvd.KVStore) -> Any:
+        out = np.zeros(SHAPE, np.float32)
+        value = full(2) if kv.rank == 0 else full(np.nan)  # multiplied by zero, as there, it would stay NaN
+        assert kv.broadcast("3", value, out=out) is out
+        return out.tolist()
+
+    assert run(kind, workers, program) == [full(2).tolist()] * workers
+
+
+@pytest.mark.parametrize(("kind", "workers"), SIZES)
+def test_broadcast_without_out_writes_into_value(kind: str, workers: int) -> None:
+    def program(kv: kvd.KVStore) -> Any:
+        value = full(kv.rank + 2)
+        kv.broadcast(3, value, out=None)
+        return value.tolist()
+
+    assert run(kind, workers, program) == [full(2).tolist()] * workers
+
+
+@pytest.mark.parametrize(("kind", "workers"), SIZES)
+def test_broadcast_to_several_outs_and_keys_and_again(kind: str, workers: int) -> None:
+    def program(kv: kvd.KVStore) -> Any:
+        outs = [np.zeros(SHAPE, np.float32), np.zeros(SHAPE, np.float32)]
+        kv.broadcast("a", full(kv.rank + 1), out=outs, priority=-1)
+        pair = (np.zeros(SHAPE, np.float32), np.zeros(SHAPE, np.float32))  # a tuple, which fails there
+        kv.broadcast("a", full(kv.rank + 5), out=pair)
+        first, second = full(0), full(0)
+        kv.broadcast(["b", "c"], [full(kv.rank + 7), full(kv.rank + 8)], out=[first, second])
+        return [float(array[0, 0]) for array in (*outs, *pair, first, second)]
+
+    assert run(kind, workers, program) == [[1.0, 1.0, 5.0, 5.0, 7.0, 8.0]] * workers
+
+
+@pytest.mark.parametrize(("kind", "workers"), SIZES)
+def test_pushpull_sums(kind: str, workers: int) -> None:
+    def program(kv: kvd.KVStore) -> Any:
+        a = np.zeros(SHAPE, np.float32)
+        kv.broadcast("3", full(1), out=a)
+        kv.pushpull("3", full(8), out=a)
+        return a.tolist()
+
+    assert run(kind, workers, program) == [full(8 * workers).tolist()] * workers
+
+
+@pytest.mark.parametrize(("kind", "workers"), SIZES)
+def test_pushpull_without_out_writes_back(kind: str, workers: int) -> None:
+    """There the copy that was summed is thrown away."""
+
+    def program(kv: kvd.KVStore) -> Any:
+        value = full(kv.rank + 1)
+        kv.broadcast("3", full(0))
+        assert kv.pushpull("3", value) is value
+        return value.tolist()
+
+    total = sum(range(1, workers + 1))
+    assert run(kind, workers, program) == [full(total).tolist()] * workers
+
+
+@pytest.mark.parametrize(("kind", "workers"), SIZES)
+def test_pushpull_of_one_element_lists_and_of_devices(kind: str, workers: int) -> None:
+    def program(kv: kvd.KVStore) -> Any:
+        kv.broadcast("3", full(0))
+        one, two = full(0), [full(0), full(0)]
+        kv.pushpull("3", [full(2)], out=[one])
+        kv.pushpull("3", [full(2), full(3)], out=two)
+        return float(one[0, 0]), [float(array[0, 0]) for array in two]
+
+    assert run(kind, workers, program) == [(2.0 * workers, [5.0 * workers] * 2)] * workers
+
+
+@pytest.mark.parametrize(("kind", "workers"), SIZES)
+def test_properties(kind: str, workers: int) -> None:
+    def program(kv: kvd.KVStore) -> Any:
+        return kv.type, kv.rank, kv.local_rank, kv.num_workers
+
+    assert run(kind, workers, program) == [(kind, rank, 0, workers) for rank in range(workers)]
+
+
+def test_local_rank_is_that_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with LocalCluster(1) as cluster:
+        assert cluster.run(lambda kv: kv.local_rank) == [3]
+
+
+def test_is_capable_says_what_is_there() -> None:
+    """A static method. There it is always False; an unknown name is an error here, as in MXNet's own store."""
+    assert kvd.KVStore.is_capable("optimizer") is True
+    for name in ("compression", "row_sparse", "bind"):
+        assert kvd.KVStore.is_capable(name) in (True, False)
+    with pytest.raises(ValueError, match="no capability is called 'teleport'"):
+        kvd.KVStore.is_capable("teleport")
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_what_is_not_implemented_there(kind: str, tmp_path: Any) -> None:
+    def program(kv: kvd.KVStore) -> Any:
+        kv.broadcast("w", full(0))
+        kv.set_optimizer(SGD(1.0, momentum=0.5))
+        kv.pushpull("w", full(-1), out=full(0))
+        kv.save_optimizer_states(tmp_path / "states")
+        kv.pushpull("w", full(-1), out=full(0))
+        kv.load_optimizer_states(tmp_path / "states")
+        return float(kv.pushpull("w", full(-1))[0, 0])
+
+    # momentum 1, 1.5, and 1.5 once more from the state after the first step
+    assert run(kind, 1, program) == [1 + 1.5 + 1.5]

@@ -1,0 +1,248 @@
+"""The server: optimizers, their state, and commands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvd.core.machine import Apply, Export, JobDone, Load, Note, Received, ResetState, Run, Send, Span
+from kvd.core.requests import Answers
+from kvd.errors import NotAllowed
+from kvd.optimizer import SGD, Adam, to_wire
+from kvd.protocol.messages import (
+    Command,
+    CommandResult,
+    Done,
+    FetchState,
+    OptimizerIs,
+    OptimizerQuery,
+    Refused,
+    SetOptimizer,
+    State,
+    StoreState,
+    UpdateOptimizer,
+    ViewNumber,
+)
+from kvd.protocol.specs import KeySpec
+from tests.core.core_fakes import SLICE, cluster, member, of, one, said, worker_id
+from tests.core.server_bench import Bench, kinds
+from tests.core.test_core_server import refusal
+
+ONE = bytes(4)
+SPEC = KeySpec("float32", (1,), SLICE)
+
+
+def ready(settings: Any = None, optimizer: Any = None, **more: Any) -> Bench:
+    bench = Bench(settings, **more)
+    bench.init("w", ONE, SPEC)
+    if optimizer is not None:
+        assert said(bench.say(0, SetOptimizer(50, to_wire(optimizer)))) == [Done(50)]
+    return bench
+
+
+def rates(bench: Bench) -> list[Any]:
+    return [None if apply.optimizer is None else apply.optimizer.learning_rate for apply in bench.applied]  # type: ignore[attr-defined]
+
+
+def rounds(bench: Bench, clock: int) -> None:
+    for rank in (0, 1):
+        bench.push(rank, clock, ONE)
+
+
+def test_an_optimizer_is_used_from_then_on_and_for_keys_that_come_later() -> None:
+    bench = ready()
+    rounds(bench, 1)
+    effects = bench.say(0, SetOptimizer(50, to_wire(SGD(0.5))))
+    assert (said(effects), len(of(ResetState, effects))) == ([Done(50)], 1)
+    rounds(bench, 2)
+    bench.init("v", ONE, SPEC)
+    for rank in (0, 1):
+        bench.push(rank, 1, ONE, key="v")
+    assert rates(bench) == [None, 0.5, 0.5]
+    assert bench.explain()["optimizer"] == to_wire(SGD(0.5))
+    assert said(bench.say(1, OptimizerQuery(51))) == [OptimizerIs(51, to_wire(SGD(0.5)))]
+
+
+def test_the_same_optimizer_again_changes_nothing() -> None:
+    bench = ready(optimizer=SGD(0.5))
+    bench.say(0, UpdateOptimizer(51, {"learning_rate": 0.25}))
+    effects = bench.say(1, SetOptimizer(52, to_wire(SGD(0.5))))
+    assert (said(effects), of(ResetState, effects)) == ([Done(52)], [])
+    rounds(bench, 1)
+    assert rates(bench) == [0.25]
+    effects = bench.say(1, SetOptimizer(53, to_wire(Adam(0.5))))
+    assert len(of(ResetState, effects)) == 1
+    assert len(of(ResetState, bench.say(1, SetOptimizer(54, None)))) == 1
+    rounds(bench, 2)
+    assert rates(bench)[1] is None
+
+
+@pytest.mark.parametrize("wire", [5, ["SGD"], ["os.system", {}], ["SGD", {"learning_rate": -1}], {"a": 1}])
+def test_what_is_no_optimizer_is_refused(wire: Any) -> None:
+    bench = ready()
+    assert refusal(bench.say(0, SetOptimizer(50, wire))).error == "ProtocolError"
+    assert said(bench.say(1, OptimizerQuery(51))) == [OptimizerIs(51, None)]
+
+
+def test_a_change_takes_effect_from_the_sender_s_next_clock_on() -> None:
+    bench = ready(optimizer=SGD(0.5))
+    bench.push(0, 1, ONE)
+    assert said(bench.say(0, UpdateOptimizer(51, {"learning_rate": 0.25}))) == [Done(51)]
+    assert said(bench.say(0, UpdateOptimizer(51, {"learning_rate": 0.25}))) == [Done(51)]  # asked again
+    bench.push(1, 1, ONE)
+    rounds(bench, 2)
+    assert rates(bench) == [0.5, 0.25]
+
+
+def test_changes_take_effect_slice_by_slice() -> None:
+    bench = ready(optimizer=SGD(0.5))
+    bench.init("v", ONE, SPEC)
+    bench.push(0, 1, ONE, key="v")
+    bench.say(0, UpdateOptimizer(51, {"learning_rate": 0.25}))
+    rounds(bench, 1)
+    bench.push(1, 1, ONE, key="v")
+    assert [(apply.key, rate) for apply, rate in zip(bench.applied, rates(bench), strict=True)] == [
+        ("w", 0.25),
+        ("v", 0.5),
+    ]
+
+
+def test_changes_of_two_workers_keep_the_order_in_which_they_were_allowed() -> None:
+    bench = ready(optimizer=SGD(0.5))
+    bench.push(0, 1, ONE)
+    bench.say(0, UpdateOptimizer(51, {"momentum": 0.5}))  # from round 2 on
+    bench.say(1, UpdateOptimizer(52, {"nesterov": True}))  # of a worker at round 1; needs the momentum
+    bench.push(1, 1, ONE)
+    rounds(bench, 2)
+    assert [apply.optimizer for apply in bench.applied] == [SGD(0.5), SGD(0.5, momentum=0.5, nesterov=True)]
+
+
+def test_async_and_from_outside_a_change_takes_effect_at_once() -> None:
+    bench = ready(cluster(mode="async"), SGD(0.5))
+    bench.say(0, UpdateOptimizer(51, {"learning_rate": 0.25}))
+    bench.push(1, 1, ONE)
+    bench.step(Received("cli", 77, ViewNumber(0, 0), UpdateOptimizer(51, {"learning_rate": 0.125})))
+    bench.push(1, 2, ONE)
+    assert rates(bench) == [0.25, 0.125]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "changes", "error"),
+    [
+        (None, {"learning_rate": 0.1}, "NotAllowed"),
+        (SGD(0.5), {"speed": 1}, "ConfigError"),
+        (SGD(0.5), {"nesterov": True}, "ConfigError"),
+        (SGD(0.5), 5, "ProtocolError"),
+    ],
+)
+def test_changes_that_cannot_be(optimizer: Any, changes: Any, error: str) -> None:
+    bench = ready(optimizer=optimizer)
+    assert refusal(bench.say(0, UpdateOptimizer(51, changes))).error == error
+
+
+def test_whole_numbers_are_not_optimized() -> None:
+    bench = ready(optimizer=SGD(0.5))
+    bench.init("n", b"\0")
+    refused = refusal(bench.push(0, 1, b"\1", key="n"))
+    assert (refused.error, refused.key) == ("NotAllowed", "n")
+    assert "optimizers update float keys only" in refused.text
+    assert kinds(bench.push(0, 1, b"\1", key="n", how=1)) == ["Staged"]  # an assignment is no update
+
+
+def test_a_slice_that_never_had_an_optimizer_keeps_none() -> None:
+    bench = ready()
+    rounds(bench, 1)
+    assert rates(bench) == [None]
+
+
+# ── its state ──
+
+
+def test_the_state_of_a_slice_goes_out_and_in() -> None:
+    bench = ready()
+    effects = bench.say(0, FetchState(60, "w", 0))
+    send = one([send for send in of(Send, effects) if isinstance(send.message, State)])
+    assert send.message == State(60, 7, (("momentum", "float32"),))
+    assert send.payload == (Span(b"momentum", 0, 8),)
+    effects = bench.say(0, StoreState(61, "w", 0, 7, (("momentum", "float32"),)), b"momentum")
+    load = one(of(Load, effects))
+    assert (load.step, load.slots, load.source) == (7, (("momentum", "float32"),), Span(b"momentum", 0, 8))
+    assert said(effects) == [Done(61)]
+
+
+@pytest.mark.parametrize("message", [FetchState(60, "w", 1), StoreState(60, "v", 0, 7, ())])
+def test_the_state_of_no_slice(message: Any) -> None:
+    assert refusal(ready().say(0, message)).error == "KeyNotFound"
+
+
+@pytest.mark.parametrize("message", [FetchState(60, "w", 0), StoreState(60, "w", 0, 7, ())])
+def test_state_that_cannot_be_had_or_taken(message: Any) -> None:
+    bench = ready()
+    bench.error = NotAllowed("too short")
+    assert refusal(bench.say(0, message)).text == "too short"
+
+
+@pytest.mark.parametrize(("message", "kind"), [(FetchState(60, "w", 0), Export), (StoreState(60, "w", 0, 7, ()), Load)])
+def test_one_job_of_a_slice_at_a_time(message: Any, kind: Any) -> None:
+    bench = ready()
+    bench.hold = True
+    bench.push(0, 1, ONE)
+    apply = one(of(Apply, bench.push(1, 1, ONE)))
+    assert of(kind, bench.say(0, message)) == []
+    job = one(of(kind, bench.finish(apply)))
+    for rank in (0, 1):
+        assert of(Apply, bench.push(rank, 2, ONE)) == []
+    assert len(of(Apply, bench.finish(job))) == 1
+
+
+# ── commands ──
+
+
+def test_a_command_is_run_once_and_answered_as_often_as_it_is_asked() -> None:
+    bench = ready()
+    bench.hold = True
+    run = one(of(Run, bench.say(0, Command(70, "ping"), b"body")))
+    assert (run.head, run.body) == ("ping", Span(b"body", 0, 4))
+    assert bench.say(0, Command(70, "ping"), b"body") == []
+    effects = bench.finish(run)
+    assert effects == [Send(worker_id(0), CommandResult(70), (Span(b"answer", 0, 6),))]
+    again = bench.say(0, Command(70, "ping"), b"body", peer="elsewhere")
+    assert again == [Send("elsewhere", CommandResult(70), (Span(b"answer", 0, 6),))]
+    assert len(of(Run, bench.say(0, Command(71, "ping"), b"body"))) == 1
+    assert len(of(Run, bench.say(1, Command(70, "ping"), b"body"))) == 1  # of another sender
+
+
+def test_a_command_that_fails_is_answered_with_its_error_every_time() -> None:
+    bench = ready()
+    bench.error = NotAllowed("no controller", key="x")
+    for _ in range(2):
+        refused = refusal(bench.say(0, Command(70, "nothing")))
+        assert (refused.request, refused.error, refused.text, refused.key) == (70, "NotAllowed", "no controller", "x")
+
+
+def test_a_command_that_ends_after_its_sender_was_replaced() -> None:
+    bench = ready()
+    bench.hold = True
+    run = one(of(Run, bench.say(1, Command(70, "ping"))))
+    effects = bench.look(member("worker", 1, life=1))
+    assert len(of(Note, effects)) == 0  # nothing was open, the successor has not attached
+    assert kinds(bench.step(JobDone(run.job, b"late"))) == ["CommandResult"]
+
+
+def test_so_many_answers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.core.requests.MAX_REMEMBERED", 2)
+    monkeypatch.setattr("kvd.core.requests.MAX_SENDERS", 2)
+    answers = Answers()
+    for request in (1, 2, 3):
+        assert answers.start(7, request)
+        answers.finish(7, request, f"answer {request}")
+    assert [answers.find(7, request) for request in (1, 2, 3)] == [None, "answer 2", "answer 3"]
+    assert answers.start(8, 1)
+    assert not answers.start(7, 3)
+    assert answers.start(9, 1)  # 8 has been silent for longest
+    answers.finish(8, 1, "lost")
+    assert (answers.find(8, 1), answers.find(7, 3)) == (None, "answer 3")
+    answers.drop_sender(7)
+    assert answers.find(7, 3) is None
+    assert isinstance(Refused(1, "x", "y"), Refused)

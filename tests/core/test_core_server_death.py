@@ -1,0 +1,187 @@
+"""The server: what becomes of those who wait for a worker that died, left, or was replaced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvd.core.machine import Apply, JobDone, Note
+from kvd.protocol.messages import Attach, ClockQuery, Clocks, Done, Lookup, Refused
+from tests.core.core_fakes import cluster, member, of, one, said, worker_id
+from tests.core.server_bench import Bench, kinds
+from tests.core.test_core_server import ready, refusal, values
+
+
+def test_those_who_wait_for_a_dead_worker_are_told_its_name() -> None:
+    bench = ready()
+    bench.push(0, 1, request=11)
+    bench.pull(0, 1, request=12)
+    effects = bench.look(member("worker", 1, "dead", last_seen_s=20.5))
+    told = [message for message in said(effects) if isinstance(message, Refused)]
+    assert [(refused.request, refused.error, refused.nodes) for refused in told] == [
+        (11, "NodeLost", ("worker 1",)),
+        (12, "NodeLost", ("worker 1",)),
+    ]
+    assert told[0].last_seen_s == 20.5
+    assert "restart it under its node id" in told[0].text
+
+
+def test_what_they_pushed_stays_and_counts_when_the_dead_comes_back() -> None:
+    bench = ready()
+    bench.push(0, 1, b"\5", request=11)
+    bench.look(member("worker", 1, "dead"))
+    assert refusal(bench.push(0, 1, None, probe=True, request=11)).error == "NodeLost"
+    assert refusal(bench.pull(0, 1)).error == "NodeLost"
+    assert bench.explain()["bytes_staged"] == 1
+    bench.look(member("worker", 1, life=1))
+    bench.attach(1, life=1)
+    assert kinds(bench.push(0, 1, None, probe=True, request=11)) == ["Staged"]
+    assert said(bench.push(1, 1, b"\6", life=1), worker_id(0)) == [Done(11)]
+    assert values(bench.pull(0, 1)) == ((1,), [b"\x0b"])
+
+
+def test_a_dead_worker_whose_part_is_there_holds_nobody_up() -> None:
+    bench = ready()
+    bench.push(1, 1)
+    bench.look(member("worker", 1, "dead"))
+    assert kinds(bench.push(0, 1), worker_id(0)) == ["Done"]
+
+
+def test_with_wait_nobody_is_told() -> None:
+    bench = ready(fail=False)
+    bench.push(0, 1)
+    assert said(bench.look(member("worker", 1, "dead"))) == []
+    assert kinds(bench.push(0, 2)) == ["Staged"]
+
+
+def test_a_message_of_many_keys_is_failed_once() -> None:
+    bench = ready()
+    bench.init("v", b"\0")
+    bench.push_all(0, [("w", 0, 1), ("v", 0, 1)], [b"\1", b"\1"])
+    assert kinds(bench.look(member("worker", 1, "dead"))) == ["Refused"]
+    assert kinds(bench.push_all(0, [("w", 0, 2), ("v", 0, 2)], [b"\1", b"\1"])) == ["Refused"]
+    assert bench.explain()["requests_waiting"] == 0
+
+
+@pytest.mark.parametrize("state", ["left", "done", "gone"])
+def test_who_has_left_the_rounds_is_no_longer_waited_for(state: str) -> None:
+    bench = ready()
+    bench.push(0, 1, request=11)
+    effects = bench.look(member("worker", 1, state))
+    assert said(effects) == [Done(11)]
+    assert kinds(bench.push(0, 2)) == ["Done"]
+
+
+def test_the_last_pushes_of_one_that_left_are_counted() -> None:
+    bench = ready()
+    bench.push(1, 1, b"\2")
+    bench.look(member("worker", 1, "left"))
+    bench.push(0, 1, b"\1")
+    assert values(bench.pull(0, 1)) == ((1,), [b"\3"])
+
+
+def test_async_with_a_bound_the_dead_slowest_is_named() -> None:
+    bench = ready(settings=cluster(mode="async", staleness=1))
+    bench.push(0, 1)
+    bench.push(0, 2, request=12)
+    refused = refusal(bench.look(member("worker", 1, "dead")))
+    assert (refused.request, refused.nodes) == (12, ("worker 1",))
+
+
+def test_async_without_a_bound_nobody_waits_for_the_dead() -> None:
+    bench = ready(settings=cluster(mode="async"))
+    bench.hold = True
+    apply = one(of(Apply, bench.push(0, 1, request=11)))
+    bench.push(0, 2)
+    assert said(bench.look(member("worker", 1, "dead"))) == []
+    assert Done(11) in said(bench.finish(apply))
+
+
+# ── replaced ──
+
+
+def test_the_successor_starts_where_its_predecessor_was_counted() -> None:
+    bench = ready()
+    for rank in (0, 1):
+        bench.push(rank, 1, b"\1")
+    bench.push(1, 2, b"\x63", request=22)
+    effects = bench.look(member("worker", 1, life=1))
+    assert any("was replaced" in note.text for note in of(Note, effects))
+    assert refusal(bench.push(1, 2, b"\x63", request=22)).error == "attach"  # the old one changes nothing
+    bench.attach(1, life=1)
+    assert said(bench.say(1, ClockQuery(3, "w"), life=1)) == [Clocks(3, 1, 1, 1, 1)]
+    assert said(bench.push(1, 1, b"\x63", life=1, request=5)) == [Done(5)]  # redone, and counted before
+    bench.push(1, 2, b"\1", life=1)
+    bench.push(0, 2, b"\1")
+    assert values(bench.pull(0, 2)) == ((2,), [b"\2"])
+
+
+def test_a_successor_that_waited_for_its_view_takes_over_when_it_comes() -> None:
+    bench = ready()
+    bench.push(1, 1, b"\x63")
+    bench.attach(1, life=1)
+    effects = bench.look(member("worker", 1, life=1))
+    assert said(effects) == [Done(1)]
+    assert bench.explain()["bytes_staged"] == 0
+
+
+def test_the_answers_of_a_replaced_worker_go_nowhere() -> None:
+    bench = ready()
+    bench.push(1, 1, request=21)
+    bench.pull(1, 1, request=22)
+    bench.look(member("worker", 1, life=1))
+    assert bench.explain()["requests_waiting"] == 0
+    bench.attach(1, life=1)
+    bench.push(0, 1)
+    assert kinds(bench.push(1, 1, life=1), worker_id(1)) == []
+
+
+def test_an_update_under_way_is_not_stopped_by_a_replacement() -> None:
+    bench = ready()
+    bench.hold = True
+    bench.push(0, 1, request=11)
+    apply = one(of(Apply, bench.push(1, 1)))
+    bench.look(member("worker", 1, life=1))
+    assert said(bench.finish(apply), worker_id(0)) == [Done(11)]
+    assert bench.step(JobDone(apply.job, b"\x63")) == []  # the same job does not end twice
+    bench.hold = False
+    assert values(bench.pull(0, 1)) == ((1,), [b"\2"])
+
+
+# ── worker 0 ──
+
+
+@pytest.mark.parametrize(("state", "told"), [("dead", True), ("left", True), ("gone", True), ("done", False)])
+def test_who_waits_for_a_key_is_told_that_nobody_will_make_it(state: str, told: bool) -> None:
+    bench = Bench()
+    assert bench.say(1, Lookup(5, "w", True)) == []
+    effects = bench.look(member("worker", 0, state))
+    again = bench.say(1, Lookup(6, "w", True))
+    if told:
+        refused = refusal(effects)
+        assert (refused.request, refused.error, refused.nodes, refused.key) == (5, "NodeLost", ("worker 0",), "w")
+        assert refusal(again).request == 6
+    else:
+        assert said(effects) == said(again) == []
+
+
+def test_with_wait_a_dead_worker_0_is_waited_for() -> None:
+    bench = Bench(fail=False)
+    bench.say(1, Lookup(5, "w", True))
+    assert said(bench.look(member("worker", 0, "dead"))) == []
+
+
+def test_so_many_wait_for_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.core.keytable.MAX_WAITING", 1)
+    bench = Bench()
+    bench.say(1, Lookup(5, "w", True))
+    assert refusal(bench.say(1, Lookup(6, "w", True))).error == "NotAllowed"
+
+
+def test_attach_again_after_a_new_view() -> None:
+    bench = Bench(attach=False)
+    bench.attach(0)
+    bench.members[("worker", 0)] = member("worker", 0, life=1)
+    stale: Any = bench.say(0, Attach(2, 0))
+    assert said(stale) == [Done(2)]
