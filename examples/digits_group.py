@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 import kvd
 from kvd.data import digits
@@ -30,6 +32,7 @@ from kvd.parallel import (
     SoftmaxCrossEntropy,
 )
 
+Array = npt.NDArray[Any]
 IMAGE = (8, 8)
 
 
@@ -46,7 +49,7 @@ def make_group(devices: int, batch: int) -> DataParallelExecutorGroup:
     return group
 
 
-def accuracy(group: DataParallelExecutorGroup, images: np.ndarray, labels: np.ndarray) -> float:
+def accuracy(group: DataParallelExecutorGroup, images: Array, labels: Array) -> float:
     """The part of the images that the group reads correctly, by whole batches."""
     metric, size = Accuracy(), group.get_batch_size()
     for start in range(0, len(labels) - size + 1, size):

@@ -59,6 +59,11 @@ class KVStore:
         """How the contributions to a round become one: "sum", "mean" or "weighted"; "" where there are no rounds."""
         return self._backend.merge
 
+    @property
+    def restarted(self) -> bool:
+        """Whether this worker took the place of one that died: its clocks go on where those of that one ended."""
+        return self._backend.restarted
+
     @staticmethod
     def is_capable(capability: str) -> bool:
         if capability not in CAPABILITIES:
@@ -184,7 +189,7 @@ def _open_in_thread(type_name: str, settings: dict[str, Any]) -> Future[Backend]
             if future.set_running_or_notify_cancel():
                 future.set_result(backend)
             else:
-                backend.abandon()
+                backend.end_close(backend.begin_close(False))
 
     threading.Thread(target=work, name="kvd-create", daemon=True).start()
     return future

@@ -69,6 +69,7 @@ class Backend(Protocol):
     num_servers: int
     local_rank: int
     merge: str
+    restarted: bool
 
     def init(self, key: Any, value: Any) -> Handle: ...
     def push(self, key: Any, value: Any, priority: int, samples: int) -> Handle: ...

@@ -90,6 +90,7 @@ class DistBackend:
         self._slice_bytes = settings.slice_bytes
         self._sync = settings.mode != "async"
         self.merge = (settings.merge or "sum") if self._sync else ""
+        self.restarted = self._engine.link.predecessor == DEAD
 
     # ── values ──
 

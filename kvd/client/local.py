@@ -43,6 +43,7 @@ class LocalBackend:
         self.num_workers = 1
         self.num_servers = 0
         self.merge = merge
+        self.restarted = False
         self._entries: dict[str, _Entry] = {}
         self._optimizer: Optimizer | None = None
         self._updater: Updater | None = None

@@ -67,6 +67,11 @@ class KVStore:
         """How the contributions to a round become one: "sum", "mean" or "weighted"; "" where there are no rounds."""
         return self._backend.merge
 
+    @property
+    def restarted(self) -> bool:
+        """Whether this worker took the place of one that died: its clocks go on where those of that one ended."""
+        return self._backend.restarted
+
     @staticmethod
     def is_capable(capability: str) -> bool:
         """Whether the store can do this: "optimizer", "compression", "row_sparse", "bind". Else ValueError."""

@@ -50,7 +50,11 @@ class Barriers:
     def record(self) -> list[object]:
         """What is settled, in plain data: `Barriers(record)` gives the same answers. Who waits asks again."""
         return [
-            [name, barrier.generation, [[settled, list(verdict.missing)] for settled, verdict in barrier.broken.items()]]
+            [
+                name,
+                barrier.generation,
+                [[settled, list(verdict.missing)] for settled, verdict in barrier.broken.items()],
+            ]
             for name, barrier in self._barriers.items()
         ]
 

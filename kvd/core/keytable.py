@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,6 +49,8 @@ class Slice:
     optimizer: Optimizer | None = None
     changes: list[Change] = field(default_factory=list)
     waiting: list[Waiting] = field(default_factory=list)
+    tasks: list[Callable[[], None]] = field(default_factory=list)  # start jobs on its state, between two updates
+    working: bool = False  # such a job is under way
 
     def optimizer_for(self, round_number: int) -> Optimizer | None:
         """The optimizer of a round, with the changes that take effect by then."""

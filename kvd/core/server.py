@@ -96,7 +96,7 @@ class ServerMachine:
         self._jobs: dict[int, Callable[[JobDone], None]] = {}
         self._next_job = 1
         self._out: list[Effect] = []
-        self._control = ServerControl(self._table, self._start_job, self._emit)
+        self._control = ServerControl(self._table, self._start_job, self._advance, self._emit)
         self._handlers: dict[type[Any], Callable[[Received, Any], None]] = {
             Push: self._push,
             Pull: self._pull,
@@ -236,9 +236,6 @@ class ServerMachine:
             self._attaching[event.sender] = (event.peer, attach)  # its view is on the way to us
 
     def _welcome(self, incarnation: int, rank: int, peer: Peer, attach: Attach) -> None:
-        holder = self._attached.get(rank)
-        if holder is not None and holder != incarnation:
-            self._detach(rank, holder)
         self._workers[incarnation] = rank
         self._attached[rank] = incarnation
         self._send(peer, Done(attach.request))
@@ -467,7 +464,13 @@ class ServerMachine:
                 return
 
     def _advance(self, slice_: Slice) -> None:
-        """Closes the next round of a slice if it is complete, and has it applied."""
+        """Closes the next round of a slice if it is complete, and has it applied. One job of a slice runs at a time."""
+        if slice_.working:
+            return
+        if slice_.tasks and slice_.log.closing is None:
+            slice_.working = True
+            slice_.tasks.pop(0)()
+            return
         record = slice_.log.close_next(self._required)
         if record is None:
             return

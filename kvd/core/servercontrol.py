@@ -29,13 +29,19 @@ StartJob: TypeAlias = Callable[[Callable[[int], Job], Callable[[JobDone], None]]
 
 
 class ServerControl:
-    """The control side of one server. `emit` takes effects; `start_job` numbers a job and brings its end."""
+    """The control side of one server.
 
-    def __init__(self, table: KeyTable, start_job: StartJob, emit: Callable[[Any], None]) -> None:
+    `emit` takes effects; `start_job` numbers a job and brings its end; `advance` starts the next job of a slice.
+    """
+
+    def __init__(
+        self, table: KeyTable, start_job: StartJob, advance: Callable[[Slice], None], emit: Callable[[Any], None]
+    ) -> None:
         self.optimizer: Optimizer | None = None  # with all changes: what a new key starts with
         self._as_set: Optimizer | None = None  # as set_optimizer gave it
         self._table = table
         self._start_job = start_job
+        self._advance = advance
         self._emit = emit
         self._answers = Answers()
 
@@ -115,8 +121,20 @@ class ServerControl:
             self._send(event.peer, Refused(request, "KeyNotFound", f"no slice {index} of {key!r} is here", (), key))
         return slice_
 
+    def _between_updates(self, slice_: Slice, make: Callable[[int], Job], done: Callable[[JobDone], None]) -> None:
+        """Starts the job when no update of the slice runs; none begins before it has ended."""
+
+        def ended(job: JobDone) -> None:
+            slice_.working = False
+            done(job)
+            self._advance(slice_)
+
+        slice_.tasks.append(lambda: self._start_job(make, ended))
+        self._advance(slice_)
+
     def _fetch_state(self, event: Received, message: FetchState) -> None:
-        if self._slice(event, message.request, message.key, message.index) is None:
+        slice_ = self._slice(event, message.request, message.key, message.index)
+        if slice_ is None:
             return
 
         def done(job: JobDone) -> None:
@@ -126,10 +144,11 @@ class ServerControl:
             step, slots, spans = job.result
             self._send(event.peer, State(message.request, step, slots), spans)
 
-        self._start_job(lambda job: Export(job, message.key, message.index), done)
+        self._between_updates(slice_, lambda job: Export(job, message.key, message.index), done)
 
     def _store_state(self, event: Received, message: StoreState) -> None:
-        if self._slice(event, message.request, message.key, message.index) is None:
+        slice_ = self._slice(event, message.request, message.key, message.index)
+        if slice_ is None:
             return
         source = Span(event.payload, 0, event.nbytes)
 
@@ -137,7 +156,10 @@ class ServerControl:
             answer = Done(message.request) if job.error is None else refusal_of(message.request, job.error)
             self._send(event.peer, answer)
 
-        self._start_job(lambda job: Load(job, message.key, message.index, message.step, message.slots, source), done)
+        def load(job: int) -> Load:
+            return Load(job, message.key, message.index, message.step, message.slots, source)
+
+        self._between_updates(slice_, load, done)
 
     # ── commands ──
 

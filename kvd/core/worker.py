@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 from kvd import errors
@@ -231,16 +231,18 @@ class WorkerMachine:
             return
         for server in self.view.servers():
             connected = self._servers.get(server.rank)
-            if connected is not None and connected != server.incarnation:
-                self._drop_server(server.rank, connected)
-                connected = None
-            if connected is None and server.state == ACTIVE:
+            dropped = None if connected == server.incarnation else connected
+            if dropped is not None:
+                self._forget_server(server.rank, dropped)
+            if server.rank not in self._servers and server.state == ACTIVE:
                 self._servers[server.rank] = server.incarnation
                 self._out.append(Connect(server.incarnation, server.address))
                 if self._observer:
                     self._ready_servers.add(server.incarnation)
                 else:
                     self._attach(server.incarnation)
+            if dropped is not None:
+                self._fail_requests_to(dropped, server.rank)
             if server.state in (DEAD, LEFT):
                 self._fail_calls_to(server.incarnation, server.rank)
         member = self.view.by_incarnation(self.incarnation)
@@ -277,20 +279,23 @@ class WorkerMachine:
                 self._complete(call, self.link.rank)
             self._joining = []
 
-    def _drop_server(self, rank: int, incarnation: int) -> None:
-        """The server was started anew: what it had is gone, pushes included."""
-        self._fail_calls_to(incarnation, rank)
-        for entry in self._outbox.entries():
-            if entry.peer == incarnation:
-                refusal = Refused(entry.request, "NodeLost", self._lost_text(rank), (name_of("server", rank),))
-                entry.answered(entry, Received(incarnation, incarnation, self.view.number, refusal))
-                self._outbox.settled(entry)
+    def _forget_server(self, rank: int, incarnation: int) -> None:
+        """The server was started anew: what it had is gone."""
         for key in self._keys.values():
             if key.state == READY and rank in key.incarnations:
                 key.state = LOST
         self._ready_servers.discard(incarnation)
         del self._servers[rank]
         self._out.append(Disconnect(incarnation))
+
+    def _fail_requests_to(self, incarnation: int, rank: int) -> None:
+        """Nobody will answer them, pushes included. What they held up goes to the server's successor."""
+        self._fail_calls_to(incarnation, rank)
+        for entry in self._outbox.entries():
+            if entry.peer == incarnation:
+                refusal = Refused(entry.request, "NodeLost", self._lost_text(rank), (name_of("server", rank),))
+                entry.answered(entry, Received(incarnation, incarnation, self.view.number, refusal))
+                self._outbox.settled(entry)
 
     def _lost_text(self, rank: int) -> str:
         return (
@@ -326,6 +331,9 @@ class WorkerMachine:
             return
         call.completed = True
         self._calls.pop(call.number, None)
+        if len(self._deadlines) > 2 * len(self._calls) + 100:
+            self._deadlines = [(open_.deadline, open_.number) for open_ in self._calls.values()]
+            heapify(self._deadlines)
         self._out.append(Complete(call.number, result, error))
 
     def _abandon(self, call: _Call, error: KvdError) -> None:
@@ -381,6 +389,8 @@ class WorkerMachine:
     def _fail_everything(self, error: KvdError) -> None:
         for call in list(self._calls.values()):
             self._abandon(call, error)
+        for entry in self._outbox.entries():  # it says nothing any more
+            self._outbox.settled(entry)
 
     # ── calls that need no key ──
 
@@ -400,8 +410,10 @@ class WorkerMachine:
 
         def answered(entry: Entry, event: Received) -> None:
             self._settled(call, entry)
-            self._generations[request.name] = generation + 1
-            self._complete(call, error=self._error_of(event))
+            error = self._error_of(event)
+            if error is None or isinstance(error, errors.BarrierBroken):  # else this generation is still open
+                self._generations[request.name] = generation + 1
+            self._complete(call, error=error)
 
         self._ask(call, SCHEDULER, Enter(0, request.name, generation), answered)
 
@@ -428,7 +440,7 @@ class WorkerMachine:
             return
         self._rewound = request.clock
         for key in self._keys.values():
-            key.clock = request.clock
+            key.clock = min(key.clock, request.clock)
             key.broken = None
         self._complete(call)
 
@@ -610,6 +622,8 @@ class WorkerMachine:
         call.unsettled = len(packed) if move.push else 0
         for batch in packed:
             self._send_batch(call, move, batch)
+        if not packed:
+            self._complete(call, call.result)
 
     def _send_batch(self, call: _Call, move: calls.Move, batch: Batch) -> None:
         parts = tuple(batch.parts)
@@ -629,15 +643,16 @@ class WorkerMachine:
         """An answer to one message of a move."""
         message = event.message
         error = self._error_of(event)
-        if isinstance(message, Values) and len(message.versions) == len(batch.parts):
+        if isinstance(message, Values) and batch.fits(len(message.versions), event.nbytes):
             self._copy_values(call, move, batch, message, event)
         elif isinstance(error, NodeLost) and move.push and message.nodes[0].startswith("worker"):  # type: ignore[union-attr]
             # The push stays staged: its worker may come back. Only the waiting ends.
             self._outbox.staged(entry, self._now)
             self._complete(call, error=error)
+            self._check_staged()
             return
         elif error is None and not (isinstance(message, Done) and not move.pull):
-            error = errors.ProtocolError(f"the server answered a move with {type(message).__name__}")
+            error = errors.ProtocolError(f"the server answered with a {type(message).__name__} that does not fit")
         self._settled(call, entry)
         call.error = call.error or error
         call.remaining -= 1
@@ -661,7 +676,7 @@ class WorkerMachine:
             target = move.items[item].target
             seen = call.result[item] or (version, version)
             call.result[item] = calls.Versions(min(seen[0], version), max(seen[1], version))
-            if target is not None and not call.completed and offset + nbytes <= event.nbytes:
+            if target is not None and not call.completed:
                 self._out.append(Copy(target, start, Span(event.payload, offset, nbytes)))
             offset += padded(nbytes)
 
@@ -703,6 +718,9 @@ class WorkerMachine:
     # ── making and finding keys ──
 
     def _init_keys(self, call: _Call, request: calls.InitKeys) -> None:
+        if not self.view.shards:
+            self._complete(call, error=NotAllowed("this node has not joined a cluster yet"))
+            return
         call.started = True
         call.remaining = len(request.items)
         call.keys = [self._key(item.key) for item in request.items]
@@ -769,8 +787,10 @@ class WorkerMachine:
 
         def published(entry: Entry, event: Received) -> None:
             self._settled(call, entry)
-            key.state = READY
-            self._initialised(call, key, self._error_of(event))
+            failed = self._error_of(event)
+            if failed is None:
+                key.state = READY
+            self._initialised(call, key, failed)
 
         for index, rank in enumerate(key.servers):
             span = Span(item.source, *spec.span(index))
@@ -857,7 +877,8 @@ class WorkerMachine:
             error = error or self._error_of(event)
             left -= 1
             if left == 0:
-                key.state = READY
+                if error is None:
+                    key.state = READY
                 then(error)
 
         for rank in sorted(key.incarnations):
@@ -865,12 +886,18 @@ class WorkerMachine:
 
     def _known(self, key: WorkerKey, error: KvdError | None) -> None:
         """The calls that queue for the key go on, or fail."""
-        if error is None:
+        if error is None or key.state in (READY, LOST):  # found in another way in the meantime
             self._out_of_queue(key)
             return
         key.state = UNKNOWN
+        waiting = []
         for call in list(key.queue):
-            self._abandon(call, error)
+            if isinstance(error, errors.KeyNotFound) and getattr(call.request, "wait", False):
+                waiting.append(call)
+            else:
+                self._abandon(call, error)
+        if waiting:
+            self._look_up(key, wait=True)
 
     # ── errors of the other side ──
 

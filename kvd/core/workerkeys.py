@@ -10,7 +10,7 @@ from typing import Any
 from kvd.core.membership import ViewState
 from kvd.errors import KvdError
 from kvd.protocol.messages import MAX_PARTS, Part
-from kvd.protocol.specs import KeySpec, padded
+from kvd.protocol.specs import KeySpec, padded, payload_nbytes
 
 UNKNOWN, ASKING, READY, LOST = range(4)
 HEADER_BUDGET = 48 << 10  # of the 64 KiB of a header, for the parts
@@ -66,6 +66,10 @@ class Batch:
             and self.nbytes + nbytes <= limit
             and self.header + 4 * len(name) + 20 <= HEADER_BUDGET
         )
+
+    def fits(self, versions: int, nbytes: int) -> bool:
+        """Whether an answer with so many versions, and a payload of so many bytes, is one to this message."""
+        return versions == len(self.parts) and nbytes == payload_nbytes([length for _, length in self.ranges])
 
     def add(self, part: Part, item: int, span: tuple[int, int]) -> None:
         self.parts.append(part)

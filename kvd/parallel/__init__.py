@@ -7,10 +7,12 @@ from kvd.errors import GradientAnomaly, InputMismatch
 from kvd.parallel.allreduce import AllReduceParameter
 from kvd.parallel.batch import DataBatch, DataDesc
 from kvd.parallel.blocks import MissingBlock
+from kvd.parallel.checkpoint import Checkpoint
 from kvd.parallel.convolution import Conv2D
 from kvd.parallel.device import Device
 from kvd.parallel.executor import Executor, GradReq, Model, ModelDescription
 from kvd.parallel.feed import Feed
+from kvd.parallel.fit import EpochReport, fit
 from kvd.parallel.group import DataParallelExecutorGroup
 from kvd.parallel.layer import Layer
 from kvd.parallel.layers import Dense, Dropout, Embedding, Flatten, ReLU, Tanh
@@ -60,6 +62,9 @@ __all__ = [
     "ModelUpdate",
     "AllReduceParameter",
     "Feed",
+    "fit",
+    "EpochReport",
+    "Checkpoint",
     "InputMismatch",
     "GradientAnomaly",
     "MissingBlock",

@@ -47,7 +47,7 @@ class AllReduceParameter:
     A worker that dies takes its slice in full precision along: go on from a checkpoint, under a new id.
 
     Arguments:
-        kv: a store of any type, whatever its optimizer and merge.
+        kv: a blocking store of any type, whatever its optimizer and merge.
         id: tells vectors apart; a whole number or a short text.
         partition_num: how many slices; in a cluster, the number of its workers. In a store of this process each
             partition has an object, and their order of calls is the program's affair (or that of its threads).
@@ -75,6 +75,8 @@ class AllReduceParameter:
         fold: FoldRule = "float32",
         timeout: float | None = None,
     ) -> None:
+        if not isinstance(kv, KVStore):
+            raise ConfigError(f"kv is a {type(kv).__module__} object: make one with kvd.create", setting="kv")
         self.id = id
         self.partition_num = _whole(partition_num, "partition_num", 1)
         self.size = _whole(size, "size", 0)

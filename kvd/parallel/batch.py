@@ -13,7 +13,7 @@ from kvd.errors import ConfigError
 from kvd.parallel.device import Shape
 
 #: Naming it is what makes NumPy know the name, which it does once ml_dtypes is imported.
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True)

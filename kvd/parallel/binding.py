@@ -42,6 +42,11 @@ class Bound:
     _binding: Binding | None = None
 
     @property
+    def binding(self) -> Binding:
+        """Descriptions, slices and executors as the last bind or reshape made them."""
+        return self._bound
+
+    @property
     def description(self) -> ModelDescription:
         """Parameters, states and outputs for the whole batch."""
         return self._bound.description

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 #: ``"server"``: what comes back is the weight. ``"local"``: it is the merged gradient, and each worker updates.
 Update: TypeAlias = Literal["server", "local"]
+
+
+#: The stores that this process has fed: what they counted for this worker since is its own work.
+_fed: weakref.WeakSet[KVStore] = weakref.WeakSet()
 
 
 class Feed:
@@ -48,6 +53,8 @@ class Feed:
         keys: parameter → key, of all parameters.
         clock: how many steps of this worker the store had counted when this was made: 0, unless the worker was
             started anew, or trained with these keys before.
+        done_before: of these, the steps of a predecessor that died: the program goes on after them.
+        update: as given.
 
     Raises:
         ConfigError: ``update`` is unknown or lacks its optimizer; a parameter whose ``grad_req`` is ``"add"`` (when
@@ -84,6 +91,9 @@ class Feed:
         self._init_keys()
         self.clock = self._find_step(update)
         self._pull_all()
+        self.update: Update = update
+        self.done_before = self.clock if kv.restarted and kv not in _fed else 0
+        _fed.add(kv)
         self._downloads: Downloads | None = None
         if any(device.is_cuda for device in group.devices):
             self._downloads = Downloads(group.lanes, "device" in kv.type, self._send)

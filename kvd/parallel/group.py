@@ -95,7 +95,7 @@ class DataParallelExecutorGroup(Bound):
         self._rules = RequestRules(grad_req, tuple(fixed_param_names), inputs_need_grad, for_training)
         self._split: SplitRule = split
         self._reshapes = reshape == "auto"
-        self._detect_anomaly = detect_anomaly
+        self.detect_anomaly = detect_anomaly
         self._seed = seed
         on_cpu = sum(not device.is_cuda for device in self.devices)
         self._lanes = [Lane(device, index, on_cpu) for index, device in enumerate(self.devices)]
@@ -224,20 +224,20 @@ class DataParallelExecutorGroup(Bound):
         self._has_input_grads = False
         feed = self._feed
         if feed is not None:
-            feed.begin(self, when_ready=not self._detect_anomaly)
+            feed.begin(self, when_ready=not self.detect_anomaly)
         told = [hook for hook in (on_gradient, None if feed is None else feed.completed) if hook is not None]
 
         def run(index: int) -> None:
             executor = binding.executors[index]
 
             def complete(name: str) -> None:
-                if self._detect_anomaly:
+                if self.detect_anomaly:
                     self._check_finite(executor, name)
                 for hook in told:
                     hook(index, name)
 
             parts = [part_of(head, axis, binding.slices[index]) for head, axis in heads] if heads else None
-            executor.backward(parts, complete if self._detect_anomaly or told else None)
+            executor.backward(parts, complete if self.detect_anomaly or told else None)
 
         run_on_all(self._lanes, run)
         if feed is not None:

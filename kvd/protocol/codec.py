@@ -8,8 +8,9 @@ ProtocolError. The checks are built once, from the annotations of the messages.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -47,11 +48,8 @@ def encode(message: Message, sender: int, view: ViewNumber) -> bytes:
     kind = type(message)
     if isinstance(message, Refused):
         message = _readable(message)
-    body: list[object] = [VERSION, kind.KIND, sender, view[0], view[1]]
-    for name in _FIELDS[kind.KIND]:
-        value = getattr(message, name)
-        body.append(_plain_spec(value) if type(value) is KeySpec else value)
-    header: bytes = msgpack.packb(body)
+    body = [VERSION, kind.KIND, sender, view[0], view[1], *_FIELDS[kind.KIND](message)]
+    header: bytes = msgpack.packb(body, default=_plain_spec)
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a {kind.__name__} of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
     return header
@@ -72,9 +70,11 @@ def decode(header: bytes | memoryview) -> Decoded:
         raise ProtocolError(
             f"protocol version {_short(version)}, this node speaks {VERSION}: run the same kvd version on every node"
         )
-    for number in (kind, sender, generation, epoch):
-        if type(number) is not int or not 0 <= number <= BIGGEST:
-            raise ProtocolError(f"kind, sender and view are whole numbers, got {_short(number)}")
+    numbers = (kind, sender, generation, epoch)
+    if not (type(kind) is type(sender) is type(generation) is type(epoch) is int) or not (
+        min(numbers) >= 0 and max(numbers) <= BIGGEST
+    ):
+        raise ProtocolError(f"kind, sender and view are whole numbers from 0 to {BIGGEST}")
     build = _BUILDERS.get(kind)
     if build is None:
         raise ProtocolError(f"no message has kind {kind}")
@@ -179,6 +179,7 @@ def _spec(value: object) -> object:
 
 
 def _plain_spec(spec: KeySpec) -> list[object]:
+    """What msgpack cannot write by itself: of all that is in a message, only this."""
     return [spec.dtype, spec.shape, spec.slice_bytes]
 
 
@@ -226,6 +227,14 @@ def _part(value: object) -> object:
     return messages.Part(key, index, clock)
 
 
+def _fields_of(kind: type[Any]) -> Callable[[Message], Iterable[object]]:
+    """What gives the values of a message's fields in their order."""
+    names = [field.name for field in fields(kind)]
+    if len(names) == 1:
+        return lambda message: (getattr(message, names[0]),)
+    return attrgetter(*names)
+
+
 def _builder(kind: type[Any]) -> Callable[[list[object]], Message]:
     hints = get_type_hints(kind, vars(messages), include_extras=True)
     names = [field.name for field in fields(kind)]
@@ -243,5 +252,5 @@ def _builder(kind: type[Any]) -> Callable[[list[object]], Message]:
 
 _parts = _list_of(_part, Limit(1, messages.MAX_PARTS))
 _KINDS: tuple[type[Any], ...] = get_args(Message)
-_FIELDS: dict[int, tuple[str, ...]] = {kind.KIND: tuple(field.name for field in fields(kind)) for kind in _KINDS}
+_FIELDS: dict[int, Callable[[Message], Iterable[object]]] = {kind.KIND: _fields_of(kind) for kind in _KINDS}
 _BUILDERS: dict[int, Callable[[list[object]], Message]] = {kind.KIND: _builder(kind) for kind in _KINDS}

@@ -51,7 +51,7 @@ def check_everything_ended(world: World) -> None:
     """After the faults: every program ran to its end, and no call is open."""
     for process in world.processes.values():
         if not process.alive:
-            continue
+            world.fail(f"{process.name} is not there")
         if process.error is not None:
             world.fail(f"{process.name} ended with {type(process.error).__name__}: {process.error}")
         if process.program is not None and not process.finished:

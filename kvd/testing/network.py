@@ -38,7 +38,7 @@ class Faults:
 
 CALM = Faults()
 ROUGH = Faults(delay_s=(0.0005, 0.05), breaks=0.01)
-NASTY = Faults(delay_s=(0.0005, 0.6), breaks=0.005, loss=0.03, duplicates=0.05, ordered=False)
+NASTY = Faults(delay_s=(0.0005, 0.6), breaks=0.005, loss=0.03, duplicates=0.15, ordered=False)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""What the simulator runs: a process is one incarnation of a node, with the program that runs in it if it is a worker."""
+"""What the simulator runs: a process is one incarnation of a node, with its program if it is a worker."""
 
 from __future__ import annotations
 

@@ -297,7 +297,6 @@ def pushpull(move: Move, clock: int) -> Generator[Any, Any, Any]:
 class Training:
     """Sync with momentum: gradients depend on the weights that were pulled, so any mistake spreads."""
 
-    workers: int
     steps: int
     keys: tuple[str, ...] = ("a", "b")
     optimizer: SGD = field(default_factory=lambda: SGD(learning_rate=0.1, momentum=0.9, wd=0.01))

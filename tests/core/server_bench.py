@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvd.core.machine import Apply, Create, Effect, Export, JobDone, Load, Received, Run, Span
+from kvd.core.machine import Apply, Create, Effect, Export, JobDone, Load, Received, Run, Send, Span
 from kvd.core.server import ServerMachine, ServerSettings
 from kvd.errors import KvdError
-from kvd.protocol.messages import Attach, Init, Member, Part, Publish, Pull, Push, Settings, ViewNumber
+from kvd.protocol.messages import Attach, Init, Member, Part, Publish, Pull, Push, Refused, Settings, Values, ViewNumber
 from kvd.protocol.specs import KeySpec
 from tests.core.core_fakes import (
     cluster,
@@ -15,6 +15,7 @@ from tests.core.core_fakes import (
     link,
     members,
     of,
+    one,
     padded_bytes,
     read,
     said,
@@ -137,3 +138,21 @@ class Bench:
 def kinds(effects: list[Effect], peer: Any = None) -> list[str]:
     """The names of the messages sent."""
     return [type(message).__name__ for message in said(effects, peer)]
+
+
+def ready(value: bytes = b"\0", settings: Any = None, **more: Any) -> Bench:
+    """A server of two workers, with one key."""
+    bench = Bench(settings, **more)
+    bench.init("w", value)
+    return bench
+
+
+def refusal(effects: Any) -> Refused:
+    return one([message for message in said(effects) if isinstance(message, Refused)])
+
+
+def values(effects: Any, peer: Any = None) -> tuple[tuple[int, ...], list[bytes]]:
+    """The versions and the bytes of the one Values that is sent."""
+    send = one([send for send in of(Send, effects) if isinstance(send.message, Values) and peer in (None, send.peer)])
+    assert isinstance(send.message, Values)
+    return send.message.versions, [read(span) for span in send.payload]

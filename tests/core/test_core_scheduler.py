@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import Effect, Garbled, Note, PeerLost, Persist, Persisted, Received, Send, Tick
-from kvd.core.scheduler import SchedulerMachine, SchedulerSettings
+from kvd.core.machine import Garbled, Note, PeerLost, Persist, Persisted, Send, Tick
+from kvd.core.scheduler import SchedulerMachine
 from kvd.protocol.messages import (
     Done,
     Enter,
@@ -22,64 +22,10 @@ from kvd.protocol.messages import (
     StatusQuery,
     StatusReport,
     View,
-    ViewNumber,
     Welcome,
 )
-from tests.core.core_fakes import OPEN, cluster, of, one, said, server_id, worker_id
-
-BARE = cluster(mode="", merge="")
-
-
-class Bench:
-    """A scheduler, whose nodes are called by their incarnation; what it persists is on disk at once or on demand."""
-
-    def __init__(self, settings: Settings = BARE, *, saved: Any = None, generation: int = 1, **more: Any) -> None:
-        limits = {"heartbeat_interval_s": 1.0, "server_timeout_s": 5.0, "worker_timeout_s": 20.0, "break_on_loss": True}
-        self.machine = SchedulerMachine(SchedulerSettings(settings, **(limits | more)), 1, generation, 0.0, saved)
-        self.now = 0.0
-        self.hold = False
-        self.disk: Any = None
-
-    def step(self, event: Any) -> list[Effect]:
-        effects = self.machine.step(event, self.now)
-        for persist in of(Persist, effects):
-            self.disk = persist.record
-            if not self.hold:
-                effects = effects + self.machine.step(Persisted(persist.token), self.now)
-        return effects
-
-    def say(self, who: int, message: Any, *, peer: Any = None, view: tuple[int, int] = (0, 0)) -> list[Effect]:
-        return self.step(Received(who if peer is None else peer, who, ViewNumber(*view), message))
-
-    def join(self, role: str, who: int, node_id: str, *, rank: int = -1, settings: Settings = OPEN) -> list[Effect]:
-        return self.say(who, Join(1, role, node_id, "", "host", 70 + who % 10, rank, settings))
-
-    def worker(self, rank: int, life: int = 0) -> list[Effect]:
-        return self.join("worker", worker_id(rank, life), f"worker-{rank}")
-
-    def beat(self, rank: int, life: int = 0) -> list[Effect]:
-        return self.say(worker_id(rank, life), Heartbeat("worker", rank), view=self.machine.view_number)
-
-    def kill(self, who: int, reason: str = "exit 1") -> list[Effect]:
-        """The process ends; its time to be started anew passes, while the others live on."""
-        effects = self.step(PeerLost(who, reason))
-        start = self.now
-        for seconds in (4, 8, 12, 16):
-            self.now = start + seconds
-            for seat in self.machine.explain(self.now)["members"]:  # type: ignore[attr-defined]
-                if seat["state"] == "active" and int(seat["incarnation"], 16) != who:
-                    effects += self.say(int(seat["incarnation"], 16), Heartbeat(seat["role"], seat["rank"]))
-        self.now = start + 20
-        return effects + self.step(Tick())
-
-    def states(self) -> dict[str, str]:
-        members: Any = self.machine.explain(self.now)["members"]
-        return {f"{member['role']} {member['rank']}": member["state"] for member in members}
-
-
-def answer(effects: list[Effect], kind: Any) -> Any:
-    return one([message for message in said(effects) if isinstance(message, kind)])
-
+from tests.core.core_fakes import OPEN, of, one, said, server_id, worker_id
+from tests.core.scheduler_bench import BARE, Bench, answer
 
 # ── joining ──
 
@@ -421,3 +367,17 @@ def test_a_heartbeat_is_answered_with_who_is_quiet_and_the_view_to_who_has_an_ol
     assert said(bench.beat(0)) == [HeartbeatAck((Quiet("worker", 1, 2.25),))]
     effects = bench.say(worker_id(0), Heartbeat("worker", 0), view=(1, 1))
     assert [type(message) for message in said(effects)] == [HeartbeatAck, View]
+
+
+def test_a_restarted_server_takes_up_its_rank() -> None:
+    bench = Bench()
+    bench.join("server", server_id(0), "s")
+    assert answer(bench.join("server", server_id(0, 1), "s"), Welcome) == Welcome(1, 0, "dead")
+
+
+def test_so_many_replaced_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.core.scheduler.MAX_REPLACED", 1)
+    bench = Bench()
+    for life in (0, 1, 2):
+        bench.worker(0, life)
+    assert [list(entry) for entry in bench.disk["replaced"]] == [[worker_id(0, 1), "worker 0"]]

@@ -9,7 +9,7 @@ import pytest
 from kvd.core.machine import Note, PeerLost, Persist, Persisted, Send, Tick
 from kvd.protocol.messages import Done, Enter, Leave, Refused, View
 from tests.core.core_fakes import of, one, said, server_id, worker_id
-from tests.core.test_core_scheduler import BARE, Bench
+from tests.core.scheduler_bench import BARE, Bench
 
 
 def two_workers(**more: Any) -> Bench:
@@ -228,3 +228,11 @@ def test_too_many_barriers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         [message for message in said(bench.say(worker_id(0), Enter(2, "c", 0))) if isinstance(message, Refused)]
     )
     assert (refused.error, refused.request) == ("NotAllowed", 2)
+
+
+def test_a_program_that_failed_is_waited_for_like_one_that_was_killed() -> None:
+    bench = two_workers()
+    assert said(bench.say(worker_id(1), Leave(9, "failed"))) == [Done(9)]
+    assert bench.states()["worker 1"] == "active"
+    bench.kill(worker_id(1), "exit 1")
+    assert bench.states()["worker 1"] == "dead"

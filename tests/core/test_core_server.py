@@ -1,12 +1,21 @@
-"""The server: attaching, keys, pushes and pulls."""
+"""The server: attaching, keys, and what it does not take."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from kvd.core.machine import Apply, Create, Garbled, Halt, JobDone, Note, Received, Send, Span, Tick
+from kvd.core.machine import (
+    SCHEDULER,
+    Complete,
+    Create,
+    Garbled,
+    Halt,
+    JobDone,
+    LocalCall,
+    Received,
+    Span,
+    Tick,
+)
 from kvd.errors import NotAllowed
 from kvd.protocol.messages import (
     Activate,
@@ -26,32 +35,12 @@ from kvd.protocol.messages import (
     Refused,
     StatusQuery,
     StatusReport,
-    Values,
     ViewNumber,
     Welcome,
 )
 from kvd.protocol.specs import KeySpec
-from tests.core.core_fakes import SLICE, cluster, from_scheduler, member, of, one, read, said, uint8, worker_id
-from tests.core.server_bench import Bench, kinds
-
-
-def ready(value: bytes = b"\0", settings: Any = None, **more: Any) -> Bench:
-    """A server of two workers, with one key."""
-    bench = Bench(settings, **more)
-    bench.init("w", value)
-    return bench
-
-
-def refusal(effects: Any) -> Refused:
-    return one([message for message in said(effects) if isinstance(message, Refused)])
-
-
-def values(effects: Any, peer: Any = None) -> tuple[tuple[int, ...], list[bytes]]:
-    """The versions and the bytes of the one Values that is sent."""
-    send = one([send for send in of(Send, effects) if isinstance(send.message, Values) and peer in (None, send.peer)])
-    assert isinstance(send.message, Values)
-    return send.message.versions, [read(span) for span in send.payload]
-
+from tests.core.core_fakes import SLICE, from_scheduler, member, of, one, said, uint8, worker_id
+from tests.core.server_bench import Bench, kinds, ready, refusal, values
 
 # ── attaching ──
 
@@ -250,225 +239,6 @@ def test_a_page_of_keys_fits_into_a_header() -> None:
     assert found == names
 
 
-# ── pushes ──
-
-
-def test_a_round_is_merged_in_rank_order_and_acknowledged_at_commit() -> None:
-    bench = ready()
-    bench.hold = True
-    assert kinds(bench.push(1, 1, b"\2", request=21)) == ["Staged"]
-    effects = bench.push(0, 1, b"\1", request=11)
-    apply = one(of(Apply, effects))
-    assert [(given.rank, given.clock, given.samples) for given in apply.contributions] == [(0, 1, 1), (1, 1, 1)]
-    assert [read(given.span) for given in apply.contributions if given.span] == [b"\1", b"\2"]
-    assert (apply.merge, apply.assign, apply.optimizer, apply.current) == ("sum", False, None, b"\0")
-    assert Done(21) not in said(effects)
-    effects = bench.finish(apply)
-    assert said(effects, worker_id(0)) == [Done(11)]
-    assert said(effects, worker_id(1)) == [Done(21)]
-    assert values(bench.pull(0, 1)) == ((1,), [b"\3"])
-
-
-def test_a_pushpull_is_answered_with_the_new_version() -> None:
-    bench = ready()
-    bench.push(0, 1, b"\5", pull=True)
-    effects = bench.push(1, 1, b"\6", pull=True)
-    for rank in (0, 1):
-        assert values(effects, worker_id(rank)) == ((1,), [b"\x0b"])
-
-
-def test_a_pull_waits_for_its_version_and_gets_exactly_it() -> None:
-    bench = ready()
-    bench.push(0, 1)
-    assert said(bench.pull(0, 1)) == []
-    assert values(bench.pull(1, 0)) == ((0,), [b"\0"])
-    effects = bench.push(1, 1, b"\2")
-    assert values(effects, worker_id(0)) == ((1,), [b"\3"])
-    assert values(bench.pull(1, 0)) == ((0,), [b"\0"])  # the previous version is kept
-    for rank in (0, 1):
-        bench.push(rank, 2, b"\4")
-    assert values(bench.pull(1, 1)) == ((1,), [b"\3"])
-    refused = refusal(bench.pull(1, 0))
-    assert (refused.error, refused.expected) == ("NotAllowed", 2)
-    assert values(bench.pull(1, -1)) == ((2,), [b"\x08"])
-
-
-def test_who_is_no_worker_pulls_what_is_committed() -> None:
-    bench = ready(b"a")
-    anyone = Received("cli", 77, ViewNumber(0, 0), Pull(3, (Part("w", 0, -1),)))
-    assert values(bench.step(anyone)) == ((0,), [b"a"])
-    exact = Received("cli", 77, ViewNumber(0, 0), Pull(3, (Part("w", 0, 1),)))
-    assert refusal(bench.step(exact)).error == "attach"
-
-
-def test_a_push_that_is_sent_again_is_counted_once() -> None:
-    bench = ready()
-    for _ in range(3):
-        assert kinds(bench.push(0, 1, b"\1", request=11)) == ["Staged"]
-    effects = bench.push(1, 1, b"\1", request=21)
-    assert said(effects, worker_id(0)) == [Done(11)]
-    for _ in range(2):
-        assert said(bench.push(0, 1, b"\1", request=11)) == [Done(11)]
-    assert len(bench.applied) == 1
-    assert values(bench.pull(0, 1)) == ((1,), [b"\2"])
-
-
-def test_the_answer_goes_to_where_it_was_asked_last() -> None:
-    bench = ready()
-    bench.push(0, 1, request=11)
-    assert kinds(bench.push(0, 1, request=11, peer="new"), "new") == ["Staged"]
-    assert kinds(bench.pull(0, 1, request=12)) == []
-    bench.pull(0, 1, request=12, peer="newer")
-    effects = bench.push(1, 1)
-    assert kinds(effects, "new") == ["Done"]
-    assert kinds(effects, "newer") == ["Values"]
-    assert kinds(effects, worker_id(0)) == []
-
-
-def test_a_probe_asks_without_bytes() -> None:
-    bench = ready()
-    refused = refusal(bench.push(0, 1, None, probe=True))
-    assert (refused.error, refused.expected) == ("clock", 1)  # nothing is here: send it
-    bench.push(0, 1, request=11)
-    assert kinds(bench.push(0, 1, None, probe=True, request=11)) == ["Staged"]
-    bench.push(1, 1)
-    assert said(bench.push(0, 1, None, probe=True, request=11)) == [Done(11)]
-    assert refusal(bench.push(0, 2, b"\1", probe=True)).error == "ProtocolError"  # a probe with bytes
-
-
-@pytest.mark.parametrize(("clock", "expected"), [(2, 1), (5, 1), (0, 1), (-1, 1)])
-def test_a_push_out_of_turn_is_told_whose_turn_it_is(clock: int, expected: int) -> None:
-    refused = refusal(ready().push(0, clock))
-    assert (refused.error, refused.expected, refused.key) == ("clock", expected, "w")
-
-
-def test_the_window_is_rounds_ahead() -> None:
-    bench = ready()
-    for clock in (1, 2):
-        assert kinds(bench.push(0, clock)) == ["Staged"]
-    assert (refusal(bench.push(0, 3)).error, bench.explain()["bytes_staged"]) == ("clock", 2)
-    bench.push(1, 1)
-    assert kinds(bench.push(0, 3)) == ["Staged"]
-
-
-@pytest.mark.parametrize(
-    ("parts", "payload", "error"),
-    [
-        ([("w", 0, 1), ("v", 0, 1)], [b"\1", b""], "ProtocolError"),
-        ([("w", 0, 1), ("v", 0, 1)], [b"\1", b"\1\1"], "ProtocolError"),
-        ([("w", 0, 1), ("v", 0, 2)], [b"\1", b"\1"], "clock"),
-        ([("w", 0, 1), ("x", 0, 1)], [b"\1", b"\1"], "KeyNotFound"),
-        ([("w", 0, 1), ("w", 1, 1)], [b"\1", b"\1"], "KeyNotFound"),
-    ],
-)
-def test_a_push_is_taken_as_a_whole_or_not_at_all(parts: Any, payload: list[bytes], error: str) -> None:
-    bench = ready()
-    bench.init("v", b"\0")
-    assert refusal(bench.push_all(0, parts, payload)).error == error
-    assert bench.explain()["bytes_staged"] == 0
-    assert bench.explain()["requests_waiting"] == 0
-
-
-def test_a_message_of_many_parts_is_answered_when_the_last_is_committed() -> None:
-    bench = Bench()
-    spec = uint8(SLICE + 3)
-    bench.init("w", bytes(SLICE + 3), spec)
-    bench.init("v", b"\0")
-    parts = [("v", 0, 1), ("w", 1, 1), ("w", 0, 1)]
-    bench.push_all(0, parts, [b"\7", b"abc", b"\1" * SLICE], pull=True)
-    bench.push_all(1, parts[1:], [b"\0\0\1", b"\2" * SLICE])
-    effects = bench.push(1, 1, b"\1", key="v")
-    versions, got = values(effects, worker_id(0))
-    assert versions == (1, 1, 1)
-    assert got == [b"\x08", b"abd", b"\3" * SLICE]
-
-
-def test_a_round_of_assignment_takes_rank_0_s_value() -> None:
-    bench = ready()
-    bench.push(1, 1, None, how=2, pull=True)
-    assert refusal(bench.push(0, 1, b"\1", how=0)).error == "NotAllowed"  # the others broadcast
-    effects = bench.push(0, 1, b"\7", how=1, pull=True)
-    assert one(bench.applied).assign
-    assert values(effects, worker_id(1)) == ((1,), [b"\7"])
-
-
-def test_so_many_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.core.server.MAX_PENDING", 1)
-    bench = ready()
-    bench.push(0, 1)
-    assert refusal(bench.push(1, 1)).error == "NotAllowed"
-    assert refusal(bench.pull(1, 1)).error == "NotAllowed"
-
-
-def test_weighted_merge_and_whole_numbers_do_not_go_together() -> None:
-    bench = ready(settings=cluster(merge="weighted"))
-    refused = refusal(bench.push(0, 1))
-    assert refused.error == "NotAllowed"
-    assert "weighted merge takes float keys only" in refused.text
-
-
-def test_an_update_that_fails_gives_the_pushes_back() -> None:
-    bench = ready()
-    bench.push(0, 1, request=11)
-    bench.push(0, 2, request=12)
-    bench.pull(0, 1, request=13)
-    bench.error = NotAllowed("a bad optimizer")
-    effects = bench.push(1, 1, request=21)
-    told = {message.request: message for message in said(effects) if isinstance(message, Refused)}
-    assert set(told) == {11, 12, 13, 21}
-    assert "the update of 'w' failed: a bad optimizer" in told[11].text
-    assert any(note.level == "error" for note in of(Note, effects))
-    bench.error = None
-    bench.push(0, 1)
-    effects = bench.push(1, 1)
-    assert kinds(effects) == ["Done", "Done"]
-    assert values(bench.pull(0, 1)) == ((1,), [b"\2"])
-
-
-# ── async ──
-
-
-def asynchronous(**more: Any) -> Bench:
-    return ready(settings=cluster(mode="async", **more))
-
-
-def test_async_pushes_are_applied_at_once_and_seen_by_the_pusher() -> None:
-    bench = asynchronous()
-    assert kinds(bench.push(0, 1, b"\5")) == ["Done"]
-    assert values(bench.pull(0, 1)) == ((1,), [b"\5"])
-    assert values(bench.pull(1, 0)) == ((1,), [b"\5"])
-    bench.hold = True
-    effects = bench.push(1, 1, b"\6")
-    assert said(bench.pull(1, 1)) == []
-    assert values(bench.pull(0, 1)) == ((1,), [b"\5"])
-    assert values(bench.finish(one(of(Apply, effects))), worker_id(1)) == ((2,), [b"\6"])
-
-
-def test_async_an_update_that_fails_does_not_hold_up_the_others() -> None:
-    bench = asynchronous()
-    bench.hold = True
-    first = one(of(Apply, bench.push(0, 1, request=11)))
-    bench.push(1, 1, b"\6", request=21)
-    bench.error = NotAllowed("no")
-    effects = bench.finish(first)
-    assert refusal(effects).request == 11
-    bench.error = None
-    assert said(bench.finish(one(of(Apply, effects)))) == [Done(21)]
-    assert values(bench.pull(1, 1)) == ((1,), [b"\6"])
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_staleness_holds_the_fast_back_until_the_slow_come(staleness: int) -> None:
-    bench = asynchronous(staleness=staleness)
-    for clock in range(1, staleness + 1):
-        assert kinds(bench.push(0, clock)) == ["Done"]
-    assert kinds(bench.push(0, staleness + 1)) == ["Staged"]
-    assert bench.explain()["waiting_for"] == ["worker 1"]
-    effects = bench.push(1, 1)
-    assert [kinds(effects, worker_id(rank)).count("Done") for rank in (0, 1)] == [1, 1]
-    assert bench.explain()["waiting_for"] == []
-
-
 # ── worker clocks ──
 
 
@@ -539,3 +309,21 @@ def test_a_float_key_keeps_its_spec() -> None:
     (info,) = said(bench.say(1, Lookup(3, "w", True)))
     assert info.spec == spec
     assert Span(b"", 0, 0).nbytes == 0
+
+
+def test_a_server_says_goodbye() -> None:
+    bench = ready()
+    effects = bench.step(LocalCall(1, None, 0.0))  # type: ignore[arg-type]
+    assert [message.state for message in said(effects, SCHEDULER)] == ["left"]
+    assert one(of(Complete, effects)) == Complete(1)
+    assert bench.machine.next_deadline() is None
+
+
+def test_the_same_key_made_by_a_successor_takes_the_place_of_the_first() -> None:
+    bench = Bench()
+    bench.init("w", b"old", publish=False)
+    bench.look(member("worker", 0, life=1))
+    bench.attach(0, life=1)
+    bench.init("w", b"new", life=1)
+    assert bench.explain()["bytes_led"] == 3
+    assert values(bench.pull(1, 0)) == ((0,), [b"new"])

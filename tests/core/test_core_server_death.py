@@ -9,8 +9,7 @@ import pytest
 from kvd.core.machine import Apply, JobDone, Note
 from kvd.protocol.messages import Attach, ClockQuery, Clocks, Done, Lookup, Refused
 from tests.core.core_fakes import cluster, member, of, one, said, worker_id
-from tests.core.server_bench import Bench, kinds
-from tests.core.test_core_server import ready, refusal, values
+from tests.core.server_bench import Bench, kinds, ready, refusal, values
 
 
 def test_those_who_wait_for_a_dead_worker_are_told_its_name() -> None:

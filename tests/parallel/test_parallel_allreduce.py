@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
@@ -225,6 +226,15 @@ def test_arguments_out_of_range(local: kvd.KVStore, arguments: dict[str, Any], s
     with pytest.raises(kvd.ConfigError) as caught:
         AllReduceParameter(local, 0, **({"partition_num": 1, "size": 2} | arguments))
     assert caught.value.setting == setting
+
+
+async def make_async_store() -> Any:
+    return await kvd.aio.create("local")
+
+
+def test_an_asynchronous_store_is_refused() -> None:
+    with pytest.raises(kvd.ConfigError, match=r"kvd\.create"):
+        AllReduceParameter(asyncio.run(make_async_store()), 0, 1, 2)
 
 
 def test_everything_needs_init_first(local: kvd.KVStore) -> None:

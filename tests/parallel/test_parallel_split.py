@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.errors import ConfigError
+from kvd.errors import ConfigError, InputMismatch
 from kvd.parallel import DataDesc
 from kvd.parallel.split import common_batch_size, split_batch_axis
 

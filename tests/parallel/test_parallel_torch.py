@@ -42,7 +42,7 @@ BATCH = DataBatch([IMAGES], [CLASSES])
 
 
 def gradients(group: DataParallelExecutorGroup) -> dict[str, Any]:
-    return {name: sum(arrays) for name, arrays in zip(group.param_names, group.grad_arrays, strict=True)}  # type: ignore[arg-type]
+    return {name: sum(arrays) for name, arrays in zip(group.param_names, group.grad_arrays, strict=True)}
 
 
 @pytest.mark.parametrize("devices", [1, 3, 5])

@@ -20,10 +20,10 @@ from kvd.core.calls import (
     Rewind,
 )
 from kvd.core.machine import Apply
-from kvd.errors import BarrierBroken, KvdError, NotAllowed, RequestTimeout
+from kvd.errors import BarrierBroken, NotAllowed, RequestTimeout
 from kvd.node.jobs import JobRunner
 from kvd.optimizer import SGD, to_wire
-from kvd.protocol.messages import ASSIGN, SetOptimizer
+from kvd.protocol.messages import SetOptimizer
 from kvd.testing.checkers import check_everything_ended
 from kvd.testing.mishaps import Mishaps, live_through
 from kvd.testing.network import CALM, NASTY, Faults
@@ -204,7 +204,7 @@ def test_pull_is_not_overtaken_by_rounds(together: bool) -> None:
             else:
                 tickets.append((yield Start(push("w", clock, priority=1))))
                 tickets.append((yield Start(pull("w", targets[clock] if me.rank == 0 else full(0.0), priority=-1))))
-        for ticket in tickets:
+        for ticket in tickets:  # noqa: UP028  a list takes no results
             yield ticket
 
     world = World(5, Cluster(workers=2, rounds_ahead=4, credit_bytes=4096), Faults(delay_s=(0.0005, 0.2), breaks=0.05))

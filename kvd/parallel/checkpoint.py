@@ -1,0 +1,118 @@
+"""What `fit` writes down: parameters, states and how far it is, as one safetensors file.
+
+The arrays are ``arg:NAME`` for parameters, ``aux:NAME`` for states, and ``state:NAME|…`` for what a local update
+remembers; the place in the data stands in the metadata. What the servers' optimizer remembers is a file beside it,
+named after the step, which the first file names: so the pair changes by one rename.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from kvd.errors import NotAllowed
+from kvd.parallel.batch import BFLOAT16
+from kvd.parallel.device import HostArray
+
+FORMAT = "kvd-checkpoint-1"
+
+
+@dataclass
+class Checkpoint:
+    """The state of a training.
+
+    Attributes:
+        params, aux: by name, in the dtype of the model.
+        epoch: the epoch to go on in, from 0.
+        batch: how many of its batches are done.
+        step: how many batches are done in all epochs.
+        local_states: see `kvd.parallel.Feed.local_states`.
+        server_states: the name of the file with the optimizer's state, in the same folder; empty: there is none.
+    """
+
+    params: Mapping[str, HostArray]
+    aux: Mapping[str, HostArray]
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    local_states: Mapping[str, HostArray] = field(default_factory=dict)
+    server_states: str = ""
+
+    def write(self, path: Path, save_server_states: Callable[[Path], None] | None = None) -> None:
+        """Write aside and rename, so that a crash leaves the old checkpoint or the new one.
+
+        Arguments:
+            save_server_states: writes the optimizer's state to the path that it is given.
+        """
+        if save_server_states is not None:
+            self.server_states = f"{path.name}.{self.step}.states"
+            save_server_states(path.with_name(self.server_states))
+        aside = path.with_name(path.name + ".part")
+        with aside.open("wb") as file:
+            file.write(self.packed())
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+        for other in path.parent.glob(f"{path.name}.*.states"):
+            if other.name != self.server_states:
+                other.unlink(missing_ok=True)
+
+    def packed(self) -> bytes:
+        """The content of the file."""
+        tensors = {f"arg:{name}": array for name, array in self.params.items()}
+        tensors |= {f"aux:{name}": array for name, array in self.aux.items()}
+        tensors |= {f"state:{name}": array for name, array in self.local_states.items()}
+        halves = [name for name, array in tensors.items() if array.dtype == BFLOAT16]
+        metadata = {
+            "format": FORMAT,
+            "epoch": str(self.epoch),
+            "batch": str(self.batch),
+            "step": str(self.step),
+            "server_states": self.server_states,
+            "bfloat16": json.dumps(halves),  # their bits are kept as uint16
+        }
+        plain = {
+            name: np.ascontiguousarray(array.view(np.uint16) if array.dtype == BFLOAT16 else array).reshape(array.shape)
+            for name, array in tensors.items()
+        }
+        return save(plain, metadata)
+
+    @classmethod
+    def read(cls, path: Path) -> Checkpoint:
+        """Read what `write` wrote. Nothing in the file is executed.
+
+        Raises:
+            NotAllowed: it is no such file.
+            OSError: it cannot be read.
+        """
+        try:
+            return cls.unpacked(path.read_bytes())
+        except NotAllowed as error:
+            raise NotAllowed(f"{path}: {error}") from None
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Checkpoint:
+        """The inverse of `packed`. Raises NotAllowed if ``data`` is something else."""
+        try:
+            tensors = load(data)
+            length = int.from_bytes(data[:8], "little")
+            metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})
+            if metadata.get("format") != FORMAT:
+                raise ValueError("it does not say that it is one")
+            halves = set(json.loads(metadata["bfloat16"]))
+            place = {name: int(metadata[name]) for name in ("epoch", "batch", "step")}
+            server_states = Path(metadata["server_states"]).name
+        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise NotAllowed(f"this is no checkpoint of kvd: {error}") from None
+        parts: dict[str, dict[str, HostArray]] = {"arg": {}, "aux": {}, "state": {}}
+        for full, array in tensors.items():
+            kind, _, name = full.partition(":")
+            parts.setdefault(kind, {})[name] = array.view(BFLOAT16) if full in halves else array
+        return cls(parts["arg"], parts["aux"], **place, local_states=parts["state"], server_states=server_states)

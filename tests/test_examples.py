@@ -1,0 +1,120 @@
+"""Every example runs to its end, alone and as a job of `kvd launch`, and learns something."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import subprocess
+import sys
+from pathlib import Path
+from struct import pack
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvd.config import child_environment
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+TIMEOUT_S = 110
+
+
+def run(name: str, *arguments: str, workers: int = 0, servers: int = 1) -> dict[int, str]:
+    """Runs an example, in a job of so many workers if there are any; the last line of each worker, by rank."""
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    if workers:
+        launch = [sys.executable, "-m", "kvd_cli.main", "launch", "-n", str(workers), "-s", str(servers), "--"]
+        command = launch + command
+    environment = child_environment({"PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}", "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = re.findall(r"worker (\d+) of (\d+): (.*)", done.stdout)
+    assert sorted(int(rank) for rank, _, _ in results) == list(range(max(workers, 1))), done.stdout + done.stderr
+    assert {int(size) for _, size, _ in results} == {max(workers, 1)}
+    return {int(rank): text for rank, _, text in results}
+
+
+def accuracies(results: dict[int, str]) -> list[float]:
+    return [float(text.rpartition("accuracy ")[2]) for _, text in sorted(results.items())]
+
+
+def test_train_gives_the_same_alone_and_in_a_cluster() -> None:
+    alone = run("train.py", "--epochs", "3")
+    together = run("train.py", "--epochs", "3", workers=3, servers=2)
+    assert set(together.values()) == set(alone.values())
+    assert min(accuracies(alone)) > 0.9
+
+
+@pytest.mark.parametrize("kind", ["device", "dist_async"])
+def test_train_in_other_types(kind: str) -> None:
+    workers = 2 if kind.startswith("dist") else 0
+    results = run("train.py", "--epochs", "5", "--rate", "0.1", "--type", kind, workers=workers)
+    assert min(accuracies(results)) > 0.8
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_digits_group(workers: int) -> None:
+    assert min(accuracies(run("digits_group.py", "--epochs", "2", "--devices", "4", workers=workers))) > 0.85
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torch_model(workers: int) -> None:
+    pytest.importorskip("torch")
+    results = run("torch_model.py", "--epochs", "2", "--devices", "cpu", "cpu", workers=workers)
+    assert min(accuracies(results)) > 0.7
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_allreduce_logistic(workers: int) -> None:
+    results = run("allreduce_logistic.py", workers=workers)
+    assert min(accuracies(results)) > 0.9
+    for text in results.values():
+        first, last = re.findall(r"\d\.\d+", text)[:2]
+        assert float(first) == 0.693
+        assert float(last) < 0.2
+
+
+def write_idx(path: Path, array: Any) -> None:
+    with gzip.open(path, "wb") as file:
+        file.write(pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes())
+
+
+@pytest.fixture
+def small_files(tmp_path: Path) -> Path:
+    """Ten kinds of pictures that are easy to tell apart: one bright stripe each, and noise."""
+    chance = np.random.default_rng(0)
+    for part, count in (("train", 400), ("t10k", 100)):
+        labels = np.arange(count) % 10
+        images = chance.integers(0, 60, (count, 28, 28))
+        for image, label in zip(images, labels, strict=True):
+            image[2 * label + 3 : 2 * label + 5] += 180
+        write_idx(tmp_path / f"{part}-images-idx3-ubyte.gz", images)
+        write_idx(tmp_path / f"{part}-labels-idx1-ubyte.gz", labels)
+    return tmp_path
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fashion_mnist_with_small_files(small_files: Path, workers: int) -> None:
+    batch = "20" if workers == 0 else "10"
+    results = run("fashion_mnist.py", str(small_files), "--epochs", "5", "--batch", batch, workers=workers)
+    assert min(accuracies(results)) > 0.8
+
+
+def test_fashion_mnist_says_where_the_files_are(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "fashion_mnist.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 1
+    assert "dataset-fashion-mnist" in done.stderr
+
+
+def test_fashion_mnist_with_the_real_files() -> None:
+    if not FASHION_MNIST.exists():
+        pytest.skip(f"no {FASHION_MNIST}: apt install dataset-fashion-mnist")
+    assert min(accuracies(run("fashion_mnist.py", "--epochs", "1", "--limit", "3000", "--batch", "32"))) > 0.5
+
+
+def test_every_example_is_here() -> None:
+    tested = set(re.findall(r"\"(\w+\.py)\"", Path(__file__).read_text()))
+    assert {path.name for path in EXAMPLES.glob("*.py")} <= tested

@@ -1,0 +1,272 @@
+"""What every transport promises, over TCP, over ipc, and within one process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.errors import ConnectError
+from kvd.transport.base import Transport
+from kvd.transport.memory import MemoryNetwork, MemoryTransport
+from kvd.transport.zmq import ZmqTransport
+
+Message = tuple[Hashable, bytes, bytes | None]
+
+
+class Kind:
+    """One kind of transport: how to make it, and where it can listen."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.network = MemoryNetwork()
+        self.any_address = {"tcp": "tcp://127.0.0.1:0", "ipc": f"ipc://{folder}/s", "memory": "memory:0"}[name]
+
+    def make(self) -> Transport:
+        return MemoryTransport(self.network) if self.name == "memory" else ZmqTransport()
+
+
+class Node:
+    """A transport that is started, and what it has received."""
+
+    def __init__(self, kind: Kind, address: str | None = None) -> None:
+        self.transport = kind.make()
+        self.messages: list[Message] = []
+        self.garbage: list[tuple[Hashable, str]] = []
+        self.address = "" if address is None else self.transport.listen(address)
+        self.transport.start(self._take, lambda peer, text: self.garbage.append((peer, text)))
+
+    def _take(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+        self.messages.append((peer, header, None if payload is None else bytes(payload)))
+
+    def send(self, peer: Hashable, header: bytes, *pieces: bytes) -> bool:
+        return self.transport.send(peer, header, [memoryview(piece) for piece in pieces])
+
+    async def received(self, count: int) -> list[Message]:
+        await eventually(lambda: len(self.messages) >= count)
+        assert len(self.messages) == count
+        return self.messages
+
+    def close(self) -> None:
+        self.transport.close(0.2)
+
+
+async def eventually(holds: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not holds():
+        assert asyncio.get_running_loop().time() < deadline, "it did not happen"
+        await asyncio.sleep(0.002)
+
+
+async def greet(client: Node, server: Node) -> Hashable:
+    """Sends until the server has heard the client; gives the server's name for it."""
+    before = len(server.messages)
+    while len(server.messages) == before:
+        client.send("server", b"hello")
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.05)
+    peer = server.messages[-1][0]
+    server.messages.clear()
+    return peer
+
+
+@pytest.fixture(params=["tcp", "ipc", "memory"])
+def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
+    return Kind(request.param, tmp_path)
+
+
+def with_pair(kind: Kind, program: Callable[[Node, Node, Hashable], Awaitable[None]]) -> None:
+    async def main() -> None:
+        server, client = Node(kind, kind.any_address), Node(kind)
+        try:
+            client.transport.connect("server", server.address)
+            await program(server, client, await greet(client, server))
+        finally:
+            client.close()
+            server.close()
+
+    asyncio.run(main())
+
+
+def test_messages_arrive_in_order_and_are_answered(kind: Kind) -> None:
+    async def program(server: Node, client: Node, peer: Hashable) -> None:
+        for number in range(500):
+            assert client.send("server", b"%d" % number, *([b"body %d" % number] if number % 2 else []))
+        messages = await server.received(500)
+        assert [header for _, header, _ in messages] == [b"%d" % number for number in range(500)]
+        assert [body for _, _, body in messages] == [b"body %d" % n if n % 2 else None for n in range(500)]
+        assert {sender for sender, _, _ in messages} == {peer}
+        for number in range(500):
+            assert server.send(peer, b"answer %d" % number)
+        assert await client.received(500) == [("server", b"answer %d" % number, None) for number in range(500)]
+
+    with_pair(kind, program)
+
+
+def test_payloads_of_several_pieces_are_padded_to_8(kind: Kind) -> None:
+    async def program(server: Node, client: Node, peer: Hashable) -> None:
+        client.send("server", b"h", b"abc", b"", b"12345678", b"xy")
+        client.send("server", b"h", b"abc")
+        client.send("server", b"h", b"")
+        client.send("server", b"h")
+        bodies = [body for _, _, body in await server.received(4)]
+        assert bodies == [b"abc" + bytes(5) + b"12345678" + b"xy", b"abc", b"", None]
+
+    with_pair(kind, program)
+
+
+def test_large_payloads(kind: Kind) -> None:
+    async def program(server: Node, client: Node, peer: Hashable) -> None:
+        large = os.urandom(1 << 20) * 9 + b"end"
+        for _ in range(3):
+            client.send("server", b"up", large)
+            server.send(peer, b"down", large, b"more")
+        assert all(body == large for _, _, body in await server.received(3))
+        padded = large + bytes(-len(large) % 8) + b"more"
+        assert all(body == padded for _, _, body in await client.received(3))
+
+    with_pair(kind, program)
+
+
+def test_what_was_sent_may_be_forgotten_and_received_may_be_kept(kind: Kind) -> None:
+    """A payload that was received keeps its memory, whatever comes after it."""
+
+    async def main() -> None:
+        kept: list[memoryview] = []
+        server, client = Node(kind, kind.any_address), Node(kind)
+        server.transport.close(0)
+        server.transport = kind.make()
+        address = server.transport.listen(kind.any_address)
+        server.transport.start(lambda peer, header, body: kept.append(body) if body else None, lambda *_: None)
+        client.transport.connect("server", address)
+        try:
+            for number in range(20):
+                body = bytearray([number]) * 100_000
+                while not client.transport.send("server", b"h", [memoryview(body)]):
+                    await asyncio.sleep(0.01)
+            await eventually(lambda: len(kept) == 20)
+            assert [bytes(body) == bytes([number]) * 100_000 for number, body in enumerate(kept)] == [True] * 20
+        finally:
+            client.close()
+            server.close()
+
+    asyncio.run(main())
+
+
+def test_sending_to_a_peer_that_is_gone_or_unknown_says_so(kind: Kind) -> None:
+    async def program(server: Node, client: Node, peer: Hashable) -> None:
+        assert not client.send("somebody else", b"h")
+        assert not server.send(b"nobody", b"h")
+        client.transport.disconnect("server")
+        assert not client.send("server", b"h")
+        await eventually(lambda: not server.send(peer, b"h"))
+
+    with_pair(kind, program)
+
+
+def test_a_taken_address_is_refused_and_left_alone(kind: Kind) -> None:
+    async def program(server: Node, client: Node, peer: Hashable) -> None:
+        other = kind.make()
+        with pytest.raises(ConnectError) as caught:
+            other.listen(server.address)
+        assert caught.value.address == server.address
+        other.close(0)
+        client.send("server", b"still there")
+        assert (await server.received(1))[0][1] == b"still there"
+
+    with_pair(kind, program)
+
+
+def test_a_connection_comes_back_when_the_listener_does(kind: Kind) -> None:
+    async def program(server: Node, client: Node, peer: Hashable) -> None:
+        address = server.address
+        server.close()
+        await asyncio.sleep(0.1)
+        client.send("server", b"into the void")
+        server = Node(kind, address)
+        try:
+            again = await greet(client, server)
+            assert server.send(again, b"welcome back")
+            await eventually(lambda: (("server", b"welcome back", None)) in client.messages)
+        finally:
+            server.close()
+
+    with_pair(kind, program)
+
+
+def test_a_connection_may_be_opened_before_there_is_a_listener(kind: Kind) -> None:
+    async def main() -> None:
+        first = Node(kind, kind.any_address)
+        address = first.address
+        first.close()
+        client = Node(kind)
+        client.transport.connect("server", address)
+        await asyncio.sleep(0.05)
+        server = Node(kind, address)
+        try:
+            peer = await greet(client, server)
+            assert server.send(peer, b"there you are")
+            await eventually(lambda: client.messages)
+        finally:
+            client.close()
+            server.close()
+
+    asyncio.run(main())
+
+
+def test_closing_gives_everything_back(kind: Kind) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    async def noop(server: Node, client: Node, peer: Hashable) -> None:
+        client.send("server", b"h", bytes(200_000))
+        await server.received(1)
+
+    with_pair(kind, noop)
+    before, threads = descriptors(), threading.active_count()
+    for _ in range(5):
+        with_pair(kind, noop)
+    assert descriptors() <= before
+    assert threading.active_count() <= threads
+
+
+def test_a_flood_leaves_the_loop_its_turns(kind: Kind) -> None:
+    async def program(server: Node, client: Node, peer: Hashable) -> None:
+        turns = 0
+        most = 0
+        seen = 0
+
+        async def count_turns() -> None:
+            nonlocal turns, most, seen
+            while True:
+                most = max(most, len(server.messages) - seen)
+                seen = len(server.messages)
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count_turns())
+        for _ in range(3000):
+            client.send("server", b"flood")
+        await eventually(lambda: len(server.messages) == 3000)
+        counting.cancel()
+        assert turns > 10
+        if kind.name != "memory":
+            assert most <= 200
+
+    with_pair(kind, program)
+
+
+def test_nothing_is_delivered_after_close(kind: Kind) -> None:
+    async def program(server: Node, client: Node, peer: Hashable) -> None:
+        client.send("server", b"late")
+        server.close()
+        await asyncio.sleep(0.1)
+        assert server.messages == []
+        assert not server.send(peer, b"h")
+
+    with_pair(kind, program)

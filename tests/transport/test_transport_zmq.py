@@ -1,0 +1,176 @@
+"""What is special about ZeroMQ: edges, frames, limits, sends from several threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvd.errors import ConnectError
+from kvd.transport.zmq import ZmqTransport
+
+
+class Listener:
+    """A transport that listens, with a plain DEALER of the test connected to it."""
+
+    def __init__(self) -> None:
+        self.transport = ZmqTransport()
+        self.address = self.transport.listen("tcp://127.0.0.1:0")
+        self.messages: list[tuple[Hashable, bytes, bytes | None]] = []
+        self.garbage: list[str] = []
+        self.fail_on: bytes | None = None
+        self.transport.start(self._take, lambda peer, text: self.garbage.append(text))
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.dealer = self.context.socket(zmq.DEALER)
+        self.dealer.linger = 0
+        self.dealer.connect(self.address)
+
+    def _take(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+        self.messages.append((peer, header, None if payload is None else bytes(payload)))
+        if header == self.fail_on:
+            raise RuntimeError("the one above failed")
+
+    async def until(self, count: int) -> None:
+        for _ in range(2000):
+            if len(self.messages) >= count:
+                return
+            await asyncio.sleep(0.002)
+        raise AssertionError(f"{len(self.messages)} of {count} messages came")
+
+    def close(self) -> None:
+        self.dealer.close()
+        self.context.term()
+        self.transport.close(0)
+
+
+def run(program: Any) -> None:
+    async def main() -> None:
+        listener = Listener()
+        try:
+            await program(listener)
+        finally:
+            listener.close()
+
+    asyncio.run(main())
+
+
+def test_a_send_that_fails_does_not_lose_the_edge_of_a_message() -> None:
+    async def program(listener: Listener) -> None:
+        listener.dealer.send(b"first")
+        await listener.until(1)
+        await asyncio.sleep(0.05)
+        listener.dealer.send(b"second")
+        time.sleep(0.1)  # noqa: ASYNC251  it arrives while the loop is busy
+        assert not listener.transport.send(b"nobody", b"h", [])
+        await listener.until(2)
+
+    run(program)
+
+
+def test_an_error_above_does_not_stop_the_reading() -> None:
+    async def program(listener: Listener) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        listener.fail_on = b"2"
+        for number in range(200):
+            listener.dealer.send(b"%d" % number)
+        await listener.until(200)
+        assert [header for _, header, _ in listener.messages] == [b"%d" % number for number in range(200)]
+
+    run(program)
+
+
+def test_messages_of_too_many_frames_are_garbage() -> None:
+    async def program(listener: Listener) -> None:
+        listener.dealer.send_multipart([b"h", b"p", b"x"])
+        listener.dealer.send_multipart([b"f"] * 5000)
+        listener.dealer.send_multipart([b"", b""])
+        listener.dealer.send_multipart([b"h", b"p"])
+        await listener.until(2)
+        assert [message[1:] for message in listener.messages] == [(b"", b""), (b"h", b"p")]
+        assert len(listener.garbage) == 2
+        assert all("too many frames" in text for text in listener.garbage)
+
+    run(program)
+
+
+def test_sends_from_several_threads_keep_their_frames_together() -> None:
+    async def program(listener: Listener) -> None:
+        listener.dealer.send(b"hello")
+        await listener.until(1)
+        peer = listener.messages[0][0]
+
+        def flood(number: int) -> None:
+            for step in range(300):
+                header = b"%d %d" % (number, step)
+                assert listener.transport.send(peer, header, [memoryview(header * 3000)])
+
+        threads = [threading.Thread(target=flood, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        seen: list[list[bytes]] = []
+        while len(seen) < 1200:
+            seen.append(await asyncio.to_thread(listener.dealer.recv_multipart))
+        for thread in threads:
+            thread.join()
+        assert all(body == header * 3000 for header, body in seen)
+        for number in range(4):
+            mine = [header for header, _ in seen if header.startswith(b"%d " % number)]
+            assert mine == [b"%d %d" % (number, step) for step in range(300)]
+
+    run(program)
+
+
+def test_addresses_that_are_none() -> None:
+    transport = ZmqTransport()
+    for address in ("tcp://127.0.0.1:99999", "nonsense", "tcp://127.0.0.1", "ipc://" + "x" * 300, "http://a:1"):
+        with pytest.raises(ConnectError) as caught:
+            transport.listen(address)
+        assert caught.value.address == address
+    for address in ("nonsense", "tcp://127.0.0.1", "ipc://" + "x" * 300):
+        with pytest.raises(ConnectError):
+            transport.connect("peer", address)
+    transport.close(0)
+
+
+def test_a_path_that_a_dead_process_left_behind_is_free(tmp_path: Path) -> None:
+    import socket
+
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    assert path.exists()
+    transport = ZmqTransport()
+    assert transport.listen(f"ipc://{path}") == f"ipc://{path}"
+    transport.close(0)
+    first, second = ZmqTransport(), ZmqTransport()
+    address = first.listen(f"ipc://@kvd-test-{tmp_path.name}-{time.monotonic_ns()}")
+    with pytest.raises(ConnectError):
+        second.listen(address)
+    first.close(0)
+    second.close(0)
+
+
+def test_connections_opened_before_the_start_are_read_too() -> None:
+    async def main() -> None:
+        server, client = ZmqTransport(), ZmqTransport()
+        got: list[bytes] = []
+        address = server.listen("tcp://127.0.0.1:0")
+        server.start(lambda peer, header, body: server.send(peer, b"answer", []) and None, lambda *_: None)
+        client.connect("server", address)
+        client.start(lambda peer, header, body: got.append(header), lambda *_: None)
+        client.send("server", b"h", [])
+        for _ in range(500):
+            if got:
+                break
+            await asyncio.sleep(0.01)
+        client.close(0)
+        server.close(0)
+        assert got == [b"answer"]
+
+    asyncio.run(main())
