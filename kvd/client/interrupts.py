@@ -7,6 +7,11 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+# What the functions of the module `signal` wrap: the wrapping, into enums, takes longer than the calls.
+_signal: Any = getattr(signal.signal, "__wrapped__", signal.signal)
+_getsignal: Any = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_SIGINT = int(signal.SIGINT)
+
 
 class Uninterrupted:
     """Holds Ctrl-C back until the end of the block, on the main thread, the only one that it interrupts.
@@ -19,10 +24,10 @@ class Uninterrupted:
     def __enter__(self) -> None:
         self._before: Any = None
         self._came: FrameType | None = None
-        if threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGINT)
+        if threading.get_ident() == threading.main_thread().ident:
+            before = _getsignal(_SIGINT)
             if callable(before):
-                signal.signal(signal.SIGINT, self._note)
+                _signal(_SIGINT, self._note)
                 self._before = before
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -32,6 +37,6 @@ class Uninterrupted:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+            _signal(_SIGINT, self._before)
             if self._came is not None:
-                self._before(int(signal.SIGINT), self._came)
+                self._before(_SIGINT, self._came)

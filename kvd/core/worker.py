@@ -389,7 +389,11 @@ class WorkerMachine:
     def _fail_everything(self, error: KvdError) -> None:
         for call in list(self._calls.values()):
             self._abandon(call, error)
-        for entry in self._outbox.entries():  # it says nothing any more
+        self._fall_silent()
+
+    def _fall_silent(self) -> None:
+        """This node is out: whatever it had still to say, another says in its place."""
+        for entry in self._outbox.entries():
             self._outbox.settled(entry)
 
     # ── calls that need no key ──

@@ -7,7 +7,8 @@ from functools import cache
 
 from kvd.testing.mishaps import Mishaps, live_through
 from kvd.testing.network import CALM, NASTY, ROUGH, Faults
-from kvd.testing.simulator import Cluster, World
+from kvd.testing.settings import Cluster
+from kvd.testing.simulator import World
 from kvd.testing.workloads import Ledger, LifeLedger, Rounds, Training
 
 WORKERS = 3

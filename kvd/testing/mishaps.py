@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from kvd.core.machine import SCHEDULER
 from kvd.core.worker import WorkerMachine
 from kvd.testing.checkers import check_everything_ended, watch_everything
 from kvd.testing.network import CALM
@@ -21,7 +22,8 @@ class Mishaps:
         crashes: workers that die between two effects, and are started again by their supervisor.
         pauses: nodes of any role that stop for a while; `longest_pause_s` may be longer than their timeout.
         cuts: nodes that nothing reaches for a while.
-        ghosts: workers that stop, are replaced, and wake up while their successor is at work.
+        ghosts: workers that stop, or cannot reach the scheduler, are replaced, and are there again, or all the time,
+            while their successor is at work.
         scheduler_restarts: the scheduler dies and is started from its record.
     """
 
@@ -81,12 +83,16 @@ def _doom(world: World, name: str, effects: int, pause_s: float) -> None:
 
 
 def _haunt(world: World, name: str, pause_s: float, replaced_after_s: float) -> None:
-    """The worker stops, a successor starts, and in between or later it wakes up. It has joined before."""
+    """The worker stops, or stops to hear of the scheduler, and a successor starts. It has joined before."""
     process = world.processes[name]
     machine = process.machine
     if process.finished or not isinstance(machine, WorkerMachine) or not machine.link.joined:
         return
-    world.pause(name, pause_s)
+    if world.random.random() < 0.5:
+        world.pause(name, pause_s)
+    else:
+        process.cut_off_from.add(SCHEDULER)
+        world.after(pause_s + 4.0, process.cut_off_from.clear)
 
     def replace() -> None:
         if world.processes[name] is process and not process.finished:

@@ -129,6 +129,7 @@ class Network:
         target = connection.server if to_server else connection.client
         cut = route != connection.route and self._clock() > connection.cut_at.get(route, 0.0)
         unreachable = connection.client.name in self.cut_off or (target is not None and target.name in self.cut_off)
+        unreachable = unreachable or connection.peer in connection.client.cut_off_from
         if target is None or cut or unreachable or not target.alive:
             self.lost += 1
         elif to_server:

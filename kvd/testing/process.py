@@ -53,6 +53,7 @@ class Process:
         doom: how many more effects it carries out before it dies; None: it is well.
         tick_at: when the next Tick is due; it is out of date if `timer` has moved on.
         finished: the program has ended.
+        cut_off_from: connections on which nothing comes or goes for a while.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Process:
     connections: dict[Peer, Any] = field(default_factory=dict)
     tickets: dict[int, Ticket] = field(default_factory=dict)
     targets: dict[int, int] = field(default_factory=dict)  # id of a target buffer → calls under way that write there
+    cut_off_from: set[Peer] = field(default_factory=set)
     last_call: int = 0
     last_persist_at: float = 0.0
     woke_at: float = 0.0

@@ -32,7 +32,8 @@ from kvd.optimizer import SGD, to_wire
 from kvd.protocol.messages import ABSENT, ASSIGN, SetOptimizer, UpdateOptimizer
 from kvd.testing.checkers import watch_everything
 from kvd.testing.process import Process, Ticket
-from kvd.testing.simulator import Cluster, World
+from kvd.testing.settings import Cluster
+from kvd.testing.simulator import World
 from kvd.testing.workloads import Floats, item
 
 ELEMENTS = 4
@@ -253,7 +254,7 @@ def _seconds(word: str) -> float:
 
 def _settings(words: list[str]) -> dict[str, Any]:
     """`name=value` as the fields of Cluster have them."""
-    kinds = {field.name: type(field.default) for field in fields(Cluster)}
+    kinds = {field.name: type(getattr(Cluster(), field.name)) for field in fields(Cluster)}
     settings: dict[str, Any] = {}
     for word in words:
         name, value = word.split("=")
@@ -273,7 +274,9 @@ def _request(words: list[str], process: Process) -> tuple[calls.Request, Floats 
         "rewind": lambda: calls.Rewind(int(rest[0])),
         "clock": lambda: calls.ClockOf(rest[0]),
         "describe": lambda: calls.DescribeKey(rest[0]),
-        "set_optimizer": lambda: calls.Control((SetOptimizer(0, to_wire(SGD(*map(float, rest)))),)),
+        "set_optimizer": lambda: calls.Control(
+            (SetOptimizer(0, to_wire(SGD(float(rest[0]), momentum=float("".join(rest[1:2]) or 0)))),)
+        ),
         "update_optimizer": lambda: calls.Control(
             (UpdateOptimizer(0, {"learning_rate": float(rest[0])}),), staged_first=True
         ),

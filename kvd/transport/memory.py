@@ -24,7 +24,7 @@ class MemoryTransport:
     def __init__(self, network: MemoryNetwork) -> None:
         self._network = network
         self._links: dict[Hashable, tuple[MemoryTransport, Hashable]] = {}
-        self._waiting: dict[Hashable, str] = {}  # peers whose listener is not there yet
+        self._opened: dict[Hashable, str] = {}  # the connections that we open, with their addresses
         self._addresses: list[str] = []
         self._on_message: OnMessage | None = None
         self._names = count(1)
@@ -42,27 +42,30 @@ class MemoryTransport:
         return address
 
     def connect(self, peer: Hashable, address: str) -> None:
-        self._waiting[peer] = address
+        self._opened[peer] = address
         self._try_connect(peer)
 
     def _try_connect(self, peer: Hashable) -> bool:
-        other = self._network.listeners.get(self._waiting.get(peer, ""))
+        other = self._network.listeners.get(self._opened[peer])
         if other is None:
             return False
         theirs = ("memory", id(self), next(other._names))
         self._links[peer] = (other, theirs)
         other._links[theirs] = (self, peer)
-        del self._waiting[peer]
         return True
 
     def disconnect(self, peer: Hashable) -> None:
-        self._waiting.pop(peer, None)
+        self._opened.pop(peer, None)
+        self._cut(peer)
+
+    def _cut(self, peer: Hashable) -> None:
+        """Ends the link on both sides. One that we opened comes back when somebody listens there again."""
         link = self._links.pop(peer, None)
         if link is not None:
             link[0]._links.pop(link[1], None)
 
     def send(self, peer: Hashable, header: bytes, payload: Sequence[Piece]) -> bool:
-        if peer in self._waiting and not self._try_connect(peer):
+        if peer in self._opened and peer not in self._links and not self._try_connect(peer):
             return False
         link = self._links.get(peer)
         if link is None:
@@ -80,5 +83,6 @@ class MemoryTransport:
         self._on_message = None
         for address in self._addresses:
             self._network.listeners.pop(address, None)
+        self._opened = {}
         for peer in list(self._links):
-            self.disconnect(peer)
+            self._cut(peer)

@@ -382,18 +382,20 @@ def test_ctrl_c_never_leaves_the_machine_half_changed() -> None:
         kv = cluster.store()
         kv.init("w", np.zeros(4, np.float32))
         kv.set_optimizer(kvd.optimizer.SGD(1.0))
-        stop = threading.Event()
+        go, stop = threading.Event(), threading.Event()
 
         def flood() -> None:
+            go.wait()
             while not stop.is_set():
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.002)
 
         thread = threading.Thread(target=flood)
         interrupts = 0
+        thread.start()
         deadline = time.monotonic() + 1.0
         try:
-            thread.start()
+            go.set()
             while time.monotonic() < deadline:
                 try:
                     while time.monotonic() < deadline:

@@ -16,6 +16,7 @@ from kvd.core.machine import (
     Span,
     Tick,
 )
+from kvd.core.server import ServerMachine, ServerSettings
 from kvd.errors import NotAllowed
 from kvd.protocol.messages import (
     Activate,
@@ -39,7 +40,7 @@ from kvd.protocol.messages import (
     Welcome,
 )
 from kvd.protocol.specs import KeySpec
-from tests.core.core_fakes import SLICE, from_scheduler, member, of, one, said, uint8, worker_id
+from tests.core.core_fakes import SLICE, from_scheduler, link, member, of, one, said, uint8, worker_id
 from tests.core.server_bench import Bench, kinds, ready, refusal, values
 
 # ── attaching ──
@@ -327,3 +328,13 @@ def test_the_same_key_made_by_a_successor_takes_the_place_of_the_first() -> None
     bench.init("w", b"new", life=1)
     assert bench.explain()["bytes_led"] == 3
     assert values(bench.pull(1, 0)) == ((0,), [b"new"])
+
+
+def test_a_server_that_never_joined_just_goes_and_one_that_is_not_understood_halts() -> None:
+    for event in (LocalCall(1, None, 0.0), Garbled(SCHEDULER, "version 9")):  # type: ignore[arg-type]
+        machine = ServerMachine(ServerSettings(1 << 30, 1.0, True), link("server", 0))
+        machine.step(Tick(), 0.0)
+        effects = machine.step(event, 0.1)
+        assert said(effects) == []
+        assert machine.next_deadline() is None
+        assert len(of(Halt, effects)) == isinstance(event, Garbled)

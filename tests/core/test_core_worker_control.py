@@ -19,6 +19,7 @@ from kvd.protocol.messages import (
     FetchState,
     Leave,
     ListKeys,
+    Lookup,
     Pull,
     Push,
     Refused,
@@ -276,3 +277,12 @@ def test_a_scheduler_that_forgot_that_this_worker_left_is_told_again() -> None:
     bench.look(member("worker", 0))
     bench.reply(bench.take(Leave), Done)
     assert not bench.waiting(Leave)
+
+
+def test_a_call_of_two_keys_that_cannot_be_had_ends_once() -> None:
+    bench = Bench()
+    call = bench.pull("a", "b")
+    bench.refuse(Lookup, "KeyNotFound", key="a")
+    assert bench.error(call).key == "a"
+    bench.refuse(Lookup, "KeyNotFound", key="b")
+    assert len(bench.machine._outbox) == 0

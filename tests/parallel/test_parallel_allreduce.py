@@ -1,11 +1,8 @@
-"""AllReduceParameter: BigDL's members over every type of store."""
+"""AllReduceParameter: BigDL's members, with all partitions in one process."""
 
 from __future__ import annotations
 
 import asyncio
-import random
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,9 +14,6 @@ import kvd
 from kvd.optimizer import SGD
 from kvd.parallel.allreduce import AllReduceParameter
 from kvd.parallel.blocks import MissingBlock
-from kvd.testing.cluster import LocalCluster
-
-DISTRIBUTED = ["dist_sync", "dist_async"]
 
 
 def truncated(values: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -207,6 +201,19 @@ def test_a_nan_stays_a_nan(local: kvd.KVStore) -> None:
     assert np.isnan(parameter.gradient_partition[0])
 
 
+def test_get_weights_runs_beside_the_program() -> None:
+    """In threads of one process, a partition each: asked for before it is there."""
+    with kvd.create("local") as kv, ThreadPoolExecutor(2) as pool:
+        parts = [AllReduceParameter(kv, 0, 2, 4, partition_id=own) for own in range(2)]
+        parts[0].init(np.ones(4))
+        target = np.zeros(4, np.float32)
+        future = parts[0].get_weights(target)
+        assert not future.done()
+        pool.submit(parts[1].init, np.full(4, 2.0)).result()
+        assert future.result(10) is None
+        assert target.tolist() == [1.0, 1.0, 2.0, 2.0]
+
+
 # ── misuse ──
 
 
@@ -273,237 +280,3 @@ def test_vectors_that_do_not_fit(local: kvd.KVStore) -> None:
     for number in wrong:
         with pytest.raises(kvd.ConfigError):
             parameter.aggregate_gradient_partition(number)
-
-
-def test_the_partitions_of_a_cluster_are_its_workers() -> None:
-    def program(kv: kvd.KVStore) -> None:
-        with pytest.raises(kvd.ConfigError, match="2 workers"):
-            AllReduceParameter(kv, 0, 3, 10)
-        with pytest.raises(kvd.ConfigError, match="leave it out"):
-            AllReduceParameter(kv, 0, 2, 10, partition_id=1 - kv.rank)
-
-    with LocalCluster(2) as cluster:
-        cluster.run(program)
-
-
-# ── clusters ──
-
-
-def train(kv: kvd.KVStore, size: int, steps: int, **options: Any) -> np.ndarray[Any, Any]:
-    """`steps` iterations at uneven speed; what the weights of this worker's slice were after each."""
-    chance = random.Random(kv.rank)
-    parameter = AllReduceParameter(kv, "job", kv.num_workers, size, **options)
-    start, length = parameter.init(np.arange(size, dtype=np.float32))[1:]
-    assert (start, length) == parameter.partition(kv.rank)
-    weights = np.empty(size, np.float32)
-    for step in range(steps):
-        parameter.get_weights(weights).result()
-        np.testing.assert_array_equal(weights, np.arange(size) - step * (np.arange(size) % 4), err_msg=f"step {step}")
-        time.sleep(chance.random() * 0.01)
-        # (0 + 1 + … + P-1) · 2 / (P · (P-1)) = 1
-        parameter.put_gradients((np.arange(size) % 4) * 2.0 * kv.rank)
-        parameter.aggregate_gradient_partition(kv.num_workers * (kv.num_workers - 1))
-        parameter.weight_partition -= parameter.gradient_partition
-        parameter.send_weight_partition()
-    return parameter.weight_partition.copy()
-
-
-@pytest.mark.parametrize("compress", ["fp16", "none"])
-@pytest.mark.parametrize("kind", DISTRIBUTED)
-@pytest.mark.parametrize("size", [0, 2, 11])  # fewer elements than partitions too
-def test_every_worker_updates_its_slice(kind: str, compress: str, size: int) -> None:
-    workers, steps = 3, 12
-    with LocalCluster(workers, 2) as cluster:
-        slices = cluster.run(lambda kv: train(kv, size, steps, compress=compress), kind)
-    expected = np.arange(size) - steps * (np.arange(size) % 4)
-    np.testing.assert_array_equal(np.concatenate(slices), expected)
-
-
-@pytest.mark.parametrize("kind", DISTRIBUTED)
-def test_blocks_of_several_slices(kind: str) -> None:
-    """So that a pull of an asynchronous store can find slices of different iterations."""
-    size, steps = 12_000, 15
-
-    def program(kv: kvd.KVStore) -> None:
-        parameter = AllReduceParameter(kv, 0, 2, size, compress="none")
-        parameter.init(np.zeros(size))
-        weights = np.empty(size, np.float32)
-        for step in range(steps):
-            parameter.get_weights(weights).result()
-            np.testing.assert_array_equal(weights, np.full(size, step * 3.0))
-            parameter.put_gradients(np.full(size, kv.rank + 1.0))
-            parameter.aggregate_gradient_partition(1)
-            np.testing.assert_array_equal(parameter.gradient_partition, np.full(size // 2, 3.0))
-            parameter.weight_partition += parameter.gradient_partition
-            parameter.send_weight_partition()
-
-    with LocalCluster(2, 2, slice_bytes=4096) as cluster:
-        cluster.run(program, kind)
-
-
-@pytest.mark.parametrize("settings", [{"merge": "mean"}, {"merge": "weighted"}])
-def test_the_merge_and_the_optimizer_of_the_cluster_have_no_part_in_it(settings: dict[str, Any]) -> None:
-    def program(kv: kvd.KVStore) -> Any:
-        kv.set_optimizer(SGD(0.1))
-        return train(kv, 7, 3)
-
-    with LocalCluster(2, 1, **settings) as cluster:
-        np.testing.assert_array_equal(np.concatenate(cluster.run(program)), np.arange(7) - 3 * (np.arange(7) % 4))
-
-
-def test_bounded_staleness() -> None:
-    with LocalCluster(2, 1, staleness=1) as cluster:
-        slices = cluster.run(lambda kv: train(kv, 7, 6), "dist_async")
-    np.testing.assert_array_equal(np.concatenate(slices), np.arange(7) - 6 * (np.arange(7) % 4))
-
-
-def test_beside_keys_of_the_program() -> None:
-    def program(kv: kvd.KVStore) -> Any:
-        kv.init("allreduce", np.zeros(3, np.float32))
-        mixed = []
-        for _ in range(3):
-            kv.push("allreduce", np.full(3, kv.rank + 1.0, np.float32))
-            mixed.append(train(kv, 5, 2))  # another object with the same id each time
-        return kv.pull("allreduce").tolist(), np.concatenate(mixed).tolist()
-
-    with LocalCluster(2, 2) as cluster:
-        (seen, first), (_, second) = cluster.run(program)
-    assert seen == [3.0] * 3
-    expected = (np.arange(5) - 2 * (np.arange(5) % 4)).tolist()
-    assert (first, second) == (expected[:3] * 3, expected[3:] * 3)
-
-
-def test_a_worker_one_iteration_ahead_changes_nothing_for_the_others() -> None:
-    """Worker 0 has put its next gradients before worker 1 reads the last ones."""
-    ahead = threading.Event()
-
-    def program(kv: kvd.KVStore) -> list[float]:
-        parameter = AllReduceParameter(kv, 0, 2, 2)
-        parameter.init(np.zeros(2))
-        parameter.put_gradients([kv.rank + 1.0] * 2)
-        if kv.rank == 1:
-            ahead.wait(10)
-            time.sleep(0.05)
-        parameter.aggregate_gradient_partition(1)
-        seen = float(parameter.gradient_partition[0])
-        parameter.put_gradients([kv.rank * 10.0 + 10.0] * 2)
-        ahead.set()
-        parameter.aggregate_gradient_partition(1)
-        return [seen, float(parameter.gradient_partition[0])]
-
-    with LocalCluster(2) as cluster:
-        assert cluster.run(program) == [[3.0, 30.0]] * 2
-
-
-def test_asynchronous_workers_that_do_not_ask_for_weights_can_overtake_and_are_told() -> None:
-    ahead = threading.Event()
-
-    def program(kv: kvd.KVStore) -> None:
-        parameter = AllReduceParameter(kv, 0, 2, 2)
-        parameter.init(np.zeros(2))
-        parameter.put_gradients([1.0, 1.0])
-        if kv.rank == 0:
-            parameter.aggregate_gradient_partition(1)
-            parameter.put_gradients([1.0, 1.0])
-            kv.flush()
-            ahead.set()
-        else:
-            ahead.wait(10)
-            with pytest.raises(MissingBlock, match=r"gradients of iteration 1 by worker 0 .* get_weights between"):
-                parameter.aggregate_gradient_partition(1)
-
-    with LocalCluster(2) as cluster:
-        cluster.run(program, "dist_async")
-
-
-@pytest.mark.parametrize("kind", DISTRIBUTED)
-def test_a_late_worker_is_named(kind: str) -> None:
-    done = threading.Event()
-    gate = threading.Barrier(2)
-
-    def program(kv: kvd.KVStore) -> None:
-        parameter = AllReduceParameter(kv, 0, 3, 6, timeout=0.5)
-        parameter.init(np.zeros(6))
-        parameter.get_weights(np.empty(6, np.float32)).result(10)
-        if kv.rank == 1:
-            done.wait(20)
-            parameter.put_gradients(np.ones(6))
-        else:
-            parameter.put_gradients(np.ones(6))
-            with pytest.raises(kvd.RequestTimeout, match="by worker 1 did not come") as caught:
-                parameter.aggregate_gradient_partition(3)
-            assert caught.value.waiting_for == ("worker 1",)
-            assert parameter.gradient_partition.tolist() == [0.0, 0.0]
-            gate.wait(10)  # the other has seen it too
-            done.set()
-            time.sleep(0.2)
-        parameter.aggregate_gradient_partition(3)
-        assert parameter.gradient_partition.tolist() == [1.0, 1.0]
-
-    with LocalCluster(3, 2) as cluster:
-        cluster.run(program, kind)
-
-
-@pytest.mark.parametrize("kind", DISTRIBUTED)
-def test_a_worker_that_left_the_rounds_is_named(kind: str) -> None:
-    def program(kv: kvd.KVStore) -> None:
-        parameter = AllReduceParameter(kv, 0, 2, 4)
-        parameter.init(np.zeros(4))
-        if kv.rank == 1:
-            kv.join()
-            return
-        parameter.put_gradients(np.ones(4))
-        with pytest.raises(MissingBlock, match="worker 1 are missing: it has left the rounds"):
-            parameter.aggregate_gradient_partition(2)
-
-    with LocalCluster(2) as cluster:
-        cluster.run(program, kind)
-
-
-@pytest.mark.parametrize("kind", DISTRIBUTED)
-def test_a_dead_worker_is_named(kind: str) -> None:
-    code = """
-import sys, time, numpy as np, kvd
-from kvd.parallel.allreduce import AllReduceParameter
-parameter = AllReduceParameter(kv := kvd.create(sys.argv[1]), 0, 2, 4)
-parameter.init(np.zeros(4))
-parameter.get_weights(np.empty(4, np.float32)).result()
-print(kv.rank, flush=True)
-time.sleep(60)
-"""
-    quick: dict[str, Any] = {
-        "worker_timeout_s": 1.5,
-        "server_timeout_s": 1.5,
-        "request_timeout_s": 20.0,
-        "on_worker_loss": "fail",
-    }
-    with LocalCluster(2, 1, **quick) as cluster:
-        other = cluster.script(code, 1, kind)
-        try:
-            kv = cluster.store(kind, node_id="worker-0")
-            parameter = AllReduceParameter(kv, 0, 2, 4)
-            parameter.init(np.zeros(4))
-            parameter.get_weights(np.empty(4, np.float32)).result()
-            assert other.stdout is not None
-            dead = f"worker {other.stdout.readline().decode().strip()}"
-            other.kill()
-            parameter.put_gradients(np.ones(4))
-            with pytest.raises(kvd.NodeLost) as caught:
-                parameter.aggregate_gradient_partition(2)
-            assert caught.value.node == dead
-        finally:
-            other.kill()
-            other.wait()
-
-
-def test_get_weights_runs_beside_the_program() -> None:
-    """In threads of one process, a partition each: asked for before it is there."""
-    with kvd.create("local") as kv, ThreadPoolExecutor(2) as pool:
-        parts = [AllReduceParameter(kv, 0, 2, 4, partition_id=own) for own in range(2)]
-        parts[0].init(np.ones(4))
-        target = np.zeros(4, np.float32)
-        future = parts[0].get_weights(target)
-        assert not future.done()
-        pool.submit(parts[1].init, np.full(4, 2.0)).result()
-        assert future.result(10) is None
-        assert target.tolist() == [1.0, 1.0, 2.0, 2.0]

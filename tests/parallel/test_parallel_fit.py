@@ -103,7 +103,8 @@ def test_an_uneven_last_batch_has_the_gradient_of_the_samples_it_has(kind: str, 
 
     def program(kv: kvd.KVStore) -> dict[str, Any]:
         group = group_of(16)
-        metric, told = Composite(Accuracy(), CrossEntropy()), []
+        metric = Composite(Accuracy(), CrossEntropy())
+        told: list[EpochReport] = []
         reports[:] = fit(
             group,
             kv,
@@ -360,7 +361,7 @@ def test_progress_is_shown_where_it_is_wanted(capsys: pytest.CaptureFixture[str]
                 metric=Accuracy(),
                 eval_data=batches(8),
                 progress=progress,
-            )  # type: ignore[arg-type]
+            )
         shown = capsys.readouterr()
         assert shown.out == ""
         assert ("epoch 1" in shown.err and "7/7" in shown.err) is (progress is True)

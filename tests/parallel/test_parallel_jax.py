@@ -56,7 +56,7 @@ def expected(heads: Any = None) -> tuple[dict[str, Any], Any, Any]:
         f"{i}.{n}": torch.from_numpy(v).double().requires_grad_() for i, p in enumerate(PARAMS) for n, v in p.items()
     }
     x = torch.from_numpy(X).double().requires_grad_()
-    hidden = torch.tanh(x @ tensors["0.weight"] + tensors["0.bias"])
+    hidden: Any = torch.tanh(x @ tensors["0.weight"] + tensors["0.bias"])
     outputs = hidden @ tensors["1.weight"] + tensors["1.bias"]
     if heads is None:
         F.cross_entropy(outputs, torch.from_numpy(Y)).backward()

@@ -28,7 +28,8 @@ from kvd.testing.checkers import check_everything_ended
 from kvd.testing.mishaps import Mishaps, live_through
 from kvd.testing.network import CALM, NASTY, Faults
 from kvd.testing.process import Coroutine, Sleep, Start
-from kvd.testing.simulator import Cluster, Me, World, slices_of
+from kvd.testing.settings import Cluster
+from kvd.testing.simulator import Me, World, slices_of
 from kvd.testing.workloads import SIZE, Floats, Ledger, Rounds, item, worker_of
 
 

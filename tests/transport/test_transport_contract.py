@@ -254,8 +254,8 @@ def test_a_flood_leaves_the_loop_its_turns(kind: Kind) -> None:
             client.send("server", b"flood")
         await eventually(lambda: len(server.messages) == 3000)
         counting.cancel()
-        assert turns > 10
-        if kind.name != "memory":
+        if kind.name != "memory":  # that one delivers through the queue of the loop itself
+            assert turns > 10
             assert most <= 200
 
     with_pair(kind, program)
