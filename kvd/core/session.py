@@ -83,6 +83,10 @@ class SchedulerLink:
                 self._next_send = now + self._interval_s
         return effects
 
+    def is_due(self, now: float) -> bool:
+        """Whether `tick` has anything to do."""
+        return bool(self._effects) or self._next_send is None or now >= self._next_send
+
     def next_deadline(self) -> float | None:
         return None if self._closed or self.failure is not None else self._next_send
 

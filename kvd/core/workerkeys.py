@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvd.core.membership import ViewState
 from kvd.errors import KvdError
-from kvd.protocol.messages import MAX_PARTS, Part
-from kvd.protocol.specs import KeySpec, padded, payload_nbytes
+from kvd.protocol.messages import MAX_PARTS
+from kvd.protocol.specs import KeySpec, padded
 
 UNKNOWN, ASKING, READY, LOST = range(4)
 HEADER_BUDGET = 48 << 10  # of the 64 KiB of a header, for the parts
@@ -48,48 +48,59 @@ class WorkerKey:
         return sorted(rank for rank, held in self.incarnations.items() if members.get(rank) != held)
 
 
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What of a call goes in one message. A call on the same keys is packed the same way each time."""
+
+    server: int  # its rank
+    places: tuple[tuple[str, int, int], ...]  # key, index of the slice, item of the call
+    ranges: tuple[tuple[int, int], ...]  # offset and bytes of the slices in the values of their items
+    offsets: tuple[int, ...]  # of the slices in the payload
+    nbytes: int  # of the payload
+
+
 @dataclass(slots=True)
-class Batch:
-    """The parts that go in one message, and what belongs to each: the item of the call, and the range of the slice."""
+class _Box:
+    """A message that is being filled."""
 
     server: int
-    parts: list[Part] = field(default_factory=list)
-    items: list[int] = field(default_factory=list)
+    places: list[tuple[str, int, int]] = field(default_factory=list)
     ranges: list[tuple[int, int]] = field(default_factory=list)
-    nbytes: int = 0
+    offsets: list[int] = field(default_factory=list)
+    filled: int = 0
     header: int = 0
 
     def takes(self, name: str, nbytes: int, limit: int) -> bool:
-        """Whether one more part fits: small ones share a message, a full slice has one for itself."""
+        """Whether one more slice fits: small ones share a message, a full slice has one for itself."""
         return (
-            len(self.parts) < MAX_PARTS
-            and self.nbytes + nbytes <= limit
+            len(self.places) < MAX_PARTS
+            and self.filled + nbytes <= limit
             and self.header + 4 * len(name) + 20 <= HEADER_BUDGET
         )
 
-    def fits(self, versions: int, nbytes: int) -> bool:
-        """Whether an answer with so many versions, and a payload of so many bytes, is one to this message."""
-        return versions == len(self.parts) and nbytes == payload_nbytes([length for _, length in self.ranges])
-
-    def add(self, part: Part, item: int, span: tuple[int, int]) -> None:
-        self.parts.append(part)
-        self.items.append(item)
+    def add(self, name: str, index: int, item: int, span: tuple[int, int]) -> None:
+        self.places.append((name, index, item))
         self.ranges.append(span)
-        self.nbytes += padded(span[1])
-        self.header += 4 * len(part.key) + 20
+        self.offsets.append(self.filled)
+        self.filled += padded(span[1])
+        self.header += 4 * len(name) + 20
+
+    def packing(self) -> Packing:
+        nbytes = self.offsets[-1] + self.ranges[-1][1]
+        return Packing(self.server, tuple(self.places), tuple(self.ranges), tuple(self.offsets), nbytes)
 
 
-def batches(keys: list[tuple[WorkerKey, int, int]], limit: int) -> list[Batch]:
-    """Cuts (key, clock, item) into slices and packs them, in order, into messages of at most `limit` bytes a server."""
-    full: list[Batch] = []
-    open_: dict[int, Batch] = {}
-    for key, clock, item in keys:
+def packings(keys: Sequence[WorkerKey], limit: int) -> list[Packing]:
+    """Cuts the keys into slices and packs them, in order, into messages of at most `limit` bytes to a server."""
+    boxes: list[_Box] = []
+    open_: dict[int, _Box] = {}
+    for item, key in enumerate(keys):
         assert key.spec is not None
         for index, server in enumerate(key.servers):
             span = key.spec.span(index)
-            batch = open_.get(server)
-            if batch is None or not batch.takes(key.name, span[1], limit):
-                batch = open_[server] = Batch(server)
-                full.append(batch)
-            batch.add(Part(key.name, index, clock), item, span)
-    return full
+            box = open_.get(server)
+            if box is None or not box.takes(key.name, span[1], limit):
+                box = open_[server] = _Box(server)
+                boxes.append(box)
+            box.add(key.name, index, item, span)
+    return [box.packing() for box in boxes]

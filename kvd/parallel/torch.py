@@ -36,7 +36,8 @@ class TorchModel:
     - BatchNorm sees each device's part of the batch, as in ``torch.nn.DataParallel``.
     - Chance (dropout) is drawn from torch's generator, seeded for each device and step, and put back afterwards. If a
       module draws, its devices that share a generator, as all CPU devices do, run their forwards one after another.
-    - Each of n CPU devices of a group computes with an n-th of the threads that torch had when the group was made.
+    - Each of n CPU devices of a group computes with an n-th of the threads that torch had when the model was made,
+      at least with one; no more devices than threads compute at once.
 
     Arguments:
         module: copied when it is bound, so that later changes of it are seen by later binds only.
@@ -54,6 +55,8 @@ class TorchModel:
                 raise ConfigError(f"{name} has no shape yet: run the module once on a batch", setting="module")
         self.module = module
         self.loss = loss
+        self.threads = torch.get_num_threads()
+        self.turns = threading.BoundedSemaphore(self.threads)  # more at once would only take each other's cores
         self._described: dict[tuple[DataDesc, ...], tuple[DataDesc, ...]] = {}
         self._lock = threading.Lock()
 

@@ -60,6 +60,7 @@ class TorchExecutor:
         self.step = 0
         self.output_descs = description.outputs
         self._loss_function = model.loss
+        self._threads, self._turns = model.threads, model.turns
         self._data, self._labels = list(data), list(labels)
         self._for_training = for_training
         self._samples = next((desc.batch_size for desc in data if desc.batch_size is not None), 1)
@@ -216,7 +217,7 @@ class TorchExecutor:
     def _current(self) -> Iterator[None]:
         """torch works with this lane's share of the threads and, on CUDA, on the lane's stream."""
         if not self.device.is_cuda:
-            with share_of_threads():
+            with self._turns, share_of_threads(self._threads):
                 yield
             return
         stream = self.device.xp.cuda.get_current_stream()

@@ -14,6 +14,7 @@ from kvd.testing.workloads import Ledger, LifeLedger, Rounds, Training
 WORKERS = 3
 STEPS = 8
 HARD = Mishaps(crashes=2, pauses=2, cuts=2, ghosts=2, scheduler_restarts=1)
+NO_CRASHES = Mishaps(pauses=2, cuts=2, scheduler_restarts=2)
 LONG_PAUSES = Mishaps(crashes=1, pauses=3, cuts=1, scheduler_restarts=1, longest_pause_s=18.0)
 
 
@@ -29,6 +30,7 @@ class Campaign:
     rounds_ahead: int = 2
     job_s: tuple[float, float] = (0.0, 0.01)
     timeout_s: float | None = None  # of the ledger's pushes
+    state_dir: bool = True  # the scheduler has a record to start from
 
     def run(self, seed: int) -> World:
         cluster = Cluster(
@@ -37,6 +39,7 @@ class Campaign:
             staleness=self.staleness,
             rounds_ahead=self.rounds_ahead,
             job_s=self.job_s,
+            state_dir=self.state_dir,
         )
         world = World(seed, cluster, self.faults)
         if self.workload == "training":
@@ -76,10 +79,12 @@ CAMPAIGNS: dict[str, Campaign] = {
     "ledger, async": Campaign("ledger", mode="async"),
     "ledger, stale by 1": Campaign("ledger", mode="async", staleness=1),
     "ledger, stale by 0, nasty": Campaign("ledger", mode="async", staleness=0, faults=NASTY),
+    "ledger, no record": Campaign("ledger", mishaps=NO_CRASHES, state_dir=False),
     "lives": Campaign("lives"),
     "lives, nasty": Campaign("lives", faults=NASTY),
     "lives, async, slow jobs": Campaign("lives", mode="async", job_s=(0.0, 0.5), faults=NASTY),
     "rounds": Campaign("rounds"),
+    "rounds, no record": Campaign("rounds", mishaps=NO_CRASHES, state_dir=False),
     "rounds, nasty": Campaign("rounds", faults=NASTY, job_s=(0.0, 0.2)),
     "rounds, long pauses": Campaign("rounds", mishaps=LONG_PAUSES),
     "training": Campaign("training"),

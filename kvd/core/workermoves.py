@@ -1,0 +1,168 @@
+"""Pushes and pulls: a call becomes messages, one per full slice, many small ones together; answers become copies."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kvd import errors
+from kvd.core import calls
+from kvd.core.machine import Copy, Received, Span
+from kvd.core.outbox import Entry
+from kvd.core.workercalls import Call
+from kvd.core.workerkeys import Packing, WorkerKey, packings
+from kvd.core.workerturns import KeyTurns
+from kvd.errors import KvdError, NodeLost, NotAllowed
+from kvd.protocol.messages import ABSENT, ANY_CLOCK, Done, Part, Pull, Push, Refused, Values
+
+MAX_PLANS = 256
+
+
+class Moves(KeyTurns):
+    """The data side of a worker."""
+
+    def _move_error(self, call: Call, move: calls.Move) -> KvdError | None:
+        if move.push and self._observer:
+            return NotAllowed("an observer does not push: join as a worker")
+        if move.push and self._left_rounds:
+            return NotAllowed("this worker has left the rounds (join or close): it pushes no more")
+        if move.push and len(set(call.keys)) < len(call.keys):
+            names = [key.name for key in call.keys]
+            twice = next(name for name in names if names.count(name) > 1)
+            return NotAllowed(f"key {twice!r} is pushed twice in one call: add the values first", key=twice)
+        for key, item in zip(call.keys, move.items, strict=True):
+            if item.spec is None or item.spec == key.spec:
+                continue
+            assert key.spec is not None
+            try:
+                key.spec.check_same(item.spec, key.name)
+            except (errors.ShapeMismatch, errors.DtypeMismatch) as error:
+                return error
+        return None
+
+    def _move(self, call: Call, move: calls.Move) -> None:
+        """Gives every item its clock, and puts the messages of the call into the outbox."""
+        call.result = [None] * len(move.items)
+        newest = self._observer or self._left_rounds or move.any_version
+        exact = move.pull and self.view.settings.mode != "async"
+        clocks = []
+        for key in call.keys:
+            if move.push:
+                key.clock += 1
+                key.open_pushes += 1
+            clock = key.clock if move.push or not newest else ANY_CLOCK
+            if exact and clock != ANY_CLOCK:
+                key.pulling.append(clock)
+                call.pulls.append((key, clock))
+            clocks.append(clock)
+        plan = self._plan(call.keys)
+        call.remaining = call.messages = len(plan)
+        call.unsettled = len(plan) if move.push else 0
+        for packing in plan:
+            self._send(call, move, packing, clocks)
+        if not plan:
+            self._complete(call, call.result)
+
+    def _plan(self, keys: list[WorkerKey]) -> list[Packing]:
+        """How a call on these keys is cut: worked out once, and kept for the next call on the same keys."""
+        names = tuple(keys)
+        plan = self._plans.get(names)
+        if plan is None:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[names] = packings(keys, self.view.settings.slice_bytes)
+        return plan
+
+    def _send(self, call: Call, move: calls.Move, packing: Packing, clocks: list[int]) -> None:
+        parts = tuple([Part(name, index, clocks[item]) for name, index, item in packing.places])
+        message: Push | Pull
+        payload: tuple[Span, ...] = ()
+        if move.push:
+            message = Push(self._number(), parts, move.how, move.samples, move.pull)
+            if move.how != ABSENT:
+                items = move.items
+                payload = tuple(
+                    [
+                        Span(items[place[2]].source, offset, nbytes)
+                        for place, (offset, nbytes) in zip(packing.places, packing.ranges, strict=True)
+                    ]
+                )
+        else:
+            message = Pull(self._number(), parts)
+        answered = partial(self._moved, call, move, packing)
+        nbytes = packing.nbytes if payload else 0
+        self._post(call, Entry(self._servers.get(packing.server), message, answered, payload, nbytes, move.priority))
+
+    def _moved(self, call: Call, move: calls.Move, packing: Packing, entry: Entry, event: Received) -> None:
+        """An answer to one message of a move."""
+        message = event.message
+        error: KvdError | None = None
+        if isinstance(message, Values) and (len(message.versions), event.nbytes) == (
+            len(packing.places),
+            packing.nbytes,
+        ):
+            self._copy_values(call, move, packing, message, event)
+        elif isinstance(message, Refused):
+            error = self._error_of(event)
+            if isinstance(error, NodeLost) and move.push and message.nodes[0].startswith("worker"):
+                self._lost_a_fellow(call, entry, error)
+                return
+        elif not isinstance(message, Done) or move.pull:
+            error = errors.ProtocolError(f"the server answered with a {type(message).__name__} that does not fit")
+        self._settled(call, entry)
+        call.remaining -= 1
+        if error is not None:
+            call.error = call.error or error
+            call.refused += 1
+        if move.push:
+            call.unsettled -= 1
+            self._check_staged()
+        if call.remaining == 0:
+            self._release_pulls(call)
+            if move.push:
+                self._push_settled(call)
+            self._complete(call, call.result, call.error)
+        elif error is not None:
+            self._complete(call, error=error)
+        if move.push:
+            self._check_unsettled(call)
+
+    def _lost_a_fellow(self, call: Call, entry: Entry, error: NodeLost) -> None:
+        """A worker of the round is dead. The push stays staged: it may come back. Only the waiting ends."""
+        self._outbox.staged(entry, self._now)
+        self._complete(call, error=error)
+        self._check_staged()
+
+    def _copy_values(self, call: Call, move: calls.Move, packing: Packing, values: Values, event: Received) -> None:
+        """Copies what was pulled to where the call wants it. After the deadline the memory is the program's again."""
+        rows = zip(packing.places, packing.ranges, packing.offsets, values.versions, strict=True)
+        for (_, _, item), (start, nbytes), offset, version in rows:
+            seen = call.result[item]
+            if seen is None or seen != (version, version):
+                oldest, newest = seen or (version, version)
+                call.result[item] = calls.Versions(min(oldest, version), max(newest, version))
+            target = move.items[item].target
+            if target is not None and not call.completed:
+                self._out.append(Copy(target, start, Span(event.payload, offset, nbytes)))
+
+    def _release_pulls(self, call: Call) -> None:
+        """What the call pulled is here, or not wanted any more: the rounds may go on."""
+        released, call.pulls = call.pulls, []
+        for key, clock in released:
+            key.pulling.remove(clock)
+        if not call.pushes:
+            for key, _ in released:
+                self._out_of_queue(key)
+
+    def _push_settled(self, call: Call) -> None:
+        """All messages of a push are answered: the window moves on. A push that nobody took gives its clock back."""
+        assert isinstance(call.request, calls.Move)
+        nobody_took_it = call.refused == call.messages
+        for key in call.keys:
+            key.open_pushes -= 1
+            if call.refused:
+                if nobody_took_it and key.open_pushes == 0:
+                    key.clock -= 1
+                else:
+                    key.broken = call.error
+        for key in call.keys:
+            self._out_of_queue(key)

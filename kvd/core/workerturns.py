@@ -1,0 +1,170 @@
+"""Whose turn it is: calls on keys queue behind earlier ones there, and wait until the keys let them start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvd.core import calls
+from kvd.core.machine import Span
+from kvd.core.membership import name_of
+from kvd.core.session import SchedulerLink
+from kvd.core.workercalls import Call, CallBook, WorkerSettings
+from kvd.core.workerkeys import LOST, READY, UNKNOWN, Packing, WorkerKey
+from kvd.errors import KvdError, NodeLost, NotAllowed
+from kvd.protocol.specs import KeySpec
+
+
+class KeyTurns(CallBook):
+    """The queues of the keys."""
+
+    def __init__(self, settings: WorkerSettings, link: SchedulerLink) -> None:
+        super().__init__(settings, link)
+        self._keys: dict[str, WorkerKey] = {}
+        self._unsettled: set[Call] = set()  # pushes accepted and not settled
+        self._plans: dict[tuple[WorkerKey, ...], list[Packing]] = {}  # how repeated calls are cut into messages
+
+    def _key(self, name: str) -> WorkerKey:
+        key = self._keys.get(name)
+        if key is None:
+            key = self._keys[name] = WorkerKey(name)
+        return key
+
+    def _place(self, key: WorkerKey, spec: KeySpec) -> None:
+        """The spec and the servers of a key are known; however calls on it were cut before is void."""
+        key.place(spec, self.view, self._servers)
+        self._plans.clear()
+
+    def _on_keys(self, call: Call, request: Any) -> None:
+        """Queues the call behind the earlier ones on its keys; starts it if there are none."""
+        if isinstance(request, calls.Move):
+            call.keys = [self._key(item.key) for item in request.items]
+            if request.push:
+                self._unsettled.add(call)
+        else:
+            call.keys = [self._key(request.key)]
+        wait = isinstance(request, calls.DescribeKey) and request.wait
+        for key in call.keys:
+            key.queue.append(call)
+        for key in call.keys:
+            if key.state == UNKNOWN and not call.completed:
+                self._look_up(key, wait)
+        self._try_start(call)
+
+    def _try_start(self, call: Call) -> bool:
+        """Starts the call if it is the first in the queues of all its keys, and they let it."""
+        if call.started or call.completed:
+            return False
+        window = self.view.settings.rounds_ahead
+        for key in call.keys:
+            if key.state < READY or key.queue[0] is not call:
+                return False
+            if call.pushes and key.holds_back(window) and key.state == READY and key.broken is None:
+                return False
+        error = self._start_error(call)
+        for key in call.keys:
+            key.queue.popleft()
+        if error is not None:
+            self._unsettled.discard(call)
+            self._complete(call, error=error)
+        else:
+            call.started = True
+            self._start(call)
+        for key in call.keys:
+            if key.queue:
+                self._out_of_queue(key)
+        if call.pushes:
+            self._check_unsettled(call)
+        return True
+
+    def _out_of_queue(self, key: WorkerKey) -> None:
+        while key.queue and self._try_start(key.queue[0]):
+            pass
+
+    def _withdraw(self, call: Call) -> None:
+        """A call that was not started leaves its queues; one that only pulled lets the rounds go on."""
+        if not call.started:
+            for key in call.keys:
+                if call in key.queue:
+                    key.queue.remove(call)
+                    self._out_of_queue(key)
+            self._check_unsettled(call)
+        elif not call.pushes:
+            self._release_pulls(call)
+
+    def _start_error(self, call: Call) -> KvdError | None:
+        for key in call.keys:
+            if key.state == LOST:
+                rank = (key.lost_servers(self.view) or [0])[0]
+                return NodeLost(self._lost_text(rank), node=name_of("server", rank))
+            gone = next((server for server in self._gone_servers if server.rank in key.incarnations), None)
+            if gone is not None:
+                node = name_of("server", gone.rank)
+                text = self._lost_text(gone.rank)
+                return NodeLost(text, node=node, last_seen_s=gone.last_seen_s, reason=gone.reason)
+            if call.pushes and key.broken is not None:
+                text = f"an earlier push of {key.name!r} was taken in part only ({key.broken}): call rewind to go on"
+                return NotAllowed(text, key=key.name)
+        if isinstance(call.request, calls.Move):
+            return self._move_error(call, call.request)
+        return None
+
+    def _start(self, call: Call) -> None:
+        request = call.request
+        key = call.keys[0] if call.keys else None
+        if isinstance(request, calls.Move):
+            self._move(call, request)
+        elif isinstance(request, calls.DescribeKey):
+            assert key is not None
+            self._complete(call, key.spec)
+        elif isinstance(request, calls.ClockOf):
+            assert key is not None
+            self._complete(call, key.clock)
+        elif isinstance(request, calls.SliceControl):
+            assert key is not None
+            requests: list[tuple[Any, Any, tuple[Span, ...]]] = []
+            for index, message in enumerate(request.messages):
+                peer = self._servers.get(key.servers[index])
+                payload = (Span(request.payloads[index], 0, request.nbytes[index]),) if request.payloads else ()
+                requests.append((peer, message, payload))
+            self._gather(call, requests)
+
+    def _check_unsettled(self, call: Call) -> None:
+        """Tells those who flush when a push is settled, or was never begun."""
+        if not call.pushes or call.unsettled or (call not in self._unsettled and not call.flushers):
+            return
+        self._unsettled.discard(call)
+        flushers, call.flushers = call.flushers, []
+        for flusher in flushers:
+            flusher.remaining -= 1
+            if flusher.remaining == 0:
+                self._complete(flusher)
+        self._check_staged()
+
+    def _check_staged(self) -> None:
+        if self._waiting_staged and not self._outbox.unstaged:
+            waiting, self._waiting_staged = self._waiting_staged, []
+            for call in waiting:
+                assert isinstance(call.request, calls.Control)
+                self._control(call, call.request)
+
+    # ── what the other parts of the worker do ──
+
+    def _look_up(self, key: WorkerKey, wait: bool = False) -> None:
+        """Asks what the key is."""
+        raise NotImplementedError
+
+    def _move(self, call: Call, move: calls.Move) -> None:
+        """Pushes and pulls."""
+        raise NotImplementedError
+
+    def _move_error(self, call: Call, move: calls.Move) -> KvdError | None:
+        """Why the call cannot be made, if it cannot."""
+        raise NotImplementedError
+
+    def _release_pulls(self, call: Call) -> None:
+        """What the call pulled is here, or not wanted any more."""
+        raise NotImplementedError
+
+    def _control(self, call: Call, request: calls.Control) -> None:
+        """Asks the servers."""
+        raise NotImplementedError
