@@ -56,9 +56,7 @@ class Engine:
         self.link = SchedulerLink(identity, settings, config.scheduler, config.heartbeat_interval_s)
         self.machine = WorkerMachine(WorkerSettings(config.credit_bytes), self.link)
         self._loop = asyncio.new_event_loop()
-        self._driver = Driver(
-            self.machine, ZmqTransport(), on_complete=self._completed, on_halt=self._halted
-        )
+        self._driver = Driver(self.machine, ZmqTransport(), on_complete=self._completed, on_halt=self._halted)
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name="kvd-engine", daemon=True)
         self._thread.start()

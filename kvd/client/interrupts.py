@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import signal
 import threading
+from signal import SIGINT
 from types import FrameType, TracebackType
 from typing import Any
 
-# What the functions of the module `signal` wrap: the wrapping, into enums, takes longer than the calls.
-_signal: Any = getattr(signal.signal, "__wrapped__", signal.signal)
-_getsignal: Any = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
-_SIGINT = int(signal.SIGINT)
+try:  # what the module `signal` wraps: the wrapping, into enums, takes longer than the calls
+    from _signal import getsignal as _getsignal
+    from _signal import signal as _signal
+except ImportError:
+    from signal import getsignal as _getsignal
+    from signal import signal as _signal
+
+_SIGINT = int(SIGINT)
+_MAIN_THREAD = threading.main_thread().ident
 
 
 class Uninterrupted:
@@ -24,7 +29,7 @@ class Uninterrupted:
     def __enter__(self) -> None:
         self._before: Any = None
         self._came: FrameType | None = None
-        if threading.get_ident() == threading.main_thread().ident:
+        if threading.get_ident() == _MAIN_THREAD:
             before = _getsignal(_SIGINT)
             if callable(before):
                 _signal(_SIGINT, self._note)

@@ -97,7 +97,7 @@ class Driver:
         self._timer_at = 0.0
         self._timer_floor = 0.0
         self._events: deque[Event] = deque()
-        self._deferred: deque[list[Effect]] = deque()  # effects of steps on other threads that the loop has to carry out
+        self._deferred: deque[list[Effect]] = deque()  # of steps on other threads, for the loop to carry out
         self._stepping = threading.Lock()  # held by the thread that steps the machine
         self._loop_thread = 0
         self._stopped = False

@@ -16,7 +16,6 @@ import kvd
 from kvd.errors import ConnectError, KeyExists, NotAllowed, RequestTimeout, ShapeMismatch, StoreClosed
 from kvd.testing.cluster import LocalCluster, wait_until
 
-
 QUICK: dict[str, Any] = {
     "server_timeout_s": 0.2,
     "worker_timeout_s": 0.2,

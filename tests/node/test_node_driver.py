@@ -231,7 +231,12 @@ def test_ticks_come_at_the_deadline_also_when_it_moves_to_the_front() -> None:
         rig.machine.deadline = loop.time() + 0.05
         await asyncio.to_thread(rig.driver.feed, call(2))
         before = len(rig.machine.events)
-        rig.machine.react = lambda event: setattr(rig.machine, "deadline", None) or []
+
+        def settle(event: Event) -> list[Effect]:
+            rig.machine.deadline = None
+            return []
+
+        rig.machine.react = settle
         await until(lambda: len(rig.machine.events) > before)
         assert rig.machine.events[-1] == Tick()
 
@@ -269,7 +274,11 @@ def test_effects_for_the_loop_are_carried_out_there_and_in_order() -> None:
         return [Send("p", Done(event.call))]
 
     async def program() -> None:
-        await asyncio.to_thread(lambda: [rig.driver.feed(call(number)) for number in range(100)])
+        def feed() -> None:
+            for number in range(100):
+                rig.driver.feed(call(number))
+
+        await asyncio.to_thread(feed)
         await until(lambda: len(rig.wire.sent) == 100)
         assert [message.request for _, message, _ in rig.wire.sent] == list(range(100))
         assert set(rig.wire.threads) == {threading.get_ident()}

@@ -113,7 +113,11 @@ def test_commands() -> None:
     runner = JobRunner({"ping": ping, "fail": fail, "leave": leave, "wrong": lambda body: "text"})  # type: ignore[dict-item, return-value]
     assert runner.run(Run(1, "ping", Span(b"xxhello", 2, 5))).result == b"hello"
     assert runner.run(Run(1, "ping", Span(None, 0, 0))).result == b""
-    for head, text in (("fail", "OSError: disk full"), ("wrong", "must be bytes"), ("nobody", "fail, leave, ping, wrong")):
+    for head, text in (
+        ("fail", "OSError: disk full"),
+        ("wrong", "must be bytes"),
+        ("nobody", "fail, leave, ping, wrong"),
+    ):
         done = runner.run(Run(2, head, Span(None, 0, 0)))
         assert isinstance(done.error, NotAllowed)
         assert text in str(done.error)
