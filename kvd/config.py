@@ -34,6 +34,9 @@ Role = Literal["scheduler", "server", "worker"]
 Value = str | int | float | bool | None
 
 ROLES: Final[tuple[Role, ...]] = ("scheduler", "server", "worker")
+MOST_NODES: Final = 200
+"""Servers and workers of one cluster: what one announcement can name."""
+
 FILES: Final = (Path("kvd.toml"), Path("/etc/kvd/kvd.toml"))
 """Where `load` looks for a file when neither an argument nor ``KVD_CONFIG`` names one. The first that exists counts."""
 
@@ -276,7 +279,7 @@ class Config:
         """Check what only a daemon of this role needs.
 
         Raises:
-            ConfigError: the scheduler was not told the size of the cluster.
+            ConfigError: the scheduler was not told the size of the cluster, or a larger one than it can announce.
         """
         if role != "scheduler":
             return
@@ -284,6 +287,12 @@ class Config:
             if getattr(self, name) < 1:
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{name} = 0: the scheduler needs the number; give {flag} N, N ≥ 1", setting=name)
+        if self.num_workers + self.num_servers > MOST_NODES:
+            raise ConfigError(
+                f"num_workers = {self.num_workers} and num_servers = {self.num_servers}: a cluster has at most "
+                f"{MOST_NODES} nodes in all",
+                setting="num_workers",
+            )
 
     def check_exposure(self, address: str) -> None:
         """Refuse to listen where strangers can connect, unless that was asked for.

@@ -14,7 +14,7 @@ from kvd.client.values import fresh_target, key_name
 from kvd.config import Config
 from kvd.core import calls
 from kvd.core.calls import Item
-from kvd.core.membership import ACTIVE, DEAD, EMPTY_SETTINGS
+from kvd.core.membership import ACTIVE, DEAD, EMPTY_SETTINGS, GONE
 from kvd.core.placement import shard_of
 from kvd.errors import ConnectError, KvdError, NotAllowed, RequestTimeout
 from kvd.protocol.messages import Command, ListKeys, StatusQuery
@@ -140,7 +140,7 @@ class Observer:
         return [
             Node(member["role"], member["rank"], member["node_id"], member["reason"], member["silent_s"])
             for member in self._scheduler_status()["members"]
-            if member["state"] == DEAD
+            if member["state"] in (DEAD, GONE)
         ]
 
     def _scheduler_status(self) -> dict[str, Any]:

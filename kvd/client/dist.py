@@ -20,7 +20,7 @@ from kvd.client.values import Source, Target, fresh_target, key_list, key_name, 
 from kvd.config import Loaded
 from kvd.core import calls
 from kvd.core.calls import Item
-from kvd.core.membership import DEAD
+from kvd.core.membership import DEAD, GONE
 from kvd.errors import ConfigError, KvdError, NotAllowed, RequestTimeout
 from kvd.node.pieces import Pieces
 from kvd.optimizer import Optimizer, changes_to_wire, to_wire
@@ -287,7 +287,7 @@ class DistBackend:
         nodes = []
         for member in sorted(view.members.values(), key=lambda member: (member.role, member.rank)):
             age_s = silent.get((member.role, member.rank))
-            if member.state == DEAD:
+            if member.state in (DEAD, GONE):
                 nodes.append(Node(member.role, member.rank, member.node_id, member.reason, member.last_seen_s))
             elif age_s is not None:
                 nodes.append(Node(member.role, member.rank, member.node_id, f"silent for {age_s:g} s", age_s))

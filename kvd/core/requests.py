@@ -25,6 +25,18 @@ class Pending:
     spans: list[Span | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     closed: bool = False  # answered, or refused
+    asked_first: Peer | None = None  # where it was asked first, if that was elsewhere
+
+    def asked_again(self, peer: Peer) -> None:
+        """It came once more, perhaps from elsewhere: the sender has a new connection, or somebody repeats its frames.
+        The answer goes to both, so that whoever repeats them keeps no answer from the sender."""
+        if self.asked_first is None and peer != self.peer:
+            self.asked_first = self.peer
+        self.peer = peer
+
+    def peers(self) -> list[Peer]:
+        """Where the answer goes."""
+        return [self.peer] if self.asked_first in (None, self.peer) else [self.asked_first, self.peer]
 
 
 class PendingTable:

@@ -392,11 +392,11 @@ class ServerMachine:
             self._send(event.peer, Staged(push.request))
 
     def _asked_again(self, event: Received, request: int) -> bool:
-        """A request that is open already: its answer goes to where it was asked last."""
+        """A request that is open already: its answer goes to where it was asked first, and last."""
         pending = self._pending.find(event.sender, request)
         if pending is None:
             return False
-        pending.peer = event.peer
+        pending.asked_again(event.peer)
         if pending.push:
             self._send(event.peer, Staged(request))
         return True
@@ -562,16 +562,19 @@ class ServerMachine:
         return True
 
     def _answer(self, pending: Pending) -> None:
+        spans: tuple[Span, ...] = ()
+        answer: Message = Done(pending.request)
         if pending.pull:
             spans = tuple(span for span in pending.spans if span is not None)
-            self._send(pending.peer, Values(pending.request, tuple(pending.versions)), spans)
-        else:
-            self._send(pending.peer, Done(pending.request))
+            answer = Values(pending.request, tuple(pending.versions))
+        for peer in pending.peers():
+            self._send(peer, answer, spans)
         self._pending.close(pending)
 
     def _fail(self, pending: Pending, refusal: Refused) -> None:
         if not pending.closed:
-            self._send(pending.peer, refusal)
+            for peer in pending.peers():
+                self._send(peer, refusal)
             self._pending.close(pending)
 
     # ── the dead ──

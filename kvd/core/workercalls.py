@@ -100,6 +100,10 @@ class CallBook:
     def _gather(self, call: Call, requests: Sequence[tuple[Any, Any, tuple[Span, ...]]]) -> None:
         """Asks them all; the call is answered with the answers in order, or with the first error."""
         call.started = True
+        gone = next((error for peer, _, _ in requests if (error := self._gone_error(peer)) is not None), None)
+        if gone is not None:
+            self._complete(call, error=gone)
+            return
         call.remaining = len(requests)
         answers: list[Any] = [None] * len(requests)
 
@@ -200,6 +204,14 @@ class CallBook:
         for entry in sorted(call.entries, key=lambda entry: entry.order):
             names.append("scheduler" if entry.peer == SCHEDULER else name_of("server", ranks.get(entry.peer, 0)))
         return tuple(dict.fromkeys(names))
+
+    def _gone_error(self, peer: Any) -> NodeLost | None:
+        """What a request to this peer ends with, if it is a server that is dead or has left."""
+        server = next((member for member in self._gone_servers if member.incarnation == peer), None)
+        if server is None:
+            return None
+        node, text = name_of("server", server.rank), self._lost_text(server.rank)
+        return NodeLost(text, node=node, last_seen_s=server.last_seen_s, reason=server.reason)
 
     def _lost_text(self, rank: int) -> str:
         return (

@@ -70,6 +70,10 @@ class KeyMaking(KeyTurns):
                 self._initialised(call, key, self._error_of(event))
 
         home = self._servers.get(self.view.server_of(key.name, 0))
+        gone = self._gone_error(home)
+        if gone is not None:
+            self._initialised(call, key, gone)
+            return
         self._ask(call, home, Lookup(0, key.name, self.link.rank != 0), answered)
 
     def _make(self, call: Call, key: WorkerKey, item: calls.Item) -> None:
@@ -129,6 +133,10 @@ class KeyMaking(KeyTurns):
             self._known(key, NotAllowed("this node has not joined a cluster yet"))
             return
         home = self._servers.get(self.view.server_of(key.name, 0))
+        gone = self._gone_error(home)
+        if gone is not None:
+            self._known(key, gone)
+            return
         self._ask(None, home, Lookup(0, key.name, wait), answered)
 
     def _found(self, key: WorkerKey, spec: KeySpec, then: Callable[[KvdError | None], None]) -> None:

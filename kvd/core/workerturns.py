@@ -96,11 +96,10 @@ class KeyTurns(CallBook):
             if key.state == LOST:
                 rank = (key.lost_servers(self.view) or [0])[0]
                 return NodeLost(self._lost_text(rank), node=name_of("server", rank))
-            gone = next((server for server in self._gone_servers if server.rank in key.incarnations), None)
-            if gone is not None:
-                node = name_of("server", gone.rank)
-                text = self._lost_text(gone.rank)
-                return NodeLost(text, node=node, last_seen_s=gone.last_seen_s, reason=gone.reason)
+            if self._gone_servers:
+                gone = [error for rank in key.incarnations if (error := self._gone_error(self._servers.get(rank)))]
+                if gone:
+                    return gone[0]
             if call.pushes and key.broken is not None:
                 text = f"an earlier push of {key.name!r} was taken in part only ({key.broken}): call rewind to go on"
                 return NotAllowed(text, key=key.name)

@@ -167,9 +167,8 @@ class SchedulerDaemon(Daemon):
             break_on_loss=config.on_worker_loss == "fail",
         )
         saved = self._load_state()
-        generation = 1 if saved is None else int(saved["generation"]) + 1
-        now = asyncio.get_running_loop().time()
-        self.machine = SchedulerMachine(settings, new_incarnation(), generation, now, saved)
+        self.machine = self._make_machine(settings, saved)
+        generation = self.machine.view_number.generation
         if saved is not None or config.state_dir:
             self._save_state(self.machine.record())
         event(
@@ -202,6 +201,19 @@ class SchedulerDaemon(Daemon):
             config.num_servers,
             config.num_shards,
         )
+
+    def _make_machine(self, settings: SchedulerSettings, saved: dict[str, Any] | None) -> SchedulerMachine:
+        """A machine that goes on where the saved one was."""
+        generation = 1 if saved is None else int(saved["generation"]) + 1
+        now = asyncio.get_running_loop().time()
+        try:
+            return SchedulerMachine(settings, new_incarnation(), generation, now, saved)
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+            raise self._bad_state(error) from None
+
+    def _bad_state(self, error: Exception) -> ConfigError:
+        text = f"{self._state_path()} is no state of a scheduler ({error}): move it away to start with an empty one"
+        return ConfigError(text, setting="state_dir")
 
     async def until_ready(self) -> None:
         return None
@@ -238,10 +250,7 @@ class SchedulerDaemon(Daemon):
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{path} is no state of a scheduler ({error}): move it away to start with an empty one",
-                setting="state_dir",
-            ) from None
+            raise self._bad_state(error) from None
         return state
 
     def _save_state(self, record: Mapping[str, object]) -> None:

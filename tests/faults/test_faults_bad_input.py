@@ -259,7 +259,7 @@ def test_frames_that_are_recorded_and_sent_again_count_once(cluster: LocalCluste
                     replayers[peer].send(header, payload)
                     sent += 1
                 time.sleep(0.001)
-            assert sent > 10
+            assert sent > 30  # nobody was held up by the repetition
         for peer, header, payload in recorded:
             replayers[peer].send(header, payload)
         first = recorded[0][0]
