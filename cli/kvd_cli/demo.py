@@ -63,9 +63,10 @@ def demo(seed: int, epochs: int, batch: int, workers: int, servers: int) -> None
 
 
 def _environment(loaded: Loaded) -> dict[str, str]:
-    """One thread per process: two workers on two cores, and the same order of additions on every machine."""
+    """One thread per process: two workers on two cores, and the same order of additions on every machine. Merged by
+    samples, since the shares of a batch need not be equal."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return job_environment(loaded, _RESTARTS) | threads
+    return job_environment(loaded, _RESTARTS) | threads | {"KVD_MERGE": "weighted"}
 
 
 def _finish(view: DemoView, code: int, seconds: float, as_json: bool) -> None:

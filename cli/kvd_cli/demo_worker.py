@@ -21,7 +21,17 @@ import numpy.typing as npt
 import kvd
 from kvd.data import digits
 from kvd.optimizer import SGD, schedule
-from kvd.parallel import Conv2D, DataDesc, Dense, Flatten, ReLU, Sequential, SoftmaxCrossEntropy
+from kvd.parallel import (
+    Conv2D,
+    DataBatch,
+    DataDesc,
+    DataParallelExecutorGroup,
+    Dense,
+    Flatten,
+    ReLU,
+    Sequential,
+    SoftmaxCrossEntropy,
+)
 
 REPORT_INTERVAL_S: Final = 0.1
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.05, 0.9, 5e-4
@@ -54,7 +64,7 @@ def make_model() -> Sequential:
 
 
 class Training:
-    """The model of one worker, its share of the data, and the store that all share."""
+    """The group of one worker, its share of the data, and the store that all share."""
 
     def __init__(self, plan: Plan, store: kvd.KVStore) -> None:
         self._plan = plan
@@ -68,52 +78,41 @@ class Training:
         size = len(range(plan.batch)[self._share])
         model = make_model()
         shape = (size, *self._images.shape[1:])
-        self._trainer = model.bind(
-            "cpu",
-            [DataDesc("data", shape)],
-            [DataDesc("label", (size,), layout="N")],
-            params=model.initialize(shape, plan.seed),
-            normalization=1,  # the gradient of the sum: the servers divide by the whole batch
+        self._group = DataParallelExecutorGroup(
+            model, ["cpu"], [DataDesc("data", shape)], [DataDesc("label", (size,), "int64", layout="N")]
         )
+        self.weights = model.initialize(shape, plan.seed)
+        self._group.set_params(self.weights, {})
         self._tester = model.bind(
-            "cpu", [DataDesc("data", self._test_images.shape)], for_training=False, params=self._trainer.params
+            "cpu", [DataDesc("data", self._test_images.shape)], for_training=False, params=self.weights
         )
-        self.keys = list(self._trainer.params)
-        self.weights: list[Array] = list(self._trainer.params.values())
-        self._gradients: list[Array] = list(self._trainer.grads.values())
-        self.bytes_per_step = 2 * sum(weight.nbytes for weight in self.weights)
+        self.bytes_per_step = 2 * sum(weight.nbytes for weight in self.weights.values())
 
     def enter(self) -> int:
-        """Make the keys and the optimizer if nobody has, take the weights; the step to go on with."""
-        self._store.init(self.keys, self.weights)
-        if self._store.rank == 0:  # no round ends without this worker, so the optimizer is there before the first
-            rate = schedule.Cosine(LEARNING_RATE, steps=self.steps)
-            self._store.set_optimizer(
-                SGD(rate, momentum=MOMENTUM, wd=WEIGHT_DECAY, rescale_grad=1.0 / self._plan.batch)
-            )
-        step = min(self._store.clock(key) for key in self.keys)
-        self._store.rewind(step)
-        self._store.pull(self.keys, out=self.weights)
-        return step
+        """Bind the group to the store: weights come from there, and gradients go there. The step to go on with."""
+        rate = schedule.Cosine(LEARNING_RATE, steps=self.steps)
+        feed = self._group.bind_to(self._store, optimizer=SGD(rate, momentum=MOMENTUM, wd=WEIGHT_DECAY))
+        return feed.clock
 
     def do(self, step: int) -> float:
-        """One step: gradients of this worker's share, summed over all workers, new weights. The mean loss."""
+        """One step: gradients of this worker's share, merged with the others', new weights. The mean loss."""
         images, labels = self._batch(step)
-        (predicted,) = self._trainer.forward({"data": images, "label": labels}, is_train=True)
-        self._trainer.backward()
-        self._store.pushpull(self.keys, self._gradients, out=self.weights)
+        self._group.forward_backward(DataBatch([images], [labels]))
+        (predicted,) = self._group.get_outputs_merged()
         return float(-np.log(np.maximum(predicted[np.arange(len(labels)), labels], 1e-12)).mean())
 
     def accuracy(self) -> float:
         """The part of the test images that the model reads correctly."""
+        self._group.get_params(self.weights, {})
         (predicted,) = self._tester.forward({"data": self._test_images}, is_train=False)
         return float((predicted.argmax(axis=1) == self._test_labels).mean())
 
     def digest(self) -> str:
         """16 hex digits that stand for all bits of all weights, in the order of the keys."""
+        self._group.get_params(self.weights, {})
         digest = hashlib.sha256()
-        for _key, weight in sorted(zip(self.keys, self.weights, strict=True)):
-            digest.update(np.ascontiguousarray(weight).tobytes())
+        for key in sorted(self.weights):
+            digest.update(np.ascontiguousarray(self.weights[key]).tobytes())
         return digest.hexdigest()[:16]
 
     def _batch(self, step: int) -> tuple[Array, Array]:
