@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from kvd.client.admin import Observer
-from kvd.client.store import KVStore, create
+from kvd.client.store import KVStore, create, leave_at_once
 from kvd_cli.options import current
 
 
@@ -27,6 +27,11 @@ def as_worker() -> Iterator[KVStore]:
     """A worker of the cluster, of whatever mode it has. It leaves without waiting for the others."""
     loaded = current().load_client()
     given = {name: getattr(loaded.config, name) for name, origin in loaded.origin.items() if origin != "default"}
-    with create("dist", **given) as store:
-        store.set_barrier_before_exit(False)
+    store = create("dist", **given)
+    store.set_barrier_before_exit(False)
+    try:
         yield store
+    except BaseException:
+        leave_at_once(store)  # a command that was refused is no worker that died
+        raise
+    store.close()

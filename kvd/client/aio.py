@@ -167,7 +167,7 @@ class KVStore:
         else:
             self._open = False
             forget(self)
-            await asyncio.to_thread(self._backend.abandon)
+            await asyncio.to_thread(self._backend.abandon, failed=True)
 
 
 async def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the name is part of the surface

@@ -317,7 +317,7 @@ class DistBackend:
         except KvdError as failure:
             error = failure
         except BaseException:  # Ctrl-C: go at once
-            self.abandon()
+            self.abandon(failed=True)
             raise
         self._engine.stop()
         try:
@@ -329,8 +329,8 @@ class DistBackend:
         if error is not None:
             raise error
 
-    def abandon(self) -> None:
-        self._engine.stop(ABANDON_S, failed=True)
+    def abandon(self, *, failed: bool) -> None:
+        self._engine.stop(ABANDON_S, failed=failed)
 
     # ── helpers ──
 

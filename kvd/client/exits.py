@@ -55,7 +55,7 @@ def _leave() -> None:
     for backend, leaving in begun:
         try:
             if leaving is None:
-                backend.abandon()
+                backend.abandon(failed=True)
             else:
                 backend.end_close(leaving)
         except KvdError as error:

@@ -229,7 +229,7 @@ class LocalBackend:
     def end_close(self, leaving: Handle) -> None:
         self._closed = True
 
-    def abandon(self) -> None:
+    def abandon(self, *, failed: bool) -> None:
         self._closed = True
 
     def _keys(self, key: Any) -> tuple[list[str], bool]:

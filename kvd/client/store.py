@@ -244,9 +244,12 @@ class KVStore:
         if kind is None:
             self.close()
         else:  # leave at once: no flush, no barrier
-            self._open = False
-            forget(self)
-            self._backend.abandon()
+            self._abandon(failed=True)
+
+    def _abandon(self, *, failed: bool) -> None:
+        self._open = False
+        forget(self)
+        self._backend.abandon(failed=failed)
 
     def _here(self) -> Backend:
         if _in_event_loop():
@@ -269,6 +272,11 @@ def count_dead(backend: Backend, node_id: int, timeout_s: float) -> int:
     count = int(bool(node_id & 1) and backend.is_scheduler_dead(timeout_s))
     groups = {"server": 2, "worker": 4}
     return count + sum(bool(node_id & groups[node.role]) for node in dead)
+
+
+def leave_at_once(store: KVStore) -> None:
+    """Goes in good order, with no flush and no barrier: for a visitor whose request was refused."""
+    store._abandon(failed=False)
 
 
 def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the name is part of the public surface
