@@ -17,7 +17,7 @@ demo: $(STAMP)
 	$(BIN)/kvd demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'not soak' --cov --cov-report=
+	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=
 	$(BIN)/coverage report --include='kvd/protocol/*,kvd/core/*' --fail-under=95
 
 lint: $(STAMP)
