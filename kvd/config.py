@@ -221,10 +221,10 @@ class Config:
 
     # Moving and keeping bytes
     slice_bytes: int = _setting(
-        MiB, "the largest slice of a value, a multiple of 64", unit="bytes", minimum=4 * KiB, maximum=16 * MiB
+        2 * MiB, "the largest slice of a value, a multiple of 64", unit="bytes", minimum=4 * KiB, maximum=16 * MiB
     )
     credit_bytes: int = _setting(
-        8 * MiB, "bytes in flight to each server", unit="bytes", minimum=4 * KiB, used_by=("server", "worker")
+        32 * MiB, "bytes in flight to each server", unit="bytes", minimum=4 * KiB, used_by=("server", "worker")
     )
     memory_limit_bytes: int = _setting(
         0,

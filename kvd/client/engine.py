@@ -26,6 +26,7 @@ from kvd.core.worker import WorkerMachine, WorkerSettings
 from kvd.errors import ConnectError, KvdError, NotAllowed, RequestTimeout, StoreClosed
 from kvd.node.driver import Driver
 from kvd.node.identity import host_id, new_incarnation
+from kvd.node.memory import keep_freed_memory
 from kvd.protocol.messages import NO_RANK, Settings
 from kvd.transport.zmq import ZmqTransport
 
@@ -44,6 +45,7 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._failure: KvdError | None = None  # why this node cannot go on
+        keep_freed_memory()
         identity = Identity(
             role,
             config.node_id or f"{role}-{secrets.token_hex(6)}",

@@ -1,8 +1,8 @@
 """What the allocator of the C library is told.
 
-A server allocates and frees buffers of the size of a slice all the time. By default glibc gets each of them from the
-kernel and gives it back, and every page of it is faulted in again: more than half of the time of a round. Keeping freed
-memory in the process removes that.
+Servers and workers allocate and free buffers of the size of a slice all the time. By default glibc gets each of them
+from the kernel and gives it back, and every page of it is faulted in again: a good part of the time of a round. Keeping
+freed memory in the process removes that.
 """
 
 from __future__ import annotations

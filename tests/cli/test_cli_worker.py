@@ -35,12 +35,12 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 def test_the_command_finds_the_cluster(spawn: Spawn) -> None:
     code = "import os; print(*sorted(f'{k}={v}' for k, v in os.environ.items() if k.startswith('KVD_')), sep='\\n')"
-    flags = ["-S", "tcp://127.0.0.1:1", "--num-workers", "4", "--slice-bytes", "64KiB", "--credit-bytes", "8MiB"]
+    flags = ["-S", "tcp://127.0.0.1:1", "--num-workers", "4", "--slice-bytes", "64KiB", "--credit-bytes", "32MiB"]
     process = spawn("worker", *flags, "--timeout", "90s", *python(code), environment={"KVD_NODE_ID": "w7"})
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, err
     assert out.splitlines() == [
-        "KVD_CREDIT_BYTES=8MiB",  # the default, but given: it has to win over a file that the command reads too
+        "KVD_CREDIT_BYTES=32MiB",  # the default, but given: it has to win over a file that the command reads too
         "KVD_NODE_ID=w7",
         "KVD_NUM_SERVERS=0",
         "KVD_NUM_WORKERS=4",

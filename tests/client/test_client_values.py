@@ -304,7 +304,9 @@ def test_priorities_and_samples(kv: kvd.KVStore) -> None:
 
 
 def test_a_list_larger_than_the_memory_limit_does_not_wait_for_itself() -> None:
-    with LocalCluster(1, 1, request_timeout_s=6.0, server_timeout_s=2.0, worker_timeout_s=2.0) as cluster:
+    with LocalCluster(
+        1, 1, slice_bytes="1MiB", request_timeout_s=6.0, server_timeout_s=2.0, worker_timeout_s=2.0
+    ) as cluster:
         kv = cluster.store(memory_limit_bytes="1MiB", credit_bytes="1MiB")
         keys = ["a", "b", "c"]
         kv.init(keys, [np.zeros(200_000, np.float32)] * 3)
