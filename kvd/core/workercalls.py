@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,7 +49,7 @@ class Call:
     flushers: list[Call] = field(default_factory=list)
 
 
-class CallBook:
+class CallBook(ABC):
     """What all kinds of calls have in common."""
 
     def __init__(self, settings: WorkerSettings, link: SchedulerLink) -> None:
@@ -132,9 +133,9 @@ class CallBook:
             return
         self._begin(call, request)
 
+    @abstractmethod
     def _begin(self, call: Call, request: Any) -> None:
         """Sets the call going; the machine knows how, by its kind."""
-        raise NotImplementedError
 
     def _complete(self, call: Call, result: Any = None, error: KvdError | None = None) -> None:
         if call.completed:
@@ -158,9 +159,9 @@ class CallBook:
             self._waiting_staged.remove(call)
         self._complete(call, error=error)
 
+    @abstractmethod
     def _withdraw(self, call: Call) -> None:
         """The call waits no more: what it held on its keys is let go."""
-        raise NotImplementedError
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._now:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 from kvd.core import calls
@@ -148,22 +149,22 @@ class KeyTurns(CallBook):
 
     # ── what the other parts of the worker do ──
 
+    @abstractmethod
     def _look_up(self, key: WorkerKey, wait: bool = False) -> None:
         """Asks what the key is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _move(self, call: Call, move: calls.Move) -> None:
         """Pushes and pulls."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _move_error(self, call: Call, move: calls.Move) -> KvdError | None:
         """Why the call cannot be made, if it cannot."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _release_pulls(self, call: Call) -> None:
         """What the call pulled is here, or not wanted any more."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _control(self, call: Call, request: calls.Control) -> None:
         """Asks the servers."""
-        raise NotImplementedError

@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -62,7 +63,7 @@ def _exit_code(error: KvdError) -> int:
     return EXIT_NO_CONNECTION if isinstance(error, ConnectError) else EXIT_FAILED
 
 
-class Daemon:
+class Daemon(ABC):
     """What both have in common: listen, say that it is ready, feed the watchdog, notice signals and a dead parent."""
 
     role: Role
@@ -120,8 +121,9 @@ class Daemon:
             event(logger, logging.INFO if code == EXIT_OK else logging.ERROR, f"stopping: {why}")
             self._ended.set_result(code)
 
+    @abstractmethod
     def say_goodbye(self) -> None:
-        """Tells the cluster, where there is one to be told."""
+        """Tells the cluster that this node goes."""
 
     def halted(self, error: KvdError) -> None:
         self.end(_exit_code(error), str(error))
@@ -142,11 +144,11 @@ class Daemon:
             self.notifier.watchdog()
             await asyncio.sleep(interval_s)
 
-    def make_driver(self, address: str) -> Driver:
-        raise NotImplementedError
+    @abstractmethod
+    def make_driver(self, address: str) -> Driver: ...
 
-    async def until_ready(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def until_ready(self) -> None: ...
 
     def tasks(self, watch: ProcessWatch) -> list[asyncio.Task[None]]:
         return []
@@ -201,6 +203,9 @@ class SchedulerDaemon(Daemon):
             config.num_servers,
             config.num_shards,
         )
+
+    def say_goodbye(self) -> None:
+        """Nobody to tell: the nodes go on without a scheduler, and join the next one."""
 
     def _make_machine(self, settings: SchedulerSettings, saved: dict[str, Any] | None) -> SchedulerMachine:
         """A machine that goes on where the saved one was."""
