@@ -376,9 +376,11 @@ def test_a_guard_that_is_killed_takes_its_command_along(daemon: Any, lines: Line
 class Launcher:
     """A launcher in a process of its own."""
 
-    def __init__(self, mark: dict[str, str], **job: Any) -> None:
+    def __init__(self, mark: dict[str, str], folder: Path, **job: Any) -> None:
         self.mark = mark["JOB_MARK"]
-        environment = {**os.environ, **mark, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'cli'}"}
+        path = f"{ROOT}{os.pathsep}{ROOT / 'cli'}"
+        # A launcher that is killed cannot remove its folder: it lies where pytest removes it.
+        environment = {**os.environ, **mark, "PYTHONPATH": path, "TMPDIR": str(folder)}
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, json.dumps({"workers": 2, "servers": 1, **job})],
             env=environment,
@@ -406,11 +408,11 @@ class Launcher:
 
 
 @pytest.fixture
-def launcher(mark: dict[str, str], daemon: Any) -> Iterator[Callable[..., Launcher]]:
+def launcher(mark: dict[str, str], daemon: Any, tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
     started: list[Launcher] = []
 
     def start(**job: Any) -> Launcher:
-        started.append(Launcher(mark, daemon=daemon, **job))
+        started.append(Launcher(mark, tmp_path, daemon=daemon, **job))
         return started[-1]
 
     yield start
