@@ -73,7 +73,6 @@ class ServerSettings:
     """What a server is told besides what the view says."""
 
     memory_limit_bytes: int
-    heartbeat_interval_s: float
     fail_on_worker_loss: bool
 
 

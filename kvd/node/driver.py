@@ -51,7 +51,6 @@ from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import Refused, StatusReport
 from kvd.transport.base import MAX_PAYLOAD_BYTES, Transport
 
-INLINE_BYTES = 1 << 30  # jobs over fewer bytes run on the loop: the hand-over to a thread costs more than they do
 GARBAGE_INTERVAL_S = 10.0
 FAILED_TICK_PAUSE_S = 1.0
 
@@ -67,7 +66,7 @@ class Driver:
         machine: the role.
         transport: its connections.
         jobs: for a server.
-        executor: where long jobs and commands run.
+        executor: where commands run, and records are saved.
         on_complete: takes the answers of local calls.
         on_halt: told once when the machine cannot go on.
         persist: puts a record on stable storage; called in the executor.
@@ -85,7 +84,6 @@ class Driver:
         persist: Callable[[Mapping[str, object]], None] | None = None,
     ) -> None:
         self.machine = machine
-        self.beats = 0  # times the loop came round to the machine: what a watchdog watches
         self._transport = transport
         self._jobs = jobs
         self._executor = executor
@@ -224,7 +222,6 @@ class Driver:
 
     def _tick(self) -> None:
         self._timer = None
-        self.beats += 1
         self.feed(Tick())
 
     def _on_message(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
@@ -281,7 +278,7 @@ class Driver:
 
     def _job(self, job: Any) -> None:
         runner = self._runner()
-        if self._executor is None or not (isinstance(job, Run) or _job_nbytes(job) > INLINE_BYTES):
+        if self._executor is None or not isinstance(job, Run):  # numbers: a hand-over would cost more than they do
             self._events.append(runner.run(job))
             return
         assert self._loop is not None
@@ -339,11 +336,3 @@ def copy_span(target: Buffer, offset: int, source: Span) -> None:
         memoryview(target).cast("B")[offset : offset + source.nbytes] = memoryview(source.buffer).cast("B")[
             source.offset : source.offset + source.nbytes
         ]
-
-
-def _job_nbytes(job: Any) -> int:
-    if isinstance(job, Apply):
-        return sum(entry.span.nbytes for entry in job.contributions if entry.span is not None)
-    if isinstance(job, Create | Load):
-        return job.source.nbytes
-    return 0

@@ -289,9 +289,7 @@ class ServerDaemon(Daemon):
         )
         nothing = Settings("", "", -1, 0, 0, config.num_workers, config.num_servers, 0)
         self.link = SchedulerLink(identity, nothing, config.scheduler, config.heartbeat_interval_s)
-        settings = ServerSettings(
-            config.memory_bound_bytes(), config.heartbeat_interval_s, config.on_worker_loss == "fail"
-        )
+        settings = ServerSettings(config.memory_bound_bytes(), config.on_worker_loss == "fail")
         event(logger, logging.INFO, f"server at {address}; joining the scheduler at {config.scheduler}")
         return Driver(
             ServerMachine(settings, self.link),

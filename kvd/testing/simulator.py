@@ -179,9 +179,7 @@ class World:
         life = self._life(name)
         address = f"sim://{name}/{life}".replace(" ", "")
         link = self._link("server", rank, address, Settings("", "", -1, 0, 0, cluster.workers, cluster.servers, 0))
-        settings = ServerSettings(
-            cluster.memory_limit_bytes, cluster.heartbeat_interval_s, fail_on_worker_loss=cluster.fail_on_worker_loss
-        )
+        settings = ServerSettings(cluster.memory_limit_bytes, fail_on_worker_loss=cluster.fail_on_worker_loss)
         return self._start(Process(name, life, ServerMachine(settings, link), address, JobRunner()))
 
     def start_worker(self, number: int, program: Program | None = None) -> Process:

@@ -47,7 +47,7 @@ class Cluster:
         self._calls = 0
         self._wanted = OPEN._replace(mode=mode, merge="sum", staleness=settings.staleness)
         for rank in range(settings.num_servers):
-            self.add(ServerMachine(ServerSettings(1 << 30, 1.0, True), link("server", rank)))
+            self.add(ServerMachine(ServerSettings(1 << 30, True), link("server", rank)))
         for rank in range(settings.num_workers):
             self.start_worker(rank)
 

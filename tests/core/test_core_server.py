@@ -332,7 +332,7 @@ def test_the_same_key_made_by_a_successor_takes_the_place_of_the_first() -> None
 
 def test_a_server_that_never_joined_just_goes_and_one_that_is_not_understood_halts() -> None:
     for event in (LocalCall(1, None, 0.0), Garbled(SCHEDULER, "version 9")):  # type: ignore[arg-type]
-        machine = ServerMachine(ServerSettings(1 << 30, 1.0, True), link("server", 0))
+        machine = ServerMachine(ServerSettings(1 << 30, True), link("server", 0))
         machine.step(Tick(), 0.0)
         effects = machine.step(event, 0.1)
         assert said(effects) == []
