@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from itertools import count
 from typing import NamedTuple
 
 from kvd.core.machine import Peer
-from kvd.core.requests import Pending
 from kvd.core.slicelog import SliceLog
-from kvd.optimizer import Optimizer, with_hyperparameters
+from kvd.core.units import Slice, Unit, fused, parted
+from kvd.optimizer import Optimizer
 from kvd.protocol.messages import KeyEntry
 from kvd.protocol.specs import KeySpec
 
@@ -18,45 +18,6 @@ MAX_SLICES = 1 << 20
 MAX_WAITING = 1 << 16
 PAGE = 100
 PAGE_BYTES = 48 << 10
-
-
-class Waiting(NamedTuple):
-    """A request that waits for a slice to commit a push (`rank`, `clock`), or to reach a version."""
-
-    pending: Pending
-    position: int  # of the slice in the request
-    rank: int
-    clock: int
-
-
-class Change(NamedTuple):
-    """Hyperparameters that change with a round."""
-
-    from_round: int
-    changes: dict[str, object]
-
-
-@dataclass(slots=True)
-class Slice:
-    """One slice: its log, who waits for it, and the optimizer that its next round uses."""
-
-    key: str
-    index: int
-    spec: KeySpec
-    nbytes: int
-    log: SliceLog
-    creator: int  # the incarnation whose Init made it
-    optimizer: Optimizer | None = None
-    changes: list[Change] = field(default_factory=list)
-    waiting: list[Waiting] = field(default_factory=list)
-    tasks: list[Callable[[], None]] = field(default_factory=list)  # start jobs on its state, between two updates
-    working: bool = False  # such a job is under way
-
-    def optimizer_for(self, round_number: int) -> Optimizer | None:
-        """The optimizer of a round, with the changes that take effect by then."""
-        while self.changes and self.changes[0].from_round <= round_number and self.optimizer is not None:
-            self.optimizer = with_hyperparameters(self.optimizer, self.changes.pop(0).changes)
-        return self.optimizer
 
 
 class Live(NamedTuple):
@@ -71,30 +32,66 @@ class KeyTable:
 
     def __init__(self) -> None:
         self.slices: dict[tuple[str, int], Slice] = {}
+        self.units: dict[int, Unit] = {}
         self.live: dict[str, Live] = {}
         self.bytes_led = 0
         self._indices: dict[str, list[int]] = {}
         self._lookups: dict[str, dict[tuple[Peer, int], None]] = {}
         self._lookups_waiting = 0
+        self._numbers = count(1)
 
-    def add(self, slice_: Slice) -> None:
+    # ── slices and their units ──
+
+    def add(
+        self, key: str, index: int, spec: KeySpec, log: SliceLog, creator: int, optimizer: Optimizer | None
+    ) -> None:
         """Puts a slice in, in place of an unpublished one of the same name, and of what was cut in another way."""
-        place = (slice_.key, slice_.index)
-        indices = self._indices.setdefault(slice_.key, [])
-        if indices and self.slices[slice_.key, indices[0]].spec != slice_.spec:  # all have the same one
-            self.bytes_led -= sum(self.slices.pop((slice_.key, index)).nbytes for index in indices)
+        indices = self._indices.setdefault(key, [])
+        if indices and self.slices[key, indices[0]].spec != spec:  # all have the same one
+            for other in indices:
+                self._forget(key, other)
             indices.clear()
-        old = self.slices.get(place)
-        if old is not None:
-            self.bytes_led -= old.nbytes
-        else:
-            indices.append(slice_.index)
-        self.slices[place] = slice_
+        elif (key, index) in self.slices:
+            self._forget(key, index)
+            indices.remove(index)
+        unit = Unit(next(self._numbers), log, spec.dtype, optimizer)
+        slice_ = Slice(key, index, spec, spec.slice_nbytes(index), creator, unit)
+        unit.take([slice_])
+        indices.append(index)
+        self.slices[key, index] = slice_
+        self.units[unit.number] = unit
         self.bytes_led += slice_.nbytes
+
+    def _forget(self, key: str, index: int) -> None:
+        slice_ = self.slices[key, index]
+        if len(slice_.unit.slices) > 1:
+            self.part(slice_.unit)
+        slice_.unit.is_gone = True
+        del self.units[slice_.unit.number]
+        del self.slices[key, index]
+        self.bytes_led -= slice_.nbytes
+
+    def fuse(self, slices: Sequence[Slice]) -> Unit | None:
+        """One unit of all these slices, if they can go on as one."""
+        olds = [slice_.unit.number for slice_ in slices]
+        unit = fused(next(self._numbers), slices)
+        if unit is not None:
+            for number in olds:
+                del self.units[number]
+            self.units[unit.number] = unit
+        return unit
+
+    def part(self, unit: Unit) -> None:
+        """A unit for each of its slices. It must be resting."""
+        del self.units[unit.number]
+        for own in parted(unit, lambda: next(self._numbers)):
+            self.units[own.number] = own
 
     def of_key(self, key: str) -> list[Slice]:
         """The slices of a key that are here."""
         return [self.slices[key, index] for index in self._indices.get(key, ())]
+
+    # ── live keys ──
 
     def await_live(self, key: str, peer: Peer, request: int) -> bool:
         """Notes a Lookup that waits; False if too many do."""
@@ -119,6 +116,8 @@ class KeyTable:
         self._lookups = {}
         self._lookups_waiting = 0
         return waiting
+
+    # ── listings ──
 
     def page(self, after: str) -> tuple[tuple[KeyEntry, ...], bool]:
         """The entries of up to PAGE keys after `after`, as many as a header holds, and whether there are more."""

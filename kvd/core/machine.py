@@ -27,6 +27,17 @@ class Span(NamedTuple):
     nbytes: int
 
 
+class Rope(NamedTuple):
+    """Bytes that lie in several buffers; in the whole, each span starts at a multiple of 8."""
+
+    spans: tuple[Span, ...]
+
+
+def spans_of(buffer: Buffer | Rope, nbytes: int) -> tuple[Span, ...]:
+    """All `nbytes` bytes of a buffer, or of a rope."""
+    return buffer.spans if isinstance(buffer, Rope) else (Span(buffer, 0, nbytes),)
+
+
 # ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -115,6 +126,21 @@ class Contribution(NamedTuple):
     samples: int
     how: int
 
+    def part(self, offset: int, nbytes: int) -> Contribution:
+        """The same for a range of the bytes."""
+        if self.span is None:
+            return self
+        return self._replace(span=Span(self.span.buffer, self.span.offset + offset, nbytes))
+
+
+class Placed(NamedTuple):
+    """Where a slice lies in the bytes of its unit."""
+
+    key: str
+    slice_index: int
+    offset: int
+    nbytes: int
+
 
 class Create(NamedTuple):
     """Make the first version of a slice from received bytes. Its JobDone brings the buffer."""
@@ -127,13 +153,17 @@ class Create(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Merge the contributions in their order and update the slice. Its JobDone brings the buffer of the new version."""
+    """Merge the contributions in their order and update a unit: slices that lie side by side, in every buffer alike.
+
+    Its JobDone brings the buffer of the new version. A unit has the same number and layout each time.
+    """
 
     job: int
-    key: str
-    slice_index: int
+    unit: int
+    layout: tuple[Placed, ...]
     dtype: str
-    current: Buffer
+    nbytes: int
+    current: Buffer | Rope
     contributions: tuple[Contribution, ...]
     assign: bool  # take the first contribution's value as it is
     merge: str

@@ -2,7 +2,7 @@
 
 Every other node has a lane. Entries leave a lane by priority, first in first out within one; a push never overtakes an
 earlier push of the same slice. Bytes on their way are bounded by the lane's credit, which a push gives back when the
-server has staged it. Whatever is not answered in time is sent again: the same message, or, when the server is known to
+server has staged it; small pushes take none, and a server says of them only when asked whether it has them. Whatever is not answered in time is sent again: the same message, or, when the server is known to
 have the bytes, a probe without them.
 """
 
@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from kvd.core.machine import Peer, Received, Send, Span
-from kvd.protocol.messages import Push
+from kvd.protocol.messages import SMALL_PUSH_BYTES, Place
 
 RETRY_FIRST_S = 2.0
 RETRY_LIMIT_S = 15.0
@@ -33,6 +33,9 @@ class Entry:
     payload: tuple[Span, ...] = ()
     nbytes: int = 0  # of the payload: what it takes of the credit
     priority: int = 0
+    pushes: tuple[Place, ...] = ()  # the slices that it pushes
+    packing: Any = None  # the pack that its message names, for whoever made it
+    is_small: bool = False  # a push without credit, of which no Staged is to be expected
     state: int = QUEUED
     order: int = 0
     blocked: int = 0  # earlier pushes of its slices that are not sent yet
@@ -47,7 +50,7 @@ class Entry:
 
     @property
     def is_push(self) -> bool:
-        return isinstance(self.message, Push)
+        return bool(self.pushes)
 
 
 @dataclass(slots=True)
@@ -58,13 +61,15 @@ class _Lane:
 
 
 class Outbox:
-    """All lanes of a worker. `credit_bytes` bounds the payload on its way to one server."""
+    """All lanes of a worker. `credit_bytes` bounds the payload on its way to one server, but for small pushes."""
 
-    def __init__(self, credit_bytes: int) -> None:
+    def __init__(self, credit_bytes: int, small_push_bytes: int = SMALL_PUSH_BYTES) -> None:
         self._credit_bytes = credit_bytes
+        self._small_push_bytes = small_push_bytes
+        self.asks_staged = False  # somebody waits until all pushes are staged
         self._lanes: dict[Peer, _Lane] = {}
         self._entries: dict[int, Entry] = {}
-        self._tails: dict[tuple[str, int], Entry] = {}  # the last unsent push of a slice
+        self._tails: dict[Place, Entry] = {}  # the last unsent push of a slice
         self._retries: list[tuple[float, int]] = []
         self._order = 0
         self.unstaged = 0  # pushes whose bytes may not have arrived
@@ -83,10 +88,11 @@ class Outbox:
         self._order += 1
         entry.order = self._order
         self._entries[entry.request] = entry
-        if isinstance(entry.message, Push):
+        if entry.pushes:
             self.unstaged += 1
-            for part in entry.message.parts:
-                place = (part.key, part.slice_index)
+            if entry.nbytes <= self._small_push_bytes:
+                entry.is_small, entry.nbytes = True, 0
+            for place in entry.pushes:
                 earlier = self._tails.get(place)
                 if earlier is not None:
                     earlier.followers.append(entry)
@@ -108,7 +114,14 @@ class Outbox:
                 if queued:
                     lane.in_flight += entry.nbytes
                     sends.append(self._sent(entry, now))
+                    if self.asks_staged and entry.is_small:
+                        sends.append(_probe(entry))
         return sends
+
+    def ask_staged(self) -> list[Send]:
+        """Probes of the small pushes that are on their way; from now on each gets one, until `asks_staged` is unset."""
+        self.asks_staged = True
+        return [_probe(entry) for entry in self._entries.values() if entry.is_small and entry.state == SENT]
 
     def staged(self, entry: Entry, now: float) -> None:
         """The server has the bytes: the credit comes back, and from now on a probe is enough."""
@@ -149,7 +162,7 @@ class Outbox:
             entry.attempts += 1
             self._retry_at(entry, now + min(RETRY_FIRST_S * 2 ** min(entry.attempts, 8), RETRY_LIMIT_S))
             if entry.state == STAGED and entry.is_push:
-                sends.append(Send(entry.peer, replace(entry.message, probe=True)))
+                sends.append(_probe(entry))
             else:
                 sends.append(Send(entry.peer, entry.message, entry.payload))
         return sends
@@ -180,9 +193,8 @@ class Outbox:
 
     def _leave_queue(self, entry: Entry) -> None:
         """Lets the later pushes of its slices go."""
-        if isinstance(entry.message, Push):
-            for part in entry.message.parts:
-                place = (part.key, part.slice_index)
+        if entry.pushes:
+            for place in entry.pushes:
                 if self._tails.get(place) is entry:
                     del self._tails[place]
         for follower in entry.followers:
@@ -199,3 +211,8 @@ class Outbox:
     def _retry_at(self, entry: Entry, at: float) -> None:
         entry.retry_at = at
         heappush(self._retries, (at, entry.request))
+
+
+def _probe(entry: Entry) -> Send:
+    """Asks what became of a push, without its bytes."""
+    return Send(entry.peer, replace(entry.message, probe=True))

@@ -22,7 +22,7 @@ class Pending:
     push: bool
     pull: bool
     remaining: int
-    spans: list[Span | None] = field(default_factory=list)
+    spans: list[tuple[Span, ...]] = field(default_factory=list)  # of each of its slices, or one for all of a unit
     versions: list[int] = field(default_factory=list)
     closed: bool = False  # answered, or refused
     asked_first: Peer | None = None  # where it was asked first, if that was elsewhere
@@ -33,6 +33,12 @@ class Pending:
         if self.asked_first is None and peer != self.peer:
             self.asked_first = self.peer
         self.peer = peer
+
+    def widen(self, count: int) -> None:
+        """It was about one unit, whose `count` slices go their own ways now."""
+        self.remaining = count
+        self.spans = [()] * count
+        self.versions = [0] * count
 
     def peers(self) -> list[Peer]:
         """Where the answer goes."""

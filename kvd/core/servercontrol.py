@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from kvd.core.keytable import Change, KeyTable, Slice
+from kvd.core.keytable import KeyTable
 from kvd.core.machine import Export, Job, JobDone, Load, Note, Peer, Received, ResetState, Run, Send, Span
 from kvd.core.requests import Answers
+from kvd.core.units import Change, Slice, Unit
 from kvd.errors import KvdError, NotAllowed
 from kvd.optimizer import Optimizer, changes_from_wire, from_wire, to_wire, with_hyperparameters
 from kvd.protocol.messages import (
@@ -31,11 +32,11 @@ StartJob: TypeAlias = Callable[[Callable[[int], Job], Callable[[JobDone], None]]
 class ServerControl:
     """The control side of one server.
 
-    `emit` takes effects; `start_job` numbers a job and brings its end; `advance` starts the next job of a slice.
+    `emit` takes effects; `start_job` numbers a job and brings its end; `advance` starts the next job of a unit.
     """
 
     def __init__(
-        self, table: KeyTable, start_job: StartJob, advance: Callable[[Slice], None], emit: Callable[[Any], None]
+        self, table: KeyTable, start_job: StartJob, advance: Callable[[Unit], None], emit: Callable[[Any], None]
     ) -> None:
         self.optimizer: Optimizer | None = None  # with all changes: what a new key starts with
         self._as_set: Optimizer | None = None  # as set_optimizer gave it
@@ -90,9 +91,9 @@ class ServerControl:
         if not self._answers.start(event.sender, message.request) or optimizer == self._as_set:
             return
         self._as_set = self.optimizer = optimizer
-        for slice_ in self._table.slices.values():
-            slice_.optimizer = optimizer
-            slice_.changes = []
+        for unit in self._table.units.values():
+            unit.optimizer = optimizer
+            unit.changes = []
         self._emit(ResetState())
         self._emit(Note("info", "optimizer set", {"optimizer": repr(optimizer)}))
 
@@ -105,13 +106,13 @@ class ServerControl:
         if not self._answers.start(event.sender, message.request):
             return
         self.optimizer = changed
-        for slice_ in self._table.slices.values():
-            if slice_.log.sync and rank is not None:
+        for unit in self._table.units.values():
+            if unit.log.sync and rank is not None:
                 # Not before an earlier change: they were found to be allowed in this order.
-                earliest = slice_.changes[-1].from_round if slice_.changes else 0
-                slice_.changes.append(Change(max(slice_.log.staged_clock(rank) + 1, earliest), changes))
-            elif slice_.optimizer is not None:
-                slice_.optimizer = with_hyperparameters(slice_.optimizer, changes)
+                earliest = unit.changes[-1].from_round if unit.changes else 0
+                unit.changes.append(Change(max(unit.log.staged_clock(rank) + 1, earliest), changes))
+            elif unit.optimizer is not None:
+                unit.optimizer = with_hyperparameters(unit.optimizer, changes)
 
     # ── its state ──
 
@@ -123,14 +124,15 @@ class ServerControl:
 
     def _between_updates(self, slice_: Slice, make: Callable[[int], Job], done: Callable[[JobDone], None]) -> None:
         """Starts the job when no update of the slice runs; none begins before it has ended."""
+        unit = slice_.unit  # as long as there is a task, it is not parted
 
         def ended(job: JobDone) -> None:
-            slice_.working = False
+            unit.working = False
             done(job)
-            self._advance(slice_)
+            self._advance(unit)
 
-        slice_.tasks.append(lambda: self._start_job(make, ended))
-        self._advance(slice_)
+        unit.tasks.append(lambda: self._start_job(make, ended))
+        self._advance(unit)
 
     def _fetch_state(self, event: Received, message: FetchState) -> None:
         slice_ = self._slice(event, message.request, message.key, message.index)

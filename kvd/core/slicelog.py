@@ -1,8 +1,9 @@
-"""The life of one slice: contributions are staged, counted when their round closes, and acknowledged at the commit.
+"""The life of one slice, or of several that go together.
 
-Three numbers per worker: *staged* (the server has the bytes), *counted* (in a closed round) and *committed* (every
-in-sync replica holds the record). A slice's state is the fold of its records; its version is the number of committed
-records since the init. Rounds close in order and one at a time, so that at most one update of a slice runs.
+Contributions are staged, counted when their round closes, and acknowledged at the commit: three numbers per worker.
+*Staged*: the server has the bytes; *counted*: they are in a closed round; *committed*: every in-sync replica holds the
+record. A slice's state is the fold of its records; its version is the number of committed records since the init.
+Rounds close in order and one at a time, so that at most one update of a slice runs.
 
 In sync mode a round holds the contributions with the same clock, in rank order. In async mode every push is a round of
 its own, in the order of arrival; with a bounded staleness a push waits until its worker is at most so many clocks ahead
@@ -12,11 +13,11 @@ of the slowest.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
-from kvd.core.machine import Buffer, Contribution
+from kvd.core.machine import Buffer, Contribution, Rope
 from kvd.protocol.messages import ADD
 
 
@@ -46,8 +47,8 @@ class SliceLog:
     sync: bool
     rounds_ahead: int
     staleness: int  # -1: unbounded; async only
-    current: Buffer = None
-    previous: Buffer = None
+    current: Buffer | Rope = None
+    previous: Buffer | Rope | None = None
     version: int = 0  # committed records
     closed: int = 0  # closed records, the one being applied included
     closing: Record | None = None
@@ -178,9 +179,50 @@ class SliceLog:
                 self.counted[contribution.rank] = before
         return record
 
+    # ── several slices, one log ──
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is staged, and nothing is being applied."""
+        return self.closing is None and not self._arrived and not any(self._rounds.values())
+
+    def stands_like(self, other: SliceLog) -> bool:
+        """Whether both are idle and have come equally far, so that they can go on as one."""
+        return (
+            self.is_idle
+            and other.is_idle
+            and (self.version, self.closed, self.previous is None)
+            == (other.version, other.closed, other.previous is None)
+            and (self.staged, self.counted, self.committed) == (other.staged, other.counted, other.committed)
+        )
+
+    def like(self, current: Buffer | Rope, previous: Buffer | Rope | None) -> SliceLog:
+        """An idle log that has come as far as this one, of other bytes."""
+        return replace(
+            self,
+            current=current,
+            previous=previous,
+            staged=dict(self.staged),
+            counted=dict(self.counted),
+            committed=dict(self.committed),
+            _rounds={},
+            _arrived=[],
+        )
+
+    def part(self, current: Rope, previous: Rope | None, offset: int, nbytes: int) -> SliceLog:
+        """The log of a range of the bytes, with what is staged for it. Not while a round is being applied."""
+        assert self.closing is None
+        log = self.like(current, previous)
+        log._arrived = [contribution.part(offset, nbytes) for contribution in self._arrived]
+        log._rounds = {
+            clock: {rank: contribution.part(offset, nbytes) for rank, contribution in contributions.items()}
+            for clock, contributions in self._rounds.items()
+        }
+        return log
+
     # ── versions ──
 
-    def at_version(self, version: int) -> Buffer | None:
+    def at_version(self, version: int) -> Buffer | Rope | None:
         """The bytes of a committed version, if they are still kept."""
         if version == self.version:
             return self.current

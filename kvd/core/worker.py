@@ -122,7 +122,7 @@ class WorkerMachine(Moves, KeyMaking):
         if isinstance(message, Staged):
             self._outbox.staged(entry, self._now)
             self._check_staged()
-        elif isinstance(message, Refused) and message.error in ("clock", "attach", "join"):
+        elif isinstance(message, Refused) and message.error in ("clock", "attach", "join", "pack"):
             self._not_taken(entry, message)
         else:
             entry.answered(entry, event)
@@ -131,6 +131,8 @@ class WorkerMachine(Moves, KeyMaking):
         """The other side is not ready for this: once more, soon. A push that never gets its turn is given up."""
         if refused.error == "attach" and not isinstance(entry.message, Attach):
             self._attach(entry.peer)
+        if refused.error == "pack" and entry.packing is not None:
+            self._declare(entry.packing, entry.priority)
         if entry.attempts >= MAX_CLOCK_REFUSALS:
             event = Received(entry.peer, 0, self.view.number, replace(refused, error="NotAllowed"))
             entry.answered(entry, event)
@@ -285,6 +287,7 @@ class WorkerMachine(Moves, KeyMaking):
     def _control(self, call: Call, request: calls.Control) -> None:
         if request.staged_first and (self._outbox.unstaged or any(not push.started for push in self._unsettled)):
             self._waiting_staged.append(call)
+            self._out += self._outbox.ask_staged()
             return
         ranks = request.servers
         if ranks is None:

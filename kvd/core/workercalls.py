@@ -17,7 +17,7 @@ from kvd.core.outbox import QUEUED, Entry, Outbox
 from kvd.core.session import FIRST_REQUEST, SchedulerLink
 from kvd.core.workerkeys import WorkerKey
 from kvd.errors import KvdError, NodeLost, RequestTimeout
-from kvd.protocol.messages import Member, Refused
+from kvd.protocol.messages import SMALL_PUSH_BYTES, Member, Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ class WorkerSettings:
     """What a worker is told besides what the view says."""
 
     credit_bytes: int
+    small_push_bytes: int = SMALL_PUSH_BYTES  # pushes of up to so many bytes take no credit
+    packs: bool = True  # what is moved together again and again is declared, and named by a number from then on
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +59,8 @@ class CallBook(ABC):
         self.link = link
         self.view = link.view
         self._observer = link.identity.role == "observer"
-        self._outbox = Outbox(settings.credit_bytes)
+        self._packs = settings.packs and not self._observer
+        self._outbox = Outbox(settings.credit_bytes, settings.small_push_bytes)
         self._calls: dict[int, Call] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._servers: dict[int, int] = {}  # rank → incarnation that we are connected to
@@ -157,6 +160,7 @@ class CallBook(ABC):
             self._joining.remove(call)
         if call in self._waiting_staged:
             self._waiting_staged.remove(call)
+            self._outbox.asks_staged = bool(self._waiting_staged)
         self._complete(call, error=error)
 
     @abstractmethod

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvd.core.membership import ViewState
 from kvd.errors import KvdError
-from kvd.protocol.messages import MAX_PARTS
+from kvd.protocol.messages import MAX_PARTS, Place
 from kvd.protocol.specs import KeySpec, padded
 
 UNKNOWN, ASKING, READY, LOST = range(4)
@@ -25,6 +25,7 @@ class WorkerKey:
     state: int = UNKNOWN
     clock: int = 0
     open_pushes: int = 0  # started and not settled
+    failing_pushes: int = 0  # of those, refused in part so far: whether in all, is still open
     pulling: list[int] = field(default_factory=list)  # versions (sync) that pulls under way have asked for
     servers: tuple[int, ...] = ()  # the rank that leads each slice
     incarnations: dict[int, int] = field(default_factory=dict)  # of those servers, when the key became ready
@@ -33,8 +34,13 @@ class WorkerKey:
     broken: KvdError | None = None  # part of a push was refused: only rewind goes on
 
     def holds_back(self, window: int) -> bool:
-        """Whether a push has to wait: too many are under way, or its round would end a version that is being pulled."""
-        return self.open_pushes >= window or (bool(self.pulling) and min(self.pulling) < self.clock)
+        """Whether a push has to wait: too many are under way, or one whose clock may still be given back, or its round
+        would end a version that is being pulled."""
+        return (
+            self.open_pushes >= window
+            or self.failing_pushes > 0
+            or (bool(self.pulling) and min(self.pulling) < self.clock)
+        )
 
     def place(self, spec: KeySpec, view: ViewState, connected: Mapping[int, int]) -> None:
         """Takes the spec, and where the slices are; `connected` maps the ranks of servers to incarnations."""
@@ -48,15 +54,19 @@ class WorkerKey:
         return sorted(rank for rank, held in self.incarnations.items() if members.get(rank) != held)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Packing:
     """What of a call goes in one message. A call on the same keys is packed the same way each time."""
 
     server: int  # its rank
-    places: tuple[tuple[str, int, int], ...]  # key, index of the slice, item of the call
+    places: tuple[Place, ...]
+    items: tuple[int, ...]  # of the call, that the places belong to
     ranges: tuple[tuple[int, int], ...]  # offset and bytes of the slices in the values of their items
     offsets: tuple[int, ...]  # of the slices in the payload
     nbytes: int  # of the payload
+    uses: int = 0
+    pack: int = 0  # its number as a pack; 0: it has none yet
+    declared_to: int = 0  # the incarnation of the server that was told
 
 
 @dataclass(slots=True)
@@ -64,7 +74,8 @@ class _Box:
     """A message that is being filled."""
 
     server: int
-    places: list[tuple[str, int, int]] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    items: list[int] = field(default_factory=list)
     ranges: list[tuple[int, int]] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     filled: int = 0
@@ -79,7 +90,8 @@ class _Box:
         )
 
     def add(self, name: str, index: int, item: int, span: tuple[int, int]) -> None:
-        self.places.append((name, index, item))
+        self.places.append(Place(name, index))
+        self.items.append(item)
         self.ranges.append(span)
         self.offsets.append(self.filled)
         self.filled += padded(span[1])
@@ -87,7 +99,8 @@ class _Box:
 
     def packing(self) -> Packing:
         nbytes = self.offsets[-1] + self.ranges[-1][1]
-        return Packing(self.server, tuple(self.places), tuple(self.ranges), tuple(self.offsets), nbytes)
+        places, items = tuple(self.places), tuple(self.items)
+        return Packing(self.server, places, items, tuple(self.ranges), tuple(self.offsets), nbytes)
 
 
 def packings(keys: Sequence[WorkerKey], limit: int) -> list[Packing]:

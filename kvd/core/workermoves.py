@@ -8,17 +8,34 @@ from kvd import errors
 from kvd.core import calls
 from kvd.core.machine import Copy, Received, Span
 from kvd.core.outbox import Entry
-from kvd.core.workercalls import Call
+from kvd.core.session import SchedulerLink
+from kvd.core.workercalls import Call, WorkerSettings
 from kvd.core.workerkeys import Packing, WorkerKey, packings
 from kvd.core.workerturns import KeyTurns
 from kvd.errors import KvdError, NodeLost, NotAllowed
-from kvd.protocol.messages import ABSENT, ANY_CLOCK, Done, Part, Pull, Push, Refused, Values
+from kvd.protocol.messages import (
+    ABSENT,
+    ANY_CLOCK,
+    DeclarePack,
+    Done,
+    Part,
+    Pull,
+    PullPack,
+    Push,
+    PushPack,
+    Refused,
+    Values,
+)
 
 MAX_PLANS = 256
 
 
 class Moves(KeyTurns):
     """The data side of a worker."""
+
+    def __init__(self, settings: WorkerSettings, link: SchedulerLink) -> None:
+        super().__init__(settings, link)
+        self._last_pack = 0
 
     def _move_error(self, call: Call, move: calls.Move) -> KvdError | None:
         if move.push and self._observer:
@@ -57,8 +74,12 @@ class Moves(KeyTurns):
         plan = self._plan(call.keys)
         call.remaining = call.messages = len(plan)
         call.unsettled = len(plan) if move.push else 0
+        shared = clocks[0] if clocks and clocks.count(clocks[0]) == len(clocks) else None
         for packing in plan:
-            self._send(call, move, packing, clocks)
+            if shared is None or not self._is_pack(packing, move):
+                self._send_parts(call, move, packing, clocks)
+            else:
+                self._send_pack(call, move, packing, shared)
         if not plan:
             self._complete(call, call.result)
 
@@ -72,33 +93,72 @@ class Moves(KeyTurns):
             plan = self._plans[names] = packings(keys, self.view.settings.slice_bytes)
         return plan
 
-    def _send(self, call: Call, move: calls.Move, packing: Packing, clocks: list[int]) -> None:
-        parts = tuple([Part(name, index, clocks[item]) for name, index, item in packing.places])
-        message: Push | Pull
-        payload: tuple[Span, ...] = ()
+    def _is_pack(self, packing: Packing, move: calls.Move) -> bool:
+        """Whether the packing goes as a pack: at its second use, or at once if it is a push of many slices, which the
+        server can treat as one as long as they have come equally far."""
+        packing.uses += 1
+        return self._packs and (packing.uses > 1 or (move.push and len(packing.places) > 1))
+
+    def _send_parts(self, call: Call, move: calls.Move, packing: Packing, clocks: list[int]) -> None:
+        parts = tuple(
+            [Part(key, index, clocks[item]) for (key, index), item in zip(packing.places, packing.items, strict=True)]
+        )
         if move.push:
-            message = Push(self._number(), parts, move.how, move.samples, move.pull)
-            if move.how != ABSENT:
-                items = move.items
-                payload = tuple(
-                    [
-                        Span(items[place[2]].source, offset, nbytes)
-                        for place, (offset, nbytes) in zip(packing.places, packing.ranges, strict=True)
-                    ]
-                )
+            self._put(call, move, packing, Push(self._number(), parts, move.how, move.samples, move.pull))
         else:
-            message = Pull(self._number(), parts)
-        answered = partial(self._moved, call, move, packing)
-        nbytes = packing.nbytes if payload else 0
-        self._post(call, Entry(self._servers.get(packing.server), message, answered, payload, nbytes, move.priority))
+            self._put(call, move, packing, Pull(self._number(), parts))
+
+    def _send_pack(self, call: Call, move: calls.Move, packing: Packing, clock: int) -> None:
+        if packing.declared_to != self._servers.get(packing.server):
+            self._declare(packing, move.priority)
+        if move.push:
+            message = PushPack(self._number(), packing.pack, clock, move.how, move.samples, move.pull)
+            self._put(call, move, packing, message)
+        else:
+            self._put(call, move, packing, PullPack(self._number(), packing.pack, clock))
+
+    def _declare(self, packing: Packing, priority: int) -> None:
+        """Tells the server what is in the pack, ahead of the message that names it."""
+        server = self._servers.get(packing.server)
+        if packing.pack == 0:
+            self._last_pack += 1
+            packing.pack = self._last_pack
+        packing.declared_to = server or 0
+        message = DeclarePack(self._number(), packing.pack, packing.places)
+        self._post(None, Entry(server, message, lambda entry, event: self._settled(None, entry), priority=priority))
+
+    def _put(self, call: Call, move: calls.Move, packing: Packing, message: Push | Pull | PushPack | PullPack) -> None:
+        payload: tuple[Span, ...] = ()
+        if move.push and move.how != ABSENT:
+            items = move.items
+            payload = tuple(
+                [
+                    Span(items[item].source, offset, nbytes)
+                    for item, (offset, nbytes) in zip(packing.items, packing.ranges, strict=True)
+                ]
+            )
+        self._post(
+            call,
+            Entry(
+                self._servers.get(packing.server),
+                message,
+                partial(self._moved, call, move, packing),
+                payload,
+                packing.nbytes if payload else 0,
+                move.priority,
+                packing.places if move.push else (),
+                packing,
+            ),
+        )
 
     def _moved(self, call: Call, move: calls.Move, packing: Packing, entry: Entry, event: Received) -> None:
         """An answer to one message of a move."""
         message = event.message
         error: KvdError | None = None
-        if isinstance(message, Values) and (len(message.versions), event.nbytes) == (
-            len(packing.places),
-            packing.nbytes,
+        if (
+            isinstance(message, Values)
+            and event.nbytes == packing.nbytes
+            and len(message.versions) in (1, len(packing.places))
         ):
             self._copy_values(call, move, packing, message, event)
         elif isinstance(message, Refused):
@@ -113,6 +173,9 @@ class Moves(KeyTurns):
         if error is not None:
             call.error = call.error or error
             call.refused += 1
+            if move.push and call.refused == 1:
+                for key in call.keys:
+                    key.failing_pushes += 1
         if move.push:
             call.unsettled -= 1
             self._check_staged()
@@ -134,8 +197,10 @@ class Moves(KeyTurns):
 
     def _copy_values(self, call: Call, move: calls.Move, packing: Packing, values: Values, event: Received) -> None:
         """Copies what was pulled to where the call wants it. After the deadline the memory is the program's again."""
-        rows = zip(packing.places, packing.ranges, packing.offsets, values.versions, strict=True)
-        for (_, _, item), (start, nbytes), offset, version in rows:
+        count = len(packing.items)
+        versions = values.versions if len(values.versions) == count else values.versions * count
+        rows = zip(packing.items, packing.ranges, packing.offsets, versions, strict=True)
+        for item, (start, nbytes), offset, version in rows:
             seen = call.result[item]
             if seen is None or seen != (version, version):
                 oldest, newest = seen or (version, version)
@@ -160,6 +225,7 @@ class Moves(KeyTurns):
         for key in call.keys:
             key.open_pushes -= 1
             if call.refused:
+                key.failing_pushes -= 1
                 if nobody_took_it and key.open_pushes == 0:
                     key.clock -= 1
                 else:

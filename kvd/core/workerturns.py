@@ -143,6 +143,7 @@ class KeyTurns(CallBook):
     def _check_staged(self) -> None:
         if self._waiting_staged and not self._outbox.unstaged:
             waiting, self._waiting_staged = self._waiting_staged, []
+            self._outbox.asks_staged = False
             for call in waiting:
                 assert isinstance(call.request, calls.Control)
                 self._control(call, call.request)

@@ -245,22 +245,20 @@ class Driver:
     # ── effects out ──
 
     def _send(self, effect: Send) -> None:
-        pieces = [
-            memoryview(buffer).cast("B")[offset : offset + nbytes] if nbytes else memoryview(b"")
-            for buffer, offset, nbytes in effect.payload
-        ]
-        if sum(piece.nbytes for piece in pieces) > MAX_PAYLOAD_BYTES:
+        payload = effect.payload
+        if payload and sum(span.nbytes for span in payload) > MAX_PAYLOAD_BYTES:
             text = f"a message carries at most {MAX_PAYLOAD_BYTES >> 20} MiB: ask for less at a time"
             self._send(Send(effect.peer, Refused(getattr(effect.message, "request", 0), "NotAllowed", text)))
             return
         if isinstance(effect.message, StatusReport):
-            pieces = [memoryview(json.dumps(self.machine.explain(self.now())).encode())]
+            report = json.dumps(self.machine.explain(self.now())).encode()
+            payload = (Span(report, 0, len(report)),)
         try:
             header = encode(effect.message, self.machine.incarnation, self.machine.view_number)
         except (ProtocolError, ValueError, TypeError, OverflowError) as error:
             event(logger, logging.ERROR, "a message could not be sent", error=str(error))
             return
-        if not self._transport.send(effect.peer, header, pieces):
+        if not self._transport.send(effect.peer, header, payload):
             logger.debug("not sent: %s to %r", type(effect.message).__name__, effect.peer)
 
     def _connect(self, effect: Connect) -> None:

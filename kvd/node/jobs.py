@@ -10,12 +10,15 @@ import numpy as np
 
 from kvd.compute.optimizers import SliceState, apply_update
 from kvd.compute.tensors import contiguous_bytes, named_dtype
-from kvd.core.machine import Apply, Create, Export, Job, JobDone, Load, Run, Span
+from kvd.core.machine import Apply, Buffer, Create, Export, Job, JobDone, Load, Rope, Run, Span
 from kvd.errors import KvdError, NotAllowed, ProtocolError
+from kvd.node.statebook import StateBook
 from kvd.protocol.specs import padded
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Controller: TypeAlias = Callable[[bytes], bytes]
+
+UINT8: np.dtype[Any] = np.dtype(np.uint8)
 
 
 def view(span: Span, dtype: np.dtype[Any]) -> Array:
@@ -24,6 +27,26 @@ def view(span: Span, dtype: np.dtype[Any]) -> Array:
     if count == 0:
         return np.empty(0, dtype)
     return np.frombuffer(span.buffer, dtype, count, span.offset)
+
+
+def gathered(buffer: Buffer | Rope, nbytes: int) -> Array:
+    """The bytes of a version in one piece, as uint8; of a rope, a copy."""
+    if not isinstance(buffer, Rope):
+        whole: Array = np.frombuffer(buffer, np.uint8, nbytes) if nbytes else np.empty(0, np.uint8)
+        return whole
+    if len(buffer.spans) == 1:
+        return view(buffer.spans[0], UINT8)
+    whole = np.zeros(nbytes, np.uint8)
+    offset = 0
+    for span in buffer.spans:
+        offset = padded(offset)
+        whole[offset : offset + span.nbytes] = view(span, UINT8)
+        offset += span.nbytes
+    return whole
+
+
+def _private_memory(nbytes: int) -> Array:
+    return np.empty(nbytes, np.uint8)
 
 
 def ping(body: bytes) -> bytes:
@@ -40,13 +63,20 @@ def installed_controllers() -> dict[str, Controller]:
 
 
 class JobRunner:
-    """Owns the optimizer states of a server's slices. One job of a slice runs at a time: the machine sees to it."""
+    """Owns the optimizer states of a server's slices. One job of a slice runs at a time: the machine sees to it.
 
-    def __init__(self, controllers: Mapping[str, Controller] | None = None) -> None:
-        self._states: dict[tuple[str, int], SliceState] = {}
-        self._dtypes: dict[tuple[str, int], np.dtype[Any]] = {}
+    Args:
+        controllers: the commands by head; None: those that are installed.
+        allocate: gives memory for a new version, so many bytes as uint8.
+    """
+
+    def __init__(
+        self, controllers: Mapping[str, Controller] | None = None, allocate: Callable[[int], Array] | None = None
+    ) -> None:
+        self._states = StateBook()
         self._counts: dict[tuple[str, int], int] = {}  # elements of a slice
         self._controllers = controllers
+        self._allocate = allocate or _private_memory
 
     def run(self, job: Job) -> JobDone:
         """Carries the job out. Whatever goes wrong comes back as the error of the JobDone."""
@@ -59,7 +89,7 @@ class JobRunner:
 
     def reset(self) -> None:
         """Another optimizer is set: every slice starts with a new state."""
-        self._states = {}
+        self._states.clear()
 
     def _result(self, job: Job) -> Any:
         if isinstance(job, Apply):
@@ -75,34 +105,40 @@ class JobRunner:
     def _create(self, job: Create) -> Array:
         dtype = named_dtype(job.dtype)
         place = (job.key, job.slice_index)
-        self._dtypes[place] = dtype
         self._counts[place] = job.source.nbytes // dtype.itemsize
-        self._states.pop(place, None)
-        return contiguous_bytes(view(job.source, dtype).copy())
+        self._states.drop(place)
+        made = self._allocate(job.source.nbytes)
+        np.copyto(made, view(job.source, UINT8))
+        return made
 
     def _apply(self, job: Apply) -> Array:
-        place = (job.key, job.slice_index)
-        dtype = self._dtypes[place]
-        current: Array = job.current.view(dtype)
+        dtype = named_dtype(job.dtype)
+        current = gathered(job.current, job.nbytes).view(dtype)
         given = [(c.samples, view(c.span, dtype)) for c in job.contributions if c.span is not None]
-        out = np.empty_like(current)
+        made = self._allocate(job.nbytes)
+        out = made.view(dtype)
         if job.assign:
             np.copyto(out, given[0][1] if given else current)
-            self._states.pop(place, None)
-            return contiguous_bytes(out)
-        state = self._states.get(place)
-        if state is None:
-            state = self._states[place] = SliceState()
+            self._states.renew(job.unit, job.layout, dtype.itemsize)
+            return made
         arrays = [array for _, array in given]
         samples = [number for number, _ in given]
         optimizer: Any = job.optimizer
-        apply_update(optimizer, state, current, arrays, out, job.merge, samples)  # type: ignore[arg-type]
-        return contiguous_bytes(out)
+        merge: Any = job.merge
+        pieces = self._states.of_unit(job.unit, job.layout, dtype.itemsize)
+        if len(pieces) == 1:
+            apply_update(optimizer, pieces[0].state, current, arrays, out, merge, samples)
+            return made
+        made.fill(0)  # also what lies between two slices
+        for start, stop, state in pieces:
+            parts = [array[start:stop] for array in arrays]
+            apply_update(optimizer, state, current[start:stop], parts, out[start:stop], merge, samples)
+        return made
 
     # ── optimizer states: on the wire the step, then (name, dtype) and the bytes of each array ──
 
     def _export(self, job: Export) -> tuple[int, tuple[tuple[str, str], ...], tuple[Span, ...]]:
-        arrays = self._states.get((job.key, job.slice_index), SliceState()).export()
+        arrays = self._states.of_slice((job.key, job.slice_index)).export()
         step = int(arrays.pop("step"))
         slots = tuple((name, array.dtype.name) for name, array in arrays.items())
         spans = tuple(Span(contiguous_bytes(array), 0, array.nbytes) for array in arrays.values())
@@ -121,7 +157,7 @@ class JobRunner:
                 raise ProtocolError(f"the state of {job.key!r} is shorter than its slots say")
             arrays[name] = view(span, np.dtype(dtype))
             offset += padded(span.nbytes)
-        self._states[place] = SliceState.load(arrays)
+        self._states.put(place, SliceState.load(arrays), self._counts[place])
 
     # ── commands ──
 

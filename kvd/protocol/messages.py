@@ -27,6 +27,7 @@ BIGGEST = (1 << 62) - 1
 MAX_PARTS = 1024
 MAX_MEMBERS = 200
 MAX_TEXT_CHARS = 1000
+SMALL_PUSH_BYTES = 16 << 10
 
 Number: TypeAlias = Annotated[int, Limit(0, BIGGEST)]
 Signed: TypeAlias = Annotated[int, Limit(-1, BIGGEST)]
@@ -56,6 +57,13 @@ class Part(NamedTuple):
     key: Key
     slice_index: Number
     clock: Signed
+
+
+class Place(NamedTuple):
+    """One slice of a key."""
+
+    key: Key
+    slice_index: Number
 
 
 class Settings(NamedTuple):
@@ -106,6 +114,7 @@ class Quiet(NamedTuple):
 
 Shape: TypeAlias = Annotated[tuple[Annotated[int, Limit(0, MAX_KEY_NBYTES)], ...], Limit(0, MAX_DIMENSIONS)]
 Parts: TypeAlias = Annotated[tuple[Part, ...], Limit(1, MAX_PARTS)]
+Places: TypeAlias = Annotated[tuple[Place, ...], Limit(1, MAX_PARTS)]
 
 # How a push counts in its round.
 ADD = 0  # a gradient or value, merged with the others'
@@ -219,8 +228,8 @@ class Done:
 class Refused:
     """Not carried out. `error` names the class of `kvd.errors`, or one of the lower-case words below.
 
-    ``attach``: I do not know you (yet), say Attach. ``clock``: this push is out of turn, `expected` is the clock whose
-    turn it is. ``join``: the scheduler does not know you, join again. ``replaced``: another incarnation has your place.
+    ``attach``: I do not know you (yet), say Attach. ``pack``: I do not know this pack (any more), declare it.
+    ``clock``: this push is out of turn, `expected` is the clock whose turn it is. ``join``: the scheduler does not know you, join again. ``replaced``: another incarnation has your place.
     """
 
     KIND: ClassVar[int] = 17
@@ -319,7 +328,8 @@ class Activate:
 class Push:
     """Contributions, with their bytes as payload. Answered by Staged (the credit comes back), then by Done at commit.
 
-    With `pull`, by Values instead of Done. A `probe` has no payload: it asks what became of an earlier one.
+    With `pull`, by Values instead of Done. A `probe` has no payload: it asks what became of an earlier one. A push of
+    at most SMALL_PUSH_BYTES takes no credit, and only a probe of it is answered by Staged.
     """
 
     KIND: ClassVar[int] = 40
@@ -350,11 +360,45 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The slices asked for, in order, as payload, and the version of each."""
+    """The slices asked for, in order, as payload, and the version of each; of a pack, perhaps one for all of them."""
 
     KIND: ClassVar[int] = 43
     request: Number
     versions: Annotated[tuple[Number, ...], Limit(1, MAX_PARTS)]
+
+
+@dataclass(frozen=True, slots=True)
+class DeclarePack:
+    """I shall move these slices together again and again: from now on I call them `pack`."""
+
+    KIND: ClassVar[int] = 44
+    request: Number
+    pack: Number
+    places: Places
+
+
+@dataclass(frozen=True, slots=True)
+class PushPack:
+    """As Push, of all slices of a pack, which have the same clock."""
+
+    KIND: ClassVar[int] = 45
+    request: Number
+    pack: Number
+    clock: Number
+    how: Annotated[int, Limit(0, 2)]
+    samples: Number
+    pull: bool
+    probe: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PullPack:
+    """As Pull, of all slices of a pack."""
+
+    KIND: ClassVar[int] = 46
+    request: Number
+    pack: Number
+    clock: Signed
 
 
 # ── control: worker or observer ↔ server ──────────────────────────────────────────────────────────────────────────────
@@ -483,6 +527,9 @@ Message: TypeAlias = (
     | Staged
     | Pull
     | Values
+    | DeclarePack
+    | PushPack
+    | PullPack
     | SetOptimizer
     | UpdateOptimizer
     | OptimizerQuery

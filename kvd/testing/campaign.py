@@ -9,7 +9,7 @@ from kvd.testing.mishaps import Mishaps, live_through
 from kvd.testing.network import CALM, NASTY, ROUGH, Faults
 from kvd.testing.settings import Cluster
 from kvd.testing.simulator import World
-from kvd.testing.workloads import Ledger, LifeLedger, Rounds, Training
+from kvd.testing.workloads import Ledger, LifeLedger, MixedRounds, Rounds, Training
 
 WORKERS = 3
 STEPS = 8
@@ -22,7 +22,7 @@ LONG_PAUSES = Mishaps(crashes=1, pauses=3, cuts=1, scheduler_restarts=1, longest
 class Campaign:
     """What `run` does with a seed; Violation if a promise is broken."""
 
-    workload: str  # "ledger" | "lives" | "rounds" | "training"
+    workload: str  # "ledger" | "lives" | "rounds" | "mixed" | "training"
     mode: str = "sync"
     staleness: int = -1
     mishaps: Mishaps = HARD
@@ -56,6 +56,8 @@ class Campaign:
     def _workload(self, seed: int) -> Ledger | Rounds:
         if self.workload == "rounds":
             return Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0)
+        if self.workload == "mixed":
+            return MixedRounds(WORKERS, STEPS, pushpull=seed % 2 == 0)
         if self.workload == "lives":
             return LifeLedger(WORKERS, STEPS)
         return Ledger(WORKERS, STEPS, timeout_s=self.timeout_s)
@@ -87,6 +89,9 @@ CAMPAIGNS: dict[str, Campaign] = {
     "rounds, no record": Campaign("rounds", mishaps=NO_CRASHES, state_dir=False),
     "rounds, nasty": Campaign("rounds", faults=NASTY, job_s=(0.0, 0.2)),
     "rounds, long pauses": Campaign("rounds", mishaps=LONG_PAUSES),
+    "mixed": Campaign("mixed"),
+    "mixed, nasty": Campaign("mixed", faults=NASTY, job_s=(0.0, 0.2)),
+    "mixed, long pauses": Campaign("mixed", mishaps=LONG_PAUSES),
     "training": Campaign("training"),
     "training, nasty": Campaign("training", faults=NASTY),
     "training, long pauses": Campaign("training", mishaps=LONG_PAUSES),

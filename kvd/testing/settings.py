@@ -20,6 +20,7 @@ class Cluster:
     num_shards: int = 16
     slice_bytes: int = 4096
     credit_bytes: int = 16 << 10
+    small_push_bytes: int = 512
     memory_limit_bytes: int = 16 << 20
     heartbeat_interval_s: float = 1.0
     server_timeout_s: float = 10.0

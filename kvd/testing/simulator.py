@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvd.core.calls import InitKeys, Move, Request
-from kvd.core.keytable import Slice
 from kvd.core.machine import (
     Complete,
     Connect,
@@ -43,10 +42,11 @@ from kvd.core.machine import (
 from kvd.core.scheduler import SchedulerMachine, SchedulerSettings
 from kvd.core.server import ServerMachine, ServerSettings
 from kvd.core.session import Identity, SchedulerLink
+from kvd.core.units import Slice
 from kvd.core.worker import WorkerMachine, WorkerSettings
 from kvd.errors import KvdError
 from kvd.node.driver import copy_span
-from kvd.node.jobs import JobRunner
+from kvd.node.jobs import JobRunner, view
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import Settings, StatusReport, Values
 from kvd.protocol.specs import padded
@@ -179,7 +179,9 @@ class World:
         life = self._life(name)
         address = f"sim://{name}/{life}".replace(" ", "")
         link = self._link("server", rank, address, Settings("", "", -1, 0, 0, cluster.workers, cluster.servers, 0))
-        settings = ServerSettings(cluster.memory_limit_bytes, fail_on_worker_loss=cluster.fail_on_worker_loss)
+        settings = ServerSettings(
+            cluster.memory_limit_bytes, cluster.fail_on_worker_loss, small_push_bytes=cluster.small_push_bytes
+        )
         return self._start(Process(name, life, ServerMachine(settings, link), address, JobRunner()))
 
     def start_worker(self, number: int, program: Program | None = None) -> Process:
@@ -188,7 +190,8 @@ class World:
         if program is not None:
             self.programs[name] = program
         wanted = self.worker_settings.get(name, self.cluster.settings())
-        machine = WorkerMachine(WorkerSettings(self.cluster.credit_bytes), self._link("worker", number, "", wanted))
+        settings = WorkerSettings(self.cluster.credit_bytes, self.cluster.small_push_bytes)
+        machine = WorkerMachine(settings, self._link("worker", number, "", wanted))
         process = self._start(Process(name, self._life(name), machine))
         if name in self.programs:
             process.program = self.programs[name](Me(self, process, number))
@@ -416,7 +419,8 @@ class World:
         """The committed value of a key, put together from its servers."""
         slices = [slice_ for server in self.servers() for slice_ in slices_of(server) if slice_.key == key]
         slices.sort(key=lambda slice_: slice_.index)
-        return np.concatenate([slice_.log.current for slice_ in slices]).view(dtype)
+        parts = [view(slice_.span(slice_.log.current), np.dtype(np.uint8)) for slice_ in slices]
+        return np.concatenate(parts).view(dtype)
 
     def workers_finished(self) -> bool:
         """Every worker's newest incarnation has run its program to the end."""

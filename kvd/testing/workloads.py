@@ -231,12 +231,13 @@ class Rounds:
     keys: tuple[str, ...] = ("a", "b")
     pushpull: bool = True
     pace_s: float = 0.25
+    size: int = SIZE
 
     def contribution(self, rank: int, clock: int) -> Floats:
         """Element 0 is a power of two, element 1 the clock; the sum of the others depends on the order."""
-        values = np.random.default_rng(rank * 1009 + clock).normal(size=SIZE).astype(np.float32)
-        values *= np.float32(10.0) ** np.arange(SIZE, dtype=np.float32).__mod__(7)
-        for first in (0, LAST - 1):
+        values = np.random.default_rng(rank * 1009 + clock).normal(size=self.size).astype(np.float32)
+        values *= np.float32(10.0) ** np.arange(self.size, dtype=np.float32).__mod__(7)
+        for first in (0, self.size - 2):
             values[first], values[first + 1] = 2.0**rank, clock
         return values
 
@@ -246,23 +247,32 @@ class Rounds:
             total = total + self.contribution(rank, clock)
         return total.tobytes()
 
+    def groups(self, rank: int, clock: int) -> list[tuple[str, ...]]:
+        """The keys of a step, as they go into one call each."""
+        return [self.keys]
+
     def program(self, me: Me) -> Coroutine:
-        step = yield from begin(me, self.keys, np.zeros(SIZE, np.float32), None)
+        step = yield from begin(me, self.keys, np.zeros(self.size, np.float32), None)
         for clock in range(step + 1, self.steps + 1):
-            values = [self.contribution(me.rank, clock) for _ in self.keys]
-            targets = [np.full(SIZE, np.nan, np.float32) for _ in self.keys]
-            if self.pushpull:
-                items = tuple(item(*entry) for entry in zip(self.keys, values, targets, strict=True))
-                versions = yield from pushpull(Move(items, push=True, pull=True), clock)
-            else:
-                pushes = tuple(item(key, value) for key, value in zip(self.keys, values, strict=True))
-                yield from begin_push(Move(pushes, push=True, pull=False), clock)
-                pulls = tuple(item(key, None, target) for key, target in zip(self.keys, targets, strict=True))
-                versions = yield from insist(Move(pulls, push=False, pull=True))
+            for keys in self.groups(me.rank, clock):
+                yield from self.move(me, keys, clock)
             yield Sleep(self.pace_s)
-            for key, target, version in zip(self.keys, targets, versions, strict=True):
-                self.pulled(me.world, key, clock, target, version)
         yield LeaveRounds("done")
+
+    def move(self, me: Me, keys: Sequence[str], clock: int) -> Coroutine:
+        """The push and the pull of some keys."""
+        values = [self.contribution(me.rank, clock) for _ in keys]
+        targets = [np.full(self.size, np.nan, np.float32) for _ in keys]
+        if self.pushpull:
+            items = tuple(item(*entry) for entry in zip(keys, values, targets, strict=True))
+            versions = yield from pushpull(Move(items, push=True, pull=True), clock)
+        else:
+            pushes = tuple(item(key, value) for key, value in zip(keys, values, strict=True))
+            yield from begin_push(Move(pushes, push=True, pull=False), clock)
+            pulls = tuple(item(key, None, target) for key, target in zip(keys, targets, strict=True))
+            versions = yield from insist(Move(pulls, push=False, pull=True))
+        for key, target, version in zip(keys, targets, versions, strict=True):
+            self.pulled(me.world, key, clock, target, version)
 
     def pulled(self, world: World, key: str, clock: int, value: Floats, versions: Versions) -> None:
         if versions != (clock, clock):
@@ -276,6 +286,25 @@ class Rounds:
         for key in self.keys:
             if world.value(key).tobytes() != self.expected(self.steps):
                 world.fail(f"key {key!r} does not end with the bits of its last round")
+
+
+@dataclass
+class MixedRounds(Rounds):
+    """Many small keys, which servers treat as one as long as they are pushed together: mostly they are, in the same
+    order, sometimes in another, or one by one, and not by all workers at the same time."""
+
+    keys: tuple[str, ...] = ("a", "b", "c", "d", "e", "f")
+    size: int = 101
+
+    def groups(self, rank: int, clock: int) -> list[tuple[str, ...]]:
+        whim = (7 * clock + 3 * rank) % 11
+        if whim == 0:
+            return [(key,) for key in self.keys]
+        if whim == 1:
+            return [tuple(reversed(self.keys))]
+        if whim == 2:
+            return [self.keys[:2], self.keys[2:]]
+        return [self.keys]
 
 
 def pushpull(move: Move, clock: int) -> Generator[Any, Any, Any]:

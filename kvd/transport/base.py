@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-Buffer: TypeAlias = Any  # whatever has the buffer protocol, in bytes
+from kvd.core.machine import Span
+
 Piece: TypeAlias = memoryview
 
 OnMessage: TypeAlias = Callable[[Hashable, bytes, memoryview | None], None]
@@ -32,11 +33,22 @@ class Transport(Protocol):
 
     def disconnect(self, peer: Hashable) -> None: ...
 
-    def send(self, peer: Hashable, header: bytes, payload: Sequence[Piece]) -> bool:
-        """Sends without waiting. False: not possible now (the peer is gone, or too much is queued for it)."""
+    def send(self, peer: Hashable, header: bytes, payload: Sequence[Span]) -> bool:
+        """Sends without waiting. False: not possible now (the peer is gone, or too much is queued for it).
+
+        Nobody may write to the spans' memory until the receiver has let go of the payload.
+        """
 
     def close(self, linger_s: float) -> None:
         """Stops, after at most so long for what is queued."""
+
+
+def pieces_of(payload: Sequence[Span]) -> list[Piece]:
+    """The bytes of each span, not copied."""
+    return [
+        memoryview(buffer).cast("B")[offset : offset + nbytes] if nbytes else memoryview(b"")
+        for buffer, offset, nbytes in payload
+    ]
 
 
 def joined(pieces: Sequence[Piece]) -> bytes | memoryview:

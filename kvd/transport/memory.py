@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Hashable, Sequence
 from itertools import count
 
+from kvd.core.machine import Span
 from kvd.errors import ConnectError
-from kvd.transport.base import OnGarbage, OnMessage, Piece, joined
+from kvd.transport.base import OnGarbage, OnMessage, joined, pieces_of
 
 
 class MemoryNetwork:
@@ -64,13 +65,13 @@ class MemoryTransport:
         if link is not None:
             link[0]._links.pop(link[1], None)
 
-    def send(self, peer: Hashable, header: bytes, payload: Sequence[Piece]) -> bool:
+    def send(self, peer: Hashable, header: bytes, payload: Sequence[Span]) -> bool:
         if peer in self._opened and peer not in self._links and not self._try_connect(peer):
             return False
         link = self._links.get(peer)
         if link is None:
             return False
-        body = memoryview(bytes(joined(payload))) if payload else None
+        body = memoryview(bytes(joined(pieces_of(payload)))) if payload else None
         other, name = link
         asyncio.get_running_loop().call_soon(other._deliver, name, header, body)
         return True

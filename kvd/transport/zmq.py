@@ -16,8 +16,9 @@ from typing import Any
 
 import zmq
 
+from kvd.core.machine import Span
 from kvd.errors import ConnectError
-from kvd.transport.base import DRAIN_LIMIT, MAX_PAYLOAD_BYTES, OnGarbage, OnMessage, Piece, joined
+from kvd.transport.base import DRAIN_LIMIT, MAX_PAYLOAD_BYTES, OnGarbage, OnMessage, joined, pieces_of
 
 # Plain numbers: combining members of zmq's enums costs more than a system call.
 NOBLOCK, SNDMORE, POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN)
@@ -188,8 +189,8 @@ class ZmqTransport:
 
     # ── sending ──
 
-    def send(self, peer: Hashable, header: bytes, payload: Sequence[Piece]) -> bool:
-        body = joined(payload) if payload else None
+    def send(self, peer: Hashable, header: bytes, payload: Sequence[Span]) -> bool:
+        body = joined(pieces_of(payload)) if payload else None
         with self._lock:
             socket = self._dealers.get(peer)
             routed = socket is None

@@ -41,7 +41,7 @@ class Bench:
         workers: int = 2,
     ) -> None:
         self.settings = settings or cluster(workers)
-        self.machine = ServerMachine(ServerSettings(memory, fail), link("server", 0))
+        self.machine = ServerMachine(ServerSettings(memory, fail, small_push_bytes=-1), link("server", 0))
         self.members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in members(workers)}
         self.epoch = 0
         self.hold = False

@@ -19,7 +19,7 @@ from kvd.core.outbox import (
     Entry,
     Outbox,
 )
-from kvd.protocol.messages import Command, Part, Pull, Push
+from kvd.protocol.messages import Command, Part, Place, Pull, Push
 
 
 def ignore(entry: Entry, event: Any) -> None: ...
@@ -27,7 +27,8 @@ def ignore(entry: Entry, event: Any) -> None: ...
 
 def push(request: int, clock: int, *, key: str = "w", index: int = 0, nbytes: int = 10, **more: Any) -> Entry:
     message = Push(request, (Part(key, index, clock),), 0, 1, False)
-    return Entry(more.pop("peer", "s0"), message, ignore, (Span(f"bytes {request}", 0, nbytes),), nbytes, **more)
+    payload = (Span(f"bytes {request}", 0, nbytes),)
+    return Entry(more.pop("peer", "s0"), message, ignore, payload, nbytes, pushes=(Place(key, index),), **more)
 
 
 def pull(request: int, *, key: str = "w", **more: Any) -> Entry:
@@ -39,7 +40,7 @@ def requests(sends: Sequence[Send]) -> list[int]:
 
 
 def filled(*entries: Entry, credit: int = 1000) -> Outbox:
-    outbox = Outbox(credit)
+    outbox = Outbox(credit, small_push_bytes=-1)
     for entry in entries:
         outbox.add(entry)
     return outbox
@@ -169,7 +170,7 @@ def test_a_pull_is_repeated_as_it_is() -> None:
 def test_settled_from_every_state(state: int) -> None:
     entry, follower = push(1, 1, nbytes=80), push(2, 2, nbytes=80)
     blocker = push(9, 1, key="x", nbytes=80)
-    outbox = Outbox(100)
+    outbox = Outbox(100, small_push_bytes=-1)
     if state == QUEUED:
         outbox.add(blocker)
         outbox.pump(0.0)

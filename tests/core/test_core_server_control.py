@@ -101,7 +101,7 @@ def test_changes_take_effect_slice_by_slice() -> None:
     bench.say(0, UpdateOptimizer(51, {"learning_rate": 0.25}))
     rounds(bench, 1)
     bench.push(1, 1, ONE, key="v")
-    assert [(apply.key, rate) for apply, rate in zip(bench.applied, rates(bench), strict=True)] == [
+    assert [(apply.layout[0].key, rate) for apply, rate in zip(bench.applied, rates(bench), strict=True)] == [
         ("w", 0.25),
         ("v", 0.5),
     ]

@@ -162,7 +162,7 @@ def test_a_round_of_assignment_takes_rank_0_s_value() -> None:
 
 
 def test_so_many_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.core.server.MAX_PENDING", 1)
+    monkeypatch.setattr("kvd.core.servermoves.MAX_PENDING", 1)
     bench = ready()
     bench.push(0, 1)
     assert refusal(bench.push(1, 1)).error == "NotAllowed"

@@ -51,7 +51,7 @@ class Bench:
         joined: bool = True,
     ) -> None:
         self.settings = settings or cluster(2, servers)
-        self.machine = WorkerMachine(WorkerSettings(credit), link(role, rank))
+        self.machine = WorkerMachine(WorkerSettings(credit, small_push_bytes=-1, packs=False), link(role, rank))
         self.members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in members(2, servers)}
         self.epoch = 0
         self.now = 0.0

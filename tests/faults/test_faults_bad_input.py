@@ -32,6 +32,7 @@ from kvd.protocol.messages import (
     Publish,
     Pull,
     Push,
+    PushPack,
     Refused,
     SetOptimizer,
     Settings,
@@ -44,6 +45,7 @@ from kvd.protocol.messages import (
 )
 from kvd.protocol.specs import KeySpec
 from kvd.testing.cluster import LocalCluster
+from kvd.transport.base import joined, pieces_of
 
 STRANGER = 0x1234
 NO_VIEW = ViewNumber(0, 0)
@@ -243,8 +245,8 @@ def test_frames_that_are_recorded_and_sent_again_count_once(cluster: LocalCluste
     by_incarnation = {member.incarnation: member.address for member in engine.machine.view.servers()}
 
     def record(peer: Any, header: bytes, payload: Any) -> bool:
-        if peer in by_incarnation and isinstance(decode(header).message, Push):
-            recorded.append((peer, header, b"".join(bytes(piece) for piece in payload)))
+        if peer in by_incarnation and isinstance(decode(header).message, Push | PushPack):
+            recorded.append((peer, header, bytes(joined(pieces_of(payload)))))
         return bool(send(peer, header, payload))
 
     transport.send = record

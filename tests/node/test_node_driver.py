@@ -39,6 +39,7 @@ from kvd.node.jobs import JobRunner
 from kvd.node.pieces import Pieces
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import Done, Refused, StatusReport, ViewNumber
+from kvd.transport.base import pieces_of
 
 
 class Scripted:
@@ -93,10 +94,10 @@ class Wire:
     def disconnect(self, peer: Hashable) -> None:
         self.log.append(("disconnect", peer))
 
-    def send(self, peer: Hashable, header: bytes, payload: Sequence[memoryview]) -> bool:
+    def send(self, peer: Hashable, header: bytes, payload: Sequence[Span]) -> bool:
         message = decode(header).message
         self.log.append(("send", message))
-        self.sent.append((peer, message, b"".join(payload)))
+        self.sent.append((peer, message, b"".join(pieces_of(payload))))
         return True
 
     def close(self, linger_s: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.core.machine import Apply, Contribution, Create, Export, Load, Run, Span
+from kvd.core.machine import Apply, Contribution, Create, Export, Load, Placed, Run, Span
 from kvd.errors import NotAllowed, ProtocolError
 from kvd.node.jobs import JobRunner, ping, view
 from kvd.optimizer import SGD
@@ -30,7 +30,8 @@ def apply(runner: JobRunner, current: Any, *given: Any, assign: bool = False, op
     contributions = tuple(
         Contribution(rank, 1, None if values is None else span_of(values), 1, how) for rank, values in enumerate(given)
     )
-    return runner.run(Apply(2, "w", 0, "float32", current, contributions, assign, "sum", optimizer))
+    layout = (Placed("w", 0, 0, current.nbytes),)
+    return runner.run(Apply(2, 1, layout, "float32", current.nbytes, current, contributions, assign, "sum", optimizer))
 
 
 def test_a_slice_is_made_as_a_copy() -> None:
@@ -46,7 +47,8 @@ def test_empty_slices_of_every_dtype(dtype: str) -> None:
     runner = JobRunner()
     current = made(runner, [], dtype)
     contributions = (Contribution(0, 1, Span(None, 0, 0), 1, ADD),)
-    done = runner.run(Apply(2, "w", 0, dtype, current, contributions, False, "sum", None))
+    layout = (Placed("w", 0, 0, 0),)
+    done = runner.run(Apply(2, 1, layout, dtype, 0, current, contributions, False, "sum", None))
     assert done.error is None
     assert done.result.nbytes == 0
 

@@ -56,7 +56,7 @@ def test_push_taken_in_part_keeps_its_clock(monkeypatch: pytest.MonkeyPatch) -> 
     failed: list[str] = []
 
     def fails_once(runner: JobRunner, job: Apply) -> Any:
-        if job.slice_index == 1 and not failed:
+        if job.layout[0].slice_index == 1 and not failed:
             failed.append("yes")
             raise NotAllowed("out of memory")
         return apply(runner, job)

@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 
+from kvd.core.machine import Span
 from kvd.errors import ConnectError
 from kvd.transport.base import Transport
 from kvd.transport.memory import MemoryNetwork, MemoryTransport
 from kvd.transport.zmq import ZmqTransport
 
 Message = tuple[Hashable, bytes, bytes | None]
+
+
+def spans(*pieces: bytes | bytearray) -> list[Span]:
+    return [Span(piece, 0, len(piece)) for piece in pieces]
 
 
 class Kind:
@@ -45,7 +50,7 @@ class Node:
         self.messages.append((peer, header, None if payload is None else bytes(payload)))
 
     def send(self, peer: Hashable, header: bytes, *pieces: bytes) -> bool:
-        return self.transport.send(peer, header, [memoryview(piece) for piece in pieces])
+        return self.transport.send(peer, header, spans(*pieces))
 
     async def received(self, count: int) -> list[Message]:
         await eventually(lambda: len(self.messages) >= count)
@@ -147,7 +152,7 @@ def test_what_was_sent_may_be_forgotten_and_received_may_be_kept(kind: Kind) -> 
         try:
             for number in range(20):
                 body = bytearray([number]) * 100_000
-                assert client.transport.send("server", b"h", [memoryview(body)])
+                assert client.transport.send("server", b"h", spans(body))
             await eventually(lambda: len(kept) == 20)
             assert [bytes(body) == bytes([number]) * 100_000 for number, body in enumerate(kept)] == [True] * 20
         finally:

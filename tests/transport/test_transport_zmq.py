@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
+from kvd.core.machine import Span
 from kvd.errors import ConnectError
 from kvd.transport.zmq import ZmqTransport
 
@@ -108,7 +109,7 @@ def test_sends_from_several_threads_keep_their_frames_together() -> None:
         def flood(number: int) -> None:
             for step in range(300):
                 header = b"%d %d" % (number, step)
-                assert listener.transport.send(peer, header, [memoryview(header * 3000)])
+                assert listener.transport.send(peer, header, [Span(header * 3000, 0, len(header) * 3000)])
 
         threads = [threading.Thread(target=flood, args=(number,)) for number in range(4)]
         for thread in threads:

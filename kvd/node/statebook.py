@@ -1,0 +1,148 @@
+"""The optimizer states of a server's slices. Slices that are updated as one have one state, as long as they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from kvd.compute.optimizers import SliceState
+from kvd.core.machine import Placed
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Place: TypeAlias = tuple[str, int]
+
+
+class Piece(NamedTuple):
+    """The state of a range of a unit's elements."""
+
+    start: int
+    stop: int
+    state: SliceState
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    """The states of one unit: one piece for all of it, or several whose steps differ."""
+
+    unit: int
+    pieces: list[Piece]
+    places: set[Place] = field(default_factory=set)
+
+
+class StateBook:
+    """States by unit and by slice. What a slice had goes with it when it becomes part of another unit."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, _Record] = {}
+        self._homes: dict[Place, tuple[_Record, int, int]] = {}  # where a slice is, and its first and last element
+
+    def clear(self) -> None:
+        """Every slice starts with a new state."""
+        self._records = {}
+        self._homes = {}
+
+    def drop(self, place: Place) -> None:
+        """The slice is made anew."""
+        self._leave(place)
+
+    def of_unit(self, unit: int, layout: Sequence[Placed], itemsize: int) -> list[Piece]:
+        """The states of all elements of a unit, in their order."""
+        record = self._records.get(unit)
+        if record is None:
+            record = self._records[unit] = _Record(unit, [])
+            pieces = []
+            for key, index, offset, nbytes in layout:
+                start, stop = offset // itemsize, (offset + nbytes) // itemsize
+                pieces.append(Piece(start, stop, self._leave((key, index))))
+                self._homes[key, index] = (record, start, stop)
+                record.places.add((key, index))
+            record.pieces = _joined(pieces)
+        return record.pieces
+
+    def renew(self, unit: int, layout: Sequence[Placed], itemsize: int) -> None:
+        """All slices of the unit start with a new state."""
+        pieces = self.of_unit(unit, layout, itemsize)
+        self._records[unit].pieces = [Piece(pieces[0].start, pieces[-1].stop, SliceState())]
+
+    def of_slice(self, place: Place) -> SliceState:
+        """The state of one slice: views of what its unit has."""
+        home = self._homes.get(place)
+        return SliceState() if home is None else _cut(*home)
+
+    def put(self, place: Place, state: SliceState, count: int) -> None:
+        """Gives a slice of `count` elements another state; the others of its unit keep theirs."""
+        home = self._homes.get(place)
+        if home is None:
+            record = _Record(0, [Piece(0, count, state)], {place})  # no unit yet: the first update finds it here
+            self._homes[place] = (record, 0, count)
+            return
+        record, start, stop = home
+        before = [piece for piece in record.pieces if piece.stop <= start]
+        after = [piece for piece in record.pieces if piece.start >= stop]
+        for piece in record.pieces:
+            if piece.start < start < piece.stop:
+                before.append(_range(piece, piece.start, start))
+            if piece.start < stop < piece.stop:
+                after.insert(0, _range(piece, stop, piece.stop))
+        record.pieces = [*before, Piece(start, stop, state), *after]
+
+    def _leave(self, place: Place) -> SliceState:
+        """Takes a slice out of its record, with its state."""
+        home = self._homes.pop(place, None)
+        if home is None:
+            return SliceState()
+        record = home[0]
+        record.places.discard(place)
+        if not record.places:
+            self._records.pop(record.unit, None)
+        return _cut(*home)
+
+
+def _cut(record: _Record, start: int, stop: int) -> SliceState:
+    for piece in record.pieces:
+        if piece.start <= start and stop <= piece.stop:
+            return _range(piece, start, stop).state
+    return SliceState()
+
+
+def _range(piece: Piece, start: int, stop: int) -> Piece:
+    """A part of a piece: views of its arrays."""
+    if (start, stop) == (piece.start, piece.stop):
+        return piece
+    state, low, high = piece.state, start - piece.start, stop - piece.start
+    master = None if state.master is None else state.master[low:high]
+    slots = {name: slot[low:high] for name, slot in state.slots.items()}
+    return Piece(start, stop, SliceState(state.step, master, slots))
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """One piece of them all, if they are alike: as many steps, and the same arrays."""
+    first = pieces[0].state
+    if len(pieces) == 1:
+        return pieces
+    for _, _, state in pieces:
+        if (state.step, state.master is None, state.slots.keys()) != (
+            first.step,
+            first.master is None,
+            first.slots.keys(),
+        ):
+            return pieces
+    total = pieces[-1].stop
+    state = SliceState(first.step)
+    if first.master is not None:
+        state.master = _side_by_side(total, [(piece, piece.state.master) for piece in pieces])
+    for name in first.slots:
+        state.slots[name] = _side_by_side(total, [(piece, piece.state.slots[name]) for piece in pieces])
+    return [Piece(0, total, state)]
+
+
+def _side_by_side(total: int, parts: Sequence[tuple[Piece, Array | None]]) -> Array:
+    dtype = next((array.dtype for _, array in parts if array is not None), np.dtype(np.float32))
+    whole = np.zeros(total, dtype)  # also what lies between two slices
+    for piece, array in parts:
+        if array is not None:
+            whole[piece.start : piece.stop] = array
+    return whole
