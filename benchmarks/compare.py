@@ -6,65 +6,87 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
-from benchmarks import figures, limits, machine, report
+from benchmarks import figures, floor, limits, machine, report
+from benchmarks.arguments import new_file, positive, some_of, works
 from benchmarks.systems import (
+    KVD_WAYS,
     PEER_ENVIRONMENTS,
     PEERS_DIR,
     Effort,
     Outcome,
     System,
-    kvd_system,
+    kvd_systems,
     peer_is_ready,
     peer_systems,
     peer_version,
 )
-from kvd_cli.bench_work import MODES, WORK, names_of
+from kvd_cli.bench_plot import counted, is_plotted, throughput_chart
+from kvd_cli.bench_work import MODES, WORK
 
-TRANSPORTS: Final = ("tcp", "ipc")
+DEFAULT_WAYS: Final = ("auto", "tcp", "bound")
 PEERS: Final = tuple(PEER_ENVIRONMENTS)
 FAILED: Final = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write. The exit code is 0 if every start of kvd gave figures."""
+    """Measure, print, draw, write. The exit code is 0 if every start of kvd gave figures."""
     options = _options(arguments)
     effort = Effort(options.only, options.workers, options.servers, options.seconds, options.repetitions, options.limit)
-    peers, advice = peer_systems(options.peers, options.peers_dir, options.modes)
-    for warning in filter(None, [*advice, machine.load_warning()]):
-        _say(warning)
-    systems = [*(kvd_system(transport, options.modes) for transport in options.transports), *peers]
-    _say("measuring the limits of this machine")
-    limits_found = limits.measure()
+    ours, advice = kvd_systems(options.kvd, options.modes)
+    peers, advice_on_peers = peer_systems(options.peers, options.peers_dir, options.modes)
+    for warning in filter(None, [*advice, *advice_on_peers, machine.load_warning()]):
+        say(warning)
+    say("measuring the limits of this machine")
+    limits_found = limits.measure(effort.workers)
     outcomes = [
-        (system, mode, number, _start(system, effort, mode, number))
-        for system, mode, number in turns(systems, effort, options.modes, options.rounds)
+        (system, mode, number, start(system, effort, mode, number))
+        for system, mode, number in turns([*ours, *peers], effort, options.modes, options.rounds)
     ]
-    rows = [row for *_, outcome in outcomes for row in outcome.rows]
-    summaries = figures.summaries(rows)
-    report.show(limits_found, summaries, figures.ratios(summaries), Console())
+    found = _findings(effort, limits_found, [outcome for *_, outcome in outcomes])
+    report.show(found, Console())
+    if options.plot is not None:
+        _draw(options.plot, effort, found.summaries)
     if options.json is not None:
-        failures = [
-            {"system": system.name, "mode": mode, "round": number, "failure": outcome.failure}
-            for system, mode, number, outcome in outcomes
-            if outcome.failure
-        ]
-        roles = [role for *_, outcome in outcomes for role in outcome.roles]
-        document = _document(effort, limits_found, summaries) | {
-            "rounds": options.rounds,
-            "rows": [dataclasses.asdict(row) for row in rows],
-            "roles": roles,
-            "failures": failures,
-        }
+        document = _document(effort, found, outcomes) | {"rounds": options.rounds}
         options.json.write_text(json.dumps(document, indent=1) + "\n")
-    ours = [outcome for system, _, _, outcome in outcomes if system.is_ours]
-    return 0 if ours and not any(outcome.failure for outcome in ours) else FAILED
+    of_kvd = [outcome for system, _, _, outcome in outcomes if system.is_ours]
+    return 0 if of_kvd and not any(outcome.failure for outcome in of_kvd) else FAILED
+
+
+def _findings(effort: Effort, limits_found: dict[str, float], outcomes: Sequence[Outcome]) -> report.Findings:
+    summaries = figures.summaries(row for outcome in outcomes for row in outcome.rows)
+    floors = {
+        (summary.mode, summary.name): floor.least_us(summary.bytes, effort.workers, limits_found)
+        for summary in summaries
+        if summary.mode == "none" and effort.servers == 1  # what the limit is defined for
+    }
+    return report.Findings(
+        limits=limits_found,
+        summaries=summaries,
+        ratios=figures.ratios(summaries),
+        floors_us={key: least_us for key, least_us in floors.items() if least_us is not None},
+        peaks=figures.peaks(role for outcome in outcomes for role in outcome.roles),
+    )
+
+
+def _draw(file: Path, effort: Effort, summaries: Sequence[figures.Summary]) -> None:
+    """The curves of all systems, without an optimizer."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for summary in summaries:
+        if summary.mode == "none" and is_plotted(summary.name):
+            curves.setdefault(summary.system, []).append((summary.bytes, summary.mb_s))
+    if not curves:
+        say(f"{file} is not drawn: no work of one value from 4KiB to 64MiB gave figures without an optimizer")
+        return
+    how = f"{counted(effort.workers, 'worker')}, {counted(effort.servers, 'server')}, no optimizer"
+    file.write_text(throughput_chart(curves, how), encoding="utf-8")
 
 
 def turns(
@@ -79,86 +101,65 @@ def turns(
                     yield system, mode, number
 
 
-def _start(system: System, effort: Effort, mode: str, number: int) -> Outcome:
-    _say(f"round {number + 1}: {system.name}, optimizer {mode}")
+def start(system: System, effort: Effort, mode: str, number: int) -> Outcome:
+    """Start a system once, and say so, and how it failed if it did."""
+    say(f"round {number + 1}: {system.name}, optimizer {mode}")
     outcome = system.start(effort, mode, number)
     if outcome.failure:
-        _say(f"{system.name} failed: {outcome.failure}\n{outcome.complaints}".rstrip())
+        say(f"{system.name} failed: {outcome.failure}\n{outcome.complaints}".rstrip())
     return outcome
 
 
-def _document(effort: Effort, limits_found: dict[str, float], summaries: Sequence[figures.Summary]) -> dict[str, Any]:
-    """What goes into the file besides rows. It names no host, user or folder: it is there to be passed on."""
+def _document(
+    effort: Effort, found: report.Findings, outcomes: Sequence[tuple[System, str, int, Outcome]]
+) -> dict[str, Any]:
+    """What goes into the file. It names no host, user or folder: it is there to be passed on."""
+    failures = [
+        {"system": system.name, "mode": mode, "round": number, "failure": outcome.failure}
+        for system, mode, number, outcome in outcomes
+        if outcome.failure
+    ]
+    return {
+        **heading(),
+        "limits": found.limits,
+        "effort": dataclasses.asdict(effort),
+        "summaries": [dataclasses.asdict(summary) for summary in found.summaries],
+        "ratios": [dataclasses.asdict(ratio) for ratio in found.ratios],
+        "floors": [{"mode": mode, "name": name, "least_us": us} for (mode, name), us in found.floors_us.items()],
+        "rows": [dataclasses.asdict(row) for *_, outcome in outcomes for row in outcome.rows],
+        "roles": [role for *_, outcome in outcomes for role in outcome.roles],
+        "failures": failures,
+    }
+
+
+def heading() -> dict[str, Any]:
+    """When and on what it was measured."""
     description = machine.describe()
     ready = [name for name in PEERS if peer_is_ready(name)]
     description["versions"]["peers"] = {name: peer_version(name) for name in ready}
-    return {
-        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": description,
-        "limits": limits_found,
-        "effort": dataclasses.asdict(effort),
-        "summaries": [dataclasses.asdict(summary) for summary in summaries],
-        "ratios": [dataclasses.asdict(ratio) for ratio in figures.ratios(summaries)],
-    }
+    return {"measured": datetime.now(UTC).isoformat(timespec="seconds"), "machine": description}
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
-    parser.add_argument("--rounds", type=_positive(int), default=5, help="how often each system is started")
-    parser.add_argument("--only", type=_works, default=tuple(WORK), help=f"works, of {','.join(WORK)}")
-    parser.add_argument("--modes", type=_some_of(MODES), default=MODES, help="optimizers on the servers")
-    parser.add_argument("--peers", type=_some_of(PEERS, none_too=True), default=PEERS, help="an empty list: none")
+    parser.add_argument("--rounds", type=positive(int), default=5, help="how often each system is started")
+    parser.add_argument("--only", type=works, default=tuple(WORK), help=f"works, of {','.join(WORK)}")
+    parser.add_argument("--modes", type=some_of(MODES), default=MODES, help="optimizers on the servers")
+    parser.add_argument("--peers", type=some_of(PEERS, none_too=True), default=PEERS, help="an empty list: none")
     parser.add_argument("--peers-dir", type=Path, default=PEERS_DIR, help="the folder of the peers' run.py")
-    parser.add_argument("--transports", type=_some_of(TRANSPORTS), default=TRANSPORTS[:1], help="of kvd: tcp,ipc")
-    parser.add_argument("--workers", type=_positive(int), default=2)
-    parser.add_argument("--servers", type=_positive(int), default=1)
-    parser.add_argument("--seconds", type=_positive(float), default=0.5, help="per repetition")
-    parser.add_argument("--repetitions", type=_positive(int), default=3, help="of a work in one start")
-    parser.add_argument("--limit", type=_positive(float), default=300.0, help="seconds that one start may take")
-    parser.add_argument("--json", type=_new_file, help="write everything to this file, too")
+    ways = ",".join(KVD_WAYS)
+    parser.add_argument("--kvd", type=some_of(tuple(KVD_WAYS)), default=DEFAULT_WAYS, help=f"ways to run it: {ways}")
+    parser.add_argument("--workers", type=positive(int), default=2)
+    parser.add_argument("--servers", type=positive(int), default=1)
+    parser.add_argument("--seconds", type=positive(float), default=0.5, help="per repetition")
+    parser.add_argument("--repetitions", type=positive(int), default=3, help="of a work in one start")
+    parser.add_argument("--limit", type=positive(float), default=300.0, help="seconds that one start may take")
+    parser.add_argument("--json", type=new_file, help="write everything to this file, too")
+    parser.add_argument("--plot", type=new_file, help="draw MB/s by size as SVG: works of one value, no optimizer")
     return parser.parse_args(arguments)
 
 
-def _works(text: str) -> tuple[str, ...]:
-    try:
-        return tuple(names_of(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _some_of(choices: tuple[str, ...], *, none_too: bool = False) -> Callable[[str], tuple[str, ...]]:
-    def read(text: str) -> tuple[str, ...]:
-        names = [name.strip() for name in text.split(",") if name.strip()]
-        unknown = [name for name in names if name not in choices]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; there are {', '.join(choices)}")
-        if not names and not none_too:
-            raise argparse.ArgumentTypeError(f"name at least one of {', '.join(choices)}")
-        return tuple(dict.fromkeys(names))
-
-    return read
-
-
-def _new_file(text: str) -> Path:
-    """Checked before anything is measured: a comparison takes many minutes."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder, or lies in none")
-    return path
-
-
-def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        number = kind(text)
-        if not number > 0:
-            raise argparse.ArgumentTypeError(f"{text} is not more than 0")
-        return number
-
-    read.__name__ = "whole number" if kind is int else "number"  # argparse names it in its error
-    return read
-
-
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """Progress and advice: not part of the result."""
     print(text, file=sys.stderr, flush=True)
 

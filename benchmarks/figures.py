@@ -7,8 +7,9 @@ up to twice; therefore a start counts once, however many repetitions and ranks i
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.rows import Row
 
@@ -33,6 +34,8 @@ class Summary:
         p50_us: of the median time of an iteration.
         p99_us: of the 99th percentile.
         step_us: of the mean time.
+        cpu_s_per_gb: processor seconds of workers and servers per gigabyte that left or reached a worker; the median of
+            the starts. None where the system does not say.
     """
 
     mode: str
@@ -44,6 +47,12 @@ class Summary:
     p50_us: Spread
     p99_us: Spread
     step_us: Spread
+    cpu_s_per_gb: float | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is kvd."""
+        return self.system.startswith(KVD)
 
     @property
     def mb_s(self) -> float:
@@ -81,8 +90,8 @@ def summaries(rows: Iterable[Row]) -> list[Summary]:
 def ratios(found: Iterable[Summary]) -> list[Ratio]:
     """Every system of ours against every peer that did the same work in the same mode."""
     everything = list(found)
-    ours = [summary for summary in everything if summary.system.startswith(KVD)]
-    theirs = [summary for summary in everything if not summary.system.startswith(KVD)]
+    ours = [summary for summary in everything if summary.is_ours]
+    theirs = [summary for summary in everything if not summary.is_ours]
     return [_ratio(our, their) for our in ours for their in theirs if (our.mode, our.name) == (their.mode, their.name)]
 
 
@@ -103,7 +112,34 @@ def _summary(key: tuple[str, str, str], starts: dict[int, list[Row]]) -> Summary
         p50_us=over_starts(lambda row: row.p50_us),
         p99_us=over_starts(lambda row: row.p99_us),
         step_us=over_starts(lambda row: row.step_us),
+        cpu_s_per_gb=_median_of_known(cpu_s_per_gb(rows) for rows in starts.values()),
     )
+
+
+def cpu_s_per_gb(rows: Iterable[Row]) -> float | None:
+    """Of one start: all that its workers and servers took in all repetitions, by all bytes pushed and pulled."""
+    same = list(rows)
+    own = [row.cpu_s for row in same if row.cpu_s is not None]
+    servers = [row.servers_cpu_s for row in same if row.servers_cpu_s is not None]
+    if len(own) < len(same) or len(servers) < len({row.repetition for row in same}):
+        return None  # a sum in which somebody is missing would look better than it is
+    return (sum(own) + sum(servers)) / (sum(2 * row.bytes * row.iterations for row in same) / 1e9)
+
+
+def _median_of_known(figures: Iterable[float | None]) -> float | None:
+    known = [figure for figure in figures if figure is not None]
+    return statistics.median(known) if known else None
+
+
+def peaks(roles: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], int]:
+    """(system, mode, role) → the most memory that one such process had in any start, in bytes."""
+    found: dict[tuple[str, str, str], int] = {}
+    for process in roles:
+        nbytes = process.get("peak_bytes")
+        if isinstance(nbytes, int):
+            key = (str(process["system"]), str(process["mode"]), str(process["role"]))
+            found[key] = max(nbytes, found.get(key, 0))
+    return found
 
 
 def _ratio(our: Summary, their: Summary) -> Ratio:

@@ -7,9 +7,15 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
-from typing import Final
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.floor import cores_assumed
+
+Arrays: TypeAlias = tuple[NDArray[np.float32], ...]
 
 ARRAY_NBYTES: Final = 64 << 20
 MEMORY_REPETITIONS: Final = 7
@@ -21,23 +27,40 @@ PINGS: Final = 3000
 PATIENCE_S: Final = 30.0
 
 
-def measure() -> dict[str, float]:
-    """All limits. Bandwidths count every byte that is read or written, each once."""
-    copy_s, add_s = _memory()
+def measure(workers: int) -> dict[str, float]:
+    """All limits. Bandwidths count every byte that is read or written, each once.
+
+    Args:
+        workers: those of the comparison; with the server they decide how many cores can be busy at once.
+    """
+    cores = cores_assumed(workers)
+    copy_s, add_s = _memory(1)
+    all_copy_s, all_add_s = _memory(cores)
     return {
         "copy_gb_s": 2 * ARRAY_NBYTES / copy_s / 1e9,
         "add_gb_s": 3 * ARRAY_NBYTES / add_s / 1e9,
+        "cores": cores,
+        "all_copy_gb_s": cores * 2 * ARRAY_NBYTES / all_copy_s / 1e9,
+        "all_add_gb_s": cores * 3 * ARRAY_NBYTES / all_add_s / 1e9,
         "tcp_gb_s": _with_peer(_swallow, _stream),
         "round_trip_us": _with_peer(_echo, _ping),
     }
 
 
-def _memory() -> tuple[float, float]:
-    """Seconds of one copy and of one addition of arrays that no cache holds, one thread, the best of several."""
+def _memory(threads: int) -> tuple[float, float]:
+    """Seconds of one copy and of one addition by each thread at once, of arrays that no cache holds; best of several.
+
+    Threads do: NumPy lets go of the interpreter's lock while it copies and adds.
+    """
     count = ARRAY_NBYTES // 4
-    first, second, result = (np.full(count, fill, np.float32) for fill in (1, 2, 0))
-    copy_s = min(_seconds(lambda: np.copyto(result, first)) for _ in range(MEMORY_REPETITIONS))
-    add_s = min(_seconds(lambda: np.add(first, second, out=result)) for _ in range(MEMORY_REPETITIONS))
+    sets = [tuple(np.full(count, fill, np.float32) for fill in (1, 2, 0)) for _ in range(threads)]
+    with ThreadPoolExecutor(threads) as pool:
+
+        def together(work: Callable[[Arrays], object]) -> float:
+            return min(_seconds(lambda: list(pool.map(work, sets))) for _ in range(MEMORY_REPETITIONS))
+
+        copy_s = together(lambda arrays: np.copyto(arrays[2], arrays[0]))
+        add_s = together(lambda arrays: np.add(arrays[0], arrays[1], out=arrays[2]))
     return copy_s, add_s
 
 

@@ -21,6 +21,8 @@ class Row:
         mode: the optimizer on the servers; ``none`` for a system that has no such thing.
         round: of the comparison, counted from 0: every system is started once per round and mode.
         bytes: pushed per iteration; as much comes back.
+        cpu_s: processor time of this rank in the repetition; None where the system does not say.
+        servers_cpu_s: of all servers together, known to one rank at most.
     """
 
     system: str
@@ -35,6 +37,8 @@ class Row:
     seconds: float
     p50_us: float
     p99_us: float
+    cpu_s: float | None = None
+    servers_cpu_s: float | None = None
 
     @property
     def step_us(self) -> float:
@@ -92,4 +96,10 @@ def _checked(value: object, system: str, mode: str, round_number: int) -> Row | 
         seconds=float(value["seconds"]),
         p50_us=float(value["p50_us"]),
         p99_us=float(value["p99_us"]),
+        cpu_s=_seconds(value.get("cpu_s")),
+        servers_cpu_s=_seconds(value.get("servers_cpu_s")),
     )
+
+
+def _seconds(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else None

@@ -14,6 +14,7 @@ from typing import Any, Final
 from benchmarks.figures import KVD
 from benchmarks.processes import GRACE_S, Finished, run
 from benchmarks.rows import Row, from_objects, parse
+from kvd import KVStore
 from kvd_cli.bench_work import IN_FLIGHT_NAME, WORK
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -56,17 +57,17 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """kvd over one transport, or a peer.
+    """kvd in one way to run it, or a peer.
 
     Attributes:
         modes: the optimizers that it can have on its servers.
-        works: what it can do.
+        works: what it can do; None: everything.
         command: what starts it, without the effort.
     """
 
     name: str
     modes: tuple[str, ...]
-    works: tuple[str, ...]
+    works: tuple[str, ...] | None
     command: tuple[str, ...]
 
     @property
@@ -76,7 +77,7 @@ class System:
 
     def does(self, effort: Effort, mode: str) -> bool:
         """Whether any of this is for this system."""
-        return mode in self.modes and any(name in self.works for name in effort.works)
+        return mode in self.modes and bool(self._works_of(effort))
 
     def start(self, effort: Effort, mode: str, round_number: int) -> Outcome:
         """Start it, wait for its end, read what it printed."""
@@ -90,9 +91,12 @@ class System:
         rows, roles = self._read(finished, mode, round_number)
         return Outcome(rows, roles, "" if rows else "it printed no row")
 
+    def _works_of(self, effort: Effort) -> list[str]:
+        return [name for name in effort.works if self.works is None or name in self.works]
+
     def _flags(self, effort: Effort, mode: str) -> list[str]:
         flags = {
-            "--only": ",".join(name for name in effort.works if name in self.works),
+            "--only": ",".join(self._works_of(effort)),
             "--mode": mode,
             "--workers": effort.workers,
             "--servers": effort.servers,
@@ -116,10 +120,27 @@ class System:
         return from_objects(objects, self.name, mode, round_number), [{**start, **role} for role in roles]
 
 
-def kvd_system(transport: str, modes: tuple[str, ...]) -> System:
-    """kvd over `tcp` or `ipc`."""
-    command = (sys.executable, "-m", "kvd_cli.main", "bench", "-o", "json", "--transport", transport)
-    return System(f"{KVD} {transport}", modes, tuple(WORK), command)
+KVD_WAYS: Final = {
+    "auto": (KVD, ("--transport", "auto")),
+    "tcp": (f"{KVD} tcp", ("--transport", "tcp")),
+    "ipc": (f"{KVD} ipc", ("--transport", "ipc")),
+    "bound": (f"{KVD} bound", ("--transport", "auto", "--bound")),
+}
+"""Ways to run kvd → the name of the system and the flags of `kvd bench`: its defaults (shared memory on one host), TCP
+or ipc sockets alone, and its defaults with gradients in the arrays of `kv.bind`."""
+
+
+def kvd_systems(ways: Iterable[str], modes: tuple[str, ...]) -> tuple[list[System], list[str]]:
+    """kvd in these ways; and what to know about those that cannot be run, in words."""
+    systems, advice = [], []
+    for way in ways:
+        name, flags = KVD_WAYS[way]
+        if way == "bound" and not KVStore.is_capable("bind"):
+            advice.append(f"{name} is left out: this version of kvd has no kv.bind")
+            continue
+        command = (sys.executable, "-m", "kvd_cli.main", "bench", "-o", "json", *flags)
+        systems.append(System(name, modes, None, command))
+    return systems, advice
 
 
 def peer_systems(names: Iterable[str], folder: Path, modes: tuple[str, ...]) -> tuple[list[System], list[str]]:

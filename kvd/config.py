@@ -76,7 +76,7 @@ class Setting:
         choices: the texts that are accepted; empty if any is.
         minimum: the smallest number that is accepted, in its unit.
         maximum: the largest, in its unit.
-        used_by: the roles that act on it.
+        used_by: the roles that act on it; none: whoever starts them.
         fallback: variables of other launchers that are asked before the default.
         default: its value when nobody gives one.
     """
@@ -235,6 +235,13 @@ class Config:
     )
     shared_memory: str = _setting(
         "auto", "shared memory between processes of one host", choices=("auto", "off"), used_by=("server", "worker")
+    )
+
+    cpu_affinity: str = _setting(
+        "off",
+        "whether a launcher gives each server a core of its own, if the workers keep one each",
+        choices=("off", "auto"),
+        used_by=(),
     )
 
     # Liveness and deadlines

@@ -26,11 +26,24 @@ def usage_of(pid: int | str) -> Usage | None:
     except OSError:
         return None
     peaks = [int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")]
-    # The name in parentheses may hold anything; utime and stime are the 12th and 13th field after it.
-    fields = stat.rpartition(")")[2].split()
     if not peaks:  # a process that has ended and waits to be noticed has no memory
         return None
-    return Usage(peaks[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+    return Usage(peaks[0], _cpu_s(stat))
+
+
+def cpu_s_of(pids: Iterable[int | str]) -> float | None:
+    """The processor time of all these processes together, since their starts; None if one is gone."""
+    try:
+        return sum(_cpu_s((Path("/proc") / str(pid) / "stat").read_text(errors="replace")) for pid in pids)
+    except OSError:
+        return None
+
+
+def _cpu_s(stat: str) -> float:
+    """From the text of /proc/PID/stat."""
+    # The name in parentheses may hold anything; utime and stime are the 12th and 13th field after it.
+    fields = stat.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Watch:
@@ -39,12 +52,19 @@ class Watch:
     Args:
         names: of the processes.
         pid_of: the pid of one that runs now.
+        on_all: told once, when all of them run: their pids by name.
     """
 
-    def __init__(self, names: Iterable[str], pid_of: Callable[[str], int | None]) -> None:
+    def __init__(
+        self,
+        names: Iterable[str],
+        pid_of: Callable[[str], int | None],
+        on_all: Callable[[dict[str, int]], None] | None = None,
+    ) -> None:
         self.last: dict[str, Usage] = {}
         self._names = list(names)
         self._pid_of = pid_of
+        self._on_all = on_all
 
     async def follow(self) -> None:
         """Look from time to time, until cancelled."""
@@ -54,8 +74,11 @@ class Watch:
 
     def look(self) -> None:
         """Note the usage of those that run."""
-        for name in self._names:
-            pid = self._pid_of(name)
-            usage = None if pid is None else usage_of(pid)
+        pids = {name: pid for name in self._names if (pid := self._pid_of(name)) is not None}
+        for name, pid in pids.items():
+            usage = usage_of(pid)
             if usage is not None:
                 self.last[name] = usage
+        if self._on_all is not None and len(pids) == len(self._names):
+            tell, self._on_all = self._on_all, None
+            tell(pids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ MODES: Final = ("none", "sgd", "adam")
 
 ROWS_FILE: Final = "rows.jsonl"
 ROLES_FILE: Final = "roles.jsonl"
+SERVERS_FILE: Final = "servers.json"
+"""Where the workers find the process ids of the servers, which run on the same machine."""
 
 IN_FLIGHT: Final = 64
 IN_FLIGHT_NAME: Final = f"1KiBx{IN_FLIGHT}inflight"
@@ -65,7 +68,32 @@ WORK: Final[dict[str, list[int]]] = {
     "1KiBx1000": [KIB // VALUE_NBYTES] * 1000,
     IN_FLIGHT_NAME: [KIB // VALUE_NBYTES] * IN_FLIGHT,
 }
-"""The name of each work → the sizes of its float32 keys."""
+"""The works with a name of their own → the sizes of their float32 keys. `sizes_of` knows further ones."""
+
+_SIZED: Final = re.compile(r"([1-9][0-9]{0,5})(KiB|MiB)(?:x([1-9][0-9]{0,5}))?")
+MOST_BYTES: Final = 64 << 30
+"""Of one work: more is a slip of the keyboard."""
+
+
+def sizes_of(name: str) -> list[int]:
+    """The sizes of the float32 keys of a work: one of `WORK`, or any ``SIZE`` or ``SIZExCOUNT``, as ``4MiBx64``.
+
+    Raises:
+        ValueError: there is no such work; the text says which there are.
+    """
+    if name in WORK:
+        return WORK[name]
+    match = _SIZED.fullmatch(name)
+    nbytes = int(match[1]) * (KIB if match[2] == "KiB" else KIB * KIB) if match else 0
+    count = int(match[3] or 1) if match else 0
+    if not 0 < nbytes * count <= MOST_BYTES:
+        raise ValueError(f"no such work: {name}; there are {', '.join(WORK)}, and sizes such as 16KiB or 4MiBx64")
+    return [nbytes // VALUE_NBYTES] * count
+
+
+def row_sizes(name: str) -> list[int]:
+    """The sizes of the keys of one iteration: of the calls that overlap, one is an iteration."""
+    return [KIB // VALUE_NBYTES] if name == IN_FLIGHT_NAME else sizes_of(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +106,7 @@ class Task:
         seconds: how long a repetition should take.
         repetitions: how many there are of each work.
         folder: where the workers write rows and agree on counts; they share a machine.
+        bound: whether the values are the arrays of `kvd.KVStore.bind`, or the workers' own.
     """
 
     works: tuple[str, ...]
@@ -85,6 +114,7 @@ class Task:
     seconds: float
     repetitions: int
     folder: str
+    bound: bool = False
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -102,9 +132,10 @@ def names_of(only: str) -> list[str]:
         ValueError: it names none, or one that does not exist; the text says which there are.
     """
     names = [name.strip() for name in only.split(",") if name.strip()]
-    unknown = [name for name in names if name not in WORK]
-    if unknown or not names:
-        raise ValueError(f"no such work: {', '.join(unknown) or 'the list is empty'}; there are {', '.join(WORK)}")
+    if not names:
+        raise ValueError(f"no work is named; there are {', '.join(WORK)}, and sizes such as 16KiB or 4MiBx64")
+    for name in names:
+        sizes_of(name)
     return list(dict.fromkeys(names))
 
 
@@ -129,7 +160,7 @@ def make_row(name: str, rank: int, repetition: int, each: list[float], total_s: 
     """One repetition of one work on one rank, from the times of its iterations."""
     in_order = sorted(each)
     count = len(in_order)
-    sizes = [KIB // VALUE_NBYTES] if name == IN_FLIGHT_NAME else WORK[name]
+    sizes = row_sizes(name)
     return {
         "name": name,
         "rank": rank,

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,21 +22,30 @@ import kvd
 import kvd.optimizer
 from kvd.client.admin import Observer
 from kvd.config import load
-from kvd_cli.bench_usage import usage_of
+from kvd_cli.bench_usage import cpu_s_of, usage_of
 from kvd_cli.bench_work import (
     IN_FLIGHT,
     IN_FLIGHT_NAME,
     ROLES_FILE,
     ROWS_FILE,
+    SERVERS_FILE,
     TRIAL_STEPS,
     WARM_UP_STEPS,
-    WORK,
     Row,
     Task,
     iterations_for,
     make_row,
+    sizes_of,
     time_steps,
 )
+
+
+class Values(NamedTuple):
+    """What a worker pushes and pulls in one work."""
+
+    keys: list[str]
+    gradients: list[NDArray[np.float32]]
+    outs: list[NDArray[np.float32]]
 
 
 class Bench:
@@ -74,23 +84,33 @@ class Bench:
             self._kv.set_optimizer(kvd.optimizer.Adam(learning_rate=0.0))
 
     def _work(self, name: str) -> None:
-        keys = [f"{name}/{number}" for number in range(len(WORK[name]))]
-        values = [np.full(size, self._kv.rank + 1, np.float32) for size in WORK[name]]
-        outs = [np.zeros(size, np.float32) for size in WORK[name]]
-        self._kv.init(keys, [np.ones(size, np.float32) for size in WORK[name]])
+        mine = self._values(name)
 
         def step() -> None:
-            self._kv.pushpull(keys, values, outs)
+            self._kv.pushpull(mine.keys, mine.gradients, mine.outs)
 
         self._kv.barrier()
         step()
-        self._check(name, outs)
-        for value in values:
-            value[:] = 0
+        self._check(name, mine.outs)
+        for gradient in mine.gradients:
+            gradient[:] = 0
         if name == IN_FLIGHT_NAME:
-            self._measure(name, step, lambda count: self._in_flight(keys, values, outs, count), IN_FLIGHT)
+            self._measure(name, step, lambda count: self._in_flight(mine, count), IN_FLIGHT)
         else:
             self._measure(name, step, lambda count: time_steps(step, count))
+
+    def _values(self, name: str) -> Values:
+        """The keys of a work, made with ones, and arrays for them: the store's own if the task says so."""
+        sizes = sizes_of(name)
+        keys = [f"{name}/{number}" for number in range(len(sizes))]
+        self._kv.init(keys, [np.ones(size, np.float32) for size in sizes])
+        if not self._task.bound:
+            outs = [np.zeros(size, np.float32) for size in sizes]
+            return Values(keys, [np.full(size, self._kv.rank + 1, np.float32) for size in sizes], outs)
+        pairs = [self._kv.bind(key) for key in keys]
+        for gradient, _ in pairs:
+            gradient[:] = self._kv.rank + 1
+        return Values(keys, [gradient for gradient, _ in pairs], [weight for _, weight in pairs])
 
     def _check(self, name: str, outs: list[NDArray[np.float32]]) -> None:
         """A fast store that gives wrong sums is worth nothing."""
@@ -112,13 +132,23 @@ class Bench:
         count = self._agree(name, iterations_for(trial_s, self._task.seconds, calls_per_step))
         for repetition in range(self._task.repetitions):
             self._kv.barrier()
+            servers_s, own_s = self._servers_cpu_s(), time.process_time()
             each, total_s = iterate(count)
-            self._write(ROWS_FILE, make_row(name, self._kv.rank, repetition, each, total_s))
+            row = make_row(name, self._kv.rank, repetition, each, total_s)
+            row["cpu_s"] = time.process_time() - own_s
+            if servers_s is not None and (servers_end_s := self._servers_cpu_s()) is not None:
+                row["servers_cpu_s"] = servers_end_s - servers_s
+            self._write(ROWS_FILE, row)
         self._kv.barrier()
 
-    def _in_flight(
-        self, keys: list[str], values: list[NDArray[np.float32]], outs: list[NDArray[np.float32]], count: int
-    ) -> tuple[list[float], float]:
+    def _servers_cpu_s(self) -> float | None:
+        """For rank 0 what all servers have taken so far; None for the others, and where it cannot be known."""
+        file = self._folder / SERVERS_FILE
+        if self._kv.rank != 0 or not file.exists():
+            return None
+        return cpu_s_of(json.loads(file.read_text()))
+
+    def _in_flight(self, mine: Values, count: int) -> tuple[list[float], float]:
         """`count` calls of one key each, the next as soon as the oldest of `IN_FLIGHT` is done; as `time_steps`."""
         each: list[float] = []
         flying: deque[tuple[float, kvd.Handle]] = deque()
@@ -133,7 +163,8 @@ class Bench:
             if len(flying) == IN_FLIGHT:
                 land()
             slot = number % IN_FLIGHT
-            flying.append((time.perf_counter(), self._kv.pushpull_async(keys[slot], values[slot], outs[slot])))
+            key, gradient, out = mine.keys[slot], mine.gradients[slot], mine.outs[slot]
+            flying.append((time.perf_counter(), self._kv.pushpull_async(key, gradient, out)))
         while flying:
             land()
         return each, time.perf_counter() - begin

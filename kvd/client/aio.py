@@ -88,6 +88,9 @@ class KVStore:
     def pull_async(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> Handle:
         return self._backend.pull(key, out, priority)
 
+    async def bind(self, key: Any) -> Any:
+        return await self._backend.bind(key)
+
     async def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1) -> Any:
         return await self._backend.pushpull(key, value, out, priority, samples, private=True)
 

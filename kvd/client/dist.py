@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvd.client.backend import Node, StoreType
+from kvd.client.bound import Bound
 from kvd.client.engine import Engine
 from kvd.client.handle import Handle
 from kvd.client.states import fetch_states, store_states
@@ -77,6 +78,7 @@ class DistBackend:
         self._lock = threading.Lock()
         self._room = threading.Condition()
         self._held_bytes = 0  # private copies of what is pushed
+        self._bound: dict[str, Bound] = {}
         self._limit_bytes = loaded.config.memory_bound_bytes()
         try:
             self.rank = self._engine.join()
@@ -111,7 +113,7 @@ class DistBackend:
             return Handle.of(None)
         items = tuple(Item(name, spec, data) for name, (data, spec) in zip(names, sources, strict=True))
         move = calls.Move(items, push=True, pull=False, priority=priority, samples=samples)
-        return self._watched(names, Handle(self._engine.submit(move), lambda versions: None, "push"))
+        return self._watched(names, Handle(self._engine.submit(move), _nothing, "push", self._engine.wait))
 
     def pull(self, key: Any, out: Any, priority: int) -> Handle:
         names, many = self._keys(key)
@@ -121,7 +123,7 @@ class DistBackend:
         targets = self._targets(names, many, out)
         items = tuple(Item(name, spec, None, data) for name, (data, spec, _) in zip(names, targets, strict=True))
         move = calls.Move(items, push=False, pull=True, priority=priority)
-        return Handle(self._engine.submit(move), _finisher(targets, many), "pull")
+        return Handle(self._engine.submit(move), _finisher(targets, many), "pull", self._engine.wait)
 
     def _pull_fresh(self, names: list[str], many: bool, priority: int) -> Handle:
         """Into new arrays. Their shapes may still be unknown here, but the call must keep its place among the others
@@ -139,7 +141,30 @@ class DistBackend:
                 piece.move_to(target.data)
             return _finisher(targets, many)(None)
 
-        return Handle(self._engine.submit(move), finish, "pull")
+        return Handle(self._engine.submit(move), finish, "pull", self._engine.wait)
+
+    def bind(self, key: Any) -> Handle:
+        names, many = self._keys(key)
+
+        async def work() -> list[Bound]:
+            fresh: list[str] = []
+            for name in names:
+                spec = await self._engine.call(calls.DescribeKey(name))
+                with self._lock:
+                    if name not in self._bound:
+                        self._bound[name] = Bound.of(spec, self._engine.memory(spec.nbytes))
+                        fresh.append(name)
+            targets = [target_of(self._bound[name].weight, self._slice_bytes) for name in fresh]
+            if fresh:
+                await self._pull_items(fresh, targets, 0)
+            return [self._bound[name] for name in names]
+
+        def finish(bound: list[Bound]) -> Any:
+            if not many:
+                return bound[0].gradient, bound[0].weight
+            return [entry.gradient for entry in bound], [entry.weight for entry in bound]
+
+        return Handle(self._engine.run(work()), finish, "bind")
 
     def pushpull(self, key: Any, value: Any, out: Any, priority: int, samples: int, *, private: bool) -> Handle:
         names, many = self._keys(key)
@@ -155,7 +180,8 @@ class DistBackend:
         for (_, spec), target, name in zip(sources, targets, names, strict=True):
             spec.check_same(target.spec, name)
         move = calls.Move(items, push=True, pull=True, priority=priority, samples=samples)
-        return self._watched(names, Handle(self._engine.submit(move), _finisher(targets, many), "pushpull"))
+        handle = Handle(self._engine.submit(move), _finisher(targets, many), "pushpull", self._engine.wait)
+        return self._watched(names, handle)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int) -> Handle:
         names, many = self._keys(key)
@@ -341,9 +367,20 @@ class DistBackend:
 
     def _sources(self, names: list[str], many: bool, value: Any, *, private: bool) -> list[Source]:
         values = paired(names, many, value, "values")
-        sources = [source_of(entry, self._slice_bytes, private=private) for entry in values]
-        if private:
-            self._hold(*sources)
+        sources, copies = [], []
+        for name, entry in zip(names, values, strict=True):
+            bound = self._bound.get(name)
+            source = None
+            if bound is not None:
+                source = source_of(entry, self._slice_bytes, private=False)
+                if not bound.owns(source.data):
+                    source = None
+            if source is None:
+                source = source_of(entry, self._slice_bytes, private=private, memory=self._engine.memory)
+                copies.append(source)
+            sources.append(source)
+        if private and copies:
+            self._hold(*copies)
         return sources
 
     def _targets(self, names: list[str], many: bool, out: Any) -> list[Target]:

@@ -15,9 +15,12 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from kvd.client.interrupts import Uninterrupted
+from kvd.client.waiting import Waiter
 from kvd.config import Config
 from kvd.core.calls import JoinCluster, LeaveRounds, Request
 from kvd.core.machine import Complete, LocalCall
@@ -28,9 +31,12 @@ from kvd.node.driver import Driver
 from kvd.node.identity import host_id, new_incarnation
 from kvd.node.memory import keep_freed_memory
 from kvd.protocol.messages import NO_RANK, Settings
-from kvd.transport.zmq import ZmqTransport
+from kvd.transport.frames import INLINE_BELOW_BYTES
+from kvd.transport.host import HostTransport
 
 STOP_TIMEOUT_S = 5.0
+
+Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class Engine:
@@ -58,7 +64,12 @@ class Engine:
         self.link = SchedulerLink(identity, settings, config.scheduler, config.heartbeat_interval_s)
         self.machine = WorkerMachine(WorkerSettings(config.credit_bytes), self.link)
         self._loop = asyncio.new_event_loop()
-        self._driver = Driver(self.machine, ZmqTransport(), on_complete=self._completed, on_halt=self._halted)
+        self.transport = HostTransport(
+            shared_memory=config.shared_memory == "auto",
+            arena_limit_bytes=config.memory_bound_bytes(),
+        )
+        self._driver = Driver(self.machine, self.transport, on_complete=self._completed, on_halt=self._halted)
+        self._waiter = Waiter(self.transport)
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name="kvd-engine", daemon=True)
         self._thread.start()
@@ -109,6 +120,19 @@ class Engine:
                 raise
             self._loop.call_soon_threadsafe(begin)
         return future
+
+    def wait(self, future: Future[Any], timeout_s: float | None) -> None:
+        """Waits for the end of a call, and reads the links to the servers of this host meanwhile."""
+        if threading.get_ident() != self._thread.ident:
+            self._waiter.wait(future, timeout_s)
+
+    def memory(self, nbytes: int) -> Array:
+        """Memory for what is to be sent, uint8: such that servers of this host can read, if there is any."""
+        if nbytes > INLINE_BELOW_BYTES and self.transport.has_links:
+            block = self.transport.arena.allocate(nbytes)
+            if block is not None:
+                return block
+        return np.empty(nbytes, np.uint8)
 
     def _seconds(self, timeout: float | None) -> float:
         if timeout is None:
@@ -172,6 +196,7 @@ class Engine:
             if first:
                 self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_TIMEOUT_S)
+            self._waiter.close()
 
     def _run(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
@@ -199,6 +224,7 @@ class Engine:
         while self._futures:
             with suppress(KeyError):  # the last was taken by another thread
                 self._futures.popitem()[1].set_exception(error)
+        self._waiter.wake()
 
     def _completed(self, complete: Complete) -> None:
         future = self._futures.pop(complete.call, None)
@@ -208,6 +234,7 @@ class Engine:
             future.set_exception(complete.error)
         else:
             future.set_result(complete.result)
+        self._waiter.wake()
 
 
 def _begun_future() -> Future[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -18,8 +19,15 @@ class Handle:
     The errors of a push whose handle nobody asks are raised by the next call on its key, by `flush` or by `close`.
     """
 
-    def __init__(self, future: Future[Any], finish: Callable[[Any], Any] | None = None, what: str = "the call") -> None:
+    def __init__(
+        self,
+        future: Future[Any],
+        finish: Callable[[Any], Any] | None = None,
+        what: str = "the call",
+        drive: Callable[[Future[Any], float | None], None] | None = None,
+    ) -> None:
         self._future = future
+        self._drive = drive  # does something useful until the future is done, or the time is up
         self._finish = finish
         self._what = what
         self._lock = threading.Lock()
@@ -62,6 +70,10 @@ class Handle:
         """The answer of the future. Who gives up waiting, at the timeout or by Ctrl-C, has not seen how it ended."""
         self.claimed = True
         try:
+            if self._drive is not None and not self._future.done():
+                until = None if timeout is None else time.monotonic() + timeout
+                self._drive(self._future, timeout)
+                timeout = None if until is None else max(0.0, until - time.monotonic())
             return ask(timeout)
         except FutureTimeout:
             if self._future.done():  # its own error, or it ended at the last moment

@@ -120,6 +120,19 @@ class KVStore:
         """As `pull`; `out` is filled when the handle is done."""
         return self._here().pull(key, out, priority)
 
+    def bind(self, key: Key) -> Any:
+        """Arrays to keep for a key: (gradient, weight), the same at each call; of a list of keys, two lists.
+
+        `gradient`, zeros at first, lies in memory that a server of this host reads directly: a push of it copies
+        nothing. It must not be written to from a push until that is done (its handle, or the `pushpull`). `weight` has
+        the key's value, and changes only in a `pull` or `pushpull` of the key with it as `out`. With servers elsewhere
+        it works as well, with copies.
+
+        Raises:
+            KeyNotFound: nobody has made the key.
+        """
+        return self._wait(self._here().bind(key))
+
     def pushpull(self, key: Key, value: Value, out: Value = None, priority: int = 0, *, samples: int = 1) -> Any:
         """Push and pull in one round trip. Without `out` the result is written into `value`."""
         return self._wait(self._here().pushpull(key, value, out, priority, samples, private=False))

@@ -76,11 +76,19 @@ def paired(names: Sequence[str], many: bool, values: Any, what: str) -> list[Any
     return list(values)
 
 
-def source_of(value: Any, slice_bytes: int, *, private: bool) -> Source:
+def private_memory(nbytes: int) -> Array:
+    """Memory for a copy of so many bytes."""
+    return np.empty(nbytes, np.uint8)
+
+
+def source_of(
+    value: Any, slice_bytes: int, *, private: bool, memory: Callable[[int], Array] = private_memory
+) -> Source:
     """The bytes of a value. A list holds one array per device: they are summed first.
 
     Args:
         private: copy what the program could still write to.
+        memory: gives the memory for the copy, so many bytes as uint8.
     """
     summed = isinstance(value, list | tuple) and _is_device_list(value)
     array = as_array(sum_devices(value)) if summed else as_array(value)
@@ -88,7 +96,9 @@ def source_of(value: Any, slice_bytes: int, *, private: bool) -> Source:
     data = contiguous_bytes(array)
     fresh = summed and len(value) > 1  # the sum of one device is that device's own array
     if private and not fresh and np.may_share_memory(data, array):
-        data = data.copy()
+        copy = memory(data.nbytes)
+        np.copyto(copy, data)
+        data = copy
     return Source(data, spec)
 
 

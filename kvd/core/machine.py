@@ -208,12 +208,20 @@ class Persist(NamedTuple):
     record: Mapping[str, object]
 
 
-class Copy(NamedTuple):
-    """Copy received bytes into memory that a local call named."""
+class Row(NamedTuple):
+    """A range to copy."""
 
-    target: Buffer
-    offset: int
-    source: Span
+    start: int  # in the target
+    offset: int  # in the source
+    nbytes: int
+
+
+class Copy(NamedTuple):
+    """Copy received bytes into memory that a local call named: each row to its target, None for what nobody wants."""
+
+    source: Buffer
+    targets: tuple[Buffer | None, ...]
+    rows: tuple[Row, ...]
 
 
 class Complete(NamedTuple):

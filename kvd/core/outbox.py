@@ -2,8 +2,9 @@
 
 Every other node has a lane. Entries leave a lane by priority, first in first out within one; a push never overtakes an
 earlier push of the same slice. Bytes on their way are bounded by the lane's credit, which a push gives back when the
-server has staged it; small pushes take none, and a server says of them only when asked whether it has them. Whatever is not answered in time is sent again: the same message, or, when the server is known to
-have the bytes, a probe without them.
+server has staged it; small pushes take none, and a server says of them only when asked whether it has them. Whatever is
+not answered in time is sent again: the same message, or, when the server is known to have the bytes, a probe without
+them.
 """
 
 from __future__ import annotations

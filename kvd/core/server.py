@@ -103,7 +103,8 @@ class ServerMachine(ServerMoves):
             self._link.garbled(event.text)
         if self._link.is_due(now):
             self._out.extend(self._link.tick(now))
-        return self._out
+        effects, self._out = self._out, []  # they refer to memory that others wait for
+        return effects
 
     def next_deadline(self) -> float | None:
         return self._link.next_deadline()

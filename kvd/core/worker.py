@@ -87,7 +87,8 @@ class WorkerMachine(Moves, KeyMaking):
             self._out.extend(self.link.tick(now))
         self._out += self._outbox.due(now)
         self._out += self._outbox.pump(now)
-        return self._out
+        effects, self._out = self._out, []  # they refer to memory that others wait for
+        return effects
 
     def next_deadline(self) -> float | None:
         times = [self.link.next_deadline(), self._outbox.next_deadline()]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvd.core.machine import Row
 from kvd.core.membership import ViewState
 from kvd.errors import KvdError
 from kvd.protocol.messages import MAX_PARTS, Place
@@ -62,7 +63,7 @@ class Packing:
     places: tuple[Place, ...]
     items: tuple[int, ...]  # of the call, that the places belong to
     ranges: tuple[tuple[int, int], ...]  # offset and bytes of the slices in the values of their items
-    offsets: tuple[int, ...]  # of the slices in the payload
+    rows: tuple[Row, ...]  # from the payload to the values of the items
     nbytes: int  # of the payload
     uses: int = 0
     pack: int = 0  # its number as a pack; 0: it has none yet
@@ -99,8 +100,11 @@ class _Box:
 
     def packing(self) -> Packing:
         nbytes = self.offsets[-1] + self.ranges[-1][1]
+        rows = tuple(
+            [Row(start, offset, size) for (start, size), offset in zip(self.ranges, self.offsets, strict=True)]
+        )
         places, items = tuple(self.places), tuple(self.items)
-        return Packing(self.server, places, items, tuple(self.ranges), tuple(self.offsets), nbytes)
+        return Packing(self.server, places, items, tuple(self.ranges), rows, nbytes)
 
 
 def packings(keys: Sequence[WorkerKey], limit: int) -> list[Packing]:

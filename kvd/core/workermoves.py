@@ -197,17 +197,24 @@ class Moves(KeyTurns):
 
     def _copy_values(self, call: Call, move: calls.Move, packing: Packing, values: Values, event: Received) -> None:
         """Copies what was pulled to where the call wants it. After the deadline the memory is the program's again."""
-        count = len(packing.items)
-        versions = values.versions if len(values.versions) == count else values.versions * count
-        rows = zip(packing.items, packing.ranges, packing.offsets, versions, strict=True)
-        for item, (start, nbytes), offset, version in rows:
-            seen = call.result[item]
-            if seen is None or seen != (version, version):
-                oldest, newest = seen or (version, version)
-                call.result[item] = calls.Versions(min(oldest, version), max(newest, version))
-            target = move.items[item].target
-            if target is not None and not call.completed:
-                self._out.append(Copy(target, start, Span(event.payload, offset, nbytes)))
+        result = call.result
+        if len(values.versions) == 1:
+            version = values.versions[0]
+            seen_now = calls.Versions(version, version)
+            for item in packing.items:
+                seen = result[item]
+                if seen is None:
+                    result[item] = seen_now
+                elif seen != seen_now:
+                    result[item] = calls.Versions(min(seen.oldest, version), max(seen.newest, version))
+        else:
+            for item, version in zip(packing.items, values.versions, strict=True):
+                oldest, newest = result[item] or (version, version)
+                result[item] = calls.Versions(min(oldest, version), max(newest, version))
+        if not call.completed:
+            items = move.items
+            targets = tuple([items[item].target for item in packing.items])
+            self._out.append(Copy(event.payload, targets, packing.rows))
 
     def _release_pulls(self, call: Call) -> None:
         """What the call pulled is here, or not wanted any more: the rounds may go on."""

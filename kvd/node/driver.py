@@ -15,10 +15,11 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
 from kvd.core.machine import (
     SCHEDULER,
     Apply,
-    Buffer,
     Complete,
     Connect,
     Copy,
@@ -55,6 +56,8 @@ GARBAGE_INTERVAL_S = 10.0
 FAILED_TICK_PAUSE_S = 1.0
 
 _FOR_THE_LOOP = frozenset({Connect, Disconnect, Persist, Halt, Create, Apply, Export, Load, Run})
+
+EMPTY = np.empty(0, np.uint8)
 
 logger = logging.getLogger("kvd.node")
 
@@ -111,7 +114,7 @@ class Driver:
             Run: self._job,
             ResetState: lambda effect: self._runner().reset(),
             Persist: self._persist_record,
-            Copy: self._copy,
+            Copy: copy_rows,
             Complete: self._complete,
             Halt: self._halt,
             Note: self._note,
@@ -310,12 +313,6 @@ class Driver:
             text = f"the state cannot be saved ({error}): free space in state_dir, or give another"
             self._halt(Halt(KvdError(text)))
 
-    def _copy(self, effect: Copy) -> None:
-        if isinstance(effect.target, Pieces):
-            effect.target.add(effect.offset, effect.source)
-        else:
-            copy_span(effect.target, effect.offset, effect.source)
-
     def _complete(self, effect: Complete) -> None:
         if self._on_complete is not None:
             self._on_complete(effect)
@@ -328,9 +325,13 @@ class Driver:
         event(logger, getattr(logging, effect.level.upper()), effect.text, **effect.fields)
 
 
-def copy_span(target: Buffer, offset: int, source: Span) -> None:
-    """Copies the bytes of the span into the target, from `offset` on."""
-    if source.nbytes:
-        memoryview(target).cast("B")[offset : offset + source.nbytes] = memoryview(source.buffer).cast("B")[
-            source.offset : source.offset + source.nbytes
-        ]
+def copy_rows(effect: Copy) -> None:
+    """Copies received bytes to where a call wants them."""
+    source = np.frombuffer(effect.source, np.uint8) if effect.source is not None else EMPTY
+    for target, (start, offset, nbytes) in zip(effect.targets, effect.rows, strict=True):
+        if target is None or not nbytes:
+            continue
+        if type(target) is Pieces:
+            target.add(start, Span(effect.source, offset, nbytes))
+        else:
+            target[start : start + nbytes] = source[offset : offset + nbytes]

@@ -18,13 +18,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
 from kvd.config import child_environment
 from kvd.errors import ConfigError, KvdError, RequestTimeout
+from kvd.node.affinity import Plan, plan, running_on, usable_cores
 from kvd.node.parent import exit_code, guarded, kill_session, tied
 
 MAX_LINE: Final = 64 * 1024
@@ -52,7 +53,9 @@ class Job:
         command: program and arguments of each worker.
         workers: how many, at least 1.
         servers: how many, at least 1.
-        environment: variables for all processes: the settings of the cluster, and whatever the workers need.
+        environment: variables for all processes: the settings of the cluster, and whatever the workers need. Two of
+            the settings are for the launcher: ``KVD_STATE_DIR``, where each daemon gets a folder of its own, and
+            ``KVD_CPU_AFFINITY``: with ``auto`` each server gets a core of its own, if there are enough.
         restarts: how often each worker that failed is started again, under its old node id.
         grace_s: what processes may take to end after SIGTERM.
         startup_s: what the scheduler may take to be ready.
@@ -111,6 +114,7 @@ class Launch:
         self._workers: dict[int, _Child] = {}  # by rank, those that have not ended well
         self._ended: list[_Child] = []
         self._restarted: dict[int, int] = {}
+        self._plan: Plan | None = None  # who is pinned to which cores
         self._stop_code: asyncio.Future[int] | None = None  # done when the job is to end, with its exit code
         self._at_once: asyncio.Future[None] | None = None  # done when grace is over
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -144,10 +148,12 @@ class Launch:
 
     async def _start(self, folder: Path) -> int | None:
         """Start everything. The exit code if that was not possible."""
+        self._plan = self._planned()
         ready_file = folder / "scheduler"
         with _ReadySocket(self._running_loop()) as ready:
             changes = {"KVD_BIND": "tcp://127.0.0.1:0", "NOTIFY_SOCKET": ready.name}
-            self._start_daemon("scheduler", ("scheduler", "--ready-file", str(ready_file)), changes)
+            arguments = ("scheduler", "--ready-file", str(ready_file))
+            self._start_daemon("scheduler", arguments, changes)
             code = await self._scheduler_ready(ready.message)
             if code is not None:
                 return code
@@ -157,6 +163,7 @@ class Launch:
                 f"server-{index}",
                 ("server",),
                 {"KVD_PREFERRED_RANK": str(index), "KVD_BIND": "", "KVD_METRICS_BIND": ""},
+                server=index,
             )
         for rank in range(self._job.workers):
             self._start_worker(rank)
@@ -249,10 +256,29 @@ class Launch:
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
-    def _start_daemon(self, name: str, arguments: Sequence[str], changes: Mapping[str, str]) -> None:
+    def _planned(self) -> Plan | None:
+        """Who gets which cores, which the log tells; None: everyone runs wherever the system puts him."""
+        if self._job.environment.get("KVD_CPU_AFFINITY") != "auto":
+            return None
+        cores, workers, servers = usable_cores(), self._job.workers, self._job.servers
+        found = plan(workers, servers, cores)
+        if found is None:
+            processes = workers + servers
+            self._say(f"no server gets a core of its own: {processes} workers and servers, {len(cores)} usable cores")
+        else:
+            self._say(f"servers run on cores {_listed(found.servers)}, everyone else on {_listed(found.rest)}")
+        return found
+
+    def _cores_of(self, server: int | None) -> Collection[int] | None:
+        return None if self._plan is None else self._plan.cores_of(server)
+
+    def _start_daemon(
+        self, name: str, arguments: Sequence[str], changes: Mapping[str, str], server: int | None = None
+    ) -> None:
         command = tied([*self._job.daemon, *arguments])
         own = {"KVD_ROLE": "", "KVD_PARENT_PID": str(os.getpid()), **self._state_dir(name), **changes}
-        self._daemons.append(self._child(name, command, own, guards=False))
+        with running_on(self._cores_of(server)):
+            self._daemons.append(self._child(name, command, own, guards=False))
 
     def _start_worker(self, rank: int) -> None:
         own = {
@@ -265,7 +291,8 @@ class Launch:
             "PYTHONUNBUFFERED": "1",  # its lines are to appear when they are printed, although they go to a pipe
         }
         command = guarded(self._job.command, min(PARENT_GRACE_S, self._job.grace_s))
-        self._workers[rank] = self._child(f"worker-{rank}", command, own, guards=True)
+        with running_on(self._cores_of(None)):
+            self._workers[rank] = self._child(f"worker-{rank}", command, own, guards=True)
 
     def _child(self, name: str, command: Sequence[str], changes: Mapping[str, str], *, guards: bool) -> _Child:
         everyone = {
@@ -460,6 +487,10 @@ def _join(threads: Sequence[threading.Thread], limit_s: float) -> None:
         thread.join(limit_s)
         if thread.is_alive():
             return
+
+
+def _listed(cores: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(cores)))
 
 
 def _in_words(code: int) -> str:

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from kvd.config import Config, Loaded, Role, parse_address, systemd_environment
 from kvd.core.calls import LeaveRounds
@@ -31,7 +33,10 @@ from kvd.node.watch import ProcessWatch
 from kvd.observe.log import configure, event
 from kvd.observe.systemd import Notifier
 from kvd.protocol.messages import NO_RANK, Settings
-from kvd.transport.zmq import ZmqTransport
+from kvd.transport.frames import INLINE_BELOW_BYTES
+from kvd.transport.host import HostTransport
+
+Array: TypeAlias = np.ndarray[Any, Any]
 
 logger = logging.getLogger("kvd.node")
 
@@ -75,7 +80,10 @@ class Daemon(ABC):
         self.listen = self.config.listen_address(self.role)
         self.config.check_exposure(self.listen)
         self.executor = ThreadPoolExecutor(1, "kvd-jobs")
-        self.transport = ZmqTransport()
+        self.transport = HostTransport(
+            shared_memory=self.config.shared_memory == "auto" and self.role == "server",
+            arena_limit_bytes=self.config.memory_bound_bytes(),
+        )
         systemd = systemd_environment()
         self.notifier = Notifier(systemd.notify_socket, systemd.watchdog_usec)
         self.driver: Driver | None = None
@@ -291,13 +299,22 @@ class ServerDaemon(Daemon):
         self.link = SchedulerLink(identity, nothing, config.scheduler, config.heartbeat_interval_s)
         settings = ServerSettings(config.memory_bound_bytes(), config.on_worker_loss == "fail")
         event(logger, logging.INFO, f"server at {address}; joining the scheduler at {config.scheduler}")
+        self.transport.listen_links(identity.incarnation)
         return Driver(
             ServerMachine(settings, self.link),
             self.transport,
-            jobs=JobRunner(),
+            jobs=JobRunner(allocate=self._memory),
             executor=self.executor,
             on_halt=self.halted,
         )
+
+    def _memory(self, nbytes: int) -> Array:
+        """Memory for a version: such that workers of this host can read it, if there are any."""
+        if nbytes > INLINE_BELOW_BYTES and self.transport.has_links:
+            block = self.transport.arena.allocate(nbytes)
+            if block is not None:
+                return block
+        return np.empty(nbytes, np.uint8)
 
     def say_goodbye(self) -> None:
         if self.driver is not None:

@@ -229,7 +229,8 @@ class Refused:
     """Not carried out. `error` names the class of `kvd.errors`, or one of the lower-case words below.
 
     ``attach``: I do not know you (yet), say Attach. ``pack``: I do not know this pack (any more), declare it.
-    ``clock``: this push is out of turn, `expected` is the clock whose turn it is. ``join``: the scheduler does not know you, join again. ``replaced``: another incarnation has your place.
+    ``clock``: this push is out of turn, `expected` is the clock whose turn it is. ``join``: the scheduler does not know
+    you, join again. ``replaced``: another incarnation has your place.
     """
 
     KIND: ClassVar[int] = 17

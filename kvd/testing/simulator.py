@@ -45,7 +45,7 @@ from kvd.core.session import Identity, SchedulerLink
 from kvd.core.units import Slice
 from kvd.core.worker import WorkerMachine, WorkerSettings
 from kvd.errors import KvdError
-from kvd.node.driver import copy_span
+from kvd.node.driver import copy_rows
 from kvd.node.jobs import JobRunner, view
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import Settings, StatusReport, Values
@@ -335,9 +335,9 @@ class World:
             self.feed(process, Persisted(token))
 
     def _copy(self, process: Process, effect: Copy) -> None:
-        if not process.targets.get(id(effect.target)):
+        if not all(process.targets.get(id(target)) for target in effect.targets if target is not None):
             self.fail(f"{process.name}: a Copy into memory that no open call named")
-        copy_span(effect.target, effect.offset, effect.source)
+        copy_rows(effect)
 
     def _halt(self, process: Process, effect: Halt) -> None:
         process.halted = effect.error

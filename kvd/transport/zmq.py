@@ -78,6 +78,7 @@ class ZmqTransport:
                 address=address,
             ) from None
         self._router = router
+        self._watch(router, None)
         bound: bytes = router.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
         return bound.rstrip(b"\0").decode()
 

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from kvd.node.launch import Stream
+from kvd.node.launch import Job, Stream
 from kvd_cli.demo_view import LiveView, PlainView
+from kvd_cli.main import cli
 from kvd_cli.prefix import Prefixer
 
 Spawn = Callable[..., "subprocess.Popen[str]"]
@@ -69,6 +71,50 @@ def test_an_interrupted_job(spawn: Spawn) -> None:
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("workers", "flags", "variables", "servers"),
+    [
+        (2, ["-s", "3"], {}, 3),
+        (2, ["--num-servers", "auto"], {}, 4),
+        (5, ["-s", "auto"], {}, 1),
+        (9, ["-s", "auto"], {}, 1),
+        (2, ["-s", "auto"], {"KVD_NUM_SERVERS": "7"}, 4),
+        (2, [], {"KVD_NUM_SERVERS": "7"}, 7),
+    ],
+)
+def test_the_number_of_servers_is_given_or_suits_the_machine(
+    workers: int,
+    flags: list[str],
+    variables: dict[str, str],
+    servers: int,
+    clean_environment: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs: list[Job] = []
+
+    def take(job: Job, sink: object) -> int:
+        jobs.append(job)
+        return 0
+
+    monkeypatch.setattr("kvd_cli.launch.run", take)
+    monkeypatch.setattr("kvd_cli.launch.usable_cores", lambda: frozenset(range(6)))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    arguments = ["launch", "-n", str(workers), *flags, "--affinity", "auto", "--", "true"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, result.output
+    [job] = jobs
+    assert (job.workers, job.servers) == (workers, servers)
+    assert job.environment["KVD_CPU_AFFINITY"] == "auto"
+
+
+@pytest.mark.parametrize("servers", ["0", "-1", "automatic"])
+def test_a_number_of_servers_that_is_none(servers: str, clean_environment: None) -> None:
+    result = CliRunner().invoke(cli, ["launch", "-n", "1", "-s", servers, "--", "true"])
+    assert result.exit_code == 2
+    assert "--num-servers" in result.stderr
 
 
 def test_prefixed_lines(capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from kvd.core.machine import SCHEDULER, Effect, Received, Send, Span
+from kvd.core.machine import SCHEDULER, Copy, Effect, Received, Send, Span
 from kvd.core.placement import initial_shards
 from kvd.core.session import Identity, SchedulerLink
 from kvd.protocol.messages import Member, Settings, View, ViewNumber, Welcome
@@ -92,3 +92,13 @@ def padded_bytes(values: Sequence[bytes]) -> bytes:
     """A payload: each part starts at a multiple of eight."""
     joined = b"".join(value + bytes(-len(value) % 8) for value in values[:-1])
     return joined + values[-1]
+
+
+def copies(effects: Iterable[Effect]) -> list[tuple[Any, int, Span]]:
+    """What is copied: target, offset there, and from where."""
+    return [
+        (target, row.start, Span(copy.source, row.offset, row.nbytes))
+        for copy in of(Copy, effects)
+        for target, row in zip(copy.targets, copy.rows, strict=True)
+        if target is not None
+    ]

@@ -30,7 +30,7 @@ from kvd.core.worker import WorkerMachine, WorkerSettings
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import ABSENT, ASSIGN, Command, Settings
 from kvd.protocol.specs import KeySpec
-from tests.core.core_fakes import OPEN, SLICE, cluster, link, padded_bytes, read, server_id, uint8, worker_id
+from tests.core.core_fakes import OPEN, SLICE, cluster, copies, link, padded_bytes, read, server_id, uint8, worker_id
 
 SCHEDULER_ID = 1
 
@@ -87,7 +87,8 @@ class Cluster:
         elif isinstance(effect, Persist):
             self.queue.append((who, Persisted(effect.token)))
         elif isinstance(effect, Copy):
-            effect.target[effect.offset : effect.offset + effect.source.nbytes] = read(effect.source)
+            for target, start, source in copies([effect]):
+                target[start : start + source.nbytes] = read(source)
         elif isinstance(effect, Complete):
             self.done[who, effect.call] = effect
 

@@ -28,7 +28,7 @@ from kvd.protocol.messages import (
     Values,
 )
 from kvd.protocol.specs import KeySpec
-from tests.core.core_fakes import SLICE, member, of, one, server_id, uint8, welcome
+from tests.core.core_fakes import SLICE, copies, member, of, one, server_id, uint8, welcome
 from tests.core.worker_bench import Bench, ready
 
 # ── joining ──
@@ -99,11 +99,11 @@ def test_a_push_a_pull_and_a_pushpull() -> None:
     bench.reply(send, Done)
     assert bench.result(push) == [None]
     effects = bench.values(Pull, (1,), b"a")
-    assert of(Copy, effects) == [Copy("target w", 0, Span(b"a", 0, 1))]
+    assert copies(effects) == [("target w", 0, Span(b"a", 0, 1))]
     assert bench.result(pull) == [Versions(1, 1)]
     both = bench.push("w", pull=True)
     effects = bench.values(Push, (2,), b"b")
-    assert of(Copy, effects) == [Copy("target w", 0, Span(b"b", 0, 1))]
+    assert copies(effects) == [("target w", 0, Span(b"b", 0, 1))]
     assert bench.result(both) == [Versions(2, 2)]
     assert bench.result(bench.call(calls.ClockOf("w"))) == 2
 
@@ -119,12 +119,12 @@ def test_a_large_value_goes_in_slices_to_their_servers() -> None:
     got = {send.message.parts[0].slice_index: (send.peer, send.payload) for send in sends}  # type: ignore[union-attr]
     spans = [(0, SLICE), (SLICE, SLICE), (2 * SLICE, 5)]
     assert got == {index: (server_id(expected[index]), (Span("source w", *spans[index]),)) for index in range(3)}
-    copies = []
+    copied = []
     for number, send in enumerate(reversed(sends)):
         index = send.message.parts[0].slice_index  # type: ignore[union-attr]
         message = Values(send.message.request, (1 + number,))  # type: ignore[union-attr]
-        copies += of(Copy, bench.say(send.peer, message, bytes(spans[index][1])))
-    assert sorted((copy.offset, copy.source.nbytes) for copy in copies) == spans
+        copied += copies(bench.say(send.peer, message, bytes(spans[index][1])))
+    assert sorted((offset, source.nbytes) for _, offset, source in copied) == spans
     assert bench.result(call) == [Versions(1, 3)]
 
 
@@ -136,7 +136,7 @@ def test_many_small_keys_share_a_message() -> None:
     assert send.payload == tuple(Span(f"source {key}", 0, 1) for key in "abc")
     bench.sent.append(send)
     effects = bench.values(Push, (1, 1, 1), b"x", b"y", b"z")
-    assert [(copy.target, copy.source.offset) for copy in of(Copy, effects)] == [
+    assert [(target, source.offset) for target, _, source in copies(effects)] == [
         ("target a", 0),
         ("target b", 8),
         ("target c", 16),

@@ -28,6 +28,7 @@ from kvd.core.machine import (
     Persist,
     Persisted,
     Received,
+    Row,
     Run,
     Send,
     Span,
@@ -196,7 +197,7 @@ def test_an_effect_that_breaks_does_not_take_the_others_with_it() -> None:
         if not isinstance(event, LocalCall):
             return []
         return [
-            Copy(target, 2, Span(b"toolong", 0, 7)),
+            Copy(b"toolong", (memoryview(target),), (Row(2, 0, 7),)),
             Send("peer", Done(1 << 70)),  # no such number on the wire
             Send("peer", Done("text")),  # type: ignore[arg-type]
             Send("peer", Done(object())),  # type: ignore[arg-type]
@@ -321,11 +322,9 @@ def test_payloads_reports_and_pieces() -> None:
             Send("p", Done(1), (Span(b"abcdef", 2, 3), Span(None, 0, 0))),
             Send("p", StatusReport(2)),
             Send("p", Done(3), (Span(bytes(1 << 20), 0, 1 << 20),) * 200),
-            Copy(pieces, 3, Span(b"xxdef", 2, 3)),
-            Copy(pieces, 0, Span(b"abc", 0, 3)),
-            Copy(pieces, 6, Span(None, 0, 0)),
-            Copy(target, 1, Span(b"1234", 1, 2)),
-            Copy(target, 0, Span(None, 0, 0)),
+            Copy(b"xxdef", (pieces,), (Row(3, 2, 3),)),
+            Copy(b"abc1234", (pieces, memoryview(target), None), (Row(0, 0, 3), Row(1, 4, 2), Row(0, 0, 7))),
+            Copy(None, (pieces, target), (Row(6, 0, 0), Row(0, 0, 0))),
             Disconnect("p"),
             Note("info", "noted", {"n": 1}),
             Complete(1),

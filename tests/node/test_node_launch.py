@@ -21,6 +21,7 @@ from typing import IO, Any
 import pytest
 
 from kvd.errors import ConfigError, RequestTimeout
+from kvd.node.affinity import Plan, auto_servers, plan, running_on, usable_cores
 from kvd.node.launch import MAX_LINE, Job, Launch, run
 from kvd.node.parent import Guard, ParentWatch
 
@@ -31,6 +32,8 @@ DAEMON = """
 import os, signal, socket, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 print("up", os.environ["KVD_NODE_ID"], os.environ["KVD_PARENT_PID"], os.environ["KVD_BIND"], flush=True)
+if sys.argv[1] == "server" and "SERVER_IS_UP" in os.environ:
+    open(os.environ["SERVER_IS_UP"], "w").close()
 if sys.argv[1] == os.environ.get("FAILS"):
     sys.exit(int(os.environ["FAILS_WITH"]))
 if sys.argv[1] == "scheduler" and "NEVER_READY" not in os.environ:
@@ -40,6 +43,13 @@ if sys.argv[1] == "scheduler" and "NEVER_READY" not in os.environ:
     socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"READY=1\\nSTATUS=x", "\\0" + name[1:])
 signal.sigwait({signal.SIGTERM})
 print("down", os.environ["KVD_NODE_ID"], flush=True)
+"""
+
+# A worker that ends before a server has begun would have it ended before it could say anything.
+WAIT_FOR_SERVER = """
+import os, time
+while not os.path.exists(os.environ["SERVER_IS_UP"]):
+    time.sleep(0.01)
 """
 
 LAUNCHER = """
@@ -234,8 +244,9 @@ def test_each_daemon_has_a_state_folder_of_its_own(
 ) -> None:
     show = tmp_path / "show.py"
     show.write_text(Path(daemon[-1]).read_text().replace('os.environ["KVD_BIND"]', 'os.environ["KVD_STATE_DIR"]'))
-    environment = {**mark, "KVD_STATE_DIR": "/state"}
-    job = Job(command=["true"], workers=1, servers=1, environment=environment, daemon=(*daemon[:-1], str(show)))
+    environment = {**mark, "KVD_STATE_DIR": "/state", "SERVER_IS_UP": str(tmp_path / "up")}
+    command = python(WAIT_FOR_SERVER)
+    job = Job(command=command, workers=1, servers=1, environment=environment, daemon=(*daemon[:-1], str(show)))
     assert run(job, lines.take, handle_signals=False) == 0
     assert lines.of("scheduler")[0].endswith(" /state/scheduler")
     assert lines.of("server-0")[0].endswith(" /state/server-0")
@@ -520,3 +531,71 @@ def test_a_guard_ends_a_command_whose_parent_is_gone_already(mark: dict[str, str
     guard = Guard(["sleep", "1000"], environment={**os.environ, **mark}, parent_pid=gone.pid, grace_s=5)
     assert guard.run() == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+# --- cores -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("workers", "cores", "servers"), [(2, 2, 1), (2, 1, 1), (2, 3, 1), (2, 6, 4), (4, 64, 8)])
+def test_servers_take_the_cores_that_the_workers_leave(workers: int, cores: int, servers: int) -> None:
+    assert auto_servers(workers, cores) == servers
+
+
+def test_each_server_gets_the_last_cores_and_the_rest_is_for_the_others() -> None:
+    found = plan(2, 2, {7, 0, 3, 1, 2})
+    assert found == Plan(servers=(3, 7), rest=frozenset({0, 1, 2}))
+    assert found is not None
+    assert [set(found.cores_of(server)) for server in (0, 1, None)] == [{3}, {7}, {0, 1, 2}]
+    assert plan(3, 2, {7, 0, 3, 1, 2}) is not None
+    assert plan(4, 2, {7, 0, 3, 1, 2}) is None
+
+
+def test_a_process_inherits_its_cores_and_the_starter_keeps_its_own() -> None:
+    own = usable_cores()
+    one = min(own)
+    show = [sys.executable, "-S", "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
+    with running_on({one}):
+        inside = subprocess.check_output(show, text=True)
+    with running_on(None):
+        anywhere = subprocess.check_output(show, text=True)
+    assert inside == f"[{one}]\n"
+    assert anywhere == f"{sorted(own)}\n"
+    assert usable_cores() == own
+
+
+SHOW_CORES = "import os; print('cores', sorted(os.sched_getaffinity(0)))"
+
+
+def test_servers_are_pinned_where_there_are_cores_enough(tmp_path: Path, lines: Lines, mark: dict[str, str]) -> None:
+    """With two cores of this machine a worker and a server each have one; the plan is the same for more."""
+    cores = sorted(usable_cores())
+    if len(cores) < 2:
+        pytest.skip("one core cannot be divided")
+    path = tmp_path / "daemon.py"
+    path.write_text(DAEMON.replace('print("up"', f'{SHOW_CORES}\nprint("up"', 1))
+    environment = {**mark, "KVD_CPU_AFFINITY": "auto", "SERVER_IS_UP": str(tmp_path / "up")}
+    daemon = (sys.executable, "-S", str(path))
+    command = python(f"{SHOW_CORES}\n{WAIT_FOR_SERVER}")
+    job = Job(command=command, workers=1, servers=1, environment=environment, daemon=daemon)
+
+    assert run(job, lines.take, handle_signals=False) == 0
+
+    assert lines.of("server-0")[0] == f"cores [{cores[-1]}]"
+    assert lines.of("scheduler")[0] == lines.of("worker-0")[0] == f"cores {cores[:-1]}"
+    assert lines.of("launch")[0].startswith(f"servers run on cores {cores[-1]}, everyone else on {cores[0]}")
+    assert sorted(usable_cores()) == cores
+
+
+def test_nothing_is_pinned_where_there_are_too_few_cores_or_nobody_asked(
+    daemon: Any, lines: Lines, mark: dict[str, str]
+) -> None:
+    cores = sorted(usable_cores())
+    for asked in ("auto", "off"):
+        environment = {**mark, "KVD_CPU_AFFINITY": asked}
+        workers = len(cores) if asked == "auto" else 1
+        job = Job(command=python(SHOW_CORES), workers=workers, servers=1, environment=environment, daemon=daemon)
+        assert run(job, lines.take, handle_signals=False) == 0
+        assert lines.of("worker-0")[-1] == f"cores {cores}"
+    assert lines.of("launch") == [
+        f"no server gets a core of its own: {len(cores) + 1} workers and servers, {len(cores)} usable cores"
+    ]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvd.core.keytable import Slice
 from kvd.core.machine import Contribution, Received
 from kvd.core.server import ServerMachine
 from kvd.core.slicelog import SliceLog, Turn
+from kvd.core.units import Unit
 from kvd.core.worker import WorkerMachine
 from kvd.core.workerkeys import WorkerKey
 from kvd.testing.campaign import Campaign
@@ -38,9 +38,9 @@ def ack_before_applied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SliceLog, "committed_clock", SliceLog.counted_clock)
     advance = ServerMachine._advance
 
-    def hasty(server: ServerMachine, slice_: Slice) -> None:
-        advance(server, slice_)
-        slice_.waiting = [waiting for waiting in slice_.waiting if not server._settle(slice_, waiting)]
+    def hasty(server: ServerMachine, unit: Unit) -> None:
+        advance(server, unit)
+        unit.waiting = [waiting for waiting in unit.waiting if not server._settle(unit, waiting)]
 
     patch.setattr(ServerMachine, "_advance", hasty)
 

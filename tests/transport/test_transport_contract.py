@@ -1,9 +1,10 @@
-"""What every transport promises, over TCP, over ipc, and within one process."""
+"""What every transport promises: over TCP, over ipc, over links beside TCP, and within one process."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import threading
 from collections.abc import Awaitable, Callable, Hashable
 from pathlib import Path
@@ -14,8 +15,11 @@ import pytest
 from kvd.core.machine import Span
 from kvd.errors import ConnectError
 from kvd.transport.base import Transport
+from kvd.transport.host import HostTransport
 from kvd.transport.memory import MemoryNetwork, MemoryTransport
 from kvd.transport.zmq import ZmqTransport
+
+SERVER = secrets.randbits(60)  # the peer's name: an incarnation, so that there can be links to it
 
 Message = tuple[Hashable, bytes, bytes | None]
 
@@ -30,10 +34,18 @@ class Kind:
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
         self.network = MemoryNetwork()
-        self.any_address = {"tcp": "tcp://127.0.0.1:0", "ipc": f"ipc://{folder}/s", "memory": "memory:0"}[name]
+        tcp = "tcp://127.0.0.1:0"
+        self.any_address = {"tcp": tcp, "ipc": f"ipc://{folder}/s", "links": tcp, "memory": "memory:0"}[name]
 
     def make(self) -> Transport:
-        return MemoryTransport(self.network) if self.name == "memory" else ZmqTransport()
+        if self.name == "memory":
+            return MemoryTransport(self.network)
+        return HostTransport() if self.name == "links" else ZmqTransport()
+
+    def listen(self, transport: Transport, address: str) -> str:
+        if isinstance(transport, HostTransport):
+            transport.listen_links(SERVER)
+        return transport.listen(address)
 
 
 class Node:
@@ -43,7 +55,7 @@ class Node:
         self.transport = kind.make()
         self.messages: list[Message] = []
         self.garbage: list[tuple[Hashable, str]] = []
-        self.address = "" if address is None else self.transport.listen(address)
+        self.address = "" if address is None else kind.listen(self.transport, address)
         self.transport.start(self._take, lambda peer, text: self.garbage.append((peer, text)))
 
     def _take(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
@@ -72,7 +84,7 @@ async def greet(client: Node, server: Node) -> Hashable:
     """Sends until the server has heard the client; gives the server's name for it."""
     before = len(server.messages)
     while len(server.messages) == before:
-        client.send("server", b"hello")
+        client.send(SERVER, b"hello")
         await asyncio.sleep(0.02)
     await asyncio.sleep(0.05)
     peer = server.messages[-1][0]
@@ -80,7 +92,7 @@ async def greet(client: Node, server: Node) -> Hashable:
     return peer
 
 
-@pytest.fixture(params=["tcp", "ipc", "memory"])
+@pytest.fixture(params=["tcp", "ipc", "links", "memory"])
 def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
     return Kind(request.param, tmp_path)
 
@@ -89,7 +101,7 @@ def with_pair(kind: Kind, program: Callable[[Node, Node, Hashable], Awaitable[No
     async def main() -> None:
         server, client = Node(kind, kind.any_address), Node(kind)
         try:
-            client.transport.connect("server", server.address)
+            client.transport.connect(SERVER, server.address)
             await program(server, client, await greet(client, server))
         finally:
             client.close()
@@ -101,24 +113,24 @@ def with_pair(kind: Kind, program: Callable[[Node, Node, Hashable], Awaitable[No
 def test_messages_arrive_in_order_and_are_answered(kind: Kind) -> None:
     async def program(server: Node, client: Node, peer: Hashable) -> None:
         for number in range(500):
-            assert client.send("server", b"%d" % number, *([b"body %d" % number] if number % 2 else []))
+            assert client.send(SERVER, b"%d" % number, *([b"body %d" % number] if number % 2 else []))
         messages = await server.received(500)
         assert [header for _, header, _ in messages] == [b"%d" % number for number in range(500)]
         assert [body for _, _, body in messages] == [b"body %d" % n if n % 2 else None for n in range(500)]
         assert {sender for sender, _, _ in messages} == {peer}
         for number in range(500):
             assert server.send(peer, b"answer %d" % number)
-        assert await client.received(500) == [("server", b"answer %d" % number, None) for number in range(500)]
+        assert await client.received(500) == [(SERVER, b"answer %d" % number, None) for number in range(500)]
 
     with_pair(kind, program)
 
 
 def test_payloads_of_several_pieces_are_padded_to_8(kind: Kind) -> None:
     async def program(server: Node, client: Node, peer: Hashable) -> None:
-        client.send("server", b"h", b"abc", b"", b"12345678", b"xy")
-        client.send("server", b"h", b"abc")
-        client.send("server", b"h", b"")
-        client.send("server", b"h")
+        client.send(SERVER, b"h", b"abc", b"", b"12345678", b"xy")
+        client.send(SERVER, b"h", b"abc")
+        client.send(SERVER, b"h", b"")
+        client.send(SERVER, b"h")
         bodies = [body for _, _, body in await server.received(4)]
         assert bodies == [b"abc" + bytes(5) + b"12345678" + b"xy", b"abc", b"", None]
 
@@ -129,7 +141,7 @@ def test_large_payloads(kind: Kind) -> None:
     async def program(server: Node, client: Node, peer: Hashable) -> None:
         large = os.urandom(1 << 20) * 9 + b"end"
         for _ in range(3):
-            client.send("server", b"up", large)
+            client.send(SERVER, b"up", large)
             server.send(peer, b"down", large, b"more")
         assert all(body == large for _, _, body in await server.received(3))
         padded = large + bytes(-len(large) % 8) + b"more"
@@ -146,13 +158,13 @@ def test_what_was_sent_may_be_forgotten_and_received_may_be_kept(kind: Kind) -> 
         server, client = Node(kind, kind.any_address), Node(kind)
         server.transport.close(0)
         server.transport = kind.make()
-        address = server.transport.listen(kind.any_address)
+        address = kind.listen(server.transport, kind.any_address)
         server.transport.start(lambda peer, header, body: kept.append(body) if body else None, lambda *_: None)
-        client.transport.connect("server", address)
+        client.transport.connect(SERVER, address)
         try:
             for number in range(20):
                 body = bytearray([number]) * 100_000
-                assert client.transport.send("server", b"h", spans(body))
+                assert client.transport.send(SERVER, b"h", spans(body))
             await eventually(lambda: len(kept) == 20)
             assert [bytes(body) == bytes([number]) * 100_000 for number, body in enumerate(kept)] == [True] * 20
         finally:
@@ -166,8 +178,8 @@ def test_sending_to_a_peer_that_is_gone_or_unknown_says_so(kind: Kind) -> None:
     async def program(server: Node, client: Node, peer: Hashable) -> None:
         assert not client.send("somebody else", b"h")
         assert not server.send(b"nobody", b"h")
-        client.transport.disconnect("server")
-        assert not client.send("server", b"h")
+        client.transport.disconnect(SERVER)
+        assert not client.send(SERVER, b"h")
         await eventually(lambda: not server.send(peer, b"h"))
 
     with_pair(kind, program)
@@ -180,7 +192,7 @@ def test_a_taken_address_is_refused_and_left_alone(kind: Kind) -> None:
             other.listen(server.address)
         assert caught.value.address == server.address
         other.close(0)
-        client.send("server", b"still there")
+        client.send(SERVER, b"still there")
         assert (await server.received(1))[0][1] == b"still there"
 
     with_pair(kind, program)
@@ -191,12 +203,12 @@ def test_a_connection_comes_back_when_the_listener_does(kind: Kind) -> None:
         address = server.address
         server.close()
         await asyncio.sleep(0.1)
-        client.send("server", b"into the void")
+        client.send(SERVER, b"into the void")
         server = Node(kind, address)
         try:
             again = await greet(client, server)
             assert server.send(again, b"welcome back")
-            await eventually(lambda: (("server", b"welcome back", None)) in client.messages)
+            await eventually(lambda: ((SERVER, b"welcome back", None)) in client.messages)
         finally:
             server.close()
 
@@ -209,7 +221,7 @@ def test_a_connection_may_be_opened_before_there_is_a_listener(kind: Kind) -> No
         address = first.address
         first.close()
         client = Node(kind)
-        client.transport.connect("server", address)
+        client.transport.connect(SERVER, address)
         await asyncio.sleep(0.05)
         server = Node(kind, address)
         try:
@@ -228,7 +240,7 @@ def test_closing_gives_everything_back(kind: Kind) -> None:
         return len(os.listdir("/proc/self/fd"))
 
     async def noop(server: Node, client: Node, peer: Hashable) -> None:
-        client.send("server", b"h", bytes(200_000))
+        client.send(SERVER, b"h", bytes(200_000))
         await server.received(1)
 
     with_pair(kind, noop)
@@ -255,7 +267,7 @@ def test_a_flood_leaves_the_loop_its_turns(kind: Kind) -> None:
 
         counting = asyncio.create_task(count_turns())
         for _ in range(3000):
-            client.send("server", b"flood")
+            client.send(SERVER, b"flood")
         await eventually(lambda: len(server.messages) == 3000)
         counting.cancel()
         if kind.name != "memory":  # that one delivers through the queue of the loop itself
@@ -267,7 +279,7 @@ def test_a_flood_leaves_the_loop_its_turns(kind: Kind) -> None:
 
 def test_nothing_is_delivered_after_close(kind: Kind) -> None:
     async def program(server: Node, client: Node, peer: Hashable) -> None:
-        client.send("server", b"late")
+        client.send(SERVER, b"late")
         server.close()
         await asyncio.sleep(0.1)
         assert server.messages == []

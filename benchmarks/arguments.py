@@ -1,0 +1,61 @@
+"""How the commands of this folder read their arguments."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from kvd_cli.bench_work import names_of
+
+
+def works(text: str) -> tuple[str, ...]:
+    """Names of works, with commas between them."""
+    try:
+        return tuple(names_of(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def some_of(choices: tuple[str, ...], *, none_too: bool = False) -> Callable[[str], tuple[str, ...]]:
+    """A list of these, each once, with commas between them."""
+
+    def read(text: str) -> tuple[str, ...]:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        unknown = [name for name in names if name not in choices]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; there are {', '.join(choices)}")
+        if not names and not none_too:
+            raise argparse.ArgumentTypeError(f"name at least one of {', '.join(choices)}")
+        return tuple(dict.fromkeys(names))
+
+    return read
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Numbers of more than 0, each once, with commas between them."""
+    numbers = [int(word) for word in text.split(",") if word.strip()]
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of more than 0")
+    return tuple(dict.fromkeys(numbers))
+
+
+def new_file(text: str) -> Path:
+    """A file that can be made; checked before anything is measured, which takes many minutes."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder, or lies in none")
+    return path
+
+
+def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """A number of more than 0."""
+
+    def read(text: str) -> float:
+        number = kind(text)
+        if not number > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+        return number
+
+    read.__name__ = "whole number" if kind is int else "number"  # argparse names it in its error
+    return read

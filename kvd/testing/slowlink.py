@@ -1,0 +1,135 @@
+"""A slow network for one node: what it sends leaves at so many bytes per second, first in, first out.
+
+It stands between a driver and its transport, and counts bytes: those of the header and of the payload, wherever the
+payload lies. What arrives is not delayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Generic, TypeVar
+from unittest import mock
+
+from kvd.client import engine
+from kvd.core.machine import Span
+from kvd.node.driver import Driver
+from kvd.transport.base import OnGarbage, OnMessage, Transport
+
+QUEUE_BYTES = 256 << 20
+
+T = TypeVar("T")
+
+
+class Pipe(Generic[T]):
+    """What is on its way out, and when each thing has left; time is an argument.
+
+    Args:
+        bytes_per_s: the rate.
+        queue_bytes: what may wait; one message may always, however large.
+    """
+
+    def __init__(self, bytes_per_s: float, queue_bytes: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._queue_bytes = queue_bytes
+        self._waiting: deque[tuple[float, int, T]] = deque()  # (when its last byte has left, its size, what)
+        self._waiting_bytes = 0
+        self._free_at = 0.0
+
+    def put(self, what: T, nbytes: int, now: float) -> bool:
+        """Queues it behind the others; False if there is no room."""
+        if self._waiting and self._waiting_bytes + nbytes > self._queue_bytes:
+            return False
+        self._free_at = max(now, self._free_at) + nbytes / self._bytes_per_s
+        self._waiting.append((self._free_at, nbytes, what))
+        self._waiting_bytes += nbytes
+        return True
+
+    def take(self, now: float) -> list[T]:
+        """What has left by now, in order; once."""
+        left = []
+        while self._waiting and self._waiting[0][0] <= now:
+            _, nbytes, what = self._waiting.popleft()
+            self._waiting_bytes -= nbytes
+            left.append(what)
+        return left
+
+    def next_at(self) -> float | None:
+        """When the next thing will have left."""
+        return self._waiting[0][0] if self._waiting else None
+
+
+class SlowLink:
+    """A transport whose messages leave one after the other at a limited rate. Those that wait at `close` are lost."""
+
+    def __init__(self, inner: Transport, bytes_per_s: float, queue_bytes: int = QUEUE_BYTES) -> None:
+        self._inner = inner
+        self._pipe: Pipe[tuple[Hashable, bytes, Sequence[Span]]] = Pipe(bytes_per_s, queue_bytes)
+        self._lock = threading.Lock()  # around the pipe: sends come from several threads
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None  # of the loop's thread
+        self._closed = False
+
+    def start(self, on_message: OnMessage, on_garbage: OnGarbage) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._inner.start(on_message, on_garbage)
+        self._let_go()
+
+    def listen(self, address: str) -> str:
+        return self._inner.listen(address)
+
+    def connect(self, peer: Hashable, address: str) -> None:
+        self._inner.connect(peer, address)
+
+    def disconnect(self, peer: Hashable) -> None:
+        self._inner.disconnect(peer)
+
+    def send(self, peer: Hashable, header: bytes, payload: Sequence[Span]) -> bool:
+        """Queues the message. False: too much is queued."""
+        nbytes = len(header) + sum(span.nbytes for span in payload)
+        with self._lock:
+            is_first = self._pipe.next_at() is None
+            if self._closed or not self._pipe.put((peer, header, payload), nbytes, time.monotonic()):
+                return False
+        if is_first and self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: nothing is sent any more
+                self._loop.call_soon_threadsafe(self._let_go)
+        return True
+
+    def close(self, linger_s: float) -> None:
+        with self._lock:
+            self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._inner.close(linger_s)
+
+    def _let_go(self) -> None:
+        """Sends what has left by now, and comes back for the next. On the loop."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        with self._lock:
+            if self._closed:
+                return
+            left = self._pipe.take(time.monotonic())
+            next_at = self._pipe.next_at()
+        for peer, header, payload in left:
+            self._inner.send(peer, header, payload)
+        if next_at is not None and self._loop is not None:
+            self._timer = self._loop.call_later(max(0.0, next_at - time.monotonic()), self._let_go)
+
+
+@contextmanager
+def slow_links(bytes_per_s: float, queue_bytes: int = QUEUE_BYTES) -> Iterator[None]:
+    """Stores that are created meanwhile send at this rate, each over a link of its own."""
+
+    def driver(machine: Any, transport: Transport, **settings: Any) -> Driver:
+        return Driver(machine, SlowLink(transport, bytes_per_s, queue_bytes), **settings)
+
+    make: Callable[..., Driver] = driver
+    with mock.patch.object(engine, "Driver", make):
+        yield

@@ -1,0 +1,148 @@
+"""The receiving half of a link: bytes become frames. Large inline payloads are read into their place."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from kvd.transport.base import MAX_PAYLOAD_BYTES
+from kvd.transport.frames import (
+    GOODBYE,
+    HELLO,
+    INLINE,
+    INLINE_BELOW_BYTES,
+    LARGEST_SMALL_FRAME,
+    MAX_HEADER_BYTES,
+    MESSAGE,
+    PREFIX,
+    REFERENCE,
+    BadFrameError,
+    unpack_numbers,
+)
+
+BUFFER_BYTES = 128 << 10
+MOST_DESCRIPTORS = 2  # that came, and whose frame has not come yet
+
+_ANCILLARY_BYTES = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
+_CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
+_CUT_OFF = int(socket.MSG_CTRUNC)
+_WITH_HEADER = frozenset({MESSAGE, INLINE, REFERENCE})
+
+assert BUFFER_BYTES > LARGEST_SMALL_FRAME
+
+
+class Frame(NamedTuple):
+    """One frame. `payload` is what came inline, `nbytes` its size or that of what is referred to."""
+
+    kind: int
+    released: tuple[int, ...]
+    header: bytes
+    payload: memoryview | None
+    nbytes: int
+    segment: int
+    offset: int
+
+
+class Incoming:
+    """Not for two threads at once."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._buffer = bytearray(BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0  # what is in the buffer and not taken yet
+        self._large: Frame | None = None  # the frame whose payload is being read
+        self._missing = memoryview(b"")  # the part of its payload that has not come yet
+        self._descriptors: deque[int] = deque()
+
+    def fill(self) -> bool:
+        """Reads once. To be called when `take` gives no more. False: the stream has ended. Raises OSError."""
+        if self._large is None:
+            if self._start:
+                rest = self._end - self._start
+                self._view[:rest] = self._view[self._start : self._end]
+                self._start, self._end = 0, rest
+            target = self._view[self._end :]
+        else:
+            target = self._missing
+        try:
+            nbytes, ancillary, flags, _ = self._socket.recvmsg_into([target], _ANCILLARY_BYTES, _CLOSE_ON_EXEC)
+        except BlockingIOError:
+            return True
+        if ancillary:
+            self._keep_descriptors(ancillary)
+        if flags & _CUT_OFF or len(self._descriptors) > MOST_DESCRIPTORS:
+            raise BadFrameError("descriptors that belong to no frame")
+        if self._large is None:
+            self._end += nbytes
+        else:
+            self._missing = self._missing[nbytes:]
+        return nbytes > 0
+
+    def take(self) -> Frame | None:
+        """The next frame that is there as a whole."""
+        if self._large is not None:
+            return self._take_large()
+        at, end = self._start, self._end
+        if end - at < PREFIX.size:
+            return None
+        kind, released, zero, header_nbytes, nbytes, segment, offset = PREFIX.unpack_from(self._buffer, at)
+        if not HELLO <= kind <= GOODBYE or zero or header_nbytes > MAX_HEADER_BYTES or nbytes > MAX_PAYLOAD_BYTES:
+            raise BadFrameError("what arrived is no frame of a link")
+        if header_nbytes and kind not in _WITH_HEADER:
+            raise BadFrameError(f"a frame of kind {kind} has no header")
+        numbers_at = at + PREFIX.size
+        header_at = numbers_at + 8 * released
+        body_at = header_at + header_nbytes
+        small = nbytes if kind == INLINE and nbytes <= INLINE_BELOW_BYTES else 0
+        if body_at + small > end:
+            return None
+        numbers = unpack_numbers(released, self._buffer, numbers_at) if released else ()
+        header = bytes(self._view[header_at:body_at])
+        self._start = body_at + small
+        if kind != INLINE:
+            return Frame(kind, numbers, header, None, nbytes, segment, offset)
+        if nbytes <= INLINE_BELOW_BYTES:
+            payload = memoryview(bytes(self._view[body_at : self._start]))
+            return Frame(kind, numbers, header, payload, nbytes, segment, offset)
+        return self._begin_large(Frame(kind, numbers, header, None, nbytes, segment, offset))
+
+    def take_descriptor(self) -> int:
+        """The descriptor that came with a frame; it is the caller's from now on."""
+        if not self._descriptors:
+            raise BadFrameError("a segment without its descriptor")
+        return self._descriptors.popleft()
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+        self._large = None
+
+    def _begin_large(self, frame: Frame) -> Frame | None:
+        """Takes what is in the buffer already; the rest will be read into its place."""
+        payload = np.empty(frame.nbytes, np.uint8).data
+        here = min(frame.nbytes, self._end - self._start)
+        payload[:here] = self._view[self._start : self._start + here]
+        self._start += here
+        self._missing = payload[here:]
+        self._large = frame._replace(payload=payload.toreadonly())
+        return self._take_large()
+
+    def _take_large(self) -> Frame | None:
+        if len(self._missing):
+            return None
+        frame, self._large = self._large, None
+        self._missing = memoryview(b"")
+        return frame
+
+    def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                numbers = array.array("i")
+                numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+                self._descriptors.extend(numbers)

@@ -1,0 +1,225 @@
+"""Memory that this process owns, that only it writes, and that other processes of this host may map to read.
+
+A segment is a memfd whose pages are there from the start, and which is sealed against shrinking: whoever maps it gets
+no SIGBUS, whatever its owner does, and a machine without memory says so here instead of killing somebody later.
+Segments are cut into blocks. A block is an ordinary array; it comes back when nobody refers to it, nor to any view.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+import time
+import weakref
+from bisect import bisect_right
+from collections import deque
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes: TypeAlias = NDArray[np.uint8]
+
+ALIGNMENT = 64
+SMALLEST_SEGMENT_BYTES = 4 << 20  # the first: a process that sends little takes little
+LARGEST_SEGMENT_BYTES = 64 << 20  # each new segment doubles the arena up to this; larger blocks get one of their own
+STEPS_PER_DOUBLING = 8  # size classes: at most an eighth is wasted
+RETRY_AFTER_S = 1.0  # between attempts to get memory that was refused
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Segment:
+    """One memfd with its map."""
+
+    def __init__(self, number: int, nbytes: int) -> None:
+        self.number = number
+        self.nbytes = nbytes
+        self.descriptor = _sealed_memory(nbytes)
+        try:
+            self.map = mmap.mmap(self.descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError:
+            os.close(self.descriptor)
+            raise
+        self.address = address_of(np.frombuffer(self.map, np.uint8))
+        self.carved = 0  # bytes from the start that belong, or belonged, to blocks
+        self.blocks = 0  # those in use
+
+    def close(self) -> None:
+        """Gives the descriptor back; the map goes with its last block."""
+        os.close(self.descriptor)
+
+
+class _Block(weakref.ref[Bytes]):
+    """Notices that a block's array is gone. The callback appends it to a deque: no code of ours runs in a finalizer."""
+
+    __slots__ = ("nbytes", "offset", "segment")
+    segment: Segment
+    offset: int
+    nbytes: int
+
+
+class Arena:
+    """The segments of one process, at most `limit_bytes` together. All methods may be called from any thread."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.problem = ""  # why there was no memory the last time that there was none
+        self._total_bytes = 0
+        self._segments: list[Segment] = []
+        self._by_address: tuple[list[int], list[Segment]] = ([], [])  # replaced as a whole
+        self._free: dict[int, list[tuple[Segment, int]]] = {}  # by size class
+        self._used: dict[int, _Block] = {}  # by id: keeps the weak references alive
+        self._returned: deque[_Block] = deque()
+        self._retry_at = 0.0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is memory, or could be. Tries it the first time."""
+        if not self._segments and not self._closed:
+            with self._lock:
+                self._grow(1)
+        return bool(self._segments) and not self._closed
+
+    @property
+    def total_bytes(self) -> int:
+        return self._total_bytes
+
+    def allocate(self, nbytes: int) -> Bytes | None:
+        """A block that nobody else has; its content is whatever it was. None: no memory, see `problem`."""
+        size = _size_class(nbytes)
+        with self._lock:
+            self._collect()
+            place = None if self._closed else self._place(size)
+            if place is None:
+                return None
+            segment, offset, size = place
+            array: Bytes = np.frombuffer(segment.map, np.uint8, nbytes, offset)
+            block = _Block(array, self._returned.append)
+            block.segment, block.offset, block.nbytes = segment, offset, size
+            self._used[id(block)] = block
+            segment.blocks += 1
+        return array
+
+    def locate(self, array: NDArray[Any]) -> tuple[int, int] | None:
+        """(segment number, offset) of the first byte of an array that lies in this arena, whatever view it is."""
+        starts, segments = self._by_address
+        if not starts:
+            return None
+        address = address_of(array)
+        place = bisect_right(starts, address) - 1
+        if place < 0:
+            return None
+        segment = segments[place]
+        offset = address - segment.address
+        return (segment.number, offset) if offset < segment.nbytes else None
+
+    def segment(self, number: int) -> Segment:
+        return self._segments[number]
+
+    def close(self) -> None:
+        """Gives out no memory any more. What was given out stays valid."""
+        with self._lock:
+            if not self._closed:
+                self._closed, self.problem = True, "closed"
+                self._by_address = ([], [])
+                for segment in self._segments:
+                    segment.close()
+                self._segments, self._free, self._used = [], {}, {}
+                self._returned.clear()
+
+    # ── inside the lock ──
+
+    def _collect(self) -> None:
+        """Takes back the blocks that nobody refers to any more."""
+        while self._returned:
+            block = self._returned.popleft()
+            del self._used[id(block)]
+            block.segment.blocks -= 1
+            self._free.setdefault(block.nbytes, []).append((block.segment, block.offset))
+
+    def _place(self, size: int) -> tuple[Segment, int, int] | None:
+        free = self._free.get(size)
+        if free:
+            return (*free.pop(), size)
+        self._recut()
+        carved = self._carve(size)
+        if carved is None and self._grow(size):
+            carved = self._carve(size)
+        return self._larger(size) if carved is None else (*carved, size)
+
+    def _carve(self, size: int) -> tuple[Segment, int] | None:
+        """A new block from the end of a segment."""
+        for segment in reversed(self._segments):
+            if segment.nbytes - segment.carved >= size:
+                segment.carved += size
+                return segment, segment.carved - size
+        return None
+
+    def _recut(self) -> None:
+        """Forgets the blocks of segments that are all free, so that they can be cut into other sizes."""
+        empty = {segment.number for segment in self._segments if segment.carved and not segment.blocks}
+        if not empty:
+            return
+        for size, free in list(self._free.items()):
+            self._free[size] = [place for place in free if place[0].number not in empty]
+        for number in empty:
+            self._segments[number].carved = 0
+
+    def _grow(self, size: int) -> bool:
+        wanted = max(size, min(max(self._total_bytes, SMALLEST_SEGMENT_BYTES), LARGEST_SEGMENT_BYTES))
+        wanted = min(wanted, self.limit_bytes - self._total_bytes) & -mmap.PAGESIZE
+        if wanted < size:
+            self.problem = f"the limit of {self.limit_bytes} bytes is reached"
+            return False
+        if time.monotonic() < self._retry_at:
+            return False
+        try:
+            segment = Segment(len(self._segments), wanted)
+        except (OSError, MemoryError) as error:
+            self.problem = f"no shared memory: {getattr(error, 'strerror', None) or error}"
+            self._retry_at = time.monotonic() + RETRY_AFTER_S
+            return False
+        self._segments.append(segment)
+        self._total_bytes += wanted
+        ordered = sorted(self._segments, key=lambda each: each.address)
+        self._by_address = ([each.address for each in ordered], ordered)
+        return True
+
+    def _larger(self, size: int) -> tuple[Segment, int, int] | None:
+        """The smallest free block that is large enough: wasteful, but there is no other."""
+        larger = min((other for other, free in self._free.items() if free and other >= size), default=None)
+        return None if larger is None else (*self._free[larger].pop(), larger)
+
+
+def address_of(array: NDArray[Any]) -> int:
+    """Where the first element is in memory."""
+    if array.flags.carray and array.nbytes:  # the quick way, for memory that may be written
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
+    return int(array.__array_interface__["data"][0])
+
+
+def _size_class(nbytes: int) -> int:
+    below = 1 << max(0, (nbytes - 1).bit_length() - 1)  # the power of two below
+    step = max(ALIGNMENT, below // STEPS_PER_DOUBLING)
+    return max(step, (nbytes + step - 1) // step * step)
+
+
+def _sealed_memory(nbytes: int) -> int:
+    """A descriptor of memory that exists and can change its size no more."""
+    create = getattr(os, "memfd_create", None)
+    if create is None:
+        raise OSError(0, "this system has no memfd_create")
+    descriptor: int = create("kvd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

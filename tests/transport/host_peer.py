@@ -1,0 +1,48 @@
+"""A process with a HostTransport, for tests that need a real second one: it does what the headers say.
+
+Started as a script with an incarnation to listen under. Its address is the first line it prints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Hashable
+
+from kvd.core.machine import Span
+from kvd.transport.host import HostTransport
+
+
+class Peer:
+    """`keep` keeps the payload, `drop` drops what is kept, `lend` answers with its own memory; the rest is echoed."""
+
+    def __init__(self) -> None:
+        self.transport = HostTransport()
+        self.kept: list[memoryview | None] = []
+
+    def take(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+        if header == b"keep":
+            self.kept.append(payload)
+            self.transport.send(peer, b"kept", [])
+        elif header == b"drop":
+            self.kept.clear()
+        elif header.startswith(b"lend"):
+            block = self.transport.arena.allocate(int(header[4:]))
+            assert block is not None
+            block[:] = 77
+            self.transport.send(peer, b"lent", [Span(block, 0, block.nbytes)])
+        else:
+            spans = [] if payload is None else [Span(payload, 0, payload.nbytes)]
+            self.transport.send(peer, header, spans)
+
+    async def run(self, incarnation: int) -> None:
+        self.transport.start(self.take, lambda peer, text: print("garbage", text, flush=True))
+        address = self.transport.listen("tcp://127.0.0.1:0")
+        self.transport.listen_links(incarnation)
+        print(address, flush=True)
+        await asyncio.to_thread(sys.stdin.read)  # until the test closes it
+        self.transport.close(0.1)
+
+
+if __name__ == "__main__":
+    asyncio.run(Peer().run(int(sys.argv[1])))

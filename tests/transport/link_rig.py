@@ -1,0 +1,128 @@
+"""Two ends of a link in one process, read by hand."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvd.core.machine import Span
+from kvd.transport.frames import HELLO, MAGIC, VERSION, prefix_of
+from kvd.transport.gate import Gate
+from kvd.transport.link import Link, Sink
+from kvd.transport.segments import Arena
+
+MIB = 1 << 20
+
+
+def spans(*pieces: Any) -> list[Span]:
+    return [Span(piece, 0, memoryview(piece).nbytes) for piece in pieces]
+
+
+def memory_in_use() -> tuple[int, int, int]:
+    """How many descriptors this process has, how many of them of segments, and how many maps of segments."""
+    gc.collect()
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+        except FileNotFoundError:  # the one that listed them
+            continue
+    with open("/proc/self/maps") as file:
+        maps = sum("memfd:kvd" in line for line in file)
+    return len(links), sum("memfd:kvd" in link for link in links), maps
+
+
+def until(holds: Callable[[], Any], *ends: End, timeout_s: float = 20.0) -> None:
+    """Reads the ends until it holds."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        for end in ends:
+            end.read()
+        time.sleep(0.0005)
+
+
+class End:
+    """One end, with what it has received. `keeps` says whether it keeps the payloads."""
+
+    def __init__(self, connection: socket.socket, limit_bytes: int = 256 * MIB) -> None:
+        self.messages: list[tuple[bytes, memoryview | None]] = []
+        self.garbage: list[str] = []
+        self.keeps = True
+        self.arena = Arena(limit_bytes)
+        self.gate = Gate(self._notice)
+        sink = Sink()
+        sink.on_message = self._take
+        sink.on_garbage = lambda peer, text: self.garbage.append(text)
+        self.link = Link("peer", connection, self.arena, self.gate.epoll, sink)
+        self.gate.add(self.link)
+
+    def _take(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+        self.messages.append((header, payload if self.keeps else None))
+
+    def _notice(self, link: Link) -> None:
+        if link.has_ended:
+            self.gate.remove(link)
+
+    def read(self) -> None:
+        self.gate.read()
+
+    def send(self, header: bytes, *pieces: Any) -> bool:
+        return self.link.send(header, spans(*pieces))
+
+    def bodies(self) -> list[bytes | None]:
+        return [None if body is None else bytes(body) for _, body in self.messages]
+
+    def close(self) -> None:
+        self.messages.clear()
+        self.gate.close("closed")
+        self.arena.close()
+
+
+@contextmanager
+def pair(left_limit_bytes: int = 256 * MIB, right_limit_bytes: int = 256 * MIB) -> Iterator[tuple[End, End]]:
+    one, other = socket.socketpair()
+    left, right = End(one, left_limit_bytes), End(other, right_limit_bytes)
+    try:
+        yield left, right
+    finally:
+        left.close()
+        right.close()
+
+
+class Raw:
+    """An end that says what it likes."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.socket.settimeout(20.0)
+
+    def hello(self) -> None:
+        self.socket.sendall(prefix_of(HELLO, 0, 0, 0, VERSION, MAGIC))
+
+    def is_cut_off(self) -> bool:
+        """Whether the other end has closed; what it sent before is skipped."""
+        self.socket.settimeout(5.0)
+        try:
+            while self.socket.recv(1 << 16):
+                pass
+        except ConnectionResetError:
+            return True
+        return True
+
+
+@contextmanager
+def raw_pair() -> Iterator[tuple[Raw, End]]:
+    """A raw end, and a proper one that has heard nothing yet."""
+    one, other = socket.socketpair()
+    raw, end = Raw(one), End(other)
+    try:
+        yield raw, end
+    finally:
+        raw.socket.close()
+        end.close()
