@@ -40,4 +40,4 @@ class Bound(NamedTuple):
 
     def digest(self) -> int:
         """A checksum of the gradient, to tell whether it was written to."""
-        return crc32(memoryview(contiguous_bytes(self.gradient)))
+        return crc32(contiguous_bytes(self.gradient).tobytes())

@@ -77,6 +77,23 @@ def kernel_of(optimizer: Optimizer) -> Kernel:
     raise ConfigError(f"{type(optimizer).__name__} has no kernel(): it says nothing to calculate")
 
 
+def loop_name(kernel: Kernel) -> str | None:
+    """The loop of :mod:`kvd.compute.jit` that equals a built-in kernel; None for all other kernels."""
+    # By the very type: a kernel derived from a built-in one may calculate something else.
+    kind = type(kernel)
+    if kind is AdamKernel:
+        return "adam"
+    if kind is AdagradKernel:
+        return "adagrad"
+    if kind is SGDKernel:
+        sgd: SGD = kernel.optimizer  # type: ignore[attr-defined]
+        return ("sgd_nesterov" if sgd.nesterov else "sgd_momentum") if sgd.momentum else "sgd"
+    if kind is RMSPropKernel:
+        rmsprop: RMSProp = kernel.optimizer  # type: ignore[attr-defined]
+        return "rmsprop" + "_centered" * rmsprop.centered + "_momentum" * bool(rmsprop.momentum)
+    return None
+
+
 def scalars(optimizer: Optimizer, step: int) -> tuple[float, ...]:
     """The numbers of update ``step``, counted from 1: rescale_grad, clip_gradient, wd, then those of the kernel.
 

@@ -17,14 +17,15 @@ weighted   ``(Σ n·c) / (Σ n)`` over those with ``n > 0``; zeros if there is n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from kvd.compute.compiled import BITS, Function, are_contiguous, as_bits, loop_for
+from kvd.compute.quiet import quietly
 from kvd.compute.scratch import Scratch
-from kvd.compute.tensors import dtype_name
+from kvd.compute.tensors import DTYPES, dtype_name
 from kvd.errors import DtypeMismatch, NotAllowed, ShapeMismatch
 
 Array = np.ndarray[Any, Any]
@@ -34,8 +35,14 @@ TILE = 65536
 """Elements that are calculated at a time, so that everything about them stays in the cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class MergePlan:
+EVERYTHING = slice(None)
+"""The part that is all elements."""
+
+_KEY_DTYPES = frozenset(DTYPES.values())
+_FLOAT32: np.dtype[Any] = np.dtype(np.float32)
+
+
+class MergePlan(NamedTuple):
     """A merge that was checked and is ready to be calculated tile by tile.
 
     Attributes:
@@ -62,10 +69,25 @@ class MergePlan:
         """Whether the contributions are added just as they are, so that one tile needs nothing but the result."""
         return self.accumulator == self.dtype and not self.weights
 
+    @property
+    def is_short(self) -> bool:
+        """Whether a compiled loop takes the contributions at once: they are one or two, of floats."""
+        return 1 <= len(self.contributions) <= 2 and self.dtype.kind not in "iu"
+
+    def factors(self) -> tuple[float, float, float]:
+        """The numbers of a short merge as the compiled loops take them: a factor for each contribution, the divisor.
+
+        What is multiplied or divided by 1 keeps its bits.
+        """
+        divisor = 1.0 if self.divisor is None else float(self.divisor)
+        if not self.weights:
+            return 1.0, 1.0, divisor
+        return float(self.weights[0]), float(self.weights[-1]), divisor
+
 
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype in which arrays of ``dtype`` are merged: float32 for float16 and bfloat16, else ``dtype`` itself."""
-    return np.dtype(np.float32) if is_half(dtype) else dtype
+    return _FLOAT32 if is_half(dtype) else dtype
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:
@@ -97,21 +119,41 @@ def merge(
         NotAllowed: no contribution, an unknown mode, or samples that are missing or negative.
     """
     plan = plan_merge(contributions, mode, samples, like=out)
-    with np.errstate(all="ignore"):
-        if plan.is_plain:
-            np.copyto(out, plan.contributions[0])
-            return
-        if plan.needs_no_scratch and out.size <= tile:
-            merge_tile(plan, slice(None), out, out)
-            return
-        whole = Scratch.of_thread(plan.accumulator, min(tile, out.size))
-        for part in tiles(out.size, tile):
-            target = out[part]
-            scratch = whole.cut(target.size)
-            sums = target if plan.accumulator == plan.dtype else scratch.gradient
-            merge_tile(plan, part, sums, scratch.first)
-            if sums is not target:
-                np.copyto(target, sums, casting="unsafe")
+    if plan.is_plain:
+        np.copyto(out, plan.contributions[0])
+    elif plan.needs_no_scratch and plan.divisor is None and out.size <= tile:
+        quietly(merge_tile, plan, EVERYTHING, out, out)
+    elif (loop := _loop(plan, out)) is not None:
+        quietly(_run, loop, plan, out)
+    else:
+        quietly(_by_tiles, plan, out, tile)
+
+
+def _loop(plan: MergePlan, out: Array) -> Function | None:
+    """The compiled loop that is ready for this merge, if any."""
+    if not plan.is_short or (plan.needs_no_scratch and plan.divisor is None):
+        return None  # adding two arrays is all that NumPy's own loop does
+    if not are_contiguous(plan.contributions, (out,)):
+        return None
+    return loop_for("merge", plan.dtype, plan.dtype).ready(out.size)
+
+
+def _run(loop: Function, plan: MergePlan, out: Array) -> None:
+    bits = BITS.get(plan.dtype)
+    first, second = as_bits(plan.contributions[0], bits), as_bits(plan.contributions[-1], bits)
+    numbers = np.array((*plan.factors(), 1.0, 0.0, 0.0, 0.0), plan.accumulator)
+    loop(first, second, len(plan.contributions) == 2, as_bits(out, bits), numbers, plan.divisor is not None)
+
+
+def _by_tiles(plan: MergePlan, out: Array, tile: int) -> None:
+    whole = Scratch.of_thread(plan.accumulator, min(tile, out.size))
+    for part in tiles(out.size, tile):
+        target = out[part]
+        scratch = whole.cut(target.size)
+        sums = target if plan.accumulator == plan.dtype else scratch.gradient
+        merge_tile(plan, part, sums, scratch.first)
+        if sums is not target:
+            np.copyto(target, sums, casting="unsafe")
 
 
 def tiles(size: int, tile: int) -> Iterator[slice]:
@@ -168,7 +210,9 @@ def merge_tile(plan: MergePlan, part: slice, accumulator: Array, scratch: Array)
 
 def _term(plan: MergePlan, index: int, part: slice, buffer: Array) -> Array:
     """One contribution as it is added: itself if nothing has to be calculated, else ``buffer`` filled with it."""
-    source = plan.contributions[index][part]
+    source = plan.contributions[index]
+    if part is not EVERYTHING:
+        source = source[part]
     if plan.accumulator != plan.dtype:
         np.copyto(buffer, source)
         source = buffer
@@ -188,12 +232,17 @@ def _mean_divisor(count: int, wide: np.dtype[Any]) -> Array | None:
 def _check_arrays(contributions: Sequence[Array], like: Array) -> None:
     if not contributions:
         raise NotAllowed("there is nothing to merge: a merge needs at least one contribution")
-    dtype_name(like.dtype)
-    for array in (*contributions, like):
-        if array.ndim != 1 or array.size != like.size:
+    dtype, shape = like.dtype, like.shape
+    if dtype not in _KEY_DTYPES:
+        dtype_name(dtype)
+    if len(shape) != 1:
+        raise ShapeMismatch(f"expected one dimension, got the shape {shape}")
+    for array in contributions:
+        if array.shape != shape:
             raise ShapeMismatch(f"expected one dimension of {like.size} elements, got the shape {array.shape}")
-        if array.dtype != like.dtype:
-            raise DtypeMismatch(f"expected {dtype_name(like.dtype)}, got {dtype_name(array.dtype)}")
+        # Most are the very same object, which is quicker to see.
+        if array.dtype is not dtype and array.dtype != dtype:
+            raise DtypeMismatch(f"expected {dtype_name(dtype)}, got {dtype_name(array.dtype)}")
 
 
 def _checked_samples(samples: Sequence[int] | None, count: int) -> list[int]:

@@ -12,14 +12,25 @@ and since a power or a cosine may differ between two C libraries, a replica can 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from kvd.compute.kernels import Array, Kernel, Shared, kernel_of, prepare_gradient, scalars, shared_scalars
+from kvd.compute.compiled import BITS, Function, are_contiguous, as_bits, loop_for
+from kvd.compute.kernels import (
+    Array,
+    Kernel,
+    Shared,
+    kernel_of,
+    loop_name,
+    prepare_gradient,
+    scalars,
+    shared_scalars,
+)
 from kvd.compute.merge import (
+    EVERYTHING,
     TILE,
     MergeMode,
     MergePlan,
@@ -31,6 +42,7 @@ from kvd.compute.merge import (
     plan_merge,
     tiles,
 )
+from kvd.compute.quiet import quietly
 from kvd.compute.scratch import Scratch
 from kvd.compute.tensors import dtype_name
 from kvd.errors import DtypeMismatch, NotAllowed, ProtocolError, ShapeMismatch
@@ -132,23 +144,82 @@ def apply_update(
     if is_integer(current.dtype):
         raise DtypeMismatch(f"an optimizer cannot update {dtype_name(current.dtype)}: give the key a float dtype")
     plan = plan_merge(contributions, mode, samples, like=current)
-    kernel = kernel_of(optimizer)
-    numbers = (*shared_scalars(optimizer), *kernel.scalars(state.step + 1))
-    if step_scalars is not None and len(step_scalars) != len(numbers):
-        raise NotAllowed(f"{type(optimizer).__name__} takes {len(numbers)} scalars, not {len(step_scalars)}")
-    _check_state(state, kernel, current)
-    with np.errstate(all="ignore"):
-        slots = _open_state(state, kernel, current)
-        _update(
-            plan, kernel, numbers if step_scalars is None else step_scalars, state.master, slots, current, out, tile
-        )
+    rule = _rule_of(optimizer, plan.dtype)
+    numbers = (*rule.shared, *rule.kernel.scalars(state.step + 1))
+    if step_scalars is not None:
+        if len(step_scalars) != len(numbers):
+            raise NotAllowed(f"{type(optimizer).__name__} takes {len(numbers)} scalars, not {len(step_scalars)}")
+        numbers = step_scalars
+    cast = rule.cast if step_scalars is None else None
+    _check_state(state, rule.slot_names, current)
+    slots = _open_state(state, rule.slot_names, current)
+    function = rule.function(plan, current, out, slots)
+    if function is not None:
+        quietly(_update_compiled, function, plan, numbers, state.master, slots, current, out, tile)
+    elif rule.name is not None:
+        quietly(_update, plan, rule.kernel, numbers, cast, state.master, slots, current, out, tile)
+    else:
+        with np.errstate(all="ignore"):  # the kernel is not ours
+            _update(plan, rule.kernel, numbers, None, state.master, slots, current, out, tile)
     state.step += 1
+
+
+class _Rule:
+    """An optimizer as it is calculated for weights of one dtype: what need not be found out anew for each update.
+
+    Attributes:
+        optimizer, kernel: the optimizer and its arithmetic.
+        shared: the numbers of the steps that all optimizers share.
+        cast: the same in the compute dtype; None for a custom kernel.
+        slot_names: what the kernel keeps.
+        name: of the compiled loops that equal the kernel; None if there are none.
+    """
+
+    __slots__ = ("_long", "_short", "cast", "kernel", "name", "optimizer", "shared", "slot_names")
+
+    def __init__(self, optimizer: Optimizer, dtype: np.dtype[Any]) -> None:
+        self.optimizer = optimizer
+        self.kernel = kernel_of(optimizer)
+        self.shared = shared_scalars(optimizer)
+        self.slot_names = tuple(self.kernel.slot_names)
+        self.name = loop_name(self.kernel)
+        self.cast: Shared | None = None
+        if self.name is not None:
+            self.cast = quietly(Shared.of, self.shared, accumulator_dtype(dtype))
+            self._short = loop_for(self.name, dtype, dtype)
+            self._long = loop_for(self.name, accumulator_dtype(dtype), dtype)
+
+    def function(self, plan: MergePlan, current: Array, out: Array, slots: Sequence[Array]) -> Function | None:
+        """The compiled loop that is ready for this update, if any."""
+        if self.name is None or not are_contiguous(plan.contributions, (current, out), slots):
+            return None
+        return (self._short if plan.is_short else self._long).ready(current.size)
+
+
+_MANY_RULES = 1024
+
+# By identity, since to hash an optimizer with its schedule takes longer than what is saved. An entry keeps its
+# optimizer alive, so that no other object can have its id.
+_rules: dict[tuple[int, np.dtype[Any]], _Rule] = {}
+
+
+def _rule_of(optimizer: Optimizer, dtype: np.dtype[Any]) -> _Rule:
+    rule = _rules.get((id(optimizer), dtype))
+    if rule is None:
+        rule = _Rule(optimizer, dtype)
+        if rule.name is None:
+            return rule  # a custom kernel may remember things: it is made anew, as it always was
+        if len(_rules) >= _MANY_RULES:
+            _rules.clear()
+        _rules[id(optimizer), dtype] = rule
+    return rule
 
 
 def _update(
     plan: MergePlan,
     kernel: Kernel,
     numbers: tuple[float, ...],
+    shared: Shared | None,
     master: Array | None,
     slots: Sequence[Array],
     current: Array,
@@ -156,60 +227,101 @@ def _update(
     tile: int,
 ) -> None:
     compute = plan.accumulator
-    shared, own = Shared.of(numbers[:3], compute), _cast(numbers[3:], compute)
+    shared, own = shared or Shared.of(numbers[:3], compute), _cast(numbers[3:], compute)
     whole = Scratch.of_thread(compute, min(tile, current.size))
-    for part in tiles(current.size, tile):
-        weight = current[part] if master is None else master[part]
-        target = out[part] if master is None else weight
+    for part in _parts(current.size, tile):
+        weight = _cut(current if master is None else master, part)
+        target = _cut(out, part) if master is None else weight
         scratch = whole.cut(weight.size)
         if plan.is_plain and plan.dtype == compute:
-            gradient = plan.contributions[0][part]
+            gradient = _cut(plan.contributions[0], part)
         else:
             gradient = scratch.gradient
             merge_tile(plan, part, gradient, scratch.first)
         gradient = prepare_gradient(gradient, weight, shared, scratch)
-        kernel.update_tile(weight, gradient, target, [slot[part] for slot in slots], own, scratch)
+        kernel.update_tile(weight, gradient, target, [_cut(slot, part) for slot in slots], own, scratch)
         if master is not None:
-            np.copyto(out[part], weight, casting="unsafe")
+            np.copyto(_cut(out, part), weight, casting="unsafe")
+
+
+def _update_compiled(
+    function: Function,
+    plan: MergePlan,
+    numbers: tuple[float, ...],
+    master: Array | None,
+    slots: Sequence[Array],
+    current: Array,
+    out: Array,
+    tile: int,
+) -> None:
+    """The same by a compiled loop: one or two contributions in one go, others merged tile by tile and then updated."""
+    rescale, clip, wd = numbers[:3]
+    factors = plan.factors() if plan.is_short else (1.0, 1.0, 1.0)
+    cast = np.array((*factors, rescale, -clip, clip, wd, *numbers[3:]), plan.accumulator)
+    bits = BITS.get(plan.dtype)
+    weight, target, decay = current if master is None else master, as_bits(out, bits), wd != 0.0
+    if plan.is_short:
+        first, second = as_bits(plan.contributions[0], bits), as_bits(plan.contributions[-1], bits)
+        pair, divide = len(plan.contributions) == 2, plan.divisor is not None
+        function(first, second, pair, weight, target, *slots, cast, divide, decay)
+        return
+    whole = Scratch.of_thread(plan.accumulator, min(tile, current.size))
+    for part in tiles(current.size, tile):
+        scratch = whole.cut(part.stop - part.start)
+        merge_tile(plan, part, scratch.gradient, scratch.first)
+        cuts = [slot[part] for slot in slots]
+        function(scratch.gradient, scratch.gradient, False, weight[part], target[part], *cuts, cast, False, decay)
+
+
+def _parts(size: int, tile: int) -> Iterable[slice]:
+    return (EVERYTHING,) if size <= tile else tiles(size, tile)
+
+
+def _cut(array: Array, part: slice) -> Array:
+    return array if part is EVERYTHING else array[part]
 
 
 def _cast(numbers: Sequence[float], dtype: np.dtype[Any]) -> tuple[Array, ...]:
     # 0-d arrays: NumPy reads them faster than its own scalars, and never takes them for another dtype.
-    return tuple(np.asarray(number, dtype) for number in numbers)
+    return tuple([np.asarray(number, dtype) for number in numbers])
 
 
-def _open_state(state: SliceState, kernel: Kernel, current: Array) -> list[Array]:
-    """Create what the first update needs, and return the slots in the order of the kernel."""
-    compute = accumulator_dtype(current.dtype)
-    if is_half(current.dtype) and state.master is None:
-        state.master = current.astype(compute)
-    for name in kernel.slot_names:
+def _open_state(state: SliceState, names: Sequence[str], current: Array) -> list[Array]:
+    """Create what the first update needs, and return the slots in the order of their names."""
+    if state.master is None and is_half(current.dtype):
+        state.master = current.astype(accumulator_dtype(current.dtype))
+    for name in names:
         if name not in state.slots:
-            state.slots[name] = np.zeros(current.size, compute)
-    return [state.slots[name] for name in kernel.slot_names]
+            state.slots[name] = np.zeros(current.size, accumulator_dtype(current.dtype))
+    return [state.slots[name] for name in names]
 
 
 def _check_weights(current: Array, out: Array) -> None:
     if current.ndim != 1 or out.shape != current.shape:
         raise ShapeMismatch(f"expected two arrays of one dimension and length, got {current.shape} and {out.shape}")
-    if out.dtype != current.dtype:
+    if out.dtype is not current.dtype and out.dtype != current.dtype:
         raise DtypeMismatch(f"the weights are {dtype_name(current.dtype)}, their next version {dtype_name(out.dtype)}")
     if np.may_share_memory(current, out):
         raise NotAllowed("the next version needs memory of its own: the current one is still being served")
 
 
-def _check_state(state: SliceState, kernel: Kernel, current: Array) -> None:
-    compute = accumulator_dtype(current.dtype)
-    used = {name: state.slots[name] for name in kernel.slot_names if name in state.slots}
+def _check_state(state: SliceState, names: Sequence[str], current: Array) -> None:
     if state.master is not None:
         if not is_half(current.dtype):
             raise DtypeMismatch(f"{dtype_name(current.dtype)} weights have no master: the state is of another key")
-        used["master"] = state.master
-    for name, array in used.items():
-        if array.shape != current.shape:
-            raise ShapeMismatch(f"{name} has the shape {array.shape}, the weights have {current.shape}")
-        if array.dtype != compute:
-            raise DtypeMismatch(f"{name} is {array.dtype}, but {dtype_name(current.dtype)} weights need {compute}")
+        _check_like("master", state.master, current)
+    for name in names:
+        slot = state.slots.get(name)
+        if slot is not None:
+            _check_like(name, slot, current)
+
+
+def _check_like(name: str, array: Array, current: Array) -> None:
+    compute = accumulator_dtype(current.dtype)
+    if array.shape != current.shape:
+        raise ShapeMismatch(f"{name} has the shape {array.shape}, the weights have {current.shape}")
+    if array.dtype is not compute and array.dtype != compute:
+        raise DtypeMismatch(f"{name} is {array.dtype}, but {dtype_name(current.dtype)} weights need {compute}")
 
 
 def _loaded_step(arrays: Mapping[str, Array]) -> int:
