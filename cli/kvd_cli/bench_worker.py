@@ -107,10 +107,10 @@ class Bench:
         if not self._task.bound:
             outs = [np.zeros(size, np.float32) for size in sizes]
             return Values(keys, [np.full(size, self._kv.rank + 1, np.float32) for size in sizes], outs)
-        pairs = [self._kv.bind(key) for key in keys]
-        for gradient, _ in pairs:
+        gradients, weights = self._kv.bind(keys)
+        for gradient in gradients:
             gradient[:] = self._kv.rank + 1
-        return Values(keys, [gradient for gradient, _ in pairs], [weight for _, weight in pairs])
+        return Values(keys, gradients, weights)
 
     def _check(self, name: str, outs: list[NDArray[np.float32]]) -> None:
         """A fast store that gives wrong sums is worth nothing."""

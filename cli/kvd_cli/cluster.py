@@ -13,6 +13,7 @@ from kvd_cli.options import common_options, current
 from kvd_cli.output import ago, print_json, print_table, size
 
 Report = Mapping[str, Any]
+SHARED_MEMORY = "shared memory"  # what needs no remark
 
 
 @click.command()
@@ -30,6 +31,10 @@ def status() -> None:
         if report.get("servers"):
             click.echo()
             print_table(["SERVER", "KEYS", "SLICES", "HOLDS", "STAGED", "WAITING", "NOTES"], _server_rows(report))
+        paths = _path_rows(report)
+        if paths:
+            click.echo()
+            print_table(["WORKER", "SERVER", "PATH"], paths)
         _print_problems(dead, report["missing"])
     click.get_current_context().exit(0 if is_healthy else 1)
 
@@ -74,7 +79,25 @@ def _notes_of(server: Report) -> str:
     notes = [f"waits for {', '.join(server['waiting_for'])}"] if server["waiting_for"] else []
     if server["optimizer"]:
         notes.append(str(server["optimizer"]))
+    if server.get("links", SHARED_MEMORY) != SHARED_MEMORY:
+        notes.append(f"answers by {server['links']}")
     return "; ".join(notes)
+
+
+def _path_rows(report: Report) -> list[list[object]]:
+    """How the messages of each worker that has not left travel; servers that are reached alike share a row."""
+    gone = {f"{member['role']} {member['rank']}" for member in report["members"] if member["state"] == "left"}
+    servers: dict[tuple[str, str], list[str]] = {}
+    for server in report.get("servers", ()):
+        for worker, path in server.get("paths", {}).items():
+            if worker not in gone:
+                servers.setdefault((worker, path), []).append(str(server["rank"]))
+    return [[worker, ", ".join(ranks), path or "-"] for (worker, path), ranks in sorted(servers.items(), key=_by_rank)]
+
+
+def _by_rank(entry: tuple[tuple[str, str], list[str]]) -> tuple[int, list[str]]:
+    (worker, _), ranks = entry
+    return int(worker.rpartition(" ")[2]), ranks
 
 
 def _print_problems(dead: list[str], missing: list[str]) -> None:

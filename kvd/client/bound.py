@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 import numpy as np
 
 from kvd.compute.tensors import contiguous_bytes, named_dtype
-from kvd.protocol.specs import KeySpec
+from kvd.protocol.specs import KeySpec, padded
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -41,3 +42,21 @@ class Bound(NamedTuple):
     def digest(self) -> int:
         """A checksum of the gradient, to tell whether it was written to."""
         return crc32(contiguous_bytes(self.gradient).tobytes())
+
+
+def bound_together(specs: Mapping[str, KeySpec], memory: Callable[[int], Array]) -> dict[str, Bound]:
+    """Arrays for several keys, their gradients side by side as in a message: what is pushed together then goes out in
+    one stretch.
+
+    Args:
+        memory: gives so many bytes, as uint8.
+    """
+    starts, end = [], 0
+    for spec in specs.values():
+        starts.append(padded(end))
+        end = starts[-1] + spec.nbytes
+    whole = memory(end)
+    return {
+        name: Bound.of(spec, whole[start : start + spec.nbytes])
+        for (name, spec), start in zip(specs.items(), starts, strict=True)
+    }

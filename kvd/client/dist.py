@@ -6,16 +6,16 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvd.client.backend import Node, StoreType
-from kvd.client.bound import Bound
+from kvd.client.bound import Bound, bound_together
 from kvd.client.engine import Engine
 from kvd.client.handle import Handle
+from kvd.client.promise import Promise
 from kvd.client.states import fetch_states, store_states
 from kvd.client.values import Source, Target, fresh_target, key_list, key_name, paired, source_of, target_of
 from kvd.config import Loaded
@@ -147,16 +147,13 @@ class DistBackend:
         names, many = self._keys(key)
 
         async def work() -> list[Bound]:
-            fresh: list[str] = []
-            for name in names:
-                spec = await self._engine.call(calls.DescribeKey(name))
-                with self._lock:
-                    if name not in self._bound:
-                        self._bound[name] = Bound.of(spec, self._engine.memory(spec.nbytes))
-                        fresh.append(name)
-            targets = [target_of(self._bound[name].weight, self._slice_bytes) for name in fresh]
+            specs = [await self._engine.call(calls.DescribeKey(name)) for name in names]
+            with self._lock:
+                fresh = {name: spec for name, spec in zip(names, specs, strict=True) if name not in self._bound}
+                self._bound.update(bound_together(fresh, self._engine.memory))
             if fresh:
-                await self._pull_items(fresh, targets, 0)
+                targets = [target_of(self._bound[name].weight, self._slice_bytes) for name in fresh]
+                await self._pull_items(list(fresh), targets, 0)
             return [self._bound[name] for name in names]
 
         def finish(bound: list[Bound]) -> Any:
@@ -414,8 +411,8 @@ class DistBackend:
         """Remembers how the call ends badly, for the case that nobody asks its handle."""
         keys = frozenset(names)
 
-        def ended(future: Future[Any]) -> None:
-            error = None if future.cancelled() else future.exception()
+        def ended(promise: Promise) -> None:
+            error = promise.exception()
             if isinstance(error, KvdError):
                 with self._lock:
                     self._failed.append((keys, handle, error))

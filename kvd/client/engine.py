@@ -12,7 +12,6 @@ import secrets
 import threading
 import time
 from collections.abc import Coroutine
-from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
 from typing import Any, TypeAlias
@@ -20,6 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvd.client.interrupts import Uninterrupted
+from kvd.client.promise import Promise
 from kvd.client.waiting import Waiter
 from kvd.config import Config
 from kvd.core.calls import JoinCluster, LeaveRounds, Request
@@ -45,7 +45,7 @@ class Engine:
     def __init__(self, config: Config, role: str, settings: Settings) -> None:
         self.config = config
         self._pid = os.getpid()
-        self._futures: dict[int, Future[Any]] = {}
+        self._promises: dict[int, Promise] = {}
         self._numbers = count(1)
         self._order = threading.RLock()  # calls reach the machine in the order of their submits
         self._tasks: set[asyncio.Task[None]] = set()
@@ -77,35 +77,35 @@ class Engine:
 
     # ── calls ──
 
-    def submit(self, request: Request, timeout: float | None = None) -> Future[Any]:
+    def submit(self, request: Request, timeout: float | None = None) -> Promise:
         """Hands a call to the machine. Calls reach it in the order of their submits."""
         seconds = self._seconds(timeout)
-        future = _begun_future()
+        promise = Promise()
         with Uninterrupted(), self._order:
             self.check_usable()
             if self._failure is not None:
-                future.set_exception(self._failure)
-                return future
+                promise.set_exception(self._failure)
+                return promise
             number = next(self._numbers)
-            self._futures[number] = future
+            self._promises[number] = promise
             self._driver.feed(LocalCall(number, request, time.monotonic() + seconds))
-        return future
+        return promise
 
     async def call(self, request: Request, timeout: float | None = None) -> Any:
         """For coroutines on the engine's own loop, see `run`."""
-        return await asyncio.wrap_future(self.submit(request, timeout))
+        return await self.submit(request, timeout)
 
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Promise:
         """Runs a coroutine of several calls on the engine's loop."""
-        future = _begun_future()
+        promise = Promise()
 
         async def work() -> None:
             try:
                 result = await coroutine
-            except BaseException as error:  # noqa: BLE001  it belongs to the one who asks the future
-                future.set_exception(error)
+            except BaseException as error:  # noqa: BLE001  it belongs to the one who asks the promise
+                promise.set_exception(error)
             else:
-                future.set_result(result)
+                promise.set_result(result)
 
         def begin() -> None:
             task = self._loop.create_task(work())
@@ -119,12 +119,12 @@ class Engine:
                 coroutine.close()
                 raise
             self._loop.call_soon_threadsafe(begin)
-        return future
+        return promise
 
-    def wait(self, future: Future[Any], timeout_s: float | None) -> None:
+    def wait(self, promise: Promise, timeout_s: float | None) -> None:
         """Waits for the end of a call, and reads the links to the servers of this host meanwhile."""
         if threading.get_ident() != self._thread.ident:
-            self._waiter.wait(future, timeout_s)
+            self._waiter.wait(promise, timeout_s)
 
     def memory(self, nbytes: int) -> Array:
         """Memory for what is to be sent, uint8: such that servers of this host can read, if there is any."""
@@ -221,24 +221,17 @@ class Engine:
         self._fail_all(error)
 
     def _fail_all(self, error: KvdError) -> None:
-        while self._futures:
+        while self._promises:
             with suppress(KeyError):  # the last was taken by another thread
-                self._futures.popitem()[1].set_exception(error)
+                self._promises.popitem()[1].set_exception(error)
         self._waiter.wake()
 
     def _completed(self, complete: Complete) -> None:
-        future = self._futures.pop(complete.call, None)
-        if future is None:
+        promise = self._promises.pop(complete.call, None)
+        if promise is None:
             return
         if complete.error is not None:
-            future.set_exception(complete.error)
+            promise.set_exception(complete.error)
         else:
-            future.set_result(complete.result)
+            promise.set_result(complete.result)
         self._waiter.wake()
-
-
-def _begun_future() -> Future[Any]:
-    """A future that cannot be cancelled: whoever awaits it may give up, the call goes on and can be asked again."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
+from kvd.client.promise import Promise
 from kvd.errors import RequestTimeout
 
 
@@ -21,13 +19,13 @@ class Handle:
 
     def __init__(
         self,
-        future: Future[Any],
+        promise: Promise,
         finish: Callable[[Any], Any] | None = None,
         what: str = "the call",
-        drive: Callable[[Future[Any], float | None], None] | None = None,
+        drive: Callable[[Promise, float | None], None] | None = None,
     ) -> None:
-        self._future = future
-        self._drive = drive  # does something useful until the future is done, or the time is up
+        self._promise = promise
+        self._drive = drive  # does something useful until it is done, or the time is up
         self._finish = finish
         self._what = what
         self._lock = threading.Lock()
@@ -37,9 +35,9 @@ class Handle:
     @classmethod
     def of(cls, result: Any) -> Handle:
         """A handle that is done."""
-        future: Future[Any] = Future()
-        future.set_result(result)
-        return cls(future)
+        promise = Promise()
+        promise.set_result(result)
+        return cls(promise)
 
     def wait(self, timeout: float | None = None) -> Any:
         """The result, as soon as there is one.
@@ -51,7 +49,7 @@ class Handle:
             RequestTimeout: not done within `timeout`; the call itself goes on, and can be waited for again.
             KvdError: whatever the call ended with.
         """
-        return self._deliver(self._ask(self._future.result, timeout))
+        return self._deliver(self._ask(self._promise.result, timeout))
 
     def result(self, timeout: float | None = None) -> Any:
         """The same as `wait`."""
@@ -59,41 +57,41 @@ class Handle:
 
     def done(self) -> bool:
         """Whether the call has ended, well or not."""
-        return self._future.done()
+        return self._promise.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error that the call ended with, None if it ended well. Waits like `wait`."""
-        error: BaseException | None = self._ask(self._future.exception, timeout)
+        error: BaseException | None = self._ask(self._promise.exception, timeout)
         return error
 
     def _ask(self, ask: Callable[[float | None], Any], timeout: float | None) -> Any:
         """The answer of the future. Who gives up waiting, at the timeout or by Ctrl-C, has not seen how it ended."""
         self.claimed = True
         try:
-            if self._drive is not None and not self._future.done():
-                until = None if timeout is None else time.monotonic() + timeout
-                self._drive(self._future, timeout)
-                timeout = None if until is None else max(0.0, until - time.monotonic())
-            return ask(timeout)
-        except FutureTimeout:
-            if self._future.done():  # its own error, or it ended at the last moment
+            if self._drive is None or self._promise.done():
+                return ask(timeout)
+            begun = time.monotonic()
+            self._drive(self._promise, timeout)
+            return ask(None if timeout is None else max(0.0, begun + timeout - time.monotonic()))
+        except TimeoutError:
+            if self._promise.done():  # its own error, or it ended at the last moment
                 return ask(None)
             self.claimed = False
             raise RequestTimeout(f"{self._what} is not done after {timeout} s; wait again", outcome="unknown") from None
         except BaseException:
-            self.claimed = self._future.done()
+            self.claimed = self._promise.done()
             raise
 
-    def on_end(self, told: Callable[[Future[Any]], None]) -> None:
+    def on_end(self, told: Callable[[Promise], None]) -> None:
         """Calls `told` when the call has ended, in whatever thread that happens."""
-        self._future.add_done_callback(told)
+        self._promise.on_end(told)
 
     def __await__(self) -> Generator[Any, None, Any]:
         self.claimed = True
         try:
-            result = yield from asyncio.wrap_future(self._future).__await__()
+            result = yield from self._promise.__await__()
         except BaseException:
-            self.claimed = self._future.done()
+            self.claimed = self._promise.done()
             raise
         return self._deliver(result)
 

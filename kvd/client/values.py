@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvd.compute.arrays import sum_devices
+from kvd.compute.arrays import sum_devices, summed_on_gpu
 from kvd.compute.tensors import (
     as_array,
     contiguous_bytes,
@@ -23,6 +24,9 @@ from kvd.protocol.specs import MAX_KEY_CHARS, KeySpec
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Key: TypeAlias = str | int
+
+BYTE: np.dtype[np.uint8] = np.dtype(np.uint8)
+SPECS_KEPT = 4096  # a list call asks for one per key: keys of like shape share it, and it is quick to compare
 
 
 class Source(NamedTuple):
@@ -42,9 +46,12 @@ class Target(NamedTuple):
 
 def key_name(key: object) -> str:
     """The name of a key: a text, or the decimal digits of a whole number."""
-    if isinstance(key, bool) or not isinstance(key, str | int | np.integer):
+    if type(key) is str:
+        name = key
+    elif isinstance(key, bool) or not isinstance(key, str | int | np.integer):
         raise NotAllowed(f"a key is a str or an int, not {type(key).__name__}")
-    name = str(key)
+    else:
+        name = str(key)
     if not 0 < len(name) <= MAX_KEY_CHARS:
         raise NotAllowed(f"a key has 1 to {MAX_KEY_CHARS} characters, not {len(name)}", key=name[:40])
     if not name.isascii():
@@ -88,25 +95,65 @@ def source_of(
 
     Args:
         private: copy what the program could still write to.
-        memory: gives the memory for the copy, so many bytes as uint8.
+        memory: gives the memory for the copy, or for the sum, so many bytes as uint8.
+
+    Raises:
+        DtypeMismatch, NotAllowed: the value is nothing that a key can have.
+        ShapeMismatch: the arrays of the devices disagree.
     """
-    summed = isinstance(value, list | tuple) and _is_device_list(value)
-    array = as_array(sum_devices(value)) if summed else as_array(value)
-    spec = KeySpec(dtype_name(array.dtype), array.shape, slice_bytes)
+    if type(value) is np.ndarray and value.flags.c_contiguous and value.dtype.isnative:  # by far the most common
+        spec = _spec_of(value.dtype, value.shape, slice_bytes)
+        data: Array = value.ravel().view(BYTE)
+        return Source(_copied(data, memory) if private else data, spec)
+    if isinstance(value, list | tuple) and _is_device_list(value):
+        if len(value) == 1:
+            return source_of(value[0], slice_bytes, private=private, memory=memory)
+        return _sum_of(value, slice_bytes, memory)
+    array = as_array(value)
+    spec = _spec_of(array.dtype, array.shape, slice_bytes)
     data = contiguous_bytes(array)
-    fresh = summed and len(value) > 1  # the sum of one device is that device's own array
-    if private and not fresh and np.may_share_memory(data, array):
-        copy = memory(data.nbytes)
-        np.copyto(copy, data)
-        data = copy
+    if private and np.may_share_memory(data, array):
+        data = _copied(data, memory)
     return Source(data, spec)
+
+
+def _sum_of(values: Sequence[Any], slice_bytes: int, memory: Callable[[int], Array]) -> Source:
+    """The sum of one array per device, which nobody else has."""
+    if summed_on_gpu(values):
+        total = as_array(sum_devices(values))
+        return Source(contiguous_bytes(total), _spec_of(total.dtype, total.shape, slice_bytes))
+    arrays = [as_array(value) for value in values]
+    first = arrays[0]
+    spec = _spec_of(first.dtype, first.shape, slice_bytes)
+    data = memory(first.nbytes)
+    sum_devices(arrays, out=data.view(first.dtype).reshape(first.shape))
+    return Source(data, spec)
+
+
+def _copied(data: Array, memory: Callable[[int], Array]) -> Array:
+    copy = memory(data.nbytes)
+    copy[:] = data
+    return copy
+
+
+@lru_cache(SPECS_KEPT)
+def _spec_of(dtype: np.dtype[Any], shape: tuple[int, ...], slice_bytes: int) -> KeySpec:
+    """Equal specs are the same object as long as they are remembered. Raises DtypeMismatch."""
+    return KeySpec(dtype_name(dtype), shape, slice_bytes)
 
 
 def target_of(out: Any, slice_bytes: int) -> Target:
     """The memory to pull into: the array's own if it is on this host in one piece, else a buffer that is written back.
 
     A list holds one array per device: each gets the value.
+
+    Raises:
+        NotAllowed: an array cannot be written to.
+        ShapeMismatch, DtypeMismatch: they disagree, or no key can have their dtype.
     """
+    if type(out) is np.ndarray and out.flags.carray and out.dtype.isnative:  # by far the most common
+        spec = _spec_of(out.dtype, out.shape, slice_bytes)
+        return Target(out.ravel().view(BYTE), spec, lambda: out)
     outs = list(out) if isinstance(out, list | tuple) and _is_device_list(out) else [out]
     views = [_checked_out(entry) for entry in outs]  # before anything is sent
     array = views[0]
@@ -115,7 +162,7 @@ def target_of(out: Any, slice_bytes: int) -> Target:
             raise ShapeMismatch(f"the out of device {device} has shape {other.shape}, that of device 0 {array.shape}")
         if other.dtype != array.dtype:
             raise DtypeMismatch(f"the out of device {device} has dtype {other.dtype}, that of device 0 {array.dtype}")
-    spec = KeySpec(dtype_name(array.dtype), array.shape, slice_bytes)
+    spec = _spec_of(array.dtype, array.shape, slice_bytes)
     direct = writable_view(outs[0]) is not None and array.flags.c_contiguous
     value = array if direct else np.empty(array.shape, array.dtype)
     rest = outs[1:] if direct else outs
@@ -125,7 +172,7 @@ def target_of(out: Any, slice_bytes: int) -> Target:
             write_back(other, value)
         return out
 
-    return Target(value.reshape(-1).view(np.uint8), spec, finish)
+    return Target(value.reshape(-1).view(BYTE), spec, finish)
 
 
 def _checked_out(out: Any) -> Array:
@@ -141,7 +188,7 @@ def _checked_out(out: Any) -> Array:
 def fresh_target(spec: KeySpec) -> Target:
     """A new private array of the key's shape and dtype."""
     array = np.empty(spec.shape, named_dtype(spec.dtype))
-    return Target(array.reshape(-1).view(np.uint8), spec, lambda: array)
+    return Target(array.reshape(-1).view(BYTE), spec, lambda: array)
 
 
 def _is_device_list(value: Sequence[Any]) -> bool:

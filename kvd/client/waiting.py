@@ -8,18 +8,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
 
 from kvd.client.interrupts import Uninterrupted
+from kvd.client.promise import Promise
 from kvd.transport.host import HostTransport
 
 LONGEST_POLL_S = 60.0
 
 
 class Waiter:
-    """One thread at a time reads; others, and those without links, wait as one waits for a future."""
+    """One thread at a time reads; others, and those without links, wait as one waits for a promise."""
 
     def __init__(self, transport: HostTransport) -> None:
         self._transport = transport
@@ -27,9 +26,9 @@ class Waiter:
         self._reader = 0  # the thread that reads, or is about to
         self._wake = -1
 
-    def wait(self, future: Future[Any], timeout_s: float | None) -> None:
-        """Returns when the future is done, or the time is up, or it is better to wait for the future itself."""
-        if future.done() or not self._transport.has_links:
+    def wait(self, promise: Promise, timeout_s: float | None) -> None:
+        """Returns when it is done, or the time is up, or it is better to wait for the promise itself."""
+        if promise.done() or not self._transport.has_links:
             return
         with Uninterrupted(self._nudge) as ctrl_c:
             if not self._turn.acquire(blocking=False):
@@ -39,15 +38,15 @@ class Waiter:
             self._reader = threading.get_ident()
             self._transport.pause_loop()
             try:
-                self._read_until(future, timeout_s, ctrl_c)
+                self._read_until(promise, timeout_s, ctrl_c)
             finally:
                 self._reader = 0
                 self._transport.resume_loop()
                 self._turn.release()
 
-    def _read_until(self, future: Future[Any], timeout_s: float | None, ctrl_c: Uninterrupted) -> None:
+    def _read_until(self, promise: Promise, timeout_s: float | None, ctrl_c: Uninterrupted) -> None:
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        while not (future.done() or ctrl_c.came) and self._transport.has_links:
+        while not (promise.done() or ctrl_c.came) and self._transport.has_links:
             left_s = LONGEST_POLL_S if until is None else until - time.monotonic()
             if left_s <= 0:
                 return
@@ -55,7 +54,7 @@ class Waiter:
                 self._drain()
 
     def wake(self) -> None:
-        """A future is done: if another thread than the reader has done it, the reader must look."""
+        """A promise is kept: if another thread than the reader has done it, the reader must look."""
         reader = self._reader
         if reader and reader != threading.get_ident():
             self._nudge()

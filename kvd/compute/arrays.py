@@ -19,37 +19,50 @@ def namespace(value: object) -> ModuleType:
     return sys.modules["cupy"] if is_cupy(value) else np
 
 
-def sum_devices(values: Sequence[object]) -> Any:
+def sum_devices(values: Sequence[object], out: np.ndarray[Any, Any] | None = None) -> Any:
     """Return the sum of one array per device, ``((v0 + v1) + v2) + …``, in the order of the list.
 
     float16 and bfloat16 are accumulated in float32 and cast once at the end.
 
     Args:
-        values: at least one array, all of one shape and dtype. If all are CuPy arrays, or all are torch tensors on
-            GPUs, the sum is formed on the device of the first one, to which the others are copied.
+        values: at least one array, all of one shape and dtype. If `summed_on_gpu`, the sum is formed on the device of
+            the first one, to which the others are copied.
+        out: C-contiguous, of their shape and dtype, on the host: receives the sum and is returned. A sum on the host
+            is calculated right there, so it shares no memory with a value, except that it may be the first one itself.
 
     Returns:
         An array of the same shape and dtype: CuPy or torch on the first device, else NumPy on the host. A single
         value is returned as it is, or as a view of it, not as a copy.
 
     Raises:
-        ShapeMismatch, DtypeMismatch: the arrays disagree, or their dtype is not supported.
-        NotAllowed: the list is empty.
+        ShapeMismatch, DtypeMismatch: the arrays disagree, or their dtype is not supported, or ``out`` does not fit.
+        NotAllowed: the list is empty, or ``out`` is not C-contiguous.
     """
     if not values:
         raise NotAllowed("there is no array to sum: pass at least one, one per device")
-    if all(map(is_cupy, values)):
-        return _sum_cupy(values)
-    if all(is_torch(value) and value.is_cuda for value in values):  # type: ignore[attr-defined]
-        return _sum_torch(values)
-    return _sum_host([as_array(value) for value in values])
+    if not summed_on_gpu(values):
+        return _sum_host([as_array(value) for value in values], out)
+    total = _sum_cupy(values) if is_cupy(values[0]) else _sum_torch(values)
+    return total if out is None else _sum_host([as_array(total)], out)
 
 
-def _sum_host(arrays: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+def summed_on_gpu(values: Sequence[object]) -> bool:
+    """Whether the sum of these is formed on a GPU: all are CuPy arrays, or all are torch tensors on GPUs."""
+    return all(map(is_cupy, values)) or all(
+        is_torch(value) and value.is_cuda  # type: ignore[attr-defined]
+        for value in values
+    )
+
+
+def _sum_host(arrays: Sequence[np.ndarray[Any, Any]], out: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
     _check_alike(arrays)
-    if len(arrays) == 1:
+    if out is None and len(arrays) == 1:
         return arrays[0]
-    total = np.empty(arrays[0].shape, arrays[0].dtype)
+    total = np.empty(arrays[0].shape, arrays[0].dtype) if out is None else out
+    if total.shape != arrays[0].shape:
+        raise ShapeMismatch(f"out has the shape {total.shape}, the arrays have {arrays[0].shape}")
+    if not total.flags.c_contiguous:
+        raise NotAllowed("out is not C-contiguous: the sum could not be written in place")
     merge([array.reshape(-1) for array in arrays], total.reshape(-1), "sum")
     return total
 

@@ -72,7 +72,9 @@ class KeyTable:
         self.bytes_led -= slice_.nbytes
 
     def fuse(self, slices: Sequence[Slice]) -> Unit | None:
-        """One unit of all these slices, if they can go on as one."""
+        """One unit of exactly these slices, if they are one, or can go on as one."""
+        if slices[0].unit.slices == tuple(slices):
+            return slices[0].unit
         olds = [slice_.unit.number for slice_ in slices]
         unit = fused(next(self._numbers), slices)
         if unit is not None:
@@ -90,6 +92,13 @@ class KeyTable:
     def of_key(self, key: str) -> list[Slice]:
         """The slices of a key that are here."""
         return [self.slices[key, index] for index in self._indices.get(key, ())]
+
+    def is_in_use(self, key: str) -> bool:
+        """Whether somebody may have pushed to it: it is not made anew then."""
+        return key in self.live or any(
+            slice_.log.version or slice_.unit.waiting or not slice_.unit.is_resting or not slice_.log.is_idle
+            for slice_ in self.of_key(key)
+        )
 
     # ── live keys ──
 

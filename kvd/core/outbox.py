@@ -166,6 +166,8 @@ class Outbox:
                 sends.append(_probe(entry))
             else:
                 sends.append(Send(entry.peer, entry.message, entry.payload))
+                if self.asks_staged and entry.is_small:
+                    sends.append(_probe(entry))
         return sends
 
     def next_deadline(self) -> float | None:

@@ -40,6 +40,11 @@ class Pending:
         self.spans = [()] * count
         self.versions = [0] * count
 
+    @property
+    def is_of_many(self) -> bool:
+        """It is about several slices, each of which goes its own way."""
+        return len(self.versions) > 1
+
     def peers(self) -> list[Peer]:
         """Where the answer goes."""
         return [self.peer] if self.asked_first in (None, self.peer) else [self.asked_first, self.peer]

@@ -54,6 +54,7 @@ from kvd.protocol.messages import (
 )
 
 MAX_ATTACHING = 1024
+LINK_GONE = "zmq: the link is gone"
 
 __all__ = ["ServerMachine", "ServerSettings"]
 
@@ -64,6 +65,7 @@ class ServerMachine(ServerMoves):
     def __init__(self, settings: ServerSettings, link: SchedulerLink) -> None:
         super().__init__(settings, link)
         self._attached: dict[int, int] = {}  # rank → incarnation
+        self._paths: dict[int, str] = {}  # rank → how its messages travel, as it said in its Attach
         self._attaching: dict[int, tuple[Peer, Attach]] = {}  # incarnations that no view has named yet
         self._creating: dict[tuple[str, int], int] = {}  # slices whose Create is under way, and their bytes
         self._control = ServerControl(self._table, self._start_job, self._advance, self._emit)
@@ -122,9 +124,16 @@ class ServerMachine(ServerMoves):
             "bytes_staged": sum(unit.log.staged_bytes(unit.nbytes) for unit in units),
             "requests_waiting": len(self._pending),
             "workers": sorted(self._attached),
+            "paths": {name_of("worker", rank): self._path_of(rank) for rank in sorted(self._attached)},
             "waiting_for": sorted({name_of("worker", rank) for unit in units for rank in self._blockers(unit)}),
             "optimizer": self._control.describe(),
         }
+
+    def _path_of(self, rank: int) -> str:
+        """How a worker's messages travel: as it said, as long as they still come that way."""
+        said = self._paths[rank]
+        needs_link = said != "" and not said.startswith("zmq")
+        return LINK_GONE if needs_link and not isinstance(self._came_over[rank], tuple) else said
 
     def _say_goodbye(self, event: LocalCall) -> None:
         """The only thing that its own program asks of a server: to leave in good order."""
@@ -186,8 +195,9 @@ class ServerMachine(ServerMoves):
         self._emit(Note("info", f"{name_of('worker', rank)} was replaced; its open contributions are dropped"))
 
     def _attach(self, event: Received, attach: Attach) -> None:
-        if event.sender in self._workers:
-            self._send(event.peer, Done(attach.request))
+        rank = self._workers.get(event.sender)
+        if rank is not None:
+            self._welcome(event.sender, rank, event.peer, attach)
             return
         member = self._view.by_incarnation(event.sender)
         if member is not None and member.role == "worker":
@@ -198,6 +208,8 @@ class ServerMachine(ServerMoves):
     def _welcome(self, incarnation: int, rank: int, peer: Peer, attach: Attach) -> None:
         self._workers[incarnation] = rank
         self._attached[rank] = incarnation
+        self._paths[rank] = attach.path
+        self._came_over[rank] = peer
         self._send(peer, Done(attach.request))
 
     # ── keys ──
@@ -231,9 +243,8 @@ class ServerMachine(ServerMoves):
             return "NotAllowed", "only worker 0 makes keys; the others wait for them"
         if init.index >= spec.num_slices or event.nbytes != spec.slice_nbytes(init.index):
             return "ProtocolError", f"slice {init.index} of {spec} does not have {event.nbytes} bytes"
-        here = self._table.of_key(init.key)
-        if init.key in self._table.live or any(entry.log.version or not entry.unit.is_resting for entry in here):
-            return "KeyExists", f"key {init.key!r} is in use here already: take another name, or restart the cluster"
+        if self._table.is_in_use(init.key):
+            return _in_use(init.key)
         staging = settings.rounds_ahead * settings.num_workers
         led = self._table.bytes_led + sum(self._creating.values()) - (0 if old is None else old.nbytes)
         demand = (led + spec.slice_nbytes(init.index)) * (3 + staging)
@@ -250,6 +261,9 @@ class ServerMachine(ServerMoves):
             return  # it was replaced: its successor makes the key anew
         if done.error is not None:
             self._refuse(event.peer, init.request, type(done.error).__name__, str(done.error), init.key)
+            return
+        if self._table.is_in_use(init.key):  # since it was asked
+            self._refuse(event.peer, init.request, *_in_use(init.key), key=init.key)
             return
         settings = self._view.settings
         log = SliceLog(settings.mode != "async", settings.rounds_ahead, settings.staleness, done.result)
@@ -323,3 +337,7 @@ class ServerMachine(ServerMoves):
 
     def _status(self, event: Received, query: StatusQuery) -> None:
         self._send(event.peer, StatusReport(query.request))
+
+
+def _in_use(key: str) -> tuple[str, str]:
+    return "KeyExists", f"key {key!r} is in use here already: take another name, or restart the cluster"

@@ -76,6 +76,7 @@ class ServerMoves:
         self._packs = PackTable()
         self._pending = PendingTable()
         self._workers: dict[int, int] = {}  # incarnation → rank, of the attached
+        self._came_over: dict[int, Peer] = {}  # rank → the connection of its last push, or of its Attach
         self._required: list[int] = []
         self._dead: dict[int, float] = {}  # rank → last_seen_s
         self._jobs: dict[int, Callable[[JobDone], None]] = {}
@@ -137,8 +138,8 @@ class ServerMoves:
         slices = self._slices_of(event, request, pack.places)
         if slices is None:
             return None
-        if push and not pack.is_apart:
-            pack.unit = self._table.fuse(slices) if len(slices) > 1 else _own_unit(slices[0])
+        if push and not pack.is_apart and len(set(slices)) == len(slices):
+            pack.unit = self._table.fuse(slices)
             if pack.unit is not None:
                 return [Aim(pack.unit, None, clock, pack.unit.nbytes)]
         return self._aims_of_slices(event, request, slices, [clock] * len(slices), push=push)
@@ -147,6 +148,9 @@ class ServerMoves:
         self, event: Received, request: int, slices: Sequence[Slice], clocks: Sequence[int], *, push: bool
     ) -> list[Aim] | None:
         """Each slice for itself. A push of a slice without the others of its unit parts them."""
+        if push and len(set(slices)) < len(slices):
+            self._refuse(event.peer, request, "ProtocolError", "a push brings a slice once", slices[0].key)
+            return None
         for slice_ in slices:
             if push and len(slice_.unit.slices) > 1:
                 if not slice_.unit.is_resting:
@@ -179,6 +183,7 @@ class ServerMoves:
         """Stages a push that is in order, lets it wait for its commit, and closes what rounds it completes."""
         if aims is None:
             return
+        self._came_over[rank] = event.peer
         error = self._push_error(event, push, rank, aims)
         if error is not None:
             self._send(event.peer, error)
@@ -315,7 +320,8 @@ class ServerMoves:
             if entry.clock >= clocks.get(entry.rank, entry.clock + 1):
                 name = type(error).__name__
                 text = f"the update of {unit.key!r} failed: {error}"
-                self._fail(entry.pending, Refused(entry.pending.request, name, text[:1000], (), unit.key))
+                expected = entry.clock if entry.pending.is_of_many else 0  # the others have taken theirs
+                self._fail(entry.pending, Refused(entry.pending.request, name, text[:1000], (), unit.key, expected))
             else:
                 unit.waiting.append(entry)
         self._advance(unit)
@@ -420,8 +426,3 @@ class ServerMoves:
             last_seen_s = self._dead[lost[0]]
             refusal = Refused(entry.pending.request, "NodeLost", text, nodes, unit.key, 0, last_seen_s)
             self._fail(entry.pending, refusal)
-
-
-def _own_unit(slice_: Slice) -> Unit | None:
-    """The unit of a slice that is alone in it."""
-    return slice_.unit if len(slice_.unit.slices) == 1 else None

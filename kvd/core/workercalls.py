@@ -47,6 +47,7 @@ class Call:
     unsettled: int = 0  # push messages without a final answer; outlives the call's deadline
     messages: int = 0  # that a move was cut into
     refused: int = 0  # of those
+    is_taken_in_part: bool = False  # one of those was refused for some of its slices only
     pulls: list[tuple[WorkerKey, int]] = field(default_factory=list)  # versions that it holds the rounds back for
     flushers: list[Call] = field(default_factory=list)
 

@@ -23,6 +23,7 @@ class WorkerKey:
 
     name: str
     spec: KeySpec | None = None
+    fits: KeySpec | None = None  # the spec of a program's value that was found to fit
     state: int = UNKNOWN
     clock: int = 0
     open_pushes: int = 0  # started and not settled
@@ -45,7 +46,7 @@ class WorkerKey:
 
     def place(self, spec: KeySpec, view: ViewState, connected: Mapping[int, int]) -> None:
         """Takes the spec, and where the slices are; `connected` maps the ranks of servers to incarnations."""
-        self.spec = spec
+        self.spec, self.fits = spec, None
         self.servers = tuple(view.server_of(self.name, index) for index in range(spec.num_slices))
         self.incarnations = {rank: connected.get(rank, 0) for rank in sorted(set(self.servers))}
 

@@ -47,13 +47,15 @@ class Moves(KeyTurns):
             twice = next(name for name in names if names.count(name) > 1)
             return NotAllowed(f"key {twice!r} is pushed twice in one call: add the values first", key=twice)
         for key, item in zip(call.keys, move.items, strict=True):
-            if item.spec is None or item.spec == key.spec:
+            spec = item.spec
+            if spec is None or spec is key.fits:
                 continue
             assert key.spec is not None
             try:
-                key.spec.check_same(item.spec, key.name)
+                key.spec.check_same(spec, key.name)
             except (errors.ShapeMismatch, errors.DtypeMismatch) as error:
                 return error
+            key.fits = spec
         return None
 
     def _move(self, call: Call, move: calls.Move) -> None:
@@ -61,16 +63,18 @@ class Moves(KeyTurns):
         call.result = [None] * len(move.items)
         newest = self._observer or self._left_rounds or move.any_version
         exact = move.pull and self.view.settings.mode != "async"
-        clocks = []
-        for key in call.keys:
-            if move.push:
+        if move.push:
+            for key in call.keys:
                 key.clock += 1
                 key.open_pushes += 1
-            clock = key.clock if move.push or not newest else ANY_CLOCK
-            if exact and clock != ANY_CLOCK:
-                key.pulling.append(clock)
-                call.pulls.append((key, clock))
-            clocks.append(clock)
+        if move.push or not newest:
+            clocks = [key.clock for key in call.keys]
+            if exact:
+                call.pulls = list(zip(call.keys, clocks, strict=True))
+                for key, clock in call.pulls:
+                    key.pulling.append(clock)
+        else:
+            clocks = [ANY_CLOCK] * len(call.keys)
         plan = self._plan(call.keys)
         call.remaining = call.messages = len(plan)
         call.unsettled = len(plan) if move.push else 0
@@ -166,6 +170,7 @@ class Moves(KeyTurns):
             if isinstance(error, NodeLost) and move.push and message.nodes[0].startswith("worker"):
                 self._lost_a_fellow(call, entry, error)
                 return
+            call.is_taken_in_part |= message.expected > 0
         elif not isinstance(message, Done) or move.pull:
             error = errors.ProtocolError(f"the server answered with a {type(message).__name__} that does not fit")
         self._settled(call, entry)
@@ -228,7 +233,7 @@ class Moves(KeyTurns):
     def _push_settled(self, call: Call) -> None:
         """All messages of a push are answered: the window moves on. A push that nobody took gives its clock back."""
         assert isinstance(call.request, calls.Move)
-        nobody_took_it = call.refused == call.messages
+        nobody_took_it = call.refused == call.messages and not call.is_taken_in_part
         for key in call.keys:
             key.open_pushes -= 1
             if call.refused:
@@ -238,4 +243,5 @@ class Moves(KeyTurns):
                 else:
                     key.broken = call.error
         for key in call.keys:
-            self._out_of_queue(key)
+            if key.queue:
+                self._out_of_queue(key)

@@ -38,9 +38,13 @@ class KeyTurns(CallBook):
     def _on_keys(self, call: Call, request: Any) -> None:
         """Queues the call behind the earlier ones on its keys; starts it if there are none."""
         if isinstance(request, calls.Move):
-            call.keys = [self._key(item.key) for item in request.items]
+            known = self._keys
+            call.keys = [known.get(item.key) or self._key(item.key) for item in request.items]
             if request.push:
                 self._unsettled.add(call)
+            if self._nothing_is_in_the_way(call):  # most calls do not need the queues
+                self._start_or_fail(call)
+                return
         else:
             call.keys = [self._key(request.key)]
         wait = isinstance(request, calls.DescribeKey) and request.wait
@@ -50,6 +54,13 @@ class KeyTurns(CallBook):
             if key.state == UNKNOWN and not call.completed:
                 self._look_up(key, wait)
         self._try_start(call)
+
+    def _nothing_is_in_the_way(self, call: Call) -> bool:
+        window, pushes = self.view.settings.rounds_ahead, call.pushes
+        for key in call.keys:
+            if key.state != READY or key.queue or (pushes and (key.broken or key.holds_back(window))):
+                return False
+        return len(call.keys) < 2 or len(set(call.keys)) == len(call.keys)
 
     def _try_start(self, call: Call) -> bool:
         """Starts the call if it is the first in the queues of all its keys, and they let it."""
@@ -61,21 +72,24 @@ class KeyTurns(CallBook):
                 return False
             if call.pushes and key.holds_back(window) and key.state == READY and key.broken is None:
                 return False
-        error = self._start_error(call)
         for key in call.keys:
             key.queue.popleft()
+        self._start_or_fail(call)
+        for key in call.keys:
+            if key.queue:
+                self._out_of_queue(key)
+        return True
+
+    def _start_or_fail(self, call: Call) -> None:
+        error = self._start_error(call)
         if error is not None:
             self._unsettled.discard(call)
             self._complete(call, error=error)
         else:
             call.started = True
             self._start(call)
-        for key in call.keys:
-            if key.queue:
-                self._out_of_queue(key)
         if call.pushes:
             self._check_unsettled(call)
-        return True
 
     def _out_of_queue(self, key: WorkerKey) -> None:
         while key.queue and self._try_start(key.queue[0]):

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Executor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,15 +50,15 @@ from kvd.node.jobs import JobRunner
 from kvd.node.pieces import Pieces
 from kvd.observe.log import Throttle, event
 from kvd.protocol.codec import decode, encode
-from kvd.protocol.messages import Refused, StatusReport
-from kvd.transport.base import MAX_PAYLOAD_BYTES, Transport
+from kvd.protocol.messages import MAX_TEXT_CHARS, Attach, Refused, StatusReport
+from kvd.transport.base import MAX_PAYLOAD_BYTES, NOTHING, Transport
 
 GARBAGE_INTERVAL_S = 10.0
 FAILED_TICK_PAUSE_S = 1.0
 
 _FOR_THE_LOOP = frozenset({Connect, Disconnect, Persist, Halt, Create, Apply, Export, Load, Run})
 
-EMPTY = np.empty(0, np.uint8)
+LONG_COPY_BYTES = 64 << 10
 
 logger = logging.getLogger("kvd.node")
 
@@ -253,16 +254,30 @@ class Driver:
             text = f"a message carries at most {MAX_PAYLOAD_BYTES >> 20} MiB: ask for less at a time"
             self._send(Send(effect.peer, Refused(getattr(effect.message, "request", 0), "NotAllowed", text)))
             return
-        if isinstance(effect.message, StatusReport):
-            report = json.dumps(self.machine.explain(self.now())).encode()
+        message = effect.message
+        if isinstance(message, StatusReport):
+            report = json.dumps(self._report()).encode()
             payload = (Span(report, 0, len(report)),)
+        elif isinstance(message, Attach):
+            message = replace(message, path=self._paths().get(effect.peer, ""))
         try:
-            header = encode(effect.message, self.machine.incarnation, self.machine.view_number)
+            header = encode(message, self.machine.incarnation, self.machine.view_number)
         except (ProtocolError, ValueError, TypeError, OverflowError) as error:
             event(logger, logging.ERROR, "a message could not be sent", error=str(error))
             return
         if not self._transport.send(effect.peer, header, payload):
             logger.debug("not sent: %s to %r", type(effect.message).__name__, effect.peer)
+
+    def _report(self) -> dict[str, object]:
+        """What the machine says and, if there are links to this node, how what it sends travels over them."""
+        report = self.machine.explain(self.now())
+        links = [path for peer, path in self._paths().items() if isinstance(peer, tuple)]
+        return {**report, "links": links[0]} if links else report
+
+    def _paths(self) -> dict[Hashable, str]:
+        """How messages travel to each peer, and why not in a quicker way, in words."""
+        paths = getattr(self._transport, "paths", dict)()
+        return {peer: ": ".join(filter(None, path))[:MAX_TEXT_CHARS] for peer, path in paths.items()}
 
     def _connect(self, effect: Connect) -> None:
         try:
@@ -327,11 +342,13 @@ class Driver:
 
 def copy_rows(effect: Copy) -> None:
     """Copies received bytes to where a call wants them."""
-    source = np.frombuffer(effect.source, np.uint8) if effect.source is not None else EMPTY
+    source = memoryview(effect.source) if effect.source is not None else NOTHING
     for target, (start, offset, nbytes) in zip(effect.targets, effect.rows, strict=True):
         if target is None or not nbytes:
             continue
         if type(target) is Pieces:
             target.add(start, Span(effect.source, offset, nbytes))
-        else:
-            target[start : start + nbytes] = source[offset : offset + nbytes]
+        elif nbytes < LONG_COPY_BYTES:
+            memoryview(target)[start : start + nbytes] = source[offset : offset + nbytes]
+        else:  # NumPy lets other threads run meanwhile, which costs more than a short copy
+            np.frombuffer(target, np.uint8)[start : start + nbytes] = np.frombuffer(source, np.uint8, nbytes, offset)

@@ -12,7 +12,7 @@ from kvd.compute.optimizers import SliceState, apply_update
 from kvd.compute.tensors import contiguous_bytes, named_dtype
 from kvd.core.machine import Apply, Buffer, Create, Export, Job, JobDone, Load, Rope, Run, Span
 from kvd.errors import KvdError, NotAllowed, ProtocolError
-from kvd.node.statebook import StateBook
+from kvd.node.statebook import StateBook, copied
 from kvd.protocol.specs import padded
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -130,9 +130,11 @@ class JobRunner:
             apply_update(optimizer, pieces[0].state, current, arrays, out, merge, samples)
             return made
         made.fill(0)  # also what lies between two slices
-        for start, stop, state in pieces:
+        after = [piece._replace(state=copied(piece.state)) for piece in pieces]  # if one fails, none has changed
+        for start, stop, state in after:
             parts = [array[start:stop] for array in arrays]
             apply_update(optimizer, state, current[start:stop], parts, out[start:stop], merge, samples)
+        self._states.keep(job.unit, after)
         return made
 
     # ── optimizer states: on the wire the step, then (name, dtype) and the bytes of each array ──

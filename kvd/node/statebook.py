@@ -30,6 +30,7 @@ class _Record:
     unit: int
     pieces: list[Piece]
     places: set[Place] = field(default_factory=set)
+    has_changed: bool = False  # a slice was given another state: perhaps they agree now
 
 
 class StateBook:
@@ -60,7 +61,14 @@ class StateBook:
                 self._homes[key, index] = (record, start, stop)
                 record.places.add((key, index))
             record.pieces = _joined(pieces)
+        elif record.has_changed:
+            record.pieces = _joined(record.pieces)
+        record.has_changed = False
         return record.pieces
+
+    def keep(self, unit: int, pieces: Sequence[Piece]) -> None:
+        """These are the pieces of `of_unit`, after an update that was made on copies of their states."""
+        self._records[unit].pieces = list(pieces)
 
     def renew(self, unit: int, layout: Sequence[Placed], itemsize: int) -> None:
         """All slices of the unit start with a new state."""
@@ -80,28 +88,44 @@ class StateBook:
             self._homes[place] = (record, 0, count)
             return
         record, start, stop = home
-        before = [piece for piece in record.pieces if piece.stop <= start]
-        after = [piece for piece in record.pieces if piece.start >= stop]
+        others = [piece for piece in record.pieces if (piece.start, piece.stop) != (start, stop)]
+        before = [piece for piece in others if piece.stop <= start]
+        after = [piece for piece in others if piece.stop > start and piece.start >= stop]
         for piece in record.pieces:
             if piece.start < start < piece.stop:
                 before.append(_range(piece, piece.start, start))
             if piece.start < stop < piece.stop:
                 after.insert(0, _range(piece, stop, piece.stop))
         record.pieces = [*before, Piece(start, stop, state), *after]
+        record.has_changed = True
 
     def _leave(self, place: Place) -> SliceState:
-        """Takes a slice out of its record, with its state."""
+        """Takes a slice out of its record, with its state. The others go their own ways too, each with a copy of its
+        part: nobody keeps the memory of all."""
         home = self._homes.pop(place, None)
         if home is None:
             return SliceState()
-        record = home[0]
+        record, start, stop = home
+        self._records.pop(record.unit, None)
         record.places.discard(place)
-        if not record.places:
-            self._records.pop(record.unit, None)
-        return _cut(*home)
+        for other in record.places:
+            _, first, last = self._homes[other]
+            own = Piece(0, last - first, copied(_cut(record, first, last)))
+            self._homes[other] = (_Record(0, [own], {other}), 0, last - first)
+        state = _cut(record, start, stop)
+        return copied(state) if record.places else state
+
+
+def copied(state: SliceState) -> SliceState:
+    """The same, in arrays of its own."""
+    master = None if state.master is None else state.master.copy()
+    return SliceState(state.step, master, {name: slot.copy() for name, slot in state.slots.items()})
 
 
 def _cut(record: _Record, start: int, stop: int) -> SliceState:
+    for piece in record.pieces:
+        if (piece.start, piece.stop) == (start, stop):
+            return piece.state
     for piece in record.pieces:
         if piece.start <= start and stop <= piece.stop:
             return _range(piece, start, stop).state
@@ -121,15 +145,9 @@ def _range(piece: Piece, start: int, stop: int) -> Piece:
 def _joined(pieces: list[Piece]) -> list[Piece]:
     """One piece of them all, if they are alike: as many steps, and the same arrays."""
     first = pieces[0].state
-    if len(pieces) == 1:
+    kind = _kind(first)
+    if len(pieces) == 1 or any(_kind(state) != kind for _, _, state in pieces):
         return pieces
-    for _, _, state in pieces:
-        if (state.step, state.master is None, state.slots.keys()) != (
-            first.step,
-            first.master is None,
-            first.slots.keys(),
-        ):
-            return pieces
     total = pieces[-1].stop
     state = SliceState(first.step)
     if first.master is not None:
@@ -137,6 +155,10 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
     for name in first.slots:
         state.slots[name] = _side_by_side(total, [(piece, piece.state.slots[name]) for piece in pieces])
     return [Piece(0, total, state)]
+
+
+def _kind(state: SliceState) -> tuple[int, bool, dict[str, np.dtype[Any]]]:
+    return state.step, state.master is None, {name: slot.dtype for name, slot in state.slots.items()}
 
 
 def _side_by_side(total: int, parts: Sequence[tuple[Piece, Array | None]]) -> Array:

@@ -230,7 +230,8 @@ class Refused:
 
     ``attach``: I do not know you (yet), say Attach. ``pack``: I do not know this pack (any more), declare it.
     ``clock``: this push is out of turn, `expected` is the clock whose turn it is. ``join``: the scheduler does not know
-    you, join again. ``replaced``: another incarnation has your place.
+    you, join again. ``replaced``: another incarnation has your place. Any other refusal of a push with `expected` > 0:
+    it was carried out for other slices of the message, or before.
     """
 
     KIND: ClassVar[int] = 17
@@ -248,11 +249,12 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """First message to a server: drop what my predecessor had staged; I am `rank`."""
+    """First message to a server: drop what my predecessor had staged; I am `rank`, and my messages travel by `path`."""
 
     KIND: ClassVar[int] = 32
     request: Number
     rank: Number
+    path: Text = ""  # for people: "shared memory", "unix socket: REASON" or "zmq: REASON"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import kvd
 from kvd.config import Role, child_environment, load
 from kvd.node.roles import Daemon, SchedulerDaemon, ServerDaemon
 
 T = TypeVar("T")
+PathName = Literal["shm", "ipc", "tcp"]
+PATHS: tuple[PathName, ...] = get_args(PathName)
 START_TIMEOUT_S = 30.0
 ROOT = Path(__file__).resolve().parents[2]
 DAEMON = """
@@ -77,16 +80,22 @@ class ThreadNode:
 
 
 class ProcessNode:
-    """A daemon in a process of its own."""
+    """A daemon in a process of its own.
 
-    def __init__(self, role: Role, settings: dict[str, Any], folder: Path, log: Path | None = None) -> None:
+    Args:
+        prelude: code that runs there first, for instance to take something away that the daemon may need.
+    """
+
+    def __init__(
+        self, role: Role, settings: dict[str, Any], folder: Path, log: Path | None = None, prelude: str = ""
+    ) -> None:
         ready = folder / f"{role}-{time.monotonic_ns()}"
         changes = load({**settings, "parent_pid": os.getpid()}, environ={}).environment()
         environment = child_environment({**changes, "PYTHONPATH": str(ROOT)})
         self.log = log or folder / f"{ready.name}.log"
         with self.log.open("wb") as stream:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", DAEMON, role, str(ready)], env=environment, stderr=stream
+                [sys.executable, "-c", prelude + DAEMON, role, str(ready)], env=environment, stderr=stream
             )
         wait_until(lambda: ready.exists() or self.process.poll() is not None, f"{role} is ready")
         if not ready.exists():
@@ -112,28 +121,57 @@ class LocalCluster:
     Args:
         num_workers, num_servers: the size.
         processes: daemons in processes of their own.
+        path: how messages travel: "shm" in shared memory, "ipc" by ZeroMQ over Unix sockets, "tcp" by ZeroMQ over
+            loopback; None: as `default_path` says.
+        server_prelude: code that servers in processes of their own run first.
         settings: further settings for all nodes.
+
+    Attributes:
+        default_path: the path of clusters that name none.
     """
 
-    def __init__(self, num_workers: int = 1, num_servers: int = 1, *, processes: bool = False, **settings: Any) -> None:
+    default_path: ClassVar[PathName] = "shm"
+
+    def __init__(
+        self,
+        num_workers: int = 1,
+        num_servers: int = 1,
+        *,
+        processes: bool = False,
+        path: PathName | None = None,
+        server_prelude: str = "",
+        **settings: Any,
+    ) -> None:
         self.num_workers = num_workers
         self.num_servers = num_servers
+        self.path = path or self.default_path
         self.settings = {"heartbeat_interval_s": 0.2, "request_timeout_s": 60.0, **settings}
+        if self.path != "shm":
+            self.settings.setdefault("shared_memory", "off")
         self._processes = processes
+        self._server_prelude = server_prelude
+        self._numbers = count(1)
         self._folder = tempfile.TemporaryDirectory(prefix="kvd-test-")
         self.folder = Path(self._folder.name)
         self.stores: list[kvd.KVStore] = []
-        size = {"num_workers": num_workers, "num_servers": num_servers, "bind": "tcp://127.0.0.1:0"}
-        self.scheduler = self.start("scheduler", **size)
+        self.scheduler = self.start("scheduler", num_workers=num_workers, num_servers=num_servers)
         self.address = self.scheduler.address
         self.servers = [self.start("server", node_id=f"server-{rank}") for rank in range(num_servers)]
 
     def start(self, role: Role, **settings: Any) -> ThreadNode | ProcessNode:
         """Starts one more daemon."""
-        given = {**self.settings, "bind": "tcp://127.0.0.1:0", **settings}
+        given = {**self.settings, "bind": self._free_address(role), **settings}
         if role == "server":
             given["scheduler"] = self.address
-        return ProcessNode(role, given, self.folder) if self._processes else ThreadNode(role, given)
+        if not self._processes:
+            return ThreadNode(role, given)
+        return ProcessNode(role, given, self.folder, prelude=self._server_prelude if role == "server" else "")
+
+    def _free_address(self, role: Role) -> str:
+        """Where nobody listens yet."""
+        if self.path == "ipc":
+            return f"ipc://{self.folder}/{role}-{next(self._numbers)}.sock"
+        return "tcp://127.0.0.1:0"
 
     def store(self, type: str = "dist_sync", **settings: Any) -> kvd.KVStore:  # noqa: A002
         """A worker's store. It is closed with the cluster, without waiting for others."""

@@ -15,6 +15,9 @@ OnMessage: TypeAlias = Callable[[Hashable, bytes, memoryview | None], None]
 OnGarbage: TypeAlias = Callable[[Hashable, str], None]
 """(peer, what was wrong): frames that are no message."""
 
+NOTHING = memoryview(b"")
+_PADDING = [bytes(-rest % 8) for rest in range(8)]
+
 MAX_PAYLOAD_BYTES = 128 << 20
 DRAIN_LIMIT = 64  # messages taken from a socket before the loop gets its turn
 
@@ -45,20 +48,33 @@ class Transport(Protocol):
 
 def pieces_of(payload: Sequence[Span]) -> list[Piece]:
     """The bytes of each span, not copied."""
-    return [
-        memoryview(buffer).cast("B")[offset : offset + nbytes] if nbytes else memoryview(b"")
-        for buffer, offset, nbytes in payload
-    ]
+    pieces = []
+    for buffer, offset, nbytes in payload:
+        if not nbytes:
+            pieces.append(NOTHING)
+            continue
+        view = memoryview(buffer)
+        if view.format != "B" or view.ndim != 1:
+            view = view.cast("B")
+        pieces.append(view if nbytes == view.nbytes else view[offset : offset + nbytes])
+    return pieces
 
 
 def joined(pieces: Sequence[Piece]) -> bytes | memoryview:
     """One payload of several pieces, each starting at a multiple of 8; a single piece stays as it is."""
     if len(pieces) == 1:
         return pieces[0]
+    return b"".join(padded(pieces))
+
+
+def padded(pieces: Sequence[Piece]) -> list[bytes | memoryview]:
+    """The pieces, with what is between them so that each starts at a multiple of 8."""
     parts: list[bytes | memoryview] = []
-    for piece in pieces[:-1]:
+    for piece in pieces:
         parts.append(piece)
-        if piece.nbytes % 8:
-            parts.append(bytes(-piece.nbytes % 8))
-    parts.append(pieces[-1])
-    return b"".join(parts)
+        rest = piece.nbytes & 7
+        if rest:
+            parts.append(_PADDING[rest])
+    if pieces and pieces[-1].nbytes & 7:
+        parts.pop()
+    return parts

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from kvd.transport.base import DRAIN_LIMIT
 from kvd.transport.link import Link
 
+TURNS_AT_A_TIME = 4
 BUSY_WAIT_S = 0.001  # until the one who reads at the moment is looked for again
 LONGEST_WAIT_S = 3600.0  # more than a poll of the system takes may be asked for
 
@@ -45,6 +46,7 @@ class Gate:
         self._lock = threading.Lock()  # around what follows
         self._paused = 0
         self._waiting = 0  # threads in `wait`
+        self._local = threading.local()
         self._closed = False
 
     def fileno(self) -> int:
@@ -85,16 +87,22 @@ class Gate:
             if only is not None and not self._unfinished:
                 self._serve(only)
             else:
-                self._read_all()
+                # What comes while this is at work is taken along: a turn of the loop costs more than a look.
+                for _ in range(TURNS_AT_A_TIME):
+                    if self._closed or not self._read_ready() or self._unfinished:
+                        break
         finally:
             self._reading.release()
         return True
 
-    def _read_all(self) -> None:
+    def _read_ready(self) -> bool:
+        """Reads each link once that has something. False: none has."""
         ready = {descriptor for descriptor, _ in self.epoll.poll(0)}
-        for descriptor, link in list(self._links.items()):
-            if descriptor in ready or descriptor in self._unfinished:
-                self._serve(link)
+        ready.update(self._unfinished)
+        links = [link for link in map(self._links.get, ready) if link is not None]
+        for link in links:
+            self._serve(link)
+        return bool(links)
 
     def _serve(self, link: Link) -> None:
         """Reads a link once. What it has besides is for the next turn."""
@@ -142,9 +150,7 @@ class Gate:
                 return False
             self._waiting += 1
         try:
-            poll = select.poll()
-            poll.register(self.epoll.fileno(), select.POLLIN)
-            poll.register(wake_fd, select.POLLIN)
+            poll = self._poll_of_thread(wake_fd)
             ready = poll.poll(min(max(0.0, timeout_s), LONGEST_WAIT_S) * 1000)
             if not ready or self._closed or (len(ready) == 1 and ready[0][0] == wake_fd):
                 return False
@@ -155,6 +161,16 @@ class Gate:
             with self._lock:
                 self._waiting -= 1
                 self._close_if_done()
+
+    def _poll_of_thread(self, wake_fd: int) -> select.poll:
+        """What this thread waits with: made once, as long as the descriptor is the same."""
+        kept: tuple[int, select.poll] | None = getattr(self._local, "kept", None)
+        if kept is None or kept[0] != wake_fd:
+            poll = select.poll()
+            poll.register(self.epoll.fileno(), select.POLLIN)
+            poll.register(wake_fd, select.POLLIN)
+            kept = self._local.kept = (wake_fd, poll)
+        return kept[1]
 
     # ── the end ──
 

@@ -125,9 +125,10 @@ class HostTransport:
 
     def paths(self) -> dict[Hashable, Path]:
         """How messages go to each peer that we connected to, and to each that has a link to us."""
-        paths = {peer: Path(ZMQ, reason) for peer, reason in self._why_not.items()}
         kind = Path(SHARED_MEMORY) if self.arena.usable else Path(UNIX_SOCKET, self.arena.problem)
-        paths.update(dict.fromkeys(self._links, kind))
+        with self._lock:
+            paths = {peer: Path(ZMQ, reason) for peer, reason in self._why_not.items()}
+            paths.update(dict.fromkeys(self._links, kind))
         return paths
 
     def close(self, linger_s: float) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
 from kvd.core.machine import Span
-from kvd.transport.base import MAX_PAYLOAD_BYTES, OnGarbage, OnMessage
+from kvd.transport.base import MAX_PAYLOAD_BYTES, OnGarbage, OnMessage, padded, pieces_of
 from kvd.transport.borrowed import Borrowed, Wire
 from kvd.transport.frames import (
     GOODBYE,
@@ -36,7 +36,7 @@ from kvd.transport.frames import (
 )
 from kvd.transport.incoming import Frame, Incoming
 from kvd.transport.outgoing import Outgoing
-from kvd.transport.placing import Place, padded, place, size_of
+from kvd.transport.placing import Place, place, size_of
 from kvd.transport.segments import Arena
 
 MAX_LEASES = 1 << 16  # beyond, payloads go inline
@@ -155,7 +155,7 @@ class Link:
         nbytes = size_of(payload)
         if nbytes > INLINE_BELOW_BYTES:
             return self._send_large(header, payload, nbytes)
-        pieces = padded(payload)
+        pieces = padded(pieces_of(payload))
         with self._lock:
             return self._push_frame(INLINE, header, pieces, nbytes)
 
@@ -164,7 +164,7 @@ class Link:
             return False
         placed = None if len(self._leases) >= MAX_LEASES else place(self._arena, payload, nbytes)
         if placed is None:
-            pieces = padded(payload)
+            pieces = padded(pieces_of(payload))
             with self._lock:
                 return self._push_frame(INLINE, header, (), nbytes) and all(map(self._push, pieces))
         with self._lock:

@@ -256,8 +256,10 @@ def test_a_worker_pushes_and_pulls_the_arrays_that_the_store_gives_it(tmp_path: 
     class BindingStore(kvd.KVStore):
         """Gives arrays, and takes no others."""
 
-        def bind(self, key: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-            return bound.setdefault(key, (np.zeros(256, np.float32), np.zeros(256, np.float32)))
+        def bind(self, key: list[str]) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
+            for name in key:
+                bound.setdefault(name, (np.zeros(256, np.float32), np.zeros(256, np.float32)))
+            return [bound[name][0] for name in key], [bound[name][1] for name in key]
 
         def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1) -> Any:
             for name, gradient, weight in zip(key, value, out, strict=True):

@@ -82,11 +82,11 @@ def test_a_handle_can_be_awaited_in_any_loop_and_cancelled_there(pair: tuple[kvd
     assert asyncio.run(later()).tolist() == [2] * 4
 
 
-def test_a_future_that_ends_while_the_wait_times_out_is_delivered() -> None:
+def test_a_promise_that_ends_while_the_wait_times_out_is_delivered() -> None:
     """The wait times out, and before that is noticed the call ends."""
-    from concurrent.futures import Future
+    from kvd.client.promise import Promise
 
-    class Late(Future[Any]):
+    class Late(Promise):
         def result(self, timeout: float | None = None) -> Any:
             if not self.done():
                 self.set_result("value")

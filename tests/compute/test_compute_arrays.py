@@ -58,6 +58,32 @@ def test_a_single_array_is_not_copied() -> None:
     assert np.shares_memory(sum_devices([only]), only)
 
 
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(), (0, 2), (7, 30_000)], ids=str)
+def test_the_sum_can_be_written_where_one_wants_it(shape: tuple[int, ...], count: int, dtype: Any) -> None:
+    generator = np.random.default_rng(1)
+    parts = [generator.normal(size=shape).astype(np.float32).astype(dtype) for _ in range(count)]
+    out = np.full(shape, np.nan, dtype)
+    assert sum_devices(parts, out=out) is out
+    np.testing.assert_array_equal(out, sum_devices(parts))
+    assert not any(np.shares_memory(out, part) for part in parts)
+    first = parts[0].copy()
+    assert sum_devices([first, *parts[1:]], out=first) is first
+    np.testing.assert_array_equal(first, out)
+
+
+def test_an_out_that_does_not_fit_is_refused() -> None:
+    parts = [np.ones((2, 3), np.float32)] * 2
+    for given in (parts, parts[:1]):
+        with pytest.raises(ShapeMismatch, match=r"out has the shape \(6,\)"):
+            sum_devices(given, out=np.empty(6, np.float32))
+        with pytest.raises(DtypeMismatch, match="expected float64"):
+            sum_devices(given, out=np.empty((2, 3)))
+        with pytest.raises(NotAllowed, match="C-contiguous"):
+            sum_devices(given, out=np.empty((3, 2), np.float32).T)
+
+
 def test_arrays_that_disagree_are_refused() -> None:
     with pytest.raises(NotAllowed):
         sum_devices([])
@@ -109,3 +135,7 @@ def test_cupy_arrays_are_added_on_the_first_device(monkeypatch: pytest.MonkeyPat
     assert parts[0].data.tolist() == [2048]
     assert len(waits) == 4
     assert sum_devices(parts[:1]) is parts[0]
+    cupy.asnumpy = lambda value: value.data
+    out = np.empty(1, np.float16)
+    assert sum_devices(parts, out=out) is out
+    assert out.tolist() == [2052]

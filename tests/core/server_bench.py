@@ -7,7 +7,23 @@ from typing import Any
 from kvd.core.machine import Apply, Create, Effect, Export, JobDone, Load, Received, Run, Send, Span
 from kvd.core.server import ServerMachine, ServerSettings
 from kvd.errors import KvdError
-from kvd.protocol.messages import Attach, Init, Member, Part, Publish, Pull, Push, Refused, Settings, Values, ViewNumber
+from kvd.protocol.messages import (
+    Attach,
+    DeclarePack,
+    Init,
+    Member,
+    Part,
+    Place,
+    Publish,
+    Pull,
+    PullPack,
+    Push,
+    PushPack,
+    Refused,
+    Settings,
+    Values,
+    ViewNumber,
+)
 from kvd.protocol.specs import KeySpec
 from tests.core.core_fakes import (
     cluster,
@@ -39,9 +55,10 @@ class Bench:
         fail: bool = True,
         attach: bool = True,
         workers: int = 2,
+        small: int = -1,
     ) -> None:
         self.settings = settings or cluster(workers)
-        self.machine = ServerMachine(ServerSettings(memory, fail, small_push_bytes=-1), link("server", 0))
+        self.machine = ServerMachine(ServerSettings(memory, fail, small_push_bytes=small), link("server", 0))
         self.members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in members(workers)}
         self.epoch = 0
         self.hold = False
@@ -131,6 +148,34 @@ class Bench:
     def pull(self, rank: int, clock: int, *, key: str = "w", request: int = 0, **more: Any) -> list[Effect]:
         return self.say(rank, Pull(request or self.request(), (Part(key, 0, clock),)), **more)
 
+    # ── packs ──
+
+    def declare(self, rank: int, pack: int, *keys: str | Place, **more: Any) -> list[Effect]:
+        """A name means slice 0 of the key."""
+        places = tuple(Place(key, 0) if isinstance(key, str) else key for key in keys)
+        return self.say(rank, DeclarePack(self.request(), pack, places), **more)
+
+    def push_pack(
+        self, rank: int, clock: int, *values: bytes, pack: int = 1, request: int = 0, **more: Any
+    ) -> list[Effect]:
+        where = {name: more.pop(name) for name in ("life", "peer") if name in more}
+        fields = {"how": 0, "samples": 1, "pull": False} | more
+        payload = padded_bytes(values) if values else None
+        return self.say(rank, PushPack(request or self.request(), pack, clock, **fields), payload, **where)
+
+    def pull_pack(self, rank: int, clock: int, *, pack: int = 1, **more: Any) -> list[Effect]:
+        return self.say(rank, PullPack(self.request(), pack, clock), **more)
+
+    @property
+    def units(self) -> list[list[str]]:
+        """The keys that are together, in the order in which they became so."""
+        return [[entry.key for entry in unit.slices] for unit in self.machine._table.units.values()]
+
+    def value(self, key: str, index: int = 0, back: int = 0) -> bytes:
+        """The bytes of a slice, or of its version before."""
+        slice_ = self.machine._table.slices[key, index]
+        return read(slice_.span(slice_.log.previous if back else slice_.log.current))
+
     def explain(self) -> Any:
         return self.machine.explain(0.0)
 
@@ -144,6 +189,16 @@ def ready(value: bytes = b"\0", settings: Any = None, **more: Any) -> Bench:
     """A server of two workers, with one key."""
     bench = Bench(settings, **more)
     bench.init("w", value)
+    return bench
+
+
+def packed(*keys: str, settings: Any = None, declare: bool = True, **more: Any) -> Bench:
+    """A server with keys of one byte, which every worker calls pack 1."""
+    bench = Bench(settings, **more)
+    for key in keys:
+        bench.init(key, b"\0")
+    for rank in range(bench.settings.num_workers if declare else 0):
+        bench.declare(rank, 1, *keys)
     return bench
 
 

@@ -39,8 +39,8 @@ def requests(sends: Sequence[Send]) -> list[int]:
     return [send.message.request for send in sends]  # type: ignore[union-attr]
 
 
-def filled(*entries: Entry, credit: int = 1000) -> Outbox:
-    outbox = Outbox(credit, small_push_bytes=-1)
+def filled(*entries: Entry, credit: int = 1000, small: int = -1) -> Outbox:
+    outbox = Outbox(credit, small_push_bytes=small)
     for entry in entries:
         outbox.add(entry)
     return outbox
@@ -231,4 +231,95 @@ def test_a_command_takes_credit_until_it_is_answered() -> None:
     assert requests(outbox.pump(0.0)) == [1]
     assert not command.is_push
     outbox.settled(command)
+    assert requests(outbox.pump(0.0)) == [2]
+
+
+# ── small pushes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def probes(sends: Sequence[Send]) -> list[tuple[int, bool]]:
+    """Request, and whether it is a probe; a probe has no bytes."""
+    for send in sends:
+        assert not (send.message.probe and send.payload)  # type: ignore[union-attr]
+    return [(send.message.request, send.message.probe) for send in sends]  # type: ignore[union-attr]
+
+
+def test_small_pushes_take_no_credit() -> None:
+    small = [push(number, 1, key=f"k{number}", nbytes=10) for number in range(1, 6)]
+    large, last = push(6, 1, key="x", nbytes=11), push(7, 1, key="y", nbytes=11)
+    outbox = filled(*small, large, last, push(8, 1, key="z", nbytes=10), credit=11, small=10)
+    assert requests(outbox.pump(0.0)) == [1, 2, 3, 4, 5, 6]  # the last small one keeps its place behind a large one
+    assert outbox.unstaged == 8
+    outbox.staged(large, 0.0)
+    assert requests(outbox.pump(0.0)) == [7, 8]
+    for entry in (*small, last):
+        outbox.settled(entry)
+    outbox.settled(large)
+    outbox.add(push(9, 1, key="v", nbytes=11))
+    assert requests(outbox.pump(0.0)) == [9]  # what took no credit gave none back
+    outbox.add(push(10, 1, key="u", nbytes=11))
+    assert requests(outbox.pump(0.0)) == []
+
+
+@pytest.mark.parametrize("nbytes", [0, 10])
+def test_a_small_push_that_nobody_asks_for_is_sent_whole_again(nbytes: int) -> None:
+    entry = push(1, 1, nbytes=nbytes)
+    outbox = filled(entry, small=10)
+    (first,) = outbox.pump(0.0)
+    assert outbox.due(RETRY_FIRST_S) == [first]
+    assert entry.state == SENT
+
+
+def test_a_small_push_waits_for_the_one_before_it_like_any_other() -> None:
+    outbox = filled(
+        push(1, 1, key="x", nbytes=100), push(2, 1, nbytes=50), push(3, 2, nbytes=1, priority=9), credit=100, small=10
+    )
+    assert requests(outbox.pump(0.0)) == [1]
+    outbox.settled(next(outbox.entries()))
+    assert requests(outbox.pump(0.0)) == [2, 3]
+
+
+def test_who_asks_whether_all_is_staged_probes_the_small_pushes() -> None:
+    sent, staged, large = push(1, 1), push(2, 1, key="x"), push(3, 1, key="y", nbytes=90)
+    blocked, command = push(4, 1, key="z", nbytes=90), Entry("s0", Command(5, "head"), ignore)
+    outbox = filled(sent, staged, large, blocked, command, credit=100, small=10)
+    outbox.pump(0.0)
+    outbox.staged(staged, 0.0)
+    assert probes(outbox.ask_staged()) == [(1, True)]
+    outbox.add(push(6, 1, key="u", nbytes=1, priority=5))
+    outbox.add(push(7, 1, key="t", nbytes=20, priority=4))
+    assert probes(outbox.pump(0.0)) == [(6, False), (6, True)]
+    assert outbox.unstaged == 5
+    outbox.staged(sent, 0.0)
+    assert outbox.unstaged == 4
+    assert probes(outbox.ask_staged()) == [(6, True)]
+    outbox.asks_staged = False
+    outbox.add(push(8, 1, key="s", nbytes=1, priority=9))
+    assert probes(outbox.pump(0.0)) == [(8, False)]
+
+
+def test_who_asks_goes_on_asking_when_a_small_push_is_sent_again() -> None:
+    """Its probe may have been refused, and a small push is staged in silence."""
+    small, large = push(1, 1), push(2, 1, key="x", nbytes=50)
+    outbox = filled(small, large, small=10)
+    outbox.pump(0.0)
+    assert probes(outbox.ask_staged()) == [(1, True)]
+    outbox.again(small, 0.0)
+    assert probes(outbox.due(RETRY_SOON_S)) == [(1, False), (1, True)]
+    assert probes(outbox.due(RETRY_FIRST_S)) == [(2, False)]
+    outbox.staged(small, 3.0)
+    assert probes(outbox.due(3.0 + RETRY_FIRST_S)) == [(1, True)]
+
+
+def test_a_small_push_whose_bytes_were_lost_counts_as_not_staged_again() -> None:
+    entry = push(1, 1)
+    outbox = filled(entry, credit=5, small=10)
+    outbox.pump(0.0)
+    outbox.staged(entry, 0.0)
+    assert outbox.unstaged == 0
+    outbox.again(entry, 0.0)
+    assert (entry.state, outbox.unstaged) == (SENT, 1)
+    outbox.settled(entry)
+    assert outbox.unstaged == 0
+    outbox.add(push(2, 1, nbytes=11))
     assert requests(outbox.pump(0.0)) == [2]

@@ -49,9 +49,11 @@ class Bench:
         role: str = "worker",
         credit: int = 1 << 20,
         joined: bool = True,
+        small: int = -1,
+        packs: bool = False,
     ) -> None:
         self.settings = settings or cluster(2, servers)
-        self.machine = WorkerMachine(WorkerSettings(credit, small_push_bytes=-1, packs=False), link(role, rank))
+        self.machine = WorkerMachine(WorkerSettings(credit, small_push_bytes=small, packs=packs), link(role, rank))
         self.members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in members(2, servers)}
         self.epoch = 0
         self.now = 0.0

@@ -19,6 +19,7 @@ import pytest
 import zmq
 
 import kvd
+from kvd.config import parse_address
 from kvd.protocol.codec import VERSION, decode, encode
 from kvd.protocol.messages import (
     Attach,
@@ -50,7 +51,7 @@ from kvd.transport.base import joined, pieces_of
 STRANGER = 0x1234
 NO_VIEW = ViewNumber(0, 0)
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 
 
 @pytest.fixture(scope="module")
@@ -343,9 +344,27 @@ def test_a_joining_node_that_makes_no_sense(cluster: LocalCluster, stores: list[
         assert raw.answers(Leave(2, "left")).error == "join"
 
 
-def raw_tcp(address: str) -> socket.socket:
-    host, port = address.removeprefix("tcp://").split(":")
-    return socket.create_connection((host, int(port)), timeout=12)
+def raw_connection(address: str) -> socket.socket:
+    parsed = parse_address(address)
+    if parsed.scheme == "tcp":
+        return socket.create_connection((parsed.host, parsed.port), timeout=12)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(12)
+    connection.connect(parsed.path)
+    return connection
+
+
+@contextmanager
+def peer(address: str) -> Iterator[socket.socket]:
+    """A connection on which the handshake is done: what is sent now is taken for frames."""
+    with raw_connection(address) as connection:
+        connection.sendall(GREETING + READY)
+        answer = b""
+        while b"ROUTER" not in answer:
+            received = connection.recv(4096)
+            assert received, "the handshake was refused"
+            answer += received
+        yield connection
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -362,7 +381,7 @@ def is_closed(connection: socket.socket) -> bool:
 def test_another_protocol(cluster: LocalCluster, stores: list[kvd.KVStore], what: bytes) -> None:
     with busy(stores):
         for address in addresses(cluster):
-            with raw_tcp(address) as connection:
+            with raw_connection(address) as connection:
                 connection.sendall(what)  # to libzmq it looks like the handshake of its first version
                 assert is_alive(address)
             assert is_alive(address)
@@ -373,9 +392,9 @@ def test_port_scanners_that_connect_and_hang_or_go(cluster: LocalCluster, stores
     with busy(stores):
         for address in addresses(cluster):
             for _ in range(30):
-                hanging.append(raw_tcp(address))
-                raw_tcp(address).close()
-                with raw_tcp(address) as half:
+                hanging.append(raw_connection(address))
+                raw_connection(address).close()
+                with raw_connection(address) as half:
                     half.sendall(GREETING[:30])
             assert is_alive(address)
         assert is_closed(hanging[0])  # the handshake has a deadline
@@ -387,8 +406,7 @@ def test_a_frame_that_is_too_large_ends_its_connection_only(cluster: LocalCluste
     with busy(stores):
         for address in addresses(cluster):
             for length in ((128 << 20) + 1, 1 << 40, (1 << 63) - 1):
-                with raw_tcp(address) as connection:
-                    connection.sendall(GREETING + READY)
+                with peer(address) as connection:
                     connection.sendall(b"\x02" + length.to_bytes(8, "big") + b"x" * 100)
                     assert is_closed(connection)
             assert is_alive(address)
@@ -398,8 +416,6 @@ def test_connections_that_break_in_the_middle_of_a_frame(cluster: LocalCluster, 
     with busy(stores):
         for address in addresses(cluster):
             for _ in range(10):
-                with raw_tcp(address) as connection:
-                    connection.sendall(
-                        GREETING + READY + b"\x01\x05hello\x02" + (1 << 20).to_bytes(8, "big") + b"x" * 50
-                    )
+                with peer(address) as connection:
+                    connection.sendall(b"\x01\x05hello\x02" + (1 << 20).to_bytes(8, "big") + b"x" * 50)
             assert is_alive(address)
