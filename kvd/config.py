@@ -236,7 +236,9 @@ class Config:
     shared_memory: str = _setting(
         "auto", "shared memory between processes of one host", choices=("auto", "off"), used_by=("server", "worker")
     )
-
+    check_bound: bool = _setting(
+        False, "report gradients of kv.bind that are written to before their push is done", used_by=("worker",)
+    )
     cpu_affinity: str = _setting(
         "off",
         "whether a launcher gives each server a core of its own, if the workers keep one each",

@@ -8,7 +8,10 @@ from zlib import crc32
 
 import numpy as np
 
-from kvd.compute.tensors import contiguous_bytes, named_dtype
+from kvd.client.promise import Promise
+from kvd.client.values import Source
+from kvd.compute.tensors import named_dtype
+from kvd.errors import NotAllowed
 from kvd.protocol.specs import KeySpec, padded
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -20,28 +23,64 @@ class Bound(NamedTuple):
     Attributes:
         gradient: what a push of it sends without a copy.
         weight: what a program pulls into.
-        gradient_bytes: the memory of the gradient, uint8.
+        source: the gradient as it is sent: its bytes, and the spec of the key.
+        address: where the bytes are.
     """
 
     gradient: Array
     weight: Array
-    gradient_bytes: Array
+    source: Source
+    address: int
 
     @classmethod
     def of(cls, spec: KeySpec, memory: Array) -> Bound:
         """Arrays for a key; the gradient, zeros at first, in this memory of as many bytes."""
         memory.fill(0)
         dtype = named_dtype(spec.dtype)
-        return cls(memory.view(dtype).reshape(spec.shape), np.empty(spec.shape, dtype), memory)
+        gradient = memory.view(dtype).reshape(spec.shape)
+        return cls(gradient, np.empty(spec.shape, dtype), Source(memory, spec), memory.ctypes.data)
 
     def owns(self, data: Array) -> bool:
         """Whether these bytes are the memory of the gradient, by whatever view they were given."""
-        own = self.gradient_bytes
-        return data.nbytes == own.nbytes and data.ctypes.data == own.ctypes.data
+        return data.nbytes == self.source.data.nbytes and data.ctypes.data == self.address
+
+    def overlaps(self, data: Array | None) -> bool:
+        """Whether these bytes, if there are any, lie in the memory of the gradient."""
+        return data is not None and np.may_share_memory(data, self.source.data)
 
     def digest(self) -> int:
         """A checksum of the gradient, to tell whether it was written to."""
-        return crc32(contiguous_bytes(self.gradient).tobytes())
+        return crc32(self.source.data.data)
+
+
+class Seal:
+    """The gradients of one push as they were when it was made, to tell at its end whether somebody wrote to them."""
+
+    def __init__(self, pushed: Mapping[str, Bound]) -> None:
+        self._pushed = {name: (bound, bound.digest()) for name, bound in pushed.items()}
+
+    def checked(self, push: Promise) -> Promise:
+        """Ends as the push does, or with NotAllowed."""
+        checked = Promise()
+
+        def ended(_: Promise) -> None:
+            error = push.exception() or self._broken()
+            if error is None:
+                checked.set_result(push.result())
+            else:
+                checked.set_exception(error)
+
+        push.on_end(ended)
+        return checked
+
+    def _broken(self) -> NotAllowed | None:
+        for name, (bound, digest) in self._pushed.items():
+            if bound.digest() != digest:
+                text = (
+                    f"the gradient of {name!r} was written to before its push was done, so nobody knows what was sent"
+                )
+                return NotAllowed(f"{text}: wait for the handle of the push first, or push a copy", key=name)
+        return None
 
 
 def bound_together(specs: Mapping[str, KeySpec], memory: Callable[[int], Array]) -> dict[str, Bound]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvd.client.backend import Node, StoreType
-from kvd.client.bound import Bound, bound_together
+from kvd.client.bound import Bound, Seal, bound_together
 from kvd.client.engine import Engine
 from kvd.client.handle import Handle
 from kvd.client.promise import Promise
@@ -113,7 +113,7 @@ class DistBackend:
             return Handle.of(None)
         items = tuple(Item(name, spec, data) for name, (data, spec) in zip(names, sources, strict=True))
         move = calls.Move(items, push=True, pull=False, priority=priority, samples=samples)
-        return self._watched(names, Handle(self._engine.submit(move), _nothing, "push", self._engine.wait))
+        return self._watched(names, Handle(self._begin_push(move), _nothing, "push", self._engine.wait))
 
     def pull(self, key: Any, out: Any, priority: int) -> Handle:
         names, many = self._keys(key)
@@ -177,7 +177,7 @@ class DistBackend:
         for (_, spec), target, name in zip(sources, targets, names, strict=True):
             spec.check_same(target.spec, name)
         move = calls.Move(items, push=True, pull=True, priority=priority, samples=samples)
-        handle = Handle(self._engine.submit(move), _finisher(targets, many), "pushpull", self._engine.wait)
+        handle = Handle(self._begin_push(move), _finisher(targets, many), "pushpull", self._engine.wait)
         return self._watched(names, handle)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int) -> Handle:
@@ -366,12 +366,7 @@ class DistBackend:
         values = paired(names, many, value, "values")
         sources, copies = [], []
         for name, entry in zip(names, values, strict=True):
-            bound = self._bound.get(name)
-            source = None
-            if bound is not None:
-                source = source_of(entry, self._slice_bytes, private=False)
-                if not bound.owns(source.data):
-                    source = None
+            source = self._bound_source(name, entry)
             if source is None:
                 source = source_of(entry, self._slice_bytes, private=private, memory=self._engine.memory)
                 copies.append(source)
@@ -379,6 +374,28 @@ class DistBackend:
         if private and copies:
             self._hold(*copies)
         return sources
+
+    def _bound_source(self, name: str, value: Any) -> Source | None:
+        """The bound gradient of the key, if that is what is pushed, by whatever view."""
+        bound = self._bound.get(name)
+        if bound is None or value is bound.gradient:
+            return None if bound is None else bound.source
+        if isinstance(value, list | tuple):  # of devices: their sum is another array
+            return None
+        source = source_of(value, self._slice_bytes, private=False)
+        return source if bound.owns(source.data) else None
+
+    def _begin_push(self, move: calls.Move) -> Promise:
+        """Hands a push to the machine. With `check_bound` its end tells whether bound gradients stayed as they were;
+        those that the answer is written into are not looked at."""
+        if not self._config.check_bound:
+            return self._engine.submit(move)
+        pushed = {}
+        for item in move.items:
+            bound = self._bound.get(item.key)
+            if bound is not None and bound.owns(item.source) and not bound.overlaps(item.target):
+                pushed[item.key] = bound
+        return Seal(pushed).checked(self._engine.submit(move))
 
     def _targets(self, names: list[str], many: bool, out: Any) -> list[Target]:
         return [target_of(entry, self._slice_bytes) for entry in paired(names, many, out, "outs")]

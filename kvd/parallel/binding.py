@@ -89,7 +89,10 @@ class Bound:
 
     @property
     def grad_arrays(self) -> list[list[Array | None]]:
-        """For each name of `param_names` the gradient array of each device: live; None where there is no gradient."""
+        """For each name of `param_names` the gradient array of each device: live; None where there is no gradient.
+
+        Bound to a store they are only read from a backward to the next forward: it may still be sending them.
+        """
         return [[executor.grads.get(name) for executor in self.executors] for name in self.param_names]
 
     @property

@@ -42,7 +42,8 @@ class ModelDescription:
 class Executor(Protocol):
     """A model bound to a device. It is used by one thread at a time, inside ``device.current()``.
 
-    The mappings below always hold the same arrays; their contents change in place.
+    The mappings below always hold the same arrays, but for what `use_gradients` is given; their contents change in
+    place.
 
     Attributes:
         step: how many forward passes with ``is_train=True`` there were. Chance (dropout) depends on the seed and on
@@ -112,6 +113,15 @@ class Executor(Protocol):
             NotAllowed: not bound for training; no forward with ``is_train=True`` since the last backward; no head
                 gradients for a model without a loss, or head gradients for one with a loss.
             ShapeMismatch: a head gradient is not shaped as its output.
+        """
+        ...
+
+    def use_gradients(self, arrays: Mapping[str, Array]) -> None:
+        """From the next backward on write the gradients of these parameters into these arrays; `grads` holds them.
+
+        Raises:
+            ConfigError: a name that has no gradient here.
+            ShapeMismatch, DtypeMismatch: an array does not fit. In both cases nothing has changed.
         """
         ...
 

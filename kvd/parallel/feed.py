@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
+from kvd.compute.arrays import sum_devices
 from kvd.errors import ConfigError, InputMismatch, KeyExists, NotAllowed
 from kvd.optimizer import Optimizer, with_hyperparameters
 from kvd.parallel.device import Array, HostArray
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 Update: TypeAlias = Literal["server", "local"]
 
 
-#: The stores that this process has fed: what they counted for this worker since is its own work.
-_fed: weakref.WeakSet[KVStore] = weakref.WeakSet()
+#: The stores that this process has fed: what they counted for this worker since is its own work. For each, the feed
+#: that has the bound arrays of a key: a second one would write into what the first has sent.
+_fed: weakref.WeakKeyDictionary[KVStore, weakref.WeakValueDictionary[str, Feed]] = weakref.WeakKeyDictionary()
 
 
 class Feed:
@@ -38,10 +40,13 @@ class Feed:
     **In backward**, a parameter whose gradient is complete on all devices is sent, with ``-i`` as the priority of the
     i-th parameter: the last layer is ready first, but the first layer, which the next forward needs first, overtakes
     it. With ``detect_anomaly`` nothing is sent before all gradients are known to be finite. On CUDA the way to the
-    host is a stream of its own, see `kvd.parallel.feed_cuda`.
+    host is a stream of its own, see `kvd.parallel.feed_cuda`. Gradients of CPUs are not copied to be sent: backward
+    writes them, or their sum over several devices, where the servers of this host read them (``kv.bind``). The
+    `grad_arrays` of a single CPU are those arrays: only read them between a backward and the next forward.
 
     **In the next forward** (and in ``get_params``) the weights are waited for and copied to every device. Until then
-    those on the devices are the old ones: a store may answer while backward still reads them.
+    those on the devices are the old ones: a store may answer while backward still reads them. A backward without a
+    forward in between, as of another group that shares this one's arrays, waits too before it writes gradients.
 
     **Scale.** A group's gradient is that of the mean loss of this worker's batch. Merged with ``"mean"``, or
     ``"weighted"`` by the samples that each push reports (exact for unequal batches), it is that of the mean over all
@@ -79,7 +84,7 @@ class Feed:
         self._group = group
         self._lock = threading.Lock()
         self._aux_keys = {name: f"aux:{name}" for name in group.aux_names}
-        self._in_step = False
+        self._in_step = self._has_sent = False
         self._samples = 1
         self._sends_when_ready = True
         if optimizer is not None:
@@ -87,16 +92,16 @@ class Feed:
             optimizer = with_hyperparameters(optimizer, {"rescale_grad": optimizer.rescale_grad * scale})
         if update == "server" and optimizer is not None:
             kv.set_optimizer(optimizer)
-        self._slots = self._make_slots(optimizer if update == "local" else None)
         self._init_keys()
         self.clock = self._find_step(update)
-        self._pull_all()
+        has_gpu = any(device.is_cuda for device in group.devices)
+        bound = {} if has_gpu else self._bound_arrays()
+        self._slots = self._make_slots(bound, optimizer if update == "local" else None)
+        self._pull_all()  # and then nothing that was sent before is on its way any more
         self.update: Update = update
         self.done_before = self.clock if kv.restarted and kv not in _fed else 0
-        _fed.add(kv)
-        self._downloads: Downloads | None = None
-        if any(device.is_cuda for device in group.devices):
-            self._downloads = Downloads(group.lanes, "device" in kv.type, self._send)
+        self._take_over(bound)
+        self._downloads = Downloads(group.lanes, "device" in kv.type, self._send) if has_gpu else None
 
     def check_covers(self, group: DataParallelExecutorGroup) -> None:
         """Raises NotAllowed if the group has a parameter or state without a key here."""
@@ -112,9 +117,12 @@ class Feed:
 
         Raises:
             NotAllowed: the backward before failed when some of its gradients had gone.
+            As `receive`, where there was no forward since the backward before.
         """
         self._check_whole()
-        self._in_step, self._group = True, group
+        for slot in self._slots.values():
+            slot.wait()  # its gradient is read until then
+        self._in_step, self._has_sent, self._group = True, False, group
         self._sends_when_ready = when_ready
         self._samples = group.get_batch_size()
         for slot in self._slots.values():
@@ -208,28 +216,44 @@ class Feed:
     # ── inside ──
 
     def _check_whole(self) -> None:
-        if self._in_step and any(slot.handle is not None for slot in self._slots.values()):
+        if self._in_step and self._has_sent:
             raise NotAllowed(
                 "the last backward failed after it had sent some gradients: restart this worker to redo it"
             )
 
-    def _make_slots(self, local: Optimizer | None) -> dict[str, Slot]:
-        executors = self._group.executors
-        slots = {}
-        for index, (name, value) in enumerate(host_arrays(executors, self._group.param_names).items()):
+    def _bound_arrays(self) -> dict[str, tuple[HostArray, HostArray]]:
+        """Name → the store's arrays for gradient and weight, of each trained parameter whose no other feed has."""
+        taken: Collection[str] = _fed.get(self.kv, ())
+        names = [name for name in self._group.executors[0].grads if self.keys[name] not in taken]
+        gradients, weights = self.kv.bind([self.keys[name] for name in names])
+        return dict(zip(names, zip(gradients, weights, strict=True), strict=True))
+
+    def _make_slots(self, bound: Mapping[str, tuple[HostArray, HostArray]], local: Optimizer | None) -> dict[str, Slot]:
+        executors, slots = self._group.executors, {}
+        for index, (name, own) in enumerate(host_arrays(executors, self._group.param_names).items()):
             is_trained = name in executors[0].grads
-            slots[name] = Slot(
-                self.keys[name],
-                -index,
-                value,
-                LocalUpdate.of(local, value) if local is not None and is_trained else None,
-                is_trained,
-            )
+            gradient, incoming = bound.get(name, (None, own))
+            if (incoming.shape, incoming.dtype) != (own.shape, own.dtype):
+                incoming = own  # a key of another model: the pull that comes next says so
+            if local is not None and is_trained:
+                slots[name] = Slot(
+                    self.keys[name], -index, own, gradient, LocalUpdate.of(local, own, incoming), is_trained
+                )
+            else:
+                slots[name] = Slot(self.keys[name], -index, incoming, gradient, None, is_trained)
         return slots
 
+    def _take_over(self, bound: Mapping[str, tuple[HostArray, HostArray]]) -> None:
+        """From now on gradients are made in the memory of the store: by a single device itself."""
+        executors = self._group.executors
+        if len(executors) == 1:
+            executors[0].use_gradients({name: gradient for name, (gradient, _) in bound.items()})
+        taken = _fed.setdefault(self.kv, weakref.WeakValueDictionary())
+        taken.update(dict.fromkeys([self.keys[name] for name in bound], self))
+
     def _init_keys(self) -> None:
-        own = host_arrays(self._group.executors, [*self._slots, *self._aux_keys])
-        params = {name: own[name] for name in self._slots}
+        own = host_arrays(self._group.executors, [*self.keys, *self._aux_keys])
+        params = {name: own[name] for name in self.keys}
         states = {name: own[name] for name in self._aux_keys}
         copy_out(self._group.executors, self._group.description, params, states)
         keys = {**self.keys, **self._aux_keys}
@@ -246,7 +270,7 @@ class Feed:
                 raise failure
 
     def _find_step(self, update: Update) -> int:
-        clocks = [self.kv.clock(slot.key) for slot in self._slots.values() if slot.is_trained]
+        clocks = [self.kv.clock(self.keys[name]) for name in self._group.executors[0].grads]
         step = min(clocks, default=0)
         if update == "local" and max(clocks, default=0) > 0:
             raise NotAllowed(
@@ -275,8 +299,12 @@ class Feed:
 
     def _send(self, name: str, gradients: Sequence[HostArray]) -> None:
         slot = self._slots[name]
+        if slot.gradient is not None and gradients[0] is not slot.gradient:
+            sum_devices(gradients, out=slot.gradient)
+        value = list(gradients) if slot.gradient is None else slot.gradient
+        self._has_sent = True
         slot.handle = self.kv.pushpull_async(
-            slot.key, list(gradients), out=slot.incoming, priority=slot.priority, samples=self._samples
+            slot.key, value, out=slot.incoming, priority=slot.priority, samples=self._samples
         )
 
     def _to_devices(self, values: Mapping[str, HostArray]) -> None:

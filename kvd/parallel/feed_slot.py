@@ -31,9 +31,9 @@ class LocalUpdate:
     state: SliceState = field(default_factory=SliceState)
 
     @classmethod
-    def of(cls, optimizer: Optimizer, like: HostArray) -> LocalUpdate:
-        """For a parameter shaped and typed as ``like``."""
-        return cls(optimizer, np.empty_like(like), np.empty_like(like))
+    def of(cls, optimizer: Optimizer, like: HostArray, gradient: HostArray | None = None) -> LocalUpdate:
+        """For a parameter shaped and typed as ``like``, and so the ``gradient``; None: a new array."""
+        return cls(optimizer, np.empty_like(like) if gradient is None else gradient, np.empty_like(like))
 
 
 @dataclass
@@ -44,6 +44,8 @@ class Slot:
         key: in the store.
         priority: of its pushes and pulls.
         weights: on the host, as of the last step that was waited for.
+        gradient: the sum over the devices, in memory that the store sends without a copy: not to be written to from
+            the push until `wait` has returned. None: the store copies what it is given.
         local: None where the store updates.
         is_trained: whether gradients are sent.
         ready: on how many devices the gradient of this step is complete.
@@ -53,6 +55,7 @@ class Slot:
     key: str
     priority: int
     weights: HostArray
+    gradient: HostArray | None
     local: LocalUpdate | None
     is_trained: bool
     ready: int = 0

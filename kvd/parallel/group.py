@@ -259,7 +259,8 @@ class DataParallelExecutorGroup(Bound):
     ) -> Feed:
         """Train through a store: gradients go there from `backward`, weights come back before the next `forward`.
 
-        Every worker calls it. See `kvd.parallel.Feed` for what happens, and for the errors.
+        Every worker calls it. See `kvd.parallel.Feed` for what happens, and for the errors. On a single CPU it replaces
+        the arrays of `grad_arrays`: a group that is to share them is made after it.
 
         Arguments:
             names: the key of each parameter; None, or left out: its own name.

@@ -162,6 +162,11 @@ class JaxExecutor:
             if desc.name in self._input_grads:
                 self._store(self._input_grads[desc.name], gradient, self._grad_req[desc.name])
 
+    def use_gradients(self, arrays: Mapping[str, Array]) -> None:
+        """See `kvd.parallel.Executor.use_gradients`."""
+        _check_names("grads", arrays, self._grads)
+        self._grads.update({name: _given("grads", arrays, name, self._grads[name]) for name in arrays})
+
     def _apply(self, params: Mapping[str, Any], data: Sequence[Any]) -> dict[str, Any]:
         tree = self._model.tree.unflatten(list(params.values()))
         return named_outputs(self._model.apply(tree, *data))

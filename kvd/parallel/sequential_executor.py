@@ -147,6 +147,13 @@ class SequentialExecutor:
             frame.saved.clear()
         self._put_input_gradient(grad)
 
+    def use_gradients(self, arrays: Mapping[str, Array]) -> None:
+        """See `kvd.parallel.Executor.use_gradients`."""
+        shapes = {name: array.shape for name, array in self._grads.items()}
+        self._grads.update(self._arrays("grads", shapes, {**self._grads, **arrays}))
+        for frame in self._frames:
+            frame.grads.update({own: self._grads[f"{frame.name}_{own}"] for own in frame.grads})
+
     def _checked_inputs(self, inputs: Mapping[str, Array], is_train: bool) -> tuple[Array, Array | None]:
         descs = {desc.name: desc for desc in (self._data, self._label) if desc is not None}
         for name, array in inputs.items():

@@ -199,8 +199,20 @@ class TorchExecutor:
         if self._loss is not None:
             self._loss = self._loss.detach()
 
+    def use_gradients(self, arrays: Mapping[str, Array]) -> None:
+        """See `kvd.parallel.Executor.use_gradients`."""
+        _check_given(arrays, self._grads, "grads")
+        for name, array in arrays.items():
+            _check_fits("grads", name, array, self._params[name])
+        self._grads.update(arrays)
+        self._grad_tensors.update({name: as_tensor(array, self.device) for name, array in arrays.items()})
+
     def _accumulated(self, name: str, tensor: torch.Tensor) -> None:
-        """torch has the gradient of a parameter. On CUDA this is one of torch's threads and streams, not ours."""
+        """torch has the gradient of a parameter. On CUDA this is one of torch's threads and streams, not ours.
+
+        It always computes into memory of its own. Given our array as ``.grad`` it would add to that: zeros first, then
+        a read more than this copy has, and -0.0 would become 0.0.
+        """
         target, gradient = self._grad_tensors[name], tensor.grad
         assert gradient is not None
         with self._stream_of_lane(), torch.no_grad():

@@ -66,8 +66,9 @@ class Training:
             kv.pushpull(keys, gradients, weights)
             self._look_at(weights)
         for _ in self._draw(gradients):
-            kv.push(keys, gradients)
+            push = kv.push(keys, gradients)
             kv.pull(keys, weights)
+            push.wait()
             self._look_at(weights)
         for _ in self._draw(gradients):
             for handle in [kv.pushpull_async(*each) for each in zip(keys, gradients, weights, strict=True)]:

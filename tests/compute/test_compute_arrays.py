@@ -124,6 +124,7 @@ def test_cupy_arrays_are_added_on_the_first_device(monkeypatch: pytest.MonkeyPat
     cupy: Any = ModuleType("cupy")
     cupy.ndarray, cupy.float32 = DeviceArray, np.float32
     cupy.asarray = lambda value: DeviceArray(value.data, 3)
+    cupy.asnumpy = lambda value: value.data
     waits: list[None] = []
     stream = SimpleNamespace(synchronize=lambda: waits.append(None))
     cupy.cuda = SimpleNamespace(get_current_stream=lambda: stream)
@@ -135,7 +136,6 @@ def test_cupy_arrays_are_added_on_the_first_device(monkeypatch: pytest.MonkeyPat
     assert parts[0].data.tolist() == [2048]
     assert len(waits) == 4
     assert sum_devices(parts[:1]) is parts[0]
-    cupy.asnumpy = lambda value: value.data
     out = np.empty(1, np.float16)
     assert sum_devices(parts, out=out) is out
     assert out.tolist() == [2052]

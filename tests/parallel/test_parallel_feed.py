@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ import pytest
 import torch
 
 import kvd
-from kvd.client.handle import Handle
 from kvd.errors import ConfigError, GradientAnomaly, InputMismatch, NotAllowed
 from kvd.optimizer import SGD, Adam, Optimizer
 from kvd.parallel import (
@@ -157,17 +157,24 @@ class Recorder(kvd.KVStore):
         self.gate = threading.Event()
         self.gate.set()
 
-    def pushpull_async(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1) -> Handle:
+    def pushpull_async(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1) -> Any:
         self.calls.append((key, priority, samples, threading.current_thread().name))
-        assert isinstance(value, list)
-        handle = super().pushpull_async(key, value, np.empty_like(out), priority, samples=samples)
+        result = super().pushpull_async(key, value, np.empty_like(out), priority, samples=samples).wait()
+        return LateAnswer(self.gate, out, result)
 
-        def finish(result: Any) -> Any:
-            assert self.gate.wait(10)
-            out[...] = result
-            return out
 
-        return Handle(handle._future, finish)
+@dataclass
+class LateAnswer:
+    """A handle whose result is not there before the gate is open."""
+
+    gate: threading.Event
+    out: Any
+    result: Any
+
+    def wait(self) -> Any:
+        assert self.gate.wait(10)
+        self.out[...] = self.result
+        return self.out
 
 
 def test_gradients_leave_during_backward_with_the_first_layer_at_the_highest_priority() -> None:
