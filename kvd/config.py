@@ -212,7 +212,7 @@ class Config:
         0, "servers in the job; 0: whatever the cluster has", minimum=0, fallback=("DMLC_NUM_SERVER",)
     )
     replicas: int = _setting(1, "copies of every value", minimum=1, maximum=2)
-    num_shards: int = _setting(64, "placement slots", minimum=1, maximum=4096)
+    num_shards: int = _setting(840, "placement slots", minimum=1, maximum=4096)
     merge: str = _setting("sum", "how contributions are merged", choices=("sum", "mean", "weighted"))
     staleness: int | None = _setting(
         None, "how many clocks a worker may be ahead of the slowest in dist_async; none: any number", minimum=0
@@ -221,7 +221,11 @@ class Config:
 
     # Moving and keeping bytes
     slice_bytes: int = _setting(
-        2 * MiB, "the largest slice of a value, a multiple of 64", unit="bytes", minimum=4 * KiB, maximum=16 * MiB
+        4 * MiB,
+        "the largest slice of a value, a multiple of 64; unless it is given, less with several servers",
+        unit="bytes",
+        minimum=4 * KiB,
+        maximum=16 * MiB,
     )
     credit_bytes: int = _setting(
         32 * MiB, "bytes in flight to each server", unit="bytes", minimum=4 * KiB, used_by=("server", "worker")
@@ -325,6 +329,13 @@ class Config:
     def memory_bound_bytes(self) -> int:
         """The memory that a daemon may take, in bytes: `memory_limit_bytes`, or three quarters of what there is."""
         return self.memory_limit_bytes or machine_memory_bytes() * 3 // 4
+
+    def slice_bytes_for(self, num_servers: int, *, given: bool) -> int:
+        """The slices of a cluster with so many servers: `slice_bytes` if it was `given`, else that much for all servers
+        together, at least 512 KiB each, so that a model spreads evenly over many servers."""
+        if given:
+            return self.slice_bytes
+        return max(self.slice_bytes // max(1, num_servers), 512 * KiB) & -64
 
     def environment(self) -> dict[str, str]:
         """The ``KVD_*`` variables that give a child process the values that are not the default.

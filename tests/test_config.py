@@ -334,7 +334,7 @@ def test_config_takes_text_and_holds_numbers() -> None:
         ({"worker_timeout_s": 1.5}, "worker_timeout_s", "set it to 2 or more"),
         ({"slice_bytes": 4100}, "slice_bytes", "4096 is"),
         ({"slice_bytes": 70001}, "slice_bytes", "69952 is"),
-        ({"credit_bytes": "512KiB"}, "credit_bytes", "slice_bytes = 2MiB or more"),
+        ({"credit_bytes": "512KiB"}, "credit_bytes", "slice_bytes = 4MiB or more"),
         ({"memory_limit_bytes": "1MiB"}, "memory_limit_bytes", "credit_bytes = 32MiB or more, or to 0"),
         ({"replicas": 2}, "replicas", "set replicas = 1"),
         ({"on_worker_loss": "shrink"}, "on_worker_loss", "set it to fail or wait"),

@@ -201,12 +201,15 @@ class SchedulerDaemon(Daemon):
         config = self.config
         merge_given = self.loaded.origin.get("merge", "default") != "default"
         staleness = -1 if config.staleness is None else config.staleness
+        slices_given = self.loaded.origin.get("slice_bytes", "default") != "default"
         return Settings(
             "" if config.staleness is None else "async",
             config.merge if merge_given else "",
             staleness,
             config.rounds_ahead,
-            config.slice_bytes,
+            config.slice_bytes_for(
+                config.num_servers, given=self.loaded.origin.get("slice_bytes", "default") != "default"
+            ),
             config.num_workers,
             config.num_servers,
             config.num_shards,
