@@ -207,9 +207,7 @@ class SchedulerDaemon(Daemon):
             config.merge if merge_given else "",
             staleness,
             config.rounds_ahead,
-            config.slice_bytes_for(
-                config.num_servers, given=self.loaded.origin.get("slice_bytes", "default") != "default"
-            ),
+            config.slice_bytes_for(config.num_servers, given=slices_given),
             config.num_workers,
             config.num_servers,
             config.num_shards,
