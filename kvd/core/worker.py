@@ -91,10 +91,13 @@ class WorkerMachine(Moves, KeyMaking):
         return effects
 
     def next_deadline(self) -> float | None:
-        times = [self.link.next_deadline(), self._outbox.next_deadline()]
-        if self._deadlines:
-            times.append(self._deadlines[0][0])
-        return min([time for time in times if time is not None], default=None)
+        soonest = self.link.next_deadline()
+        retry = self._outbox.next_deadline()
+        if retry is not None and (soonest is None or retry < soonest):
+            soonest = retry
+        if self._deadlines and (soonest is None or self._deadlines[0][0] < soonest):
+            soonest = self._deadlines[0][0]
+        return soonest
 
     def explain(self, now: float) -> dict[str, object]:
         return {
