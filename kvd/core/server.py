@@ -5,6 +5,7 @@ Here are its messages, the view, and the keys; what becomes of a push is in `kvd
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,7 @@ from kvd.protocol.messages import (
 )
 
 MAX_ATTACHING = 1024
+MAX_REPLACED = 1 << 16
 LINK_GONE = "zmq: the link is gone"
 
 __all__ = ["ServerMachine", "ServerSettings"]
@@ -66,6 +68,7 @@ class ServerMachine(ServerMoves):
         super().__init__(settings, link)
         self._attached: dict[int, int] = {}  # rank → incarnation
         self._paths: dict[int, str] = {}  # rank → how its messages travel, as it said in its Attach
+        self._replaced: OrderedDict[int, None] = OrderedDict()  # incarnations of workers that change nothing any more
         self._attaching: dict[int, tuple[Peer, Attach]] = {}  # incarnations that no view has named yet
         self._creating: dict[tuple[str, int], int] = {}  # slices whose Create is under way, and their bytes
         self._control = ServerControl(self._table, self._start_job, self._advance, self._emit)
@@ -157,6 +160,8 @@ class ServerMachine(ServerMoves):
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(event, message)
+        elif event.sender in self._replaced:  # it has no rank, but is not an observer either
+            self._rank_of(event, getattr(message, "request", 0))
         elif not self._control.receive(event, self._workers.get(event.sender)):
             text = f"a server takes no {type(message).__name__}"
             self._refuse(event.peer, getattr(message, "request", 0), "ProtocolError", text)
@@ -186,6 +191,9 @@ class ServerMachine(ServerMoves):
         """Another incarnation has the rank: the earlier one changes nothing any more."""
         self._workers.pop(incarnation, None)
         self._attached.pop(rank, None)
+        self._replaced[incarnation] = None
+        while len(self._replaced) > MAX_REPLACED:
+            self._replaced.popitem(last=False)
         self._pending.drop_sender(incarnation)
         self._control.drop_sender(incarnation)
         self._packs.drop_sender(incarnation)

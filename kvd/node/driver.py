@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
@@ -276,7 +276,7 @@ class Driver:
 
     def _paths(self) -> dict[Hashable, str]:
         """How messages travel to each peer, and why not in a quicker way, in words."""
-        paths = getattr(self._transport, "paths", dict)()
+        paths: Mapping[Hashable, Sequence[str]] = getattr(self._transport, "paths", dict)()
         return {peer: ": ".join(filter(None, path))[:MAX_TEXT_CHARS] for peer, path in paths.items()}
 
     def _connect(self, effect: Connect) -> None:

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from kvd.testing.mishaps import Mishaps, live_through
 from kvd.testing.network import CALM, NASTY, ROUGH, Faults
 from kvd.testing.settings import Cluster
 from kvd.testing.simulator import World
-from kvd.testing.workloads import Ledger, LifeLedger, MixedRounds, Rounds, Training
+from kvd.testing.workloads import (
+    Ledger,
+    LifeLedger,
+    ListLedger,
+    ListLives,
+    ListTraining,
+    MixedRounds,
+    Rounds,
+    Training,
+)
 
 WORKERS = 3
 STEPS = 8
-HARD = Mishaps(crashes=2, pauses=2, cuts=2, ghosts=2, scheduler_restarts=1)
-NO_CRASHES = Mishaps(pauses=2, cuts=2, scheduler_restarts=2)
-LONG_PAUSES = Mishaps(crashes=1, pauses=3, cuts=1, scheduler_restarts=1, longest_pause_s=18.0)
+HARD = Mishaps(within_s=6.0, crashes=2, pauses=2, cuts=2, ghosts=2, scheduler_restarts=1)
+LASTING = replace(HARD, within_s=25.0)  # so long takes a run in a nasty network, of which joining is a good part
+NO_CRASHES = Mishaps(within_s=6.0, pauses=2, cuts=2, scheduler_restarts=2)
+LONG_PAUSES = Mishaps(within_s=6.0, crashes=1, pauses=3, cuts=1, scheduler_restarts=1, longest_pause_s=18.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
     """What `run` does with a seed; Violation if a promise is broken."""
 
-    workload: str  # "ledger" | "lives" | "rounds" | "mixed" | "training"
+    workload: str  # "ledger" | "lives" | "rounds" | "training"; "lists", "list lives", "mixed", "list training"
     mode: str = "sync"
     staleness: int = -1
     mishaps: Mishaps = HARD
@@ -42,10 +52,10 @@ class Campaign:
             state_dir=self.state_dir,
         )
         world = World(seed, cluster, self.faults)
-        if self.workload == "training":
-            training = Training(STEPS)
+        if self.workload in ("training", "list training"):
+            training = Training(STEPS) if self.workload == "training" else ListTraining(STEPS, seed=seed)
             live_through(world, training.program, self.mishaps)
-            if training.bits(world) != undisturbed_bits():
+            if training.bits(world) != undisturbed_bits(self.workload):
                 world.fail("the weights differ from those of an undisturbed run")
             return world
         workload = self._workload(seed)
@@ -57,42 +67,54 @@ class Campaign:
         if self.workload == "rounds":
             return Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0)
         if self.workload == "mixed":
-            return MixedRounds(WORKERS, STEPS, pushpull=seed % 2 == 0)
+            return MixedRounds(WORKERS, STEPS, pushpull=seed % 2 == 0, seed=seed)
         if self.workload == "lives":
             return LifeLedger(WORKERS, STEPS)
+        if self.workload == "list lives":
+            return ListLives(WORKERS, STEPS, seed=seed)
+        if self.workload == "lists":
+            return ListLedger(WORKERS, STEPS, timeout_s=self.timeout_s, seed=seed)
         return Ledger(WORKERS, STEPS, timeout_s=self.timeout_s)
 
 
 @cache
-def undisturbed_bits() -> bytes:
-    """The weights at the end of a training that nothing happens to."""
+def undisturbed_bits(workload: str = "training") -> bytes:
+    """The weights at the end of a training that nothing happens to, and whose keys are pushed one by one."""
     world = World(0, Cluster(workers=WORKERS), CALM)
-    training = Training(STEPS)
+    training = Training(STEPS) if workload == "training" else ListTraining(STEPS, apart=True)
     live_through(world, training.program, Mishaps())
     return training.bits(world)
 
 
 CAMPAIGNS: dict[str, Campaign] = {
     "ledger": Campaign("ledger"),
-    "ledger, nasty": Campaign("ledger", faults=NASTY),
+    "ledger, nasty": Campaign("ledger", mishaps=LASTING, faults=NASTY),
     "ledger, long pauses": Campaign("ledger", mishaps=LONG_PAUSES),
-    "ledger, timeouts": Campaign("ledger", faults=NASTY, timeout_s=0.4),
+    "ledger, timeouts": Campaign("ledger", mishaps=LASTING, faults=NASTY, timeout_s=0.4),
     "ledger, far ahead": Campaign("ledger", rounds_ahead=5, job_s=(0.0, 0.3)),
     "ledger, async": Campaign("ledger", mode="async"),
     "ledger, stale by 1": Campaign("ledger", mode="async", staleness=1),
-    "ledger, stale by 0, nasty": Campaign("ledger", mode="async", staleness=0, faults=NASTY),
+    "ledger, stale by 0, nasty": Campaign("ledger", mode="async", staleness=0, mishaps=LASTING, faults=NASTY),
     "ledger, no record": Campaign("ledger", mishaps=NO_CRASHES, state_dir=False),
     "lives": Campaign("lives"),
-    "lives, nasty": Campaign("lives", faults=NASTY),
-    "lives, async, slow jobs": Campaign("lives", mode="async", job_s=(0.0, 0.5), faults=NASTY),
+    "lives, nasty": Campaign("lives", mishaps=LASTING, faults=NASTY),
+    "lives, async, slow jobs": Campaign("lives", mode="async", job_s=(0.0, 0.5), mishaps=LASTING, faults=NASTY),
     "rounds": Campaign("rounds"),
     "rounds, no record": Campaign("rounds", mishaps=NO_CRASHES, state_dir=False),
-    "rounds, nasty": Campaign("rounds", faults=NASTY, job_s=(0.0, 0.2)),
+    "rounds, nasty": Campaign("rounds", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.2)),
     "rounds, long pauses": Campaign("rounds", mishaps=LONG_PAUSES),
     "mixed": Campaign("mixed"),
-    "mixed, nasty": Campaign("mixed", faults=NASTY, job_s=(0.0, 0.2)),
+    "mixed, nasty": Campaign("mixed", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.2)),
     "mixed, long pauses": Campaign("mixed", mishaps=LONG_PAUSES),
+    "lists": Campaign("lists"),
+    "lists, nasty": Campaign("lists", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.2)),
+    "lists, far ahead": Campaign("lists", rounds_ahead=5, job_s=(0.0, 0.3)),
+    "lists, async, slow jobs": Campaign("lists", mode="async", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.5)),
+    "lists, stale by 1": Campaign("lists", mode="async", staleness=1),
+    "list lives": Campaign("list lives", mishaps=LASTING, faults=NASTY),
+    "list training": Campaign("list training"),
+    "list training, nasty": Campaign("list training", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.2)),
     "training": Campaign("training"),
-    "training, nasty": Campaign("training", faults=NASTY),
+    "training, nasty": Campaign("training", mishaps=LASTING, faults=NASTY),
     "training, long pauses": Campaign("training", mishaps=LONG_PAUSES),
 }

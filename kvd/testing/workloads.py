@@ -29,10 +29,10 @@ from kvd.core.calls import (
 from kvd.core.worker import WorkerMachine
 from kvd.errors import KvdError, NodeLost, RequestTimeout
 from kvd.optimizer import SGD, to_wire
-from kvd.protocol.messages import SetOptimizer
+from kvd.protocol.messages import SetOptimizer, UpdateOptimizer
 from kvd.protocol.specs import KeySpec
 from kvd.testing.process import Coroutine, Process, Sleep, Start, Ticket
-from kvd.testing.simulator import Me, World
+from kvd.testing.simulator import Me, World, slices_of
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -61,8 +61,15 @@ def begin(me: Me, keys: Sequence[str], initial: Floats, optimizer: SGD | None) -
     yield JoinCluster()
     if optimizer is not None and me.rank == 0:
         yield from insist(Control((SetOptimizer(0, to_wire(optimizer)),)))
-    for key in keys:
-        yield from insist(InitKeys((item(key, initial.copy()),)))
+    requests = [InitKeys((item(key, initial.copy()),)) for key in keys]
+    tickets = []
+    for request in requests:
+        tickets.append((yield Start(request)))  # noqa: PERF401  no comprehension can wait
+    for request, ticket in zip(requests, tickets, strict=True):
+        try:
+            yield ticket
+        except NodeLost:
+            yield from insist(request)
     step = 0
     if me.machine.link.predecessor:
         clocks: list[int] = []
@@ -85,11 +92,26 @@ def insist(request: Request, attempts: int = 60) -> Generator[Any, Any, Any]:
 
 def begin_push(move: Move, clock: int, timeout_s: float | None = None) -> Generator[Any, Any, Ticket]:
     """Starts a push, again if it is refused before it has begun; later ones must not take its clock."""
-    while True:
+    for _ in range(60):
         ticket = yield Start(move, timeout_s)
         assert isinstance(ticket, Ticket)
         if (yield from insist(ClockOf(move.items[0].key))) >= clock:
             return ticket
+        yield Sleep(1.0)
+    raise AssertionError(f"a push of {move.items[0].key!r} does not begin: {ticket.error}")
+
+
+def grouped(keys: tuple[str, ...], rank: int, clock: int, seed: int) -> list[tuple[str, ...]]:
+    """The keys of a step, as they go into one call each: mostly all together, sometimes in another order, or one by
+    one, and not by all workers at the same time."""
+    whim = (7 * clock + 3 * rank + seed) % 11
+    if whim == 0:
+        return [(key,) for key in keys]
+    if whim == 1:
+        return [tuple(reversed(keys))]
+    if whim == 2:
+        return [keys[:2], keys[2:]]
+    return [keys]
 
 
 # ── the ledger: nothing acknowledged is lost, nothing counts twice ────────────────────────────────────────────────────
@@ -106,7 +128,11 @@ class Ledger:
     pace_s: float = 0.25
     size: int = SIZE
     outcomes: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # by key and place
-    _labels: dict[Ticket, tuple[str, int]] = field(default_factory=dict)
+    _labels: dict[Ticket, tuple[tuple[str, ...], int]] = field(default_factory=dict)
+
+    def groups(self, rank: int, clock: int) -> list[tuple[str, ...]]:
+        """The keys of a step, as they go into one push each."""
+        return [(key,) for key in self.keys]
 
     def place(self, me: Me, clock: int) -> int:
         return me.rank * self.steps + clock - 1
@@ -123,12 +149,13 @@ class Ledger:
         yield from self.begun(me)
         tickets: list[Ticket] = []
         for clock in range(step + 1, self.steps + 1):
-            for key in self.keys:
+            for keys in self.groups(me.rank, clock):
                 place = self.place(me, clock)
-                self.note(key, place, "begun")
-                push = Move((self.item(key, place),), push=True, pull=False)
+                for key in keys:
+                    self.note(key, place, "begun")
+                push = Move(tuple([self.item(key, place) for key in keys]), push=True, pull=False)
                 ticket = yield from begin_push(push, clock, self.timeout_s)
-                self._labels[ticket] = (key, place)
+                self._labels[ticket] = (keys, place)
                 tickets.append(ticket)
             yield Sleep(self.pace_s)
         for ticket in tickets:
@@ -153,17 +180,15 @@ class Ledger:
             world.on_end.append(self.ended)
 
     def ended(self, world: World, process: Process, ticket: Ticket) -> None:
-        label = self._labels.get(ticket)
-        if label is None:
-            return
-        key, place = label
-        if ticket.error is None:
-            self.note(key, place, "acked")
-            self.check_acked(world, process, key, place)
-        elif isinstance(ticket.error, RequestTimeout):
-            self.note(key, place, ticket.error.outcome)
-        else:
-            self.note(key, place, "unknown")
+        keys, place = self._labels.get(ticket, ((), 0))
+        for key in keys:
+            if ticket.error is None:
+                self.note(key, place, "acked")
+                self.check_acked(world, process, key, place)
+            elif isinstance(ticket.error, RequestTimeout):
+                self.note(key, place, ticket.error.outcome)
+            else:
+                self.note(key, place, "unknown")
 
     def check_acked(self, world: World, process: Process, key: str, place: int) -> None:
         if not world.value(key)[[place, self.size - 1 - place]].all():
@@ -219,6 +244,39 @@ class LifeLedger(Ledger):
                 world.fail(f"pushes of {key!r} count {counts.tolist()} times")
 
 
+MANY = tuple("abcdefghijkl")
+
+
+@dataclass
+class ListLedger(Ledger):
+    """Many small keys, which servers treat as one as long as they are pushed together."""
+
+    keys: tuple[str, ...] = MANY
+    size: int = 61
+    seed: int = 0
+
+    def groups(self, rank: int, clock: int) -> list[tuple[str, ...]]:
+        return grouped(self.keys, rank, clock, self.seed)
+
+
+@dataclass
+class ListLives(LifeLedger):
+    """The same, where each incarnation has places of its own."""
+
+    keys: tuple[str, ...] = MANY[:6]
+    size: int = 250
+    seed: int = 0
+
+    def groups(self, rank: int, clock: int) -> list[tuple[str, ...]]:
+        return grouped(self.keys, rank, clock, self.seed)
+
+    def begun(self, me: Me) -> Generator[Any, Any, None]:
+        """The keys may have come to different clocks; the servers know the largest that its predecessor reached."""
+        logs = [slice_.log for server in me.world.servers() for slice_ in slices_of(server)]
+        self.started[me.rank, me.life] = max([log.counted_clock(me.rank) for log in logs], default=0)
+        yield from ()
+
+
 # ── rounds: who took part, and in which order it was added ────────────────────────────────────────────────────────────
 
 
@@ -233,18 +291,18 @@ class Rounds:
     pace_s: float = 0.25
     size: int = SIZE
 
-    def contribution(self, rank: int, clock: int) -> Floats:
+    def contribution(self, key: str, rank: int, clock: int) -> Floats:
         """Element 0 is a power of two, element 1 the clock; the sum of the others depends on the order."""
-        values = np.random.default_rng(rank * 1009 + clock).normal(size=self.size).astype(np.float32)
+        values = np.random.default_rng((ord(key), rank, clock)).normal(size=self.size).astype(np.float32)
         values *= np.float32(10.0) ** np.arange(self.size, dtype=np.float32).__mod__(7)
         for first in (0, self.size - 2):
             values[first], values[first + 1] = 2.0**rank, clock
         return values
 
-    def expected(self, clock: int) -> bytes:
-        total = self.contribution(0, clock)
+    def expected(self, key: str, clock: int) -> bytes:
+        total = self.contribution(key, 0, clock)
         for rank in range(1, self.workers):
-            total = total + self.contribution(rank, clock)
+            total = total + self.contribution(key, rank, clock)
         return total.tobytes()
 
     def groups(self, rank: int, clock: int) -> list[tuple[str, ...]]:
@@ -261,7 +319,7 @@ class Rounds:
 
     def move(self, me: Me, keys: Sequence[str], clock: int) -> Coroutine:
         """The push and the pull of some keys."""
-        values = [self.contribution(me.rank, clock) for _ in keys]
+        values = [self.contribution(key, me.rank, clock) for key in keys]
         targets = [np.full(self.size, np.nan, np.float32) for _ in keys]
         if self.pushpull:
             items = tuple(item(*entry) for entry in zip(keys, values, targets, strict=True))
@@ -277,44 +335,38 @@ class Rounds:
     def pulled(self, world: World, key: str, clock: int, value: Floats, versions: Versions) -> None:
         if versions != (clock, clock):
             world.fail(f"a pull of version {clock} of {key!r} brought {versions}")
-        if value.tobytes() != self.expected(clock):
+        if value.tobytes() != self.expected(key, clock):
             ranks = [rank for rank in range(self.workers) if int(np.nan_to_num(value[0])) >> rank & 1]
             text = f"version {clock} of {key!r} has other bits than its round: ranks {ranks}, clocks {value[1]}"
             world.fail(text)
 
     def check(self, world: World) -> None:
         for key in self.keys:
-            if world.value(key).tobytes() != self.expected(self.steps):
+            if world.value(key).tobytes() != self.expected(key, self.steps):
                 world.fail(f"key {key!r} does not end with the bits of its last round")
 
 
 @dataclass
 class MixedRounds(Rounds):
-    """Many small keys, which servers treat as one as long as they are pushed together: mostly they are, in the same
-    order, sometimes in another, or one by one, and not by all workers at the same time."""
+    """Many small keys, which servers treat as one as long as they are pushed together."""
 
-    keys: tuple[str, ...] = ("a", "b", "c", "d", "e", "f")
+    keys: tuple[str, ...] = MANY[:6]
     size: int = 101
+    seed: int = 0
 
     def groups(self, rank: int, clock: int) -> list[tuple[str, ...]]:
-        whim = (7 * clock + 3 * rank) % 11
-        if whim == 0:
-            return [(key,) for key in self.keys]
-        if whim == 1:
-            return [tuple(reversed(self.keys))]
-        if whim == 2:
-            return [self.keys[:2], self.keys[2:]]
-        return [self.keys]
+        return grouped(self.keys, rank, clock, self.seed)
 
 
 def pushpull(move: Move, clock: int) -> Generator[Any, Any, Any]:
     """A pushpull. Where a node was lost: once more if it had not begun; else its push counts, and a pull does."""
-    try:
-        return (yield move)
-    except NodeLost:
-        reached = yield from insist(ClockOf(move.items[0].key))
-    if reached == clock - 1:
-        return (yield from pushpull(move, clock))
+    reached = clock - 1
+    while reached == clock - 1:
+        try:
+            return (yield move)
+        except NodeLost:
+            yield Sleep(1.0)
+            reached = yield from insist(ClockOf(move.items[0].key))
     pulls = tuple(entry._replace(source=None) for entry in move.items)
     return (yield from insist(Move(pulls, push=False, pull=True)))
 
@@ -330,28 +382,51 @@ class Training:
     keys: tuple[str, ...] = ("a", "b")
     optimizer: SGD = field(default_factory=lambda: SGD(learning_rate=0.1, momentum=0.9, wd=0.01))
     pace_s: float = 0.25
+    size: int = SIZE
+    rates: dict[int, float] = field(default_factory=dict)  # step → learning rate from then on, as worker 0 says
 
-    def gradient(self, weights: Floats, rank: int, clock: int) -> Floats:
-        noise = np.random.default_rng(rank * 7919 + clock).normal(size=SIZE).astype(np.float32)
+    def gradient(self, key: str, weights: Floats, rank: int, clock: int) -> Floats:
+        noise = np.random.default_rng((ord(key), rank, clock)).normal(size=self.size).astype(np.float32)
         return weights * np.float32(0.3) + noise
 
+    def groups(self, rank: int, clock: int) -> list[tuple[str, ...]]:
+        """The keys of a step, as they go into one push each."""
+        return [(key,) for key in self.keys]
+
     def program(self, me: Me) -> Coroutine:
-        step = yield from begin(me, self.keys, np.linspace(-1, 1, SIZE, dtype=np.float32), self.optimizer)
+        step = yield from begin(me, self.keys, np.linspace(-1, 1, self.size, dtype=np.float32), self.optimizer)
         for clock in range(step + 1, self.steps + 1):
-            weights = [np.full(SIZE, np.nan, np.float32) for _ in self.keys]
-            pulls = tuple(item(key, None, target) for key, target in zip(self.keys, weights, strict=True))
+            if clock in self.rates and me.rank == 0:
+                change = UpdateOptimizer(0, {"learning_rate": self.rates[clock]})
+                yield from insist(Control((change,), staged_first=True))
+            weights = {key: np.full(self.size, np.nan, np.float32) for key in self.keys}
+            pulls = tuple(item(key, None, target) for key, target in weights.items())
             versions = yield from insist(Move(pulls, push=False, pull=True))
             if versions != [(clock - 1, clock - 1)] * len(self.keys):
                 me.world.fail(f"worker {me.rank} asked for version {clock - 1} of {self.keys}, got {versions}")
             yield Sleep(self.pace_s)
-            for key, value in zip(self.keys, weights, strict=True):
-                push = Move((item(key, self.gradient(value, me.rank, clock)),), push=True, pull=False)
-                yield from begin_push(push, clock)
+            for keys in self.groups(me.rank, clock):
+                items = tuple([item(key, self.gradient(key, weights[key], me.rank, clock)) for key in keys])
+                yield from begin_push(Move(items, push=True, pull=False), clock)
         yield Flush()
         yield LeaveRounds("done")
 
     def bits(self, world: World) -> bytes:
         return b"".join(world.value(key).tobytes() for key in self.keys)
+
+
+@dataclass
+class ListTraining(Training):
+    """Small keys in lists, or, with `apart`, in the same steps one by one; the learning rate changes on the way."""
+
+    keys: tuple[str, ...] = MANY[:6]
+    size: int = 19  # a push of them all is a small one
+    seed: int = 0
+    rates: dict[int, float] = field(default_factory=lambda: {3: 0.05, 6: 0.2, 7: 0.01})
+    apart: bool = False
+
+    def groups(self, rank: int, clock: int) -> list[tuple[str, ...]]:
+        return [(key,) for key in self.keys] if self.apart else grouped(self.keys, rank, clock, self.seed)
 
 
 def worker_of(world: World, rank: int) -> WorkerMachine:

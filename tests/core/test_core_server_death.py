@@ -6,8 +6,21 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import Apply, JobDone, Note
-from kvd.protocol.messages import Attach, ClockQuery, Clocks, Done, Lookup, Refused
+from kvd.core import server
+from kvd.core.machine import Apply, JobDone, Load, Note, ResetState, Run
+from kvd.optimizer import SGD, to_wire
+from kvd.protocol.messages import (
+    Attach,
+    ClockQuery,
+    Clocks,
+    Command,
+    Done,
+    Lookup,
+    Refused,
+    SetOptimizer,
+    StoreState,
+    UpdateOptimizer,
+)
 from tests.core.core_fakes import cluster, member, of, one, said, worker_id
 from tests.core.server_bench import Bench, kinds, ready, refusal, values
 
@@ -184,3 +197,36 @@ def test_attach_again_after_a_new_view() -> None:
     bench.members[("worker", 0)] = member("worker", 0, life=1)
     stale: Any = bench.say(0, Attach(2, 0))
     assert said(stale) == [Done(2)]
+
+
+@pytest.mark.parametrize(
+    ("message", "effect"),
+    [
+        (UpdateOptimizer(9, {"learning_rate": 0.5}), None),
+        (SetOptimizer(9, None), ResetState),
+        (StoreState(9, "w", 0, 1, ()), Load),
+        (Command(9, "x"), Run),
+    ],
+)
+def test_a_replaced_worker_controls_nothing_any_more(message: Any, effect: Any) -> None:
+    """Neither what it says when it wakes, nor a late copy of what was carried out while it was there."""
+    bench = ready()
+    bench.say(0, SetOptimizer(8, to_wire(SGD(1.0))))
+    before = bench.explain()["optimizer"]
+    bench.look(member("worker", 0, life=1))
+    effects = bench.say(0, message, b"")
+    assert refusal(effects).error == "attach"
+    assert effect is None or of(effect, effects) == []
+    assert bench.explain()["optimizer"] == before
+    assert [unit.optimizer for unit in bench.machine._table.units.values()] == [SGD(1.0)]
+    bench.attach(0, life=1)
+    assert "Refused" not in kinds(bench.say(0, message, b"", life=1))
+
+
+def test_so_many_replaced_workers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_REPLACED", 2)
+    bench = ready()
+    for life in range(1, 5):
+        bench.look(member("worker", 0, life=life))
+        bench.attach(0, life=life)
+    assert list(bench.machine._replaced) == [worker_id(0, 2), worker_id(0, 3)]

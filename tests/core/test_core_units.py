@@ -1,4 +1,4 @@
-"""Slices that are staged and updated as one, and how they part: who pushed what counts once, and for the right slice."""
+"""Slices that are staged and updated as one, and how they part: each push counts once, and for the right slice."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_pack_is_one_apply_and_one_answer() -> None:
     apply = one(bench.applied)
     assert [tuple(entry) for entry in apply.layout] == [("a", 0, 0, 1), ("b", 0, 8, 1), ("c", 0, 16, 1)]
     assert apply.nbytes == 17
-    assert [read(span) for span in apply.current.spans] == [b"\0"] * 3  # type: ignore[union-attr]
+    assert [read(span) for span in apply.current.spans] == [b"\0"] * 3
     assert kinds(effects, worker_id(0)) == ["Done"]
     versions, parts = values(effects, worker_id(1))
     assert versions == (1,)

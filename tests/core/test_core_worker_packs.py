@@ -279,13 +279,13 @@ def test_slices_of_one_key_by_pack_report_the_oldest_and_the_newest() -> None:
     spec = uint8(2 * SLICE)
     bench.know("v", "w", spec=spec)
     bench.pull("v", "w", spec=spec)
-    for number in range(4):
+    for _ in range(4):
         bench.values(Pull, (0,), bytes(SLICE))
     call = bench.pull("v", "w", spec=spec)
     answers = iter((5, 7, 7, 7))
     while bench.waiting(PullPack):
         bench.values(PullPack, (next(answers),), bytes(SLICE))
-    assert next(answers, None) is None, number
+    assert next(answers, None) is None
     assert bench.result(call) == [Versions(5, 7), Versions(7, 7)]
 
 
@@ -418,9 +418,7 @@ def test_a_small_push_that_was_not_taken_is_asked_for_again() -> None:
 
 
 def keys_of(names: list[str], spec: KeySpec, servers: int = 1) -> list[WorkerKey]:
-    return [
-        WorkerKey(name, spec, servers=tuple(index % servers for index in range(spec.num_slices))) for name in names
-    ]
+    return [WorkerKey(name, spec, servers=tuple(index % servers for index in range(spec.num_slices))) for name in names]
 
 
 def test_no_pack_is_longer_than_a_header() -> None:

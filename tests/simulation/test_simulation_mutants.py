@@ -8,24 +8,29 @@ from typing import Any
 
 import pytest
 
+from kvd.core import units
 from kvd.core.machine import Contribution, Received
+from kvd.core.outbox import Entry, Outbox
+from kvd.core.packs import PackTable
 from kvd.core.server import ServerMachine
 from kvd.core.slicelog import SliceLog, Turn
 from kvd.core.units import Unit
 from kvd.core.worker import WorkerMachine
 from kvd.core.workerkeys import WorkerKey
-from kvd.testing.campaign import Campaign
+from kvd.node.statebook import StateBook
+from kvd.protocol.messages import Place
+from kvd.testing.campaign import Campaign, undisturbed_bits
 from kvd.testing.mishaps import Mishaps
-from kvd.testing.network import Faults
+from kvd.testing.network import NASTY, Faults
 from kvd.testing.simulator import Violation
 
 SEEDS = 25
 CALM_BUT_OUT_OF_ORDER = Faults(delay_s=(0.0005, 0.2), duplicates=0.3, ordered=False)
 
 
-def caught(campaign: Campaign) -> str:
+def caught(campaign: Campaign, seeds: int = SEEDS) -> str:
     """What the checkers say of the first seed that they catch something in."""
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         try:
             campaign.run(seed)
         except AssertionError as violation:
@@ -134,7 +139,97 @@ def clocks_start_anew(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerMachine, "_take_up", take_up)
 
 
+def parting_forgets_what_is_staged(patch: pytest.MonkeyPatch) -> None:
+    """The clocks of a unit go to its slices, the contributions do not."""
+    patch.setattr(SliceLog, "part", lambda log, current, previous, *place: log.like(current, previous))
+
+
+def parting_forgets_who_waits(patch: pytest.MonkeyPatch) -> None:
+    """Who waited for the unit waits for its first slice only."""
+
+    def part(waiting: Any, slices: Any, units: Any) -> None:
+        own = waiting.slice.position if waiting.slice is not None else 0
+        units[own].waiting.append(waiting._replace(slice=slices[own]))
+
+    patch.setattr(units, "_part_waiting", part)
+
+
+def parting_mixes_up_the_bytes(patch: pytest.MonkeyPatch) -> None:
+    """Each slice takes the first bytes of what was staged for all of them."""
+    part = Contribution.part
+    patch.setattr(Contribution, "part", lambda given, offset, nbytes: part(given, 0, nbytes))
+
+
+def fusing_ignores_the_logs(patch: pytest.MonkeyPatch) -> None:
+    """Slices become one unit though they have come to different clocks, or something is staged for them."""
+    patch.setattr(SliceLog, "stands_like", lambda log, other: (log.previous is None) == (other.previous is None))
+
+
+def parting_in_the_middle_of_an_update(patch: pytest.MonkeyPatch) -> None:
+    """Slices are parted while the update of their unit is under way, which then comes back to nobody."""
+    patch.setattr(Unit, "is_resting", property(lambda unit: True))
+    part = SliceLog.part
+
+    def hasty(log: SliceLog, *rest: Any) -> SliceLog:
+        closing, log.closing = log.closing, None
+        parted = part(log, *rest)
+        log.closing = closing
+        return parted
+
+    patch.setattr(SliceLog, "part", hasty)
+
+
+def pack_numbers_are_used_again(patch: pytest.MonkeyPatch) -> None:
+    """A number means other places once it was declared for them, and all workers share the numbers."""
+    declare = PackTable.declare
+
+    def shared(table: PackTable, sender: int, number: int, places: tuple[Place, ...]) -> None:
+        declare(table, sender, number, places)
+        pack = table.find(sender, number)
+        assert pack is not None
+        for packs in table._of.values():
+            packs[number] = pack
+
+    patch.setattr(PackTable, "declare", shared)
+
+
+def units_start_with_new_states(patch: pytest.MonkeyPatch) -> None:
+    """What a slice's optimizer remembered is lost when it comes into another unit."""
+    leave = StateBook._leave
+
+    def forget(book: StateBook, place: Any) -> Any:
+        return type(leave(book, place))()
+
+    patch.setattr(StateBook, "_leave", forget)
+
+
+def small_pushes_are_taken_for_staged(patch: pytest.MonkeyPatch) -> None:
+    """A small push counts as staged as soon as it is sent."""
+    sent = Outbox._sent
+
+    def hasty(outbox: Outbox, entry: Entry, now: float) -> Any:
+        effect = sent(outbox, entry, now)
+        if entry.is_small:
+            outbox.staged(entry, now)
+        return effect
+
+    patch.setattr(Outbox, "_sent", hasty)
+
+
+def changes_are_lost_at_parting(patch: pytest.MonkeyPatch) -> None:
+    """Hyperparameters that were to change with a later round of a unit do not change for its slices."""
+    parted = units.parted
+
+    def forgetful(unit: Unit, number: Callable[[], int]) -> list[Unit]:
+        unit.changes = []
+        return parted(unit, number)
+
+    patch.setattr("kvd.core.keytable.parted", forgetful)
+
+
 QUIET = Mishaps(within_s=4.0)
+LATE_SUCCESSORS = Campaign("mixed", mishaps=Mishaps(within_s=6.0, crashes=4, restart_after_s=(11.0, 15.0)))
+NASTY_TRAINING = Campaign("list training", mishaps=Mishaps(within_s=25.0), faults=NASTY)
 HAUNTED = Campaign("lives", mishaps=Mishaps(ghosts=5))
 PUSHY = Campaign("ledger", mishaps=Mishaps(pauses=3), faults=CALM_BUT_OUT_OF_ORDER)
 
@@ -156,14 +251,24 @@ PUSHY = Campaign("ledger", mishaps=Mishaps(pauses=3), faults=CALM_BUT_OUT_OF_ORD
         (any_version_does, Campaign("rounds", mishaps=QUIET), "other bits|brought"),
         (copies_after_the_end, Campaign("rounds", mishaps=Mishaps(pauses=6, longest_pause_s=18.0)), "Copy into"),
         (clocks_start_anew, Campaign("training"), ""),
+        (parting_forgets_what_is_staged, Campaign("mixed"), ""),
+        (parting_forgets_who_waits, Campaign("lists"), "not there"),
+        (parting_mixes_up_the_bytes, Campaign("mixed"), "other bits"),
+        (parting_mixes_up_the_bytes, Campaign("list training", mishaps=QUIET), "undisturbed"),
+        (fusing_ignores_the_logs, LATE_SUCCESSORS, "other bits"),
+        (parting_in_the_middle_of_an_update, Campaign("lists", mode="async", job_s=(0.0, 0.5)), ""),
+        (pack_numbers_are_used_again, Campaign("mixed"), ""),
+        (units_start_with_new_states, Campaign("list training", mishaps=QUIET), "undisturbed"),
+        (small_pushes_are_taken_for_staged, NASTY_TRAINING, "undisturbed"),
+        (changes_are_lost_at_parting, Campaign("list training"), "undisturbed"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
 def test_broken_build_is_caught(
     mutate: Callable[[pytest.MonkeyPatch], None], campaign: Campaign, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if campaign.workload == "training":
-        Campaign("training").run(0)  # the undisturbed bits are those of the unbroken build
+    if campaign.workload.endswith("training"):
+        undisturbed_bits(campaign.workload)  # of the unbroken build
     mutate(monkeypatch)
     violation = caught(campaign)
     assert violation
@@ -173,5 +278,7 @@ def test_broken_build_is_caught(
 def test_whole_build_is_not_caught() -> None:
     assert caught(PUSHY) == ""
     assert caught(HAUNTED) == ""
+    for campaign in (NASTY_TRAINING, LATE_SUCCESSORS, Campaign("lists", mode="async", job_s=(0.0, 0.5))):
+        assert caught(campaign, seeds=10) == ""
     with pytest.raises(Violation):
         Campaign("ledger").run(0).fail("checkers can complain")

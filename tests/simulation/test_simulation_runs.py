@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from kvd.core.keytable import KeyTable
+from kvd.core.machine import Send
+from kvd.core.units import Slice, Unit
+from kvd.protocol.messages import Push, PushPack
 from kvd.testing.campaign import CAMPAIGNS, Campaign
-from kvd.testing.network import NASTY
-from kvd.testing.simulator import Violation
+from kvd.testing.network import CALM, NASTY
+from kvd.testing.process import Process
+from kvd.testing.simulator import Violation, World
 
 SEEDS = 20  # of each campaign in `make test`
 SOAK_SEEDS = 1000  # of each campaign under -m soak
@@ -41,6 +48,48 @@ def test_faults_do_happen() -> None:
     assert world.network.lost > 10
     assert world.network.sent > 300
     assert any(process.life > 0 for process in world.processes.values())
+
+
+@pytest.mark.parametrize("name", ["mixed", "mixed, nasty", "lists", "lists, stale by 1", "list training"])
+def test_units_do_come_and_go(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Campaigns of lists that are never fused, or never parted with something staged, would prove little."""
+    counts = {"fused": 0, "parted": 0, "parted with something staged": 0, "parted with someone waiting": 0}
+    fuse, part = KeyTable.fuse, KeyTable.part
+
+    def counting_fuse(table: KeyTable, slices: Sequence[Slice]) -> Unit | None:
+        before = {slice_.unit for slice_ in slices}
+        unit = fuse(table, slices)
+        counts["fused"] += unit is not None and unit not in before
+        return unit
+
+    def counting_part(table: KeyTable, unit: Unit) -> None:
+        counts["parted"] += 1
+        counts["parted with something staged"] += not unit.log.is_idle
+        counts["parted with someone waiting"] += any(waiting.slice is None for waiting in unit.waiting)
+        part(table, unit)
+
+    monkeypatch.setattr(KeyTable, "fuse", counting_fuse)
+    monkeypatch.setattr(KeyTable, "part", counting_part)
+    for seed in range(5):
+        CAMPAIGNS[name].run(seed)
+    assert min(counts.values()) >= 5, counts
+
+
+@pytest.mark.parametrize("name", CAMPAIGNS)
+def test_pushes_are_made_while_there_are_faults(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the workers took longer to join than the faults last, all that follows would happen in peace."""
+    sent = {False: 0, True: 0}
+    send = World._send
+
+    def counting(world: World, process: Process, effect: Send) -> None:
+        if isinstance(effect.message, Push | PushPack):
+            sent[world.network.faults is CALM] += 1
+        send(world, process, effect)
+
+    monkeypatch.setattr(World, "_send", counting)
+    for seed in range(2):
+        CAMPAIGNS[name].run(seed)
+    assert sent[False] >= 0.1 * sum(sent.values()) > 0
 
 
 def test_violation_names_the_seed() -> None:
