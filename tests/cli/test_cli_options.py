@@ -60,7 +60,7 @@ def test_help_names_every_command(kvd: Kvd) -> None:
     for name in COMMANDS:
         assert f"\n  {name} " in result.stdout
         assert kvd(name, "--help").exit_code == 0
-    assert "[KVD_SLICE_BYTES; default: 2MiB]" in " ".join(kvd("scheduler", "--help").stdout.split())
+    assert "[KVD_SLICE_BYTES; default: 4MiB]" in " ".join(kvd("scheduler", "--help").stdout.split())
 
 
 @pytest.mark.parametrize(
@@ -125,12 +125,12 @@ def test_settings_as_a_table(kvd: Kvd) -> None:
     plain = kvd("config", "show", "--staleness", "none", "--insecure")
     lines = [line.split() for line in plain.stdout.splitlines()]
     assert lines[0] == ["SETTING", "VALUE"]
-    assert ["slice_bytes", "2MiB"] in lines
+    assert ["slice_bytes", "4MiB"] in lines
     assert ["insecure", "true"] in lines
     with_origin = kvd("config", "show", "--origin", "--no-insecure")
     assert ["insecure", "false", "flag"] in [line.split() for line in with_origin.stdout.splitlines()]
     values = json.loads(kvd("config", "show", "-o", "json").stdout)
-    assert values["slice_bytes"] == 2 << 20
+    assert values["slice_bytes"] == 4 << 20
 
 
 def test_options_of_the_group_hold_for_the_command(kvd: Kvd) -> None:

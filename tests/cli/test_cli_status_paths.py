@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 
 import kvd as package
-from kvd.testing.cluster import LocalCluster, ThreadNode
+from kvd.testing.cluster import LocalCluster, ThreadNode, wait_until
 from kvd.transport.segments import Arena
 
 Kvd = Callable[..., Result]
@@ -71,6 +71,7 @@ def test_a_link_that_breaks_is_not_shown_as_one(kvd: Kvd, cluster: LocalCluster,
     for link in engine.transport._gate.links:
         if link.peer == broken:
             engine._loop.call_soon_threadsafe(link.end, "the cable was cut")
+            wait_until(lambda link=link: link.has_ended, "the link has ended")  # type: ignore[misc]
     push(stores)
     assert sorted(paths(kvd, cluster)) == sorted(
         [

@@ -331,11 +331,8 @@ def test_gradients_that_are_left_alone_pass(checking: tuple[kvd.KVStore, kvd.KVS
 def test_a_gradient_that_is_written_to_too_early_is_named(checking: tuple[kvd.KVStore, kvd.KVStore]) -> None:
     kv, other = checking
     gradients, weights = kv.bind(["w", "v"])
-    for begin in (
-        lambda: kv.push(["w", "v"], gradients),
-        lambda: kv.pushpull_async(["w", "v"], gradients, weights),
-    ):
-        handle = begin()
+    for pulls in (False, True):
+        handle = kv.pushpull_async(["w", "v"], gradients, weights) if pulls else kv.push(["w", "v"], gradients)
         gradients[1][-1, -1] += 1
         give(other)
         with pytest.raises(NotAllowed, match="the gradient of 'v' was written to before its push was done") as caught:
