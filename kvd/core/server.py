@@ -322,6 +322,10 @@ class ServerMachine(ServerMoves):
         if not logs:
             self._refuse(event.peer, query.request, "KeyNotFound", f"no slice of {query.key!r} is here", query.key)
             return
+        if any(log.is_closing_of(rank) for log in logs):
+            # The update may yet fail. Whoever took the clock for counted would then wait for its own push for ever.
+            self._refuse(event.peer, query.request, "clock", "a push of this rank is being applied", query.key)
+            return
         clocks = [log.counted_clock(rank) for log in logs]
         versions = [log.version for log in logs]
         self._send(event.peer, Clocks(query.request, min(clocks), max(clocks), min(versions), max(versions)))

@@ -152,11 +152,18 @@ class ServerControl:
         slice_ = self._slice(event, message.request, message.key, message.index)
         if slice_ is None:
             return
+        sender, request = slice_.loaded
+        if sender == event.sender and message.request <= request:
+            self._send(event.peer, Done(message.request))  # once more it would undo the updates since
+            return
         source = Span(event.payload, 0, event.nbytes)
 
         def done(job: JobDone) -> None:
-            answer = Done(message.request) if job.error is None else refusal_of(message.request, job.error)
-            self._send(event.peer, answer)
+            if job.error is not None:
+                self._send(event.peer, refusal_of(message.request, job.error))
+                return
+            slice_.loaded = (event.sender, message.request)
+            self._send(event.peer, Done(message.request))
 
         def load(job: int) -> Load:
             return Load(job, message.key, message.index, message.step, message.slots, source)

@@ -8,7 +8,7 @@ who waited.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from kvd.core.membership import name_of
 from kvd.core.packs import Pack, PackTable
 from kvd.core.requests import Pending, PendingTable
 from kvd.core.session import SchedulerLink
-from kvd.core.slicelog import Turn
+from kvd.core.slicelog import Refusal, Turn
 from kvd.core.units import Slice, Unit, Waiting
 from kvd.errors import KvdError
 from kvd.protocol.messages import (
@@ -186,7 +186,7 @@ class ServerMoves:
         self._came_over[rank] = event.peer
         error = self._push_error(event, push, rank, aims)
         if error is not None:
-            self._send(event.peer, error)
+            self._turn_down(event, rank, aims, error)
             return
         if not push.probe:
             self._stage(event, push, rank, aims)
@@ -214,32 +214,54 @@ class ServerMoves:
     def _push_error(self, event: Received, push: Push | PushPack, rank: int, aims: list[Aim]) -> Refused | None:
         """The refusal of a push that cannot be taken as a whole; nothing of it is staged then."""
         request = push.request
-        if len(self._pending) >= MAX_PENDING:
-            return Refused(request, "NotAllowed", f"{MAX_PENDING} requests wait already")
         brings_bytes = push.how != ABSENT and not push.probe
         expected_nbytes = payload_nbytes([aim.nbytes for aim in aims]) if brings_bytes else 0
         if event.nbytes != expected_nbytes:
             text = f"a push of these {len(aims)} slices has {expected_nbytes} bytes, this one has {event.nbytes}"
             return Refused(request, "ProtocolError", text)
-        merge = self._view.settings.merge
         for aim in aims:
-            unit, log = aim.unit, aim.unit.log
-            turn = log.turn(rank, aim.clock)
-            if turn is Turn.WRONG or (push.probe and turn is Turn.NEXT):
-                expected = log.staged_clock(rank) + 1
-                text = f"push {aim.clock} of {unit.key!r} by worker {rank} is out of turn, {expected} is next"
-                return Refused(request, "clock", text, (), unit.key, expected)
-            if turn is Turn.NEXT and log.mixes(aim.clock, push.how):
-                text = f"key {unit.key!r} is broadcast and pushed in the same round: all workers must do the same"
-                return Refused(request, "NotAllowed", text, (), unit.key)
-            if push.how == ADD and not DTYPES[unit.dtype].is_float:
-                if unit.optimizer is not None:
-                    text = f"key {unit.key!r} is {unit.dtype}: optimizers update float keys only"
-                    return Refused(request, "NotAllowed", text, (), unit.key)
-                if merge == "weighted":
-                    text = f"key {unit.key!r} is {unit.dtype}: a weighted merge takes float keys only"
-                    return Refused(request, "NotAllowed", text, (), unit.key)
+            error = self._aim_error(event, push, rank, aim)
+            if error is not None:
+                return error
+        if len(self._pending) >= MAX_PENDING and any(aim.unit.log.committed_clock(rank) < aim.clock for aim in aims):
+            is_new = any(aim.unit.log.turn(rank, aim.clock) is Turn.NEXT for aim in aims)
+            return Refused(request, "NotAllowed" if is_new else "clock", f"{MAX_PENDING} requests wait already")
         return None
+
+    def _aim_error(self, event: Received, push: Push | PushPack, rank: int, aim: Aim) -> Refused | None:
+        request, unit, log = push.request, aim.unit, aim.unit.log
+        turn = log.turn(rank, aim.clock)
+        if turn is Turn.KNOWN:
+            return None
+        told = log.refusal(rank, event.sender, request)
+        if told is not None:
+            return Refused(request, told.error, told.text, (), unit.key)
+        if turn is Turn.WRONG or push.probe:
+            expected = log.staged_clock(rank) + 1
+            text = f"push {aim.clock} of {unit.key!r} by worker {rank} is out of turn, {expected} is next"
+            return Refused(request, "clock", text, (), unit.key, expected)
+        if log.mixes(aim.clock, push.how):
+            text = f"key {unit.key!r} is broadcast and pushed in the same round: all workers must do the same"
+            return Refused(request, "NotAllowed", text, (), unit.key)
+        if push.how == ADD and not DTYPES[unit.dtype].is_float:
+            if unit.optimizer is not None:
+                text = f"key {unit.key!r} is {unit.dtype}: optimizers update float keys only"
+                return Refused(request, "NotAllowed", text, (), unit.key)
+            if self._view.settings.merge == "weighted":
+                text = f"key {unit.key!r} is {unit.dtype}: a weighted merge takes float keys only"
+                return Refused(request, "NotAllowed", text, (), unit.key)
+        return None
+
+    def _turn_down(self, event: Received, rank: int, aims: list[Aim], error: Refused) -> None:
+        """Refuses a push. If that is for good, it is remembered: the sender gives the clock to another push, unless it
+        hears (`expected`) that a part of this one is taken already."""
+        if error.error != "clock":
+            refusal = Refusal(event.sender, error.request, error.error, error.text)
+            for aim in aims:
+                aim.unit.log.refuse(rank, refusal)
+                if aim.unit.log.turn(rank, aim.clock) is Turn.KNOWN:
+                    error = replace(error, expected=aim.clock)
+        self._send(event.peer, error)
 
     def _stage(self, event: Received, push: Push | PushPack, rank: int, aims: list[Aim]) -> None:
         offset = 0
@@ -320,8 +342,12 @@ class ServerMoves:
             if entry.clock >= clocks.get(entry.rank, entry.clock + 1):
                 name = type(error).__name__
                 text = f"the update of {unit.key!r} failed: {error}"
-                expected = entry.clock if entry.pending.is_of_many else 0  # the others have taken theirs
-                self._fail(entry.pending, Refused(entry.pending.request, name, text[:1000], (), unit.key, expected))
+                pending = entry.pending
+                if pending.push:
+                    refusal = Refusal(pending.sender, pending.request, name, text[:1000])
+                    unit.log.refuse(entry.rank, refusal)
+                expected = entry.clock if pending.is_of_many else 0  # the others have taken theirs
+                self._fail(pending, Refused(pending.request, name, text[:1000], (), unit.key, expected))
             else:
                 unit.waiting.append(entry)
         self._advance(unit)

@@ -40,6 +40,15 @@ class Record(NamedTuple):
         return any(contribution.how != ADD for contribution in self.contributions)
 
 
+class Refusal(NamedTuple):
+    """A worker was told for good that a push did not take place."""
+
+    sender: int  # its incarnation
+    request: int  # this push and its earlier ones
+    error: str
+    text: str
+
+
 @dataclass(slots=True)
 class SliceLog:
     """Staging, rounds and versions of one slice. `mode` and the bounds are those of the cluster."""
@@ -55,6 +64,7 @@ class SliceLog:
     staged: dict[int, int] = field(default_factory=dict)  # rank → clock
     counted: dict[int, int] = field(default_factory=dict)  # rank → clock (async; in sync it is `closed` for all)
     committed: dict[int, int] = field(default_factory=dict)  # rank → clock (async; in sync it is `version` for all)
+    refusals: dict[int, Refusal] = field(default_factory=dict)  # rank → the last one
     _rounds: dict[int, dict[int, Contribution]] = field(default_factory=dict)  # sync: clock → rank → contribution
     _arrived: list[Contribution] = field(default_factory=list)  # async, in the order of arrival
 
@@ -88,6 +98,17 @@ class SliceLog:
         others = self._rounds.get(clock, {}).values() if self.sync else ()
         return any((other.how == ADD) != (how == ADD) for other in others)
 
+    def refuse(self, rank: int, refusal: Refusal) -> None:
+        """The worker may use the clock of the push for its next one: this one must not take it when it comes again."""
+        before = self.refusals.get(rank)
+        if before is None or before.sender != refusal.sender or before.request < refusal.request:
+            self.refusals[rank] = refusal
+
+    def refusal(self, rank: int, sender: int, request: int) -> Refusal | None:
+        """What was said of a push that is not staged. The requests of a sender on a slice grow with their clocks."""
+        last = self.refusals.get(rank)
+        return last if last is not None and last.sender == sender and request <= last.request else None
+
     def stage(self, contribution: Contribution) -> None:
         """Takes the contribution whose turn it is."""
         rank, clock = contribution.rank, contribution.clock
@@ -103,6 +124,7 @@ class SliceLog:
             contributions.pop(rank, None)
         self._arrived = [contribution for contribution in self._arrived if contribution.rank != rank]
         self.staged[rank] = self.counted_clock(rank)
+        self.refusals.pop(rank, None)
 
     def activate(self, rank: int, clock: int) -> None:
         """The worker takes part again, from the round after `clock` on."""
@@ -151,6 +173,10 @@ class SliceLog:
                 return (contribution,)
         return None
 
+    def is_closing_of(self, rank: int) -> bool:
+        """A push of this rank is in the round that is being applied."""
+        return self.closing is not None and any(given.rank == rank for given in self.closing.contributions)
+
     def commit(self, buffer: Buffer) -> Record:
         """The closed round is applied, and every replica holds its record: `buffer` is the new version."""
         record = self.closing
@@ -193,7 +219,8 @@ class SliceLog:
             and other.is_idle
             and (self.version, self.closed, self.previous is None)
             == (other.version, other.closed, other.previous is None)
-            and (self.staged, self.counted, self.committed) == (other.staged, other.counted, other.committed)
+            and (self.staged, self.counted, self.committed, self.refusals)
+            == (other.staged, other.counted, other.committed, other.refusals)
         )
 
     def like(self, current: Buffer | Rope, previous: Buffer | Rope | None) -> SliceLog:
@@ -205,6 +232,7 @@ class SliceLog:
             staged=dict(self.staged),
             counted=dict(self.counted),
             committed=dict(self.committed),
+            refusals=dict(self.refusals),
             _rounds={},
             _arrived=[],
         )

@@ -47,6 +47,7 @@ class Slice:
     unit: Unit
     position: int = 0  # among the slices of the unit
     offset: int = 0  # in its bytes
+    loaded: tuple[int, int] = (0, 0)  # who stored optimizer state of it last, and the request
 
     @property
     def log(self) -> SliceLog:

@@ -138,7 +138,8 @@ class WorkerMachine(Moves, KeyMaking):
         if refused.error == "pack" and entry.packing is not None:
             self._declare(entry.packing, entry.priority)
         if entry.attempts >= MAX_CLOCK_REFUSALS:
-            event = Received(entry.peer, 0, self.view.number, replace(refused, error="NotAllowed"))
+            given_up = replace(refused, error="NotAllowed", expected=max(refused.expected, 1))  # it may still be taken
+            event = Received(entry.peer, 0, self.view.number, given_up)
             entry.answered(entry, event)
         else:
             self._outbox.again(entry, self._now)

@@ -7,6 +7,7 @@ from functools import cache
 
 from kvd.testing.mishaps import Mishaps, live_through
 from kvd.testing.network import CALM, NASTY, ROUGH, Faults
+from kvd.testing.refusals import RefusalLedger
 from kvd.testing.settings import Cluster
 from kvd.testing.simulator import World
 from kvd.testing.workloads import (
@@ -32,7 +33,9 @@ LONG_PAUSES = Mishaps(within_s=6.0, crashes=1, pauses=3, cuts=1, scheduler_resta
 class Campaign:
     """What `run` does with a seed; Violation if a promise is broken."""
 
-    workload: str  # "ledger" | "lives" | "rounds" | "training"; "lists", "list lives", "mixed", "list training"
+    workload: (
+        str  # "ledger" | "lives" | "rounds" | "training"; "lists", "list lives", "mixed", "list training", "refusals"
+    )
     mode: str = "sync"
     staleness: int = -1
     mishaps: Mishaps = HARD
@@ -41,6 +44,7 @@ class Campaign:
     job_s: tuple[float, float] = (0.0, 0.01)
     timeout_s: float | None = None  # of the ledger's pushes
     state_dir: bool = True  # the scheduler has a record to start from
+    failing_updates: float = 0.0  # so many of 1; for "refusals"
 
     def run(self, seed: int) -> World:
         cluster = Cluster(
@@ -50,6 +54,7 @@ class Campaign:
             rounds_ahead=self.rounds_ahead,
             job_s=self.job_s,
             state_dir=self.state_dir,
+            failing_updates=self.failing_updates,
         )
         world = World(seed, cluster, self.faults)
         if self.workload in ("training", "list training"):
@@ -63,7 +68,9 @@ class Campaign:
         workload.check(world)
         return world
 
-    def _workload(self, seed: int) -> Ledger | Rounds:
+    def _workload(self, seed: int) -> Ledger | Rounds | RefusalLedger:
+        if self.workload == "refusals":
+            return RefusalLedger(WORKERS, STEPS)
         if self.workload == "rounds":
             return Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0)
         if self.workload == "mixed":
@@ -114,6 +121,12 @@ CAMPAIGNS: dict[str, Campaign] = {
     "list lives": Campaign("list lives", mishaps=LASTING, faults=NASTY),
     "list training": Campaign("list training"),
     "list training, nasty": Campaign("list training", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.2)),
+    "refusals": Campaign("refusals", failing_updates=0.3),
+    "refusals, nasty": Campaign("refusals", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.5), failing_updates=0.3),
+    "refusals, async": Campaign(
+        "refusals", mode="async", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.5), failing_updates=0.3
+    ),
+    "refusals, stale by 1": Campaign("refusals", mode="async", staleness=1, job_s=(0.0, 0.5), failing_updates=0.3),
     "training": Campaign("training"),
     "training, nasty": Campaign("training", mishaps=LASTING, faults=NASTY),
     "training, long pauses": Campaign("training", mishaps=LONG_PAUSES),

@@ -29,6 +29,7 @@ class Cluster:
     fail_on_worker_loss: bool = True
     job_s: tuple[float, float] = (0.0, 0.01)
     persist_s: tuple[float, float] = (0.001, 0.03)
+    failing_updates: float = 0.0  # so many of 1
     state_dir: bool = True  # the scheduler saves its record
 
     def settings(self, mode: str | None = None) -> Settings:

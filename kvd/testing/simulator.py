@@ -21,6 +21,7 @@ import numpy as np
 
 from kvd.core.calls import InitKeys, Move, Request
 from kvd.core.machine import (
+    Apply,
     Complete,
     Connect,
     Copy,
@@ -44,7 +45,7 @@ from kvd.core.server import ServerMachine, ServerSettings
 from kvd.core.session import Identity, SchedulerLink
 from kvd.core.units import Slice
 from kvd.core.worker import WorkerMachine, WorkerSettings
-from kvd.errors import KvdError
+from kvd.errors import KvdError, NotAllowed
 from kvd.node.driver import copy_rows
 from kvd.node.jobs import JobRunner, view
 from kvd.protocol.codec import decode, encode
@@ -57,6 +58,7 @@ from kvd.testing.settings import Cluster
 SCHEDULER_ADDRESS = "sim://scheduler"
 POISON = 0xAB
 SLACK_S = 0.01  # between a deadline and the Tick that notices it
+UPDATE_FAILS = "the simulator lets this update fail"
 
 Program = Callable[["Me"], Coroutine]
 
@@ -316,10 +318,14 @@ class World:
         self.after(self.random.uniform(*self.cluster.job_s), lambda: self._job_ends(process, job))
 
     def _job_ends(self, process: Process, job: Any) -> None:
-        if process.alive:
-            done = self._runner(process).run(job)
-            assert isinstance(done, JobDone)
-            self.feed(process, done)
+        if not process.alive:
+            return
+        if isinstance(job, Apply) and self.cluster.failing_updates > self.random.random():
+            self.feed(process, JobDone(job.job, None, NotAllowed(UPDATE_FAILS)))
+            return
+        done = self._runner(process).run(job)
+        assert isinstance(done, JobDone)
+        self.feed(process, done)
 
     def _persist(self, process: Process, effect: Persist) -> None:
         """One write after the other, as in the shell."""

@@ -6,6 +6,7 @@ import pytest
 
 from kvd.core.machine import (
     SCHEDULER,
+    Apply,
     Complete,
     Create,
     Garbled,
@@ -40,7 +41,7 @@ from kvd.protocol.messages import (
     Welcome,
 )
 from kvd.protocol.specs import KeySpec
-from tests.core.core_fakes import SLICE, from_scheduler, link, member, of, one, said, uint8, worker_id
+from tests.core.core_fakes import SLICE, cluster, from_scheduler, link, member, of, one, said, uint8, worker_id
 from tests.core.server_bench import Bench, kinds, ready, refusal, values
 
 # ── attaching ──
@@ -250,6 +251,22 @@ def test_clocks_of_a_key() -> None:
         bench.push(0, clock)
     bench.push(1, 1)
     assert said(bench.say(0, ClockQuery(3, "w"))) == [Clocks(3, 1, 1, 1, 1)]  # staged is not counted
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_clocks_are_told_when_the_update_of_the_own_push_has_ended(mode: str) -> None:
+    bench = ready(settings=cluster(mode=mode))
+    bench.hold = True
+    effects = bench.push(0, 1)
+    if mode == "sync":
+        effects = bench.push(1, 1)
+    else:
+        assert said(bench.say(1, ClockQuery(2, "w"))) == [Clocks(2, 0, 0, 0, 0)]  # the update is another's
+    apply = one(of(Apply, effects))
+    assert refusal(bench.say(0, ClockQuery(3, "w"))).error == "clock"  # to be asked again: it may fail
+    bench.error = NotAllowed("no")
+    bench.finish(apply)
+    assert said(bench.say(0, ClockQuery(3, "w"))) == [Clocks(3, 0, 0, 0, 0)]
 
 
 def test_a_rank_that_comes_back_takes_part_after_its_clock() -> None:

@@ -170,6 +170,18 @@ def test_the_state_of_a_slice_goes_out_and_in() -> None:
     assert said(effects) == [Done(61)]
 
 
+def test_state_that_comes_again_does_not_undo_the_updates_since() -> None:
+    bench = ready()
+    old, new = StoreState(61, "w", 0, 7, ()), StoreState(62, "w", 0, 8, ())
+    assert len(of(Load, bench.say(0, old))) == 1
+    for late in (old, old):
+        effects = bench.say(0, late)
+        assert (said(effects), of(Load, effects)) == ([Done(61)], [])
+    assert len(of(Load, bench.say(0, new))) == 1
+    assert of(Load, bench.say(0, old)) == []
+    assert len(of(Load, bench.say(1, old))) == 1  # another worker counts its requests itself
+
+
 @pytest.mark.parametrize("message", [FetchState(60, "w", 1), StoreState(60, "v", 0, 7, ())])
 def test_the_state_of_no_slice(message: Any) -> None:
     assert refusal(ready().say(0, message)).error == "KeyNotFound"

@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import Apply, Note, Received
+from kvd.core.machine import Apply, Effect, Note, Received
 from kvd.errors import NotAllowed
 from kvd.protocol.messages import (
     Done,
     Part,
     Pull,
+    Push,
     Refused,
     Values,
     ViewNumber,
 )
-from tests.core.core_fakes import SLICE, cluster, of, one, read, said, uint8, worker_id
+from tests.core.core_fakes import SLICE, cluster, of, one, padded_bytes, read, said, uint8, worker_id
 from tests.core.server_bench import Bench, kinds, ready, refusal, values
 
 # ── pushes ──
@@ -192,6 +193,72 @@ def test_an_update_that_fails_gives_the_pushes_back() -> None:
     effects = bench.push(1, 1)
     assert kinds(effects) == ["Done", "Done"]
     assert values(bench.pull(0, 1)) == ((1,), [b"\2"])
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_refused_push_that_comes_again_does_not_take_the_clock_of_the_next(sync: bool) -> None:
+    bench = ready(settings=cluster() if sync else cluster(mode="async"))
+
+    def others(number: int, request: int) -> list[Effect]:
+        return bench.push(1, number, b"\1", request=request) if sync else []
+
+    bench.error = NotAllowed("a bad optimizer")
+    effects = bench.push(0, 1, b"\7", request=11) + others(1, 21)
+    assert 11 in {message.request for message in said(effects) if isinstance(message, Refused)}
+    bench.error = None
+    again = refusal(bench.push(0, 1, b"\7", request=11))  # the refusal was on its way when it was sent
+    assert (again.request, again.error, again.expected) == (11, "NotAllowed", 0)
+    assert "the update of 'w' failed: a bad optimizer" in again.text
+    assert refusal(bench.push(0, 1, None, request=11, probe=True)).error == "NotAllowed"
+    bench.push(0, 1, b"\5", request=12)
+    others(1, 22)
+    assert values(bench.pull(0, 1)) == ((1,), [b"\6" if sync else b"\5"])
+
+
+def test_pushes_ahead_of_a_failed_one_are_refused_for_good_too() -> None:
+    bench = ready()
+    bench.push(0, 1, request=11)
+    bench.push(0, 2, request=12)
+    bench.error = NotAllowed("no")
+    bench.push(1, 1, request=21)
+    bench.error = None
+    for request, clock in ((12, 2), (11, 1)):
+        assert refusal(bench.push(0, clock, b"\7", request=request)).error == "NotAllowed"
+    assert kinds(bench.push(0, 1, b"\7", request=13)) == ["Staged"]
+    assert refusal(bench.push(0, 3, request=14)).error == "clock"  # a later request may be out of turn, and try again
+
+
+def test_a_push_that_was_refused_before_it_was_staged_stays_refused() -> None:
+    bench = ready()
+    bench.push(1, 1, None, how=2)
+    assert refusal(bench.push(0, 1, b"\1", how=0, request=11)).error == "NotAllowed"  # the others broadcast
+    bench.push(0, 1, b"\7", how=1, request=12)
+    assert refusal(bench.push(0, 2, b"\1", how=0, request=11)).error == "NotAllowed"
+
+
+def test_a_push_refused_for_one_of_its_slices_says_so_again() -> None:
+    bench = ready(settings=cluster(mode="async"))
+    bench.init("v", b"\0")
+    bench.hold = True
+    push = Push(11, (Part("w", 0, 1), Part("v", 0, 1)), 0, 1, False)
+    first, second = of(Apply, bench.say(0, push, padded_bytes([b"\1", b"\2"])))
+    bench.error = NotAllowed("no")
+    assert refusal(bench.finish(first)).expected == 1
+    bench.error = None
+    bench.finish(second)
+    again = refusal(bench.say(0, push, padded_bytes([b"\1", b"\2"])))
+    assert (again.error, again.expected) == ("NotAllowed", 1)
+
+
+def test_a_push_that_counts_is_answered_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = ready()
+    bench.push(0, 1, request=11)
+    bench.push(1, 1)
+    bench.push(0, 2, request=12)
+    monkeypatch.setattr("kvd.core.servermoves.MAX_PENDING", 1)
+    assert said(bench.push(0, 1, request=11)) == [Done(11)]
+    other = refusal(bench.push(0, 2, request=13))  # it is staged, and can wait no more: to be asked again
+    assert other.error == "clock"
 
 
 # ── async ──

@@ -512,10 +512,11 @@ def test_async_a_successor_s_clocks_are_those_of_the_unit() -> None:
     bench.push_pack(1, 3, A, B)
     bench.look(member("worker", 1, life=1))
     bench.attach(1, life=1)
+    assert refusal(bench.say(1, ClockQuery(8, "a"), life=1)).error == "clock"  # not before the second is applied
+    bench.finish(bench.jobs[0])
     for key in ("a", "b"):
         (clocks,) = said(bench.say(1, ClockQuery(9, key), life=1))
         assert (clocks.lowest, clocks.highest) == (2, 2)  # the third was not counted and is dropped
-    bench.finish(bench.jobs[0])
     assert bench.jobs == []
 
 

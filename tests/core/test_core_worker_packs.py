@@ -224,6 +224,9 @@ def test_a_server_that_never_knows_the_pack_is_given_up() -> None:
             break
     assert isinstance(bench.error(call), NotAllowed)
     assert not bench.waiting(PushPack)
+    again = bench.push("a", "b")  # what was sent may still arrive, so its clock is not given to another push
+    assert isinstance(bench.error(again), NotAllowed)
+    assert not bench.waiting(PushPack)
 
 
 def test_a_pack_that_never_gets_its_turn_times_out_and_goes_on() -> None:

@@ -19,7 +19,7 @@ from kvd.core.worker import WorkerMachine
 from kvd.core.workerkeys import WorkerKey
 from kvd.node.statebook import StateBook
 from kvd.protocol.messages import Place
-from kvd.testing.campaign import Campaign, undisturbed_bits
+from kvd.testing.campaign import CAMPAIGNS, Campaign, undisturbed_bits
 from kvd.testing.mishaps import Mishaps
 from kvd.testing.network import NASTY, Faults
 from kvd.testing.simulator import Violation
@@ -216,6 +216,11 @@ def small_pushes_are_taken_for_staged(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Outbox, "_sent", hasty)
 
 
+def refusals_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A push that was refused and comes again is taken for a new one."""
+    patch.setattr(SliceLog, "refusal", lambda *rest: None)
+
+
 def changes_are_lost_at_parting(patch: pytest.MonkeyPatch) -> None:
     """Hyperparameters that were to change with a later round of a unit do not change for its slices."""
     parted = units.parted
@@ -261,6 +266,7 @@ PUSHY = Campaign("ledger", mishaps=Mishaps(pauses=3), faults=CALM_BUT_OUT_OF_ORD
         (units_start_with_new_states, Campaign("list training", mishaps=QUIET), "undisturbed"),
         (small_pushes_are_taken_for_staged, NASTY_TRAINING, "undisturbed"),
         (changes_are_lost_at_parting, Campaign("list training"), "undisturbed"),
+        (refusals_are_forgotten, CAMPAIGNS["refusals, nasty"], "has an ack"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )

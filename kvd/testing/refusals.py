@@ -1,0 +1,83 @@
+"""A ledger of pushes whose updates fail at times: what was refused never counts, and its clock is for the next push."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvd.core.calls import ClockOf, Flush, LeaveRounds, Move
+from kvd.errors import KvdError, RemoteError
+from kvd.optimizer import SGD
+from kvd.testing.process import Coroutine, Process, Sleep, Start, Ticket
+from kvd.testing.simulator import UPDATE_FAILS, Me, World
+from kvd.testing.workloads import Floats, begin, insist, item
+
+KEY = "a"
+SIZE = 1000  # one slice: what is refused is refused as a whole
+MAX_ATTEMPTS = 40
+
+
+@dataclass
+class RefusalLedger:
+    """Each attempt at a push adds 1 to a place of its own, which belongs to (rank, clock, life, attempt)."""
+
+    workers: int
+    steps: int
+    pace_s: float = 0.05
+    refused: set[int] = field(default_factory=set)  # places
+    _places: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
+    _pushes: dict[Ticket, int] = field(default_factory=dict)
+
+    def program(self, me: Me) -> Coroutine:
+        """Pushes each clock until it counts; then leaves the rounds."""
+        if self.ended not in me.world.on_end:
+            me.world.on_end.append(self.ended)
+        step = yield from begin(me, [KEY], np.zeros(SIZE, np.float32), SGD(learning_rate=1.0))
+        for clock in range(step + 1, self.steps + 1):
+            yield from self._push(me, clock)
+            yield Sleep(self.pace_s)
+        yield LeaveRounds("done")
+
+    def _push(self, me: Me, clock: int) -> Generator[Any, Any, None]:
+        for attempt in range(MAX_ATTEMPTS):
+            place = self._places.setdefault((me.rank, clock, me.life, attempt), len(self._places))
+            gradient = np.zeros(SIZE, np.float32)
+            gradient[place] = -1.0
+            ticket = yield Start(Move((item(KEY, gradient),), push=True, pull=False))
+            self._pushes[ticket] = place
+            with suppress(KvdError):
+                yield ticket
+            if ticket.error is None:
+                return
+            with suppress(RemoteError):  # what the push ended with
+                yield from insist(Flush())
+            if (yield from insist(ClockOf(KEY))) >= clock:
+                return
+            yield Sleep(self.pace_s)
+        raise AssertionError(f"{MAX_ATTEMPTS} attempts at push {clock} failed")
+
+    def ended(self, world: World, process: Process, ticket: Ticket) -> None:
+        """A push that is acknowledged counts by then."""
+        place = self._pushes.get(ticket)
+        if place is None:
+            return
+        if ticket.error is None and world.value(KEY)[place] != 1:
+            world.fail(f"{process.name} has an ack for a push to place {place}, which is not there")
+        if UPDATE_FAILS in str(ticket.error):  # the push of a node that was replaced may count
+            self.refused.add(place)
+
+    def check(self, world: World) -> None:
+        """Of all attempts at a push one counts, once; none that was refused does."""
+        value: Floats = world.value(KEY)
+        counts = np.zeros((self.workers, self.steps), np.float32)
+        for (rank, clock, _, _), place in self._places.items():
+            counts[rank, clock - 1] += value[place]
+        if not (counts == 1).all():
+            world.fail(f"pushes count {counts.tolist()} times")
+        wrong = [place for place in sorted(self.refused) if value[place] != 0]
+        if wrong:
+            world.fail(f"places {wrong} were refused, and count")
