@@ -6,6 +6,7 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,8 @@ class DistBackend:
         for (_, spec), target, name in zip(sources, targets, names, strict=True):
             spec.check_same(target.spec, name)
         move = calls.Move(items, push=True, pull=True, priority=priority, samples=samples)
-        handle = Handle(self._begin_push(move), _finisher(targets, many), "pushpull", self._engine.wait)
+        lent = None if private else partial(self._engine.take_back, [data for data, _ in sources])
+        handle = Handle(self._begin_push(move), _finisher(targets, many), "pushpull", self._engine.wait, lent)
         return self._watched(names, handle)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int) -> Handle:

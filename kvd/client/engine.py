@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any, TypeAlias
@@ -22,7 +22,7 @@ from kvd.client.interrupts import Uninterrupted
 from kvd.client.promise import Promise
 from kvd.client.waiting import Waiter
 from kvd.config import Config
-from kvd.core.calls import JoinCluster, LeaveRounds, Request
+from kvd.core.calls import JoinCluster, LeaveRounds, Request, TakeBack
 from kvd.core.machine import Complete, LocalCall
 from kvd.core.session import Identity, SchedulerLink
 from kvd.core.worker import WorkerMachine, WorkerSettings
@@ -125,6 +125,17 @@ class Engine:
         """Waits for the end of a call, and reads the links to the servers of this host meanwhile."""
         if threading.get_ident() != self._thread.ident:
             self._waiter.wait(promise, timeout_s)
+
+    def take_back(self, sources: Sequence[Array]) -> None:
+        """Returns when the program may write to these arrays, which a call was given to send: what of them is still to
+        be sent is sent from copies, and a call that has not ended ends."""
+
+        async def work() -> None:
+            await self.call(TakeBack(tuple((source, source.copy()) for source in sources)))
+            await self.transport.keep()
+
+        with suppress(StoreClosed):  # nothing is sent any more
+            self.run(work()).result()
 
     def memory(self, nbytes: int) -> Array:
         """Memory for what is to be sent, uint8: such that servers of this host can read, if there is any."""

@@ -23,8 +23,10 @@ class Handle:
         finish: Callable[[Any], Any] | None = None,
         what: str = "the call",
         drive: Callable[[Promise, float | None], None] | None = None,
+        given_up: Callable[[], None] | None = None,
     ) -> None:
         self._promise = promise
+        self._given_up = given_up  # to be called before whoever waits hears of an error
         self._drive = drive  # does something useful until it is done, or the time is up
         self._finish = finish
         self._what = what
@@ -67,6 +69,15 @@ class Handle:
     def _ask(self, ask: Callable[[float | None], Any], timeout: float | None) -> Any:
         """The answer of the future. Who gives up waiting, at the timeout or by Ctrl-C, has not seen how it ended."""
         self.claimed = True
+        try:
+            return self._drive_and_ask(ask, timeout)
+        except BaseException:
+            if self._given_up is not None:
+                self.claimed = True  # whoever gave up knows how it ended
+                self._given_up()
+            raise
+
+    def _drive_and_ask(self, ask: Callable[[float | None], Any], timeout: float | None) -> Any:
         try:
             if self._drive is None or self._promise.done():
                 return ask(timeout)

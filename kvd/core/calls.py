@@ -61,6 +61,18 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeBack:
+    """The program writes to the memory of an earlier Move again: the call ends, if it has not, and what is still to be
+    sent of it is sent from the copies. Answered at once.
+
+    Attributes:
+        copies: each source, and a copy of it.
+    """
+
+    copies: tuple[tuple[Any, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Flush:
     """Answered when every push before it is settled, including those whose calls timed out."""
 
@@ -127,6 +139,7 @@ Request: TypeAlias = (
     | InitKeys
     | DescribeKey
     | Move
+    | TakeBack
     | Flush
     | Barrier
     | LeaveRounds

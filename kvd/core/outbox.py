@@ -9,12 +9,12 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Any
 
-from kvd.core.machine import Peer, Received, Send, Span
+from kvd.core.machine import Buffer, Peer, Received, Send, Span
 from kvd.protocol.messages import SMALL_PUSH_BYTES, Place
 
 RETRY_FIRST_S = 2.0
@@ -169,6 +169,14 @@ class Outbox:
                 if self.asks_staged and entry.is_small:
                     sends.append(_probe(entry))
         return sends
+
+    def replace_sources(self, copies: Mapping[int, Buffer]) -> None:
+        """Sends from a copy from now on what lay in the buffer with this `id`."""
+        for entry in self._entries.values():
+            if any(id(span.buffer) in copies for span in entry.payload):
+                entry.payload = tuple(
+                    [span._replace(buffer=copies.get(id(span.buffer), span.buffer)) for span in entry.payload]
+                )
 
     def next_deadline(self) -> float | None:
         """When a retry is due, at the earliest."""

@@ -48,6 +48,7 @@ class WorkerMachine(Moves, KeyMaking):
         self._generations: dict[str, int] = {}  # of barriers
         self._start_of: dict[type[Any], Callable[[Call, Any], None]] = {
             calls.JoinCluster: self._join,
+            calls.TakeBack: self._take_back,
             calls.Flush: self._flush,
             calls.Barrier: self._barrier,
             calls.LeaveRounds: self._leave,
@@ -270,6 +271,15 @@ class WorkerMachine(Moves, KeyMaking):
             self._complete(call)
         else:
             self._ask(call, SCHEDULER, Leave(0, request.state), answered)
+
+    def _take_back(self, call: Call, request: calls.TakeBack) -> None:
+        copies = {id(source): copy for source, copy in request.copies}
+        for earlier in list(self._calls.values()):
+            move = earlier.request
+            if isinstance(move, calls.Move) and any(id(item.source) in copies for item in move.items):
+                self._abandon(earlier, self._timeout(earlier))
+        self._outbox.replace_sources(copies)
+        self._complete(call)
 
     def _rewind(self, call: Call, request: calls.Rewind) -> None:
         if self._unsettled:

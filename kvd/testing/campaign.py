@@ -42,7 +42,7 @@ class Campaign:
     faults: Faults = ROUGH
     rounds_ahead: int = 2
     job_s: tuple[float, float] = (0.0, 0.01)
-    timeout_s: float | None = None  # of the ledger's pushes
+    timeout_s: float | None = None  # of the pushes of a ledger
     state_dir: bool = True  # the scheduler has a record to start from
     failing_updates: float = 0.0  # so many of 1; for "refusals"
 
@@ -70,7 +70,7 @@ class Campaign:
 
     def _workload(self, seed: int) -> Ledger | Rounds | RefusalLedger:
         if self.workload == "refusals":
-            return RefusalLedger(WORKERS, STEPS)
+            return RefusalLedger(WORKERS, STEPS, timeout_s=self.timeout_s)
         if self.workload == "rounds":
             return Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0)
         if self.workload == "mixed":
@@ -125,6 +125,9 @@ CAMPAIGNS: dict[str, Campaign] = {
     "refusals, nasty": Campaign("refusals", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.5), failing_updates=0.3),
     "refusals, async": Campaign(
         "refusals", mode="async", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.5), failing_updates=0.3
+    ),
+    "refusals, timeouts": Campaign(
+        "refusals", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.5), failing_updates=0.2, timeout_s=0.4
     ),
     "refusals, stale by 1": Campaign("refusals", mode="async", staleness=1, job_s=(0.0, 0.5), failing_updates=0.3),
     "training": Campaign("training"),

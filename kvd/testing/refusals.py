@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvd.core.calls import ClockOf, Flush, LeaveRounds, Move
+from kvd.core.calls import ClockOf, Flush, LeaveRounds, Move, TakeBack
 from kvd.errors import KvdError, RemoteError
 from kvd.optimizer import SGD
 from kvd.testing.process import Coroutine, Process, Sleep, Start, Ticket
@@ -28,6 +28,7 @@ class RefusalLedger:
     workers: int
     steps: int
     pace_s: float = 0.05
+    timeout_s: float | None = None  # of a push
     refused: set[int] = field(default_factory=set)  # places
     _places: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
     _pushes: dict[Ticket, int] = field(default_factory=dict)
@@ -47,12 +48,15 @@ class RefusalLedger:
             place = self._places.setdefault((me.rank, clock, me.life, attempt), len(self._places))
             gradient = np.zeros(SIZE, np.float32)
             gradient[place] = -1.0
-            ticket = yield Start(Move((item(KEY, gradient),), push=True, pull=False))
+            pushed = item(KEY, gradient)
+            ticket = yield Start(Move((pushed,), push=True, pull=False), self.timeout_s)
             self._pushes[ticket] = place
             with suppress(KvdError):
                 yield ticket
             if ticket.error is None:
                 return
+            yield TakeBack(((pushed.source, pushed.source.copy()),))
+            gradient[:] = -1000.0  # it is the program's again
             with suppress(RemoteError):  # what the push ended with
                 yield from insist(Flush())
             if (yield from insist(ClockOf(KEY))) >= clock:
@@ -73,6 +77,8 @@ class RefusalLedger:
     def check(self, world: World) -> None:
         """Of all attempts at a push one counts, once; none that was refused does."""
         value: Floats = world.value(KEY)
+        if not np.isin(value, (0.0, 1.0)).all():
+            world.fail(f"the key holds {sorted(set(value.tolist()))}")
         counts = np.zeros((self.workers, self.steps), np.float32)
         for (rank, clock, _, _), place in self._places.items():
             counts[rank, clock - 1] += value[place]

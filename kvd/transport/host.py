@@ -165,6 +165,13 @@ class HostTransport:
             self._forget(link)
         return self._zmq.send(peer, header, payload)
 
+    async def keep(self) -> None:
+        """Returns when nothing is sent any more from the memory that payloads were given in. What waits there is sent
+        from copies, or is lost with its connection. What lies in the arena stays lent."""
+        for link in self._gate.links:
+            link.keep()
+        await self._zmq.keep()
+
     @property
     def has_links(self) -> bool:
         """Whether there is a link at the moment."""

@@ -195,6 +195,11 @@ class Link:
             while self._borrowed.has_gone() and self._push_frame(RELEASE):
                 pass
 
+    def keep(self) -> None:
+        """What waits is sent from copies."""
+        with self._lock:
+            self._out.keep()
+
     def flush(self) -> None:
         """Sends what waits, as much as the socket takes."""
         with self._lock:

@@ -65,6 +65,10 @@ class Outgoing:
                 self._waiting.popleft()
                 self._waiting_bytes -= COST_OF_ENTRY_BYTES
 
+    def keep(self) -> None:
+        """Copies what waits and belongs to somebody else, who takes it back."""
+        self._waiting = deque((bytes(data), descriptor) for data, descriptor in self._waiting)
+
     def clear(self) -> None:
         self._waiting.clear()
         self._waiting_bytes = 0

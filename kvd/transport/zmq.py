@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import socket as unix
 import threading
+import time
+from collections import deque
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -29,6 +31,8 @@ COPY_BELOW_BYTES = 64 << 10  # smaller payloads are cheaper to copy than to trac
 RECONNECT_FIRST_MS = 50
 RECONNECT_LIMIT_MS = 2000
 HEARTBEAT_MS = 5000
+LONGEST_KEEP_S = 2.0
+KEEP_POLL_S = 0.001
 MOST_FRAMES = 3  # routing id, header, payload
 
 
@@ -40,6 +44,8 @@ class ZmqTransport:
         self._context.max_sockets = 4096
         self._router: zmq.Socket[bytes] | None = None
         self._dealers: dict[Hashable, zmq.Socket[bytes]] = {}
+        self._addresses: dict[Hashable, str] = {}  # of the dealers
+        self._lent: dict[Hashable, deque[zmq.MessageTracker]] = {}  # payloads that a dealer sends without a copy
         self._readers: dict[int, zmq.Socket[bytes]] = {}
         self._on_message: OnMessage | None = None
         self._on_garbage: OnGarbage | None = None
@@ -92,14 +98,31 @@ class ZmqTransport:
             dealer.close(linger=0)
             raise ConnectError(f"{address} is no address to connect to: {error.strerror}", address=address) from None
         self._dealers[peer] = dealer
+        self._addresses[peer] = address
         self._watch(dealer, peer)
 
     def disconnect(self, peer: Hashable) -> None:
         with self._lock:
             dealer = self._dealers.pop(peer, None)
+            self._addresses.pop(peer, None)
+            self._lent.pop(peer, None)
             if dealer is not None:
                 self._unwatch(dealer)
                 dealer.close(linger=0)
+
+    async def keep(self) -> None:
+        """Returns when nothing is sent any more from the memory that payloads were given in. A connection that has some
+        queued is made anew: what it had queued is lost."""
+        for peer, address in list(self._addresses.items()):
+            with self._lock:
+                lent = self._book(peer)
+            if lent:
+                self.connect(peer, address)
+            until = time.monotonic() + LONGEST_KEEP_S
+            while lent and time.monotonic() < until:
+                await asyncio.sleep(KEEP_POLL_S)
+                while lent and lent[0].done:
+                    lent.popleft()
 
     def close(self, linger_s: float) -> None:
         with self._lock:
@@ -199,20 +222,39 @@ class ZmqTransport:
                 socket = self._router
                 if socket is None or not isinstance(peer, bytes):
                     return False
-            sent = self._send_frames(socket, peer if routed else None, header, body)
+            sent = self._send_frames(
+                socket, peer if routed else None, header, body, None if routed else self._book(peer)
+            )
             # A send, also one that failed, may swallow the edge that announces a message.
             if _is_readable(socket):
                 self._look_again(socket, None if routed else peer)
         return sent
 
+    def _book(self, peer: Hashable) -> deque[zmq.MessageTracker]:
+        """What the peer is sent without a copy, but for what has gone out."""
+        lent = self._lent.setdefault(peer, deque())
+        while lent and lent[0].done:
+            lent.popleft()
+        return lent
+
     @staticmethod
-    def _send_frames(socket: zmq.Socket[bytes], route: Any, header: bytes, body: bytes | memoryview | None) -> bool:
+    def _send_frames(
+        socket: zmq.Socket[bytes],
+        route: Any,
+        header: bytes,
+        body: bytes | memoryview | None,
+        lent: deque[zmq.MessageTracker] | None,
+    ) -> bool:
         try:
             if route is not None:
                 socket.send(route, NOBLOCK | SNDMORE)
             socket.send(header, NOBLOCK | (0 if body is None else SNDMORE))
-            if body is not None:
-                socket.send(body, NOBLOCK, copy=len(body) < COPY_BELOW_BYTES)
+            if body is None:
+                return True
+            copied = len(body) < COPY_BELOW_BYTES
+            tracker = socket.send(body, NOBLOCK, copy=copied, track=not copied and lent is not None)
+            if tracker is not None and lent is not None:
+                lent.append(tracker)
         except zmq.ZMQError:
             return False
         return True

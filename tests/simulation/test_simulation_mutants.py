@@ -216,6 +216,11 @@ def small_pushes_are_taken_for_staged(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Outbox, "_sent", hasty)
 
 
+def sources_are_not_kept(patch: pytest.MonkeyPatch) -> None:
+    """A push that the program gave up is sent again from the program's memory."""
+    patch.setattr(Outbox, "replace_sources", lambda *rest: None)
+
+
 def refusals_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A push that was refused and comes again is taken for a new one."""
     patch.setattr(SliceLog, "refusal", lambda *rest: None)
@@ -266,6 +271,7 @@ PUSHY = Campaign("ledger", mishaps=Mishaps(pauses=3), faults=CALM_BUT_OUT_OF_ORD
         (units_start_with_new_states, Campaign("list training", mishaps=QUIET), "undisturbed"),
         (small_pushes_are_taken_for_staged, NASTY_TRAINING, "undisturbed"),
         (changes_are_lost_at_parting, Campaign("list training"), "undisturbed"),
+        (sources_are_not_kept, CAMPAIGNS["refusals, timeouts"], "the key holds|has an ack"),
         (refusals_are_forgotten, CAMPAIGNS["refusals, nasty"], "has an ack"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,

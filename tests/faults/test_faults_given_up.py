@@ -1,0 +1,68 @@
+"""A push that its program gave up: what it does to its array afterwards reaches no server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvd.errors import RequestTimeout
+from kvd.testing.cluster import LocalCluster, ProcessNode
+
+MODEL_BYTES = 48 << 20  # more than the credit, and than what sockets hold
+
+
+@contextmanager
+def stopped(node: Any) -> Iterator[None]:
+    """The process stands still."""
+    assert isinstance(node, ProcessNode)
+    os.kill(node.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(node.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("path", ["shm", "ipc", "tcp"])
+def test_a_push_that_nobody_waits_for_any_more_is_sent_as_it_was(path: Any) -> None:
+    with LocalCluster(processes=True, path=path) as cluster:
+        kv = cluster.store()
+        values = np.arange(MODEL_BYTES // 4, dtype=np.float32)
+        kv.init("w", np.zeros_like(values))
+        gradient, out = values.copy(), np.zeros_like(values)
+        with stopped(cluster.servers[0]):
+            handle = kv._here().pushpull("w", gradient, out, 0, 1, private=False)  # as the blocking call does
+            with pytest.raises(RequestTimeout) as caught:
+                handle.wait(0.5)
+            assert caught.value.outcome == "unknown"
+            gradient[...] = -1.0
+            out[...] = -2.0
+        kv.flush()
+        assert (out == -2.0).all()
+        assert np.array_equal(kv.pull("w"), values)
+
+
+@pytest.mark.parametrize("path", ["shm", "tcp"])
+def test_ctrl_c_gives_the_array_back(path: Any) -> None:
+    with LocalCluster(processes=True, path=path) as cluster:
+        kv = cluster.store()
+        values = np.arange(MODEL_BYTES // 4, dtype=np.float32)
+        kv.init("w", np.zeros_like(values))
+        gradient, out = values.copy(), np.zeros_like(values)
+        with stopped(cluster.servers[0]):
+            timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                kv.pushpull("w", gradient, out)
+            timer.join()
+            gradient[...] = -1.0
+            out[...] = -2.0
+        kv.flush()
+        assert (out == -2.0).all()
+        assert np.array_equal(kv.pull("w"), values)
