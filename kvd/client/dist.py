@@ -206,16 +206,21 @@ class DistBackend:
             else:
                 await self._engine.call(calls.DescribeKey(name, wait=True))
         clocks = [await self._engine.call(calls.ClockOf(name)) for name in names]
-        if self._engine.link.predecessor == DEAD and min(clocks) > 0:
-            await self._pull_items(names, targets, priority)  # a restart: the predecessor was past this
+        was_here = self._engine.link.predecessor == DEAD and min(clocks) > 0  # the predecessor was past this
+        if self._sync and was_here:
+            await self._pull_items(names, targets, priority)
         elif self._sync:
             await self._broadcast_round(names, sources, targets, priority)
         else:
-            if sources is not None:
+            if sources is not None and not was_here:
                 await self._engine.call(self._assignment(names, sources, None, priority))
-            for name in names:
-                await self._engine.call(calls.Barrier(_barrier_name("kvd:broadcast", name)))
+            await self._meet("kvd:broadcast", names)
             await self._pull_items(names, targets, priority)
+            await self._meet("kvd:broadcast read", names)  # before that nobody may write: some have yet to read
+
+    async def _meet(self, kind: str, names: list[str]) -> None:
+        for name in names:
+            await self._engine.call(calls.Barrier(_barrier_name(kind, name)))
 
     async def _broadcast_round(
         self, names: list[str], sources: list[Source] | None, targets: list[Target], priority: int

@@ -55,11 +55,24 @@ def ping(body: bytes) -> bytes:
 
 
 def installed_controllers() -> dict[str, Controller]:
-    """The controllers by head: `ping`, and the entry points `kvd.commands` that are installed on this machine."""
+    """The controllers by head: `ping`, and the entry points `kvd.commands` that are installed on this machine. One that
+    cannot be loaded says so when it is asked for: it must not keep the others from working."""
     controllers: dict[str, Controller] = {"ping": ping}
     for entry in entry_points(group="kvd.commands"):
-        controllers[entry.name] = entry.load()
+        try:
+            controllers[entry.name] = entry.load()
+        except Exception as error:  # noqa: BLE001  importing foreign code may raise anything
+            controllers[entry.name] = _broken(entry.name, error)
     return controllers
+
+
+def _broken(name: str, error: Exception) -> Controller:
+    text = f"the controller for {name!r} cannot be loaded on this server: {type(error).__name__}({error})"
+
+    def refuse(_: bytes) -> bytes:
+        raise NotAllowed(text)
+
+    return refuse
 
 
 class JobRunner:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import kvd
 from kvd.config import Role, child_environment, load
+from kvd.errors import BarrierBroken, NodeLost
 from kvd.node.roles import Daemon, SchedulerDaemon, ServerDaemon
 
 T = TypeVar("T")
@@ -180,7 +181,8 @@ class LocalCluster:
         return store
 
     def run(self, program: Callable[[kvd.KVStore], T], type: str = "dist_sync", **settings: Any) -> list[T]:  # noqa: A002
-        """Runs the program once per worker, at the same time; the results in rank order, or the first error."""
+        """Runs the program once per worker, at the same time; the results in rank order, or the error of one. A worker
+        that fails makes the others fail: of several errors it is one that has another cause."""
 
         def worker(number: int) -> tuple[int, T]:
             with kvd.create(
@@ -189,8 +191,11 @@ class LocalCluster:
                 return store.rank, program(store)
 
         with ThreadPoolExecutor(self.num_workers) as pool:
-            results = list(pool.map(worker, range(self.num_workers)))
-        return [result for _, result in sorted(results, key=lambda entry: entry[0])]
+            futures = [pool.submit(worker, number) for number in range(self.num_workers)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, NodeLost | BarrierBroken)), errors[0])
+        return [result for _, result in sorted([future.result() for future in futures], key=lambda entry: entry[0])]
 
     def script(self, code: str, number: int, *arguments: str, **settings: Any) -> subprocess.Popen[bytes]:
         """Starts a program in a process of its own as worker `number`; what it prints can be read from it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 import kvd
+from kvd.client.dist import DistBackend
+from kvd.client.values import Target
 from kvd.errors import (
     BarrierBroken,
     ConfigError,
@@ -106,6 +109,27 @@ def test_broadcast_gives_everyone_the_value_of_rank_0(kind: str) -> None:
     else:
         with LocalCluster(3, 2) as cluster:
             cluster.run(program, kind)
+
+
+def test_async_broadcasts_one_after_the_other_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    pull = DistBackend._pull_items
+
+    async def late(backend: DistBackend, names: list[str], targets: list[Target], priority: int) -> None:
+        if backend.rank == 1:
+            await asyncio.sleep(0.2)
+        await pull(backend, names, targets, priority)
+
+    def program(kv: kvd.KVStore) -> list[float]:
+        out = np.empty(5, np.float32)
+        seen = []
+        for again in range(3):
+            kv.broadcast("w", np.full(5, 10 * again + kv.rank, np.float32), out=out)
+            seen.append(float(out[0]))
+        return seen
+
+    monkeypatch.setattr(DistBackend, "_pull_items", late)
+    with LocalCluster(2, 1) as cluster:
+        assert cluster.run(program, "dist_async") == [[0, 10, 20]] * 2
 
 
 def test_broadcast_and_push_in_one_round_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,20 @@ def test_commands() -> None:
         assert isinstance(done.error, NotAllowed)
         assert text in str(done.error)
     assert JobRunner().run(Run(1, "ping", Span(b"x", 0, 1))).result == b"x"
+
+
+def test_a_command_that_cannot_be_loaded_says_so_and_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = [
+        EntryPoint(name, value, "kvd.commands")
+        for name, value in (("gone", "no.such:thing"), ("ok", "base64:b64encode"))
+    ]
+    monkeypatch.setattr("kvd.node.jobs.entry_points", lambda group: installed if group == "kvd.commands" else [])
+    runner = JobRunner()
+    error = runner.run(Run(1, "gone", Span(None, 0, 0))).error
+    assert isinstance(error, NotAllowed)
+    assert "the controller for 'gone' cannot be loaded on this server: ModuleNotFoundError" in str(error)
+    assert runner.run(Run(2, "ok", Span(b"kvd", 0, 3))).result == b"a3Zk"
+    assert runner.run(Run(3, "ping", Span(b"x", 0, 1))).result == b"x"
 
 
 def test_a_view_starts_where_its_span_does() -> None:

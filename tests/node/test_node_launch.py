@@ -379,6 +379,7 @@ def test_a_guard_that_is_killed_takes_its_command_along(daemon: Any, lines: Line
     assert guard is not None
     os.kill(guard, signal.SIGKILL)
     assert result() == 128 + signal.SIGKILL
+    wait_until_gone(mark["JOB_MARK"])
 
 
 # --- signals to a launcher -------------------------------------------------------------------------------------------
