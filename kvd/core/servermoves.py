@@ -254,8 +254,9 @@ class ServerMoves:
 
     def _turn_down(self, event: Received, rank: int, aims: list[Aim], error: Refused) -> None:
         """Refuses a push. If that is for good, it is remembered: the sender gives the clock to another push, unless it
-        hears (`expected`) that a part of this one is taken already."""
-        if error.error != "clock":
+        hears (`expected`) that a part of this one is taken already. Bytes that do not fit are no worker's of ours: they
+        must not spoil a number that one will use."""
+        if error.error not in ("clock", "ProtocolError"):
             refusal = Refusal(event.sender, error.request, error.error, error.text)
             for aim in aims:
                 aim.unit.log.refuse(rank, refusal)
