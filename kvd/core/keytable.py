@@ -43,7 +43,14 @@ class KeyTable:
     # ── slices and their units ──
 
     def add(
-        self, key: str, index: int, spec: KeySpec, log: SliceLog, creator: int, optimizer: Optimizer | None
+        self,
+        key: str,
+        index: int,
+        spec: KeySpec,
+        log: SliceLog,
+        creator: int,
+        optimizer: Optimizer | None,
+        request: int = 0,
     ) -> None:
         """Puts a slice in, in place of an unpublished one of the same name, and of what was cut in another way."""
         indices = self._indices.setdefault(key, [])
@@ -55,7 +62,7 @@ class KeyTable:
             self._forget(key, index)
             indices.remove(index)
         unit = Unit(next(self._numbers), log, spec.dtype, optimizer)
-        slice_ = Slice(key, index, spec, spec.slice_nbytes(index), creator, unit)
+        slice_ = Slice(key, index, spec, spec.slice_nbytes(index), creator, unit, request)
         unit.take([slice_])
         indices.append(index)
         self.slices[key, index] = slice_

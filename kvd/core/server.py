@@ -69,6 +69,7 @@ class ServerMachine(ServerMoves):
         self._attached: dict[int, int] = {}  # rank → incarnation
         self._paths: dict[int, str] = {}  # rank → how its messages travel, as it said in its Attach
         self._replaced: OrderedDict[int, None] = OrderedDict()  # incarnations of workers that change nothing any more
+        self._heirs: set[int] = set()  # incarnations of workers whose rank had counted here before they came
         self._attaching: dict[int, tuple[Peer, Attach]] = {}  # incarnations that no view has named yet
         self._creating: dict[tuple[str, int], int] = {}  # slices whose Create is under way, and their bytes
         self._control = ServerControl(self._table, self._start_job, self._advance, self._emit)
@@ -170,8 +171,8 @@ class ServerMachine(ServerMoves):
 
     def _view_changed(self) -> None:
         for member in self._view.members.values():
-            if member.role != "worker":
-                continue
+            if member.role != "worker" or member.incarnation in self._replaced:  # a scheduler without its record
+                continue  # may take one for new that has long had a successor
             holder = self._attached.get(member.rank)
             if holder is not None and holder != member.incarnation:
                 self._detach(member.rank, holder)
@@ -191,6 +192,7 @@ class ServerMachine(ServerMoves):
         """Another incarnation has the rank: the earlier one changes nothing any more."""
         self._workers.pop(incarnation, None)
         self._attached.pop(rank, None)
+        self._heirs.discard(incarnation)
         self._replaced[incarnation] = None
         while len(self._replaced) > MAX_REPLACED:
             self._replaced.popitem(last=False)
@@ -207,6 +209,9 @@ class ServerMachine(ServerMoves):
         if rank is not None:
             self._welcome(event.sender, rank, event.peer, attach)
             return
+        if event.sender in self._replaced:
+            self._refuse(event.peer, attach.request, "NotAllowed", "another process took this one's place: stop it")
+            return
         member = self._view.by_incarnation(event.sender)
         if member is not None and member.role == "worker":
             self._welcome(event.sender, member.rank, event.peer, attach)
@@ -214,11 +219,20 @@ class ServerMachine(ServerMoves):
             self._attaching[event.sender] = (event.peer, attach)  # its view is on the way to us
 
     def _welcome(self, incarnation: int, rank: int, peer: Peer, attach: Attach) -> None:
+        """Answers an heir, whose rank has counted here before it came, with Clocks: the scheduler may not know that."""
+        counted = [unit.log.own_clock(rank) for unit in self._table.units.values()]
+        if incarnation not in self._workers and any(counted):
+            self._heirs.add(incarnation)
         self._workers[incarnation] = rank
         self._attached[rank] = incarnation
         self._paths[rank] = attach.path
         self._came_over[rank] = peer
-        self._send(peer, Done(attach.request))
+        if incarnation in self._heirs:
+            versions = [unit.log.version for unit in self._table.units.values()]
+            answer = Clocks(attach.request, min(counted), max(counted), min(versions), max(versions))
+            self._send(peer, answer)
+        else:
+            self._send(peer, Done(attach.request))
 
     # ── keys ──
 
@@ -229,8 +243,10 @@ class ServerMachine(ServerMoves):
         place = (init.key, init.index)
         old = self._table.slices.get(place)
         if old is not None and old.creator == event.sender and old.spec == init.spec:
-            self._send(event.peer, Done(init.request))
-            return
+            is_newer = init.request > old.request  # an init that was given up, and made again with other values
+            if not is_newer or self._table.is_in_use(init.key):
+                self._send(event.peer, Done(init.request))
+                return
         if place in self._creating:
             return  # when it is asked again, this is done
         error = self._init_error(event, init, rank)
@@ -255,13 +271,26 @@ class ServerMachine(ServerMoves):
             return _in_use(init.key)
         staging = settings.rounds_ahead * settings.num_workers
         led = self._table.bytes_led + sum(self._creating.values()) - (0 if old is None else old.nbytes)
-        demand = (led + spec.slice_nbytes(init.index)) * (3 + staging)
+        demand = (led + self._still_to_come(init)) * (3 + staging)
         if demand > self._settings.memory_limit_bytes or len(self._table.slices) >= MAX_SLICES:
             return "NotAllowed", (
                 f"key {init.key!r} would take this server to {demand >> 20} MiB (3 copies, and {staging} staged), its "
                 f"limit is {self._settings.memory_limit_bytes >> 20} MiB: add servers, or raise memory_limit_bytes"
             )
         return None
+
+    def _still_to_come(self, init: Init) -> int:
+        """The bytes of this slice, and of the others if it is the first of its key that comes here: a key that does not
+        fit is refused before a part of it takes room."""
+        spec = init.spec
+        if self._table.of_key(init.key) or any(key == init.key for key, _ in self._creating):
+            return spec.slice_nbytes(init.index)
+        mine = self._link.rank
+        return sum(
+            spec.slice_nbytes(index)
+            for index in range(spec.num_slices)
+            if index == init.index or self._view.server_of(init.key, index) == mine
+        )
 
     def _created(self, event: Received, init: Init, done: JobDone) -> None:
         del self._creating[init.key, init.index]
@@ -275,7 +304,7 @@ class ServerMachine(ServerMoves):
             return
         settings = self._view.settings
         log = SliceLog(settings.mode != "async", settings.rounds_ahead, settings.staleness, done.result)
-        self._table.add(init.key, init.index, init.spec, log, event.sender, self._control.optimizer)
+        self._table.add(init.key, init.index, init.spec, log, event.sender, self._control.optimizer, init.request)
         self._send(event.peer, Done(init.request))
 
     def _publish(self, event: Received, publish: Publish) -> None:

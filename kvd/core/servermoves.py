@@ -194,6 +194,7 @@ class ServerMoves:
         self._await(pending, rank, aims)
         for aim in aims:
             self._advance(aim.unit)
+            self._fail_blocked(aim.unit)
         if (
             (push.probe or event.nbytes > self._settings.small_push_bytes)
             and not pending.closed
@@ -233,6 +234,9 @@ class ServerMoves:
         turn = log.turn(rank, aim.clock)
         if turn is Turn.KNOWN:
             return None
+        if turn is Turn.MISSED:
+            text = f"round {aim.clock} of {unit.key!r} was closed without worker {rank}, which had left the rounds"
+            return Refused(request, "NotAllowed", text, (), unit.key, aim.clock)
         told = log.refusal(rank, event.sender, request)
         if told is not None:
             return Refused(request, told.error, told.text, (), unit.key)
@@ -259,8 +263,10 @@ class ServerMoves:
         if error.error not in ("clock", "ProtocolError"):
             refusal = Refusal(event.sender, error.request, error.error, error.text)
             for aim in aims:
-                aim.unit.log.refuse(rank, refusal)
-                if aim.unit.log.turn(rank, aim.clock) is Turn.KNOWN:
+                turn = aim.unit.log.turn(rank, aim.clock)
+                if turn is Turn.NEXT:
+                    aim.unit.log.refuse(rank, refusal)
+                elif turn is Turn.KNOWN:
                     error = replace(error, expected=aim.clock)
         self._send(event.peer, error)
 
@@ -281,8 +287,6 @@ class ServerMoves:
             waiting = Waiting(pending, position, rank, aim.clock, aim.slice)
             if not self._settle(aim.unit, waiting):
                 aim.unit.waiting.append(waiting)
-                if self._dead:
-                    self._fail_blocked(aim.unit)
             if pending.closed:
                 return
 
@@ -327,6 +331,7 @@ class ServerMoves:
             if not self._settle(unit, entry):
                 unit.waiting.append(entry)
         self._advance(unit)
+        self._fail_blocked(unit)
 
     def _not_applied(self, unit: Unit, error: KvdError) -> None:
         """The update failed: those whose pushes were in it, and those who wait for what they staged later, are told."""
@@ -352,6 +357,7 @@ class ServerMoves:
             else:
                 unit.waiting.append(entry)
         self._advance(unit)
+        self._fail_blocked(unit)
 
     # ── pulls ──
 
@@ -383,6 +389,8 @@ class ServerMoves:
             self._refuse(event.peer, request, "NotAllowed", f"{MAX_PENDING} requests wait already")
             return
         self._await(Pending(event.peer, event.sender, request, False, True, len(aims)), rank, aims)
+        for aim in aims:
+            self._fail_blocked(aim.unit)
 
     def _settle(self, unit: Unit, waiting: Waiting) -> bool:
         """Takes the unit's part of the answer if it is there; answers when it was the last. True: waits no more."""
@@ -443,7 +451,7 @@ class ServerMoves:
 
     def _fail_blocked(self, unit: Unit) -> None:
         """Tells those who wait for a dead worker. What they pushed stays staged, should it come back."""
-        lost = [rank for rank in self._blockers(unit) if rank in self._dead]
+        lost = [rank for rank in self._blockers(unit) if rank in self._dead] if self._dead else []
         if not lost:
             return
         waiting, unit.waiting = unit.waiting, []

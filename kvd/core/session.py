@@ -113,7 +113,7 @@ class SchedulerLink:
                     return False
                 self.joined = self._welcomed = True
                 self.rank = message.rank
-                self.predecessor = message.predecessor
+                self.predecessor = message.predecessor or self.predecessor  # one without a record knows of none
                 self._next_send = now + self._interval_s
                 self._effects.append(Note("info", f"joined as {self.name}", {"node_id": self.identity.node_id}))
             return True

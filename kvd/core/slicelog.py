@@ -26,6 +26,7 @@ class Turn(Enum):
 
     NEXT = "next"  # its turn: stage it
     KNOWN = "known"  # staged or counted before: answer it as the first time
+    MISSED = "missed"  # its round was closed without this worker
     WRONG = "wrong"  # neither
 
 
@@ -80,15 +81,19 @@ class SliceLog:
     def committed_clock(self, rank: int) -> int:
         return self.version if self.sync else self.committed.get(rank, 0)
 
+    def own_clock(self, rank: int) -> int:
+        """The clock up to which the worker's own pushes count: rounds that were closed without it are not its own."""
+        return min(self.staged.get(rank, 0), self.counted_clock(rank))
+
     # ── staging ──
 
     def turn(self, rank: int, clock: int) -> Turn:
-        """Whether a push with this clock is the next one of its worker, one that is known, or out of turn."""
+        """Whether a push with this clock is the next one of its worker, is known, came too late, or is out of turn."""
         staged = self.staged_clock(rank)
         if clock < 1:  # the first push has clock 1
             return Turn.WRONG
         if clock <= staged:
-            return Turn.KNOWN
+            return Turn.KNOWN if not self.sync or clock <= self.staged.get(rank, 0) else Turn.MISSED
         if clock == staged + 1 and clock <= self.counted_clock(rank) + self.rounds_ahead:
             return Turn.NEXT
         return Turn.WRONG
@@ -123,7 +128,7 @@ class SliceLog:
         for contributions in self._rounds.values():
             contributions.pop(rank, None)
         self._arrived = [contribution for contribution in self._arrived if contribution.rank != rank]
-        self.staged[rank] = self.counted_clock(rank)
+        self.staged[rank] = self.own_clock(rank)
         self.refusals.pop(rank, None)
 
     def activate(self, rank: int, clock: int) -> None:

@@ -45,6 +45,7 @@ class Slice:
     nbytes: int
     creator: int  # the incarnation whose Init made it
     unit: Unit
+    request: int = 0  # of that Init
     position: int = 0  # among the slices of the unit
     offset: int = 0  # in its bytes
     loaded: tuple[int, int] = (0, 0)  # who stored optimizer state of it last, and the request

@@ -32,7 +32,7 @@ from kvd.core.workerkeys import LOST, READY
 from kvd.core.workermaking import KeyMaking
 from kvd.core.workermoves import Moves
 from kvd.errors import NodeLost, NotAllowed
-from kvd.protocol.messages import Attach, Done, Enter, Leave, Refused, Staged, StatusQuery, ViewNumber
+from kvd.protocol.messages import Attach, Clocks, Done, Enter, Leave, Refused, Staged, StatusQuery, ViewNumber
 
 MAX_CLOCK_REFUSALS = 400
 
@@ -138,7 +138,9 @@ class WorkerMachine(Moves, KeyMaking):
             self._attach(entry.peer)
         if refused.error == "pack" and entry.packing is not None:
             self._declare(entry.packing, entry.priority)
-        if entry.attempts >= MAX_CLOCK_REFUSALS:
+        key = self._keys.get(refused.key)
+        is_hopeless = refused.error == "clock" and refused.expected > 0 and key is not None and key.broken is not None
+        if entry.attempts >= MAX_CLOCK_REFUSALS or is_hopeless:
             given_up = replace(refused, error="NotAllowed", expected=max(refused.expected, 1))  # it may still be taken
             event = Received(entry.peer, 0, self.view.number, given_up)
             entry.answered(entry, event)
@@ -168,7 +170,9 @@ class WorkerMachine(Moves, KeyMaking):
             if server.state in (DEAD, LEFT):
                 self._fail_calls_to(server.incarnation, server.rank)
         member = self.view.by_incarnation(self.incarnation)
-        if self._left_rounds and member is not None and member.state == ACTIVE:
+        if member is not None and member.state in (DONE, LEFT):
+            self._left_rounds = True  # the answer to our Leave may be lost
+        elif self._left_rounds and member is not None and member.state == ACTIVE:
             self._leave_again()
         self._check_joined()
 
@@ -183,7 +187,9 @@ class WorkerMachine(Moves, KeyMaking):
 
         def answered(entry: Entry, event: Received) -> None:
             self._settled(None, entry)
-            if isinstance(event.message, Done):
+            if isinstance(event.message, Clocks) and not self.link.predecessor:
+                self.link.predecessor = DEAD  # so it was: the scheduler was started without its record
+            if isinstance(event.message, Done | Clocks):
                 self._ready_servers.add(server)
                 self._check_joined()
 
@@ -288,7 +294,7 @@ class WorkerMachine(Moves, KeyMaking):
             return
         self._rewound = request.clock
         for key in self._keys.values():
-            key.clock = min(key.clock, request.clock)
+            key.clock = min(key.clock, max(request.clock, key.floor))
             key.broken = None
         self._complete(call)
 

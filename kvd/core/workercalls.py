@@ -213,7 +213,10 @@ class CallBook(ABC):
 
     def _gone_error(self, peer: Any) -> NodeLost | None:
         """What a request to this peer ends with, if it is a server that is dead or has left."""
-        server = next((member for member in self._gone_servers if member.incarnation == peer), None)
+        if peer is None:  # it was gone before we could connect to it
+            server = next((member for member in self._gone_servers if member.rank not in self._servers), None)
+        else:
+            server = next((member for member in self._gone_servers if member.incarnation == peer), None)
         if server is None:
             return None
         node, text = name_of("server", server.rank), self._lost_text(server.rank)
@@ -222,7 +225,7 @@ class CallBook(ABC):
     def _lost_text(self, rank: int) -> str:
         return (
             f"{name_of('server', rank)} died, and with replicas=1 its part of the keys is gone: "
-            f"restart the job, or restore a snapshot"
+            f"start the job again from its last checkpoint"
         )
 
     def _error_of(self, event: Received) -> KvdError | None:

@@ -26,6 +26,7 @@ class WorkerKey:
     fits: KeySpec | None = None  # the spec of a program's value that was found to fit
     state: int = UNKNOWN
     clock: int = 0
+    floor: int = 0  # it takes part again from there on: the rounds before were closed without it
     open_pushes: int = 0  # started and not settled
     failing_pushes: int = 0  # of those, refused in part so far: whether in all, is still open
     pulling: list[int] = field(default_factory=list)  # versions (sync) that pulls under way have asked for

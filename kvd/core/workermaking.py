@@ -194,6 +194,7 @@ class KeyMaking(KeyTurns):
             left -= 1
             if left == 0:
                 if error is None:
+                    key.floor = key.clock
                     key.state = READY
                 then(error)
 

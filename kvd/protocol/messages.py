@@ -249,7 +249,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """First message to a server: drop what my predecessor had staged; I am `rank`, and my messages travel by `path`."""
+    """First message to a server: drop what my predecessor had staged; I am `rank`, and my messages travel by `path`.
+
+    Answered with Done, or with Clocks if pushes of this rank counted there before this incarnation came.
+    """
 
     KIND: ClassVar[int] = 32
     request: Number
