@@ -69,7 +69,7 @@ class ServerMachine(ServerMoves):
         self._attached: dict[int, int] = {}  # rank → incarnation
         self._paths: dict[int, str] = {}  # rank → how its messages travel, as it said in its Attach
         self._replaced: OrderedDict[int, None] = OrderedDict()  # incarnations of workers that change nothing any more
-        self._heirs: set[int] = set()  # incarnations of workers whose rank had counted here before they came
+        self._heirs: set[int] = set()  # incarnations of workers whose rank was here before they came
         self._attaching: dict[int, tuple[Peer, Attach]] = {}  # incarnations that no view has named yet
         self._creating: dict[tuple[str, int], int] = {}  # slices whose Create is under way, and their bytes
         self._control = ServerControl(self._table, self._start_job, self._advance, self._emit)
@@ -219,9 +219,10 @@ class ServerMachine(ServerMoves):
             self._attaching[event.sender] = (event.peer, attach)  # its view is on the way to us
 
     def _welcome(self, incarnation: int, rank: int, peer: Peer, attach: Attach) -> None:
-        """Answers an heir, whose rank has counted here before it came, with Clocks: the scheduler may not know that."""
+        """Answers an heir, whose rank has pushed or made keys here before it came, with Clocks: the scheduler may not
+        know that."""
         counted = [unit.log.own_clock(rank) for unit in self._table.units.values()]
-        if incarnation not in self._workers and any(counted):
+        if incarnation not in self._workers and (any(counted) or (rank == 0 and counted)):
             self._heirs.add(incarnation)
         self._workers[incarnation] = rank
         self._attached[rank] = incarnation

@@ -25,7 +25,6 @@ WORKERS = 3
 STEPS = 8
 HARD = Mishaps(within_s=6.0, crashes=2, pauses=2, cuts=2, ghosts=2, scheduler_restarts=1)
 LASTING = replace(HARD, within_s=25.0)  # so long takes a run in a nasty network, of which joining is a good part
-NO_CRASHES = Mishaps(within_s=6.0, pauses=2, cuts=2, scheduler_restarts=2)
 LONG_PAUSES = Mishaps(within_s=6.0, crashes=1, pauses=3, cuts=1, scheduler_restarts=1, longest_pause_s=18.0)
 
 
@@ -102,12 +101,13 @@ CAMPAIGNS: dict[str, Campaign] = {
     "ledger, async": Campaign("ledger", mode="async"),
     "ledger, stale by 1": Campaign("ledger", mode="async", staleness=1),
     "ledger, stale by 0, nasty": Campaign("ledger", mode="async", staleness=0, mishaps=LASTING, faults=NASTY),
-    "ledger, no record": Campaign("ledger", mishaps=NO_CRASHES, state_dir=False),
+    "ledger, no record": Campaign("ledger", state_dir=False),
     "lives": Campaign("lives"),
+    "lives, no record": Campaign("lives", mishaps=LASTING, faults=NASTY, state_dir=False),
     "lives, nasty": Campaign("lives", mishaps=LASTING, faults=NASTY),
     "lives, async, slow jobs": Campaign("lives", mode="async", job_s=(0.0, 0.5), mishaps=LASTING, faults=NASTY),
     "rounds": Campaign("rounds"),
-    "rounds, no record": Campaign("rounds", mishaps=NO_CRASHES, state_dir=False),
+    "rounds, no record": Campaign("rounds", state_dir=False),
     "rounds, nasty": Campaign("rounds", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.2)),
     "rounds, long pauses": Campaign("rounds", mishaps=LONG_PAUSES),
     "mixed": Campaign("mixed"),
@@ -131,6 +131,7 @@ CAMPAIGNS: dict[str, Campaign] = {
     ),
     "refusals, stale by 1": Campaign("refusals", mode="async", staleness=1, job_s=(0.0, 0.5), failing_updates=0.3),
     "training": Campaign("training"),
+    "training, no record": Campaign("training", state_dir=False),
     "training, nasty": Campaign("training", mishaps=LASTING, faults=NASTY),
     "training, long pauses": Campaign("training", mishaps=LONG_PAUSES),
 }

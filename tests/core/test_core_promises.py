@@ -1,0 +1,250 @@
+"""Orders of events in which an acknowledged push was lost once, or a call had no end. Each has its own story."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvd.core import calls
+from kvd.core.machine import Span
+from kvd.errors import KeyNotFound, NodeLost, NotAllowed, RequestTimeout
+from kvd.protocol.messages import (
+    Activate,
+    Attach,
+    ClockQuery,
+    Clocks,
+    Done,
+    Init,
+    Lookup,
+    Part,
+    Push,
+    Refused,
+    Welcome,
+)
+from tests.core.core_fakes import (
+    SLICE,
+    cluster,
+    from_scheduler,
+    member,
+    one,
+    padded_bytes,
+    said,
+    uint8,
+)
+from tests.core.server_bench import Bench as Server
+from tests.core.server_bench import kinds, ready, refusal
+from tests.core.worker_bench import Bench as Worker
+from tests.core.worker_bench import ready as worker
+
+# ── rounds without a worker ──
+
+
+def test_a_push_for_a_round_that_was_closed_without_its_worker_is_not_acknowledged() -> None:
+    bench = ready()
+    bench.push(0, 1, request=11)
+    assert said(bench.look(member("worker", 1, "left"))) == [Done(11)]
+    late = refusal(bench.push(1, 1, request=21))  # it was lost on the way, and comes after its worker's good-bye
+    assert (late.error, late.expected) == ("NotAllowed", 1)
+    assert "closed without worker 1" in late.text
+    assert refusal(bench.push(1, 1, None, request=21, probe=True)).error == "NotAllowed"
+    assert said(bench.push(0, 1, request=11)) == [Done(11)]  # the push of who was there counts
+
+
+def test_what_a_replaced_worker_had_counted_is_known_and_no_more() -> None:
+    bench = ready()
+    for clock in (1, 2):
+        bench.push(0, clock)
+        bench.push(1, clock)
+    bench.push(1, 3)
+    bench.look(member("worker", 1, life=1))
+    bench.attach(1, life=1)
+    assert kinds(bench.push(1, 2, life=1)) == ["Done"]
+    assert kinds(bench.push(1, 3, life=1)) == ["Staged"]
+
+
+def test_a_worker_that_has_left_by_the_view_pushes_no_more() -> None:
+    bench = worker()
+    left = bench.call(calls.LeaveRounds("done"), timeout_s=1.0)
+    bench.wait(1.0)
+    assert isinstance(bench.error(left), RequestTimeout)  # the scheduler carries it out all the same
+    bench.look(member("worker", 0, "done"))
+    assert isinstance(bench.error(bench.push("w")), NotAllowed)
+
+
+def test_rewind_does_not_go_back_to_rounds_that_were_closed_without_the_worker() -> None:
+    bench = Worker(rank=1, predecessor="left")
+    call = bench.call(calls.ClockOf("w"))
+    bench.found()
+    query = bench.take(ClockQuery)
+    bench.say(query.peer, Clocks(query.message.request, 3, 3, 3, 3))  # type: ignore[union-attr]
+    bench.reply(bench.take(Activate), Done)
+    assert bench.result(call) == 3
+    bench.call(calls.Rewind(2))
+    bench.push("w")
+    assert bench.clocks() == [("w", 0, 4)]
+
+
+# ── a scheduler without its record ──
+
+
+def test_an_heir_is_told_by_the_servers() -> None:
+    bench = ready()
+    for rank in (0, 1):
+        bench.push(rank, 1)
+    assert said(bench.attach(0)) == [Done(1)]  # its own pushes are no news to it
+    bench.look(member("worker", 1, life=1))
+    for _ in range(2):
+        assert said(bench.attach(1, life=1)) == [Clocks(1, 1, 1, 1, 1)]
+    bench.push(1, 2, life=1)
+    assert said(bench.attach(1, life=1)) == [Clocks(1, 1, 1, 1, 1)]  # what is staged does not count yet
+
+
+def test_an_heir_asks_for_its_clocks_though_the_scheduler_knows_of_no_predecessor() -> None:
+    bench = Worker(rank=1, joined=False)
+    bench.attach = False
+    bench.step(from_scheduler(Welcome(1, 1, ""), (1, 0)))
+    bench.look()
+    attach = bench.take(Attach)
+    bench.say(attach.peer, Clocks(attach.message.request, 2, 2, 2, 2))  # type: ignore[union-attr]
+    bench.push("w")
+    bench.found()
+    query = bench.take(ClockQuery)
+    bench.say(query.peer, Clocks(query.message.request, 2, 2, 2, 2))  # type: ignore[union-attr]
+    assert bench.clocks() == [("w", 0, 3)]
+
+
+def test_a_new_scheduler_does_not_make_a_successor_forget_what_it_is() -> None:
+    bench = Worker(rank=1, predecessor="dead")
+    bench.step(from_scheduler(Refused(0, "join", "who are you?"), (2, 0)))
+    bench.step(from_scheduler(Welcome(1, 1, ""), (2, 0)))
+    assert bench.machine.link.predecessor == "dead"
+
+
+def test_a_replaced_worker_is_not_taken_back() -> None:
+    bench = ready()
+    for rank in (0, 1):
+        bench.push(rank, 1)
+    bench.look(member("worker", 1, life=1))
+    bench.attach(1, life=1)
+    bench.look(member("worker", 1, life=0))  # a scheduler without its record heard the ghost first
+    assert refusal(bench.attach(1)).error == "NotAllowed"
+    assert refusal(bench.push(1, 1)).error == "attach"
+    bench.push(0, 2)
+    assert kinds(bench.push(1, 2, life=1)) == ["Done", "Done"]
+
+
+# ── who is told of the dead, and when ──
+
+
+def test_async_a_push_within_the_bound_is_not_failed_for_a_dead_worker() -> None:
+    bench = ready(settings=cluster(mode="async", staleness=1))
+    bench.push(1, 1)
+    bench.look(member("worker", 1, "dead"))
+    for clock in (1, 2):
+        assert kinds(bench.push(0, clock)) == ["Done"]
+    assert refusal(bench.push(0, 3)).error == "NodeLost"
+
+
+def test_who_comes_to_wait_for_the_dead_when_a_round_ends_is_told() -> None:
+    bench = ready(settings=cluster(3), workers=3)
+    bench.push(2, 1, request=31)
+    bench.push(0, 1, request=11)
+    bench.push(0, 2, request=12)
+    bench.look(member("worker", 2, "dead"))  # nobody waits for it yet: it has pushed for round 1
+    effects = bench.push(1, 1, request=21)
+    told = {message.request: type(message).__name__ for message in said(effects)}
+    assert told == {11: "Done", 21: "Done", 31: "Done", 12: "Refused"}
+    assert refusal(effects).nodes == ("worker 2",)
+
+
+def test_a_push_behind_a_failed_one_is_given_up_at_once() -> None:
+    bench = worker()
+    first, second = bench.push("w"), bench.push("w")
+    bench.refuse(Push, "NotAllowed", key="w")
+    assert isinstance(bench.error(first), NotAllowed)
+    bench.refuse(Push, "clock", key="w", expected=1)
+    assert isinstance(bench.error(second), NotAllowed)
+    flush = bench.call(calls.Flush())
+    assert bench.result(flush) is None
+    rewind = bench.call(calls.Rewind(0))
+    assert bench.result(rewind) is None
+
+
+# ── refusals ──
+
+
+def test_the_refusal_of_a_later_push_does_not_hit_an_earlier_one() -> None:
+    bench = ready()
+    bench.init("v", b"\0")
+    bench.push(1, 1, None, key="v", how=2)
+    later = Push(12, (Part("w", 0, 2), Part("v", 0, 1)), 0, 1, False)
+    assert isinstance(refusal(bench.say(0, later, padded_bytes([b"\1", b"\1"]))), Refused)
+    earlier = Push(11, (Part("w", 0, 1),), 0, 1, False)  # it was overtaken, on a new connection
+    assert kinds(bench.say(0, earlier, b"\5")) == ["Staged"]
+
+
+# ── keys ──
+
+
+def test_an_init_that_is_made_again_brings_its_own_values() -> None:
+    bench = Server()
+    spec = uint8(2 * SLICE)
+    old, new = b"\1" * SLICE, b"\2" * SLICE
+    bench.say(0, Init(11, "w", spec, 0), old)  # slice 1 does not get through, and the call is given up
+    bench.say(0, Init(21, "w", spec, 0), new)
+    bench.say(0, Init(22, "w", spec, 1), new)
+    assert said(bench.say(0, Init(11, "w", spec, 0), old)) == [Done(11)]  # a late copy changes nothing
+    assert bench.value("w", 0) + bench.value("w", 1) == new + new
+
+
+def test_a_key_that_does_not_fit_takes_no_room() -> None:
+    bench = Server(memory=10 * 7 * SLICE)  # (3 + 2 rounds ahead × 2 workers) × ten slices
+    big = uint8(11 * SLICE)
+    assert refusal(bench.say(0, Init(11, "big", big, 0), bytes(SLICE))).error == "NotAllowed"
+    bench.init("fits", bytes(10 * SLICE), uint8(10 * SLICE))
+    assert bench.value("fits", 9) == bytes(SLICE)
+
+
+@pytest.mark.parametrize("role", ["observer", "worker"])
+def test_a_server_that_was_gone_when_we_came_is_asked_when_it_is_back(role: str) -> None:
+    bench = Worker(joined=False, role=role)
+    bench.members["server", 0] = member("server", 0, "dead")
+    bench.step(from_scheduler(Welcome(1, -1 if role == "observer" else 0, ""), (1, 0)))
+    bench.look()
+    early = bench.call(calls.DescribeKey("w"))
+    assert isinstance(bench.error(early), NodeLost)
+    bench.look(member("server", 0, life=1))
+    late = bench.call(calls.DescribeKey("w"))
+    send = bench.take(Lookup)
+    bench.say(send.peer, Refused(send.message.request, "KeyNotFound", "no", (), "w"))  # type: ignore[union-attr]
+    assert isinstance(bench.error(late), KeyNotFound)
+
+
+# ── what the program takes back ──
+
+
+def test_what_was_given_up_is_sent_again_from_the_copy() -> None:
+    bench = worker()
+    source: Any = bytearray(b"\1")
+    move = calls.Move((calls.Item("w", uint8(1), source, "target"),), push=True, pull=True)
+    call = bench.call(move)
+    sent = bench.take(Push)
+    assert one(sent.payload) == Span(source, 0, 1)
+    done = bench.call(calls.TakeBack(((source, b"copy"),)))
+    assert bench.result(done) is None
+    assert isinstance(bench.error(call), RequestTimeout)
+    bench.wait(3.0)
+    assert one(bench.take(Push).payload) == Span(b"copy", 0, 1)
+
+
+def test_what_was_not_begun_is_not_sent_when_it_is_given_up() -> None:
+    bench = worker()
+    for _ in range(2):
+        bench.push("w")
+    source: Any = bytearray(b"\1")
+    call = bench.call(calls.Move((calls.Item("w", uint8(1), source, None),), push=True, pull=False))
+    bench.call(calls.TakeBack(((source, b"copy"),)))
+    assert bench.error(call).outcome == "not_sent"
+    bench.settle()
+    assert [clock for _, _, clock in bench.clocks()] == [2]
