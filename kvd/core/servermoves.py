@@ -13,7 +13,21 @@ from itertools import chain
 from typing import NamedTuple
 
 from kvd.core.keytable import KeyTable
-from kvd.core.machine import Apply, Contribution, Effect, Job, JobDone, Note, Peer, Received, Send, Span, spans_of
+from kvd.core.machine import (
+    Apply,
+    Buffer,
+    Contribution,
+    Effect,
+    Job,
+    JobDone,
+    Note,
+    Peer,
+    Received,
+    Rope,
+    Send,
+    Span,
+    spans_of,
+)
 from kvd.core.membership import name_of
 from kvd.core.packs import Pack, PackTable
 from kvd.core.requests import Pending, PendingTable
@@ -301,6 +315,9 @@ class ServerMoves:
         record = unit.log.close_next(self._required)
         if record is None:
             return
+        if not record.contributions:
+            self._committed(unit, unit.log.current)
+            return
         optimizer = unit.optimizer_for(record.number)
         merge = self._view.settings.merge or "sum"
         log = unit.log
@@ -324,8 +341,12 @@ class ServerMoves:
         """With one replica the record is committed as soon as it is applied."""
         if done.error is not None:
             self._not_applied(unit, done.error)
-            return
-        unit.log.commit(done.result)
+        else:
+            self._committed(unit, done.result)
+
+    def _committed(self, unit: Unit, buffer: Buffer | Rope) -> None:
+        """Those who waited for this version are answered, and the next round may begin."""
+        unit.log.commit(buffer)
         waiting, unit.waiting = unit.waiting, []
         for entry in waiting:
             if not self._settle(unit, entry):

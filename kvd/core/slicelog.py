@@ -161,12 +161,13 @@ class SliceLog:
         self.closing = Record(self.closed, taken)
         return self.closing
 
-    def _take_round(self, required: Iterable[int]) -> tuple[Contribution, ...] | None:
+    def _take_round(self, required: Collection[int]) -> tuple[Contribution, ...] | None:
+        """A round is empty if all who are required came back after it, and whoever had to push for it has left."""
         clock = self.closed + 1
-        contributions = self._rounds.get(clock)
-        if not contributions or self.missing(clock, required):
+        contributions = self._rounds.get(clock, {})
+        if self.missing(clock, required) or not (contributions or required):
             return None
-        del self._rounds[clock]
+        self._rounds.pop(clock, None)
         return tuple(contributions[rank] for rank in sorted(contributions))
 
     def _take_arrived(self, required: Collection[int]) -> tuple[Contribution, ...] | None:

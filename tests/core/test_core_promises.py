@@ -33,7 +33,7 @@ from tests.core.core_fakes import (
     uint8,
 )
 from tests.core.server_bench import Bench as Server
-from tests.core.server_bench import kinds, ready, refusal
+from tests.core.server_bench import kinds, ready, refusal, values
 from tests.core.worker_bench import Bench as Worker
 from tests.core.worker_bench import ready as worker
 
@@ -83,6 +83,22 @@ def test_rewind_does_not_go_back_to_rounds_that_were_closed_without_the_worker()
     bench.call(calls.Rewind(2))
     bench.push("w")
     assert bench.clocks() == [("w", 0, 4)]
+
+
+def test_a_round_that_nobody_is_left_to_push_for_does_not_hold_up_the_rest() -> None:
+    bench = ready()
+    bench.init("v", b"\7")
+    for rank in (0, 1):
+        bench.push(rank, 1, b"\1")  # of w; the pushes of v are lost, and both leave though their flush failed
+    for rank in (0, 1):
+        bench.look(member("worker", rank, "left"))
+    bench.look(member("worker", 0, life=1))
+    bench.attach(0, life=1)
+    bench.say(0, Activate(9, "w", 1), life=1)
+    bench.say(0, Activate(9, "v", 1), life=1)  # a key counts as far as the furthest of its slices
+    assert values(bench.pull(0, 1, key="v", life=1)) == ((1,), [b"\7"])
+    assert kinds(bench.push(0, 2, b"\5", key="v", life=1)) == ["Done"]
+    assert values(bench.pull(0, 2, key="v", life=1)) == ((2,), [b"\5"])
 
 
 # ── a scheduler without its record ──
