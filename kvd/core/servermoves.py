@@ -8,9 +8,8 @@ who waited.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 from kvd.core.keytable import KeyTable
 from kvd.core.machine import (
@@ -30,6 +29,7 @@ from kvd.core.machine import (
 )
 from kvd.core.membership import name_of
 from kvd.core.packs import Pack, PackTable
+from kvd.core.pushchecks import Aim, push_error, remembered
 from kvd.core.requests import Pending, PendingTable
 from kvd.core.session import SchedulerLink
 from kvd.core.slicelog import Refusal, Turn
@@ -37,7 +37,6 @@ from kvd.core.units import Slice, Unit, Waiting
 from kvd.errors import KvdError
 from kvd.protocol.messages import (
     ABSENT,
-    ADD,
     ANY_CLOCK,
     SMALL_PUSH_BYTES,
     DeclarePack,
@@ -51,7 +50,7 @@ from kvd.protocol.messages import (
     Staged,
     Values,
 )
-from kvd.protocol.specs import DTYPES, padded, payload_nbytes
+from kvd.protocol.specs import padded
 
 MAX_PENDING = 1 << 18
 
@@ -67,15 +66,6 @@ class ServerSettings:
     memory_limit_bytes: int
     fail_on_worker_loss: bool
     small_push_bytes: int = SMALL_PUSH_BYTES
-
-
-class Aim(NamedTuple):
-    """What a part of a request is about."""
-
-    unit: Unit
-    slice: Slice | None  # None: all of the unit
-    clock: int
-    nbytes: int
 
 
 class ServerMoves:
@@ -198,9 +188,10 @@ class ServerMoves:
         if aims is None:
             return
         self._came_over[rank] = event.peer
-        error = self._push_error(event, push, rank, aims)
+        merge = self._view.settings.merge
+        error = push_error(push, event, rank, aims, merge) or self._limit_error(push.request, rank, aims)
         if error is not None:
-            self._turn_down(event, rank, aims, error)
+            self._send(event.peer, remembered(error, event.sender, rank, aims))
             return
         if not push.probe:
             self._stage(event, push, rank, aims)
@@ -208,7 +199,7 @@ class ServerMoves:
         self._await(pending, rank, aims)
         for aim in aims:
             self._advance(aim.unit)
-            self._fail_blocked(aim.unit)
+        self._fail_blocked_of(aims)
         if (
             (push.probe or event.nbytes > self._settings.small_push_bytes)
             and not pending.closed
@@ -226,63 +217,12 @@ class ServerMoves:
             self._send(event.peer, Staged(request))
         return True
 
-    def _push_error(self, event: Received, push: Push | PushPack, rank: int, aims: list[Aim]) -> Refused | None:
-        """The refusal of a push that cannot be taken as a whole; nothing of it is staged then."""
-        request = push.request
-        brings_bytes = push.how != ABSENT and not push.probe
-        expected_nbytes = payload_nbytes([aim.nbytes for aim in aims]) if brings_bytes else 0
-        if event.nbytes != expected_nbytes:
-            text = f"a push of these {len(aims)} slices has {expected_nbytes} bytes, this one has {event.nbytes}"
-            return Refused(request, "ProtocolError", text)
-        for aim in aims:
-            error = self._aim_error(event, push, rank, aim)
-            if error is not None:
-                return error
-        if len(self._pending) >= MAX_PENDING and any(aim.unit.log.committed_clock(rank) < aim.clock for aim in aims):
-            is_new = any(aim.unit.log.turn(rank, aim.clock) is Turn.NEXT for aim in aims)
-            return Refused(request, "NotAllowed" if is_new else "clock", f"{MAX_PENDING} requests wait already")
-        return None
-
-    def _aim_error(self, event: Received, push: Push | PushPack, rank: int, aim: Aim) -> Refused | None:
-        request, unit, log = push.request, aim.unit, aim.unit.log
-        turn = log.turn(rank, aim.clock)
-        if turn is Turn.KNOWN:
+    def _limit_error(self, request: int, rank: int, aims: list[Aim]) -> Refused | None:
+        """A push that counts already is answered at once, however many wait."""
+        if len(self._pending) < MAX_PENDING or all(aim.unit.log.committed_clock(rank) >= aim.clock for aim in aims):
             return None
-        if turn is Turn.MISSED:
-            text = f"round {aim.clock} of {unit.key!r} was closed without worker {rank}, which had left the rounds"
-            return Refused(request, "NotAllowed", text, (), unit.key, aim.clock)
-        told = log.refusal(rank, event.sender, request)
-        if told is not None:
-            return Refused(request, told.error, told.text, (), unit.key)
-        if turn is Turn.WRONG or push.probe:
-            expected = log.staged_clock(rank) + 1
-            text = f"push {aim.clock} of {unit.key!r} by worker {rank} is out of turn, {expected} is next"
-            return Refused(request, "clock", text, (), unit.key, expected)
-        if log.mixes(aim.clock, push.how):
-            text = f"key {unit.key!r} is broadcast and pushed in the same round: all workers must do the same"
-            return Refused(request, "NotAllowed", text, (), unit.key)
-        if push.how == ADD and not DTYPES[unit.dtype].is_float:
-            if unit.optimizer is not None:
-                text = f"key {unit.key!r} is {unit.dtype}: optimizers update float keys only"
-                return Refused(request, "NotAllowed", text, (), unit.key)
-            if self._view.settings.merge == "weighted":
-                text = f"key {unit.key!r} is {unit.dtype}: a weighted merge takes float keys only"
-                return Refused(request, "NotAllowed", text, (), unit.key)
-        return None
-
-    def _turn_down(self, event: Received, rank: int, aims: list[Aim], error: Refused) -> None:
-        """Refuses a push. If that is for good, it is remembered: the sender gives the clock to another push, unless it
-        hears (`expected`) that a part of this one is taken already. Bytes that do not fit are no worker's of ours: they
-        must not spoil a number that one will use."""
-        if error.error not in ("clock", "ProtocolError"):
-            refusal = Refusal(event.sender, error.request, error.error, error.text)
-            for aim in aims:
-                turn = aim.unit.log.turn(rank, aim.clock)
-                if turn is Turn.NEXT:
-                    aim.unit.log.refuse(rank, refusal)
-                elif turn is Turn.KNOWN:
-                    error = replace(error, expected=aim.clock)
-        self._send(event.peer, error)
+        is_new = any(aim.unit.log.turn(rank, aim.clock) is Turn.NEXT for aim in aims)
+        return Refused(request, "NotAllowed" if is_new else "clock", f"{MAX_PENDING} requests wait already")
 
     def _stage(self, event: Received, push: Push | PushPack, rank: int, aims: list[Aim]) -> None:
         offset = 0
@@ -313,10 +253,10 @@ class ServerMoves:
             unit.tasks.pop(0)()
             return
         record = unit.log.close_next(self._required)
+        while record is not None and not record.contributions:
+            self._commit(unit, unit.log.current)
+            record = unit.log.close_next(self._required)
         if record is None:
-            return
-        if not record.contributions:
-            self._committed(unit, unit.log.current)
             return
         optimizer = unit.optimizer_for(record.number)
         merge = self._view.settings.merge or "sum"
@@ -342,17 +282,18 @@ class ServerMoves:
         if done.error is not None:
             self._not_applied(unit, done.error)
         else:
-            self._committed(unit, done.result)
+            self._commit(unit, done.result)
+            self._advance(unit)
+            if self._dead:
+                self._fail_blocked(unit)
 
-    def _committed(self, unit: Unit, buffer: Buffer | Rope) -> None:
-        """Those who waited for this version are answered, and the next round may begin."""
+    def _commit(self, unit: Unit, buffer: Buffer | Rope) -> None:
+        """The closed round becomes a version: those who waited for it are answered."""
         unit.log.commit(buffer)
         waiting, unit.waiting = unit.waiting, []
         for entry in waiting:
             if not self._settle(unit, entry):
                 unit.waiting.append(entry)
-        self._advance(unit)
-        self._fail_blocked(unit)
 
     def _not_applied(self, unit: Unit, error: KvdError) -> None:
         """The update failed: those whose pushes were in it, and those who wait for what they staged later, are told."""
@@ -378,7 +319,8 @@ class ServerMoves:
             else:
                 unit.waiting.append(entry)
         self._advance(unit)
-        self._fail_blocked(unit)
+        if self._dead:
+            self._fail_blocked(unit)
 
     # ── pulls ──
 
@@ -410,8 +352,7 @@ class ServerMoves:
             self._refuse(event.peer, request, "NotAllowed", f"{MAX_PENDING} requests wait already")
             return
         self._await(Pending(event.peer, event.sender, request, False, True, len(aims)), rank, aims)
-        for aim in aims:
-            self._fail_blocked(aim.unit)
+        self._fail_blocked_of(aims)
 
     def _settle(self, unit: Unit, waiting: Waiting) -> bool:
         """Takes the unit's part of the answer if it is there; answers when it was the last. True: waits no more."""
@@ -470,9 +411,14 @@ class ServerMoves:
         slowest = log.slowest(self._required)
         return [rank for rank in self._required if log.staged_clock(rank) == slowest]
 
+    def _fail_blocked_of(self, aims: list[Aim]) -> None:
+        if self._dead:
+            for aim in aims:
+                self._fail_blocked(aim.unit)
+
     def _fail_blocked(self, unit: Unit) -> None:
         """Tells those who wait for a dead worker. What they pushed stays staged, should it come back."""
-        lost = [rank for rank in self._blockers(unit) if rank in self._dead] if self._dead else []
+        lost = [rank for rank in self._blockers(unit) if rank in self._dead]
         if not lost:
             return
         waiting, unit.waiting = unit.waiting, []

@@ -164,10 +164,13 @@ class SliceLog:
     def _take_round(self, required: Collection[int]) -> tuple[Contribution, ...] | None:
         """A round is empty if all who are required came back after it, and whoever had to push for it has left."""
         clock = self.closed + 1
-        contributions = self._rounds.get(clock, {})
-        if self.missing(clock, required) or not (contributions or required):
+        contributions = self._rounds.get(clock)
+        if not contributions:
+            is_over = bool(required) and all(self.staged.get(rank, 0) >= clock for rank in required)
+            return () if is_over else None
+        if self.missing(clock, required):
             return None
-        self._rounds.pop(clock, None)
+        del self._rounds[clock]
         return tuple(contributions[rank] for rank in sorted(contributions))
 
     def _take_arrived(self, required: Collection[int]) -> tuple[Contribution, ...] | None:
