@@ -601,7 +601,8 @@ def _problems(config: Config) -> Iterator[tuple[str, str]]:
     if config.replicas == 2:
         yield (
             "replicas",
-            "replicas = 2: this version keeps one copy of every value; set replicas = 1 and take snapshots",
+            "replicas = 2: this version keeps one copy of every value; set replicas = 1 and save checkpoints with the "
+            "program",
         )
     if config.on_worker_loss == "shrink":
         yield "on_worker_loss", "on_worker_loss = shrink is not available in this version: set it to fail or wait"
@@ -774,15 +775,17 @@ def child_environment(changes: Mapping[str, str], environ: Mapping[str, str] | N
     return {name: value for name, value in environ.items() if name not in own} | dict(changes)
 
 
-def terminal_colour(environ: Mapping[str, str] | None, stream: TextIO) -> bool:
+def terminal_colour(environ: Mapping[str, str] | None, stream: TextIO | None) -> bool:
     """Whether to write colours to a stream: a terminal that can show them, and no ``NO_COLOR``.
 
     Args:
         environ: the variables; ``None``: those of this process.
-        stream: where the text goes.
+        stream: where the text goes; ``None``, which is what Python has for a closed one: nowhere.
     """
     environ = os.environ if environ is None else environ
-    return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb" and not stream.closed and stream.isatty()
+    if stream is None or stream.closed or environ.get("NO_COLOR") or environ.get("TERM") == "dumb":
+        return False
+    return stream.isatty()
 
 
 def machine_memory_bytes(*, cgroup: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -1,1 +1,1 @@
-"""The command line of kvd: `kvd_cli.main` is the program, each other file a family of its commands."""
+"""The command line of kvd: `kvd_cli.main` is the program, `kvd_cli.program` its commands and their errors."""

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from kvd_cli.connect import as_worker, observer
+from kvd_cli.health import Report, health_of
 from kvd_cli.options import common_options, current
 from kvd_cli.output import ago, print_json, print_table, size
 
-Report = Mapping[str, Any]
 SHARED_MEMORY = "shared memory"  # what needs no remark
 
 
 @click.command()
 @common_options()
 def status() -> None:
-    """Show who is in the cluster and how the servers are. Exit code 1 if a node is dead or missing."""
+    """Show who is in the cluster and how the servers are.
+
+    Exit code 1 if a node is dead or missing, or a server does not answer.
+    """
     with observer() as cluster:
         report: Report = cluster.status()
-    dead = [f"{member['role']} {member['rank']}" for member in report["members"] if member["state"] == "dead"]
-    is_healthy = not dead and not report["missing"]
+    health = health_of(report)
     if current().output == "json":
-        print_json({"healthy": is_healthy, **report})
+        print_json({"healthy": health.is_healthy, **report})
     else:
         print_table(["NODE", "STATE", "ADDRESS", "HEARD", "NOTES"], _member_rows(report))
         if report.get("servers"):
@@ -35,8 +36,10 @@ def status() -> None:
         if paths:
             click.echo()
             print_table(["WORKER", "SERVER", "PATH"], paths)
-        _print_problems(dead, report["missing"])
-    click.get_current_context().exit(0 if is_healthy else 1)
+        sys.stdout.flush()
+        for line in health.advice:
+            click.echo(line, err=True)
+    click.get_current_context().exit(0 if health.is_healthy else 1)
 
 
 def _member_rows(report: Report) -> list[list[object]]:
@@ -78,10 +81,19 @@ def _notes_of(server: Report) -> str:
     """What a server's requests wait for, and how it updates."""
     notes = [f"waits for {', '.join(server['waiting_for'])}"] if server["waiting_for"] else []
     if server["optimizer"]:
-        notes.append(str(server["optimizer"]))
+        notes.append(_optimizer_text(server["optimizer"]))
     if server.get("links", SHARED_MEMORY) != SHARED_MEMORY:
         notes.append(f"answers by {server['links']}")
     return "; ".join(notes)
+
+
+def _optimizer_text(optimizer: Any) -> str:
+    """An optimizer as a program would write it, such as ``SGD(learning_rate=0.1)``. What it is made of came from a
+    network."""
+    match optimizer:
+        case [str() as name, {**fields}] | ["schedule", str() as name, {**fields}]:
+            return f"{name}({', '.join(f'{field}={_optimizer_text(value)}' for field, value in fields.items())})"
+    return str(optimizer)
 
 
 def _path_rows(report: Report) -> list[list[object]]:
@@ -98,16 +110,6 @@ def _path_rows(report: Report) -> list[list[object]]:
 def _by_rank(entry: tuple[tuple[str, str], list[str]]) -> tuple[int, list[str]]:
     (worker, _), ranks = entry
     return int(worker.rpartition(" ")[2]), ranks
-
-
-def _print_problems(dead: list[str], missing: list[str]) -> None:
-    sys.stdout.flush()
-    if dead:
-        click.echo(
-            f"dead: {', '.join(dead)}. Start it again under the same node id, and it takes up its rank.", err=True
-        )
-    if missing:
-        click.echo(f"missing: {', '.join(missing)}. The job waits until all are there.", err=True)
 
 
 @click.command()

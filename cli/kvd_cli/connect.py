@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from kvd.client.admin import Observer
 from kvd.client.store import KVStore, create, leave_at_once
 from kvd_cli.options import current
+from kvd_cli.patience import check_host, told_when_slow
 
 
 @contextlib.contextmanager
@@ -18,7 +19,10 @@ def observer() -> Iterator[Observer]:
         ConnectError: no scheduler answers.
     """
     config = current().load_client().config
-    with Observer(config) as cluster:
+    check_host(config)
+    with told_when_slow(config):
+        cluster = Observer(config)
+    with cluster:
         yield cluster
 
 
@@ -27,7 +31,9 @@ def as_worker() -> Iterator[KVStore]:
     """A worker of the cluster, of whatever mode it has. It leaves without waiting for the others."""
     loaded = current().load_client()
     given = {name: getattr(loaded.config, name) for name, origin in loaded.origin.items() if origin != "default"}
-    store = create("dist", **given)
+    check_host(loaded.config)
+    with told_when_slow(loaded.config):
+        store = create("dist", **given)
     store.set_barrier_before_exit(False)
     try:
         yield store

@@ -87,5 +87,5 @@ def _worker_environment(loaded: Loaded) -> dict[str, str]:
 
 
 def _run_daemon(role: Role, ready_file: Path | None) -> None:
-    loaded = current().load_daemon()
+    loaded = current().load_silently()
     click.get_current_context().exit(roles.run_daemon(loaded, role, ready_file=ready_file))

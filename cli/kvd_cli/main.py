@@ -1,112 +1,64 @@
-"""The program ``kvd``: its commands, and what an error becomes at a terminal."""
+"""The program ``kvd``: how its process begins and ends. What it does is in `kvd_cli.program`.
+
+Little is imported here: what all commands need takes half a second to import, and who presses Ctrl-C meanwhile wants
+to see no traceback.
+"""
 
 from __future__ import annotations
 
-import importlib
+import atexit
 import os
+import signal
 import sys
-import traceback
-from typing import Any, Final, cast
+from typing import Final, NoReturn
 
-import click
+from kvd_cli import streams
 
-from kvd.errors import ConfigError, ConnectError, KvdError, RequestTimeout
-from kvd_cli.options import common_options, is_verbose
-
-COMMANDS: Final = {
-    "demo": "kvd_cli.demo:demo",
-    "scheduler": "kvd_cli.daemons:scheduler",
-    "server": "kvd_cli.daemons:server",
-    "worker": "kvd_cli.daemons:worker",
-    "launch": "kvd_cli.launch:launch",
-    "status": "kvd_cli.cluster:status",
-    "keys": "kvd_cli.cluster:keys",
-    "init": "kvd_cli.values:init",
-    "push": "kvd_cli.values:push",
-    "pull": "kvd_cli.values:pull",
-    "pushpull": "kvd_cli.values:pushpull",
-    "barrier": "kvd_cli.cluster:barrier",
-    "command": "kvd_cli.cluster:command",
-    "dead-nodes": "kvd_cli.cluster:dead_nodes",
-    "bench": "kvd_cli.bench:bench",
-    "config": "kvd_cli.config:config",
-    "completion": "kvd_cli.completion:completion",
-}
-"""Name → module and attribute, in the order of the help. A command's module is imported when it is used."""
-
-PIPE_CLOSED: Final = 141
+FAILED: Final = 1
 INTERRUPTED: Final = 130
+PIPE_CLOSED: Final = 141
 
 
-class Kvd(click.Group):
-    """The group of all commands: loads them when they are used, and turns errors into messages and exit codes."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names, in the order of the help."""
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of this name."""
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, attribute = COMMANDS[cmd_name].partition(":")
-        return cast(click.Command, getattr(importlib.import_module(module), attribute))
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. What went wrong becomes one line on stderr and an exit code."""
-        try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()  # a pipe that is closed must be noticed here, not when the interpreter ends
-            return result
-        except BrokenPipeError:
-            _forget_stdout()
-            ctx.exit(PIPE_CLOSED)
-        except KeyboardInterrupt:
-            ctx.exit(INTERRUPTED)
-        except KvdError as error:
-            if is_verbose(ctx):
-                traceback.print_exc()
-            else:
-                click.echo(f"error: {error}", err=True)
-                for note in getattr(error, "__notes__", ()):
-                    click.echo(f"  {note}", err=True)
-            ctx.exit(exit_code_of(error))
-
-
-def exit_code_of(error: KvdError) -> int:
-    """The exit code that an error stands for: 2 usage, 3 cannot connect, 4 timed out, 1 everything else."""
-    if isinstance(error, ConfigError):
-        return 2
-    if isinstance(error, ConnectError):
-        return 3
-    return 4 if isinstance(error, RequestTimeout) else 1
-
-
-def _forget_stdout() -> None:
-    """Point stdout at nothing: what is still in its buffer would raise again when the interpreter ends."""
-    try:
-        descriptor = sys.stdout.fileno()
-    except (OSError, ValueError):  # a test's stdout has none
-        return
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, descriptor)
-    os.close(nothing)
-
-
-@click.group(cls=Kvd, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.version_option(package_name="kvd-ps", prog_name="kvd")
-@common_options()
-def cli() -> None:
-    """A parameter server: keeps the weights of a model while workers on many machines train it.
-
-    `kvd demo` shows a whole cluster at work. Exit codes: 0 well, 1 unhealthy or failed, 2 wrong usage or settings,
-    3 cannot connect, 4 timed out.
-    """
-
-
-def main() -> None:
+def main() -> NoReturn:
     """Run the command line with the arguments of this process, then exit."""
-    cli.main(prog_name="kvd")
+    is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it is to be ignored
+    code = FAILED
+    try:
+        if is_interruptible:
+            signal.signal(signal.SIGINT, _leave)
+            # The interpreter takes handlers away before it is done, and then an interrupt would change the exit code.
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+        code = _run(is_interruptible)
+        streams.flush()
+    except BrokenPipeError:
+        code = PIPE_CLOSED
+        streams.forget_stdout()
+    except streams.OutputError as error:
+        code = FAILED
+        streams.forget_stdout()
+        print(f"error: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    sys.exit(code)
+
+
+def _run(is_interruptible: bool) -> int:
+    """The exit code of the command. An interrupt raises while it runs, and ends the process before and after that."""
+    try:
+        streams.prepare()
+        from kvd_cli.program import run  # only now that an interrupt is dealt with
+
+        if is_interruptible:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return run()
+    finally:
+        if is_interruptible:
+            signal.signal(signal.SIGINT, _leave)
+
+
+def _leave(*_: object) -> NoReturn:
+    """End at once: nothing has begun yet, or all is done."""
+    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -61,20 +61,31 @@ class Options:
         Raises:
             ConfigError: a setting is wrong.
         """
+        loaded = self._load()
+        for note in loaded.notes:
+            _log.warning("%s", note)
+        return loaded
+
+    def load_silently(self) -> Loaded:
+        """The settings of a daemon, which tells its notes itself, in its log."""
+        self._use_timeout()
+        return self._load()
+
+    def load_daemon(self) -> Loaded:
+        """The settings of a job; ``--timeout`` is the deadline of its calls."""
+        self._use_timeout()
+        return self.load()
+
+    def _load(self) -> Loaded:
         overrides = dict(self.settings)
         if self.verbose:
             overrides.setdefault("log_level", "debug")
-        loaded = load(overrides, file=self.file)
-        for note in loaded.notes:
-            _log.warning("%s", note)
-        self.loaded = loaded
-        return loaded
+        self.loaded = load(overrides, file=self.file)
+        return self.loaded
 
-    def load_daemon(self) -> Loaded:
-        """The settings of a daemon or a job; ``--timeout`` is the deadline of its calls."""
+    def _use_timeout(self) -> None:
         if self.timeout_s is not None:
             self.settings.setdefault("request_timeout_s", self.timeout_s)
-        return self.load()
 
     def load_client(self) -> Loaded:
         """The settings of a command that asks a cluster something, with ``--timeout`` as its deadline.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 import click
 from rich.console import Console
@@ -19,8 +20,9 @@ STYLES = {"active": "green", "ready": "green", "done": "cyan", "left": "dim", "d
 
 def console() -> Console:
     """A console on stdout, with colours if it is a terminal that shows them and nobody objects."""
-    colour = terminal_colour(None, sys.stdout)
-    return Console(file=sys.stdout, no_color=not colour, highlight=False, soft_wrap=not sys.stdout.isatty())
+    # without a colour system there is no bold either, which rich's no_color would leave
+    system: Literal["auto"] | None = "auto" if terminal_colour(None, sys.stdout) else None
+    return Console(file=sys.stdout, color_system=system, highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
 def print_json(value: object) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +16,7 @@ import numpy.typing as npt
 from kvd.errors import ConfigError
 from kvd_cli.connect import as_worker, observer
 from kvd_cli.options import common_options, current
+from kvd_cli.outfile import write_file
 from kvd_cli.output import print_json, print_table, size
 
 Array = npt.NDArray[Any]
@@ -105,7 +104,11 @@ def read_array(file: Path, dtype: str | None = None) -> Array:
         raise ConfigError(f"{file} is an archive: give a .npy file with one array")
     if array.dtype.kind not in "fiub":
         raise ConfigError(f"{file} has the dtype {array.dtype}: a value is an array of numbers")
-    return array if dtype is None else array.astype(_dtype(dtype))
+    if dtype is not None:
+        return array.astype(_dtype(dtype))
+    if array.dtype.name not in _DTYPES:
+        raise ConfigError(f"{file} has the dtype {array.dtype}: give --dtype with one of {', '.join(_DTYPES)}")
+    return array
 
 
 def _dtype(name: str) -> np.dtype[Any]:
@@ -113,7 +116,7 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def write_array(file: Path, array: Array) -> None:
-    """Write a .npy file under exactly this name: aside first, so that nobody finds half of one.
+    """Write a .npy file under exactly this name: see `write_file`.
 
     Raises:
         ConfigError: it cannot be written.
@@ -121,25 +124,7 @@ def write_array(file: Path, array: Array) -> None:
     if array.dtype.name == "bfloat16":
         click.echo("note: a .npy file knows no bfloat16: the values are written as float32, which holds each", err=True)
         array = array.astype(np.float32)
-    try:
-        descriptor, aside = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-        try:
-            with open(descriptor, "wb") as stream:
-                np.save(stream, array, allow_pickle=False)
-            os.chmod(aside, 0o666 & ~_umask())
-            os.replace(aside, file)
-        except BaseException:
-            os.unlink(aside)
-            raise
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from None
-
-
-def _umask() -> int:
-    """The permissions that new files do not get. There is no other way to ask than to set it."""
-    umask = os.umask(0o077)
-    os.umask(umask)
-    return umask
+    write_file(file, lambda sink: np.save(sink, array, allow_pickle=False))
 
 
 def _deliver(key: str, value: Array, out: Path | None) -> None:

@@ -96,7 +96,19 @@ def run(job: Job, sink: Sink, *, handle_signals: bool = True) -> int:
         The exit code: 0 if all workers ended well, else that of the first worker that failed; 128 + n after signal n;
         2 or 1 if a daemon did not start or died.
     """
-    return asyncio.run(Launch(job, sink).run(handle_signals=handle_signals))
+    with _handlers_restored() if handle_signals else contextlib.nullcontext():
+        return asyncio.run(Launch(job, sink).run(handle_signals=handle_signals))
+
+
+@contextlib.contextmanager
+def _handlers_restored() -> Iterator[None]:
+    """Put back the handlers of the signals that end a job, which `Launch.run` leaves without effect at its end."""
+    old = {number: signal.getsignal(number) for number in _STOPPED_BY}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 class Launch:
@@ -320,8 +332,13 @@ class Launch:
         try:
             yield
         finally:
+            # The job has its exit code: a signal that comes now has nothing to end, and must not end this process with
+            # another. Held back meanwhile, for the default handler is in place between the two calls.
+            held_back = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
             for number in numbers:
                 loop.remove_signal_handler(number)
+                signal.signal(number, _do_nothing)
+            signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
 
     def _on_signal(self, number: signal.Signals) -> None:
         again = self._stopped().done()
@@ -338,12 +355,18 @@ class Launch:
         elif at_once is not None and not at_once.done():
             at_once.set_result(None)
 
-    def _on_sink_error(self) -> None:
-        """Nobody reads the output any more: end as a program does that writes to a closed pipe. From any thread."""
+    def _on_sink_error(self, stream: Stream, error: OSError) -> None:
+        """The output goes nowhere any more: end as a program does that writes to a closed pipe, or to a full disk. From
+        any thread."""
 
         def end() -> None:
-            if not self._stopped().done():
+            if self._stopped().done():
+                return
+            if isinstance(error, BrokenPipeError):
                 self._on_stop(exit_code(-signal.SIGPIPE))
+            else:
+                self._say(f"cannot write {stream} ({error.strerror or error}): ending the job")
+                self._on_stop(1)
 
         with contextlib.suppress(RuntimeError):
             self._running_loop().call_soon_threadsafe(end)
@@ -377,12 +400,13 @@ class _Child:
         command: Sequence[str],
         environment: Mapping[str, str],
         sink: Sink,
-        on_sink_error: Callable[[], None],
+        on_sink_error: Callable[[Stream, OSError], None],
         *,
         guards: bool,
     ) -> None:
         self.name = name
         self._guards = guards
+        self._reaping = threading.Lock()  # held to take the exit code, after which the number may be somebody else's
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()
         try:
@@ -417,19 +441,23 @@ class _Child:
 
     def kill_session(self) -> None:
         """End it and everything in its session, without asking anyone."""
-        if not self.exited.done():
-            kill_session(self.pid)
+        with self._reaping:
+            if self._process.returncode is None:
+                kill_session(self.pid)
 
     def _signal(self, number: signal.Signals) -> None:
-        if not self.exited.done():
-            self._process.send_signal(number)
+        # Not by `Popen.send_signal`, which takes the exit code of one that has just ended away from `_wait`.
+        with self._reaping:
+            if self._process.returncode is None:
+                os.kill(self.pid, number)
 
     def _wait(self) -> None:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         # As long as nobody has taken its exit code, nobody else can have its number. A guard that did its work has
         # left nobody behind; one that was killed has.
         kill_session(self.pid)
-        code = exit_code(self._process.wait())
+        with self._reaping:
+            code = exit_code(self._process.wait())
         for thread in self.outputs:
             thread.join(KILL_GRACE_S)  # so that its last words come before its end is told
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -467,7 +495,9 @@ class _ReadySocket:
                 self.message.set_result(None)
 
 
-def _relay(name: str, stream: Stream, pipe: IO[bytes], sink: Sink, on_sink_error: Callable[[], None]) -> None:
+def _relay(
+    name: str, stream: Stream, pipe: IO[bytes], sink: Sink, on_sink_error: Callable[[Stream, OSError], None]
+) -> None:
     """Hand a pipe on, line by line, until its end."""
     broken = False
     with pipe:
@@ -476,9 +506,13 @@ def _relay(name: str, stream: Stream, pipe: IO[bytes], sink: Sink, on_sink_error
                 continue  # keep reading: a node must not stop because nobody listens
             try:
                 sink(name, stream, line.removesuffix(b"\n"))
-            except OSError:
+            except OSError as error:
                 broken = True
-                on_sink_error()
+                on_sink_error(stream, error)
+
+
+def _do_nothing(*_: object) -> None:
+    """A handler: of a signal that comes too late."""
 
 
 def _join(threads: Sequence[threading.Thread], limit_s: float) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import secrets
 import signal
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +27,8 @@ from kvd.node.driver import Driver
 from kvd.node.identity import host_id, new_incarnation
 from kvd.node.jobs import JobRunner
 from kvd.node.memory import keep_freed_memory
+from kvd.node.readyfile import ReadyFile
+from kvd.node.statefile import StateFile
 from kvd.node.watch import ProcessWatch
 from kvd.observe.log import configure, event
 from kvd.observe.systemd import Notifier
@@ -42,7 +42,6 @@ logger = logging.getLogger("kvd.node")
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_NO_CONNECTION = 0, 1, 2, 3
 WATCH_INTERVAL_S = 1.0
-STATE_FILE = "scheduler.json"
 
 
 def run_daemon(loaded: Loaded, role: Role, *, ready_file: Path | None = None) -> int:
@@ -51,15 +50,18 @@ def run_daemon(loaded: Loaded, role: Role, *, ready_file: Path | None = None) ->
     configure(config.log_format, config.log_level, role)
     for note in loaded.notes:
         event(logger, logging.WARNING, note)
+    ready = None if ready_file is None else ReadyFile(ready_file)
     try:
+        if ready is not None:
+            ready.check()
         daemon: Daemon = SchedulerDaemon(loaded) if role == "scheduler" else ServerDaemon(loaded)
-        return asyncio.run(daemon.run(ready_file))
+        return asyncio.run(daemon.run(ready))
     except KvdError as error:
         event(logger, logging.ERROR, str(error))
         return _exit_code(error)
     finally:
-        if ready_file is not None:
-            ready_file.unlink(missing_ok=True)
+        if ready is not None:
+            ready.remove()
 
 
 def _exit_code(error: KvdError) -> int:
@@ -90,7 +92,7 @@ class Daemon(ABC):
         self.address = ""  # where it listens, once it does
         self._ended: asyncio.Future[int] | None = None
 
-    async def run(self, ready_file: Path | None = None, *, signals: bool = True) -> int:
+    async def run(self, ready: ReadyFile | None = None, *, signals: bool = True) -> int:
         """Runs until `end` is called. Without `signals` it can run in any thread."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
@@ -106,8 +108,10 @@ class Daemon(ABC):
             self.driver = self.make_driver(address)
             self.driver.start()
             self.address = address
-            background += [loop.create_task(self.watchdog()), loop.create_task(self.announce(address, ready_file))]
+            background += [loop.create_task(self.watchdog()), loop.create_task(self.announce(address, ready))]
             background += self.tasks(watch)
+            for task in background:
+                task.add_done_callback(self._background_ended)
             return await self._ended
         finally:
             self.notifier.stopping("stopping")
@@ -136,13 +140,22 @@ class Daemon(ABC):
     def halted(self, error: KvdError) -> None:
         self.end(_exit_code(error), str(error))
 
-    async def announce(self, address: str, ready_file: Path | None) -> None:
+    def _background_ended(self, task: asyncio.Task[None]) -> None:
+        """A daemon without one of its tasks only looks alive: nobody would be told that it is ready, or not."""
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        if not isinstance(error, KvdError):
+            logger.error("a part of this daemon failed, which is a defect", exc_info=error)
+            error = KvdError(f"{type(error).__name__}: {error}")
+        self.say_goodbye()
+        self.halted(error)
+
+    async def announce(self, address: str, ready: ReadyFile | None) -> None:
         """Tells those who wait for it that the daemon is ready, with the address that it listens at."""
         await self.until_ready()
-        if ready_file is not None:
-            aside = ready_file.with_name(ready_file.name + ".part")
-            aside.write_text(address + "\n")
-            aside.rename(ready_file)
+        if ready is not None:
+            ready.write(address)
         self.notifier.ready(f"{self.role} at {address}")
 
     async def watchdog(self) -> None:
@@ -176,11 +189,11 @@ class SchedulerDaemon(Daemon):
             config.worker_timeout_s,
             break_on_loss=config.on_worker_loss == "fail",
         )
-        saved = self._load_state()
-        self.machine = self._make_machine(settings, saved)
+        state = StateFile(Path(config.state_dir)) if config.state_dir else None
+        self.machine = self._make_machine(settings, state)
         generation = self.machine.view_number.generation
-        if saved is not None or config.state_dir:
-            self._save_state(self.machine.record())
+        if state is not None:
+            state.save_first(self.machine.record())
         event(
             logger,
             logging.INFO,
@@ -194,7 +207,7 @@ class SchedulerDaemon(Daemon):
             self.transport,
             executor=self.executor,
             on_halt=self.halted,
-            persist=self._save_state if config.state_dir else None,
+            persist=None if state is None else state.save,
         )
 
     def _cluster(self) -> Settings:
@@ -216,18 +229,18 @@ class SchedulerDaemon(Daemon):
     def say_goodbye(self) -> None:
         """Nobody to tell: the nodes go on without a scheduler, and join the next one."""
 
-    def _make_machine(self, settings: SchedulerSettings, saved: dict[str, Any] | None) -> SchedulerMachine:
+    def _make_machine(self, settings: SchedulerSettings, state: StateFile | None) -> SchedulerMachine:
         """A machine that goes on where the saved one was."""
-        generation = 1 if saved is None else int(saved["generation"]) + 1
         now = asyncio.get_running_loop().time()
+        if state is None:
+            return SchedulerMachine(settings, new_incarnation(), 1, now, None)
+        state.prepare()
+        saved = state.load()
         try:
+            generation = 1 if saved is None else int(saved["generation"]) + 1
             return SchedulerMachine(settings, new_incarnation(), generation, now, saved)
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-            raise self._bad_state(error) from None
-
-    def _bad_state(self, error: Exception) -> ConfigError:
-        text = f"{self._state_path()} is no state of a scheduler ({error}): move it away to start with an empty one"
-        return ConfigError(text, setting="state_dir")
+            raise state.unusable(error) from None
 
     async def until_ready(self) -> None:
         return None
@@ -248,35 +261,6 @@ class SchedulerDaemon(Daemon):
     def _lost(self, lost: PeerLost) -> None:
         if self.driver is not None:
             self.driver.feed(lost)
-
-    # ── the state ──
-
-    def _state_path(self) -> Path:
-        return Path(self.config.state_dir) / STATE_FILE
-
-    def _load_state(self) -> dict[str, Any] | None:
-        if not self.config.state_dir:
-            return None
-        path = self._state_path()
-        try:
-            state: dict[str, Any] = json.loads(path.read_text())
-            SchedulerMachine.check_record(state)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise self._bad_state(error) from None
-        return state
-
-    def _save_state(self, record: Mapping[str, object]) -> None:
-        """Written aside, synced and renamed: a crash leaves the old state or the new one."""
-        path = self._state_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(path.name + ".part")
-        with aside.open("w") as file:
-            json.dump(record, file)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(path)
 
 
 class ServerDaemon(Daemon):
@@ -331,8 +315,7 @@ class ServerDaemon(Daemon):
                     f"no scheduler answers at {where} after {self.config.request_timeout_s:g} s: start one there "
                     f"(kvd scheduler --scheduler {where}), or set KVD_SCHEDULER to where it is"
                 )
-                self.halted(ConnectError(text, address=where))
-                return
+                raise ConnectError(text, address=where)
             await asyncio.sleep(0.02)
 
 

@@ -8,6 +8,7 @@ bounded number of messages at a time.
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket as unix
 import threading
 import time
@@ -78,11 +79,7 @@ class ZmqTransport:
             router.bind(address)
         except zmq.ZMQError as error:
             router.close(linger=0)
-            raise ConnectError(
-                f"cannot listen at {address}: {error.strerror}; stop what listens there, or choose another address "
-                f"(port 0 takes any free port)",
-                address=address,
-            ) from None
+            raise ConnectError(f"cannot listen at {address}: {_why_not(error)}", address=address) from None
         self._router = router
         self._watch(router, None)
         bound: bytes = router.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
@@ -272,6 +269,21 @@ class ZmqTransport:
 
 def _is_readable(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(EVENTS)) & POLLIN)
+
+
+def _why_not(error: zmq.ZMQError) -> str:
+    """Why an address cannot be listened on, and what to do."""
+    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):  # the second one is said of a name or an interface
+        return (
+            "this machine has no such address; give one that it has (`ip address` lists them), or tcp://0.0.0.0:PORT "
+            "for all of them"
+        )
+    what = error.strerror
+    if error.errno == errno.EADDRINUSE:
+        return f"{what}; stop what listens there, or choose another address (port 0 takes any free port)"
+    if error.errno == errno.EACCES:
+        return f"{what}; choose another address: ports below 1024 are for root, and a path needs a folder of this user"
+    return f"{what}; choose another address"
 
 
 def _someone_listens(path: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from kvd_cli.main import cli
+from kvd_cli.program import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0

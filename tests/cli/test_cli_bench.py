@@ -35,7 +35,7 @@ from kvd_cli.bench_work import (
     time_steps,
 )
 from kvd_cli.bench_worker import Bench
-from kvd_cli.main import cli
+from kvd_cli.program import cli
 
 PRINTED = {
     "name": "1KiB",

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 
 from kvd.node.launch import Job, Stream
 from kvd_cli.demo_view import LiveView, PlainView
-from kvd_cli.main import cli
 from kvd_cli.prefix import Prefixer
+from kvd_cli.program import cli
 
 Spawn = Callable[..., "subprocess.Popen[str]"]
 DEADLINE_S = 100.0

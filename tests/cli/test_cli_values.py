@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvd.errors import ConfigError
-from kvd_cli.output import ago, printable, size
+from kvd_cli.output import ago, print_table, printable, size
 from kvd_cli.values import read_array, summarise, write_array
 
 
@@ -64,6 +66,28 @@ def test_archives_and_texts_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "t.npy", np.array(["a"]))
     with pytest.raises(ConfigError, match="numbers"):
         read_array(tmp_path / "t.npy")
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint16", "int16"])
+def test_dtypes_that_no_value_has(dtype: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "w.npy", np.ones(2, dtype=dtype))
+    with pytest.raises(ConfigError, match=rf"w\.npy has the dtype {dtype}: give --dtype with one of float16, "):
+        read_array(tmp_path / "w.npy")
+    assert read_array(tmp_path / "w.npy", "float32").tolist() == [1.0, 1.0]
+
+
+def test_a_terminal_without_colour_gets_no_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for no_colour in ("1", ""):
+        monkeypatch.setenv("NO_COLOR", no_colour)
+        monkeypatch.setenv("TERM", "xterm-256color")
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stdout", terminal)
+        print_table(["NODE", "STATE"], [["server 0", "dead"]])
+        assert ("\x1b" in terminal.getvalue()) == (no_colour == "")
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

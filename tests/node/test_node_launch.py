@@ -22,7 +22,7 @@ import pytest
 
 from kvd.errors import ConfigError, RequestTimeout
 from kvd.node.affinity import Plan, auto_servers, plan, running_on, usable_cores
-from kvd.node.launch import MAX_LINE, Job, Launch, run
+from kvd.node.launch import MAX_LINE, Job, Launch, _Child, run
 from kvd.node.parent import Guard, ParentWatch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -380,6 +380,27 @@ def test_a_guard_that_is_killed_takes_its_command_along(daemon: Any, lines: Line
     os.kill(guard, signal.SIGKILL)
     assert result() == 128 + signal.SIGKILL
     wait_until_gone(mark["JOB_MARK"])
+
+
+def test_a_process_that_has_just_ended_may_be_killed(monkeypatch: pytest.MonkeyPatch, lines: Lines) -> None:
+    """Its exit code is still there, for the thread that waits for it to take, and must not be taken by the kill."""
+    children: list[_Child] = []
+    killed = threading.Event()
+    wait_for_end = os.waitid
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.3)  # it has ended by now
+        children[0].kill()
+        killed.set()
+        return wait_for_end(*arguments)
+
+    async def main() -> int:
+        monkeypatch.setattr(os, "waitid", slow)
+        children.append(_Child("x", ["true"], os.environ, lines.take, lambda *_: None, guards=False))
+        return await asyncio.wait_for(children[0].exited, DEADLINE_S)
+
+    assert asyncio.run(main()) == 0
+    assert killed.is_set()
 
 
 # --- signals to a launcher -------------------------------------------------------------------------------------------

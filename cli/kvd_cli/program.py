@@ -1,0 +1,98 @@
+"""The commands of ``kvd``, and what an error becomes at a terminal."""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from typing import Any, Final, cast
+
+import click
+
+from kvd.errors import ConfigError, ConnectError, KvdError, RequestTimeout
+from kvd_cli.options import common_options, is_verbose
+
+COMMANDS: Final = {
+    "demo": "kvd_cli.demo:demo",
+    "scheduler": "kvd_cli.daemons:scheduler",
+    "server": "kvd_cli.daemons:server",
+    "worker": "kvd_cli.daemons:worker",
+    "launch": "kvd_cli.launch:launch",
+    "status": "kvd_cli.cluster:status",
+    "keys": "kvd_cli.cluster:keys",
+    "init": "kvd_cli.values:init",
+    "push": "kvd_cli.values:push",
+    "pull": "kvd_cli.values:pull",
+    "pushpull": "kvd_cli.values:pushpull",
+    "barrier": "kvd_cli.cluster:barrier",
+    "command": "kvd_cli.cluster:command",
+    "dead-nodes": "kvd_cli.cluster:dead_nodes",
+    "bench": "kvd_cli.bench:bench",
+    "config": "kvd_cli.config:config",
+    "completion": "kvd_cli.completion:completion",
+}
+"""Name → module and attribute, in the order of the help. A command's module is imported when it is used."""
+
+INTERRUPTED: Final = 130
+
+
+class Kvd(click.Group):
+    """The group of all commands: loads them when they are used, and turns errors into messages and exit codes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of this name."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name].partition(":")
+        return cast(click.Command, getattr(importlib.import_module(module), attribute))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. What went wrong becomes one line on stderr and an exit code."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
+        except KvdError as error:
+            if is_verbose(ctx):
+                traceback.print_exc()
+            else:
+                click.echo(f"error: {error}", err=True)
+                for note in getattr(error, "__notes__", ()):
+                    click.echo(f"  {note}", err=True)
+            ctx.exit(exit_code_of(error))
+
+
+def exit_code_of(error: KvdError) -> int:
+    """The exit code that an error stands for: 2 usage, 3 cannot connect, 4 timed out, 1 everything else."""
+    if isinstance(error, ConfigError):
+        return 2
+    if isinstance(error, ConnectError):
+        return 3
+    return 4 if isinstance(error, RequestTimeout) else 1
+
+
+@click.group(cls=Kvd, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="kvd-ps", prog_name="kvd")
+@common_options()
+def cli() -> None:
+    """A parameter server: keeps the weights of a model while workers on many machines train it.
+
+    `kvd demo` shows a whole cluster at work. Exit codes: 0 well, 1 unhealthy or failed, 2 wrong usage or settings,
+    3 cannot connect, 4 timed out.
+    """
+
+
+def run() -> int:
+    """Run the command line with the arguments of this process; the exit code."""
+    try:
+        # not standalone: click would call an interrupt "Aborted!", and exit with 1
+        code = cli.main(prog_name="kvd", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,93 @@
+"""stdout and stderr as they should be: open, able to take every character, and clear about what went wrong.
+
+Whatever a program starts with can be closed, full, or of an encoding from another century. `prepare` sees to it once,
+so that no command has to.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from _typeshed import ReadableBuffer
+
+
+class OutputError(OSError):
+    """stdout takes no more: a disk is full, or a terminal is gone."""
+
+    def __str__(self) -> str:
+        return f"cannot write to stdout: {self.strerror}; make room, or send it elsewhere"
+
+
+def prepare() -> None:
+    """Make the streams of this process usable. For the program itself, before anything is written."""
+    for descriptor in (0, 1, 2):
+        _open(descriptor)  # else the next socket or file would get its number, and what is printed
+    sys.stdout = _text(_Stdout, 1, sys.stdout)
+    sys.stderr = _text(_Stderr, 2, sys.stderr)
+
+
+def flush() -> None:
+    """Write what stdout still holds, and notice if that fails: when the interpreter ends, nobody could tell any more.
+
+    Raises:
+        BrokenPipeError: nobody reads it.
+        OutputError: it cannot be written.
+    """
+    sys.stdout.flush()
+
+
+def forget_stdout() -> None:
+    """Point stdout at nothing: what is still in its buffer would raise again when the interpreter ends."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+
+
+class _Stdout(io.FileIO):
+    """What fails here is told apart from all other errors of the system."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            # without its number, by which click would recognise it and exit with a code of its own
+            raise BrokenPipeError("nobody reads stdout any more") from None
+        except OSError as error:
+            raise OutputError(0, error.strerror or str(error)) from None
+
+
+class _Stderr(io.FileIO):
+    """Where the errors go. That it takes nothing is no reason to fail: there is nowhere to tell."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _open(descriptor: int) -> None:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        nothing = os.open(os.devnull, os.O_RDONLY if descriptor == 0 else os.O_WRONLY)
+        if nothing == descriptor:
+            os.set_inheritable(nothing, True)
+        else:
+            os.dup2(nothing, descriptor)
+            os.close(nothing)
+
+
+def _text(raw: Callable[..., io.FileIO], descriptor: int, old: TextIO | None) -> TextIO:
+    """A stream like the one that the interpreter made, if it made one."""
+    binary = raw(descriptor, "w", closefd=False)
+    unbuffered = isinstance(old, io.TextIOWrapper) and old.write_through
+    by_line = descriptor == 2 or unbuffered or binary.isatty()
+    encoding = "utf-8" if old is None else old.encoding
+    return io.TextIOWrapper(io.BufferedWriter(binary), encoding, "backslashreplace", line_buffering=by_line)

@@ -1,0 +1,124 @@
+"""What ``kvd status`` makes of what it is told: the exit code, the advice, and the optimizer in words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from kvd.optimizer import SGD, Adam, schedule
+from kvd.optimizer.wire import to_wire
+from kvd_cli import cluster
+from kvd_cli.health import health_of
+
+Kvd = Callable[..., Result]
+
+
+def member(role: str, rank: int, state: str = "active") -> dict[str, Any]:
+    known = {"node_id": f"{role}-{rank}", "pid": 1, "reason": "", "address": "", "last_heard_s": 0.1}
+    return {"role": role, "rank": rank, "state": state, **known}
+
+
+def server(rank: int, keys: int = 5, optimizer: Any = None) -> dict[str, Any]:
+    figures = {"slices": 2 * keys, "bytes_led": 8 * keys, "bytes_staged": 0, "requests_waiting": 0, "waiting_for": []}
+    return {"role": "server", "rank": rank, "keys": keys, **figures, "optimizer": optimizer}
+
+
+def report(*servers: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    members = [member("server", 0), member("server", 1), member("worker", 0)]
+    return {"view": [1, 1], "members": members, "missing": [], "servers": list(servers), **changes}
+
+
+@pytest.fixture
+def status(kvd: Kvd, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs ``kvd status`` against a cluster that gives this report."""
+
+    def run(given: dict[str, Any], *flags: str) -> Result:
+        class Stub:
+            def status(self) -> dict[str, Any]:
+                return given
+
+        @contextlib.contextmanager
+        def observer() -> Iterator[Stub]:
+            yield Stub()
+
+        monkeypatch.setattr(cluster, "observer", observer)
+        return kvd("status", *flags)
+
+    return run
+
+
+def test_a_cluster_that_is_well(status: Callable[..., Result]) -> None:
+    result = status(report(server(0), server(1)))
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+def test_a_server_that_does_not_answer_is_not_well(status: Callable[..., Result]) -> None:
+    given = report(server(0), {"role": "server", "rank": 1, "error": "control did not finish before its deadline"})
+    result = status(given)
+    assert result.exit_code == 1
+    assert "no answer: server 1. " in result.stderr
+    assert "control did not finish" in result.stdout
+    as_json = status(given, "-o", "json")
+    assert as_json.exit_code == 1
+    assert json.loads(as_json.stdout)["healthy"] is False
+
+
+def test_a_dead_server_takes_its_keys_along() -> None:
+    members = [member("server", 0), member("server", 1, "dead"), member("worker", 0)]
+    health = health_of(report(server(0), members=members))
+    assert not health.is_healthy
+    [line] = health.advice
+    assert line == (
+        "dead: server 1. With replicas=1 its part of the keys is gone: start the job again from a checkpoint."
+    )
+
+
+def test_a_dead_worker_may_come_back() -> None:
+    members = [member("server", 0), member("worker", 0, "dead"), member("worker", 1, "dead")]
+    health = health_of(report(server(0), members=members))
+    assert not health.is_healthy
+    assert health.advice == (
+        "dead: worker 0, worker 1. Start them again under the same node id, and they take up their ranks.",
+    )
+
+
+def test_who_is_missing() -> None:
+    health = health_of(report(server(0), missing=["server 1"]))
+    assert (health.is_healthy, health.advice) == (
+        False,
+        ("missing: server 1. The job waits until all are there.",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("servers", "is_empty"),
+    [
+        ((server(0, 8), server(1, 0)), True),  # 16 slices
+        ((server(0, 1), server(1, 0)), False),  # an accident
+        ((server(0, 1, ["SGD", {}]), server(1, 0)), True),
+        ((server(0, 1, ["SGD", {}]), server(1, 0, ["SGD", {}])), False),
+        ((server(0, 0, ["SGD", {}]), server(1, 0)), False),  # nothing is stored yet
+        ((server(0, 0), server(1, 0)), False),
+    ],
+)
+def test_a_server_that_came_back_empty(servers: tuple[dict[str, Any], ...], is_empty: bool) -> None:
+    health = health_of(report(*servers))
+    assert health.is_healthy
+    assert bool(health.advice) == is_empty
+    assert all("empty: server 1 holds no keys" in line for line in health.advice)
+
+
+def test_the_optimizer_reads_as_in_a_program(status: Callable[..., Result]) -> None:
+    sgd = json.loads(json.dumps(to_wire(SGD(learning_rate=0.1, momentum=0.9))))
+    assert "SGD(learning_rate=0.1, momentum=0.9" in status(report(server(0, optimizer=sgd))).stdout
+    planned = json.loads(json.dumps(to_wire(Adam(learning_rate=schedule.Step(0.5, 10, 0.1)))))
+    assert (
+        "Adam(learning_rate=Step(base=0.5, step=10, factor=0.1)" in status(report(server(0, optimizer=planned))).stdout
+    )
+    for strange in ("x", ["SGD"], [1, {}], [[], {"a": 1}]):
+        assert str(strange) in status(report(server(0, optimizer=strange))).stdout
