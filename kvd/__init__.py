@@ -1,7 +1,6 @@
 """kvd, a parameter server for Python: `create` gives a store of values that the workers of a job share."""
 
-from kvd import errors, optimizer
-from kvd.client import aio
+from kvd import aio, errors, optimizer
 from kvd.client.backend import Node
 from kvd.client.handle import Handle
 from kvd.client.store import KVStore, create

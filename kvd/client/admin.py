@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvd.client.backend import Node
+from kvd.client.checks import command_body, command_head
 from kvd.client.engine import Engine
 from kvd.client.values import fresh_target, key_name
 from kvd.config import Config
@@ -132,7 +133,8 @@ class Observer:
 
     def command(self, head: int | str, body: bytes) -> list[bytes]:
         """Runs the controller registered for `head` on every server; their answers in rank order."""
-        control = calls.Control((Command(0, key_name(head)),), payload=body, nbytes=len(body))
+        name, data = command_head(head), command_body(body)
+        control = calls.Control((Command(0, name),), payload=data, nbytes=len(data))
         return [bytes(payload[:nbytes]) if nbytes else b"" for _, payload, nbytes in self._ask(control)]
 
     def dead_nodes(self) -> list[Node]:

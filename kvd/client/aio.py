@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -14,8 +14,9 @@ from kvd.client.create import open_backend
 from kvd.client.exits import forget, remember
 from kvd.client.handle import Handle
 from kvd.client.local import LocalBackend, Updater
+from kvd.client.room import Ticket
 from kvd.client.store import count_dead
-from kvd.errors import NotAllowed
+from kvd.errors import NotAllowed, RequestTimeout
 from kvd.optimizer import Optimizer
 
 _ErrorType = type[BaseException]  # in the class, `type` is the store's
@@ -25,6 +26,11 @@ class KVStore:
     """The store for programs that run an event loop. See `kvd.KVStore` for what the methods do and raise.
 
     The `_async` forms return a Handle at once, which can be awaited, or waited for in another thread.
+
+    Nothing blocks the loop. Where more pushes are under way than `memory_limit_bytes` allows, those that are awaited
+    wait for room, first come, first served, and the loop goes on; until they return, leave their values as they are.
+    The `_async` forms cannot wait: they raise RequestTimeout with the outcome "not_sent" at once, and may be called
+    again when a handle is done.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -77,10 +83,10 @@ class KVStore:
         return self._backend.init(key, value)
 
     async def push(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1) -> Handle:
-        return self._backend.push(key, value, priority, samples)
+        return await _when_there_is_room(lambda ticket: self._backend.push(key, value, priority, samples, ticket))
 
     def push_async(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1) -> Handle:
-        return self._backend.push(key, value, priority, samples)
+        return self._backend.push(key, value, priority, samples, Ticket())
 
     async def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
         return await self._backend.pull(key, out, priority)
@@ -92,16 +98,21 @@ class KVStore:
         return await self._backend.bind(key)
 
     async def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1) -> Any:
-        return await self._backend.pushpull(key, value, out, priority, samples, private=True)
+        handle = await _when_there_is_room(
+            lambda ticket: self._backend.pushpull(key, value, out, priority, samples, private=True, ticket=ticket)
+        )
+        return await handle
 
     def pushpull_async(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1) -> Handle:
-        return self._backend.pushpull(key, value, out, priority, samples, private=True)
+        return self._backend.pushpull(key, value, out, priority, samples, private=True, ticket=Ticket())
 
     async def broadcast(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> Any:
-        return await self._backend.broadcast(key, value, out, priority)
+        return await (
+            await _when_there_is_room(lambda ticket: self._backend.broadcast(key, value, out, priority, ticket))
+        )
 
     def broadcast_async(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> Handle:
-        return self._backend.broadcast(key, value, out, priority)
+        return self._backend.broadcast(key, value, out, priority, Ticket())
 
     async def flush(self, timeout: float | None = None) -> None:
         await self._backend.flush(timeout)
@@ -171,6 +182,18 @@ class KVStore:
             self._open = False
             forget(self)
             await asyncio.to_thread(self._backend.abandon, failed=True)
+
+
+async def _when_there_is_room(begin: Callable[[Ticket], Handle]) -> Handle:
+    """Begins a push; if there is no room for it, when there is."""
+    ticket = Ticket()
+    try:
+        return begin(ticket)
+    except RequestTimeout:
+        if ticket.room is None:  # the error of an earlier call, which this one is told
+            raise
+    async with ticket.room.turn(ticket):
+        return begin(ticket)
 
 
 async def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the name is part of the surface

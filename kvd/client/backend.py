@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvd.client.handle import Handle
+from kvd.client.room import Ticket
 from kvd.errors import ConfigError
 from kvd.optimizer import Optimizer
 
@@ -61,7 +62,11 @@ def store_type(name: str) -> StoreType:
 
 
 class Backend(Protocol):
-    """A store, in this process or in a cluster."""
+    """A store, in this process or in a cluster. What is wrong with the arguments is raised by the call; what only the
+    store can know, such as that there is no such key, by the handle.
+
+    With a ticket a push that finds no room ends at once, see `kvd.client.room`.
+    """
 
     type: str
     rank: int
@@ -72,11 +77,21 @@ class Backend(Protocol):
     restarted: bool
 
     def init(self, key: Any, value: Any) -> Handle: ...
-    def push(self, key: Any, value: Any, priority: int, samples: int) -> Handle: ...
+    def push(self, key: Any, value: Any, priority: int, samples: int, ticket: Ticket | None = None) -> Handle: ...
     def pull(self, key: Any, out: Any, priority: int) -> Handle: ...
     def bind(self, key: Any) -> Handle: ...
-    def pushpull(self, key: Any, value: Any, out: Any, priority: int, samples: int, *, private: bool) -> Handle: ...
-    def broadcast(self, key: Any, value: Any, out: Any, priority: int) -> Handle: ...
+    def pushpull(
+        self,
+        key: Any,
+        value: Any,
+        out: Any,
+        priority: int,
+        samples: int,
+        *,
+        private: bool,
+        ticket: Ticket | None = None,
+    ) -> Handle: ...
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int, ticket: Ticket | None = None) -> Handle: ...
     def flush(self, timeout: float | None) -> Handle: ...
     def barrier(self, name: str, timeout: float | None) -> Handle: ...
     def join(self) -> Handle: ...

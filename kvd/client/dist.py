@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from kvd.client import checks
 from kvd.client.backend import Node, StoreType
 from kvd.client.bound import Bound, Seal, bound_together
 from kvd.client.engine import Engine
 from kvd.client.handle import Handle
 from kvd.client.promise import Promise
+from kvd.client.room import Room, Ticket
 from kvd.client.states import fetch_states, store_states
+from kvd.client.unheard import Unheard
 from kvd.client.values import Source, Target, fresh_target, key_list, key_name, paired, source_of, target_of
 from kvd.config import Loaded
 from kvd.core import calls
 from kvd.core.calls import Item
 from kvd.core.membership import DEAD, GONE
-from kvd.errors import ConfigError, KvdError, NotAllowed, RequestTimeout
+from kvd.errors import ConfigError, KvdError
 from kvd.node.pieces import Pieces
 from kvd.optimizer import Optimizer, changes_to_wire, to_wire
 from kvd.protocol.messages import (
     ABSENT,
     ASSIGN,
-    BIGGEST,
     ClockQuery,
     Command,
     SetOptimizer,
     Settings,
     UpdateOptimizer,
 )
-from kvd.protocol.specs import MAX_KEY_CHARS
 
 EXIT_BARRIER = "kvd:exit"
 ABANDON_S = 1.0  # for a word to the scheduler when a program leaves with an error
-MAX_COMMAND_BYTES = 64 << 20
 
 
 def cluster_settings(loaded: Loaded, kind: StoreType) -> Settings:
@@ -75,12 +70,12 @@ class DistBackend:
         self.type = kind.name
         self._config = loaded.config
         self._engine = Engine(loaded.config, "worker", cluster_settings(loaded, kind))
-        self._failed: list[tuple[frozenset[str], Handle, KvdError]] = []
+        self._unheard = Unheard()
+        self._watched = self._unheard.watch
+        self._raise_failed = self._unheard.tell
         self._lock = threading.Lock()
-        self._room = threading.Condition()
-        self._held_bytes = 0  # private copies of what is pushed
+        self._room = Room(loaded.config.memory_bound_bytes(), loaded.config.request_timeout_s)
         self._bound: dict[str, Bound] = {}
-        self._limit_bytes = loaded.config.memory_bound_bytes()
         try:
             self.rank = self._engine.join()
         except BaseException:
@@ -106,10 +101,10 @@ class DistBackend:
             items.append(Item(name, spec, data))
         return self._watched(names, Handle(self._engine.submit(calls.InitKeys(tuple(items))), what="init"))
 
-    def push(self, key: Any, value: Any, priority: int, samples: int) -> Handle:
+    def push(self, key: Any, value: Any, priority: int, samples: int, ticket: Ticket | None = None) -> Handle:
         names, many = self._keys(key)
-        _check_numbers(priority, samples)
-        sources = self._sources(names, many, value, private=True)
+        priority, samples = checks.priority_and_samples(priority, samples)
+        sources = self._sources(names, many, value, private=True, ticket=ticket)
         if not names:
             return Handle.of(None)
         items = tuple(Item(name, spec, data) for name, (data, spec) in zip(names, sources, strict=True))
@@ -118,7 +113,7 @@ class DistBackend:
 
     def pull(self, key: Any, out: Any, priority: int) -> Handle:
         names, many = self._keys(key)
-        _check_numbers(priority)
+        priority, _ = checks.priority_and_samples(priority)
         if out is None or not names:
             return self._pull_fresh(names, many, priority)
         targets = self._targets(names, many, out)
@@ -164,11 +159,21 @@ class DistBackend:
 
         return Handle(self._engine.run(work()), finish, "bind")
 
-    def pushpull(self, key: Any, value: Any, out: Any, priority: int, samples: int, *, private: bool) -> Handle:
+    def pushpull(
+        self,
+        key: Any,
+        value: Any,
+        out: Any,
+        priority: int,
+        samples: int,
+        *,
+        private: bool,
+        ticket: Ticket | None = None,
+    ) -> Handle:
         names, many = self._keys(key)
-        _check_numbers(priority, samples)
+        priority, samples = checks.priority_and_samples(priority, samples)
         targets = self._targets(names, many, value if out is None else out)
-        sources = self._sources(names, many, value, private=private)
+        sources = self._sources(names, many, value, private=private, ticket=ticket)
         if not names:
             return Handle.of([])
         items = tuple(
@@ -182,13 +187,13 @@ class DistBackend:
         handle = Handle(self._begin_push(move), _finisher(targets, many), "pushpull", self._engine.wait, lent)
         return self._watched(names, handle)
 
-    def broadcast(self, key: Any, value: Any, out: Any, priority: int) -> Handle:
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int, ticket: Ticket | None = None) -> Handle:
         names, many = self._keys(key)
-        _check_numbers(priority)
+        priority, _ = checks.priority_and_samples(priority)
         targets = self._targets(names, many, value if out is None else out)
         sources: list[Source] | None = None
         if self.rank == 0:
-            sources = self._sources(names, many, value, private=True)
+            sources = self._sources(names, many, value, private=True, ticket=ticket)
         work = self._broadcast(names, sources, targets, priority)
         return self._watched(names, Handle(self._engine.run(work), _finisher(targets, many), "broadcast"))
 
@@ -220,7 +225,7 @@ class DistBackend:
 
     async def _meet(self, kind: str, names: list[str]) -> None:
         for name in names:
-            await self._engine.call(calls.Barrier(_barrier_name(kind, name)))
+            await self._engine.call(calls.Barrier(checks.barrier_name(kind, name)))
 
     async def _broadcast_round(
         self, names: list[str], sources: list[Source] | None, targets: list[Target], priority: int
@@ -254,7 +259,7 @@ class DistBackend:
         return Handle(self._engine.run(work()), what="flush")
 
     def barrier(self, name: str, timeout: float | None) -> Handle:
-        return Handle(self._engine.submit(calls.Barrier(_barrier_name("user", name)), timeout), what="barrier")
+        return Handle(self._engine.submit(calls.Barrier(checks.barrier_name("user", name)), timeout), what="barrier")
 
     def join(self) -> Handle:
         async def work() -> None:
@@ -264,9 +269,7 @@ class DistBackend:
         return Handle(self._engine.run(work()), what="join")
 
     def rewind(self, clock: int) -> Handle:
-        if clock < 0:
-            raise NotAllowed(f"a clock is a number of pushes, not {clock}")
-        return Handle(self._engine.submit(calls.Rewind(clock)), what="rewind")
+        return Handle(self._engine.submit(calls.Rewind(checks.clock_number(clock))), what="rewind")
 
     def clock(self, key: Any) -> Handle:
         return Handle(self._engine.submit(calls.ClockOf(key_name(key))), what="clock")
@@ -286,27 +289,26 @@ class DistBackend:
     # ── servers ──
 
     def send_command(self, head: int | str, body: bytes | str) -> Handle:
-        if not isinstance(body, str | bytes | bytearray | memoryview):
-            raise NotAllowed(f"the body of a command is bytes or a str, not {type(body).__name__}")
-        data = body.encode() if isinstance(body, str) else bytes(body)
-        if len(data) > MAX_COMMAND_BYTES:
-            raise NotAllowed(f"the body of a command has at most {MAX_COMMAND_BYTES >> 20} MiB, not {len(data)} bytes")
-        control = calls.Control((Command(0, key_name(head)),), payload=data, nbytes=len(data))
+        name, data = checks.command_head(head), checks.command_body(body)
+        control = calls.Control((Command(0, name),), payload=data, nbytes=len(data))
         return Handle(self._engine.submit(control), lambda answers: [_body(answer) for answer in answers], "command")
 
     def set_optimizer(self, optimizer: Optimizer | None) -> Handle:
-        wire = None if optimizer is None else to_wire(optimizer)
-        return Handle(self._engine.submit(calls.Control((SetOptimizer(0, wire),))), _nothing, "set_optimizer")
+        known = checks.known_optimizer(optimizer)
+        message = SetOptimizer(0, None if known is None else to_wire(known))
+        checks.check_sendable("the optimizer", message)
+        return Handle(self._engine.submit(calls.Control((message,))), _nothing, "set_optimizer")
 
     def update_optimizer(self, changes: dict[str, Any]) -> Handle:
-        control = calls.Control((UpdateOptimizer(0, changes_to_wire(changes)),), staged_first=True)
+        message = UpdateOptimizer(0, changes_to_wire(checks.hyperparameters(changes)))
+        control = calls.Control((message,), staged_first=True)
         return Handle(self._engine.submit(control), _nothing, "update_optimizer")
 
     def save_optimizer_states(self, path: Any, dump_optimizer: bool) -> Handle:
-        return Handle(self._engine.run(fetch_states(self._engine, Path(path), dump_optimizer)), what="save")
+        return Handle(self._engine.run(fetch_states(self._engine, checks.file_path(path), dump_optimizer)), what="save")
 
     def load_optimizer_states(self, path: Any) -> Handle:
-        return Handle(self._engine.run(store_states(self._engine, Path(path))), what="load")
+        return Handle(self._engine.run(store_states(self._engine, checks.file_path(path))), what="load")
 
     # ── who is dead ──
 
@@ -369,7 +371,10 @@ class DistBackend:
         self._raise_failed(names)
         return names, many
 
-    def _sources(self, names: list[str], many: bool, value: Any, *, private: bool) -> list[Source]:
+    def _sources(
+        self, names: list[str], many: bool, value: Any, *, private: bool, ticket: Ticket | None = None
+    ) -> list[Source]:
+        """What is to be sent. Private copies count against the memory limit, see `Room.take`."""
         values = paired(names, many, value, "values")
         sources, copies = [], []
         for name, entry in zip(names, values, strict=True):
@@ -379,7 +384,7 @@ class DistBackend:
                 copies.append(source)
             sources.append(source)
         if private and copies:
-            self._hold(*copies)
+            self._room.take(copies, ticket)
         return sources
 
     def _bound_source(self, name: str, value: Any) -> Source | None:
@@ -407,57 +412,6 @@ class DistBackend:
     def _targets(self, names: list[str], many: bool, out: Any) -> list[Target]:
         return [target_of(entry, self._slice_bytes) for entry in paired(names, many, out, "outs")]
 
-    def _hold(self, *sources: Source) -> None:
-        """Counts private copies against the memory limit, until nothing needs them any more. Waits for room: for all
-        of one call at a time, so that a call does not wait for itself."""
-        nbytes = sum(source.data.nbytes for source in sources)
-        with self._room:
-            fits = self._room.wait_for(
-                lambda: self._held_bytes == 0 or self._held_bytes + nbytes <= self._limit_bytes,
-                self._config.request_timeout_s,
-            )
-            if not fits:
-                raise RequestTimeout(
-                    f"{self._held_bytes >> 20} MiB of pushes are under way, the limit is {self._limit_bytes >> 20} "
-                    f"MiB: wait for their handles, or raise memory_limit_bytes",
-                    outcome="not_sent",
-                )
-            self._held_bytes += nbytes
-        for source in sources:
-            weakref.finalize(source.data, self._release, source.data.nbytes)
-
-    def _release(self, nbytes: int) -> None:
-        with self._room:
-            self._held_bytes -= nbytes
-            self._room.notify_all()
-
-    def _watched(self, names: list[str], handle: Handle) -> Handle:
-        """Remembers how the call ends badly, for the case that nobody asks its handle."""
-        keys = frozenset(names)
-
-        def ended(promise: Promise) -> None:
-            error = promise.exception()
-            if isinstance(error, KvdError):
-                with self._lock:
-                    self._failed.append((keys, handle, error))
-
-        handle.on_end(ended)
-        return handle
-
-    def _raise_failed(self, names: list[str] | None) -> None:
-        """Raises the first error that nobody has seen of the calls on these keys (None: on any), with the others."""
-        if not self._failed:
-            return
-        with self._lock:
-            unseen = [(keys, handle, error) for keys, handle, error in self._failed if not handle.claimed]
-            mine = [entry for entry in unseen if names is None or not entry[0].isdisjoint(names)]
-            self._failed = [entry for entry in unseen if entry not in mine]
-        if mine:
-            first = mine[0][2]
-            for _, _, other in mine[1:]:
-                first.add_note(f"also: {other}")
-            raise first
-
 
 def _finisher(targets: Sequence[Target], many: bool) -> Callable[[Any], Any]:
     """What turns the end of a pull into what the caller gets: his arrays."""
@@ -467,22 +421,6 @@ def _finisher(targets: Sequence[Target], many: bool) -> Callable[[Any], Any]:
         return arrays if many else arrays[0]
 
     return finish
-
-
-def _check_numbers(priority: object, samples: object = 1) -> None:
-    """Raises NotAllowed unless they can be sorted by and sent."""
-    for name, value, low in (("priority", priority, -BIGGEST), ("samples", samples, 0)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= BIGGEST:
-            raise NotAllowed(f"{name} is a whole number from {low} to {BIGGEST}, not {value!r:.40}")
-
-
-def _barrier_name(kind: str, name: object) -> str:
-    """The name that the scheduler knows a barrier by. One that is too long goes by its digest: cut off, two such names
-    could be the same."""
-    full = f"{kind}:{name}"
-    if len(full) > MAX_KEY_CHARS:
-        full = f"{kind}:sha256:{hashlib.sha256(full.encode()).hexdigest()}"
-    return full
 
 
 def _nothing(_: Any) -> None:

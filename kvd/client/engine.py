@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kvd.client import checks
 from kvd.client.interrupts import Uninterrupted
 from kvd.client.promise import Promise
 from kvd.client.waiting import Waiter
@@ -26,7 +27,7 @@ from kvd.core.calls import JoinCluster, LeaveRounds, Request, TakeBack
 from kvd.core.machine import Complete, LocalCall
 from kvd.core.session import Identity, SchedulerLink
 from kvd.core.worker import WorkerMachine, WorkerSettings
-from kvd.errors import ConnectError, KvdError, NotAllowed, RequestTimeout, StoreClosed
+from kvd.errors import ConnectError, KvdError, RequestTimeout, StoreClosed
 from kvd.node.driver import Driver
 from kvd.node.identity import host_id, new_incarnation
 from kvd.node.memory import keep_freed_memory
@@ -131,7 +132,8 @@ class Engine:
         be sent is sent from copies, and a call that has not ended ends."""
 
         async def work() -> None:
-            await self.call(TakeBack(tuple((source, source.copy()) for source in sources)))
+            with suppress(KvdError):  # this node is out: it says nothing more, but for what is under way
+                await self.call(TakeBack(tuple((source, source.copy()) for source in sources)))
             await self.transport.keep()
 
         with suppress(StoreClosed):  # nothing is sent any more
@@ -146,18 +148,14 @@ class Engine:
         return np.empty(nbytes, np.uint8)
 
     def _seconds(self, timeout: float | None) -> float:
-        if timeout is None:
-            return self.config.request_timeout_s
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
-            raise NotAllowed(f"a timeout is a number of seconds, 0 or more, or None, not {timeout!r}")
-        return timeout
+        return self.config.request_timeout_s if timeout is None else checks.seconds(timeout)
 
     def check_usable(self) -> None:
         """Raises StoreClosed after close, and in a child process."""
         if self._pid != os.getpid():
-            raise StoreClosed("this store belongs to the parent process: create one after the fork, in the child")
+            raise checks.belongs_to_parent()
         if self._closed:
-            raise StoreClosed("this store is closed: create another")
+            raise checks.is_closed()
 
     # ── life ──
 

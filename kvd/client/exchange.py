@@ -60,16 +60,10 @@ class Exchange:
             ShapeMismatch: rank 0 made one with another size.
             NodeLost: rank 0 is gone.
         """
-        begun = [self._begin(name, size) for name, size in sizes.items()]
+        begun = [self.store.init_async(name, np.zeros(size, np.uint8)) for name, size in sizes.items()]
         for handle in begun:
             with suppress(KeyExists):  # an earlier user of the names in this process, or before this job
                 handle.wait()
-
-    def _begin(self, name: str, size: int) -> Handle:
-        try:
-            return self.store.init_async(name, np.zeros(size, np.uint8))
-        except KeyExists:  # a store in this process raises at once
-            return Handle.of(None)
 
     def assign(self, mine: Mapping[str, Array], others: Sequence[str]) -> None:
         """Sends the values of the keys that are this worker's, and says for `others` that it has none.
@@ -89,7 +83,7 @@ class Exchange:
         names, _ = backend._keys(list(mine))
         sources = [source_of(value, backend._slice_bytes, private=False) for value in mine.values()]
         for source in sources:
-            backend._hold(source)
+            backend._room.take([source])
         items = tuple(Item(name, spec, data) for name, (data, spec) in zip(names, sources, strict=True))
         self._send(backend, names, calls.Move(items, push=True, pull=False, how=ASSIGN))
         if others and self._rounds:

@@ -1,7 +1,8 @@
 """Programs that end without `close()`.
 
 The stores of a cluster are held here until they are closed, so that one which a program simply lets go of, as a script
-does that creates it in a function, leaves the cluster in good order when the process ends.
+does that creates it in a function, leaves the cluster in good order when the process ends. A store without a cluster
+has nothing to leave, but what went wrong there unheard is told then as well.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Protocol
 
 from kvd.client.backend import Backend
 from kvd.client.handle import Handle
+from kvd.client.unheard import Unheard
 from kvd.errors import KvdError
 
 
@@ -26,7 +28,9 @@ class Leaving(Protocol):
 
 
 _stores: set[Leaving] = set()
+_unheard: set[Unheard] = set()
 os.register_at_fork(after_in_child=_stores.clear)  # they are the parent's
+os.register_at_fork(after_in_child=_unheard.clear)
 
 
 def remember(store: Leaving) -> None:
@@ -36,6 +40,11 @@ def remember(store: Leaving) -> None:
 
 def forget(store: Leaving) -> None:
     _stores.discard(store)
+
+
+def tell_at_exit(errors: Unheard) -> None:
+    """Raises them when the process ends well, if they are still unheard then."""
+    _unheard.add(errors)
 
 
 def _leave() -> None:
@@ -58,6 +67,11 @@ def _leave() -> None:
                 backend.abandon(failed=True)
             else:
                 backend.end_close(leaving)
+        except KvdError as error:
+            errors.append(error)
+    for unheard in [] if failed else list(_unheard):
+        try:
+            unheard.tell(None)
         except KvdError as error:
             errors.append(error)
     if errors:

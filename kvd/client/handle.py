@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any
 
+from kvd.client.checks import patience
 from kvd.client.promise import Promise
 from kvd.errors import RequestTimeout
 
@@ -49,6 +50,7 @@ class Handle:
 
         Raises:
             RequestTimeout: not done within `timeout`; the call itself goes on, and can be waited for again.
+            NotAllowed: `timeout` is no number of seconds.
             KvdError: whatever the call ended with.
         """
         return self._deliver(self._ask(self._promise.result, timeout))
@@ -68,6 +70,8 @@ class Handle:
 
     def _ask(self, ask: Callable[[float | None], Any], timeout: float | None) -> Any:
         """The answer of the future. Who gives up waiting, at the timeout or by Ctrl-C, has not seen how it ended."""
+        if timeout is not None:
+            timeout = patience(timeout)
         self.claimed = True
         try:
             return self._drive_and_ask(ask, timeout)

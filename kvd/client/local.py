@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvd.client import checks
 from kvd.client.backend import Node, StoreType
 from kvd.client.bound import Bound
+from kvd.client.exits import tell_at_exit
 from kvd.client.handle import Handle
+from kvd.client.promise import Promise
+from kvd.client.room import Ticket
 from kvd.client.states import StateFile
-from kvd.client.values import Array, fresh_target, key_list, key_name, missing, paired, source_of, target_of
+from kvd.client.unheard import Unheard
+from kvd.client.values import (
+    Array,
+    Source,
+    Target,
+    fresh_target,
+    key_list,
+    key_name,
+    missing,
+    paired,
+    source_of,
+    target_of,
+)
 from kvd.compute.optimizers import SliceState, apply_update
 from kvd.compute.tensors import contiguous_bytes, named_dtype
-from kvd.errors import KeyExists, NotAllowed, StoreClosed
+from kvd.errors import KeyExists, KvdError, NotAllowed
 from kvd.optimizer import Optimizer, with_hyperparameters
 from kvd.protocol.specs import DTYPES, MAX_SLICE_BYTES, KeySpec
 
@@ -36,7 +52,10 @@ class _Entry:
 
 
 class LocalBackend:
-    """Everything happens in the call, so every handle is done. Safe to use from several threads."""
+    """Everything happens in the call, so every handle is done. Safe to use from several threads.
+
+    What would be found out by a server in a cluster is told by the handle, as there.
+    """
 
     def __init__(self, kind: StoreType, merge: str = "sum") -> None:
         self.type = kind.name
@@ -50,41 +69,48 @@ class LocalBackend:
         self._optimizer: Optimizer | None = None
         self._updater: Updater | None = None
         self._lock = threading.RLock()
+        self._unheard = Unheard()
         self._closed = False
+        self._pid = os.getpid()
 
     # ── values ──
 
     def init(self, key: Any, value: Any) -> Handle:
         names, many = self._keys(key)
-        with self._lock:
-            made = {}
-            for name, entry in zip(names, paired(names, many, value, "values"), strict=True):
+        sources = self._sources(names, many, value, private=True)
+
+        def work() -> None:
+            for name in names:
                 if name in self._entries:
                     text = f"key {name!r} is live already: init makes a key once; push changes its value"
                     raise KeyExists(text, key=name)
-                data, spec = source_of(entry, MAX_SLICE_BYTES, private=True)
-                made[name] = _Entry(spec, data.view(named_dtype(spec.dtype)))
-            self._entries.update(made)
-        return Handle.of(None)
+            for name, source in zip(names, sources, strict=True):
+                self._make(name, source)
 
-    def push(self, key: Any, value: Any, priority: int, samples: int) -> Handle:
+        return self._watched(names, work)
+
+    def _make(self, name: str, source: Source) -> _Entry:
+        entry = _Entry(source.spec, source.data.view(named_dtype(source.spec.dtype)))
+        self._entries[name] = entry
+        return entry
+
+    def push(self, key: Any, value: Any, priority: int, samples: int, ticket: Ticket | None = None) -> Handle:
         names, many = self._keys(key)
-        with self._lock:
-            given = [
-                (self._entry(name), source_of(entry, MAX_SLICE_BYTES, private=False))
-                for name, entry in zip(names, paired(names, many, value, "values"), strict=True)
-            ]
-            for name, (entry, source) in zip(names, given, strict=True):
-                entry.spec.check_same(source.spec, name)
-                if self._optimizer is not None and not DTYPES[entry.spec.dtype].is_float:
-                    text = f"key {name!r} is {entry.spec.dtype}: optimizers update float keys only"
-                    raise NotAllowed(text, key=name)
-                if self.merge == "weighted" and not DTYPES[entry.spec.dtype].is_float:
-                    text = f"key {name!r} is {entry.spec.dtype}: a weighted merge takes float keys only"
-                    raise NotAllowed(text, key=name)
-            for name, (entry, source) in zip(names, given, strict=True):
-                self._apply(name, entry, source.data.view(entry.value.dtype), samples)
-        return Handle.of(None)
+        priority, samples = checks.priority_and_samples(priority, samples)
+        sources = self._sources(names, many, value, private=False)
+        return self._watched(names, lambda: self._merge(names, sources, samples))
+
+    def _merge(self, names: list[str], sources: list[Source], samples: int) -> None:
+        entries = self._fitting(names, [source.spec for source in sources])
+        for name, entry in zip(names, entries, strict=True):
+            if self._optimizer is not None and not DTYPES[entry.spec.dtype].is_float:
+                text = f"key {name!r} is {entry.spec.dtype}: optimizers update float keys only"
+                raise NotAllowed(text, key=name)
+            if self.merge == "weighted" and not DTYPES[entry.spec.dtype].is_float:
+                text = f"key {name!r} is {entry.spec.dtype}: a weighted merge takes float keys only"
+                raise NotAllowed(text, key=name)
+        for name, entry, source in zip(names, entries, sources, strict=True):
+            self._apply(name, entry, source.data.view(entry.value.dtype), samples)
 
     def _apply(self, name: str, entry: _Entry, received: Array, samples: int) -> None:
         if self._updater is not None:
@@ -99,67 +125,100 @@ class LocalBackend:
 
     def pull(self, key: Any, out: Any, priority: int) -> Handle:
         names, many = self._keys(key)
-        outs = [None] * len(names) if out is None else paired(names, many, out, "outs")
-        with self._lock:
-            results = [self._give(name, goal) for name, goal in zip(names, outs, strict=True)]
-        return Handle.of(results if many else results[0])
+        checks.priority_and_samples(priority)
+        targets = None if out is None or not names else self._targets(names, many, out)
+        return self._answered(lambda: self._give(names, many, targets))
 
-    def _give(self, name: str, out: Any) -> Any:
-        entry = self._entry(name)
-        target = fresh_target(entry.spec) if out is None else target_of(out, MAX_SLICE_BYTES)
-        entry.spec.check_same(target.spec, name)
-        np.copyto(target.data, contiguous_bytes(entry.value))
-        return target.finish()
+    def _give(self, names: list[str], many: bool, targets: list[Target] | None) -> Any:
+        """Writes the values into the targets (None: new arrays), and gives what the caller gets."""
+        if targets is None:
+            targets = [fresh_target(self._entry(name).spec) for name in names]
+        entries = self._fitting(names, [target.spec for target in targets])
+        for entry, target in zip(entries, targets, strict=True):
+            np.copyto(target.data, contiguous_bytes(entry.value))
+        arrays = [target.finish() for target in targets]
+        return arrays if many else arrays[0]
 
     def bind(self, key: Any) -> Handle:
         """There is no copy to save: arrays to use as with a cluster."""
         names, many = self._keys(key)
-        with self._lock:
-            for name in names:
-                entry = self._entry(name)
-                if entry.bound is None:
-                    entry.bound = Bound.of(entry.spec, np.empty(entry.spec.nbytes, np.uint8))
-                    self._give(name, entry.bound.weight)
-            bound = [arrays for name in names if (arrays := self._entry(name).bound) is not None]
-        if not many:
-            return Handle.of((bound[0].gradient, bound[0].weight))
-        return Handle.of(([entry.gradient for entry in bound], [entry.weight for entry in bound]))
 
-    def pushpull(self, key: Any, value: Any, out: Any, priority: int, samples: int, *, private: bool) -> Handle:
-        outs = value if out is None else out
-        names, many = self._keys(key)
-        with self._lock:
-            for name, goal in zip(names, paired(names, many, outs, "outs"), strict=True):
-                self._entry(name).spec.check_same(target_of(goal, MAX_SLICE_BYTES).spec, name)
-            self.push(key, value, priority, samples)
-            return self.pull(key, outs, priority)
+        def work() -> Any:
+            entries = [self._entry(name) for name in names]
+            bound = [self._bound(name, entry) for name, entry in zip(names, entries, strict=True)]
+            if not many:
+                return bound[0].gradient, bound[0].weight
+            return [arrays.gradient for arrays in bound], [arrays.weight for arrays in bound]
 
-    def broadcast(self, key: Any, value: Any, out: Any, priority: int) -> Handle:
+        return self._answered(work)
+
+    def _bound(self, name: str, entry: _Entry) -> Bound:
+        if entry.bound is None:
+            entry.bound = Bound.of(entry.spec, np.empty(entry.spec.nbytes, np.uint8))
+            self._give([name], False, [target_of(entry.bound.weight, MAX_SLICE_BYTES)])
+        return entry.bound
+
+    def pushpull(
+        self,
+        key: Any,
+        value: Any,
+        out: Any,
+        priority: int,
+        samples: int,
+        *,
+        private: bool,
+        ticket: Ticket | None = None,
+    ) -> Handle:
         names, many = self._keys(key)
-        with self._lock:
-            for name, entry in zip(names, paired(names, many, value, "values"), strict=True):
-                data, spec = source_of(entry, MAX_SLICE_BYTES, private=True)
-                known = self._entries.get(name)
-                if known is None:
-                    known = self._entries[name] = _Entry(spec, data.view(named_dtype(spec.dtype)).copy())
-                known.spec.check_same(spec, name)
-                known.value = data.view(known.value.dtype).copy()
-                known.state = SliceState()
-                known.version += 1
-            return self.pull(key, value if out is None else out, priority)
+        priority, samples = checks.priority_and_samples(priority, samples)
+        targets = self._targets(names, many, value if out is None else out)
+        sources = self._sources(names, many, value, private=False)
+        for name, source, target in zip(names, sources, targets, strict=True):
+            source.spec.check_same(target.spec, name)
+
+        def work() -> Any:
+            self._merge(names, sources, samples)
+            return self._give(names, many, targets)
+
+        return self._watched(names, work)
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int, ticket: Ticket | None = None) -> Handle:
+        names, many = self._keys(key)
+        checks.priority_and_samples(priority)
+        targets = self._targets(names, many, value if out is None else out)
+        sources = self._sources(names, many, value, private=True)
+
+        def work() -> Any:
+            for name, source in zip(names, sources, strict=True):
+                entry = self._entries.get(name) or self._make(name, source)
+                entry.spec.check_same(source.spec, name)
+                entry.value = source.data.view(entry.value.dtype).copy()
+                entry.state = SliceState()
+                entry.version += 1
+            return self._give(names, many, targets)
+
+        return self._watched(names, work)
 
     # ── rounds: there is nobody to wait for ──
 
     def flush(self, timeout: float | None) -> Handle:
-        return self._nothing_to_do()
+        self._check_open()
+        self._check_timeout(timeout)
+        return self._answered(lambda: self._unheard.tell(None))
 
     def barrier(self, name: str, timeout: float | None) -> Handle:
-        return self._nothing_to_do()
+        self._check_open()
+        checks.barrier_name("user", name)
+        self._check_timeout(timeout)
+        return Handle.of(None)
 
     def join(self) -> Handle:
-        return self._nothing_to_do()
+        self._check_open()
+        return Handle.of(None)
 
     def rewind(self, clock: int) -> Handle:
+        self._check_open()
+        checks.clock_number(clock)
         raise NotAllowed(f"a {self.type} store has no steps to go back to: load a checkpoint instead")
 
     def clock(self, key: Any) -> Handle:
@@ -167,18 +226,20 @@ class LocalBackend:
 
     def version(self, key: Any) -> Handle:
         self._check_open()
-        with self._lock:
-            return Handle.of(self._entry(key_name(key)).version)
+        name = key_name(key)
+        return self._answered(lambda: self._entry(name).version)
 
     def send_command(self, head: int | str, body: bytes | str) -> Handle:
         self._check_open()
-        key_name(head)
-        return Handle.of([])  # there are no servers, so nobody answers
+        checks.command_head(head)
+        checks.command_body(body)
+        return Handle.of([])  # there are no servers: nobody answers, and nobody can say that there is no such command
 
     # ── optimizer ──
 
     def set_optimizer(self, optimizer: Optimizer | None) -> Handle:
         self._check_open()
+        optimizer = checks.known_optimizer(optimizer)
         with self._lock:
             if optimizer != self._optimizer:
                 self._optimizer = optimizer
@@ -189,20 +250,28 @@ class LocalBackend:
     def set_updater(self, updater: Updater | None) -> None:
         """`updater(key, received, stored)` changes `stored` in place; None: as without one."""
         self._check_open()
+        if updater is not None and not callable(updater):
+            text = f"an updater is a function of a key, what was received and what is stored, not {updater!r:.40}"
+            raise NotAllowed(text)
         self._updater = updater
 
     def update_optimizer(self, changes: dict[str, Any]) -> Handle:
         self._check_open()
-        with self._lock:
+        plain = checks.hyperparameters(changes)
+
+        def work() -> None:
             if self._optimizer is None:
                 raise NotAllowed("no optimizer is set whose hyperparameters could change: call set_optimizer first")
-            self._optimizer = with_hyperparameters(self._optimizer, changes)
-        return Handle.of(None)
+            self._optimizer = with_hyperparameters(self._optimizer, plain)
+
+        return self._answered(work)
 
     def save_optimizer_states(self, path: Any, dump_optimizer: bool) -> Handle:
         self._check_open()
+        place = checks.file_path(path)
         content = StateFile()
-        with self._lock:
+
+        def work() -> None:
             if self._optimizer is None:
                 raise NotAllowed("no optimizer is set, so there is no state to save: call set_optimizer first")
             content.optimizer = self._optimizer if dump_optimizer else None
@@ -210,25 +279,27 @@ class LocalBackend:
                 arrays = entry.state.export()
                 content.steps[name] = int(arrays.pop("step"))
                 content.arrays[name] = arrays
-        content.write(Path(path))
-        return Handle.of(None)
+            content.write(place)
+
+        return self._answered(work)
 
     def load_optimizer_states(self, path: Any) -> Handle:
         self._check_open()
-        content = StateFile.read(Path(path))
-        with self._lock:
-            states = {}
-            for name, step in content.steps.items():
-                arrays = {**content.arrays.get(name, {}), "step": np.asarray(step, np.int64)}
-                entry = self._entry(name)
-                states[name] = SliceState.load(arrays)
-                if any(array.size != entry.value.size for slot, array in arrays.items() if slot != "step"):
-                    raise NotAllowed(f"the state of {name!r} in {path} has another size than the key", key=name)
-            if content.optimizer is not None:
-                self._optimizer = content.optimizer
-            for name, state in states.items():
-                self._entries[name].state = state
-        return Handle.of(None)
+        place = checks.file_path(path)
+        return self._answered(lambda: self._take_over(StateFile.read(place), place))
+
+    def _take_over(self, content: StateFile, path: object) -> None:
+        states = {}
+        for name, step in content.steps.items():
+            arrays = {**content.arrays.get(name, {}), "step": np.asarray(step, np.int64)}
+            entry = self._entry(name)
+            states[name] = SliceState.load(arrays)
+            if any(array.size != entry.value.size for slot, array in arrays.items() if slot != "step"):
+                raise NotAllowed(f"the state of {name!r} in {path} has another size than the key", key=name)
+        if content.optimizer is not None:
+            self._optimizer = content.optimizer
+        for name, state in states.items():
+            self._entries[name].state = state
 
     # ── the rest ──
 
@@ -240,17 +311,30 @@ class LocalBackend:
         return False
 
     def begin_close(self, barrier: bool) -> Handle:
+        self._check_open()
         return Handle.of(None)
 
     def end_close(self, leaving: Handle) -> None:
         self._closed = True
+        self._unheard.tell(None)
 
     def abandon(self, *, failed: bool) -> None:
         self._closed = True
+        self._unheard.clear()
+
+    # ── helpers ──
 
     def _keys(self, key: Any) -> tuple[list[str], bool]:
         self._check_open()
-        return key_list(key)
+        names, many = key_list(key)
+        self._unheard.tell(names)
+        return names, many
+
+    def _sources(self, names: list[str], many: bool, value: Any, *, private: bool) -> list[Source]:
+        return [source_of(entry, MAX_SLICE_BYTES, private=private) for entry in paired(names, many, value, "values")]
+
+    def _targets(self, names: list[str], many: bool, out: Any) -> list[Target]:
+        return [target_of(entry, MAX_SLICE_BYTES) for entry in paired(names, many, out, "outs")]
 
     def _entry(self, name: str) -> _Entry:
         entry = self._entries.get(name)
@@ -258,10 +342,36 @@ class LocalBackend:
             raise missing(name)
         return entry
 
-    def _nothing_to_do(self) -> Handle:
-        self._check_open()
-        return Handle.of(None)
+    def _fitting(self, names: list[str], specs: list[KeySpec]) -> list[_Entry]:
+        """The keys with these names, which values of these specs fit."""
+        entries = [self._entry(name) for name in names]
+        for name, entry, spec in zip(names, entries, specs, strict=True):
+            entry.spec.check_same(spec, name)
+        return entries
+
+    def _answered(self, work: Callable[[], Any]) -> Handle:
+        """The handle of what is done at once: what it refuses is told to who asks the handle."""
+        promise = Promise()
+        try:
+            with self._lock:
+                promise.set_result(work())
+        except KvdError as error:  # anything else comes out of an updater or of the file system, and is told at once
+            promise.set_exception(error)
+        return Handle(promise)
+
+    def _watched(self, names: list[str], work: Callable[[], Any]) -> Handle:
+        handle = self._unheard.watch(names, self._answered(work))
+        if self._unheard:
+            tell_at_exit(self._unheard)
+        return handle
+
+    @staticmethod
+    def _check_timeout(timeout: float | None) -> None:
+        if timeout is not None:
+            checks.seconds(timeout)
 
     def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise checks.belongs_to_parent()
         if self._closed:
-            raise StoreClosed("this store is closed: create another")
+            raise checks.is_closed()

@@ -6,9 +6,12 @@ The file holds whole keys, so that it can be loaded into any number of servers: 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
+import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,21 +49,22 @@ class StateFile:
         if self.optimizer is not None:
             metadata["optimizer"] = json.dumps(to_wire(self.optimizer))
         data = save(tensors, metadata)
-        aside = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.part")
         try:
-            with aside.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.rename(path)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
+            _replace(path, data)
+        except OSError as error:
+            text = (
+                f"{error.strerror}: the optimizer states cannot be saved there, choose a file in a folder that is there"
+            )
+            raise OSError(error.errno, text, str(path)) from None
 
     @classmethod
     def read(cls, path: Path) -> StateFile:
-        """Raises NotAllowed if it is no such file; nothing in it is executed."""
-        data = path.read_bytes()
+        """Raises NotAllowed if it is no such file, OSError if there is none; nothing in it is executed."""
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            text = f"{error.strerror}: no optimizer states can be loaded from there, name a file that was saved"
+            raise OSError(error.errno, text, str(path)) from None
         content = cls()
         try:
             tensors = load(data)
@@ -82,6 +86,38 @@ class StateFile:
             key, _, slot = name.rpartition(SEPARATOR)
             content.arrays.setdefault(key, {})[slot] = array.reshape(-1)
         return content
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Puts a file in the place of another, with its permissions. A link stays one: what it leads to is replaced."""
+    place = Path(os.path.realpath(path))
+    mode = _mode_of(place)
+    aside = place.with_name(f".{place.name[:60]}.{secrets.token_hex(4)}.part")
+    try:
+        with aside.open("xb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(place)
+    except BaseException:
+        with suppress(OSError):  # it is the first error that counts
+            aside.unlink()
+        raise
+
+
+def _mode_of(place: Path) -> int | None:
+    """The permissions of a file that is there, None if there is none. OSError if it is a folder, a device or a pipe."""
+    try:
+        mode = place.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "Not a regular file")
+    return stat.S_IMODE(mode)
 
 
 async def all_keys(engine: Engine) -> list[str]:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from kvd.client.backend import CAPABILITIES, Backend, Node
+from kvd.client.checks import node_number, seconds
 from kvd.client.create import open_backend
 from kvd.client.exits import forget, remember
 from kvd.client.handle import Handle
@@ -126,7 +127,8 @@ class KVStore:
         `gradient`, zeros at first, lies in memory that a server of this host reads directly: a push of it copies
         nothing. It must not be written to from a push until that is done (its handle, or the `pushpull`). `weight` has
         the key's value, and changes only in a `pull` or `pushpull` of the key with it as `out`. With servers elsewhere
-        it works as well, with copies.
+        it works as well, with copies. After a call that failed, leave the bound gradient as it is until `flush` has
+        returned: what was under way may still be read from it.
 
         Raises:
             KeyNotFound: nobody has made the key.
@@ -274,10 +276,9 @@ class KVStore:
         return handle.wait()
 
 
-def count_dead(backend: Backend, node_id: int, timeout_s: float) -> int:
+def count_dead(backend: Backend, node_id: int, timeout: float) -> int:
     """The count of `num_dead_node`, for both façades."""
-    if isinstance(node_id, bool) or not isinstance(node_id, int) or node_id < 1:
-        raise NotAllowed(f"a node id is a group mask from 1 to 7, or 8 and more for one node, not {node_id!r}")
+    node_id, timeout_s = node_number(node_id), seconds(timeout)
     dead = backend.dead_nodes(timeout_s)
     if node_id >= 8:
         role, rank = ("worker" if node_id % 2 else "server"), (node_id - 8) // 2

@@ -20,7 +20,7 @@ from kvd.compute.tensors import (
     write_back,
 )
 from kvd.errors import DtypeMismatch, KeyNotFound, NotAllowed, ShapeMismatch
-from kvd.protocol.specs import MAX_KEY_CHARS, KeySpec
+from kvd.protocol.specs import MAX_DIMENSIONS, MAX_KEY_CHARS, MAX_KEY_NBYTES, KeySpec
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Key: TypeAlias = str | int
@@ -44,22 +44,29 @@ class Target(NamedTuple):
     finish: Callable[[], Any]
 
 
-def key_name(key: object) -> str:
+def key_name(key: object, what: str = "a key") -> str:
     """The name of a key: a text, or the decimal digits of a whole number."""
     if type(key) is str:
         name = key
     elif isinstance(key, bool) or not isinstance(key, str | int | np.integer):
-        raise NotAllowed(f"a key is a str or an int, not {type(key).__name__}")
+        raise NotAllowed(f"{what} is a str or an int, not {type(key).__name__}")
     else:
-        name = str(key)
+        name = _digits(key, what)
     if not 0 < len(name) <= MAX_KEY_CHARS:
-        raise NotAllowed(f"a key has 1 to {MAX_KEY_CHARS} characters, not {len(name)}", key=name[:40])
+        raise NotAllowed(f"{what} has 1 to {MAX_KEY_CHARS} characters, not {len(name)}", key=name[:40])
     if not name.isascii():
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise NotAllowed(f"a key is a text that UTF-8 can write, {name!r} is not") from None
+            raise NotAllowed(f"{what} is a text that UTF-8 can write, {name!r} is not") from None
     return name
+
+
+def _digits(key: str | int | np.integer[Any], what: str) -> str:
+    try:
+        return str(key)
+    except ValueError:  # Python refuses to print integers of thousands of digits
+        raise NotAllowed(f"{what} has 1 to {MAX_KEY_CHARS} characters, not thousands") from None
 
 
 def key_list(key: object) -> tuple[list[str], bool]:
@@ -138,8 +145,15 @@ def _copied(data: Array, memory: Callable[[int], Array]) -> Array:
 
 @lru_cache(SPECS_KEPT)
 def _spec_of(dtype: np.dtype[Any], shape: tuple[int, ...], slice_bytes: int) -> KeySpec:
-    """Equal specs are the same object as long as they are remembered. Raises DtypeMismatch."""
-    return KeySpec(dtype_name(dtype), shape, slice_bytes)
+    """Equal specs are the same object as long as they are remembered. Raises DtypeMismatch, and NotAllowed if it is
+    more than a message can say."""
+    if len(shape) > MAX_DIMENSIONS:
+        raise NotAllowed(f"an array has at most {MAX_DIMENSIONS} dimensions, not {len(shape)}: reshape it")
+    spec = KeySpec(dtype_name(dtype), shape, slice_bytes)
+    if max(spec.nbytes, *shape, 0) > MAX_KEY_NBYTES:
+        text = f"a key has at most {MAX_KEY_NBYTES >> 40} TiB and as many rows: cut the array of shape {shape} up"
+        raise NotAllowed(text)
+    return spec
 
 
 def target_of(out: Any, slice_bytes: int) -> Target:
@@ -163,23 +177,42 @@ def target_of(out: Any, slice_bytes: int) -> Target:
         if other.dtype != array.dtype:
             raise DtypeMismatch(f"the out of device {device} has dtype {other.dtype}, that of device 0 {array.dtype}")
     spec = _spec_of(array.dtype, array.shape, slice_bytes)
-    direct = writable_view(outs[0]) is not None and array.flags.c_contiguous
+    direct = not _is_foreign(outs[0]) and writable_view(outs[0]) is not None and array.flags.c_contiguous
     value = array if direct else np.empty(array.shape, array.dtype)
     rest = outs[1:] if direct else outs
 
     def finish() -> Any:
         for other in rest:
-            write_back(other, value)
+            _fill(other, value)
         return out
 
     return Target(value.reshape(-1).view(BYTE), spec, finish)
 
 
+def _is_foreign(out: Any) -> bool:
+    """Whether an array is written in the byte order of other machines."""
+    return isinstance(out, np.ndarray) and not out.dtype.isnative
+
+
+def _fill(out: Any, value: Array) -> None:
+    if _is_foreign(out):  # nothing is cast: the same numbers, the other way round
+        np.copyto(out, value)
+    else:
+        write_back(out, value)
+
+
 def _checked_out(out: Any) -> Array:
     """The memory of an `out`, or what is like it. Raises NotAllowed if it cannot be written to."""
-    view = writable_view(out)
+    if isinstance(out, np.generic | int | float | list | tuple):
+        kind = "a list of numbers" if isinstance(out, list | tuple) else f"a number ({type(out).__name__})"
+        raise NotAllowed(f"out is {kind}, into which no value can be written: pass an array, or a list of arrays")
+    if _is_foreign(out) and out.flags.writeable:
+        return as_array(out)
+    view = None if _is_foreign(out) else writable_view(out)
     if view is None:
         view = as_array(out)
+        if _is_foreign(out):
+            raise NotAllowed("out is an array that is read-only: pass one that can be written to, or out=None")
         if not (is_torch(out) or is_cupy(out)):
             write_back(out, view)  # raises
     return view

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ import pytest
 
 import kvd
 from kvd.errors import KeyNotFound, NotAllowed, ShapeMismatch
-from kvd.testing.cluster import LocalCluster, PathName
+from kvd.testing.cluster import LocalCluster, PathName, ProcessNode
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LARGE = (600, 500)  # more than what goes through the socket in any case
@@ -399,3 +401,34 @@ def test_other_errors_of_a_push_come_first() -> None:
         kv.__exit__(RuntimeError, None, None)
         with pytest.raises(kvd.StoreClosed):
             push.wait(10)
+
+
+# ── calls that failed ──
+
+
+@pytest.mark.parametrize("path", ["shm", "ipc", "tcp"])
+def test_a_bound_gradient_whose_pushpull_was_given_up_is_sent_as_it_was(path: Any) -> None:
+    """As with other arrays: see tests/faults/test_faults_given_up.py."""
+    count = (48 << 20) // 4  # more than the credit, and than what sockets hold
+    with LocalCluster(processes=True, path=path) as cluster:
+        kv = cluster.store()
+        values = np.arange(count, dtype=np.float32)
+        kv.init("w", np.zeros_like(values))
+        gradient, weight = kv.bind("w")
+        gradient[:] = values
+        server = cluster.servers[0]
+        assert isinstance(server, ProcessNode)
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            handle = kv._here().pushpull("w", gradient, weight, 0, 1, private=False)  # as the blocking call does
+            with pytest.raises(kvd.RequestTimeout):
+                handle.wait(0.5)
+            weight[:] = -2
+            if path != "shm":  # there the server reads it where it lies: leave it until flush has returned
+                gradient[:] = -1
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+        kv.flush()
+        gradient[:] = -1
+        assert (weight == -2).all()
+        assert np.array_equal(kv.pull("w"), values)

@@ -88,9 +88,8 @@ def test_arrays_that_no_key_can_hold(wrong: Any) -> None:
     for private in (False, True):
         with pytest.raises(DtypeMismatch, match="is not supported"):
             source_of(wrong, SLICE_BYTES, private=private)
-    for out in (wrong, np.zeros(2, ">f4")):  # which can be read, but not written without a cast
-        with pytest.raises(DtypeMismatch, match="is not supported"):
-            target_of(out, SLICE_BYTES)
+    with pytest.raises(DtypeMismatch, match="is not supported"):
+        target_of(wrong, SLICE_BYTES)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -107,7 +106,7 @@ def test_an_array_in_one_piece_is_pulled_into_directly(shape: tuple[int, ...], d
 def test_other_outs_get_the_value_at_the_end() -> None:
     value = numbers((4, 6), np.float32)
     unaligned = np.zeros(97, np.uint8)[1:].view(np.float32).reshape(4, 6)
-    outs = [np.zeros((6, 4), np.float32).T, unaligned, torch.zeros(4, 6)]
+    outs = [np.zeros((6, 4), np.float32).T, unaligned, torch.zeros(4, 6), np.zeros((4, 6), ">f4")]
     for out in (*outs, outs):
         target = target_of(out, SLICE_BYTES)
         target.data[:] = value.reshape(-1).view(np.uint8)

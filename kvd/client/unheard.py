@@ -1,0 +1,54 @@
+"""The errors of calls whose handles nobody asks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from kvd.client.handle import Handle
+from kvd.client.promise import Promise
+from kvd.errors import KvdError
+
+
+class Unheard:
+    """Told by the next call on one of the keys, by `flush` or by `close`."""
+
+    def __init__(self) -> None:
+        self._failed: list[tuple[frozenset[str], Handle, KvdError]] = []
+        self._lock = threading.Lock()
+
+    def __bool__(self) -> bool:
+        """Whether there may be any."""
+        return bool(self._failed)
+
+    def clear(self) -> None:
+        """Nobody is to hear of them any more."""
+        with self._lock:
+            self._failed = []
+
+    def watch(self, names: Sequence[str], handle: Handle) -> Handle:
+        """Remembers how the call on these keys ends badly, for the case that nobody asks its handle."""
+        keys = frozenset(names)
+
+        def ended(promise: Promise) -> None:
+            error = promise.exception()
+            if isinstance(error, KvdError):
+                with self._lock:
+                    self._failed.append((keys, handle, error))
+
+        handle.on_end(ended)
+        return handle
+
+    def tell(self, names: Sequence[str] | None) -> None:
+        """Raises the first error that nobody has seen of the calls on these keys (None: on any), with the others."""
+        if not self._failed:
+            return
+        with self._lock:
+            unseen = [(keys, handle, error) for keys, handle, error in self._failed if not handle.claimed]
+            mine = [entry for entry in unseen if names is None or not entry[0].isdisjoint(names)]
+            self._failed = [entry for entry in unseen if entry not in mine]
+        if mine:
+            first = mine[0][2]
+            for _, _, other in mine[1:]:
+                first.add_note(f"also: {other}")
+            raise first
