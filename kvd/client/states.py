@@ -6,6 +6,7 @@ The file holds whole keys, so that it can be loaded into any number of servers: 
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -152,7 +153,7 @@ async def fetch_states(engine: Engine, path: Path, dump_optimizer: bool) -> None
             raise NotAllowed(f"the slices of {key!r} are at different steps {sorted(steps)}: save between two steps")
         content.steps[key] = steps.pop()
         content.arrays[key] = _assemble(states)
-    content.write(path)
+    await asyncio.to_thread(content.write, path)  # a large one takes a while, and the loop has heartbeats to send
 
 
 def _assemble(states: list[Any]) -> dict[str, np.ndarray[Any, Any]]:

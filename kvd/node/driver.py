@@ -50,7 +50,7 @@ from kvd.node.jobs import JobRunner
 from kvd.node.pieces import Pieces
 from kvd.observe.log import Throttle, event
 from kvd.protocol.codec import decode, encode
-from kvd.protocol.messages import MAX_TEXT_CHARS, Attach, Refused, StatusReport
+from kvd.protocol.messages import MAX_TEXT_CHARS, Attach, Message, Refused, StatusReport
 from kvd.transport.base import MAX_PAYLOAD_BYTES, NOTHING, Transport
 
 GARBAGE_INTERVAL_S = 10.0
@@ -264,9 +264,17 @@ class Driver:
             header = encode(message, self.machine.incarnation, self.machine.view_number)
         except (ProtocolError, ValueError, TypeError, OverflowError) as error:
             event(logger, logging.ERROR, "a message could not be sent", error=str(error))
+            self._refuse_ourselves(effect.peer, message, error)
             return
         if not self._transport.send(effect.peer, header, payload):
             logger.debug("not sent: %s to %r", type(effect.message).__name__, effect.peer)
+
+    def _refuse_ourselves(self, peer: Hashable, message: Message, error: Exception) -> None:
+        """Whoever asked for what cannot be written is told so now, and not by its deadline."""
+        request = getattr(message, "request", 0)
+        if request:
+            refused = Refused(request, "NotAllowed", f"this cannot be sent: {error}"[:1000])
+            self._events.append(Received(peer, self.machine.incarnation, self.machine.view_number, refused))
 
     def _report(self) -> dict[str, object]:
         """What the machine says and, if there are links to this node, how what it sends travels over them."""

@@ -39,7 +39,7 @@ from kvd.node.driver import Driver
 from kvd.node.jobs import JobRunner
 from kvd.node.pieces import Pieces
 from kvd.protocol.codec import decode, encode
-from kvd.protocol.messages import Done, Refused, StatusReport, ViewNumber
+from kvd.protocol.messages import Done, Enter, Refused, StatusReport, ViewNumber
 from kvd.transport.base import pieces_of
 
 
@@ -309,6 +309,24 @@ def test_garbage_is_answered_and_told_to_the_machine(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, logger="kvd.node"):
         run(rig, program)
     assert len([record for record in caplog.records if "no message" in record.getMessage()]) == 1
+
+
+def test_what_cannot_be_written_is_refused_to_who_asked() -> None:
+    def react(event: Event) -> list[Effect]:
+        return [Send("scheduler", Enter(9, "\ud800", 1)), Send("p", Done(1))] if isinstance(event, LocalCall) else []
+
+    async def program() -> None:
+        rig.driver.feed(call(1))
+        assert [message for _, message, _ in rig.wire.sent] == [Done(1)]
+        refused = rig.machine.events[-1]
+        assert isinstance(refused, Received)
+        assert refused.peer == "scheduler"
+        assert isinstance(refused.message, Refused)
+        assert (refused.message.request, refused.message.error) == (9, "NotAllowed")
+        assert "cannot be sent" in refused.message.text
+
+    rig = Rig(react)
+    run(rig, program)
 
 
 def test_payloads_reports_and_pieces() -> None:
