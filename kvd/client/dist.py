@@ -76,6 +76,7 @@ class DistBackend:
         self._lock = threading.Lock()
         self._room = Room(loaded.config.memory_bound_bytes(), loaded.config.request_timeout_s)
         self._bound: dict[str, Bound] = {}
+        self._replays: dict[str, int] = {}  # broadcasts by key
         try:
             self.rank = self._engine.join()
         except BaseException:
@@ -210,22 +211,32 @@ class DistBackend:
                     await self._engine.call(calls.InitKeys((Item(name, spec, data),)))
             else:
                 await self._engine.call(calls.DescribeKey(name, wait=True))
-        clocks = [await self._engine.call(calls.ClockOf(name)) for name in names]
-        was_here = self._engine.link.predecessor == DEAD and min(clocks) > 0  # the predecessor was past this
-        if self._sync and was_here:
-            await self._pull_items(names, targets, priority)
+        counted, replays = await self._replayed(names)
+        if self._sync and counted > replays:
+            await self._pull_items(names, targets, priority)  # the predecessor was past this
         elif self._sync:
             await self._broadcast_round(names, sources, targets, priority)
         else:
-            if sources is not None and not was_here:
+            # The last clock of rank 0 may be that of an assignment that nobody has read yet.
+            passed = counted > replays + 1 if sources is not None else counted > 0 and replays == 0
+            if sources is not None and counted <= replays:
                 await self._engine.call(self._assignment(names, sources, None, priority))
-            await self._meet("kvd:broadcast", names)
+            await self._meet("kvd:broadcast", names, passed)
             await self._pull_items(names, targets, priority)
-            await self._meet("kvd:broadcast read", names)  # before that nobody may write: some have yet to read
+            await self._meet("kvd:broadcast read", names, passed)  # before, nobody may write: some have yet to read
 
-    async def _meet(self, kind: str, names: list[str]) -> None:
+    async def _replayed(self, names: list[str]) -> tuple[int, int]:
+        """How many pushes of these keys a predecessor made that died, 0 once this process has pushed, or if there was
+        none; and how many broadcasts of them this process has made again before this one."""
+        clocks = [await self._engine.call(calls.ClockOf(name)) for name in names]
+        replays = max((self._replays.get(name, 0) for name in names), default=0)
+        self._replays.update(dict.fromkeys(names, replays + 1))
+        is_new = self._engine.link.predecessor != DEAD or any(map(self._engine.machine.has_pushed, names))
+        return 0 if is_new else min(clocks, default=0), replays
+
+    async def _meet(self, kind: str, names: list[str], passed: bool) -> None:
         for name in names:
-            await self._engine.call(calls.Barrier(checks.barrier_name(kind, name)))
+            await self._engine.call(calls.Barrier(checks.barrier_name(kind, name), passed))
 
     async def _broadcast_round(
         self, names: list[str], sources: list[Source] | None, targets: list[Target], priority: int

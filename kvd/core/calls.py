@@ -79,9 +79,14 @@ class Flush:
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """Answered when all workers that have not left are there."""
+    """Answered when all workers that have not left are there.
+
+    Attributes:
+        passed: at once, with no word to anyone: the predecessor has passed it.
+    """
 
     name: str
+    passed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def _clock_error(push: Push | PushPack, sender: int, rank: int, aim: Aim) -> Ref
     told = log.refusal(rank, sender, request)
     if told is not None:
         return Refused(request, told.error, told.text, (), unit.key)
-    if turn is Turn.WRONG or push.probe:
+    if turn is Turn.WRONG or push.probe or log.is_outdated(rank, sender, request):
         expected = log.staged_clock(rank) + 1
         text = f"push {aim.clock} of {unit.key!r} by worker {rank} is out of turn, {expected} is next"
         return Refused(request, "clock", text, (), unit.key, expected)

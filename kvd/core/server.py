@@ -210,7 +210,7 @@ class ServerMachine(ServerMoves):
             self._welcome(event.sender, rank, event.peer, attach)
             return
         if event.sender in self._replaced:
-            self._refuse(event.peer, attach.request, "NotAllowed", "another process took this one's place: stop it")
+            self._refuse(event.peer, attach.request, "replaced", "another process took this one's place: stop it")
             return
         member = self._view.by_incarnation(event.sender)
         if member is not None and member.role == "worker":
@@ -270,6 +270,8 @@ class ServerMachine(ServerMoves):
             return "ProtocolError", f"slice {init.index} of {spec} does not have {event.nbytes} bytes"
         if self._table.is_in_use(init.key):
             return _in_use(init.key)
+        if spec.num_slices > MAX_SLICES * settings.num_servers:
+            return "NotAllowed", f"key {init.key!r} has {spec.num_slices} slices: choose a larger slice_bytes"
         staging = settings.rounds_ahead * settings.num_workers
         led = self._table.bytes_led + sum(self._creating.values()) - (0 if old is None else old.nbytes)
         demand = (led + self._still_to_come(init)) * (3 + staging)
@@ -356,7 +358,7 @@ class ServerMachine(ServerMoves):
             # The update may yet fail. Whoever took the clock for counted would then wait for its own push for ever.
             self._refuse(event.peer, query.request, "clock", "a push of this rank is being applied", query.key)
             return
-        clocks = [log.counted_clock(rank) for log in logs]
+        clocks = [max(log.counted_clock(rank), log.resting_clock(rank)) for log in logs]
         versions = [log.version for log in logs]
         self._send(event.peer, Clocks(query.request, min(clocks), max(clocks), min(versions), max(versions)))
 

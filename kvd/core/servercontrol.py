@@ -157,12 +157,14 @@ class ServerControl:
             self._send(event.peer, Done(message.request))  # once more it would undo the updates since
             return
         source = Span(event.payload, 0, event.nbytes)
+        before, slice_.loaded = slice_.loaded, (event.sender, message.request)
 
         def done(job: JobDone) -> None:
             if job.error is not None:
+                if slice_.loaded == (event.sender, message.request):
+                    slice_.loaded = before  # it may be asked for again
                 self._send(event.peer, refusal_of(message.request, job.error))
                 return
-            slice_.loaded = (event.sender, message.request)
             self._send(event.peer, Done(message.request))
 
         def load(job: int) -> Load:

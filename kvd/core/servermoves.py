@@ -229,6 +229,7 @@ class ServerMoves:
         for aim in aims:
             if aim.unit.log.turn(rank, aim.clock) is Turn.NEXT:
                 span = None if push.how == ABSENT else Span(event.payload, offset, aim.nbytes)
+                aim.unit.log.taken[rank] = (event.sender, push.request)
                 aim.unit.log.stage(Contribution(rank, aim.clock, span, push.samples, push.how))
             offset += padded(aim.nbytes)
 

@@ -128,6 +128,11 @@ class SchedulerLink:
         if not self.joined and self.failure is None:
             self._fail(ProtocolError(f"the scheduler at {self._address} cannot be understood: {text}"))
 
+    def replaced(self, text: str) -> None:
+        """So a server says: another process has this one's place. A scheduler without its record may not know."""
+        if not self._closed and self.failure is None:
+            self._fail(NotAllowed(text, node=self.name))
+
     def _refused(self, refused: Refused, now: float) -> None:
         if refused.error == "join" and not self._closed:
             self.joined = False

@@ -12,7 +12,7 @@ of the slowest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
@@ -65,7 +65,9 @@ class SliceLog:
     staged: dict[int, int] = field(default_factory=dict)  # rank → clock
     counted: dict[int, int] = field(default_factory=dict)  # rank → clock (async; in sync it is `closed` for all)
     committed: dict[int, int] = field(default_factory=dict)  # rank → clock (async; in sync it is `version` for all)
+    skipped: dict[int, int] = field(default_factory=dict)  # sync: rank → clock, up to which rounds did without it
     refusals: dict[int, Refusal] = field(default_factory=dict)  # rank → the last one
+    taken: dict[int, tuple[int, int]] = field(default_factory=dict)  # rank → sender and request of its last push
     _rounds: dict[int, dict[int, Contribution]] = field(default_factory=dict)  # sync: clock → rank → contribution
     _arrived: list[Contribution] = field(default_factory=list)  # async, in the order of arrival
 
@@ -85,6 +87,10 @@ class SliceLog:
         """The clock up to which the worker's own pushes count: rounds that were closed without it are not its own."""
         return min(self.staged.get(rank, 0), self.counted_clock(rank))
 
+    def resting_clock(self, rank: int) -> int:
+        """Where the worker stands when nothing of it is staged: a successor goes on from there."""
+        return max(self.own_clock(rank), self.skipped.get(rank, 0))
+
     # ── staging ──
 
     def turn(self, rank: int, clock: int) -> Turn:
@@ -93,7 +99,8 @@ class SliceLog:
         if clock < 1:  # the first push has clock 1
             return Turn.WRONG
         if clock <= staged:
-            return Turn.KNOWN if not self.sync or clock <= self.staged.get(rank, 0) else Turn.MISSED
+            has_part = self.skipped.get(rank, 0) < clock <= self.staged.get(rank, 0)
+            return Turn.KNOWN if has_part or not self.sync else Turn.MISSED
         if clock == staged + 1 and clock <= self.counted_clock(rank) + self.rounds_ahead:
             return Turn.NEXT
         return Turn.WRONG
@@ -114,6 +121,18 @@ class SliceLog:
         last = self.refusals.get(rank)
         return last if last is not None and last.sender == sender and request <= last.request else None
 
+    def is_outdated(self, rank: int, sender: int, request: int) -> bool:
+        """A later push of this sender was taken: this one comes once more, after it was given up."""
+        taken = self.taken.get(rank)
+        return taken is not None and taken[0] == sender and request < taken[1]
+
+    def take_latest(self, taken: Mapping[int, tuple[int, int]]) -> None:
+        """Of each rank the latest push of both."""
+        for rank, (sender, request) in taken.items():
+            mine = self.taken.get(rank, (sender, 0))
+            if mine[0] == sender and mine[1] < request:
+                self.taken[rank] = (sender, request)
+
     def stage(self, contribution: Contribution) -> None:
         """Takes the contribution whose turn it is."""
         rank, clock = contribution.rank, contribution.clock
@@ -128,12 +147,15 @@ class SliceLog:
         for contributions in self._rounds.values():
             contributions.pop(rank, None)
         self._arrived = [contribution for contribution in self._arrived if contribution.rank != rank]
-        self.staged[rank] = self.own_clock(rank)
+        self.staged[rank] = self.resting_clock(rank)
         self.refusals.pop(rank, None)
 
     def activate(self, rank: int, clock: int) -> None:
         """The worker takes part again, from the round after `clock` on."""
-        self.staged[rank] = max(self.staged_clock(rank), clock)
+        clock = max(self.staged_clock(rank), clock)
+        if self.sync and clock > self.staged.get(rank, 0):
+            self.skipped[rank] = clock
+        self.staged[rank] = clock
         if not self.sync:
             self.counted[rank] = max(self.counted.get(rank, 0), clock)
             self.committed[rank] = max(self.committed.get(rank, 0), clock)
@@ -228,8 +250,8 @@ class SliceLog:
             and other.is_idle
             and (self.version, self.closed, self.previous is None)
             == (other.version, other.closed, other.previous is None)
-            and (self.staged, self.counted, self.committed, self.refusals)
-            == (other.staged, other.counted, other.committed, other.refusals)
+            and (self.staged, self.counted, self.committed, self.skipped, self.refusals)
+            == (other.staged, other.counted, other.committed, other.skipped, other.refusals)
         )
 
     def like(self, current: Buffer | Rope, previous: Buffer | Rope | None) -> SliceLog:
@@ -241,7 +263,9 @@ class SliceLog:
             staged=dict(self.staged),
             counted=dict(self.counted),
             committed=dict(self.committed),
+            skipped=dict(self.skipped),
             refusals=dict(self.refusals),
+            taken=dict(self.taken),
             _rounds={},
             _arrived=[],
         )

@@ -128,6 +128,8 @@ def fused(number: int, slices: Sequence[Slice]) -> Unit | None:
         previous = Rope(tuple([slice_.span(slice_.log.previous) for slice_ in slices]))
     unit = Unit(number, first.log.like(current, previous), first.dtype, first.optimizer)
     for slice_ in slices:
+        unit.log.take_latest(slice_.log.taken)
+    for slice_ in slices:
         slice_.unit.is_gone = True
     unit.take(slices)
     return unit

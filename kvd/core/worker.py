@@ -65,6 +65,11 @@ class WorkerMachine(Moves, KeyMaking):
     def _begin(self, call: Call, request: Any) -> None:
         self._start_of[type(request)](call, request)
 
+    def has_pushed(self, name: str) -> bool:
+        """Whether this incarnation has pushed to the key since it took its clock up, or went back."""
+        key = self._keys.get(name)
+        return key is not None and key.clock != key.taken_up
+
     # ── the machine's interface ──
 
     @property
@@ -189,6 +194,11 @@ class WorkerMachine(Moves, KeyMaking):
             self._settled(None, entry)
             if isinstance(event.message, Clocks) and not self.link.predecessor:
                 self.link.predecessor = DEAD  # so it was: the scheduler was started without its record
+            if isinstance(event.message, Refused) and event.message.error == "replaced":
+                self.link.replaced(event.message.text)
+                self._out.extend(self.link.take_effects())
+                if self.link.failure is not None:
+                    self._fail_everything(self.link.failure)
             if isinstance(event.message, Done | Clocks):
                 self._ready_servers.add(server)
                 self._check_joined()
@@ -252,6 +262,10 @@ class WorkerMachine(Moves, KeyMaking):
 
     def _barrier(self, call: Call, request: calls.Barrier) -> None:
         generation = self._generations.get(request.name, 0)
+        if request.passed:
+            self._generations[request.name] = generation + 1
+            self._complete(call)
+            return
 
         def answered(entry: Entry, event: Received) -> None:
             self._settled(call, entry)
@@ -295,6 +309,7 @@ class WorkerMachine(Moves, KeyMaking):
         self._rewound = request.clock
         for key in self._keys.values():
             key.clock = min(key.clock, max(request.clock, key.floor))
+            key.taken_up = min(key.taken_up, key.clock)
             key.broken = None
         self._complete(call)
 

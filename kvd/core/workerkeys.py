@@ -26,6 +26,7 @@ class WorkerKey:
     fits: KeySpec | None = None  # the spec of a program's value that was found to fit
     state: int = UNKNOWN
     clock: int = 0
+    taken_up: int = 0  # the clock that it had when it was found, or was set back to by `rewind`
     floor: int = 0  # it takes part again from there on: the rounds before were closed without it
     open_pushes: int = 0  # started and not settled
     failing_pushes: int = 0  # of those, refused in part so far: whether in all, is still open
@@ -33,6 +34,7 @@ class WorkerKey:
     servers: tuple[int, ...] = ()  # the rank that leads each slice
     incarnations: dict[int, int] = field(default_factory=dict)  # of those servers, when the key became ready
     queue: deque[Any] = field(default_factory=deque)  # calls that wait for their turn
+    is_publishing: bool = False  # it is made, and may be live
     mine: bool = False  # this incarnation has initialised it
     broken: KvdError | None = None  # part of a push was refused: only rewind goes on
 

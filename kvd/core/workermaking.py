@@ -78,6 +78,9 @@ class KeyMaking(KeyTurns):
 
     def _make(self, call: Call, key: WorkerKey, item: calls.Item) -> None:
         """Rank 0: every slice to its server, then publish."""
+        if key.is_publishing:
+            self._publish_again(call, key, item)
+            return
         spec = item.spec
         assert spec is not None
         spec = KeySpec(spec.dtype, spec.shape, self.view.settings.slice_bytes)
@@ -95,6 +98,7 @@ class KeyMaking(KeyTurns):
                     self._initialised(call, key, error)
                 else:
                     home = self._servers.get(key.servers[0])
+                    key.is_publishing = True
                     self._ask(call, home, Publish(0, key.name, spec), published)
 
         def published(entry: Entry, event: Received) -> None:
@@ -102,12 +106,32 @@ class KeyMaking(KeyTurns):
             failed = self._error_of(event)
             if failed is None:
                 key.state = READY
+            else:
+                key.is_publishing = False
             self._initialised(call, key, failed)
 
         for index, rank in enumerate(key.servers):
             span = Span(item.source, *spec.span(index))
             message = Init(0, key.name, spec, index)
             self._ask(call, self._servers.get(rank), message, stored, (span,))
+
+    def _publish_again(self, call: Call, key: WorkerKey, item: calls.Item) -> None:
+        """An earlier init was given up when only the answer to its Publish was missing. Others may use its
+        values already."""
+        assert key.spec is not None
+
+        def answered(entry: Entry, event: Received) -> None:
+            self._settled(call, entry)
+            if self._error_of(event) is not None:  # it is not there (any more)
+                key.is_publishing = False
+                self._make(call, key, item)
+                return
+            key.state, key.mine = READY, True
+            self._out_of_queue(key)
+            text = f"key {key.name!r} is live, with the values of an init whose outcome was unknown: pull it"
+            self._initialised(call, key, errors.KeyExists(text, key=key.name))
+
+        self._ask(call, self._servers.get(key.servers[0]), Publish(0, key.name, key.spec), answered)
 
     def _initialised(self, call: Call, key: WorkerKey, error: KvdError | None) -> None:
         if error is None:
@@ -180,10 +204,11 @@ class KeyMaking(KeyTurns):
             key.clock = min(entry.lowest for entry in clocks)
             if self._rewound is not None:
                 key.clock = min(key.clock, self._rewound)
+            key.taken_up = key.clock
             key.state = READY
             then(None)
             return
-        key.clock = max(entry.highest for entry in clocks)
+        key.clock = key.taken_up = max(entry.highest for entry in clocks)
         left = len(key.incarnations)
         error: KvdError | None = None
 

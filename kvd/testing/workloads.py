@@ -27,7 +27,7 @@ from kvd.core.calls import (
     Versions,
 )
 from kvd.core.worker import WorkerMachine
-from kvd.errors import KvdError, NodeLost, RequestTimeout
+from kvd.errors import KeyExists, KvdError, NodeLost, RequestTimeout
 from kvd.optimizer import SGD, to_wire
 from kvd.protocol.messages import SetOptimizer, UpdateOptimizer
 from kvd.protocol.specs import KeySpec
@@ -69,7 +69,8 @@ def begin(me: Me, keys: Sequence[str], initial: Floats, optimizer: SGD | None) -
         try:
             yield ticket
         except NodeLost:
-            yield from insist(request)
+            with suppress(KeyExists):  # the first went through after all
+                yield from insist(request)
     step = 0
     if me.machine.link.predecessor:
         clocks: list[int] = []

@@ -6,6 +6,9 @@ import asyncio
 import socket
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -130,6 +133,42 @@ def test_async_broadcasts_one_after_the_other_do_not_mix(monkeypatch: pytest.Mon
     monkeypatch.setattr(DistBackend, "_pull_items", late)
     with LocalCluster(2, 1) as cluster:
         assert cluster.run(program, "dist_async") == [[0, 10, 20]] * 2
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """The results of calls that wait for each other."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_a_restarted_worker_passes_old_broadcasts_and_takes_part_in_new_ones(kind: str) -> None:
+    def begin(kv: kvd.KVStore) -> float:
+        value = np.full(4, 1 if kv.rank == 0 else 9, np.float32)
+        kv.broadcast("w", value)
+        return float(value[0])
+
+    def step(kv: kvd.KVStore) -> None:
+        kv.push("w", ones())
+        kv.flush()
+
+    def again(kv: kvd.KVStore) -> float:
+        value = np.full(4, 50 + kv.rank, np.float32)
+        kv.broadcast("w", value)
+        return float(value[0])
+
+    with LocalCluster(2, 1, request_timeout_s=30.0) as cluster:
+        stores = together(*(partial(cluster.store, kind, node_id=f"worker-{number}") for number in range(2)))
+        zero, one = sorted(stores, key=lambda store: store.rank)
+        node_id = f"worker-{stores.index(zero)}"
+        assert together(partial(begin, zero), partial(begin, one)) == [1, 1]
+        together(partial(step, zero), partial(step, one))
+        zero.set_barrier_before_exit(False)
+        zero.__exit__(RuntimeError, None, None)
+        successor = cluster.store(kind, node_id=node_id)
+        begin(successor)  # nobody else is there for it
+        together(partial(step, successor), partial(step, one))
+        assert together(partial(again, successor), partial(again, one)) == [50, 50]
 
 
 def test_broadcast_and_push_in_one_round_are_refused() -> None:

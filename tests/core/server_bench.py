@@ -65,7 +65,7 @@ class Bench:
         self.jobs: list[Any] = []
         self.applied: list[Apply] = []
         self.error: KvdError | None = None
-        self._request = 100
+        self._request = 0  # the largest so far: those of a worker grow
         self.step(welcome(0))
         self.look()
         if attach:
@@ -112,6 +112,7 @@ class Bench:
         self, rank: int, message: Any, payload: bytes | None = None, *, life: int = 0, peer: Any = None
     ) -> list[Effect]:
         who = worker_id(rank, life)
+        self._request = max(self._request, getattr(message, "request", 0))
         nbytes = 0 if payload is None else len(payload)
         return self.step(Received(who if peer is None else peer, who, ViewNumber(1, 1), message, payload, nbytes))
 

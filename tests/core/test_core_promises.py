@@ -7,17 +7,19 @@ from typing import Any
 import pytest
 
 from kvd.core import calls
-from kvd.core.machine import Span
-from kvd.errors import KeyNotFound, NodeLost, NotAllowed, RequestTimeout
+from kvd.core.machine import Halt, Span
+from kvd.errors import KeyExists, KeyNotFound, NodeLost, NotAllowed, RequestTimeout
 from kvd.protocol.messages import (
     Activate,
     Attach,
     ClockQuery,
     Clocks,
     Done,
+    Enter,
     Init,
     Lookup,
     Part,
+    Publish,
     Push,
     Refused,
     Welcome,
@@ -27,6 +29,7 @@ from tests.core.core_fakes import (
     cluster,
     from_scheduler,
     member,
+    of,
     one,
     padded_bytes,
     said,
@@ -101,6 +104,32 @@ def test_a_round_that_nobody_is_left_to_push_for_does_not_hold_up_the_rest() -> 
     assert values(bench.pull(0, 2, key="v", life=1)) == ((2,), [b"\5"])
 
 
+def test_rounds_that_a_rank_skipped_are_nobody_s_after_another_restart() -> None:
+    bench = ready()
+    bench.init("v", b"\0")
+    bench.look(member("worker", 1, "left"))
+    for clock in (1, 2, 3):
+        bench.push(0, clock)
+    for clock in (1, 2):
+        bench.push(0, clock, key="v")  # its third is under way
+    bench.look(member("worker", 1, life=1))
+    bench.attach(1, life=1)
+    for key in ("w", "v"):
+        assert Done(9) in said(bench.say(1, Activate(9, key, 3), life=1))
+    bench.look(member("worker", 1, life=2))  # it died before it pushed
+    bench.attach(1, life=2)
+    for key in ("w", "v"):
+        (clocks,) = said(bench.say(1, ClockQuery(8, key), life=2))
+        assert (clocks.lowest, clocks.highest) == (3, 3)
+    for clock in (2, 3):
+        assert refusal(bench.push(1, clock, life=2)).expected == clock
+    bench.push(0, 3, key="v")
+    for key in ("w", "v"):
+        bench.push(1, 4, b"\7", key=key, life=2)
+        bench.push(0, 4, b"\1", key=key)
+        assert values(bench.pull(0, 4, key=key)) == ((4,), [b"\x08"])
+
+
 # ── a scheduler without its record ──
 
 
@@ -137,6 +166,25 @@ def test_a_new_scheduler_does_not_make_a_successor_forget_what_it_is() -> None:
     assert bench.machine.link.predecessor == "dead"
 
 
+def test_a_worker_that_a_server_calls_replaced_halts() -> None:
+    bench = Worker(rank=1, joined=False)
+    bench.attach = False
+    bench.step(from_scheduler(Welcome(1, 1, ""), (1, 0)))
+    bench.look()
+    attach = bench.take(Attach)
+    effects = bench.say(attach.peer, Refused(attach.message.request, "replaced", "stop it"))  # type: ignore[union-attr]
+    assert isinstance(one(of(Halt, effects)).error, NotAllowed)
+    assert isinstance(bench.error(bench.push("w")), NotAllowed)
+
+
+def test_a_barrier_that_the_predecessor_passed_is_counted() -> None:
+    bench = Worker(rank=1, predecessor="dead")
+    assert bench.result(bench.call(calls.Barrier("b", passed=True))) is None
+    assert not bench.waiting(Enter)
+    bench.call(calls.Barrier("b"))
+    assert one(bench.waiting(Enter)).generation == 1
+
+
 def test_a_replaced_worker_is_not_taken_back() -> None:
     bench = ready()
     for rank in (0, 1):
@@ -144,7 +192,7 @@ def test_a_replaced_worker_is_not_taken_back() -> None:
     bench.look(member("worker", 1, life=1))
     bench.attach(1, life=1)
     bench.look(member("worker", 1, life=0))  # a scheduler without its record heard the ghost first
-    assert refusal(bench.attach(1)).error == "NotAllowed"
+    assert refusal(bench.attach(1)).error == "replaced"
     assert refusal(bench.push(1, 1)).error == "attach"
     bench.push(0, 2)
     assert kinds(bench.push(1, 2, life=1)) == ["Done", "Done"]
@@ -200,6 +248,13 @@ def test_the_refusal_of_a_later_push_does_not_hit_an_earlier_one() -> None:
     assert kinds(bench.say(0, earlier, b"\5")) == ["Staged"]
 
 
+def test_an_old_copy_does_not_take_the_clock_of_a_later_push() -> None:
+    bench = ready()
+    bench.push(0, 1, request=13)
+    assert refusal(bench.push(0, 2, b"\7", request=12)).error == "clock"  # given up, before its step was made again
+    assert kinds(bench.push(0, 2, b"\5", request=14)) == ["Staged"]
+
+
 # ── keys ──
 
 
@@ -212,6 +267,36 @@ def test_an_init_that_is_made_again_brings_its_own_values() -> None:
     bench.say(0, Init(22, "w", spec, 1), new)
     assert said(bench.say(0, Init(11, "w", spec, 0), old)) == [Done(11)]  # a late copy changes nothing
     assert bench.value("w", 0) + bench.value("w", 1) == new + new
+
+
+def test_an_init_whose_publish_was_not_answered_is_not_made_again_with_other_values() -> None:
+    bench = Worker()
+    item = calls.Item("w", uint8(1), b"\1")
+    first = bench.call(calls.InitKeys((item,)), timeout_s=1.0)
+    bench.reply(bench.take(Init), Done)
+    bench.take(Publish)
+    bench.wait(1.0)
+    assert isinstance(bench.error(first), RequestTimeout)
+    again = bench.call(calls.InitKeys((item._replace(source=b"\2"),)))
+    assert not bench.waiting(Init)
+    bench.reply(bench.take(Publish), Done)
+    assert isinstance(bench.error(again), KeyExists)
+    bench.push("w")
+    assert bench.clocks() == [("w", 0, 1)]
+
+
+def test_an_init_whose_publish_was_refused_is_made_again() -> None:
+    bench = Worker()
+    item = calls.Item("w", uint8(1), b"\1")
+    bench.call(calls.InitKeys((item,)), timeout_s=1.0)
+    bench.reply(bench.take(Init), Done)
+    bench.take(Publish)
+    bench.wait(1.0)
+    again = bench.call(calls.InitKeys((item,)))
+    bench.refuse(Publish, "NotAllowed")  # the server was started anew
+    bench.reply(bench.take(Init), Done)
+    bench.reply(bench.take(Publish), Done)
+    assert bench.result(again) is None
 
 
 def test_a_key_that_does_not_fit_takes_no_room() -> None:
