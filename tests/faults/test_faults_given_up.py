@@ -48,7 +48,16 @@ def test_a_push_that_nobody_waits_for_any_more_is_sent_as_it_was(path: Any) -> N
         assert np.array_equal(kv.pull("w"), values)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, also where these tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("path", ["shm", "tcp"])
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_gives_the_array_back(path: Any) -> None:
     with LocalCluster(processes=True, path=path) as cluster:
         kv = cluster.store()
