@@ -30,21 +30,16 @@ def push_error(push: Push | PushPack, event: Received, rank: int, aims: Sequence
         text = f"a push of these {len(aims)} slices has {expected_nbytes} bytes, this one has {event.nbytes}"
         return Refused(push.request, "ProtocolError", text)
     for aim in aims:
-        error = _clock_error(push, event.sender, rank, aim)
-        if error is not None:
-            return error
-        if aim.unit.log.turn(rank, aim.clock) is Turn.NEXT:
-            error = _kind_error(push, aim, merge)
+        turn = aim.unit.log.turn(rank, aim.clock)
+        if turn is not Turn.KNOWN:
+            error = _clock_error(push, event.sender, rank, aim, turn) or _kind_error(push, aim, merge)
             if error is not None:
                 return error
     return None
 
 
-def _clock_error(push: Push | PushPack, sender: int, rank: int, aim: Aim) -> Refused | None:
+def _clock_error(push: Push | PushPack, sender: int, rank: int, aim: Aim, turn: Turn) -> Refused | None:
     request, unit, log = push.request, aim.unit, aim.unit.log
-    turn = log.turn(rank, aim.clock)
-    if turn is Turn.KNOWN:
-        return None
     if turn is Turn.MISSED:
         text = f"round {aim.clock} of {unit.key!r} was closed without worker {rank}, which had left the rounds"
         return Refused(request, "NotAllowed", text, (), unit.key, aim.clock)

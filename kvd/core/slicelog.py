@@ -232,6 +232,7 @@ class SliceLog:
             for contributions in self._rounds.values():
                 contributions.pop(contribution.rank, None)
             self._arrived = [other for other in self._arrived if other.rank != contribution.rank]
+            self.taken.pop(contribution.rank, None)  # what was dropped and not refused is sent again as it was
             if not self.sync:
                 self.counted[contribution.rank] = before
         return record

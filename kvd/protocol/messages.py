@@ -251,7 +251,8 @@ class Refused:
 class Attach:
     """First message to a server: drop what my predecessor had staged; I am `rank`, and my messages travel by `path`.
 
-    Answered with Done, or with Clocks if pushes of this rank counted there before this incarnation came.
+    Answered with Done, or with Clocks if this rank had pushed or, as rank 0, made keys there before this incarnation
+    came.
     """
 
     KIND: ClassVar[int] = 32

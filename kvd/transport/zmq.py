@@ -108,8 +108,8 @@ class ZmqTransport:
                 dealer.close(linger=0)
 
     async def keep(self) -> None:
-        """Returns when nothing is sent any more from the memory that payloads were given in. A connection that has some
-        queued is made anew: what it had queued is lost."""
+        """Returns when nothing is sent any more from the memory that payloads were given in, or after two seconds. A
+        connection that has some queued is made anew: what it had queued is lost, and is let go within milliseconds."""
         for peer, address in list(self._addresses.items()):
             with self._lock:
                 lent = self._book(peer)
@@ -118,8 +118,7 @@ class ZmqTransport:
             until = time.monotonic() + LONGEST_KEEP_S
             while lent and time.monotonic() < until:
                 await asyncio.sleep(KEEP_POLL_S)
-                while lent and lent[0].done:
-                    lent.popleft()
+                _let_go(lent)
 
     def close(self, linger_s: float) -> None:
         with self._lock:
@@ -230,8 +229,7 @@ class ZmqTransport:
     def _book(self, peer: Hashable) -> deque[zmq.MessageTracker]:
         """What the peer is sent without a copy, but for what has gone out."""
         lent = self._lent.setdefault(peer, deque())
-        while lent and lent[0].done:
-            lent.popleft()
+        _let_go(lent)
         return lent
 
     @staticmethod
@@ -265,6 +263,12 @@ class ZmqTransport:
         else:
             with suppress(RuntimeError):  # the loop is closed: nobody reads any more
                 self._loop.call_soon_threadsafe(self._drain_soon, descriptor, socket, peer)
+
+
+def _let_go(lent: deque[zmq.MessageTracker]) -> None:
+    """Forgets what has gone out."""
+    while lent and lent[0].done:
+        lent.popleft()
 
 
 def _is_readable(socket: zmq.Socket[bytes]) -> bool:

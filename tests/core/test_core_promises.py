@@ -248,6 +248,19 @@ def test_the_refusal_of_a_later_push_does_not_hit_an_earlier_one() -> None:
     assert kinds(bench.say(0, earlier, b"\5")) == ["Staged"]
 
 
+def test_pushes_that_fell_with_a_failed_one_and_were_not_refused_are_taken_again() -> None:
+    bench = ready()
+    bench.push(0, 1, request=11)
+    bench.push(0, 2, request=12)
+    bench.look(member("worker", 1, "dead"))  # both hear NodeLost; their bytes stay
+    bench.look(member("worker", 1))
+    bench.error = NotAllowed("no")
+    bench.push(1, 1, request=21)
+    bench.error = None
+    for request, clock in ((11, 1), (12, 2)):
+        assert kinds(bench.push(0, clock, request=request)) == ["Staged"]
+
+
 def test_an_old_copy_does_not_take_the_clock_of_a_later_push() -> None:
     bench = ready()
     bench.push(0, 1, request=13)

@@ -15,7 +15,7 @@ import pytest
 from kvd.errors import RequestTimeout
 from kvd.testing.cluster import LocalCluster, ProcessNode
 
-MODEL_BYTES = 48 << 20  # more than the credit, and than what sockets hold
+VALUES = np.arange(12 << 20, dtype=np.float32)  # 48 MiB: more than the credit, and than what sockets hold
 
 
 @contextmanager
@@ -29,13 +29,17 @@ def stopped(node: Any) -> Iterator[None]:
         os.kill(node.process.pid, signal.SIGCONT)
 
 
+def prepared(cluster: LocalCluster) -> tuple[Any, Any, Any]:
+    """A store with a key, what to push to it, and where to pull it to."""
+    kv = cluster.store()
+    kv.init("w", np.zeros_like(VALUES))
+    return kv, VALUES.copy(), np.zeros_like(VALUES)
+
+
 @pytest.mark.parametrize("path", ["shm", "ipc", "tcp"])
 def test_a_push_that_nobody_waits_for_any_more_is_sent_as_it_was(path: Any) -> None:
     with LocalCluster(processes=True, path=path) as cluster:
-        kv = cluster.store()
-        values = np.arange(MODEL_BYTES // 4, dtype=np.float32)
-        kv.init("w", np.zeros_like(values))
-        gradient, out = values.copy(), np.zeros_like(values)
+        kv, gradient, out = prepared(cluster)
         with stopped(cluster.servers[0]):
             handle = kv._here().pushpull("w", gradient, out, 0, 1, private=False)  # as the blocking call does
             with pytest.raises(RequestTimeout) as caught:
@@ -45,7 +49,7 @@ def test_a_push_that_nobody_waits_for_any_more_is_sent_as_it_was(path: Any) -> N
             out[...] = -2.0
         kv.flush()
         assert (out == -2.0).all()
-        assert np.array_equal(kv.pull("w"), values)
+        assert np.array_equal(kv.pull("w"), VALUES)
 
 
 @pytest.fixture
@@ -60,10 +64,7 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_gives_the_array_back(path: Any) -> None:
     with LocalCluster(processes=True, path=path) as cluster:
-        kv = cluster.store()
-        values = np.arange(MODEL_BYTES // 4, dtype=np.float32)
-        kv.init("w", np.zeros_like(values))
-        gradient, out = values.copy(), np.zeros_like(values)
+        kv, gradient, out = prepared(cluster)
         with stopped(cluster.servers[0]):
             timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
             timer.start()
@@ -74,4 +75,4 @@ def test_ctrl_c_gives_the_array_back(path: Any) -> None:
             out[...] = -2.0
         kv.flush()
         assert (out == -2.0).all()
-        assert np.array_equal(kv.pull("w"), values)
+        assert np.array_equal(kv.pull("w"), VALUES)
