@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from kvd.errors import ConfigError
+from kvd.node.wholefile import replace_file
 
 
 class Sink(Protocol):
@@ -30,21 +29,20 @@ def write_file(file: Path, save: Callable[[Sink], None]) -> None:
         ConfigError: it cannot be written.
     """
     try:
-        there = _look(file)
-        if there is None or stat.S_ISREG(there.st_mode):
-            _replace(Path(os.path.realpath(file)), there, save)
+        if _can_be_replaced(file):
+            replace_file(file, save)
         else:
             _write_through(file, save)
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror or error}") from None
 
 
-def _look(file: Path) -> os.stat_result | None:
-    """What the name stands for, at the end of all links; None: nothing yet."""
+def _can_be_replaced(file: Path) -> bool:
+    """Whether the name stands, at the end of all links, for a file or for nothing yet."""
     try:
-        return os.stat(file)
+        return stat.S_ISREG(os.stat(file).st_mode)
     except FileNotFoundError:
-        return None
+        return True
 
 
 def _write_through(file: Path, save: Callable[[Sink], None]) -> None:
@@ -52,30 +50,8 @@ def _write_through(file: Path, save: Callable[[Sink], None]) -> None:
         save(_Plain(stream.write))
 
 
-def _replace(file: Path, old: os.stat_result | None, save: Callable[[Sink], None]) -> None:
-    descriptor, aside = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with open(descriptor, "wb") as stream:
-            save(stream)
-        if old is not None:
-            with contextlib.suppress(OSError):  # only root may give a file to somebody else
-                os.chown(aside, old.st_uid, old.st_gid)
-        os.chmod(aside, 0o666 & ~_umask() if old is None else stat.S_IMODE(old.st_mode))
-        os.replace(aside, file)
-    except BaseException:
-        os.unlink(aside)
-        raise
-
-
 class _Plain:
     """Only the `write` of a stream. NumPy asks a file for its position, which a pipe does not have."""
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
         self.write = write
-
-
-def _umask() -> int:
-    """The permissions that new files do not get. There is no other way to ask than to set it."""
-    umask = os.umask(0o077)
-    os.umask(umask)
-    return umask

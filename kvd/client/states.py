@@ -10,9 +10,7 @@ import asyncio
 import errno
 import json
 import os
-import secrets
 import stat
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +20,7 @@ from safetensors.numpy import load, save
 
 from kvd.core import calls
 from kvd.errors import NotAllowed, ProtocolError
+from kvd.node.wholefile import replace_file
 from kvd.optimizer import Optimizer, from_wire, to_wire
 from kvd.protocol.messages import BIGGEST, FetchState, ListKeys, OptimizerQuery, SetOptimizer, StoreState
 from kvd.protocol.specs import DTYPES, KeySpec, padded
@@ -51,7 +50,8 @@ class StateFile:
             metadata["optimizer"] = json.dumps(to_wire(self.optimizer))
         data = save(tensors, metadata)
         try:
-            _replace(path, data)
+            _check_place(path)
+            replace_file(path, lambda file: file.write(data))
         except OSError as error:
             text = (
                 f"{error.strerror}: the optimizer states cannot be saved there, choose a file in a folder that is there"
@@ -89,36 +89,16 @@ class StateFile:
         return content
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Puts a file in the place of another, with its permissions. A link stays one: what it leads to is replaced."""
-    place = Path(os.path.realpath(path))
-    mode = _mode_of(place)
-    aside = place.with_name(f".{place.name[:60]}.{secrets.token_hex(4)}.part")
-    try:
-        with aside.open("xb") as file:
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(place)
-    except BaseException:
-        with suppress(OSError):  # it is the first error that counts
-            aside.unlink()
-        raise
-
-
-def _mode_of(place: Path) -> int | None:
-    """The permissions of a file that is there, None if there is none. OSError if it is a folder, a device or a pipe."""
+def _check_place(place: Path) -> None:
+    """OSError if there is a folder, a device or a pipe: none of them is a file that could be replaced."""
     try:
         mode = place.stat().st_mode
     except FileNotFoundError:
-        return None
+        return
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "Not a regular file")
-    return stat.S_IMODE(mode)
 
 
 async def all_keys(engine: Engine) -> list[str]:

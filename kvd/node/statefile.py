@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvd.core.scheduler import SchedulerMachine
 from kvd.errors import ConfigError
+from kvd.node.wholefile import replace_file
 
 STATE_FILE = "scheduler.json"
 
@@ -58,23 +57,13 @@ class StateFile:
         return state
 
     def save(self, record: Mapping[str, object]) -> None:
-        """Write aside, sync and rename: a crash leaves the old record or the new one.
+        """A crash leaves the old record or the new one.
 
         Raises:
             OSError: it cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have tidied it away
-        aside = self._path.with_name(self._path.name + ".part")
-        try:
-            with aside.open("w") as file:
-                json.dump(record, file)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.rename(self._path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
-            raise
+        replace_file(self._path, lambda file: file.write(json.dumps(record).encode()))
 
     def save_first(self, record: Mapping[str, object]) -> None:
         """Save the record of a scheduler that is about to start.

@@ -8,7 +8,6 @@ named after the step, which the first file names: so the pair changes by one ren
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from kvd.errors import NotAllowed
+from kvd.node.wholefile import replace_file
 from kvd.parallel.batch import BFLOAT16
 from kvd.parallel.device import HostArray
 
@@ -54,12 +54,7 @@ class Checkpoint:
         if save_server_states is not None:
             self.server_states = f"{path.name}.{self.step}.states"
             save_server_states(path.with_name(self.server_states))
-        aside = path.with_name(path.name + ".part")
-        with aside.open("wb") as file:
-            file.write(self.packed())
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(path)
+        replace_file(path, lambda file: file.write(self.packed()))
         for other in path.parent.glob(f"{path.name}.*.states"):
             if other.name != self.server_states:
                 other.unlink(missing_ok=True)
