@@ -73,7 +73,7 @@ class Watch:
             await asyncio.sleep(INTERVAL_S)
 
     def look(self) -> None:
-        """Note the usage of those that run."""
+        """LogEntry the usage of those that run."""
         pids = {name: pid for name in self._names if (pid := self._pid_of(name)) is not None}
         for name, pid in pids.items():
             usage = usage_of(pid)

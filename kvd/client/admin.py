@@ -13,10 +13,10 @@ from kvd.client.checks import command_body, command_head
 from kvd.client.engine import Engine
 from kvd.client.values import fresh_target, key_name
 from kvd.config import Config
-from kvd.core import calls
-from kvd.core.calls import Item
+from kvd.core import requests
 from kvd.core.membership import ACTIVE, DEAD, EMPTY_SETTINGS, GONE
 from kvd.core.placement import shard_of
+from kvd.core.requests import Item
 from kvd.errors import ConnectError, KvdError, NotAllowed, RequestTimeout
 from kvd.protocol.messages import Command, ListKeys, StatusQuery
 from kvd.protocol.specs import DTYPES
@@ -38,7 +38,7 @@ class Observer:
             self._scheduler_status()  # answered by any scheduler, also while servers are missing
             self._engine.join()
         except RequestTimeout:
-            heard = self._engine.link.heard
+            heard = self._engine.session.heard
             self._engine.stop()
             if heard:
                 raise
@@ -75,7 +75,7 @@ class Observer:
         status["servers"] = []
         for rank in ranks:
             try:
-                ((_, payload, nbytes),) = self._ask(calls.Control((StatusQuery(0),), (rank,)))
+                ((_, payload, nbytes),) = self._ask(requests.Control((StatusQuery(0),), (rank,)))
                 status["servers"].append(json.loads(bytes(payload[:nbytes])))
             except KvdError as error:
                 status["servers"].append({"role": "server", "rank": rank, "error": str(error)})
@@ -87,7 +87,7 @@ class Observer:
         for server in self._engine.machine.view.servers():
             after, more = "", True
             while more:
-                ((page, _, _),) = self._ask(calls.Control((ListKeys(0, after),), (server.rank,)))
+                ((page, _, _),) = self._ask(requests.Control((ListKeys(0, after),), (server.rank,)))
                 for entry in page.entries:
                     self._add_entry(rows, server.rank, entry)
                 more = page.more
@@ -121,11 +121,11 @@ class Observer:
             NotAllowed: it changed too fast to be read in one version.
         """
         name = key_name(key)
-        spec = self._ask(calls.DescribeKey(name))
+        spec = self._ask(requests.DescribeKey(name))
         target = fresh_target(spec)
         item = Item(name, spec, None, target.data)
         for _ in range(SAME_VERSION_TRIES):
-            (versions,) = self._ask(calls.Move((item,), push=False, pull=True, any_version=True))
+            (versions,) = self._ask(requests.Transfer((item,), push=False, pull=True, any_version=True))
             if versions.oldest == versions.newest:
                 value: np.ndarray[Any, Any] = target.finish()
                 return value
@@ -134,7 +134,7 @@ class Observer:
     def command(self, head: int | str, body: bytes) -> list[bytes]:
         """Runs the controller registered for `head` on every server; their answers in rank order."""
         name, data = command_head(head), command_body(body)
-        control = calls.Control((Command(0, name),), payload=data, nbytes=len(data))
+        control = requests.Control((Command(0, name),), payload=data, nbytes=len(data))
         return [bytes(payload[:nbytes]) if nbytes else b"" for _, payload, nbytes in self._ask(control)]
 
     def dead_nodes(self) -> list[Node]:
@@ -146,9 +146,9 @@ class Observer:
         ]
 
     def _scheduler_status(self) -> dict[str, Any]:
-        payload, nbytes = self._ask(calls.SchedulerStatus())
+        payload, nbytes = self._ask(requests.SchedulerStatus())
         status: dict[str, Any] = json.loads(bytes(payload[:nbytes]))
         return status
 
-    def _ask(self, request: calls.Request) -> Any:
+    def _ask(self, request: requests.Request) -> Any:
         return self._engine.submit(request).result()

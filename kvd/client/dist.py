@@ -18,9 +18,9 @@ from kvd.client.states import fetch_states, store_states
 from kvd.client.unheard import Unheard
 from kvd.client.values import Source, Target, fresh_target, key_list, key_name, paired, source_of, target_of
 from kvd.config import Loaded
-from kvd.core import calls
-from kvd.core.calls import Item
+from kvd.core import requests
 from kvd.core.membership import DEAD, GONE
+from kvd.core.requests import Item
 from kvd.errors import ConfigError, KvdError
 from kvd.node.pieces import Pieces
 from kvd.optimizer import Optimizer, changes_to_wire, to_wire
@@ -89,7 +89,7 @@ class DistBackend:
         self._slice_bytes = settings.slice_bytes
         self._sync = settings.mode != "async"
         self.merge = (settings.merge or "sum") if self._sync else ""
-        self.restarted = self._engine.link.predecessor == DEAD
+        self.restarted = self._engine.session.predecessor == DEAD
 
     # ── values ──
 
@@ -100,7 +100,7 @@ class DistBackend:
         for name, entry in zip(names, values, strict=True):
             data, spec = source_of(entry, self._slice_bytes, private=self.rank == 0)  # the others' are not sent
             items.append(Item(name, spec, data))
-        return self._watched(names, Handle(self._engine.submit(calls.InitKeys(tuple(items))), what="init"))
+        return self._watched(names, Handle(self._engine.submit(requests.InitKeys(tuple(items))), what="init"))
 
     def push(self, key: Any, value: Any, priority: int, samples: int, ticket: Ticket | None = None) -> Handle:
         names, many = self._keys(key)
@@ -109,8 +109,8 @@ class DistBackend:
         if not names:
             return Handle.of(None)
         items = tuple(Item(name, spec, data) for name, (data, spec) in zip(names, sources, strict=True))
-        move = calls.Move(items, push=True, pull=False, priority=priority, samples=samples)
-        return self._watched(names, Handle(self._begin_push(move), _nothing, "push", self._engine.wait))
+        transfer = requests.Transfer(items, push=True, pull=False, priority=priority, samples=samples)
+        return self._watched(names, Handle(self._begin_push(transfer), _nothing, "push", self._engine.wait))
 
     def pull(self, key: Any, out: Any, priority: int) -> Handle:
         names, many = self._keys(key)
@@ -119,18 +119,20 @@ class DistBackend:
             return self._pull_fresh(names, many, priority)
         targets = self._targets(names, many, out)
         items = tuple(Item(name, spec, None, data) for name, (data, spec, _) in zip(names, targets, strict=True))
-        move = calls.Move(items, push=False, pull=True, priority=priority)
-        return Handle(self._engine.submit(move), _finisher(targets, many), "pull", self._engine.wait)
+        transfer = requests.Transfer(items, push=False, pull=True, priority=priority)
+        return Handle(self._engine.submit(transfer), _finisher(targets, many), "pull", self._engine.wait)
 
     def _pull_fresh(self, names: list[str], many: bool, priority: int) -> Handle:
         """Into new arrays. Their shapes may still be unknown here, but the call must keep its place among the others
         on its keys: so it is made at once, and the bytes become arrays when there is somebody who takes them."""
         if not names:
             return Handle.of([])
-        specs = [self._engine.submit(calls.DescribeKey(name)) for name in names]  # each is known before the bytes are
+        specs = [
+            self._engine.submit(requests.DescribeKey(name)) for name in names
+        ]  # each is known before the bytes are
         pieces = [Pieces() for _ in names]
         items = tuple(Item(name, None, None, piece) for name, piece in zip(names, pieces, strict=True))
-        move = calls.Move(items, push=False, pull=True, priority=priority)
+        transfer = requests.Transfer(items, push=False, pull=True, priority=priority)
 
         def finish(_: Any) -> Any:
             targets = [fresh_target(spec.result()) for spec in specs]
@@ -138,13 +140,13 @@ class DistBackend:
                 piece.move_to(target.data)
             return _finisher(targets, many)(None)
 
-        return Handle(self._engine.submit(move), finish, "pull", self._engine.wait)
+        return Handle(self._engine.submit(transfer), finish, "pull", self._engine.wait)
 
     def bind(self, key: Any) -> Handle:
         names, many = self._keys(key)
 
         async def work() -> list[Bound]:
-            specs = [await self._engine.call(calls.DescribeKey(name)) for name in names]
+            specs = [await self._engine.call(requests.DescribeKey(name)) for name in names]
             with self._lock:
                 fresh = {name: spec for name, spec in zip(names, specs, strict=True) if name not in self._bound}
                 self._bound.update(bound_together(fresh, self._engine.memory))
@@ -183,9 +185,9 @@ class DistBackend:
         )
         for (_, spec), target, name in zip(sources, targets, names, strict=True):
             spec.check_same(target.spec, name)
-        move = calls.Move(items, push=True, pull=True, priority=priority, samples=samples)
+        transfer = requests.Transfer(items, push=True, pull=True, priority=priority, samples=samples)
         lent = None if private else partial(self._engine.take_back, [data for data, _ in sources])
-        handle = Handle(self._begin_push(move), _finisher(targets, many), "pushpull", self._engine.wait, lent)
+        handle = Handle(self._begin_push(transfer), _finisher(targets, many), "pushpull", self._engine.wait, lent)
         return self._watched(names, handle)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int, ticket: Ticket | None = None) -> Handle:
@@ -206,11 +208,11 @@ class DistBackend:
             if sources is not None:
                 data, spec = sources[position]
                 try:
-                    await self._engine.call(calls.DescribeKey(name))
+                    await self._engine.call(requests.DescribeKey(name))
                 except KeyError:
-                    await self._engine.call(calls.InitKeys((Item(name, spec, data),)))
+                    await self._engine.call(requests.InitKeys((Item(name, spec, data),)))
             else:
-                await self._engine.call(calls.DescribeKey(name, wait=True))
+                await self._engine.call(requests.DescribeKey(name, wait=True))
         counted, replays = await self._replayed(names)
         if self._sync and counted > replays:
             await self._pull_items(names, targets, priority)  # the predecessor was past this
@@ -228,15 +230,15 @@ class DistBackend:
     async def _replayed(self, names: list[str]) -> tuple[int, int]:
         """How many pushes of these keys a predecessor made that died, 0 once this process has pushed, or if there was
         none; and how many broadcasts of them this process has made again before this one."""
-        clocks = [await self._engine.call(calls.ClockOf(name)) for name in names]
+        clocks = [await self._engine.call(requests.ClockOf(name)) for name in names]
         replays = max((self._replays.get(name, 0) for name in names), default=0)
         self._replays.update(dict.fromkeys(names, replays + 1))
-        is_new = self._engine.link.predecessor != DEAD or any(map(self._engine.machine.has_pushed, names))
+        is_new = self._engine.session.predecessor != DEAD or any(map(self._engine.machine.has_pushed, names))
         return 0 if is_new else min(clocks, default=0), replays
 
     async def _meet(self, kind: str, names: list[str], passed: bool) -> None:
         for name in names:
-            await self._engine.call(calls.Barrier(checks.barrier_name(kind, name), passed))
+            await self._engine.call(requests.Barrier(checks.barrier_name(kind, name), passed))
 
     async def _broadcast_round(
         self, names: list[str], sources: list[Source] | None, targets: list[Target], priority: int
@@ -245,54 +247,54 @@ class DistBackend:
             await self._engine.call(self._assignment(names, sources, targets, priority))
             return
         items = tuple(Item(name, spec, None, data) for name, (data, spec, _) in zip(names, targets, strict=True))
-        await self._engine.call(calls.Move(items, push=True, pull=True, priority=priority, how=ABSENT))
+        await self._engine.call(requests.Transfer(items, push=True, pull=True, priority=priority, how=ABSENT))
 
     def _assignment(
         self, names: list[str], sources: list[Source], targets: list[Target] | None, priority: int
-    ) -> calls.Move:
+    ) -> requests.Transfer:
         goals = [None] * len(names) if targets is None else [target.data for target in targets]
         items = tuple(
             Item(name, spec, data, goal) for name, (data, spec), goal in zip(names, sources, goals, strict=True)
         )
-        return calls.Move(items, push=True, pull=targets is not None, priority=priority, how=ASSIGN)
+        return requests.Transfer(items, push=True, pull=targets is not None, priority=priority, how=ASSIGN)
 
     async def _pull_items(self, names: list[str], targets: list[Target], priority: int) -> None:
         items = tuple(Item(name, spec, None, data) for name, (data, spec, _) in zip(names, targets, strict=True))
-        await self._engine.call(calls.Move(items, push=False, pull=True, priority=priority))
+        await self._engine.call(requests.Transfer(items, push=False, pull=True, priority=priority))
 
     # ── rounds and barriers ──
 
     def flush(self, timeout: float | None) -> Handle:
         async def work() -> None:
-            await self._engine.call(calls.Flush(), timeout)
+            await self._engine.call(requests.Flush(), timeout)
             self._raise_failed(None)
 
         return Handle(self._engine.run(work()), what="flush")
 
     def barrier(self, name: str, timeout: float | None) -> Handle:
-        return Handle(self._engine.submit(calls.Barrier(checks.barrier_name("user", name)), timeout), what="barrier")
+        return Handle(self._engine.submit(requests.Barrier(checks.barrier_name("user", name)), timeout), what="barrier")
 
     def join(self) -> Handle:
         async def work() -> None:
-            await self._engine.call(calls.Flush())
-            await self._engine.call(calls.LeaveRounds("done"))
+            await self._engine.call(requests.Flush())
+            await self._engine.call(requests.LeaveRounds("done"))
 
         return Handle(self._engine.run(work()), what="join")
 
     def rewind(self, clock: int) -> Handle:
-        return Handle(self._engine.submit(calls.Rewind(checks.clock_number(clock))), what="rewind")
+        return Handle(self._engine.submit(requests.Rewind(checks.clock_number(clock))), what="rewind")
 
     def clock(self, key: Any) -> Handle:
-        return Handle(self._engine.submit(calls.ClockOf(key_name(key))), what="clock")
+        return Handle(self._engine.submit(requests.ClockOf(key_name(key))), what="clock")
 
     def version(self, key: Any) -> Handle:
         name = key_name(key)
 
         async def work() -> int:
-            spec = await self._engine.call(calls.DescribeKey(name))
+            spec = await self._engine.call(requests.DescribeKey(name))
             view = self._engine.machine.view
             ranks = tuple(sorted({view.server_of(name, index) for index in range(spec.num_slices)}))
-            answers = await self._engine.call(calls.Control((ClockQuery(0, name),) * len(ranks), ranks))
+            answers = await self._engine.call(requests.Control((ClockQuery(0, name),) * len(ranks), ranks))
             return min(int(message.oldest_version) for message, _, _ in answers)
 
         return Handle(self._engine.run(work()), what="version")
@@ -301,18 +303,18 @@ class DistBackend:
 
     def send_command(self, head: int | str, body: bytes | str) -> Handle:
         name, data = checks.command_head(head), checks.command_body(body)
-        control = calls.Control((Command(0, name),), payload=data, nbytes=len(data))
+        control = requests.Control((Command(0, name),), payload=data, nbytes=len(data))
         return Handle(self._engine.submit(control), lambda answers: [_body(answer) for answer in answers], "command")
 
     def set_optimizer(self, optimizer: Optimizer | None) -> Handle:
         known = checks.known_optimizer(optimizer)
         message = SetOptimizer(0, None if known is None else to_wire(known))
         checks.check_sendable("the optimizer", message)
-        return Handle(self._engine.submit(calls.Control((message,))), _nothing, "set_optimizer")
+        return Handle(self._engine.submit(requests.Control((message,))), _nothing, "set_optimizer")
 
     def update_optimizer(self, changes: dict[str, Any]) -> Handle:
         message = UpdateOptimizer(0, changes_to_wire(checks.hyperparameters(changes)))
-        control = calls.Control((message,), staged_first=True)
+        control = requests.Control((message,), staged_first=True)
         return Handle(self._engine.submit(control), _nothing, "update_optimizer")
 
     def save_optimizer_states(self, path: Any, dump_optimizer: bool) -> Handle:
@@ -325,7 +327,7 @@ class DistBackend:
 
     def dead_nodes(self, timeout_s: float) -> Sequence[Node]:
         self._engine.check_usable()
-        view, quiet = self._engine.machine.view, self._engine.link.quiet
+        view, quiet = self._engine.machine.view, self._engine.session.quiet
         silent = {(entry.role, entry.rank): entry.age_s for entry in quiet if entry.age_s > timeout_s > 0}
         nodes = []
         for member in sorted(view.members.values(), key=lambda member: (member.role, member.rank)):
@@ -345,10 +347,10 @@ class DistBackend:
         """Flush, leave the rounds, meet the others; the first error ends it."""
 
         async def work() -> None:
-            await self._engine.call(calls.Flush())
-            await self._engine.call(calls.LeaveRounds("done"))
+            await self._engine.call(requests.Flush())
+            await self._engine.call(requests.LeaveRounds("done"))
             if barrier:
-                await self._engine.call(calls.Barrier(EXIT_BARRIER))
+                await self._engine.call(requests.Barrier(EXIT_BARRIER))
 
         return Handle(self._engine.run(work()), what="close")
 
@@ -408,17 +410,17 @@ class DistBackend:
         source = source_of(value, self._slice_bytes, private=False)
         return source if bound.owns(source.data) else None
 
-    def _begin_push(self, move: calls.Move) -> Promise:
+    def _begin_push(self, transfer: requests.Transfer) -> Promise:
         """Hands a push to the machine. With `check_bound` its end tells whether bound gradients stayed as they were;
         those that the answer is written into are not looked at."""
         if not self._config.check_bound:
-            return self._engine.submit(move)
+            return self._engine.submit(transfer)
         pushed = {}
-        for item in move.items:
+        for item in transfer.items:
             bound = self._bound.get(item.key)
             if bound is not None and bound.owns(item.source) and not bound.overlaps(item.target):
                 pushed[item.key] = bound
-        return Seal(pushed).checked(self._engine.submit(move))
+        return Seal(pushed).checked(self._engine.submit(transfer))
 
     def _targets(self, names: list[str], many: bool, out: Any) -> list[Target]:
         return [target_of(entry, self._slice_bytes) for entry in paired(names, many, out, "outs")]

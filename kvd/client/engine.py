@@ -23,10 +23,10 @@ from kvd.client.interrupts import Uninterrupted
 from kvd.client.promise import Promise
 from kvd.client.waiting import Waiter
 from kvd.config import Config
-from kvd.core.calls import JoinCluster, LeaveRounds, Request, TakeBack
 from kvd.core.machine import Complete, LocalCall
-from kvd.core.session import Identity, SchedulerLink
-from kvd.core.worker import WorkerMachine, WorkerSettings
+from kvd.core.requests import JoinCluster, LeaveRounds, Request, TakeBack
+from kvd.core.session import Identity, SchedulerSession
+from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.errors import ConnectError, KvdError, RequestTimeout, StoreClosed
 from kvd.node.driver import Driver
 from kvd.node.identity import host_id, new_incarnation
@@ -62,8 +62,8 @@ class Engine:
             os.getpid(),
             NO_RANK if config.preferred_rank is None else config.preferred_rank,
         )
-        self.link = SchedulerLink(identity, settings, config.scheduler, config.heartbeat_interval_s)
-        self.machine = WorkerMachine(WorkerSettings(config.credit_bytes), self.link)
+        self.session = SchedulerSession(identity, settings, config.scheduler, config.heartbeat_interval_s)
+        self.machine = WorkerMachine(WorkerSettings(config.credit_bytes), self.session)
         self._loop = asyncio.new_event_loop()
         self.transport = HostTransport(
             shared_memory=config.shared_memory == "auto",
@@ -172,7 +172,7 @@ class Engine:
             rank: int = self.submit(JoinCluster(), timeout).result()
             return rank
         except RequestTimeout as error:
-            if not self.link.heard:
+            if not self.session.heard:
                 where = self.config.scheduler
                 raise ConnectError(
                     f"no scheduler answers at {where} after {seconds:g} s: start one there (kvd scheduler "
@@ -188,7 +188,7 @@ class Engine:
 
     def scheduler_silence_s(self) -> float:
         """Seconds since the scheduler was last heard."""
-        return time.monotonic() - self.link.heard_at
+        return time.monotonic() - self.session.heard_at
 
     def stop(self, leave_s: float = STOP_TIMEOUT_S, *, failed: bool = False) -> None:
         """Ends the thread. For up to `leave_s` the scheduler is told first: that this node goes for good, or that its
@@ -196,7 +196,7 @@ class Engine:
         if self._pid != os.getpid():
             return
         try:
-            if self.link.joined and self.link.failure is None:
+            if self.session.joined and self.session.failure is None:
                 with suppress(KvdError, TimeoutError):  # an unreachable scheduler finds out by itself
                     self.submit(LeaveRounds("failed" if failed else "left"), leave_s).result(leave_s + 1)
         finally:

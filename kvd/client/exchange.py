@@ -20,8 +20,8 @@ from kvd.client.local import LocalBackend
 from kvd.client.store import KVStore
 from kvd.client.values import Array, source_of
 from kvd.config import Config
-from kvd.core import calls
-from kvd.core.calls import Item
+from kvd.core import requests
+from kvd.core.requests import Item
 from kvd.errors import KeyExists, KvdError
 from kvd.protocol.messages import ABSENT, ASSIGN, StatusQuery
 
@@ -85,14 +85,14 @@ class Exchange:
         for source in sources:
             backend._room.take([source])
         items = tuple(Item(name, spec, data) for name, (data, spec) in zip(names, sources, strict=True))
-        self._send(backend, names, calls.Move(items, push=True, pull=False, how=ASSIGN))
+        self._send(backend, names, requests.Transfer(items, push=True, pull=False, how=ASSIGN))
         if others and self._rounds:
             absent = tuple(Item(name, None) for name in others)
-            self._send(backend, list(others), calls.Move(absent, push=True, pull=False, how=ABSENT))
+            self._send(backend, list(others), requests.Transfer(absent, push=True, pull=False, how=ABSENT))
 
     @staticmethod
-    def _send(backend: DistBackend, names: list[str], move: calls.Move) -> None:
-        backend._watched(names, Handle(backend._engine.submit(move), lambda versions: None, "assign"))
+    def _send(backend: DistBackend, names: list[str], transfer: requests.Transfer) -> None:
+        backend._watched(names, Handle(backend._engine.submit(transfer), lambda versions: None, "assign"))
 
     def late_workers(self) -> tuple[str, ...]:
         """The workers that the servers wait for, such as ``"worker 1"``; empty if no server can say."""
@@ -100,7 +100,7 @@ class Exchange:
         if not isinstance(backend, DistBackend):
             return ()
         try:
-            query = calls.Control((StatusQuery(0),))
+            query = requests.Control((StatusQuery(0),))
             answers = backend._engine.submit(query, STATUS_TIMEOUT_S).result()
         except KvdError:
             return ()

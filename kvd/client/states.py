@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from kvd.core import calls
+from kvd.core import requests
 from kvd.errors import NotAllowed, ProtocolError
 from kvd.node.wholefile import replace_file
 from kvd.optimizer import Optimizer, from_wire, to_wire
@@ -107,7 +107,7 @@ async def all_keys(engine: Engine) -> list[str]:
     for server in engine.machine.view.servers():
         after, more = "", True
         while more:
-            ((page, _, _),) = await engine.call(calls.Control((ListKeys(0, after),), (server.rank,)))
+            ((page, _, _),) = await engine.call(requests.Control((ListKeys(0, after),), (server.rank,)))
             names.update(entry.key for entry in page.entries)
             more = page.more
             after = page.entries[-1].key if page.entries else after
@@ -118,16 +118,16 @@ async def fetch_states(engine: Engine, path: Path, dump_optimizer: bool) -> None
     """Collects the state of every slice and writes the file. Call it between steps: all slices must have made as many
     updates. Raises NotAllowed if there is no optimizer, or if they have not."""
     content = StateFile()
-    answers = await engine.call(calls.Control((OptimizerQuery(0),), (0,)))
+    answers = await engine.call(requests.Control((OptimizerQuery(0),), (0,)))
     wire = answers[0][0].optimizer
     if wire is None:
         raise NotAllowed("no optimizer is set, so there is no state to save: call set_optimizer first")
     if dump_optimizer:
         content.optimizer = from_wire(wire)
     for key in await all_keys(engine):
-        spec: KeySpec = await engine.call(calls.DescribeKey(key))
+        spec: KeySpec = await engine.call(requests.DescribeKey(key))
         messages = tuple(FetchState(0, key, index) for index in range(spec.num_slices))
-        states = await engine.call(calls.SliceControl(key, messages))
+        states = await engine.call(requests.SliceControl(key, messages))
         steps = {state.step for state, _, _ in states}
         if len(steps) > 1:
             raise NotAllowed(f"the slices of {key!r} are at different steps {sorted(steps)}: save between two steps")
@@ -164,9 +164,9 @@ async def store_states(engine: Engine, path: Path) -> None:
     """Gives every slice its part of the file. With an optimizer in the file, that one is set first."""
     content = StateFile.read(path)
     if content.optimizer is not None:
-        await engine.call(calls.Control((SetOptimizer(0, to_wire(content.optimizer)),)))
+        await engine.call(requests.Control((SetOptimizer(0, to_wire(content.optimizer)),)))
     for key, step in content.steps.items():
-        spec: KeySpec = await engine.call(calls.DescribeKey(key))
+        spec: KeySpec = await engine.call(requests.DescribeKey(key))
         slots = content.arrays.get(key, {})
         _check_lengths(key, spec, slots)
         messages, payloads, lengths = [], [], []
@@ -176,7 +176,7 @@ async def store_states(engine: Engine, path: Path) -> None:
             messages.append(StoreState(0, key, index, step, described))
             payloads.append(payload)
             lengths.append(len(payload))
-        await engine.call(calls.SliceControl(key, tuple(messages), tuple(payloads), tuple(lengths)))
+        await engine.call(requests.SliceControl(key, tuple(messages), tuple(payloads), tuple(lengths)))
 
 
 def _check_lengths(key: str, spec: KeySpec, slots: dict[str, np.ndarray[Any, Any]]) -> None:

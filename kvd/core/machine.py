@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from kvd.core.calls import Request
+from kvd.core.requests import Request
 from kvd.errors import KvdError
-from kvd.protocol.messages import Message, ViewNumber
+from kvd.protocol.messages import Epoch, Message
 
 Peer: TypeAlias = Hashable  # how the transport names the other end of a connection
 Buffer: TypeAlias = Any  # memory that the machine passes on and never looks into
@@ -27,15 +27,15 @@ class Span(NamedTuple):
     nbytes: int
 
 
-class Rope(NamedTuple):
+class ScatterList(NamedTuple):
     """Bytes that lie in several buffers; in the whole, each span starts at a multiple of 8."""
 
     spans: tuple[Span, ...]
 
 
-def spans_of(buffer: Buffer | Rope, nbytes: int) -> tuple[Span, ...]:
+def spans_of(buffer: Buffer | ScatterList, nbytes: int) -> tuple[Span, ...]:
     """All `nbytes` bytes of a buffer, or of a rope."""
-    return buffer.spans if isinstance(buffer, Rope) else (Span(buffer, 0, nbytes),)
+    return buffer.spans if isinstance(buffer, ScatterList) else (Span(buffer, 0, nbytes),)
 
 
 # ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -46,7 +46,7 @@ class Received(NamedTuple):
 
     peer: Peer
     sender: int
-    view: ViewNumber
+    epoch: Epoch
     message: Message
     payload: Buffer = None
     nbytes: int = 0
@@ -81,7 +81,7 @@ class PeerLost(NamedTuple):
     reason: str
 
 
-class Garbled(NamedTuple):
+class InvalidFrame(NamedTuple):
     """Frames arrived that are no message of this protocol."""
 
     peer: Peer
@@ -92,7 +92,7 @@ class Tick(NamedTuple):
     """Time has passed: the deadline of the machine is reached, or nothing happened for a while."""
 
 
-Event: TypeAlias = Received | LocalCall | JobDone | Persisted | PeerLost | Garbled | Tick
+Event: TypeAlias = Received | LocalCall | JobDone | Persisted | PeerLost | InvalidFrame | Tick
 
 
 # ── effects ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -133,8 +133,8 @@ class Contribution(NamedTuple):
         return self._replace(span=Span(self.span.buffer, self.span.offset + offset, nbytes))
 
 
-class Placed(NamedTuple):
-    """Where a slice lies in the bytes of its unit."""
+class Extent(NamedTuple):
+    """Where a slice lies in the bytes of its group."""
 
     key: str
     slice_index: int
@@ -153,17 +153,17 @@ class Create(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Merge the contributions in their order and update a unit: slices that lie side by side, in every buffer alike.
+    """Merge the contributions in their order and update a group: slices that lie side by side, in every buffer alike.
 
-    Its JobDone brings the buffer of the new version. A unit has the same number and layout each time.
+    Its JobDone brings the buffer of the new version. A group has the same number and layout each time.
     """
 
     job: int
-    unit: int
-    layout: tuple[Placed, ...]
+    group: int
+    layout: tuple[Extent, ...]
     dtype: str
     nbytes: int
-    current: Buffer | Rope
+    current: Buffer | ScatterList
     contributions: tuple[Contribution, ...]
     assign: bool  # take the first contribution's value as it is
     merge: str
@@ -238,7 +238,7 @@ class Halt(NamedTuple):
     error: KvdError
 
 
-class Note(NamedTuple):
+class LogEntry(NamedTuple):
     """Why something was decided, for the log. `level` is "debug", "info", "warning" or "error"."""
 
     level: str
@@ -247,7 +247,7 @@ class Note(NamedTuple):
 
 
 Job: TypeAlias = Create | Apply | Export | Load | Run
-Effect: TypeAlias = Send | Connect | Disconnect | Job | ResetState | Persist | Copy | Complete | Halt | Note
+Effect: TypeAlias = Send | Connect | Disconnect | Job | ResetState | Persist | Copy | Complete | Halt | LogEntry
 
 
 class Machine(Protocol):
@@ -256,7 +256,7 @@ class Machine(Protocol):
     incarnation: int
 
     @property
-    def view_number(self) -> ViewNumber:
+    def epoch(self) -> Epoch:
         """The newest view that the machine knows; it goes into every header."""
 
     def step(self, event: Event, now: float) -> list[Effect]:

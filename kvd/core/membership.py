@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.core.placement import shard_of
-from kvd.protocol.messages import Member, Settings, View, ViewNumber
+from kvd.protocol.messages import Epoch, Member, Settings, View
 
 EMPTY_SETTINGS = Settings("", "", -1, 0, 0, 0, 0, 0)
 
@@ -24,17 +24,17 @@ class ViewState:
     """The newest view that a node has heard of."""
 
     def __init__(self) -> None:
-        self.number = ViewNumber(0, 0)
+        self.epoch = Epoch(0, 0)
         self.settings = EMPTY_SETTINGS
         self.shards: tuple[int, ...] = ()
         self.members: dict[tuple[str, int], Member] = {}
         self._by_incarnation: dict[int, Member] = {}
 
-    def update(self, number: ViewNumber, view: View) -> bool:
+    def update(self, epoch: Epoch, view: View) -> bool:
         """Takes the view if it is newer than the one at hand, and says so."""
-        if number <= self.number:
+        if epoch <= self.epoch:
             return False
-        self.number = number
+        self.epoch = epoch
         self.settings = view.settings
         self.shards = view.shards
         self.members = {(member.role, member.rank): member for member in view.members}

@@ -1,110 +1,156 @@
-"""The requests that a server has not answered yet: one that is sent again is neither done nor answered twice."""
+"""What a program can ask of its worker machine (`LocalCall.request`), and what it is answered."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
-from kvd.core.machine import Peer, Span
-
-MAX_REMEMBERED = 256  # answers of commands kept per incarnation
-MAX_SENDERS = 1024  # incarnations whose answers are kept; those of the command line come and go unannounced
+from kvd.protocol.specs import KeySpec
 
 
-@dataclass(slots=True, eq=False)
-class Pending:
-    """A push or pull of several slices that is answered when the last of them is settled."""
+class Item(NamedTuple):
+    """One key in a call: the buffer to read its bytes from, the buffer to write its new value to (None: not asked)."""
 
-    peer: Peer
-    sender: int
-    request: int
+    key: str
+    spec: KeySpec | None
+    source: Any = None
+    target: Any = None
+
+
+class Versions(NamedTuple):
+    """The oldest and the newest version among the slices that were pulled for an item."""
+
+    oldest: int
+    newest: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinCluster:
+    """Answered with the rank, when all servers are there and know this node; an observer's at the first view."""
+
+
+@dataclass(frozen=True, slots=True)
+class InitKeys:
+    """Rank 0: make the keys and publish them; the others: wait until they are live. Answered with None."""
+
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DescribeKey:
+    """Answered with the KeySpec of a live key; with `wait`, when it becomes live."""
+
+    key: str
+    wait: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Push, pull, or both: what an item has a source for is pushed, what it has a target for is pulled.
+
+    Answered with the Versions pulled, one per item (None where nothing was), when all is committed and copied.
+    """
+
+    items: tuple[Item, ...]
     push: bool
     pull: bool
-    remaining: int
-    spans: list[tuple[Span, ...]] = field(default_factory=list)  # of each of its slices, or one for all of a unit
-    versions: list[int] = field(default_factory=list)
-    closed: bool = False  # answered, or refused
-    asked_first: Peer | None = None  # where it was asked first, if that was elsewhere
-
-    def asked_again(self, peer: Peer) -> None:
-        """It came once more, perhaps from elsewhere: the sender has a new connection, or somebody repeats its frames.
-        The answer goes to both, so that whoever repeats them keeps no answer from the sender."""
-        if self.asked_first is None and peer != self.peer:
-            self.asked_first = self.peer
-        self.peer = peer
-
-    def widen(self, count: int) -> None:
-        """It was about one unit, whose `count` slices go their own ways now."""
-        self.remaining = count
-        self.spans = [()] * count
-        self.versions = [0] * count
-
-    @property
-    def is_of_many(self) -> bool:
-        """It is about several slices, each of which goes its own way."""
-        return len(self.versions) > 1
-
-    def peers(self) -> list[Peer]:
-        """Where the answer goes."""
-        return [self.peer] if self.asked_first in (None, self.peer) else [self.asked_first, self.peer]
+    priority: int = 0
+    samples: int = 1
+    how: int = 0  # ADD, ASSIGN, ABSENT
+    any_version: bool = False
 
 
-class PendingTable:
-    """Open requests by sender and number."""
+@dataclass(frozen=True, slots=True)
+class TakeBack:
+    """The program writes to the memory of an earlier Transfer again: the call ends, if it has not, and what is still to
+    be sent of it is sent from the copies. Answered at once.
 
-    def __init__(self) -> None:
-        self._open: dict[tuple[int, int], Pending] = {}
+    Attributes:
+        copies: each source, and a copy of it.
+    """
 
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def open(self, pending: Pending) -> None:
-        self._open[pending.sender, pending.request] = pending
-
-    def find(self, sender: int, request: int) -> Pending | None:
-        return self._open.get((sender, request))
-
-    def close(self, pending: Pending) -> None:
-        pending.closed = True
-        pending.spans = []
-        self._open.pop((pending.sender, pending.request), None)
-
-    def drop_sender(self, sender: int) -> None:
-        """The sender is gone for good: nobody waits for these answers."""
-        for pending in [entry for entry in self._open.values() if entry.sender == sender]:
-            self.close(pending)
+    copies: tuple[tuple[Any, Any], ...]
 
 
-class Answers:
-    """The answers of commands, which must not be carried out twice. The oldest of a sender are forgotten, and so are
-    the senders that have been silent for longest."""
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Answered when every push before it is settled, including those whose calls timed out."""
 
-    def __init__(self) -> None:
-        self._by_sender: OrderedDict[int, OrderedDict[int, Any]] = OrderedDict()
 
-    def start(self, sender: int, request: int) -> bool:
-        """True if the command is new; it is running from now on."""
-        answers = self._by_sender.setdefault(sender, OrderedDict())
-        self._by_sender.move_to_end(sender)
-        while len(self._by_sender) > MAX_SENDERS:
-            self._by_sender.popitem(last=False)
-        if request in answers:
-            return False
-        answers[request] = None
-        while len(answers) > MAX_REMEMBERED:
-            answers.popitem(last=False)
-        return True
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """Answered when all workers that have not left are there.
 
-    def finish(self, sender: int, request: int, answer: Any) -> None:
-        answers = self._by_sender.get(sender)
-        if answers is not None and request in answers:
-            answers[request] = answer
+    Attributes:
+        passed: at once, with no word to anyone: the predecessor has passed it.
+    """
 
-    def find(self, sender: int, request: int) -> Any:
-        """The answer, or None while the command runs."""
-        answers = self._by_sender.get(sender)
-        return None if answers is None else answers.get(request)
+    name: str
+    passed: bool = False
 
-    def drop_sender(self, sender: int) -> None:
-        self._by_sender.pop(sender, None)
+
+@dataclass(frozen=True, slots=True)
+class LeaveRounds:
+    """`state` "done": leave the rounds and stay; "left": go; "failed": go, and be waited for as after a death."""
+
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """Set the clock of every key back to `clock`."""
+
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOf:
+    """Answered with the clock of this worker for the key."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """One message to every server (`servers` None) or to some; answered with the answers in rank order.
+
+    An answer is (message, payload). `staged_first`: only when all earlier pushes have reached their servers.
+    """
+
+    messages: tuple[Any, ...]  # one for all servers, or one per entry of `servers`; their `request` is filled in
+    servers: tuple[int, ...] | None = None
+    payload: Any = None
+    nbytes: int = 0
+    staged_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SliceControl:
+    """One message per slice of a key, to the servers that lead them; answered with the answers in slice order."""
+
+    key: str
+    messages: tuple[Any, ...]
+    payloads: tuple[Any, ...] = ()
+    nbytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStatus:
+    """Answered with the payload of the scheduler's StatusReport."""
+
+
+Request: TypeAlias = (
+    JoinCluster
+    | InitKeys
+    | DescribeKey
+    | Transfer
+    | TakeBack
+    | Flush
+    | Barrier
+    | LeaveRounds
+    | Rewind
+    | ClockOf
+    | Control
+    | SliceControl
+    | SchedulerStatus
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvd.core.machine import SCHEDULER, Connect, Effect, Halt, Note, Received, Send
+from kvd.core.machine import SCHEDULER, Connect, Effect, Halt, LogEntry, Received, Send
 from kvd.core.membership import ViewState, name_of
 from kvd.errors import ConfigError, KvdError, NotAllowed, ProtocolError
 from kvd.protocol.messages import (
@@ -36,7 +36,7 @@ class Identity(NamedTuple):
     preferred_rank: int = NO_RANK
 
 
-class SchedulerLink:
+class SchedulerSession:
     """Held by servers, workers and observers. An observer joins, and sends no heartbeats: it is not in the view."""
 
     def __init__(
@@ -104,7 +104,7 @@ class SchedulerLink:
         self.heard_at = now
         message = event.message
         if isinstance(message, View):
-            return self.view.update(event.view, message)
+            return self.view.update(event.epoch, message)
         if isinstance(message, Welcome):
             if not self.joined:
                 if self._welcomed and message.rank != self.rank:
@@ -115,7 +115,7 @@ class SchedulerLink:
                 self.rank = message.rank
                 self.predecessor = message.predecessor or self.predecessor  # one without a record knows of none
                 self._next_send = now + self._interval_s
-                self._effects.append(Note("info", f"joined as {self.name}", {"node_id": self.identity.node_id}))
+                self._effects.append(LogEntry("info", f"joined as {self.name}", {"node_id": self.identity.node_id}))
             return True
         if isinstance(message, HeartbeatAck):
             self.quiet = message.quiet
@@ -123,7 +123,7 @@ class SchedulerLink:
             self._refused(message, now)
         return False
 
-    def garbled(self, text: str) -> None:
+    def invalid_frame(self, text: str) -> None:
         """What came instead of a message: if it is the scheduler's answer to the Join, there is no common language."""
         if not self.joined and self.failure is None:
             self._fail(ProtocolError(f"the scheduler at {self._address} cannot be understood: {text}"))
@@ -137,7 +137,7 @@ class SchedulerLink:
         if refused.error == "join" and not self._closed:
             self.joined = False
             self._next_send = now
-            self._effects.append(Note("warning", "the scheduler was restarted and forgot this node; joining again"))
+            self._effects.append(LogEntry("warning", "the scheduler was restarted and forgot this node; joining again"))
         elif refused.error == "replaced" and not self._closed:
             self._fail(NotAllowed(refused.text, node=self.name))
         elif refused.request == JOIN_REQUEST and not self.joined:

@@ -29,13 +29,13 @@ from kvd.core.machine import (
     Effect,
     Event,
     Export,
-    Garbled,
     Halt,
+    InvalidFrame,
     JobDone,
     Load,
     LocalCall,
+    LogEntry,
     Machine,
-    Note,
     Persist,
     Persisted,
     Received,
@@ -118,7 +118,7 @@ class Driver:
             Copy: copy_rows,
             Complete: self._complete,
             Halt: self._halt,
-            Note: self._note,
+            LogEntry: self._note,
         }
 
     # ── life ──
@@ -235,7 +235,7 @@ class Driver:
             self._on_garbage(peer, str(error))
             return
         nbytes = 0 if payload is None else payload.nbytes
-        self.feed(Received(peer, decoded.sender, decoded.view, decoded.message, payload, nbytes))
+        self.feed(Received(peer, decoded.sender, decoded.epoch, decoded.message, payload, nbytes))
 
     def _on_garbage(self, peer: Hashable, text: str) -> None:
         """Says so to the one who sent it, and to the log, not too often."""
@@ -244,7 +244,7 @@ class Driver:
             event(logger, logging.WARNING, "received what is no message", error=text, not_logged=swallowed)
         if isinstance(peer, bytes):
             self._send(Send(peer, Refused(0, "ProtocolError", text[:1000])))
-        self.feed(Garbled(peer, text))
+        self.feed(InvalidFrame(peer, text))
 
     # ── effects out ──
 
@@ -261,7 +261,7 @@ class Driver:
         elif isinstance(message, Attach):
             message = replace(message, path=self._paths().get(effect.peer, ""))
         try:
-            header = encode(message, self.machine.incarnation, self.machine.view_number)
+            header = encode(message, self.machine.incarnation, self.machine.epoch)
         except (ProtocolError, ValueError, TypeError, OverflowError) as error:
             event(logger, logging.ERROR, "a message could not be sent", error=str(error))
             self._refuse_ourselves(effect.peer, message, error)
@@ -274,7 +274,7 @@ class Driver:
         request = getattr(message, "request", 0)
         if request:
             refused = Refused(request, "NotAllowed", f"this cannot be sent: {error}"[:1000])
-            self._events.append(Received(peer, self.machine.incarnation, self.machine.view_number, refused))
+            self._events.append(Received(peer, self.machine.incarnation, self.machine.epoch, refused))
 
     def _report(self) -> dict[str, object]:
         """What the machine says and, if there are links to this node, how what it sends travels over them."""
@@ -344,7 +344,7 @@ class Driver:
         if self._on_halt is not None:
             self._on_halt(effect.error)
 
-    def _note(self, effect: Note) -> None:
+    def _note(self, effect: LogEntry) -> None:
         event(logger, getattr(logging, effect.level.upper()), effect.text, **effect.fields)
 
 

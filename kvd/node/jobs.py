@@ -10,7 +10,7 @@ import numpy as np
 
 from kvd.compute.optimizers import SliceState, apply_update
 from kvd.compute.tensors import contiguous_bytes, named_dtype
-from kvd.core.machine import Apply, Buffer, Create, Export, Job, JobDone, Load, Rope, Run, Span
+from kvd.core.machine import Apply, Buffer, Create, Export, Job, JobDone, Load, Run, ScatterList, Span
 from kvd.errors import KvdError, NotAllowed, ProtocolError
 from kvd.node.statebook import StateBook, copied
 from kvd.protocol.specs import padded
@@ -29,9 +29,9 @@ def view(span: Span, dtype: np.dtype[Any]) -> Array:
     return np.frombuffer(span.buffer, dtype, count, span.offset)
 
 
-def gathered(buffer: Buffer | Rope, nbytes: int) -> Array:
+def gathered(buffer: Buffer | ScatterList, nbytes: int) -> Array:
     """The bytes of a version in one piece, as uint8; of a rope, a copy."""
-    if not isinstance(buffer, Rope):
+    if not isinstance(buffer, ScatterList):
         whole: Array = np.frombuffer(buffer, np.uint8, nbytes) if nbytes else np.empty(0, np.uint8)
         return whole
     if len(buffer.spans) == 1:
@@ -132,13 +132,13 @@ class JobRunner:
         out = made.view(dtype)
         if job.assign:
             np.copyto(out, given[0][1] if given else current)
-            self._states.renew(job.unit, job.layout, dtype.itemsize)
+            self._states.renew(job.group, job.layout, dtype.itemsize)
             return made
         arrays = [array for _, array in given]
         samples = [number for number, _ in given]
         optimizer: Any = job.optimizer
         merge: Any = job.merge
-        pieces = self._states.of_unit(job.unit, job.layout, dtype.itemsize)
+        pieces = self._states.of_unit(job.group, job.layout, dtype.itemsize)
         if len(pieces) == 1:
             apply_update(optimizer, pieces[0].state, current, arrays, out, merge, samples)
             return made
@@ -147,7 +147,7 @@ class JobRunner:
         for start, stop, state in after:
             parts = [array[start:stop] for array in arrays]
             apply_update(optimizer, state, current[start:stop], parts, out[start:stop], merge, samples)
-        self._states.keep(job.unit, after)
+        self._states.keep(job.group, after)
         return made
 
     # ── optimizer states: on the wire the step, then (name, dtype) and the bytes of each array ──

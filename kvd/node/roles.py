@@ -17,11 +17,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvd.config import Config, Loaded, Role, parse_address, systemd_environment
-from kvd.core.calls import LeaveRounds
 from kvd.core.machine import LocalCall, PeerLost
-from kvd.core.scheduler import SchedulerMachine, SchedulerSettings
-from kvd.core.server import ServerMachine, ServerSettings
-from kvd.core.session import Identity, SchedulerLink
+from kvd.core.requests import LeaveRounds
+from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
+from kvd.core.server.machine import ServerMachine, ServerSettings
+from kvd.core.session import Identity, SchedulerSession
 from kvd.errors import ConfigError, ConnectError, KvdError
 from kvd.node.driver import Driver
 from kvd.node.identity import host_id, new_incarnation
@@ -191,7 +191,7 @@ class SchedulerDaemon(Daemon):
         )
         state = StateFile(Path(config.state_dir)) if config.state_dir else None
         self.machine = self._make_machine(settings, state)
-        generation = self.machine.view_number.generation
+        generation = self.machine.epoch.generation
         if state is not None:
             state.save_first(self.machine.record())
         event(
@@ -281,12 +281,12 @@ class ServerDaemon(Daemon):
             NO_RANK if config.preferred_rank is None else config.preferred_rank,
         )
         nothing = Settings("", "", -1, 0, 0, config.num_workers, config.num_servers, 0)
-        self.link = SchedulerLink(identity, nothing, config.scheduler, config.heartbeat_interval_s)
+        self.session = SchedulerSession(identity, nothing, config.scheduler, config.heartbeat_interval_s)
         settings = ServerSettings(config.memory_bound_bytes(), config.on_worker_loss == "fail")
         event(logger, logging.INFO, f"server at {address}; joining the scheduler at {config.scheduler}")
         self.transport.listen_links(identity.incarnation)
         return Driver(
-            ServerMachine(settings, self.link),
+            ServerMachine(settings, self.session),
             self.transport,
             jobs=JobRunner(allocate=self._memory),
             executor=self.executor,
@@ -308,8 +308,8 @@ class ServerDaemon(Daemon):
     async def until_ready(self) -> None:
         """Ready when it has joined; gives up when no scheduler answers before the deadline."""
         deadline = asyncio.get_running_loop().time() + self.config.request_timeout_s
-        while not self.link.joined:
-            if asyncio.get_running_loop().time() > deadline and not self.link.heard:
+        while not self.session.joined:
+            if asyncio.get_running_loop().time() > deadline and not self.session.heard:
                 where = self.config.scheduler
                 text = (
                     f"no scheduler answers at {where} after {self.config.request_timeout_s:g} s: start one there "

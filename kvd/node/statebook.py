@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from kvd.compute.optimizers import SliceState
-from kvd.core.machine import Placed
+from kvd.core.machine import Extent
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Place: TypeAlias = tuple[str, int]
 
 
 class Piece(NamedTuple):
-    """The state of a range of a unit's elements."""
+    """The state of a range of a group's elements."""
 
     start: int
     stop: int
@@ -25,16 +25,16 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """The states of one unit: one piece for all of it, or several whose steps differ."""
+    """The states of one group: one piece for all of it, or several whose steps differ."""
 
-    unit: int
+    group: int
     pieces: list[Piece]
     places: set[Place] = field(default_factory=set)
     has_changed: bool = False  # a slice was given another state: perhaps they agree now
 
 
 class StateBook:
-    """States by unit and by slice. What a slice had goes with it when it becomes part of another unit."""
+    """States by group and by slice. What a slice had goes with it when it becomes part of another group."""
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
@@ -49,11 +49,11 @@ class StateBook:
         """The slice is made anew."""
         self._leave(place)
 
-    def of_unit(self, unit: int, layout: Sequence[Placed], itemsize: int) -> list[Piece]:
-        """The states of all elements of a unit, in their order."""
-        record = self._records.get(unit)
+    def of_unit(self, group: int, layout: Sequence[Extent], itemsize: int) -> list[Piece]:
+        """The states of all elements of a group, in their order."""
+        record = self._records.get(group)
         if record is None:
-            record = self._records[unit] = _Record(unit, [])
+            record = self._records[group] = _Record(group, [])
             pieces = []
             for key, index, offset, nbytes in layout:
                 start, stop = offset // itemsize, (offset + nbytes) // itemsize
@@ -66,25 +66,25 @@ class StateBook:
         record.has_changed = False
         return record.pieces
 
-    def keep(self, unit: int, pieces: Sequence[Piece]) -> None:
+    def keep(self, group: int, pieces: Sequence[Piece]) -> None:
         """These are the pieces of `of_unit`, after an update that was made on copies of their states."""
-        self._records[unit].pieces = list(pieces)
+        self._records[group].pieces = list(pieces)
 
-    def renew(self, unit: int, layout: Sequence[Placed], itemsize: int) -> None:
-        """All slices of the unit start with a new state."""
-        pieces = self.of_unit(unit, layout, itemsize)
-        self._records[unit].pieces = [Piece(pieces[0].start, pieces[-1].stop, SliceState())]
+    def renew(self, group: int, layout: Sequence[Extent], itemsize: int) -> None:
+        """All slices of the group start with a new state."""
+        pieces = self.of_unit(group, layout, itemsize)
+        self._records[group].pieces = [Piece(pieces[0].start, pieces[-1].stop, SliceState())]
 
     def of_slice(self, place: Place) -> SliceState:
-        """The state of one slice: views of what its unit has."""
+        """The state of one slice: views of what its group has."""
         home = self._homes.get(place)
         return SliceState() if home is None else _cut(*home)
 
     def put(self, place: Place, state: SliceState, count: int) -> None:
-        """Gives a slice of `count` elements another state; the others of its unit keep theirs."""
+        """Gives a slice of `count` elements another state; the others of its group keep theirs."""
         home = self._homes.get(place)
         if home is None:
-            record = _Record(0, [Piece(0, count, state)], {place})  # no unit yet: the first update finds it here
+            record = _Record(0, [Piece(0, count, state)], {place})  # no group yet: the first update finds it here
             self._homes[place] = (record, 0, count)
             return
         record, start, stop = home
@@ -106,7 +106,7 @@ class StateBook:
         if home is None:
             return SliceState()
         record, start, stop = home
-        self._records.pop(record.unit, None)
+        self._records.pop(record.group, None)
         record.places.discard(place)
         for other in record.places:
             _, first, last = self._homes[other]

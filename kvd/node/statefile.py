@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvd.core.scheduler import SchedulerMachine
+from kvd.core.scheduler.machine import SchedulerMachine
 from kvd.errors import ConfigError
 from kvd.node.wholefile import replace_file
 

@@ -1,7 +1,7 @@
 """Messages to bytes and back.
 
-The header of a message is one msgpack list: version, kind, sender, generation, epoch, then the fields of the message in
-their order. Decoding is total: any bytes give a message that keeps every limit of `kvd.protocol.messages`, or raise
+The header of a message is one msgpack list: version, kind, sender, generation, change, then the fields of the message
+in their order. Decoding is total: any bytes give a message that keeps every limit of `kvd.protocol.messages`, or raise
 ProtocolError. The checks are built once, from the annotations of the messages.
 """
 
@@ -17,7 +17,7 @@ import msgpack
 
 from kvd.errors import ProtocolError
 from kvd.protocol import messages
-from kvd.protocol.messages import BIGGEST, MAX_MEMBERS, MAX_TEXT_CHARS, Limit, Message, Refused, ViewNumber
+from kvd.protocol.messages import BIGGEST, MAX_MEMBERS, MAX_TEXT_CHARS, Epoch, Limit, Message, Refused
 from kvd.protocol.specs import (
     DTYPES,
     MAX_DIMENSIONS,
@@ -39,16 +39,16 @@ class Decoded(NamedTuple):
     """A message with what its header says about the sender."""
 
     sender: int
-    view: ViewNumber
+    epoch: Epoch
     message: Message
 
 
-def encode(message: Message, sender: int, view: ViewNumber) -> bytes:
+def encode(message: Message, sender: int, epoch: Epoch) -> bytes:
     """The header of `message`. Raises ProtocolError if it would be longer than MAX_HEADER_BYTES."""
     kind = type(message)
     if isinstance(message, Refused):
         message = _readable(message)
-    body = [VERSION, kind.KIND, sender, view[0], view[1], *_FIELDS[kind.KIND](message)]
+    body = [VERSION, kind.KIND, sender, epoch[0], epoch[1], *_FIELDS[kind.KIND](message)]
     header: bytes = msgpack.packb(body, default=_plain_spec)
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a {kind.__name__} of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
@@ -65,23 +65,23 @@ def decode(header: bytes | memoryview) -> Decoded:
         raise ProtocolError(f"not a msgpack header: {type(error).__name__}") from None
     if type(body) is not list or len(body) < _ENVELOPE:
         raise ProtocolError("a header is a msgpack list of at least 5 entries")
-    version, kind, sender, generation, epoch = body[:_ENVELOPE]
+    version, kind, sender, generation, change = body[:_ENVELOPE]
     if version != VERSION or type(version) is not int:
         raise ProtocolError(
             f"protocol version {_short(version)}, this node speaks {VERSION}: run the same kvd version on every node"
         )
     if not (
-        type(kind) is type(sender) is type(generation) is type(epoch) is int
+        type(kind) is type(sender) is type(generation) is type(change) is int
         and 0 <= kind <= BIGGEST
         and 0 <= sender <= BIGGEST
         and 0 <= generation <= BIGGEST
-        and 0 <= epoch <= BIGGEST
+        and 0 <= change <= BIGGEST
     ):
         raise ProtocolError(f"kind, sender and view are whole numbers from 0 to {BIGGEST}")
     build = _BUILDERS.get(kind)
     if build is None:
         raise ProtocolError(f"no message has kind {kind}")
-    return Decoded(sender, ViewNumber(generation, epoch), build(body))
+    return Decoded(sender, Epoch(generation, change), build(body))
 
 
 def _short(value: object) -> str:

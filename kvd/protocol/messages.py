@@ -44,11 +44,11 @@ ANY_CLOCK = -1  # in a pull: whatever is committed
 UNKNOWN = 0  # a setting that the sender leaves to the cluster
 
 
-class ViewNumber(NamedTuple):
-    """Which picture of the cluster: the generation grows at each start of the scheduler, the epoch at each change."""
+class Epoch(NamedTuple):
+    """Which view: the generation grows at each start of the scheduler, the change within it at each new view."""
 
     generation: Number
-    epoch: Number
+    change: Number
 
 
 class Part(NamedTuple):
@@ -59,7 +59,7 @@ class Part(NamedTuple):
     clock: Signed
 
 
-class Place(NamedTuple):
+class SliceId(NamedTuple):
     """One slice of a key."""
 
     key: Key
@@ -114,7 +114,7 @@ class Quiet(NamedTuple):
 
 Shape: TypeAlias = Annotated[tuple[Annotated[int, Limit(0, MAX_KEY_NBYTES)], ...], Limit(0, MAX_DIMENSIONS)]
 Parts: TypeAlias = Annotated[tuple[Part, ...], Limit(1, MAX_PARTS)]
-Places: TypeAlias = Annotated[tuple[Place, ...], Limit(1, MAX_PARTS)]
+SliceIds: TypeAlias = Annotated[tuple[SliceId, ...], Limit(1, MAX_PARTS)]
 
 # How a push counts in its round.
 ADD = 0  # a gradient or value, merged with the others'
@@ -228,7 +228,7 @@ class Done:
 class Refused:
     """Not carried out. `error` names the class of `kvd.errors`, or one of the lower-case words below.
 
-    ``attach``: I do not know you (yet), say Attach. ``pack``: I do not know this pack (any more), declare it.
+    ``attach``: I do not know you (yet), say Attach. ``batch``: I do not know this batch (any more), declare it.
     ``clock``: this push is out of turn, `expected` is the clock whose turn it is. ``join``: the scheduler does not know
     you, join again. ``replaced``: another incarnation has your place. Any other refusal of a push with `expected` > 0:
     it was carried out for other slices of the message, or before.
@@ -367,7 +367,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The slices asked for, in order, as payload, and the version of each; of a pack, perhaps one for all of them."""
+    """The slices asked for, in order, as payload, and the version of each; of a batch, perhaps one for all of them."""
 
     KIND: ClassVar[int] = 43
     request: Number
@@ -375,22 +375,22 @@ class Values:
 
 
 @dataclass(frozen=True, slots=True)
-class DeclarePack:
-    """I shall move these slices together again and again: from now on I call them `pack`."""
+class DeclareBatch:
+    """I shall move these slices together again and again: from now on I call them `batch`."""
 
     KIND: ClassVar[int] = 44
     request: Number
-    pack: Number
-    places: Places
+    batch: Number
+    slice_ids: SliceIds
 
 
 @dataclass(frozen=True, slots=True)
-class PushPack:
-    """As Push, of all slices of a pack, which have the same clock."""
+class PushBatch:
+    """As Push, of all slices of a batch, which have the same clock."""
 
     KIND: ClassVar[int] = 45
     request: Number
-    pack: Number
+    batch: Number
     clock: Number
     how: Annotated[int, Limit(0, 2)]
     samples: Number
@@ -399,12 +399,12 @@ class PushPack:
 
 
 @dataclass(frozen=True, slots=True)
-class PullPack:
-    """As Pull, of all slices of a pack."""
+class PullBatch:
+    """As Pull, of all slices of a batch."""
 
     KIND: ClassVar[int] = 46
     request: Number
-    pack: Number
+    batch: Number
     clock: Signed
 
 
@@ -534,9 +534,9 @@ Message: TypeAlias = (
     | Staged
     | Pull
     | Values
-    | DeclarePack
-    | PushPack
-    | PullPack
+    | DeclareBatch
+    | PushBatch
+    | PullBatch
     | SetOptimizer
     | UpdateOptimizer
     | OptimizerQuery

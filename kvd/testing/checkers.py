@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core.server import ServerMachine
+from kvd.core.server.machine import ServerMachine
 from kvd.testing.process import Process
 from kvd.testing.simulator import World, slices_of
 

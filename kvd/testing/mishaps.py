@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from kvd.core.machine import SCHEDULER
-from kvd.core.worker import WorkerMachine
+from kvd.core.worker.machine import WorkerMachine
 from kvd.testing.checkers import check_everything_ended, watch_everything
 from kvd.testing.network import CALM
 from kvd.testing.simulator import Program, World
@@ -86,7 +86,7 @@ def _haunt(world: World, name: str, pause_s: float, replaced_after_s: float) -> 
     """The worker stops, or stops to hear of the scheduler, and a successor starts. It has joined before."""
     process = world.processes[name]
     machine = process.machine
-    if process.finished or not isinstance(machine, WorkerMachine) or not machine.link.joined:
+    if process.finished or not isinstance(machine, WorkerMachine) or not machine.session.joined:
         return
     if world.random.random() < 0.5:
         world.pause(name, pause_s)

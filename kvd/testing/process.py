@@ -6,8 +6,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from kvd.core.calls import Request
 from kvd.core.machine import Event, Machine, Peer
+from kvd.core.requests import Request
 from kvd.errors import KvdError
 from kvd.node.jobs import JobRunner
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvd.core.calls import ClockOf, Flush, LeaveRounds, Move, TakeBack
+from kvd.core.requests import ClockOf, Flush, LeaveRounds, TakeBack, Transfer
 from kvd.errors import KvdError, RemoteError
 from kvd.optimizer import SGD
 from kvd.testing.process import Coroutine, Process, Sleep, Start, Ticket
@@ -30,7 +30,7 @@ class RefusalLedger:
     pace_s: float = 0.05
     timeout_s: float | None = None  # of a push
     refused: set[int] = field(default_factory=set)  # places
-    _places: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
+    _slice_ids: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
     _pushes: dict[Ticket, int] = field(default_factory=dict)
 
     def program(self, me: Me) -> Coroutine:
@@ -45,11 +45,11 @@ class RefusalLedger:
 
     def _push(self, me: Me, clock: int) -> Generator[Any, Any, None]:
         for attempt in range(MAX_ATTEMPTS):
-            place = self._places.setdefault((me.rank, clock, me.life, attempt), len(self._places))
+            place = self._slice_ids.setdefault((me.rank, clock, me.life, attempt), len(self._slice_ids))
             gradient = np.zeros(SIZE, np.float32)
             gradient[place] = -1.0
             pushed = item(KEY, gradient)
-            ticket = yield Start(Move((pushed,), push=True, pull=False), self.timeout_s)
+            ticket = yield Start(Transfer((pushed,), push=True, pull=False), self.timeout_s)
             self._pushes[ticket] = place
             with suppress(KvdError):
                 yield ticket
@@ -80,7 +80,7 @@ class RefusalLedger:
         if not np.isin(value, (0.0, 1.0)).all():
             world.fail(f"the key holds {sorted(set(value.tolist()))}")
         counts = np.zeros((self.workers, self.steps), np.float32)
-        for (rank, clock, _, _), place in self._places.items():
+        for (rank, clock, _, _), place in self._slice_ids.items():
             counts[rank, clock - 1] += value[place]
         if not (counts == 1).all():
             world.fail(f"pushes count {counts.tolist()} times")

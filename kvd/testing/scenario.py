@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from kvd.core import calls
-from kvd.core.worker import WorkerMachine
+from kvd.core import requests
+from kvd.core.worker.machine import WorkerMachine
 from kvd.optimizer import SGD, to_wire
 from kvd.protocol.messages import ABSENT, ASSIGN, SetOptimizer, UpdateOptimizer
 from kvd.testing.checkers import watch_everything
@@ -166,9 +166,9 @@ class Scenario:
         request, target = _request(words, process)
         ticket = self.world.submit(process, request)
         self._last[name] = _Last(ticket, target)
-        if isinstance(request, calls.Barrier):
+        if isinstance(request, requests.Barrier):
             self._barriers.setdefault(request.name, []).append(ticket)
-        if isinstance(request, calls.LeaveRounds):
+        if isinstance(request, requests.LeaveRounds):
             self.world.run(STEP_S)
 
     # ── expectations ──
@@ -262,22 +262,22 @@ def _settings(words: list[str]) -> dict[str, Any]:
     return settings
 
 
-def _request(words: list[str], process: Process) -> tuple[calls.Request, Floats | None]:
+def _request(words: list[str], process: Process) -> tuple[requests.Request, Floats | None]:
     """The request of a call, and the array that its result goes to."""
     call, rest = words[0], words[1:]
-    plain: dict[str, Callable[[], calls.Request]] = {
-        "enter": calls.JoinCluster,
-        "barrier": lambda: calls.Barrier(rest[0]),
-        "flush": calls.Flush,
-        "join": lambda: calls.LeaveRounds("done"),
-        "close": lambda: calls.LeaveRounds("left"),
-        "rewind": lambda: calls.Rewind(int(rest[0])),
-        "clock": lambda: calls.ClockOf(rest[0]),
-        "describe": lambda: calls.DescribeKey(rest[0]),
-        "set_optimizer": lambda: calls.Control(
+    plain: dict[str, Callable[[], requests.Request]] = {
+        "enter": requests.JoinCluster,
+        "barrier": lambda: requests.Barrier(rest[0]),
+        "flush": requests.Flush,
+        "join": lambda: requests.LeaveRounds("done"),
+        "close": lambda: requests.LeaveRounds("left"),
+        "rewind": lambda: requests.Rewind(int(rest[0])),
+        "clock": lambda: requests.ClockOf(rest[0]),
+        "describe": lambda: requests.DescribeKey(rest[0]),
+        "set_optimizer": lambda: requests.Control(
             (SetOptimizer(0, to_wire(SGD(float(rest[0]), momentum=float("".join(rest[1:2]) or 0)))),)
         ),
-        "update_optimizer": lambda: calls.Control(
+        "update_optimizer": lambda: requests.Control(
             (UpdateOptimizer(0, {"learning_rate": float(rest[0])}),), staged_first=True
         ),
     }
@@ -286,16 +286,16 @@ def _request(words: list[str], process: Process) -> tuple[calls.Request, Floats 
     key = rest[0]
     target = np.full(ELEMENTS, np.nan, np.float32)
     if call == "pull":
-        return calls.Move((item(key, None, target),), push=False, pull=True), target
+        return requests.Transfer((item(key, None, target),), push=False, pull=True), target
     source = np.full(ELEMENTS, float(rest[1]), np.float32)
     if call == "init":
-        return calls.InitKeys((item(key, source),)), None
+        return requests.InitKeys((item(key, source),)), None
     if call == "push":
-        return calls.Move((item(key, source),), push=True, pull=False), None
+        return requests.Transfer((item(key, source),), push=True, pull=False), None
     if call == "pushpull":
-        return calls.Move((item(key, source, target),), push=True, pull=True), target
+        return requests.Transfer((item(key, source, target),), push=True, pull=True), target
     if call == "broadcast":
         first = process.name == "worker 0"
         entry = item(key, source if first else None, target)
-        return calls.Move((entry,), push=True, pull=True, how=ASSIGN if first else ABSENT), target
+        return requests.Transfer((entry,), push=True, pull=True, how=ASSIGN if first else ABSENT), target
     raise AssertionError(f"no call is named {call!r}")

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvd.core.calls import InitKeys, Move, Request
 from kvd.core.machine import (
     Apply,
     Complete,
@@ -30,7 +29,7 @@ from kvd.core.machine import (
     Halt,
     JobDone,
     LocalCall,
-    Note,
+    LogEntry,
     Peer,
     PeerLost,
     Persist,
@@ -40,11 +39,12 @@ from kvd.core.machine import (
     Send,
     Tick,
 )
-from kvd.core.scheduler import SchedulerMachine, SchedulerSettings
-from kvd.core.server import ServerMachine, ServerSettings
-from kvd.core.session import Identity, SchedulerLink
-from kvd.core.units import Slice
-from kvd.core.worker import WorkerMachine, WorkerSettings
+from kvd.core.requests import InitKeys, Request, Transfer
+from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
+from kvd.core.server.groups import Slice
+from kvd.core.server.machine import ServerMachine, ServerSettings
+from kvd.core.session import Identity, SchedulerSession
+from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.errors import KvdError, NotAllowed
 from kvd.node.driver import copy_rows
 from kvd.node.jobs import JobRunner, view
@@ -82,7 +82,7 @@ class Me(NamedTuple):
 
     @property
     def rank(self) -> int:
-        return self.machine.link.rank
+        return self.machine.session.rank
 
     @property
     def life(self) -> int:
@@ -119,7 +119,7 @@ class World:
             Copy: self._copy,
             Complete: self._complete,
             Halt: self._halt,
-            Note: lambda process, effect: self.notes.append(f"{self.now:.3f} {process.name}: {effect.text}"),
+            LogEntry: lambda process, effect: self.notes.append(f"{self.now:.3f} {process.name}: {effect.text}"),
         }
 
     # ── time ──
@@ -180,7 +180,7 @@ class World:
         name, cluster = f"server {rank}", self.cluster
         life = self._life(name)
         address = f"sim://{name}/{life}".replace(" ", "")
-        link = self._link("server", rank, address, Settings("", "", -1, 0, 0, cluster.workers, cluster.servers, 0))
+        link = self._session("server", rank, address, Settings("", "", -1, 0, 0, cluster.workers, cluster.servers, 0))
         settings = ServerSettings(
             cluster.memory_limit_bytes, cluster.fail_on_worker_loss, small_push_bytes=cluster.small_push_bytes
         )
@@ -193,7 +193,7 @@ class World:
             self.programs[name] = program
         wanted = self.worker_settings.get(name, self.cluster.settings())
         settings = WorkerSettings(self.cluster.credit_bytes, self.cluster.small_push_bytes)
-        machine = WorkerMachine(settings, self._link("worker", number, "", wanted))
+        machine = WorkerMachine(settings, self._session("worker", number, "", wanted))
         process = self._start(Process(name, self._life(name), machine))
         if name in self.programs:
             process.program = self.programs[name](Me(self, process, number))
@@ -241,9 +241,9 @@ class World:
     def _incarnation(self) -> int:
         return self.random.getrandbits(61) + 1
 
-    def _link(self, role: str, number: int, address: str, wanted: Settings) -> SchedulerLink:
+    def _session(self, role: str, number: int, address: str, wanted: Settings) -> SchedulerSession:
         identity = Identity(role, f"{role}-{number}", self._incarnation(), address, "sim", 1000 + number, number)
-        return SchedulerLink(identity, wanted, SCHEDULER_ADDRESS, self.cluster.heartbeat_interval_s)
+        return SchedulerSession(identity, wanted, SCHEDULER_ADDRESS, self.cluster.heartbeat_interval_s)
 
     # ── events in ──
 
@@ -289,7 +289,7 @@ class World:
         self._hash.update(header)
         buffer = None if payload is None else bytearray(payload)
         nbytes = 0 if payload is None else len(payload)
-        self.feed(process, Received(peer, decoded.sender, decoded.view, decoded.message, buffer, nbytes))
+        self.feed(process, Received(peer, decoded.sender, decoded.epoch, decoded.message, buffer, nbytes))
 
     def _trace(self, text: str) -> None:
         self._hash.update(f"{self.now:.9f} {text}\n".encode())
@@ -306,7 +306,7 @@ class World:
                 payload.extend(memoryview(buffer).cast("B")[offset : offset + nbytes])
         if isinstance(effect.message, StatusReport):
             payload = bytearray(json.dumps(process.machine.explain(self.now)).encode())
-        header = encode(effect.message, process.machine.incarnation, process.machine.view_number)
+        header = encode(effect.message, process.machine.incarnation, process.machine.epoch)
         self.network.send(process, effect.peer, header, None if payload is None else bytes(payload))
 
     def _runner(self, process: Process) -> JobRunner:
@@ -357,7 +357,7 @@ class World:
         ticket.done, ticket.result, ticket.error = True, effect.result, effect.error
         self._trace(f"{process.name} call {effect.call}: {type(effect.error).__name__} {effect.error}")
         request = ticket.request
-        if isinstance(request, Move):
+        if isinstance(request, Transfer):
             for item in request.items:
                 if item.target is not None:
                     process.targets[id(item.target)] -= 1
@@ -378,7 +378,7 @@ class World:
         deadline = self.now + (self.cluster.call_timeout_s if timeout_s is None else timeout_s)
         ticket = Ticket(process.last_call, request, deadline)
         process.tickets[ticket.call] = ticket
-        if isinstance(request, Move):
+        if isinstance(request, Transfer):
             for item in request.items:
                 if item.target is not None:
                     process.targets[id(item.target)] = process.targets.get(id(item.target), 0) + 1
@@ -444,7 +444,7 @@ def slices_of(server: ServerMachine) -> list[Slice]:
 
 def poison(request: Request) -> None:
     """The call has ended well: its sources are the program's again, which writes something else there."""
-    if not isinstance(request, Move | InitKeys):
+    if not isinstance(request, Transfer | InitKeys):
         return
     targets = {id(item.target) for item in request.items}
     for item in request.items:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvd.core.calls import (
+from kvd.core.requests import (
     ClockOf,
     Control,
     Flush,
@@ -21,12 +21,12 @@ from kvd.core.calls import (
     Item,
     JoinCluster,
     LeaveRounds,
-    Move,
     Request,
     Rewind,
+    Transfer,
     Versions,
 )
-from kvd.core.worker import WorkerMachine
+from kvd.core.worker.machine import WorkerMachine
 from kvd.errors import KeyExists, KvdError, NodeLost, RequestTimeout
 from kvd.optimizer import SGD, to_wire
 from kvd.protocol.messages import SetOptimizer, UpdateOptimizer
@@ -72,7 +72,7 @@ def begin(me: Me, keys: Sequence[str], initial: Floats, optimizer: SGD | None) -
             with suppress(KeyExists):  # the first went through after all
                 yield from insist(request)
     step = 0
-    if me.machine.link.predecessor:
+    if me.machine.session.predecessor:
         clocks: list[int] = []
         for key in keys:
             clocks.append((yield from insist(ClockOf(key))))  # noqa: PERF401  no comprehension can wait
@@ -91,7 +91,7 @@ def insist(request: Request, attempts: int = 60) -> Generator[Any, Any, Any]:
     raise AssertionError(f"{attempts} attempts at {type(request).__name__} failed")
 
 
-def begin_push(move: Move, clock: int, timeout_s: float | None = None) -> Generator[Any, Any, Ticket]:
+def begin_push(move: Transfer, clock: int, timeout_s: float | None = None) -> Generator[Any, Any, Ticket]:
     """Starts a push, again if it is refused before it has begun; later ones must not take its clock."""
     for _ in range(60):
         ticket = yield Start(move, timeout_s)
@@ -154,7 +154,7 @@ class Ledger:
                 place = self.place(me, clock)
                 for key in keys:
                     self.note(key, place, "begun")
-                push = Move(tuple([self.item(key, place) for key in keys]), push=True, pull=False)
+                push = Transfer(tuple([self.item(key, place) for key in keys]), push=True, pull=False)
                 ticket = yield from begin_push(push, clock, self.timeout_s)
                 self._labels[ticket] = (keys, place)
                 tickets.append(ticket)
@@ -210,7 +210,7 @@ class Ledger:
 
 @dataclass
 class LifeLedger(Ledger):
-    """Each incarnation has places of its own: what a push that was acknowledged brought is what counts.
+    """Each incarnation has slice_ids of its own: what a push that was acknowledged brought is what counts.
 
     Only for clocks that had counted when the incarnation came; those are its predecessor's.
     """
@@ -262,7 +262,7 @@ class ListLedger(Ledger):
 
 @dataclass
 class ListLives(LifeLedger):
-    """The same, where each incarnation has places of its own."""
+    """The same, where each incarnation has slice_ids of its own."""
 
     keys: tuple[str, ...] = MANY[:6]
     size: int = 250
@@ -324,12 +324,12 @@ class Rounds:
         targets = [np.full(self.size, np.nan, np.float32) for _ in keys]
         if self.pushpull:
             items = tuple(item(*entry) for entry in zip(keys, values, targets, strict=True))
-            versions = yield from pushpull(Move(items, push=True, pull=True), clock)
+            versions = yield from pushpull(Transfer(items, push=True, pull=True), clock)
         else:
             pushes = tuple(item(key, value) for key, value in zip(keys, values, strict=True))
-            yield from begin_push(Move(pushes, push=True, pull=False), clock)
+            yield from begin_push(Transfer(pushes, push=True, pull=False), clock)
             pulls = tuple(item(key, None, target) for key, target in zip(keys, targets, strict=True))
-            versions = yield from insist(Move(pulls, push=False, pull=True))
+            versions = yield from insist(Transfer(pulls, push=False, pull=True))
         for key, target, version in zip(keys, targets, versions, strict=True):
             self.pulled(me.world, key, clock, target, version)
 
@@ -359,7 +359,7 @@ class MixedRounds(Rounds):
         return grouped(self.keys, rank, clock, self.seed)
 
 
-def pushpull(move: Move, clock: int) -> Generator[Any, Any, Any]:
+def pushpull(move: Transfer, clock: int) -> Generator[Any, Any, Any]:
     """A pushpull. Where a node was lost: once more if it had not begun; else its push counts, and a pull does."""
     reached = clock - 1
     while reached == clock - 1:
@@ -369,7 +369,7 @@ def pushpull(move: Move, clock: int) -> Generator[Any, Any, Any]:
             yield Sleep(1.0)
             reached = yield from insist(ClockOf(move.items[0].key))
     pulls = tuple(entry._replace(source=None) for entry in move.items)
-    return (yield from insist(Move(pulls, push=False, pull=True)))
+    return (yield from insist(Transfer(pulls, push=False, pull=True)))
 
 
 # ── replay: the bits of an undisturbed run ────────────────────────────────────────────────────────────────────────────
@@ -402,13 +402,13 @@ class Training:
                 yield from insist(Control((change,), staged_first=True))
             weights = {key: np.full(self.size, np.nan, np.float32) for key in self.keys}
             pulls = tuple(item(key, None, target) for key, target in weights.items())
-            versions = yield from insist(Move(pulls, push=False, pull=True))
+            versions = yield from insist(Transfer(pulls, push=False, pull=True))
             if versions != [(clock - 1, clock - 1)] * len(self.keys):
                 me.world.fail(f"worker {me.rank} asked for version {clock - 1} of {self.keys}, got {versions}")
             yield Sleep(self.pace_s)
             for keys in self.groups(me.rank, clock):
                 items = tuple([item(key, self.gradient(key, weights[key], me.rank, clock)) for key in keys])
-                yield from begin_push(Move(items, push=True, pull=False), clock)
+                yield from begin_push(Transfer(items, push=True, pull=False), clock)
         yield Flush()
         yield LeaveRounds("done")
 

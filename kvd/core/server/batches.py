@@ -1,0 +1,60 @@
+"""The batches that workers have declared: slices that they move together again and again, under a number."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvd.core.server.groups import FusedGroup
+from kvd.protocol.messages import SliceId
+
+MAX_SLICE_IDS = 1 << 18  # of all batches of one sender; the batches that it declared first are forgotten
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Slices, in their order. All who declare the same slice_ids have the same batch."""
+
+    slice_ids: tuple[SliceId, ...]
+    group: FusedGroup | None = None  # of exactly these slices, in this order
+    is_apart: bool = False  # somebody pushes some of them alone: they are not fused again
+    declared: int = 0  # by so many senders
+
+
+class BatchTable:
+    """Batches by sender and number."""
+
+    def __init__(self) -> None:
+        self._batches: dict[tuple[SliceId, ...], Batch] = {}
+        self._of: dict[int, OrderedDict[int, Batch]] = {}
+        self._slice_ids: dict[int, int] = {}  # how many there are in the batches of a sender
+
+    def find(self, sender: int, number: int) -> Batch | None:
+        batches = self._of.get(sender)
+        return None if batches is None else batches.get(number)
+
+    def declare(self, sender: int, number: int, slice_ids: tuple[SliceId, ...]) -> None:
+        """Notes the batch. A number means what it meant first."""
+        batches = self._of.setdefault(sender, OrderedDict())
+        if number in batches:
+            return
+        batch = self._batches.get(slice_ids)
+        if batch is None:
+            batch = self._batches[slice_ids] = Batch(slice_ids)
+        batch.declared += 1
+        batches[number] = batch
+        total = self._slice_ids.get(sender, 0) + len(slice_ids)
+        while total > MAX_SLICE_IDS and len(batches) > 1:
+            total -= len(self._release(batches.popitem(last=False)[1]).slice_ids)
+        self._slice_ids[sender] = total
+
+    def drop_sender(self, sender: int) -> None:
+        self._slice_ids.pop(sender, None)
+        for batch in self._of.pop(sender, {}).values():
+            self._release(batch)
+
+    def _release(self, batch: Batch) -> Batch:
+        batch.declared -= 1
+        if batch.declared == 0:
+            del self._batches[batch.slice_ids]
+        return batch

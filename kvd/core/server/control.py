@@ -1,0 +1,199 @@
+"""What a server is asked besides values: the optimizer, its state, and commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from kvd.core.machine import Export, Job, JobDone, Load, LogEntry, Peer, Received, ResetState, Run, Send, Span
+from kvd.core.server.groups import Change, FusedGroup, Slice
+from kvd.core.server.keys import KeyTable
+from kvd.core.server.pending import Answers
+from kvd.errors import KvdError, NotAllowed
+from kvd.optimizer import Optimizer, changes_from_wire, from_wire, to_wire, with_hyperparameters
+from kvd.protocol.messages import (
+    Command,
+    CommandResult,
+    Done,
+    FetchState,
+    Message,
+    OptimizerIs,
+    OptimizerQuery,
+    Refused,
+    SetOptimizer,
+    State,
+    StoreState,
+    UpdateOptimizer,
+)
+
+StartJob: TypeAlias = Callable[[Callable[[int], Job], Callable[[JobDone], None]], None]
+
+
+class ServerControl:
+    """The control side of one server.
+
+    `emit` takes effects; `start_job` numbers a job and brings its end; `advance` starts the next job of a group.
+    """
+
+    def __init__(
+        self, table: KeyTable, start_job: StartJob, advance: Callable[[FusedGroup], None], emit: Callable[[Any], None]
+    ) -> None:
+        self.optimizer: Optimizer | None = None  # with all changes: what a new key starts with
+        self._as_set: Optimizer | None = None  # as set_optimizer gave it
+        self._table = table
+        self._start_job = start_job
+        self._advance = advance
+        self._emit = emit
+        self._answers = Answers()
+
+    def describe(self) -> object:
+        """The optimizer in plain data."""
+        return None if self.optimizer is None else to_wire(self.optimizer)
+
+    def drop_sender(self, incarnation: int) -> None:
+        self._answers.drop_sender(incarnation)
+
+    def receive(self, event: Received, rank: int | None) -> bool:
+        """Carries the message out if it is one of control. `rank` is that of the worker who sent it, if it is one."""
+        message = event.message
+        if isinstance(message, SetOptimizer):
+            self._answer(event, message.request, lambda: self._set_optimizer(event, message))
+        elif isinstance(message, UpdateOptimizer):
+            self._answer(event, message.request, lambda: self._update_optimizer(event, message, rank))
+        elif isinstance(message, OptimizerQuery):
+            self._send(event.peer, OptimizerIs(message.request, self.describe()))
+        elif isinstance(message, FetchState):
+            self._fetch_state(event, message)
+        elif isinstance(message, StoreState):
+            self._store_state(event, message)
+        elif isinstance(message, Command):
+            self._command(event, message)
+        else:
+            return False
+        return True
+
+    def _send(self, peer: Peer, message: Message, payload: tuple[Span, ...] = ()) -> None:
+        self._emit(Send(peer, message, payload))
+
+    def _answer(self, event: Received, request: int, act: Callable[[], None]) -> None:
+        """Carries out once and answers Done, or says what was wrong."""
+        try:
+            act()
+        except KvdError as error:
+            self._send(event.peer, refusal_of(request, error))
+        else:
+            self._send(event.peer, Done(request))
+
+    # ── the optimizer ──
+
+    def _set_optimizer(self, event: Received, message: SetOptimizer) -> None:
+        optimizer = None if message.optimizer is None else from_wire(message.optimizer)
+        if not self._answers.start(event.sender, message.request) or optimizer == self._as_set:
+            return
+        self._as_set = self.optimizer = optimizer
+        for group in self._table.groups.values():
+            group.optimizer = optimizer
+            group.changes = []
+        self._emit(ResetState())
+        self._emit(LogEntry("info", "optimizer set", {"optimizer": repr(optimizer)}))
+
+    def _update_optimizer(self, event: Received, message: UpdateOptimizer, rank: int | None) -> None:
+        """In sync mode from the sender's next clock on, slice by slice; else at once. Asked twice, it is the same."""
+        if self.optimizer is None:
+            raise NotAllowed("no optimizer is set whose hyperparameters could change: call set_optimizer first")
+        changes = changes_from_wire(message.changes)
+        changed = with_hyperparameters(self.optimizer, changes)
+        if not self._answers.start(event.sender, message.request):
+            return
+        self.optimizer = changed
+        for group in self._table.groups.values():
+            if group.log.sync and rank is not None:
+                # Not before an earlier change: they were found to be allowed in this order.
+                earliest = group.changes[-1].from_round if group.changes else 0
+                group.changes.append(Change(max(group.log.staged_clock(rank) + 1, earliest), changes))
+            elif group.optimizer is not None:
+                group.optimizer = with_hyperparameters(group.optimizer, changes)
+
+    # ── its state ──
+
+    def _slice(self, event: Received, request: int, key: str, index: int) -> Slice | None:
+        slice_ = self._table.slices.get((key, index))
+        if slice_ is None:
+            self._send(event.peer, Refused(request, "KeyNotFound", f"no slice {index} of {key!r} is here", (), key))
+        return slice_
+
+    def _between_updates(self, slice_: Slice, make: Callable[[int], Job], done: Callable[[JobDone], None]) -> None:
+        """Starts the job when no update of the slice runs; none begins before it has ended."""
+        group = slice_.group  # as long as there is a task, it is not parted
+
+        def ended(job: JobDone) -> None:
+            group.working = False
+            done(job)
+            self._advance(group)
+
+        group.tasks.append(lambda: self._start_job(make, ended))
+        self._advance(group)
+
+    def _fetch_state(self, event: Received, message: FetchState) -> None:
+        slice_ = self._slice(event, message.request, message.key, message.index)
+        if slice_ is None:
+            return
+
+        def done(job: JobDone) -> None:
+            if job.error is not None:
+                self._send(event.peer, refusal_of(message.request, job.error))
+                return
+            step, slots, spans = job.result
+            self._send(event.peer, State(message.request, step, slots), spans)
+
+        self._between_updates(slice_, lambda job: Export(job, message.key, message.index), done)
+
+    def _store_state(self, event: Received, message: StoreState) -> None:
+        slice_ = self._slice(event, message.request, message.key, message.index)
+        if slice_ is None:
+            return
+        sender, request = slice_.loaded
+        if sender == event.sender and message.request <= request:
+            self._send(event.peer, Done(message.request))  # once more it would undo the updates since
+            return
+        source = Span(event.payload, 0, event.nbytes)
+        before, slice_.loaded = slice_.loaded, (event.sender, message.request)
+
+        def done(job: JobDone) -> None:
+            if job.error is not None:
+                if slice_.loaded == (event.sender, message.request):
+                    slice_.loaded = before  # it may be asked for again
+                self._send(event.peer, refusal_of(message.request, job.error))
+                return
+            self._send(event.peer, Done(message.request))
+
+        def load(job: int) -> Load:
+            return Load(job, message.key, message.index, message.step, message.slots, source)
+
+        self._between_updates(slice_, load, done)
+
+    # ── commands ──
+
+    def _command(self, event: Received, message: Command) -> None:
+        if not self._answers.start(event.sender, message.request):
+            answer = self._answers.find(event.sender, message.request)
+            if answer is not None:
+                self._emit(answer._replace(peer=event.peer))
+            return
+        body = Span(event.payload, 0, event.nbytes)
+
+        def done(job: JobDone) -> None:
+            if job.error is not None:
+                answer = Send(event.peer, refusal_of(message.request, job.error))
+            else:
+                answer = Send(event.peer, CommandResult(message.request), (Span(job.result, 0, len(job.result)),))
+            self._answers.finish(event.sender, message.request, answer)
+            self._emit(answer)
+
+        self._start_job(lambda job: Run(job, message.head, body), done)
+
+
+def refusal_of(request: int, error: KvdError) -> Refused:
+    """The refusal that carries an error to the other side."""
+    key = str(getattr(error, "key", "") or getattr(error, "setting", ""))[:200]
+    return Refused(request, type(error).__name__, str(error)[:1000], (), key)

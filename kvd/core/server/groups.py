@@ -1,0 +1,166 @@
+"""What is staged, merged and updated as one: a group of one slice, or of many that are always pushed together.
+
+A thousand small keys, pushed in one call, cost a server as much as one large key if they share a log: their bytes lie
+side by side, as in the payload of the push. Slices are fused when a worker pushes a batch of them and all have come
+equally far, and parted for good when one of them is pushed without the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvd.core.machine import Buffer, Extent, ScatterList, Span
+from kvd.core.server.pending import Pending
+from kvd.core.server.rounds import SliceLog
+from kvd.optimizer import Optimizer, with_hyperparameters
+from kvd.protocol.specs import KeySpec, padded
+
+
+class Waiting(NamedTuple):
+    """A request that waits for a group to commit a push (`rank`, `clock`), or to reach a version."""
+
+    pending: Pending
+    position: int  # of its first slice in the request
+    rank: int
+    clock: int
+    slice: Slice | None  # that it is about; None: all of the group
+
+
+class Change(NamedTuple):
+    """Hyperparameters that change with a round."""
+
+    from_round: int
+    changes: dict[str, object]
+
+
+@dataclass(slots=True, eq=False)
+class Slice:
+    """One slice of a key, and where it lies in its group."""
+
+    key: str
+    index: int
+    spec: KeySpec
+    nbytes: int
+    creator: int  # the incarnation whose Init made it
+    group: FusedGroup
+    request: int = 0  # of that Init
+    position: int = 0  # among the slices of the group
+    offset: int = 0  # in its bytes
+    loaded: tuple[int, int] = (0, 0)  # who stored optimizer state of it last, and the request
+
+    @property
+    def log(self) -> SliceLog:
+        """The log of its group."""
+        return self.group.log
+
+    def span(self, buffer: Buffer | ScatterList) -> Span:
+        """Its bytes in a version of the group."""
+        if isinstance(buffer, ScatterList):
+            return buffer.spans[self.position]
+        return Span(buffer, self.offset, self.nbytes)
+
+
+@dataclass(slots=True, eq=False)
+class FusedGroup:
+    """Slices with one log: who waits for them, and the optimizer that their next round uses."""
+
+    number: int
+    log: SliceLog
+    dtype: str
+    optimizer: Optimizer | None
+    slices: tuple[Slice, ...] = ()
+    layout: tuple[Extent, ...] = ()
+    nbytes: int = 0
+    changes: list[Change] = field(default_factory=list)
+    waiting: list[Waiting] = field(default_factory=list)
+    tasks: list[Callable[[], None]] = field(default_factory=list)  # start jobs on its state, between two updates
+    working: bool = False  # such a job is under way
+    is_gone: bool = False  # its slices belong to other groups now
+
+    @property
+    def key(self) -> str:
+        """The key to name when something is said about the group."""
+        return self.slices[0].key
+
+    @property
+    def is_quiescent(self) -> bool:
+        """Nothing is under way that knows how its bytes are arranged."""
+        return self.log.closing is None and not self.tasks and not self.working
+
+    def take(self, slices: Sequence[Slice]) -> None:
+        """These are its slices: they lie one after the other, each at a multiple of 8."""
+        offset = 0
+        for position, slice_ in enumerate(slices):
+            offset = padded(offset)
+            slice_.group, slice_.position, slice_.offset = self, position, offset
+            offset += slice_.nbytes
+        self.slices = tuple(slices)
+        self.layout = tuple([Extent(entry.key, entry.index, entry.offset, entry.nbytes) for entry in slices])
+        self.nbytes = offset
+
+    def optimizer_for(self, round_number: int) -> Optimizer | None:
+        """The optimizer of a round, with the changes that take effect by then."""
+        while self.changes and self.changes[0].from_round <= round_number and self.optimizer is not None:
+            self.optimizer = with_hyperparameters(self.optimizer, self.changes.pop(0).changes)
+        return self.optimizer
+
+
+def fused(number: int, slices: Sequence[Slice]) -> FusedGroup | None:
+    """A group of these slices, in this order, if each is a group of its own and all have come equally far."""
+    first = slices[0].group
+    for slice_ in slices:
+        group = slice_.group
+        if (
+            len(group.slices) != 1
+            or group.dtype != first.dtype
+            or group.waiting
+            or group.changes
+            or not group.is_quiescent
+            or group.optimizer != first.optimizer
+            or not group.log.stands_like(first.log)
+        ):
+            return None
+    current = ScatterList(tuple([slice_.span(slice_.log.current) for slice_ in slices]))
+    previous = None
+    if first.log.previous is not None:
+        previous = ScatterList(tuple([slice_.span(slice_.log.previous) for slice_ in slices]))
+    group = FusedGroup(number, first.log.like(current, previous), first.dtype, first.optimizer)
+    for slice_ in slices:
+        group.log.take_latest(slice_.log.taken)
+    for slice_ in slices:
+        slice_.group.is_gone = True
+    group.take(slices)
+    return group
+
+
+def parted(group: FusedGroup, number: Callable[[], int]) -> list[FusedGroup]:
+    """A group for each of its slices, with what is staged and who waits. The group must be resting."""
+    log = group.log
+    current, previous = log.current, log.previous
+    group.is_gone = True
+    groups = []
+    for slice_ in group.slices:
+        now = ScatterList((slice_.span(current),))
+        before = None if previous is None else ScatterList((slice_.span(previous),))
+        own = FusedGroup(number(), log.part(now, before, slice_.offset, slice_.nbytes), group.dtype, group.optimizer)
+        own.changes = list(group.changes)
+        groups.append(own)
+    slices = group.slices
+    for waiting in group.waiting:
+        _part_waiting(waiting, slices, groups)
+    for slice_, own in zip(slices, groups, strict=True):
+        own.take([slice_])
+    group.waiting = []
+    return groups
+
+
+def _part_waiting(waiting: Waiting, slices: Sequence[Slice], groups: Sequence[FusedGroup]) -> None:
+    """Who waited for one slice waits for that; who waited for all of them, for each."""
+    if waiting.slice is not None:
+        groups[waiting.slice.position].waiting.append(waiting)
+        return
+    waiting.pending.widen(len(slices))
+    for position, (slice_, group) in enumerate(zip(slices, groups, strict=True)):
+        group.waiting.append(waiting._replace(position=position, slice=slice_))

@@ -1,0 +1,261 @@
+"""Handles: what they promise, how their errors are told, and in which order calls happen."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvd
+from kvd.client.handle import Handle
+from kvd.errors import KeyNotFound, NotAllowed, RequestTimeout, ShapeMismatch, StoreClosed
+from kvd.testing.cluster import LocalCluster
+
+
+def ones(count: int = 4) -> Any:
+    return np.ones(count, np.float32)
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(1, 2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def kv(cluster: LocalCluster) -> kvd.KVStore:
+    return cluster.store()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[kvd.KVStore, kvd.KVStore]]:
+    """Two workers of one cluster, with a key "w" of four zeros."""
+    with LocalCluster(2, 2) as cluster:
+        stores = cluster.store(), cluster.store()
+        handles = [store.init_async("w", np.zeros(4, np.float32)) for store in stores]
+        for handle in handles:
+            handle.wait()
+        yield stores
+
+
+def test_a_handle_waits_and_can_be_waited_for_again(pair: tuple[kvd.KVStore, kvd.KVStore]) -> None:
+    one, other = pair
+    handle = one.pushpull_async("w", ones())
+    for wait in (handle.wait, handle.result, handle.exception):
+        begun = time.monotonic()
+        with pytest.raises(RequestTimeout, match="pushpull is not done") as caught:
+            wait(0.05)
+        assert caught.value.outcome == "unknown"
+        assert time.monotonic() - begun < 1
+    assert not handle.done()
+    other.push("w", ones())
+    assert handle.wait(10).tolist() == [2] * 4
+    assert handle.done()
+    assert handle.exception() is None
+    assert handle.result(0).tolist() == [2] * 4
+
+
+def test_a_handle_can_be_awaited_in_any_loop_and_cancelled_there(pair: tuple[kvd.KVStore, kvd.KVStore]) -> None:
+    one, other = pair
+
+    async def program(handle: Handle) -> Any:
+        return await asyncio.wait_for(handle, 0.05)
+
+    handle = one.pushpull_async("w", ones())
+    with pytest.raises(TimeoutError):
+        asyncio.run(program(handle))
+    fresh = one.pull_async("w")
+    with pytest.raises(TimeoutError):
+        asyncio.run(program(fresh))
+    other.push("w", ones())
+    assert handle.wait(10).tolist() == [2] * 4
+    assert fresh.wait(10).tolist() == [2] * 4
+
+    async def later() -> Any:
+        return await handle
+
+    assert asyncio.run(later()).tolist() == [2] * 4
+
+
+def test_a_promise_that_ends_while_the_wait_times_out_is_delivered() -> None:
+    """The wait times out, and before that is noticed the call ends."""
+    from kvd.client.promise import Promise
+
+    class Late(Promise):
+        def result(self, timeout: float | None = None) -> Any:
+            if not self.done():
+                self.set_result("value")
+                raise TimeoutError
+            return super().result(timeout)
+
+    assert Handle(Late()).wait(1) == "value"
+
+
+def test_pulls_are_ordered_before_later_pushes(kv: kvd.KVStore) -> None:
+    kv.init("w", np.zeros(4, np.float32))
+    for step in range(50):
+        out = np.empty(4, np.float32)
+        into, fresh = kv.pull_async("w", out=out), kv.pull_async("w")
+        push = kv.push("w", np.full(4, step + 1, np.float32))
+        assert into.wait()[0] == step
+        assert fresh.wait()[0] == step, "a pull without out was overtaken by the push after it"
+        push.wait()
+
+
+def test_the_error_of_an_unclaimed_push_is_raised_by_the_next_call_on_its_key(kv: kvd.KVStore) -> None:
+    kv.init(["w", "v"], [ones(), ones()])
+
+    def spoil(key: str) -> None:
+        handle = kv.push(key, ones(5))
+        while not handle.done():
+            time.sleep(0.001)
+
+    for call in (
+        lambda: kv.push("w", ones()),
+        lambda: kv.pull("w"),
+        lambda: kv.pushpull("w", ones()),
+        lambda: kv.pull(["v", "w"]),
+        lambda: kv.broadcast("w", ones()),
+    ):
+        spoil("w")
+        kv.pull("v")  # another key: not its business
+        with pytest.raises(ShapeMismatch):
+            call()
+        kv.pull("w")  # raised once
+
+
+def test_flush_raises_the_first_error_with_the_others_as_notes(kv: kvd.KVStore) -> None:
+    kv.init(["w", "v"], [ones(), ones()])
+    kv.push("w", ones(5))
+    kv.push("v", ones(6))
+    with pytest.raises(ShapeMismatch) as caught:
+        kv.flush()
+    assert "(5,)" in str(caught.value)
+    assert len(caught.value.__notes__) == 1
+    assert "(6,)" in caught.value.__notes__[0]
+    kv.flush()
+
+
+def test_close_raises_what_nobody_asked_for() -> None:
+    with LocalCluster(1, 1) as cluster:
+        kv = cluster.store()
+        kv.init("w", ones())
+        kv.push("w", ones(5))
+        with pytest.raises(ShapeMismatch):
+            kv.close()
+        with pytest.raises(StoreClosed):
+            kv.pull("w")
+        kv.close()
+
+
+def test_an_error_that_somebody_saw_is_not_raised_again(kv: kvd.KVStore) -> None:
+    kv.init("w", ones())
+    handle = kv.push("w", ones(5))
+    with pytest.raises(ShapeMismatch):
+        handle.wait()
+    assert isinstance(kv.push("w", ones(6)).exception(), ShapeMismatch)
+    kv.flush()
+    kv.pull("w")
+
+
+def test_a_wait_that_gave_up_does_not_swallow_the_error(pair: tuple[kvd.KVStore, kvd.KVStore]) -> None:
+    one, _ = pair
+    handle = one.push("w", ones())
+    with pytest.raises(RequestTimeout):
+        handle.wait(0.01)
+    assert not handle.claimed
+
+
+def test_errors_of_the_other_async_forms_are_not_lost(kv: kvd.KVStore) -> None:
+    kv.init("w", ones())
+    handle = kv.init_async("w", ones())
+    while not handle.done():
+        time.sleep(0.001)
+    with pytest.raises(kvd.KeyExists):
+        kv.flush()
+    broadcast = kv.broadcast_async("w", ones(5))
+    while not broadcast.done():
+        time.sleep(0.001)
+    with pytest.raises(ShapeMismatch):
+        kv.pull("w")
+
+
+def test_threads_push_different_keys_at_once(kv: kvd.KVStore) -> None:
+    keys = [f"k{number}" for number in range(8)]
+    kv.init(keys, [np.zeros(3000, np.float32)] * 8)
+    kv.set_optimizer(kvd.optimizer.SGD(1.0))
+    errors: list[BaseException] = []
+
+    def work(key: str) -> None:
+        try:
+            for step in range(40):
+                if step % 4:
+                    kv.push(key, np.full(3000, -1, np.float32))
+                else:
+                    value = kv.pushpull(key, np.full(3000, -1, np.float32))
+                    assert (value == step + 1).all()
+        except BaseException as error:  # noqa: BLE001  reported by the test below
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(key,)) for key in keys]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    assert all((value == 40).all() for value in kv.pull(keys))
+
+
+def test_threads_push_one_key_at_once(kv: kvd.KVStore) -> None:
+    kv.init("w", np.zeros(3000, np.float32))
+    kv.set_optimizer(kvd.optimizer.SGD(1.0))
+    threads = [
+        threading.Thread(target=lambda: [kv.push("w", np.full(3000, -1, np.float32)) for _ in range(25)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (kv.pull("w") == 100).all()
+    assert kv.clock("w") == 100
+
+
+def test_a_timeout_that_is_no_number_is_refused(kv: kvd.KVStore) -> None:
+    for wrong in (float("nan"), -1, "soon", True):
+        with pytest.raises(NotAllowed, match="timeout"):
+            kv.barrier("b", timeout=wrong)  # type: ignore[arg-type]
+        with pytest.raises(NotAllowed, match="timeout"):
+            kv.flush(timeout=wrong)  # type: ignore[arg-type]
+    kv.barrier("b", timeout=float("inf"))
+    kv.flush(timeout=0.5)
+
+
+def test_a_call_that_breaks_inside_is_told_and_the_store_goes_on(
+    kv: kvd.KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv.init("w", ones())
+    engine = kv._backend._engine  # type: ignore[attr-defined]
+
+    def broken(call: Any, request: Any) -> None:
+        raise RuntimeError("a bug")
+
+    kinds = engine.machine._start_of
+    from kvd.core.requests import Rewind
+
+    monkeypatch.setitem(kinds, Rewind, broken)
+    with pytest.raises(kvd.KvdError, match="a bug"):
+        kv.rewind(0)
+    assert kv.pull("w").tolist() == [1] * 4
+
+
+def test_a_key_that_is_unknown_to_a_pull_in_the_background(kv: kvd.KVStore) -> None:
+    handles = [kv.pull_async("nobody"), kv.pull_async("nobody", out=ones()), kv.pull_async(["nobody", "either"])]
+    for handle in handles:
+        with pytest.raises(KeyNotFound):
+            handle.wait(10)

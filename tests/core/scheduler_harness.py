@@ -1,0 +1,68 @@
+"""A scheduler machine whose nodes are played by the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvd.core.machine import Effect, PeerLost, Persist, Persisted, Received, Tick
+from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
+from kvd.protocol.messages import (
+    Epoch,
+    Heartbeat,
+    Join,
+    Settings,
+)
+from tests.core.fakes import OPEN, cluster, of, one, said, worker_id
+
+BARE = cluster(mode="", merge="")
+
+
+class Harness:
+    """A scheduler, whose nodes are called by their incarnation; what it persists is on disk at once or on demand."""
+
+    def __init__(self, settings: Settings = BARE, *, saved: Any = None, generation: int = 1, **more: Any) -> None:
+        limits = {"heartbeat_interval_s": 1.0, "server_timeout_s": 5.0, "worker_timeout_s": 20.0, "break_on_loss": True}
+        self.machine = SchedulerMachine(SchedulerSettings(settings, **(limits | more)), 1, generation, 0.0, saved)
+        self.now = 0.0
+        self.hold = False
+        self.disk: Any = None
+
+    def step(self, event: Any) -> list[Effect]:
+        effects = self.machine.step(event, self.now)
+        for persist in of(Persist, effects):
+            self.disk = persist.record
+            if not self.hold:
+                effects = effects + self.machine.step(Persisted(persist.token), self.now)
+        return effects
+
+    def say(self, who: int, message: Any, *, peer: Any = None, view: tuple[int, int] = (0, 0)) -> list[Effect]:
+        return self.step(Received(who if peer is None else peer, who, Epoch(*view), message))
+
+    def join(self, role: str, who: int, node_id: str, *, rank: int = -1, settings: Settings = OPEN) -> list[Effect]:
+        return self.say(who, Join(1, role, node_id, "", "host", 70 + who % 10, rank, settings))
+
+    def worker(self, rank: int, life: int = 0) -> list[Effect]:
+        return self.join("worker", worker_id(rank, life), f"worker-{rank}")
+
+    def beat(self, rank: int, life: int = 0) -> list[Effect]:
+        return self.say(worker_id(rank, life), Heartbeat("worker", rank), view=self.machine.epoch)
+
+    def kill(self, who: int, reason: str = "exit 1") -> list[Effect]:
+        """The process ends; its time to be started anew passes, while the others live on."""
+        effects = self.step(PeerLost(who, reason))
+        start = self.now
+        for seconds in (4, 8, 12, 16):
+            self.now = start + seconds
+            for seat in self.machine.explain(self.now)["members"]:  # type: ignore[attr-defined]
+                if seat["state"] == "active" and int(seat["incarnation"], 16) != who:
+                    effects += self.say(int(seat["incarnation"], 16), Heartbeat(seat["role"], seat["rank"]))
+        self.now = start + 20
+        return effects + self.step(Tick())
+
+    def states(self) -> dict[str, str]:
+        members: Any = self.machine.explain(self.now)["members"]
+        return {f"{member['role']} {member['rank']}": member["state"] for member in members}
+
+
+def answer(effects: list[Effect], kind: Any) -> Any:
+    return one([message for message in said(effects) if isinstance(message, kind)])

@@ -1,0 +1,242 @@
+"""Batches: lists of slices under a number of their sender's, and how a server remembers them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.core.server import batches, push
+from kvd.core.server.batches import BatchTable
+from kvd.optimizer import SGD, to_wire
+from kvd.protocol.codec import MAX_HEADER_BYTES, decode, encode
+from kvd.protocol.messages import (
+    ANY_CLOCK,
+    BIGGEST,
+    MAX_PARTS,
+    DeclareBatch,
+    Epoch,
+    PullBatch,
+    PushBatch,
+    SetOptimizer,
+    SliceId,
+)
+from tests.core.fakes import cluster, member, worker_id
+from tests.core.server_harness import kinds, packed, refusal, values
+
+A, B = b"\1", b"\2"
+
+
+def places(*keys: str) -> tuple[SliceId, ...]:
+    return tuple(SliceId(key, 0) for key in keys)
+
+
+# ── the table ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_all_who_declare_the_same_places_have_the_same_pack() -> None:
+    table = BatchTable()
+    table.declare(1, 7, places("a", "b"))
+    table.declare(2, 3, places("a", "b"))
+    table.declare(2, 4, places("b", "a"))
+    assert table.find(1, 7) is table.find(2, 3) is not table.find(2, 4)
+    assert table.find(1, 3) is None
+    assert table.find(3, 7) is None
+
+
+def test_a_number_means_what_it_meant_first() -> None:
+    table = BatchTable()
+    table.declare(1, 7, places("a", "b"))
+    table.declare(1, 7, places("c"))
+    batch = table.find(1, 7)
+    assert batch is not None
+    assert batch.slice_ids == places("a", "b")
+
+
+def test_so_many_places_are_remembered_of_a_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "MAX_SLICE_IDS", 5)
+    table = BatchTable()
+    table.declare(9, 1, places("a", "b"))
+    for number in range(1, 4):
+        table.declare(1, number, places(f"k{number}", "x"))
+    assert [table.find(1, number) is None for number in range(1, 4)] == [True, False, False]
+    assert table.find(9, 1) is not None
+    table.declare(1, 4, places("m"))
+    assert table.find(1, 2) is not None  # four slice_ids are there, and a fifth
+    table.declare(1, 5, places(*"abcdefgh"))
+    assert [number for number in range(6) if table.find(1, number)] == [5]  # however large, the newest is kept
+    table.declare(1, 6, places("a"))
+    assert [number for number in range(7) if table.find(1, number)] == [6]
+    table.declare(1, 1, places("k1", "x"))
+    assert table.find(1, 1) is not None
+
+
+def test_a_pack_that_nobody_calls_by_a_number_is_forgotten() -> None:
+    table = BatchTable()
+    table.declare(1, 1, places("a"))
+    table.declare(1, 2, places("a"))
+    table.declare(2, 1, places("a"))
+    first = table.find(1, 1)
+    assert first is not None
+    first.is_apart = True
+    table.drop_sender(1)
+    assert table.find(1, 1) is table.find(1, 2) is None
+    assert table.find(2, 1) is first
+    table.drop_sender(2)
+    table.drop_sender(2)
+    table.declare(2, 1, places("a"))
+    again = table.find(2, 1)
+    assert again is not None
+    assert not again.is_apart
+
+
+# ── on a server ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_pack_is_declared_as_often_as_it_is_asked() -> None:
+    harness = packed("a", "b", declare=False)
+    for _ in range(2):
+        assert kinds(harness.declare(0, 1, "a", "b")) == ["Done"]
+    assert kinds(harness.push_batch(0, 1, A, B)) == ["Staged"]
+    assert kinds(harness.declare(0, 1, "a", "b")) == ["Done"]
+    assert kinds(harness.push_all(1, [("a", 0, 1), ("b", 0, 1)], [A, B])) == ["Done", "Done"]
+
+
+def test_a_pack_of_two_is_not_one_of_other_places_later() -> None:
+    harness = packed("a", "b", "c")
+    harness.declare(0, 1, "a", "c")
+    harness.push_batch(0, 1, A, B, A)
+    assert harness.groups == [["a", "b", "c"]]
+
+
+def test_who_is_no_worker_has_no_packs() -> None:
+    harness = packed("a", "b", attach=False, declare=False)
+    for effects in (harness.declare(0, 1, "a"), harness.push_batch(0, 1, A), harness.pull_batch(0, ANY_CLOCK)):
+        assert refusal(effects).error == "attach"
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_pack_that_is_not_known_is_asked_for(number: int) -> None:
+    harness = packed("a", "b")
+    assert refusal(harness.push_batch(0, 1, A, B, batch=number)).error == "batch"
+    assert refusal(harness.push_batch(0, 1, batch=number, probe=True)).error == "batch"
+    assert refusal(harness.pull_batch(0, 0, batch=number)).error == "batch"
+    assert harness.explain()["requests_waiting"] == 0
+
+
+def test_a_pack_of_slices_that_are_not_there() -> None:
+    harness = packed("a")
+    assert kinds(harness.declare(0, 2, "a", "b")) == ["Done"]
+    assert refusal(harness.push_batch(0, 1, A, B, batch=2)).error == "KeyNotFound"
+    assert refusal(harness.pull_batch(0, 0, batch=2)).error == "KeyNotFound"
+    harness.init("b", b"\0")
+    assert kinds(harness.push_batch(0, 1, A, B, batch=2)) == ["Staged"]
+    assert harness.groups == [["a", "b"]]
+
+
+def test_a_pack_that_was_forgotten_and_is_declared_again_is_the_unit_that_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = packed("a", "b", workers=1)
+    harness.push_batch(0, 1, A, B)
+    monkeypatch.setattr(batches, "MAX_SLICE_IDS", 2)
+    harness.declare(0, 2, "b")
+    assert refusal(harness.push_batch(0, 2, A, B)).error == "batch"
+    harness.declare(0, 1, "a", "b")
+    assert kinds(harness.push_batch(0, 2, A, B)) == ["Done"]
+    assert harness.groups == [["a", "b"]]
+
+
+def test_a_push_by_a_number_of_the_one_before_is_not_taken() -> None:
+    """What a batch means goes with its incarnation: the successor counts anew."""
+    harness = packed("a", "b", "c")
+    harness.look(member("worker", 0, life=1))
+    harness.attach(0, life=1)
+    assert refusal(harness.push_batch(0, 1, A, B, A, life=1)).error == "batch"
+    harness.declare(0, 1, "c", "b", life=1)
+    harness.push_batch(0, 1, b"\x10", b"\x20", life=1)
+    harness.push_batch(1, 1, A, B, A)
+    assert (harness.value("c"), harness.value("b"), harness.value("a")) == (b"\x11", b"\x22", b"\0")
+
+
+def test_packs_that_overlap() -> None:
+    harness = packed("a", "b", "c", declare=False, workers=1)
+    harness.declare(0, 1, "a", "b")
+    harness.declare(0, 2, "b", "c")
+    harness.push_batch(0, 1, A, A)
+    assert harness.groups == [["c"], ["a", "b"]]
+    refused = refusal(harness.push_batch(0, 2, B, B, batch=2))
+    assert (refused.key, refused.expected) == ("c", 1)
+    assert harness.groups == [["c"], ["a"], ["b"]]
+    harness.push(0, 1, A, key="c")
+    harness.push_batch(0, 2, B, B, batch=2)
+    assert harness.groups == [["a"], ["b", "c"]]
+    harness.push(0, 2, B, key="a")
+    harness.push_batch(0, 3, A, A)
+    assert harness.groups == [["a"], ["b"], ["c"]]
+    assert [harness.value(key) for key in "abc"] == [A, A, B]
+
+
+def test_a_pack_of_one_slice_is_its_unit() -> None:
+    harness = packed("a", "b")
+    for rank in (0, 1):
+        harness.declare(rank, 2, "a")
+        effects = harness.push_batch(rank, 1, A, batch=2, pull=True)
+    assert values(effects, worker_id(0)) == ((1,), [B])
+    assert harness.groups == [["a"], ["b"]]
+    for rank in (0, 1):
+        harness.push(rank, 1, B, key="b")
+    for rank in (0, 1):
+        harness.push_batch(rank, 2, A, B)
+    assert harness.groups == [["a", "b"]]
+    assert values(harness.pull_batch(0, 2, batch=2)) == ((2,), [B])
+    harness.push_batch(0, 3, A, batch=2)  # alone: parts it from b
+    assert harness.groups == [["a"], ["b"]]
+
+
+def test_small_pushes_are_not_answered_by_staged_unless_they_are_asked_for() -> None:
+    harness = packed("a", "b", small=9)
+    assert kinds(harness.push_batch(0, 1, A, B, request=50)) == []
+    assert kinds(harness.push_batch(0, 1, request=50, probe=True)) == ["Staged"]
+    assert kinds(harness.push_batch(0, 1, A, B, request=50)) == ["Staged"]  # sent again: it has not heard of it
+    assert kinds(harness.push(0, 2, A, key="a", request=51)) == []
+    assert kinds(harness.push(0, 2, None, key="a", request=52, probe=True)) == ["Staged"]
+    harness.init("c", bytes(10))
+    assert kinds(harness.push(0, 1, bytes(10), key="c")) == ["Staged"]
+    harness.hold = True
+    harness.push(1, 1, A, key="a", request=60)
+    assert kinds(harness.push(1, 1, None, key="a", request=61, probe=True)) == []  # counted: the answer is on its way
+    assert kinds(harness.finish(harness.jobs[0])) == ["Done", "Done"]
+
+
+def test_so_many_requests_wait_counts_packs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "MAX_PENDING", 1)
+    harness = packed("a", "b")
+    harness.push_batch(0, 1, A, B)
+    assert refusal(harness.push_batch(1, 1, A, B)).error == "NotAllowed"
+    assert refusal(harness.pull_batch(1, 1)).error == "NotAllowed"
+    assert harness.explain()["bytes_staged"] == 9  # what was refused was not staged
+
+
+def test_whole_numbers_in_a_pack_are_neither_weighted_nor_optimized() -> None:
+    harness = packed("a", "b", settings=cluster(2, merge="weighted"))
+    assert refusal(harness.push_batch(0, 1, A, B)).error == "NotAllowed"
+    harness = packed("a", "b")
+    for rank in (0, 1):
+        harness.push_batch(rank, 1, A, B)
+    harness.say(0, SetOptimizer(1, to_wire(SGD(1.0))))
+    assert refusal(harness.push_batch(0, 2, A, B)).error == "NotAllowed"
+    assert harness.explain()["bytes_staged"] == 0
+
+
+# ── on the wire ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_pack_of_a_thousand_keys_fits_into_a_header() -> None:
+    message = DeclareBatch(7, BIGGEST, tuple(SliceId(f"layer{number:06}", BIGGEST) for number in range(MAX_PARTS)))
+    header = encode(message, 1, Epoch(1, 1))
+    assert len(header) < MAX_HEADER_BYTES
+    assert decode(header).message == message
+
+
+@pytest.mark.parametrize("message", [PushBatch(1, 2, 3, 0, 1, True, True), PullBatch(1, 2, ANY_CLOCK)])
+def test_pack_messages_go_there_and_back(message: PushBatch | PullBatch) -> None:
+    assert decode(encode(message, 1, Epoch(1, 1))).message == message

@@ -1,0 +1,606 @@
+"""Slices that are staged and updated as one, and how they part: each push counts once, and for the right slice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvd.core.machine import Apply, Create, Export, Load, ScatterList, Send, Span
+from kvd.core.server.groups import FusedGroup, Slice, fused, parted
+from kvd.core.server.rounds import SliceLog
+from kvd.errors import NotAllowed
+from kvd.optimizer import SGD, to_wire
+from kvd.protocol.messages import (
+    ABSENT,
+    ANY_CLOCK,
+    ASSIGN,
+    Activate,
+    ClockQuery,
+    Clocks,
+    FetchState,
+    Init,
+    Publish,
+    SetOptimizer,
+    SliceId,
+    StoreState,
+    UpdateOptimizer,
+)
+from kvd.protocol.specs import KeySpec
+from tests.core.fakes import cluster, member, of, one, read, said, uint8, worker_id
+from tests.core.server_harness import Harness, kinds, packed, refusal, values
+
+A, B, C = b"\1", b"\2", b"\3"
+
+
+def together(*keys: str, **more: Any) -> Harness:
+    """A server on which the keys are one group, after one round in which everybody pushed 1, 2, 3 …"""
+    harness = packed(*keys, **more)
+    for rank in range(harness.settings.num_workers):
+        harness.push_batch(rank, 1, *[bytes([number]) for number in range(1, len(keys) + 1)])
+    assert harness.groups == [list(keys)]
+    return harness
+
+
+# ── the functions ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def slice_of(key: str, nbytes: int, dtype: str = "uint8", optimizer: Any = None, current: Any = None) -> Slice:
+    log = SliceLog(True, 2, -1, current or key.encode() * nbytes)
+    group = FusedGroup(0, log, dtype, optimizer)
+    made = Slice(key, 0, KeySpec(dtype, (nbytes,), 4096), nbytes, 1, group)
+    group.take([made])
+    return made
+
+
+def test_slices_lie_one_after_the_other_at_multiples_of_eight() -> None:
+    slices = [slice_of("a", 3), slice_of("b", 0), slice_of("c", 8), slice_of("d", 1)]
+    group = fused(7, slices)
+    assert group is not None
+    assert [(entry.key, entry.offset, entry.nbytes) for entry in group.layout] == [
+        ("a", 0, 3),
+        ("b", 8, 0),
+        ("c", 8, 8),
+        ("d", 16, 1),
+    ]
+    assert group.nbytes == 17
+    assert all(entry.group is group for entry in slices)
+    assert [read(entry.span(group.log.current)) for entry in slices] == [b"aaa", b"", b"cccccccc", b"d"]
+    whole = bytes(range(17))
+    assert [read(entry.span(whole)) for entry in slices] == [whole[:3], b"", whole[8:16], whole[16:]]
+
+
+def test_what_has_not_come_equally_far_is_not_fused() -> None:
+    def differs(change: Any) -> bool:
+        first, second = slice_of("a", 1), slice_of("b", 1)
+        old = second.group
+        change(second)
+        return fused(1, [first, second]) is None and not first.group.is_gone and not old.is_gone
+
+    assert not differs(lambda entry: None)
+    for name, value in (("version", 1), ("closed", 1), ("previous", b"v"), ("closing", object())):
+        assert differs(lambda entry, name=name, value=value: setattr(entry.group.log, name, value)), name
+    for name in ("staged", "counted", "committed"):
+        assert differs(lambda entry, name=name: getattr(entry.group.log, name).update({1: 1})), name
+    for name in ("waiting", "changes", "tasks"):
+        assert differs(lambda entry, name=name: getattr(entry.group, name).append(object())), name
+    assert differs(lambda entry: setattr(entry.group, "working", True))
+    assert differs(lambda entry: setattr(entry.group, "dtype", "int8"))
+    assert differs(lambda entry: setattr(entry.group, "optimizer", SGD(0.5)))
+
+
+def test_parting_gives_each_its_bytes_of_both_versions() -> None:
+    slices = [slice_of("a", 2), slice_of("b", 1)]
+    group = fused(1, slices)
+    assert group is not None
+    group.log.previous, group.log.current = group.log.current, b"xx......y"
+    numbers = iter((8, 9))
+    parts = parted(group, lambda: next(numbers))
+    assert group.is_gone
+    assert [(part.number, part.nbytes, [entry.key for entry in part.slices]) for part in parts] == [
+        (8, 2, ["a"]),
+        (9, 1, ["b"]),
+    ]
+    assert [entry.group for entry in slices] == parts
+    assert [read(entry.span(entry.log.current)) for entry in slices] == [b"xx", b"y"]
+    assert [read(entry.span(entry.log.previous)) for entry in slices] == [b"aa", b"b"]
+    again = fused(10, list(reversed(slices)))
+    assert again is not None
+    assert isinstance(again.log.current, ScatterList)
+    assert [read(entry.span(again.log.current)) for entry in slices] == [b"xx", b"y"]
+
+
+# ── fusing ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_pack_is_one_apply_and_one_answer() -> None:
+    harness = packed("a", "b", "c")
+    assert harness.groups == [["a"], ["b"], ["c"]]
+    assert kinds(harness.push_batch(0, 1, A, B, C)) == ["Staged"]
+    effects = harness.push_batch(1, 1, A, B, C, pull=True)
+    apply = one(harness.applied)
+    assert [tuple(entry) for entry in apply.layout] == [("a", 0, 0, 1), ("b", 0, 8, 1), ("c", 0, 16, 1)]
+    assert apply.nbytes == 17
+    assert [read(span) for span in apply.current.spans] == [b"\0"] * 3
+    assert kinds(effects, worker_id(0)) == ["Done"]
+    versions, parts = values(effects, worker_id(1))
+    assert versions == (1,)
+    assert parts == [b"\2" + bytes(7) + b"\4" + bytes(7) + b"\6"]
+    assert harness.groups == [["a", "b", "c"]]
+
+
+def test_a_pull_by_name_and_by_pack_see_the_same_bytes() -> None:
+    harness = together("a", "b")
+    assert values(harness.pull(0, 1, key="b")) == ((1,), [b"\4"])
+    versions, (whole,) = values(harness.pull_batch(0, 1))
+    assert (versions, whole[0], whole[8]) == ((1,), 2, 4)
+    assert values(harness.pull_batch(0, 0)) == ((0,), [b"\0", b"\0"])  # the version before: it lay in two buffers
+    assert values(harness.pull(0, 0, key="b")) == ((0,), [b"\0"])
+    harness.declare(1, 2, "b", "a")
+    assert values(harness.pull_batch(1, 1, batch=2)) == ((1, 1), [b"\4", b"\2"])
+    assert values(harness.pull_batch(1, ANY_CLOCK, batch=2)) == ((1, 1), [b"\4", b"\2"])
+    assert harness.groups == [["a", "b"]]  # a pull parts nobody
+
+
+def test_keys_of_different_dtypes_are_pushed_together_and_stay_apart() -> None:
+    harness = Harness()
+    harness.init("a", b"\0")
+    harness.init("f", bytes(4), KeySpec("float32", (1,), 4096))
+    for rank in (0, 1):
+        harness.declare(rank, 1, "a", "f")
+        effects = harness.push_batch(rank, 1, A, b"\1\1\1\1")
+    assert kinds(effects) == ["Done", "Done"]
+    assert harness.groups == [["a"], ["f"]]
+    assert harness.value("f") == b"\2\2\2\2"
+
+
+def test_empty_slices_are_fused_like_any_other() -> None:
+    harness = packed("a")
+    for key in ("e", "f"):
+        harness.init(key, b"")
+    for rank in (0, 1):
+        harness.declare(rank, 2, "e", "a", "f")
+        effects = harness.push_batch(rank, 1, b"", A, b"", batch=2, pull=True)
+    assert harness.groups == [["e", "a", "f"]]
+    assert values(effects, worker_id(0))[0] == (1,)
+    assert (harness.value("a"), harness.value("e"), harness.value("f")) == (b"\2", b"", b"")
+    harness.push(0, 2, b"", key="e")
+    assert kinds(harness.push(1, 2, b"", key="e")) == ["Done", "Done"]
+    assert harness.groups == [["e"], ["a"], ["f"]]
+
+
+def test_only_empty_slices() -> None:
+    harness = Harness()
+    for key in ("e", "f"):
+        harness.init(key, b"")
+    for rank in (0, 1):
+        harness.declare(rank, 1, "e", "f")
+        effects = harness.push_batch(rank, 1, b"", b"")
+    assert kinds(effects) == ["Done", "Done"]
+    assert harness.groups == [["e", "f"]]
+
+
+def test_slices_of_one_key_are_fused_too() -> None:
+    harness = Harness()
+    harness.init("w", bytes(4097))
+    for rank in (0, 1):
+        harness.declare(rank, 1, SliceId("w", 0), SliceId("w", 1))
+        harness.push_batch(rank, 1, b"\1" * 4096, b"\1")
+    assert harness.groups == [["w", "w"]]
+    assert said(harness.say(1, ClockQuery(9, "w"))) == [Clocks(9, 1, 1, 1, 1)]
+
+
+def test_others_who_call_the_same_slices_otherwise_part_them_and_no_bytes_are_mixed_up() -> None:
+    harness = packed("a", "b")
+    harness.declare(1, 2, "b", "a")
+    harness.push_batch(0, 1, A, B)
+    assert harness.groups == [["a", "b"]]
+    harness.push_batch(1, 1, b"\x10", b"\x20", batch=2)
+    assert harness.groups == [["a"], ["b"]]
+    assert (harness.value("a"), harness.value("b")) == (b"\x21", b"\x12")
+
+
+def test_a_new_pack_of_the_slices_of_a_unit_finds_them_together() -> None:
+    """All who had declared them were replaced; to part them would be forever for a batch that somebody still has."""
+    harness = together("a", "b")
+    for rank in (0, 1):
+        harness.look(member("worker", rank, life=1))
+        harness.attach(rank, life=1)
+    for rank in (0, 1):
+        harness.declare(rank, 1, "a", "b", life=1)
+        effects = harness.push_batch(rank, 2, A, B, life=1)
+        assert harness.groups == [["a", "b"]]
+    assert kinds(effects) == ["Done", "Done"]
+
+
+# ── parting ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_who_pushes_one_alone_parts_them_for_good() -> None:
+    harness = together("a", "b")
+    harness.push(0, 2, A, key="a")
+    assert harness.groups == [["a"], ["b"]]
+    harness.push(0, 2, B, key="b")
+    effects = harness.push_batch(1, 2, A, B)
+    assert kinds(effects, worker_id(0)) == ["Done", "Done"]
+    for rank in (0, 1):
+        harness.push_batch(rank, 3, A, B)
+    assert harness.groups == [["a"], ["b"]]
+    assert (harness.value("a"), harness.value("b")) == (b"\2", b"\4")
+
+
+def test_parting_with_two_rounds_staged_and_everyone_waiting() -> None:
+    """Rank 0 has staged two rounds and waits, rank 1 comes with one slice only."""
+    harness = together("a", "b")
+    first = harness.push_batch(0, 2, b"\x10", b"\x20", request=50, pull=True)
+    second = harness.push_batch(0, 3, b"\x30", b"\x40", request=51)
+    assert kinds(first + second) == ["Staged", "Staged"]
+    harness.pull(1, 2, key="b", request=52)
+    assert kinds(harness.push(1, 2, A, key="a")) == ["Done"]  # only its own: of the batch, b is still missing
+    assert harness.groups == [["a"], ["b"]]
+    effects = harness.push(1, 2, B, key="b")
+    assert values(effects, worker_id(0)) == ((2, 2), [b"\x11", b"\x22"])
+    assert kinds(effects, worker_id(1)) == ["Values", "Done"]
+    harness.push(1, 3, A, key="a")
+    effects = harness.push(1, 3, B, key="b")
+    assert [message.request for message in said(effects, worker_id(0))] == [51]
+    assert (harness.value("a"), harness.value("b")) == (b"\x31", b"\x42")
+    assert harness.value("a", back=1) == b"\x11"
+    assert harness.explain()["requests_waiting"] == 0
+
+
+def test_a_push_of_a_pack_that_is_sent_again_after_parting_counts_once() -> None:
+    harness = together("a", "b")
+    harness.push_batch(0, 2, b"\x10", b"\x20", request=50)
+    harness.push(1, 2, A, key="a")
+    assert kinds(harness.push_batch(0, 2, b"\x10", b"\x20", request=50)) == ["Staged"]  # still open
+    assert kinds(harness.push_batch(0, 2, request=50, probe=True)) == ["Staged"]
+    harness.push(1, 2, B, key="b")
+    assert kinds(harness.push_batch(0, 2, b"\x10", b"\x20", request=50)) == ["Done"]  # answered long ago
+    assert kinds(harness.push_batch(0, 2, request=53, probe=True)) == ["Done"]
+    assert (harness.value("a"), harness.value("b")) == (b"\x11", b"\x22")
+    assert len(harness.applied) == 3
+
+
+def test_a_late_copy_of_a_single_push_parts_but_counts_nothing() -> None:
+    harness = packed("a", "b")
+    for rank in (0, 1):
+        harness.push(rank, 1, A, key="a", request=60 + rank)
+        harness.push(rank, 1, B, key="b")
+    for rank in (0, 1):
+        harness.push_batch(rank, 2, A, B)
+    assert harness.groups == [["a", "b"]]
+    assert kinds(harness.push(0, 1, A, key="a", request=60)) == ["Done"]
+    assert [entry.log.version for entry in harness.machine._table.slices.values()] == [2, 2]
+    for rank in (0, 1):
+        effects = harness.push_batch(rank, 3, A, B)
+    assert kinds(effects) == ["Done", "Done"]
+
+
+def test_nobody_is_parted_while_an_update_is_under_way() -> None:
+    harness = together("a", "b")
+    harness.hold = True
+    for rank in (0, 1):
+        harness.push_batch(rank, 2, A, B)
+    refused = refusal(harness.push(0, 3, A, key="a"))
+    assert (refused.error, refused.key) == ("clock", "a")  # the worker tries again soon
+    assert harness.groups == [["a", "b"]]
+    assert kinds(harness.finish(harness.jobs[0])) == ["Done", "Done"]
+    harness.push(0, 3, A, key="a")
+    assert harness.groups == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize("message", [FetchState(9, "b", 0), StoreState(9, "b", 0, 1, ())])
+def test_nobody_is_parted_while_a_state_goes_out_or_in(message: Any) -> None:
+    harness = together("a", "b")
+    harness.hold = True
+    harness.say(1, message, b"" if isinstance(message, StoreState) else None)
+    assert refusal(harness.push(0, 2, A, key="a")).error == "clock"
+    job = one(harness.jobs)
+    assert isinstance(job, Export | Load)
+    for rank in (0, 1):
+        harness.push_batch(rank, 2, A, B)
+    assert harness.jobs == [job]  # the round waits for it
+    harness.finish(job)
+    assert len(of(Apply, harness.jobs)) == 1
+
+
+def test_a_successor_finds_its_predecessor_s_part_of_a_pack_dropped() -> None:
+    """Staged by the predecessor for all slices, redone one by one by the successor: other bytes, counted once."""
+    harness = together("a", "b")
+    harness.push_batch(1, 2, b"\x63", b"\x63")
+    harness.push_batch(1, 3, b"\x63", b"\x63")
+    harness.look(member("worker", 1, life=1))
+    harness.attach(1, life=1)
+    assert refusal(harness.push_batch(1, 2, b"\x63", b"\x63")).error == "attach"
+    assert (
+        refusal(harness.push_batch(1, 2, b"\x63", b"\x63", life=1)).error == "batch"
+    )  # its own batches, not those before
+    harness.push(1, 2, A, key="a", life=1)
+    harness.push(1, 2, B, key="b", life=1)
+    harness.push_batch(0, 2, b"\x10", b"\x20")
+    assert (harness.value("a"), harness.value("b")) == (b"\x11", b"\x22")
+    assert harness.explain()["bytes_staged"] == 0
+
+
+def test_a_step_is_redone_from_the_previous_version_of_a_unit() -> None:
+    harness = together("a", "b")
+    for rank in (0, 1):
+        harness.push_batch(rank, 2, b"\x10", b"\x20")
+    harness.look(member("worker", 1, life=1))
+    harness.attach(1, life=1)
+    harness.declare(1, 1, "a", "b", life=1)
+    versions, (whole,) = values(harness.pull_batch(1, 1, life=1))
+    assert (versions, whole[0], whole[8]) == ((1,), 2, 4)
+    assert kinds(harness.push_batch(1, 2, b"\x10", b"\x20", life=1)) == ["Done"]
+    refused = refusal(harness.pull_batch(1, 0, life=1))
+    assert (refused.error, refused.expected) == ("NotAllowed", 2)
+    assert values(harness.pull(1, 1, key="b", life=1)) == ((1,), [b"\4"])
+    harness.push(1, 3, A, key="a", life=1)  # parts them: both keep both versions
+    assert harness.groups == [["a"], ["b"]]
+    assert values(harness.pull_batch(1, 1, life=1)) == ((1, 1), [b"\2", b"\4"])
+    assert values(harness.pull_batch(1, 2, life=1)) == ((2, 2), [b"\x20", b"\x40"])
+
+
+def test_who_comes_back_for_one_key_parts_it_from_the_others() -> None:
+    harness = together("a", "b")
+    harness.look(member("worker", 1, "left"))
+    harness.push_batch(0, 2, A, B)
+    harness.push_batch(0, 3, A, B)
+    harness.look(member("worker", 1, life=1))
+    harness.attach(1, life=1)
+    harness.push_batch(0, 4, A, B)
+    assert kinds(harness.say(1, Activate(9, "a", 3), life=1)) == ["Done"]
+    assert harness.groups == [["a"], ["b"]]
+    assert refusal(harness.push(1, 3 + 2, A, key="a", life=1)).expected == 4
+    assert kinds(harness.push(1, 4, b"\x10", key="a", life=1)) == ["Done"]
+    assert (harness.value("a"), harness.value("b")) == (b"\x11", B)  # the rounds of b wait
+    assert kinds(harness.say(1, Activate(9, "b", 3), life=1)) == ["Done"]
+    assert kinds(harness.push(1, 4, b"\x20", key="b", life=1), worker_id(0)) == ["Done"]
+    assert harness.value("b") == b"\x22"
+
+
+def test_who_waits_for_the_dead_is_told_once_and_what_was_staged_survives_parting() -> None:
+    harness = together("a", "b")
+    harness.push_batch(0, 2, b"\x10", b"\x20", request=50)
+    effects = harness.look(member("worker", 1, "dead", last_seen_s=3.0))
+    assert [(m.request, m.error, m.nodes) for m in said(effects)] == [(50, "NodeLost", ("worker 1",))]
+    harness.look(member("worker", 1, life=1))
+    harness.attach(1, life=1)
+    harness.push(1, 2, A, key="a", life=1)
+    harness.push(1, 2, B, key="b", life=1)
+    assert kinds(harness.push_batch(0, 2, request=50, probe=True)) == ["Done"]
+    assert (harness.value("a"), harness.value("b")) == (b"\x11", b"\x22")
+
+
+def test_a_round_of_assignment_by_pack_and_by_name() -> None:
+    harness = together("a", "b")
+    harness.push_batch(1, 2, how=ABSENT)
+    harness.push_batch(0, 2, b"\x10", b"\x20", how=ASSIGN)
+    assert (harness.value("a"), harness.value("b")) == (b"\x10", b"\x20")
+    harness.push_batch(0, 3, b"\x30", b"\x40", how=ASSIGN)
+    assert refusal(harness.push_batch(1, 3, A, B)).error == "NotAllowed"
+    harness.push(1, 3, None, key="b", how=ABSENT)
+    harness.push(1, 3, None, key="a", how=ABSENT)
+    assert harness.groups == [["a"], ["b"]]
+    assert (harness.value("a"), harness.value("b")) == (b"\x30", b"\x40")
+
+
+# ── failing updates ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_unit_whose_update_fails_gives_all_pushes_back() -> None:
+    harness = together("a", "b")
+    harness.push_batch(0, 2, A, B, request=50)
+    harness.push_batch(0, 3, A, B, request=51)
+    harness.error = NotAllowed("no memory")
+    effects = harness.push_batch(1, 2, A, B, request=52)
+    refused = {message.request: message for message in said(effects)}
+    assert {request: message.expected for request, message in refused.items()} == {50: 0, 51: 0, 52: 0}
+    assert "no memory" in refused[50].text
+    note = next(effect for effect in effects if hasattr(effect, "level"))
+    assert "2 slices from 0" in note.text  # type: ignore[union-attr]
+    harness.error = None
+    harness.push_batch(0, 2, b"\x10", b"\x10")
+    harness.push(1, 2, A, key="a")
+    harness.push(1, 2, B, key="b")
+    assert (harness.value("a"), harness.value("b")) == (b"\x11", b"\x12")
+
+
+def test_a_message_that_was_carried_out_for_some_of_its_slices_says_so() -> None:
+    """Else its worker would use the clock again, for bytes that the other slices take for the ones they know."""
+    harness = together("a", "b")
+    harness.push_batch(0, 2, A, B, request=50)
+    harness.hold = True
+    harness.push(1, 2, A, key="a")
+    harness.push(1, 2, B, key="b")
+    first, second = harness.jobs
+    harness.error = NotAllowed("no memory")
+    refused = refusal([effect for effect in harness.finish(first) if getattr(effect, "peer", 0) == worker_id(0)])
+    assert (refused.request, refused.expected) == (50, 2)
+    harness.error = None
+    assert kinds(harness.finish(second)) == ["Done"]
+    assert harness.value("b") == b"\4"
+
+
+def test_a_message_of_several_keys_that_fails_in_one_says_that_others_took_it() -> None:
+    harness = packed("a", "b", declare=False)
+    for rank in (0, 1):
+        harness.hold = True
+        harness.push_all(rank, [("a", 0, 1), ("b", 0, 1)], [A, B])
+    harness.error = NotAllowed("no memory")
+    effects = harness.finish(harness.jobs[0])
+    assert [message.expected for message in said(effects)] == [1, 1]
+
+
+# ── optimizers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_pending_changes_keep_slices_apart_and_go_along_when_they_part() -> None:
+    harness = Harness()
+    spec = KeySpec("float32", (1,), 4096)
+    harness.say(0, SetOptimizer(1, to_wire(SGD(1.0))))
+    for key in ("a", "b"):
+        harness.init(key, bytes(4), spec)
+    for rank in (0, 1):
+        harness.declare(rank, 1, "a", "b")
+        harness.push_batch(rank, 1, bytes(4), bytes(4))
+    harness.push_batch(0, 2, bytes(4), bytes(4))
+    harness.say(0, UpdateOptimizer(2, {"learning_rate": 0.5}))
+    harness.push(1, 2, bytes(4), key="a")
+    harness.push(1, 2, bytes(4), key="b")
+    assert [apply.optimizer.learning_rate for apply in harness.applied] == [1.0, 1.0, 1.0]  # type: ignore[attr-defined]
+    harness.declare(0, 3, "b", "a")
+    harness.declare(1, 3, "b", "a")
+    for rank in (0, 1):
+        harness.push_batch(rank, 3, bytes(4), bytes(4), batch=3)
+    assert harness.groups == [["a"], ["b"]]  # at the time of the push the change was still to come
+    assert [apply.optimizer.learning_rate for apply in harness.applied[3:]] == [0.5, 0.5]  # type: ignore[attr-defined]
+    for rank in (0, 1):
+        harness.push_batch(rank, 4, bytes(4), bytes(4), batch=3)
+    assert harness.groups == [["b", "a"]]
+    assert harness.applied[-1].optimizer.learning_rate == 0.5  # type: ignore[attr-defined]
+
+
+def test_a_change_for_a_unit_takes_effect_for_all_of_it() -> None:
+    harness = together("a", "b")
+    harness.say(0, SetOptimizer(1, to_wire(SGD(1.0))))
+    harness.say(0, UpdateOptimizer(2, {"learning_rate": 0.5}))
+    group = one(list(harness.machine._table.groups.values()))
+    assert [change.from_round for change in group.changes] == [2]
+
+
+# ── async ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_async_a_unit_takes_pushes_in_the_order_of_arrival() -> None:
+    harness = packed("a", "b", settings=cluster(2, mode="async"))
+    assert kinds(harness.push_batch(0, 1, A, B)) == ["Done"]
+    assert harness.groups == [["a", "b"]]
+    harness.hold = True
+    harness.push_batch(0, 2, b"\x10", b"\x20")
+    harness.push_batch(1, 1, b"\x30", b"\x40")
+    assert harness.explain()["bytes_staged"] == 9
+    first = harness.jobs[0]
+    harness.finish(first)
+    harness.finish(harness.jobs[0])
+    assert [[c.rank for c in apply.contributions] for apply in harness.applied] == [[0], [0], [1]]
+    assert (harness.value("a"), harness.value("b")) == (b"\x30", b"\x40")
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_staleness_is_kept_when_a_unit_parts(staleness: int) -> None:
+    harness = packed("a", "b", settings=cluster(2, mode="async", staleness=staleness, rounds_ahead=3))
+    for clock in range(1, staleness + 2):
+        harness.push_batch(0, clock, bytes([clock]), bytes([clock]))
+    ahead = staleness + 1
+    assert harness.explain()["requests_waiting"] == 1
+    assert harness.explain()["waiting_for"] == ["worker 1"]
+    effects = harness.push(1, 1, b"\x63", key="a")
+    assert harness.groups == [["a"], ["b"]]
+    assert kinds(effects) == ["Staged", "Done"]  # its own: of worker 0's batch, b still waits
+    assert harness.value("b") == bytes([staleness])
+    effects = harness.push(1, 1, b"\x63", key="b")
+    assert sorted(kinds(effects)) == ["Done", "Done", "Staged"]
+    logs = [entry.log for entry in harness.machine._table.slices.values()]
+    assert [(log.committed_clock(0), log.committed_clock(1)) for log in logs] == [(ahead, 1)] * 2
+
+
+def test_async_a_successor_s_clocks_are_those_of_the_unit() -> None:
+    harness = packed("a", "b", settings=cluster(2, mode="async"))
+    harness.push_batch(1, 1, A, B)
+    harness.hold = True
+    harness.push_batch(1, 2, A, B)
+    harness.push_batch(1, 3, A, B)
+    harness.look(member("worker", 1, life=1))
+    harness.attach(1, life=1)
+    assert refusal(harness.say(1, ClockQuery(8, "a"), life=1)).error == "clock"  # not before the second is applied
+    harness.finish(harness.jobs[0])
+    for key in ("a", "b"):
+        (clocks,) = said(harness.say(1, ClockQuery(9, key), life=1))
+        assert (clocks.lowest, clocks.highest) == (2, 2)  # the third was not counted and is dropped
+    assert harness.jobs == []
+
+
+# ── what is wrong ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_slice_twice_in_a_push_is_refused_and_harms_nobody() -> None:
+    harness = packed("a", "b")
+    harness.declare(0, 2, "a", "a")
+    harness.declare(0, 3, "a", "b", "a")
+    assert refusal(harness.push_batch(0, 1, A, B, batch=2)).error == "ProtocolError"
+    assert refusal(harness.push_batch(0, 1, A, B, A, batch=3)).error == "ProtocolError"
+    assert refusal(harness.push_all(0, [("a", 0, 1), ("a", 0, 1)], [A, B])).error == "ProtocolError"
+    assert values(harness.pull_batch(0, 0, batch=2)) == ((0, 0), [b"\0", b"\0"])  # to pull twice is fine
+    for rank in (0, 1):
+        effects = harness.push_batch(rank, 1, A, B)
+    assert kinds(effects) == ["Done", "Done"]
+    assert refusal(harness.push_batch(0, 2, A, A, batch=2)).error == "ProtocolError"
+    assert harness.explain()["bytes_staged"] == 0
+
+
+def test_a_payload_that_does_not_fit_a_unit_is_refused() -> None:
+    harness = together("a", "b")
+    for payload in ((A,), (A, B, C), ()):
+        assert refusal(harness.push_batch(0, 2, *payload)).error == "ProtocolError"
+    assert refusal(harness.push_batch(0, 2, A, B, how=ABSENT)).error == "ProtocolError"
+    assert refusal(harness.push_batch(0, 4, A, B)).expected == 2
+    assert refusal(harness.push_batch(0, 0, A, B)).error == "clock"
+    assert refusal(harness.push_batch(0, 2, probe=True)).error == "clock"
+    assert harness.explain()["bytes_staged"] == 0
+
+
+def test_a_key_that_is_made_anew_leaves_its_unit() -> None:
+    """Nobody pushes to a key that is not live; if somebody does, it is in use from then on."""
+    harness = Harness()
+    for key in ("a", "b"):
+        harness.init(key, b"\0", publish=False)
+    harness.declare(1, 1, "a", "b")
+    harness.push_batch(1, 1, A, B)
+    harness.say(0, Init(harness.request(), "a", uint8(2), 0), b"\0\0")
+    assert harness.groups == [["a", "b"]]
+    harness.look(member("worker", 1, life=1))
+    harness.attach(1, life=1)  # what was staged is dropped: nobody uses it any more
+    assert kinds(harness.say(0, Init(harness.request(), "a", uint8(2), 0), b"\0\0")) == ["Done"]
+    assert harness.groups == [["b"], ["a"]]
+    harness.declare(1, 1, "a", "b", life=1)
+    harness.push_batch(1, 1, b"\1\1", B, life=1)
+    harness.push_all(0, [("b", 0, 1), ("a", 0, 1)], [B, b"\1\1"])
+    assert (harness.value("a"), harness.value("b")) == (b"\2\2", b"\4")
+
+
+def test_a_key_that_is_pushed_to_while_it_is_made_anew_stays_as_it_is() -> None:
+    harness = Harness()
+    for key in ("a", "b"):
+        harness.init(key, b"\0", publish=False)
+    for rank in (0, 1):
+        harness.declare(rank, 1, "a", "b")
+    harness.hold = True
+    harness.say(0, Init(harness.request(), "a", uint8(2), 0), b"\0\0")
+    for rank in (0, 1):
+        harness.push_batch(rank, 1, A, B)
+    create, apply = harness.jobs
+    assert isinstance(create, Create)
+    assert refusal(harness.finish(create)).error == "KeyExists"
+    assert kinds(harness.finish(apply)) == ["Done", "Done"]
+    assert harness.groups == [["a", "b"]]
+    assert kinds(harness.say(0, Publish(harness.request(), "b", uint8(1)))) == ["Done"]
+
+
+def test_contributions_point_into_the_payload_they_came_in() -> None:
+    harness = together("a", "b")
+    harness.push_batch(0, 2, b"\x10", b"\x20")
+    harness.push(1, 2, B, key="b")
+    apply = harness.applied[-1]
+    spans = [given.span for given in apply.contributions]
+    assert spans[0] == Span(b"\x10" + bytes(7) + b"\x20", 8, 1)
+    assert spans[1] == Span(B, 0, 1)
+
+
+def test_a_state_is_fetched_from_a_slice_of_a_unit() -> None:
+    harness = together("a", "b")
+    effects = harness.say(0, FetchState(9, "b", 0))
+    assert kinds(effects) == ["State"]
+    assert one(of(Export, effects)).key == "b"
+    assert one(of(Send, effects)).peer == worker_id(0)

@@ -1,0 +1,258 @@
+"""The server: optimizers, their state, and commands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvd.core.machine import Apply, Export, JobDone, Load, LogEntry, Received, ResetState, Run, Send, Span
+from kvd.core.server.pending import Answers
+from kvd.errors import NotAllowed
+from kvd.optimizer import SGD, Adam, to_wire
+from kvd.protocol.messages import (
+    Command,
+    CommandResult,
+    Done,
+    Epoch,
+    FetchState,
+    OptimizerIs,
+    OptimizerQuery,
+    Refused,
+    SetOptimizer,
+    State,
+    StoreState,
+    UpdateOptimizer,
+)
+from kvd.protocol.specs import KeySpec
+from tests.core.fakes import SLICE, cluster, member, of, one, said, worker_id
+from tests.core.server_harness import Harness, kinds, refusal
+
+ONE = bytes(4)
+SPEC = KeySpec("float32", (1,), SLICE)
+
+
+def ready(settings: Any = None, optimizer: Any = None, **more: Any) -> Harness:
+    harness = Harness(settings, **more)
+    harness.init("w", ONE, SPEC)
+    if optimizer is not None:
+        assert said(harness.say(0, SetOptimizer(50, to_wire(optimizer)))) == [Done(50)]
+    return harness
+
+
+def rates(harness: Harness) -> list[Any]:
+    return [None if apply.optimizer is None else apply.optimizer.learning_rate for apply in harness.applied]  # type: ignore[attr-defined]
+
+
+def rounds(harness: Harness, clock: int) -> None:
+    for rank in (0, 1):
+        harness.push(rank, clock, ONE)
+
+
+def test_an_optimizer_is_used_from_then_on_and_for_keys_that_come_later() -> None:
+    harness = ready()
+    rounds(harness, 1)
+    effects = harness.say(0, SetOptimizer(50, to_wire(SGD(0.5))))
+    assert (said(effects), len(of(ResetState, effects))) == ([Done(50)], 1)
+    rounds(harness, 2)
+    harness.init("v", ONE, SPEC)
+    for rank in (0, 1):
+        harness.push(rank, 1, ONE, key="v")
+    assert rates(harness) == [None, 0.5, 0.5]
+    assert harness.explain()["optimizer"] == to_wire(SGD(0.5))
+    assert said(harness.say(1, OptimizerQuery(51))) == [OptimizerIs(51, to_wire(SGD(0.5)))]
+
+
+def test_the_same_optimizer_again_changes_nothing() -> None:
+    harness = ready(optimizer=SGD(0.5))
+    harness.say(0, UpdateOptimizer(51, {"learning_rate": 0.25}))
+    effects = harness.say(1, SetOptimizer(52, to_wire(SGD(0.5))))
+    assert (said(effects), of(ResetState, effects)) == ([Done(52)], [])
+    rounds(harness, 1)
+    assert rates(harness) == [0.25]
+    effects = harness.say(1, SetOptimizer(53, to_wire(Adam(0.5))))
+    assert len(of(ResetState, effects)) == 1
+    assert len(of(ResetState, harness.say(1, SetOptimizer(54, None)))) == 1
+    rounds(harness, 2)
+    assert rates(harness)[1] is None
+
+
+@pytest.mark.parametrize("wire", [5, ["SGD"], ["os.system", {}], ["SGD", {"learning_rate": -1}], {"a": 1}])
+def test_what_is_no_optimizer_is_refused(wire: Any) -> None:
+    harness = ready()
+    assert refusal(harness.say(0, SetOptimizer(50, wire))).error == "ProtocolError"
+    assert said(harness.say(1, OptimizerQuery(51))) == [OptimizerIs(51, None)]
+
+
+def test_a_change_takes_effect_from_the_sender_s_next_clock_on() -> None:
+    harness = ready(optimizer=SGD(0.5))
+    harness.push(0, 1, ONE)
+    assert said(harness.say(0, UpdateOptimizer(51, {"learning_rate": 0.25}))) == [Done(51)]
+    assert said(harness.say(0, UpdateOptimizer(51, {"learning_rate": 0.25}))) == [Done(51)]  # asked again
+    harness.push(1, 1, ONE)
+    rounds(harness, 2)
+    assert rates(harness) == [0.5, 0.25]
+
+
+def test_changes_take_effect_slice_by_slice() -> None:
+    harness = ready(optimizer=SGD(0.5))
+    harness.init("v", ONE, SPEC)
+    harness.push(0, 1, ONE, key="v")
+    harness.say(0, UpdateOptimizer(51, {"learning_rate": 0.25}))
+    rounds(harness, 1)
+    harness.push(1, 1, ONE, key="v")
+    assert [(apply.layout[0].key, rate) for apply, rate in zip(harness.applied, rates(harness), strict=True)] == [
+        ("w", 0.25),
+        ("v", 0.5),
+    ]
+
+
+def test_changes_of_two_workers_keep_the_order_in_which_they_were_allowed() -> None:
+    harness = ready(optimizer=SGD(0.5))
+    harness.push(0, 1, ONE)
+    harness.say(0, UpdateOptimizer(51, {"momentum": 0.5}))  # from round 2 on
+    harness.say(1, UpdateOptimizer(52, {"nesterov": True}))  # of a worker at round 1; needs the momentum
+    harness.push(1, 1, ONE)
+    rounds(harness, 2)
+    assert [apply.optimizer for apply in harness.applied] == [SGD(0.5), SGD(0.5, momentum=0.5, nesterov=True)]
+
+
+def test_async_and_from_outside_a_change_takes_effect_at_once() -> None:
+    harness = ready(cluster(mode="async"), SGD(0.5))
+    harness.say(0, UpdateOptimizer(51, {"learning_rate": 0.25}))
+    harness.push(1, 1, ONE)
+    harness.step(Received("cli", 77, Epoch(0, 0), UpdateOptimizer(51, {"learning_rate": 0.125})))
+    harness.push(1, 2, ONE)
+    assert rates(harness) == [0.25, 0.125]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "changes", "error"),
+    [
+        (None, {"learning_rate": 0.1}, "NotAllowed"),
+        (SGD(0.5), {"speed": 1}, "ConfigError"),
+        (SGD(0.5), {"nesterov": True}, "ConfigError"),
+        (SGD(0.5), 5, "ProtocolError"),
+    ],
+)
+def test_changes_that_cannot_be(optimizer: Any, changes: Any, error: str) -> None:
+    harness = ready(optimizer=optimizer)
+    assert refusal(harness.say(0, UpdateOptimizer(51, changes))).error == error
+
+
+def test_whole_numbers_are_not_optimized() -> None:
+    harness = ready(optimizer=SGD(0.5))
+    harness.init("n", b"\0")
+    refused = refusal(harness.push(0, 1, b"\1", key="n"))
+    assert (refused.error, refused.key) == ("NotAllowed", "n")
+    assert "optimizers update float keys only" in refused.text
+    assert kinds(harness.push(0, 1, b"\1", key="n", how=1)) == ["Staged"]  # an assignment is no update
+
+
+def test_a_slice_that_never_had_an_optimizer_keeps_none() -> None:
+    harness = ready()
+    rounds(harness, 1)
+    assert rates(harness) == [None]
+
+
+# ── its state ──
+
+
+def test_the_state_of_a_slice_goes_out_and_in() -> None:
+    harness = ready()
+    effects = harness.say(0, FetchState(60, "w", 0))
+    send = one([send for send in of(Send, effects) if isinstance(send.message, State)])
+    assert send.message == State(60, 7, (("momentum", "float32"),))
+    assert send.payload == (Span(b"momentum", 0, 8),)
+    effects = harness.say(0, StoreState(61, "w", 0, 7, (("momentum", "float32"),)), b"momentum")
+    load = one(of(Load, effects))
+    assert (load.step, load.slots, load.source) == (7, (("momentum", "float32"),), Span(b"momentum", 0, 8))
+    assert said(effects) == [Done(61)]
+
+
+def test_state_that_comes_again_does_not_undo_the_updates_since() -> None:
+    harness = ready()
+    old, new = StoreState(61, "w", 0, 7, ()), StoreState(62, "w", 0, 8, ())
+    assert len(of(Load, harness.say(0, old))) == 1
+    for late in (old, old):
+        effects = harness.say(0, late)
+        assert (said(effects), of(Load, effects)) == ([Done(61)], [])
+    assert len(of(Load, harness.say(0, new))) == 1
+    assert of(Load, harness.say(0, old)) == []
+    assert len(of(Load, harness.say(1, old))) == 1  # another worker counts its requests itself
+
+
+@pytest.mark.parametrize("message", [FetchState(60, "w", 1), StoreState(60, "v", 0, 7, ())])
+def test_the_state_of_no_slice(message: Any) -> None:
+    assert refusal(ready().say(0, message)).error == "KeyNotFound"
+
+
+@pytest.mark.parametrize("message", [FetchState(60, "w", 0), StoreState(60, "w", 0, 7, ())])
+def test_state_that_cannot_be_had_or_taken(message: Any) -> None:
+    harness = ready()
+    harness.error = NotAllowed("too short")
+    assert refusal(harness.say(0, message)).text == "too short"
+
+
+@pytest.mark.parametrize(("message", "kind"), [(FetchState(60, "w", 0), Export), (StoreState(60, "w", 0, 7, ()), Load)])
+def test_one_job_of_a_slice_at_a_time(message: Any, kind: Any) -> None:
+    harness = ready()
+    harness.hold = True
+    harness.push(0, 1, ONE)
+    apply = one(of(Apply, harness.push(1, 1, ONE)))
+    assert of(kind, harness.say(0, message)) == []
+    job = one(of(kind, harness.finish(apply)))
+    for rank in (0, 1):
+        assert of(Apply, harness.push(rank, 2, ONE)) == []
+    assert len(of(Apply, harness.finish(job))) == 1
+
+
+# ── commands ──
+
+
+def test_a_command_is_run_once_and_answered_as_often_as_it_is_asked() -> None:
+    harness = ready()
+    harness.hold = True
+    run = one(of(Run, harness.say(0, Command(70, "ping"), b"body")))
+    assert (run.head, run.body) == ("ping", Span(b"body", 0, 4))
+    assert harness.say(0, Command(70, "ping"), b"body") == []
+    effects = harness.finish(run)
+    assert effects == [Send(worker_id(0), CommandResult(70), (Span(b"answer", 0, 6),))]
+    again = harness.say(0, Command(70, "ping"), b"body", peer="elsewhere")
+    assert again == [Send("elsewhere", CommandResult(70), (Span(b"answer", 0, 6),))]
+    assert len(of(Run, harness.say(0, Command(71, "ping"), b"body"))) == 1
+    assert len(of(Run, harness.say(1, Command(70, "ping"), b"body"))) == 1  # of another sender
+
+
+def test_a_command_that_fails_is_answered_with_its_error_every_time() -> None:
+    harness = ready()
+    harness.error = NotAllowed("no controller", key="x")
+    for _ in range(2):
+        refused = refusal(harness.say(0, Command(70, "nothing")))
+        assert (refused.request, refused.error, refused.text, refused.key) == (70, "NotAllowed", "no controller", "x")
+
+
+def test_a_command_that_ends_after_its_sender_was_replaced() -> None:
+    harness = ready()
+    harness.hold = True
+    run = one(of(Run, harness.say(1, Command(70, "ping"))))
+    assert len(of(LogEntry, harness.look(member("worker", 1, life=1)))) == 1
+    assert kinds(harness.step(JobDone(run.job, b"late"))) == ["CommandResult"]
+
+
+def test_so_many_answers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.core.server.pending.MAX_REMEMBERED", 2)
+    monkeypatch.setattr("kvd.core.server.pending.MAX_SENDERS", 2)
+    answers = Answers()
+    for request in (1, 2, 3):
+        assert answers.start(7, request)
+        answers.finish(7, request, f"answer {request}")
+    assert [answers.find(7, request) for request in (1, 2, 3)] == [None, "answer 2", "answer 3"]
+    assert answers.start(8, 1)
+    assert not answers.start(7, 3)
+    assert answers.start(9, 1)  # 8 has been silent for longest
+    answers.finish(8, 1, "lost")
+    assert (answers.find(8, 1), answers.find(7, 3)) == (None, "answer 3")
+    answers.drop_sender(7)
+    assert answers.find(7, 3) is None
+    assert isinstance(Refused(1, "x", "y"), Refused)

@@ -1,0 +1,295 @@
+"""The worker: flush, barriers, leaving, and control."""
+
+from __future__ import annotations
+
+from kvd.core import requests
+from kvd.core.machine import SCHEDULER, Connect, Disconnect, Span
+from kvd.errors import (
+    BarrierBroken,
+    NodeLost,
+    NotAllowed,
+    ProtocolError,
+    ShapeMismatch,
+)
+from kvd.protocol.messages import (
+    Command,
+    CommandResult,
+    Done,
+    Enter,
+    FetchState,
+    Leave,
+    ListKeys,
+    Lookup,
+    Pull,
+    Push,
+    Refused,
+    Staged,
+    StatusQuery,
+    StatusReport,
+)
+from tests.core.fakes import SLICE, cluster, from_scheduler, member, of, one, server_id, uint8
+from tests.core.worker_harness import Harness, ready
+
+# ── flush, barrier, leave ──
+
+
+def test_flush_waits_for_every_push_before_it() -> None:
+    harness = ready("a", "b")
+    for _ in range(3):
+        harness.push("a")
+    harness.push("b")
+    flush = harness.call(requests.Flush())
+    harness.push("b")
+    later = harness.call(requests.Flush())
+    for key in ("a", "a", "b", "a"):
+        assert flush not in harness.done
+        send = next(
+            send for send in harness.sent if isinstance(send.message, Push) and send.message.parts[0].key == key
+        )
+        harness.sent.remove(send)
+        harness.reply(send, Done)
+    assert harness.result(flush) is None
+    assert later not in harness.done
+    harness.settle()
+    assert harness.result(later) is None
+    assert harness.result(harness.call(requests.Flush())) is None
+
+
+def test_flush_does_not_wait_for_a_push_that_never_began() -> None:
+    harness = ready()
+    for _ in range(2):
+        harness.push("w")
+    late = harness.push("w", timeout_s=5)
+    flush = harness.call(requests.Flush())
+    harness.wait(5)
+    assert harness.error(late).outcome == "not_sent"
+    harness.settle()
+    harness.settle()
+    assert harness.result(flush) is None
+    wrong = harness.push("w", spec=uint8(9))
+    assert isinstance(harness.error(wrong), ShapeMismatch)
+    assert harness.result(harness.call(requests.Flush())) is None
+
+
+def test_barriers_count_their_generations_by_name() -> None:
+    harness = Harness()
+    for name, generation in (("a", 0), ("b", 0), ("a", 1)):
+        call = harness.call(requests.Barrier(name))
+        send = harness.take(Enter)
+        assert (send.peer, send.message) == (SCHEDULER, Enter(send.message.request, name, generation))  # type: ignore[union-attr]
+        harness.reply(send, Done)
+        assert harness.result(call) is None
+
+
+def test_a_broken_barrier_names_who_is_missing_and_the_next_is_another() -> None:
+    harness = Harness()
+    call = harness.call(requests.Barrier("a"))
+    harness.refuse(Enter, "BarrierBroken", nodes=("worker 1",))
+    error = harness.error(call)
+    assert isinstance(error, BarrierBroken)
+    assert error.missing == ("worker 1",)
+    harness.call(requests.Barrier("a"))
+    assert one(harness.waiting(Enter)).generation == 1
+
+
+def test_a_barrier_that_was_not_entered_is_tried_again_at_the_same_generation() -> None:
+    harness = Harness()
+    call = harness.call(requests.Barrier("a"), timeout_s=1)
+    harness.wait(1)
+    assert harness.error(call).outcome == "unknown"
+    harness.sent.clear()
+    harness.call(requests.Barrier("a"))
+    harness.refuse(Enter, "NotAllowed")
+    harness.call(requests.Barrier("a"))
+    assert one(harness.waiting(Enter)).generation == 0
+
+
+def test_who_left_the_rounds_pulls_the_newest_and_pushes_no_more() -> None:
+    harness = ready()
+    leave = harness.call(requests.LeaveRounds("done"))
+    assert one(harness.waiting(Leave)).state == "done"
+    harness.reply(harness.take(Leave), Done)
+    assert harness.result(leave) is None
+    assert isinstance(harness.error(harness.push("w")), NotAllowed)
+    assert isinstance(harness.error(harness.call(requests.InitKeys((requests.Item("v", uint8(1), "s"),)))), NotAllowed)
+    harness.pull("w")
+    assert harness.clocks(Pull) == [("w", 0, -1)]
+    assert harness.machine.next_deadline() is not None  # it stays: heartbeats go on
+
+
+def test_who_has_gone_sends_no_heartbeats() -> None:
+    harness = Harness()
+    harness.call(requests.LeaveRounds("left"))
+    harness.reply(harness.take(Leave), Done)
+    harness.sent.clear()
+    harness.wait(30)
+    assert harness.sent == []
+
+
+def test_a_leave_that_is_refused() -> None:
+    harness = Harness()
+    call = harness.call(requests.LeaveRounds("angry"))
+    harness.refuse(Leave, "ProtocolError")
+    assert isinstance(harness.error(call), ProtocolError)
+    harness.know("w")
+    harness.push("w")
+    assert harness.clocks() == [("w", 0, 1)]
+
+
+# ── control ──
+
+
+def test_a_message_to_every_server_is_answered_in_rank_order() -> None:
+    harness = Harness(servers=2)
+    call = harness.call(requests.Control((Command(0, "ping"),), payload="body", nbytes=4))
+    first, second = harness.take(Command), harness.take(Command)
+    assert first.payload == (Span("body", 0, 4),)
+    harness.say(second.peer, CommandResult(second.message.request), b"two")  # type: ignore[union-attr]
+    assert call not in harness.done
+    harness.say(first.peer, CommandResult(first.message.request), b"one")  # type: ignore[union-attr]
+    assert [payload for _, payload, _ in harness.result(call)] == [b"one", b"two"]
+
+
+def test_messages_to_some_servers_and_the_first_error() -> None:
+    harness = Harness(servers=2)
+    call = harness.call(requests.Control((ListKeys(0, "a"), ListKeys(0, "b")), (1, 0)))
+    sends = sorted([harness.take(ListKeys), harness.take(ListKeys)], key=lambda send: send.message.request)  # type: ignore[union-attr]
+    assert [(send.peer, send.message.after) for send in sends] == [(server_id(1), "a"), (server_id(0), "b")]  # type: ignore[union-attr]
+    for send, text in zip(sends, ("first", "second"), strict=True):
+        harness.say(send.peer, Refused(send.message.request, "NotAllowed", text))  # type: ignore[union-attr]
+    assert (str(harness.error(call)), harness.error(call).node) == ("first", "server 1")
+    assert harness.result(harness.call(requests.Control((), ()))) == []
+
+
+def test_control_that_waits_until_the_pushes_before_it_have_arrived() -> None:
+    harness = ready()
+    for _ in range(3):
+        harness.push("w")
+    call = harness.call(requests.Control((Command(0, "x"),), staged_first=True))
+    harness.staged()
+    assert not harness.waiting(Command)
+    harness.settle()
+    harness.staged()
+    assert not harness.waiting(Command)
+    harness.settle()
+    harness.staged()
+    assert len(harness.waiting(Command)) == 1
+    harness.say(server_id(0), CommandResult(one(harness.waiting(Command)).request))
+    assert len(harness.result(call)) == 1
+
+
+def test_control_does_not_wait_for_a_push_that_never_began() -> None:
+    harness = ready()
+    for _ in range(2):
+        harness.push("w")
+    harness.push("w", timeout_s=5)
+    harness.call(requests.Control((Command(0, "x"),), staged_first=True))
+    timed = harness.call(requests.Control((Command(0, "y"),), staged_first=True), timeout_s=1)
+    for send in [send for send in harness.sent if isinstance(send.message, Push)]:
+        harness.reply(send, Staged)
+    harness.wait(5)
+    assert harness.error(timed).outcome == "not_sent"
+    assert [command.head for command in harness.waiting(Command)][:1] == ["x"]
+
+
+def test_messages_to_the_slices_of_a_key() -> None:
+    harness = Harness(servers=2)
+    spec = uint8(2 * SLICE)
+    harness.know("w", spec=spec)
+    messages = tuple(FetchState(0, "w", index) for index in range(2))
+    harness.call(requests.SliceControl("w", messages, ("a", "b"), (3, 4)))
+    sends = [harness.take(FetchState) for _ in range(2)]
+    servers = [server_id(harness.machine.view.server_of("w", index)) for index in range(2)]
+    by_index = {send.message.index: (send.peer, send.payload) for send in sends}  # type: ignore[union-attr]
+    assert by_index == {0: (servers[0], (Span("a", 0, 3),)), 1: (servers[1], (Span("b", 0, 4),))}
+    harness.call(requests.SliceControl("w", messages))
+    assert [send.payload for send in harness.sent if isinstance(send.message, FetchState)] == [(), ()]
+
+
+def test_the_scheduler_s_status() -> None:
+    harness = Harness(role="observer")
+    call = harness.call(requests.SchedulerStatus())
+    send = harness.take(StatusQuery)
+    harness.say(SCHEDULER, StatusReport(send.message.request), b"{}")  # type: ignore[union-attr]
+    assert harness.result(call) == (b"{}", 2)
+
+
+def test_an_observer_asks_and_takes_part_in_nothing() -> None:
+    harness = ready(role="observer")
+    assert isinstance(harness.error(harness.push("w")), NotAllowed)
+    assert isinstance(harness.error(harness.call(requests.InitKeys((requests.Item("v", uint8(1), "s"),)))), NotAllowed)
+    harness.pull("w")
+    assert harness.clocks(Pull) == [("w", 0, -1)]
+    assert harness.result(harness.call(requests.LeaveRounds("left"))) is None
+    assert not harness.waiting(Leave)
+
+
+def test_any_version() -> None:
+    harness = ready()
+    harness.pull("w", any_version=True)
+    assert harness.clocks(Pull) == [("w", 0, -1)]
+
+
+def test_explain() -> None:
+    harness = ready()
+    harness.push("w")
+    assert harness.machine.explain(0.0) == {
+        "role": "worker",
+        "rank": 0,
+        "view": [1, 1],
+        "calls_open": 1,
+        "requests_open": 1,
+        "clocks": {"w": 1},
+    }
+    assert harness.machine.epoch == (1, 1)
+
+
+def test_a_worker_that_was_replaced_fails_everything_and_is_quiet() -> None:
+    harness = ready()
+    open_calls = [
+        harness.push("w"),
+        harness.pull("w"),
+        harness.call(requests.Barrier("b")),
+        harness.call(requests.Flush()),
+    ]
+    harness.step(from_scheduler(Refused(0, "replaced", "stop")))
+    later = harness.pull("w")
+    for call in (*open_calls, later):
+        assert isinstance(harness.error(call), NotAllowed)
+    harness.sent.clear()
+    harness.wait(60)
+    assert harness.sent == []
+
+
+def test_a_server_s_new_address_is_connected_to_and_the_old_one_let_go() -> None:
+    harness = ready()
+    effects = harness.restart_server()
+    assert one(of(Connect, effects)).peer == server_id(0, 1)
+    assert one(of(Disconnect, effects)).peer == server_id(0)
+    assert isinstance(harness.error(harness.pull("w")), NodeLost)
+
+
+def test_settings_of_async_pull_after_own_push() -> None:
+    harness = ready(settings=cluster(mode="async"))
+    harness.push("w")
+    harness.pull("w")
+    assert harness.clocks(Pull) == [("w", 0, 1)]
+
+
+def test_a_scheduler_that_forgot_that_this_worker_left_is_told_again() -> None:
+    harness = Harness()
+    harness.call(requests.LeaveRounds("done"))
+    harness.reply(harness.take(Leave), Done)
+    harness.look(member("worker", 0))
+    harness.look(member("worker", 0))
+    harness.reply(harness.take(Leave), Done)
+    assert not harness.waiting(Leave)
+
+
+def test_a_call_of_two_keys_that_cannot_be_had_ends_once() -> None:
+    harness = Harness()
+    call = harness.pull("a", "b")
+    harness.refuse(Lookup, "KeyNotFound", key="a")
+    assert harness.error(call).key == "a"
+    harness.refuse(Lookup, "KeyNotFound", key="b")
+    assert len(harness.machine._outbox) == 0

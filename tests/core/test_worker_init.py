@@ -1,0 +1,243 @@
+"""The worker: making keys, and taking up where a predecessor stood."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvd.core import requests
+from kvd.core.machine import Tick
+from kvd.core.requests import Item
+from kvd.errors import KeyExists, NotAllowed
+from kvd.protocol.messages import (
+    Activate,
+    ClockQuery,
+    Clocks,
+    Done,
+    Init,
+    KeyInfo,
+    Lookup,
+    Publish,
+    Pull,
+    Push,
+    Refused,
+    Staged,
+)
+from tests.core.fakes import SLICE, one, server_id, uint8, worker_id
+from tests.core.worker_harness import Harness
+
+# ── init ──
+
+
+def make(harness: Harness, key: str = "w", count: int = 1, timeout_s: float = 60.0) -> int:
+    return harness.call(requests.InitKeys((Item(key, uint8(count), "value"),)), timeout_s)
+
+
+def test_worker_0_makes_a_key_and_publishes_it_when_all_slices_are_there() -> None:
+    harness = Harness(servers=2)
+    call = make(harness, count=2 * SLICE)
+    sends = [harness.take(Init), harness.take(Init)]
+    assert {send.message.index: send.payload[0] for send in sends} == {  # type: ignore[union-attr]
+        0: ("value", 0, SLICE),
+        1: ("value", SLICE, SLICE),
+    }
+    harness.reply(sends[1], Done)
+    assert not harness.waiting(Publish)
+    harness.reply(sends[0], Done)
+    send = harness.take(Publish)
+    assert send.peer == server_id(harness.machine.view.server_of("w", 0))
+    assert call not in harness.done
+    harness.reply(send, Done)
+    assert harness.result(call) is None
+    harness.push("w", spec=uint8(2 * SLICE))
+    assert len(harness.waiting(Push)) == 2
+    assert isinstance(harness.error(make(harness)), KeyExists)
+
+
+@pytest.mark.parametrize("kind", [Init, Publish])
+def test_a_key_that_could_not_be_made(kind: Any) -> None:
+    harness = Harness()
+    call = make(harness)
+    if kind is Publish:
+        harness.reply(harness.take(Init), Done)
+    harness.refuse(kind, "NotAllowed")
+    assert isinstance(harness.error(call), NotAllowed)
+    pull = harness.pull("w")
+    harness.refuse(Lookup, "KeyNotFound")
+    assert pull in harness.done
+    again = make(harness)
+    harness.reply(harness.take(Init), Done)
+    harness.reply(harness.take(Publish), Done)
+    assert harness.result(again) is None
+
+
+def test_the_others_wait_until_the_key_is_live() -> None:
+    harness = Harness(rank=1)
+    call = make(harness)
+    assert one(harness.waiting(Lookup)).wait
+    harness.found()
+    assert harness.result(call) is None
+    assert not harness.waiting(Init)
+
+
+def test_the_others_are_told_when_the_key_is_another() -> None:
+    harness = Harness(rank=1)
+    call = make(harness, count=2)
+    harness.found()
+    assert "has shape (1,)" in str(harness.error(call))
+    lost = make(harness, "v")
+    harness.refuse(Lookup, "NodeLost", nodes=("worker 0",))
+    assert harness.error(lost).node == "worker 0"
+
+
+def test_nothing_to_make() -> None:
+    harness = Harness()
+    assert harness.result(harness.call(requests.InitKeys(()))) is None
+
+
+def test_an_init_whose_time_is_over_can_be_made_again() -> None:
+    harness = Harness()
+    first = make(harness, timeout_s=1)
+    harness.wait(1)
+    assert harness.error(first).outcome == "unknown"
+    harness.sent.clear()
+    again = make(harness)
+    harness.reply(harness.take(Init), Done)
+    harness.reply(harness.take(Publish), Done)
+    assert harness.result(again) is None
+
+
+def test_worker_0_that_looks_for_a_key_while_it_makes_it() -> None:
+    harness = Harness()
+    pull = harness.pull("w")
+    lookup = harness.take(Lookup)
+    call = make(harness)
+    harness.reply(harness.take(Init), Done)
+    harness.reply(harness.take(Publish), Done)
+    assert harness.result(call) is None
+    assert harness.clocks(Pull) == [("w", 0, 0)]
+    harness.say(lookup.peer, Refused(lookup.message.request, "KeyNotFound", "late"))  # type: ignore[union-attr]
+    assert pull not in harness.done
+    assert len(harness.waiting(Lookup)) == 0
+    harness.push("w")
+    assert harness.clocks() == [("w", 0, 1)]
+
+
+# ── a successor ──
+
+
+def clocks(harness: Harness, lowest: int, highest: int) -> None:
+    send = harness.take(ClockQuery)
+    harness.say(send.peer, Clocks(send.message.request, lowest, highest, lowest, highest))  # type: ignore[union-attr]
+
+
+def test_a_successor_takes_up_the_clock_that_all_slices_have_counted() -> None:
+    harness = Harness(rank=1, servers=2, predecessor="dead")
+    spec = uint8(2 * SLICE)
+    push = harness.push("w", spec=spec)
+    harness.found(spec)
+    clocks(harness, 4, 5)
+    assert not harness.waiting(Push)
+    clocks(harness, 3, 3)
+    assert [clock for _, _, clock in harness.clocks()] == [4, 4]
+    assert push not in harness.done
+
+
+def test_rewind_sets_back_the_keys_that_are_known_and_those_to_come() -> None:
+    harness = Harness(rank=1, predecessor="dead")
+    for name in ("a", "b"):
+        call = harness.call(requests.DescribeKey(name))
+        harness.found()
+        clocks(harness, 9, 9)
+        assert harness.result(call) == uint8(1)
+        if name == "a":
+            assert harness.result(harness.call(requests.Rewind(7))) is None
+    assert [harness.result(harness.call(requests.ClockOf(name))) for name in ("a", "b")] == [7, 7]
+    harness.result(harness.call(requests.Rewind(8)))
+    assert harness.result(harness.call(requests.ClockOf("a"))) == 7  # back, never forward
+    harness.push("a")
+    assert isinstance(harness.error(harness.call(requests.Rewind(7))), NotAllowed)
+
+
+def test_who_comes_back_after_a_good_bye_takes_part_after_the_newest_clock() -> None:
+    harness = Harness(rank=1, servers=2, predecessor="left")
+    spec = uint8(2 * SLICE)
+    harness.push("w", spec=spec)
+    harness.found(spec)
+    clocks(harness, 4, 5)
+    clocks(harness, 3, 3)
+    sends = [harness.take(Activate), harness.take(Activate)]
+    assert {send.message.clock for send in sends} == {5}  # type: ignore[union-attr]
+    for send in sends:
+        assert not harness.waiting(Push)
+        harness.reply(send, Done)
+    assert [clock for _, _, clock in harness.clocks()] == [6, 6]
+
+
+@pytest.mark.parametrize("kind", [ClockQuery, Activate])
+def test_a_successor_that_is_refused(kind: Any) -> None:
+    harness = Harness(rank=1, predecessor="left")
+    call = harness.push("w")
+    harness.found()
+    if kind is Activate:
+        clocks(harness, 3, 3)
+    harness.refuse(kind, "NotAllowed")
+    assert isinstance(harness.error(call), NotAllowed)
+    harness.pull("w")
+    assert len(harness.waiting(Lookup)) == 1  # it begins anew
+    harness.found()
+    assert len(harness.waiting(ClockQuery)) == 1
+
+
+def test_a_successor_that_is_asked_for_a_key_twice_at_once_takes_up_its_clock_once() -> None:
+    harness = Harness(rank=1, predecessor="dead")
+    call = make(harness)
+    harness.push("w")
+    for _ in range(2):
+        harness.found()
+    clocks(harness, 3, 3)
+    assert harness.result(call) is None
+    assert harness.clocks() == [("w", 0, 4)]
+    clocks(harness, 3, 3)
+    harness.push("w")
+    assert harness.clocks() == [("w", 0, 4), ("w", 0, 5)]
+
+
+def test_worker_0_started_again_finds_its_key_or_makes_it() -> None:
+    harness = Harness(predecessor="dead")
+    call = make(harness)
+    harness.found()
+    clocks(harness, 2, 2)
+    assert harness.result(call) is None
+    other = make(harness, "v")
+    harness.refuse(Lookup, "KeyNotFound")
+    harness.reply(harness.take(Init), Done)
+    harness.reply(harness.take(Publish), Done)
+    assert harness.result(other) is None
+
+
+def test_worker_0_after_a_good_bye_does_not_make_the_key_again() -> None:
+    harness = Harness(predecessor="left")
+    call = make(harness)
+    harness.found()
+    assert isinstance(harness.error(call), KeyExists)
+
+
+def test_key_info_of_anyone() -> None:
+    harness = Harness(rank=1)
+    call = harness.call(requests.DescribeKey("w", wait=True))
+    send = harness.take(Lookup)
+    assert harness.step(Tick()) == []
+    harness.say(send.peer, KeyInfo(send.message.request, uint8(3), worker_id(0)))  # type: ignore[union-attr]
+    assert harness.result(call) == uint8(3)
+    assert isinstance(Staged(1), Staged)
+
+
+def test_several_keys_in_one_call() -> None:
+    harness = Harness()
+    call = harness.call(requests.InitKeys((Item("a", uint8(1), "x"), Item("b", uint8(1), "y"))))
+    for kind in (Init, Init, Publish, Publish):
+        assert call not in harness.done
+        harness.reply(harness.take(kind), Done)
+    assert harness.result(call) is None

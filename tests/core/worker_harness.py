@@ -1,0 +1,191 @@
+"""A worker machine whose scheduler and servers are played by the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvd.core import requests
+from kvd.core.machine import Complete, Effect, LocalCall, Received, Send, Tick
+from kvd.core.worker.machine import WorkerMachine, WorkerSettings
+from kvd.protocol.messages import (
+    Attach,
+    Done,
+    Epoch,
+    KeyInfo,
+    Lookup,
+    Member,
+    Push,
+    Refused,
+    Settings,
+    Staged,
+    Values,
+)
+from kvd.protocol.specs import KeySpec
+from tests.core.fakes import (
+    cluster,
+    from_scheduler,
+    member,
+    members,
+    of,
+    padded_bytes,
+    session,
+    uint8,
+    view,
+    welcome,
+    worker_id,
+)
+
+
+class Harness:
+    """`sent` holds what was sent and not taken yet; attaches are answered at once."""
+
+    def __init__(
+        self,
+        rank: int = 0,
+        *,
+        servers: int = 1,
+        settings: Settings | None = None,
+        predecessor: str = "",
+        role: str = "worker",
+        credit: int = 1 << 20,
+        joined: bool = True,
+        small: int = -1,
+        batches: bool = False,
+    ) -> None:
+        self.settings = settings or cluster(2, servers)
+        self.machine = WorkerMachine(
+            WorkerSettings(credit, small_push_bytes=small, batches=batches), session(role, rank)
+        )
+        self.members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in members(2, servers)}
+        self.epoch = 0
+        self.now = 0.0
+        self.sent: list[Send] = []
+        self.effects: list[Effect] = []
+        self.done: dict[int, Complete] = {}
+        self._calls = 0
+        self.attach = True
+        self.step(Tick())
+        if joined:
+            self.step(welcome(-1 if role == "observer" else rank, predecessor))
+            self.look()
+            self.sent.clear()
+
+    def step(self, event: Any) -> list[Effect]:
+        effects = self.machine.step(event, self.now)
+        self.effects += effects
+        for complete in of(Complete, effects):
+            assert complete.call not in self.done, "a call is answered once"
+            self.done[complete.call] = complete
+        for send in of(Send, effects):
+            if isinstance(send.message, Attach) and self.attach:
+                effects = effects + self.say(send.peer, Done(send.message.request))
+            else:
+                self.sent.append(send)
+        return effects
+
+    def wait(self, seconds: float) -> list[Effect]:
+        """Time passes, and the machine is woken when it asked to be."""
+        effects: list[Effect] = []
+        end = self.now + seconds
+        while (deadline := self.machine.next_deadline()) is not None and deadline <= end:
+            self.now = max(self.now, deadline)
+            effects += self.step(Tick())
+        self.now = end
+        return effects + self.step(Tick())
+
+    def look(self, *changed: Member) -> list[Effect]:
+        for entry in changed:
+            self.members[entry.role, entry.rank] = entry
+        self.epoch += 1
+        return self.step(from_scheduler(view(self.settings, self.members.values()), (1, self.epoch)))
+
+    def say(self, peer: Any, message: Any, payload: bytes | None = None) -> list[Effect]:
+        nbytes = 0 if payload is None else len(payload)
+        sender = peer if isinstance(peer, int) else 1
+        return self.step(Received(peer, sender, Epoch(1, 1), message, payload, nbytes))
+
+    # ── calls ──
+
+    def call(self, request: requests.Request, timeout_s: float = 60.0) -> int:
+        self._calls += 1
+        self.step(LocalCall(self._calls, request, self.now + timeout_s))
+        return self._calls
+
+    def push(
+        self, *keys: str, timeout_s: float = 60.0, pull: bool = False, spec: KeySpec | None = None, **more: Any
+    ) -> int:
+        items = tuple(
+            requests.Item(key, spec or uint8(1), f"source {key}", f"target {key}" if pull else None) for key in keys
+        )
+        return self.call(requests.Transfer(items, push=True, pull=pull, **more), timeout_s)
+
+    def pull(self, *keys: str, timeout_s: float = 60.0, spec: KeySpec | None = None, **more: Any) -> int:
+        items = tuple(requests.Item(key, spec or uint8(1), None, f"target {key}") for key in keys)
+        return self.call(requests.Transfer(items, push=False, pull=True, **more), timeout_s)
+
+    def result(self, call: int) -> Any:
+        complete = self.done[call]
+        assert complete.error is None, complete.error
+        return complete.result
+
+    def error(self, call: int) -> Any:
+        return self.done[call].error
+
+    # ── what was sent ──
+
+    def take(self, kind: type[Any]) -> Send:
+        """The oldest message of this kind that was sent and not taken yet."""
+        send = next(send for send in self.sent if isinstance(send.message, kind))
+        self.sent.remove(send)
+        return send
+
+    def waiting(self, kind: type[Any]) -> list[Any]:
+        return [send.message for send in self.sent if isinstance(send.message, kind)]
+
+    def clocks(self, kind: type[Any] = Push) -> list[tuple[str, int, int]]:
+        """Key, slice and clock of everything of that kind that was sent and not taken."""
+        return [tuple(part) for message in self.waiting(kind) for part in message.parts]
+
+    # ── answers ──
+
+    def reply(self, send: Send, message: Any, payload: bytes | None = None) -> list[Effect]:
+        return self.say(send.peer, message(send.message.request), payload)  # type: ignore[union-attr]
+
+    def found(self, spec: KeySpec | None = None) -> None:
+        """The oldest Lookup is answered: the key is live."""
+        send = self.take(Lookup)
+        self.say(send.peer, KeyInfo(send.message.request, spec or uint8(1), worker_id(0)))  # type: ignore[union-attr]
+
+    def know(self, *keys: str, spec: KeySpec | None = None) -> None:
+        """The worker has heard of the keys."""
+        for key in keys:
+            call = self.call(requests.DescribeKey(key))
+            self.found(spec)
+            assert self.result(call) == (spec or uint8(1))
+
+    def staged(self) -> list[Effect]:
+        """The oldest push is staged; it stays among what was sent."""
+        send = next(send for send in self.sent if isinstance(send.message, Push))
+        return self.reply(send, Staged)
+
+    def settle(self) -> list[Effect]:
+        """The oldest push is committed."""
+        return self.reply(self.take(Push), Done)
+
+    def values(self, kind: type[Any], versions: tuple[int, ...], *parts: bytes) -> list[Effect]:
+        send = self.take(kind)
+        message = Values(send.message.request, versions)  # type: ignore[union-attr]
+        return self.say(send.peer, message, padded_bytes(parts))
+
+    def refuse(self, kind: type[Any], error: str, **more: Any) -> list[Effect]:
+        send = self.take(kind)
+        return self.say(send.peer, Refused(send.message.request, error, "because", **more))  # type: ignore[union-attr]
+
+    def restart_server(self, rank: int = 0, life: int = 1) -> list[Effect]:
+        return self.look(member("server", rank, life=life))
+
+
+def ready(*keys: str, **more: Any) -> Harness:
+    harness = Harness(**more)
+    harness.know(*(keys or ("w",)))
+    return harness

@@ -1,0 +1,398 @@
+"""Optimizer states of slices that are updated as one, part, and meet again: the bits of slices that never were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvd.compute.optimizers import SliceState
+from kvd.compute.tensors import named_dtype
+from kvd.core.machine import Apply, Contribution, Create, Export, Extent, Load, ScatterList, Span
+from kvd.errors import KvdError
+from kvd.node.jobs import JobRunner
+from kvd.node.statebook import StateBook
+from kvd.optimizer import SGD, Adam
+from kvd.protocol.messages import ABSENT, ADD, ASSIGN
+from kvd.protocol.specs import padded
+
+Bits = dict[str, bytes]
+
+MOMENTUM = SGD(learning_rate=0.1, momentum=0.9, wd=0.01)
+ADAM = Adam(learning_rate=0.01, wd=0.001)
+
+
+@dataclass
+class Server:
+    """The jobs of a server, given as its machine gives them. A list of keys is a group as long as it stays the same."""
+
+    dtype: str = "float32"
+    runner: JobRunner = field(default_factory=JobRunner)
+    current: dict[str, Span] = field(default_factory=dict)
+    groups: dict[tuple[str, ...], int] = field(default_factory=dict)
+    number: int = 0
+
+    def create(self, key: str, values: Any) -> None:
+        data = np.asarray(values, named_dtype(self.dtype)).tobytes()
+        done = self.runner.run(Create(1, key, 0, self.dtype, Span(data, 0, len(data))))
+        assert done.error is None
+        self.current[key] = Span(done.result, 0, len(data))
+        self.groups = {keys: number for keys, number in self.groups.items() if key not in keys}
+
+    def push(self, keys: Sequence[str], *given: dict[str, Any], optimizer: Any = None, how: int = ADD) -> None:
+        """A round of the keys as one group, to which each worker gave an array for each key."""
+        error = self.try_push(keys, *given, optimizer=optimizer, how=how)
+        assert error is None, error
+
+    def try_push(
+        self, keys: Sequence[str], *given: dict[str, Any], optimizer: Any = None, how: int = ADD
+    ) -> KvdError | None:
+        group = tuple(keys)
+        if group not in self.groups:
+            self.groups = {other: number for other, number in self.groups.items() if not set(other) & set(group)}
+            self.number += 1
+            self.groups[group] = self.number
+        layout, offset = [], 0
+        for key in group:
+            offset = padded(offset)
+            layout.append(Extent(key, 0, offset, self.current[key].nbytes))
+            offset += self.current[key].nbytes
+        contributions = []
+        for rank, values in enumerate(given):
+            payload = bytearray(b"\x7f" * offset)  # what lies between two slices is anything
+            for entry in layout:
+                part = np.asarray(values[entry.key], named_dtype(self.dtype)).tobytes()
+                payload[entry.offset : entry.offset + entry.nbytes] = part
+            contributions.append(Contribution(rank, 1, Span(payload, 0, offset), 1, how))
+        if how == ASSIGN:
+            contributions.append(Contribution(len(given), 1, None, 1, ABSENT))
+        current: Any = ScatterList(tuple(self.current[key] for key in group))
+        spans = [self.current[key] for key in group]
+        if all(span.buffer is spans[0].buffer for span in spans) and [span.offset for span in spans] == [
+            entry.offset for entry in layout
+        ]:
+            current = spans[0].buffer
+        job = Apply(
+            2,
+            self.groups[group],
+            tuple(layout),
+            self.dtype,
+            offset,
+            current,
+            tuple(contributions),
+            how == ASSIGN,
+            "sum",
+            optimizer,
+        )
+        done = self.runner.run(job)
+        if done.error is None:
+            for entry in layout:
+                self.current[entry.key] = Span(done.result, entry.offset, entry.nbytes)
+        return done.error
+
+    def value(self, key: str) -> Any:
+        span = self.current[key]
+        dtype = named_dtype(self.dtype)
+        return np.frombuffer(span.buffer, dtype, span.nbytes // dtype.itemsize, span.offset)
+
+    def state(self, key: str) -> tuple[int, dict[str, bytes]]:
+        """Step, and the bytes of each array."""
+        step, slots, spans = self.runner.run(Export(3, key, 0)).result
+        return step, {
+            name: bytes(span.buffer)[span.offset : span.offset + span.nbytes]
+            for (name, _), span in zip(slots, spans, strict=True)
+        }
+
+    def load(self, key: str, step: int, arrays: dict[str, Any]) -> KvdError | None:
+        payload = b""
+        for array in arrays.values():
+            payload = payload.ljust(padded(len(payload)), b"\0") + array.tobytes()
+        slots = tuple((name, array.dtype.name) for name, array in arrays.items())
+        return self.runner.run(Load(4, key, 0, step, slots, Span(payload, 0, len(payload)))).error
+
+    def everything(self) -> dict[str, Any]:
+        return {key: (self.value(key).tobytes(), self.state(key)) for key in self.current}
+
+
+SIZES = {"a": 3, "b": 1, "c": 8, "d": 5}
+
+
+def started(dtype: str = "float32", sizes: dict[str, int] | None = None) -> Server:
+    server = Server(dtype)
+    for number, (key, size) in enumerate((sizes or SIZES).items()):
+        server.create(key, np.linspace(-1, 1, size) + number)
+    return server
+
+
+def gradients(seed: int, sizes: dict[str, int] | None = None) -> dict[str, Any]:
+    random = np.random.default_rng(seed)
+    return {key: random.normal(size=size).astype(np.float32) for key, size in (sizes or SIZES).items()}
+
+
+# ── an independent calculation ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def momentum_by_hand(weight: Any, rounds: Sequence[Any]) -> tuple[Any, Any]:
+    weight, velocity = weight.astype(np.float64), np.zeros(weight.size)
+    for gradient in rounds:
+        velocity = 0.9 * velocity + gradient + 0.01 * weight
+        weight = weight - 0.1 * velocity
+    return weight, velocity
+
+
+def adam_by_hand(weight: Any, rounds: Sequence[Any]) -> tuple[Any, Any]:
+    weight, mean, square = weight.astype(np.float64), np.zeros(weight.size), np.zeros(weight.size)
+    for step, gradient in enumerate(rounds, 1):
+        gradient = gradient + 0.001 * weight
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.999 * square + 0.001 * gradient**2
+        rate = 0.01 * np.sqrt(1 - 0.999**step) / (1 - 0.9**step)
+        weight = weight - rate * mean / (np.sqrt(square) + 1e-8)
+    return weight, mean
+
+
+@pytest.mark.parametrize(("optimizer", "by_hand"), [(MOMENTUM, momentum_by_hand), (ADAM, adam_by_hand)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_fused_parted_and_fused_again_is_what_a_calculation_by_hand_gives(
+    optimizer: Any, by_hand: Callable[..., Any], dtype: str
+) -> None:
+    server = started(dtype)
+    first = {key: server.value(key).copy() for key in SIZES}
+    rounds: dict[str, list[Any]] = {key: [] for key in SIZES}
+    for step, groups in enumerate(("abcd", "abcd", "a bc d", "abcd", "b cd", "dcba", "ab", "abcd", "abcd")):
+        for group in groups.split():
+            one, two = gradients(2 * step), gradients(2 * step + 1)
+            server.push(list(group), one, two, optimizer=optimizer)
+            for key in group:
+                rounds[key].append(one[key].astype(np.float64) + two[key])
+    for key in SIZES:
+        weight, slot = by_hand(first[key], rounds[key])
+        np.testing.assert_allclose(server.value(key), weight, rtol=2e-5, atol=1e-6)
+        step, arrays = server.state(key)
+        assert step == len(rounds[key])
+        kept = [np.frombuffer(data, named_dtype(dtype)) for data in arrays.values()]
+        assert any(np.allclose(array, slot, rtol=1e-4, atol=1e-6) for array in kept)
+
+
+# ── the bits of keys that were never fused ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_any_grouping_gives_the_bits_of_keys_that_were_never_fused(seed: int, dtype: str) -> None:
+    random = Random(seed)
+    sizes = {key: random.choice([0, 1, 3, 8, 17]) for key in "abcdef"}
+    mixed, alone = started(dtype, sizes), started(dtype, sizes)
+    optimizer: Any = MOMENTUM
+    groups = [list(sizes)]
+    for step in range(40):
+        whim = random.random()
+        if whim < 0.2:
+            keys = random.sample(list(sizes), len(sizes))
+            cuts = sorted(random.sample(range(1, len(keys)), random.randrange(3)))
+            groups = [keys[low:high] for low, high in zip([0, *cuts], [*cuts, len(keys)], strict=True)]
+        elif whim < 0.3:
+            source, target = random.choice(list(sizes)), random.choice(list(sizes))
+            if sizes[source] == sizes[target]:  # a state that was exported is loaded elsewhere
+                for server in (mixed, alone):
+                    number, slots = server.state(source)
+                    arrays = {name: np.frombuffer(data, np.float32) for name, data in slots.items()}
+                    assert server.load(target, number, arrays) is None
+        elif whim < 0.34:
+            optimizer = ADAM if optimizer is MOMENTUM else MOMENTUM
+            for server in (mixed, alone):
+                server.runner.reset()
+        elif whim < 0.38:
+            values = gradients(step, sizes)
+            mixed.push(groups[0], values, how=ASSIGN)
+            for key in groups[0]:
+                alone.push([key], values, how=ASSIGN)
+        elif whim < 0.42:
+            key = random.choice(list(sizes))
+            for server in (mixed, alone):
+                server.create(key, np.ones(sizes[key]))
+        given = gradients(100 + step, sizes), gradients(200 + step, sizes)
+        for group in groups[: random.randrange(1, len(groups) + 1)]:
+            mixed.push(group, *given, optimizer=optimizer)
+            for key in group:
+                alone.push([key], *given, optimizer=optimizer)
+        assert {key: mixed.value(key).tobytes() for key in sizes} == {
+            key: alone.value(key).tobytes() for key in sizes
+        }, step
+        for key in sizes:
+            if sizes[key]:  # an empty slice has no state that could matter
+                assert mixed.state(key) == alone.state(key), (step, key)
+
+
+def test_steps_that_differ_stay_each_slice_s_own() -> None:
+    """As a checkpoint of one key is loaded while it is in a group: Adam divides by a power of its own step."""
+    mixed, alone = started(), started()
+    for server, groups in ((mixed, ["abcd"]), (alone, list("abcd"))):
+        for group in groups:
+            server.push(list(group), gradients(1), optimizer=ADAM)
+        slots = {name: np.frombuffer(data, np.float32) for name, data in server.state("b")[1].items()}
+        assert server.load("b", 50, slots) is None
+        for step in range(3):
+            for group in groups:
+                server.push(list(group), gradients(2 + step), optimizer=ADAM)
+    assert mixed.everything() == alone.everything()
+    assert [mixed.state(key)[0] for key in "abcd"] == [4, 53, 4, 4]
+
+
+# ── failing updates ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_unit_whose_update_fails_in_one_slice_changes_nothing_in_the_others() -> None:
+    """A state of the wrong dtype for c: the update of the group is refused, as often as it is made again."""
+    server = started()
+    server.push(list("abcd"), gradients(1), optimizer=MOMENTUM)
+    wrong = {"slot/momentum": np.zeros(SIZES["c"], np.float64)}
+    assert server.load("c", 1, wrong) is None
+    before = server.everything()
+    for _ in range(3):
+        assert server.try_push(list("abcd"), gradients(2), optimizer=MOMENTUM) is not None
+    assert server.everything() == before
+    after = started()
+    after.push(list("abcd"), gradients(1), optimizer=MOMENTUM)
+    right = {name: np.frombuffer(data, np.float32) for name, data in after.state("c")[1].items()}
+    assert server.load("c", 1, right) is None
+    for one in (server, after):
+        one.push(list("abcd"), gradients(2), optimizer=MOMENTUM)
+    assert server.everything() == after.everything()
+
+
+def test_a_state_of_the_wrong_dtype_does_not_spread_to_the_slices_it_is_fused_with() -> None:
+    server = started()
+    wrong = {"slot/momentum": np.zeros(SIZES["a"], np.float64)}
+    for key in "abc":
+        server.push([key], gradients(1), optimizer=MOMENTUM)
+    assert server.load("a", 1, wrong) is None
+    expected = server.state("b")
+    assert server.try_push(list("abc"), gradients(2), optimizer=MOMENTUM) is not None
+    assert server.state("b") == expected
+    assert server.try_push(list("bc"), gradients(2), optimizer=MOMENTUM) is None
+    assert server.state("b")[0] == 2
+
+
+# ── the book itself ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def layout_of(*sizes: int) -> tuple[Extent, ...]:
+    """Slices k0, k1 … of so many float32."""
+    entries, offset = [], 0
+    for number, size in enumerate(sizes):
+        offset = padded(offset)
+        entries.append(Extent(f"k{number}", 0, offset, 4 * size))
+        offset += 4 * size
+    return tuple(entries)
+
+
+def state(step: int, *values: float) -> SliceState:
+    return SliceState(step, None, {"momentum": np.asarray(values, np.float32)})
+
+
+def test_states_that_agree_become_one_and_what_lies_between_is_zero() -> None:
+    book = StateBook()
+    for number, size in enumerate((1, 2, 1)):
+        book.put((f"k{number}", 0), state(3, *[number + 1.0] * size), size)
+    (piece,) = book.of_unit(1, layout_of(1, 2, 1), 4)
+    assert (piece.start, piece.stop, piece.state.step) == (0, 5, 3)
+    assert piece.state.slots["momentum"].tolist() == [1, 0, 2, 2, 3]
+    assert book.of_unit(1, layout_of(1, 2, 1), 4)[0].state is piece.state
+    assert book.of_slice(("k1", 0)).slots["momentum"].tolist() == [2, 2]
+    assert np.shares_memory(book.of_slice(("k1", 0)).slots["momentum"], piece.state.slots["momentum"])
+    assert book.of_slice(("unknown", 0)) == SliceState()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        state(4, 1.0),
+        SliceState(3, np.zeros(1, np.float32), {"momentum": np.zeros(1, np.float32)}),
+        SliceState(3, None, {"mean": np.zeros(1, np.float32)}),
+        SliceState(3, None, {"momentum": np.zeros(1, np.float64)}),
+        SliceState(3),
+    ],
+)
+def test_states_that_do_not_agree_stay_pieces(other: SliceState) -> None:
+    book = StateBook()
+    book.put(("k0", 0), state(3, 1.0), 1)
+    book.put(("k1", 0), other, 1)
+    pieces = book.of_unit(1, layout_of(1, 1), 4)
+    assert [(piece.start, piece.stop) for piece in pieces] == [(0, 1), (2, 3)]
+    assert pieces[1].state is other
+
+
+def test_a_state_that_is_put_into_the_middle_leaves_the_others_theirs() -> None:
+    book = StateBook()
+    layout = layout_of(2, 2, 2)
+    for number in range(3):
+        book.put((f"k{number}", 0), state(3, number, number), 2)
+    book.of_unit(1, layout, 4)
+    book.put(("k1", 0), state(9, 7.0, 8.0), 2)
+    pieces = book.of_unit(1, layout, 4)
+    assert [(piece.start, piece.stop, piece.state.step) for piece in pieces] == [(0, 2, 3), (2, 4, 9), (4, 6, 3)]
+    assert [book.of_slice((f"k{number}", 0)).slots["momentum"].tolist() for number in range(3)] == [
+        [0, 0],
+        [7, 8],
+        [2, 2],
+    ]
+    book.put(("k1", 0), state(3, 5.0, 5.0), 2)
+    (piece,) = book.of_unit(1, layout, 4)  # they agree again: one update for all of them
+    assert piece.state.slots["momentum"].tolist() == [0, 0, 5, 5, 2, 2]
+
+
+def test_empty_slices_take_states_again_and_again_and_no_memory() -> None:
+    book = StateBook()
+    layout = layout_of(0, 2, 0, 0, 2, 0)
+    book.of_unit(1, layout, 4)
+    for step in range(40):
+        for number in (0, 2, 3, 5):
+            book.put((f"k{number}", 0), state(step), 0)
+    assert len(book.of_unit(1, layout, 4)) <= 6
+    assert book.of_slice(("k0", 0)).step == 39
+    book.put(("k1", 0), state(7, 1.0, 2.0), 2)
+    assert [book.of_slice((f"k{number}", 0)).step for number in (0, 1, 4)] == [39, 7, 0]
+
+
+def test_who_parts_takes_its_own_bytes_and_keeps_nobody_elses() -> None:
+    """A key that is not pushed any more must not hold the memory of all that it was once together with."""
+    book = StateBook()
+    for number in range(3):
+        book.put((f"k{number}", 0), state(3, *[number] * 4), 4)
+    (whole,) = book.of_unit(1, layout_of(4, 4, 4), 4)
+    (alone,) = book.of_unit(2, (Extent("k1", 0, 0, 16),), 4)
+    assert alone.state.slots["momentum"].tolist() == [1] * 4
+    kept = [book.of_slice((f"k{number}", 0)).slots["momentum"] for number in range(3)]
+    assert [array.tolist() for array in kept] == [[0] * 4, [1] * 4, [2] * 4]
+    for array in kept:
+        assert not np.shares_memory(array, whole.state.slots["momentum"])
+        assert array.base is None or array.base.nbytes == 16
+
+
+def test_a_slice_that_is_made_anew_starts_anew_and_the_others_go_on() -> None:
+    book = StateBook()
+    for number in range(2):
+        book.put((f"k{number}", 0), state(3, number), 1)
+    book.of_unit(1, layout_of(1, 1), 4)
+    book.drop(("k0", 0))
+    book.drop(("never", 0))
+    assert book.of_slice(("k0", 0)) == SliceState()
+    assert book.of_slice(("k1", 0)).step == 3
+    pieces = book.of_unit(2, layout_of(1, 1), 4)
+    assert [piece.state.step for piece in pieces] == [0, 3]
+
+
+def test_a_unit_that_is_renewed_is_one_piece_with_nothing_in_it() -> None:
+    book = StateBook()
+    for number in range(2):
+        book.put((f"k{number}", 0), state(3 + number, number), 1)
+    book.renew(1, layout_of(1, 1), 4)
+    (piece,) = book.of_unit(1, layout_of(1, 1), 4)
+    assert (piece.start, piece.stop, piece.state) == (0, 3, SliceState())
+    book.clear()
+    assert book.of_unit(1, layout_of(1, 1), 4)[0].state is not piece.state

@@ -1,0 +1,291 @@
+"""Messages to bytes and back: every message, at its limits, and one beyond them."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvd.errors import ProtocolError
+from kvd.protocol.codec import MAX_HEADER_BYTES, VERSION, Decoded, decode, encode
+from kvd.protocol.messages import (
+    BIGGEST,
+    MAX_PARTS,
+    Done,
+    Enter,
+    Epoch,
+    HeartbeatAck,
+    Init,
+    Join,
+    KeyInfo,
+    Limit,
+    Part,
+    Pull,
+    Push,
+    Quiet,
+    Refused,
+    SetOptimizer,
+    Settings,
+    State,
+    StatusQuery,
+    View,
+)
+from kvd.protocol.specs import MAX_KEY_NBYTES, KeySpec
+from tests.protocol.strategies import KINDS, messages_of, numbers
+
+VIEW = Epoch(3, 9)
+SETTINGS = Settings("sync", "sum", -1, 2, 4096, 2, 1, 64)
+
+# ── round trips ──
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.__name__))
+@given(data=st.data())
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+def test_every_message_comes_back_as_it_was(kind: type[Any], data: st.DataObject) -> None:
+    message = data.draw(messages_of(kind))
+    sender = data.draw(numbers(Limit(0, BIGGEST)))
+    view = Epoch(data.draw(numbers(Limit(0, BIGGEST))), data.draw(numbers(Limit(0, BIGGEST))))
+    header = encode(message, sender, view)
+    decoded: Decoded = decode(header)
+    assert type(decoded.message) is kind
+    assert decoded.message == message
+    assert (decoded.sender, decoded.epoch) == (sender, view)
+    assert isinstance(decoded.epoch, Epoch)
+    assert decode(memoryview(header)) == decoded
+    assert encode(decoded.message, sender, view) == header
+
+
+def test_every_message_has_a_number_of_its_own() -> None:
+    assert len({kind.KIND for kind in KINDS}) == len(KINDS)
+
+
+def test_records_come_back_as_records() -> None:
+    message = decode(encode(Pull(1, (Part("w", 2, 3),)), 7, VIEW)).message
+    assert isinstance(message, Pull)
+    assert message.parts[0].slice_index == 2
+
+
+def test_the_bytes_of_a_message_are_fixed() -> None:
+    assert encode(Done(5), 7, VIEW) == bytes([0x96, VERSION, 16, 7, 3, 9, 5])
+    spec = KeySpec("int8", (2, 3), 4096)
+    assert msgpack.unpackb(encode(Init(5, "w", spec, 1), 7, VIEW)) == [
+        VERSION, 33, 7, 3, 9, 5, "w", ["int8", [2, 3], 4096], 1,
+    ]  # fmt: skip
+
+
+# ── limits, and one beyond ──
+
+
+def fields_of(message: Any) -> list[Any]:
+    body: list[Any] = msgpack.unpackb(encode(message, 7, VIEW))
+    return body
+
+
+def packed(body: object) -> bytes:
+    header: bytes = msgpack.packb(body)
+    return header
+
+
+def accepts(body: object) -> bool:
+    try:
+        decode(packed(body))
+    except ProtocolError:
+        return False
+    return True
+
+
+def changed(message: Any, position: int, value: object) -> list[Any]:
+    body = fields_of(message)
+    body[5 + position] = value
+    return body
+
+
+JOIN = Join(1, "worker", "node", "tcp://h:1", "host", 12, -1, SETTINGS)
+PUSH = Push(1, (Part("w", 0, 1),), 0, 1, False)
+SPEC = ["float32", [2, 3], 4096]
+
+
+@pytest.mark.parametrize(
+    ("message", "position", "good", "bad"),
+    [
+        (Done(1), 0, [0, BIGGEST], [-1, BIGGEST + 1, 1 << 63]),
+        (JOIN, 6, [-1, BIGGEST], [-2, BIGGEST + 1]),
+        (Enter(1, "b", 0), 1, ["x", "x" * 200, "é" * 200], ["", "x" * 201]),
+        (JOIN, 2, ["", "x" * 128], ["x" * 129]),
+        (JOIN, 3, ["", "x" * 108], ["x" * 109]),
+        (Refused(1, "e", "t"), 2, ["", "x" * 1000], ["x" * 1001]),
+        (PUSH, 2, [0, 2], [-1, 3]),
+        (PUSH, 1, [[["w", 0, -1]], [["w", 0, 1]] * MAX_PARTS], [[], [["w", 0, 1]] * (MAX_PARTS + 1)]),
+        (PUSH, 1, [[["x" * 200, BIGGEST, BIGGEST]]], [[["x" * 201, 0, 1]], [["", 0, 1]], [["w", -1, 1]]]),
+        (PUSH, 1, [[["w", 0, 1]]], [[["w", 0, -2]], [["w", 0, BIGGEST + 1]], [["w", BIGGEST + 1, 1]]]),
+        (PUSH, 1, [[["w", 0, 1]]], [[["w", 0]], [["w", 0, 1, 1]], [["w", True, 1]], [["w", 0, 1.0]], [b"w"], ["w01"]]),
+        (KeyInfo(1, KeySpec("int8", (), 4096), 0), 1, [["int8", [], 4096], ["int8", [1] * 32, 16 << 20]],
+         [["int8", [1] * 33, 4096], ["int8", [], 4032], ["int8", [], (16 << 20) + 64], ["int8", [], 4097]]),
+        (KeyInfo(1, KeySpec("int8", (), 4096), 0), 1, [["int8", [MAX_KEY_NBYTES], 4096]],
+         [["int8", [MAX_KEY_NBYTES + 1], 4096], ["int16", [], 4096], ["", [], 4096], ["int8", [-1], 4096]]),
+        (KeyInfo(1, KeySpec("int8", (), 4096), 0), 1, [["float64", [0, MAX_KEY_NBYTES], 4096]],
+         [["float64", [MAX_KEY_NBYTES], 4096], ["int8", [MAX_KEY_NBYTES] * 32, 4096], ["int8", 3, 4096], SPEC[:2]]),
+        (State(1, 1, ()), 2, [[], [["m", "float32"]] * 16], [[["m", "float32"]] * 17, [["m"]], [["m", 3]], ["mf"]]),
+        (HeartbeatAck(()), 0, [[], [["worker", 1, 0.5]] * 200], [[["worker", 1, 0.5]] * 201, [["", 1, 0.5]]]),
+        (View(SETTINGS, (), ()), 2, [[], [0] * 4096], [[0] * 4097, [-1]]),
+        (View(SETTINGS, (), ()), 0, [list(SETTINGS)], [list(SETTINGS)[:-1], [*SETTINGS, 0], {}, "x" * 8]),
+    ],
+)  # fmt: skip
+def test_limits(message: Any, position: int, good: list[Any], bad: list[Any]) -> None:
+    assert [value for value in good if not accepts(changed(message, position, value))] == []
+    assert [value for value in bad if accepts(changed(message, position, value))] == []
+
+
+# What takes the place of a value of each type without being one. 1.0 and True equal 1, and are no whole numbers.
+JUNK: list[Any] = [None, True, 1.5, b"x", {}, {"a": 1}, [], [[]], "", "x", 1, -5]
+REAL = HeartbeatAck((Quiet("worker", 1, 0.5),))
+
+
+@pytest.mark.parametrize(
+    ("message", "position", "accepted"),
+    [
+        (Done(1), 0, [1]),
+        (Enter(1, "b", 0), 1, ["x"]),
+        (Refused(1, "e", "t"), 2, ["", "x"]),
+        (PUSH, 4, [True]),
+        (PUSH, 1, []),
+        (HeartbeatAck(()), 0, [[]]),
+        (KeyInfo(1, KeySpec("int8", (), 4096), 0), 1, []),
+        (View(SETTINGS, (), ()), 0, []),
+        (Refused(1, "e", "t"), 6, [1.5, 1, -5]),
+        (SetOptimizer(1, None), 1, JUNK),
+    ],
+)
+def test_only_the_type_of_the_field_is_taken(message: Any, position: int, accepted: list[Any]) -> None:
+    taken = [value for value in JUNK if accepts(changed(message, position, value))]
+    assert [(type(value), value) for value in taken] == [(type(value), value) for value in accepted]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_numbers_are_finite(value: float) -> None:
+    assert not accepts(changed(Refused(1, "e", "t"), 6, value))
+    assert not accepts(changed(REAL, 0, [["worker", 1, value]]))
+
+
+def test_a_whole_number_stands_for_a_real_one() -> None:
+    message = decode(packed(changed(Refused(1, "e", "t"), 6, 2))).message
+    assert isinstance(message, Refused)
+    assert type(message.last_seen_s) is float
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.__name__))
+@pytest.mark.parametrize("difference", [-1, 1])
+@given(data=st.data())
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_message_has_exactly_its_fields(kind: type[Any], difference: int, data: st.DataObject) -> None:
+    body = fields_of(data.draw(messages_of(kind)))
+    with pytest.raises(ProtocolError):
+        decode(packed(body[:-1] if difference < 0 else [*body, 0]))
+
+
+# ── the envelope ──
+
+
+@pytest.mark.parametrize("version", [0, VERSION + 1, -1, True, 1.0, "1", None, [1], 1 << 63])
+def test_another_version_is_named_in_the_error(version: object) -> None:
+    with pytest.raises(ProtocolError, match=rf"speaks {VERSION}: run the same kvd version"):
+        decode(packed([version, *fields_of(Done(1))[1:]]))
+
+
+@pytest.mark.parametrize("position", [1, 2, 3, 4])
+@pytest.mark.parametrize("value", [-1, BIGGEST + 1, True, 1.0, None, "1", b"1", [], {}])
+def test_kind_sender_and_view_are_wholenumbers(position: int, value: object) -> None:
+    body = fields_of(Done(1))
+    body[position] = value
+    with pytest.raises(ProtocolError, match="whole numbers"):
+        decode(packed(body))
+
+
+@pytest.mark.parametrize("kind", [0, 10, 15, 18, 31, 47, 59, 255, BIGGEST])
+def test_an_unknown_kind_is_refused(kind: int) -> None:
+    with pytest.raises(ProtocolError, match=f"no message has kind {kind}$"):
+        decode(packed([VERSION, kind, 7, 3, 9, 1]))
+
+
+@pytest.mark.parametrize("body", [[], [1, 2, 3, 4], {}, "x", 5, None, {"a": 1}, True, b"abc", 1.5])
+def test_a_header_is_a_list_of_five_and_more(body: object) -> None:
+    with pytest.raises(ProtocolError, match="a header is a msgpack list"):
+        decode(packed(body))
+
+
+def test_a_header_may_be_64_kib_long_and_no_longer() -> None:
+    length = MAX_HEADER_BYTES - len(encode(SetOptimizer(1, "x" * 60000), 7, VIEW)) + 60000
+    header = encode(SetOptimizer(1, "x" * length), 7, VIEW)
+    assert len(header) == MAX_HEADER_BYTES
+    assert decode(header).message == SetOptimizer(1, "x" * length)
+    with pytest.raises(ProtocolError, match="a SetOptimizer of 65537 bytes is over the limit"):
+        encode(SetOptimizer(1, "x" * (length + 1)), 7, VIEW)
+    with pytest.raises(ProtocolError, match="a header of 65537 bytes is over the limit"):
+        decode(header + b"x")
+
+
+def test_a_refusal_that_is_too_long_to_be_read_is_cut_when_it_is_sent() -> None:
+    missing = tuple(f"worker {rank}" for rank in range(250))
+    sent = Refused(1, "BarrierBroken", f"barrier '\U0010ffff' waits for {', '.join(missing)}", missing)
+    message = decode(encode(sent, 7, VIEW)).message
+    assert isinstance(message, Refused)
+    assert message.text == sent.text[:997] + "..."
+    assert message.nodes == missing[:200]
+
+
+def test_the_largest_push_that_a_worker_packs_fits_into_a_header() -> None:
+    parts = tuple(Part(f"layer{index:04}.weight", index, 1 << 20) for index in range(MAX_PARTS))
+    assert decode(encode(Push(1, parts, 0, 1, True), 7, VIEW)).message == Push(1, parts, 0, 1, True)
+
+
+@pytest.mark.parametrize("header", [
+    b"",
+    b"\xc1",  # never used in msgpack
+    encode(StatusQuery(1), 7, VIEW)[:-1],  # truncated
+    encode(StatusQuery(1), 7, VIEW) + b"\x00",  # something after it
+    b"\xdd\xff\xff\xff\xff",  # a list of 4 G entries
+    b"\xdb\xff\xff\xff\xff",  # a text of 4 GB
+    b"\xdf\xff\xff\xff\xff",  # a map of 4 G entries
+    b"\xc9\xff\xff\xff\xff\x01",  # an extension of 4 GB
+    b"\x91" * 3000 + b"\xc0",  # nested deeper than the unpacker goes
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+])  # fmt: skip
+def test_bytes_that_are_no_header(header: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(header)
+
+
+def _with_field(raw: bytes) -> bytes:
+    """A Refused whose text is replaced by raw msgpack."""
+    return bytes([0x9C, VERSION, 17, 7, 3, 9, 1]) + b"\xa1e" + raw + b"\x90\xa0\x00\x00"
+
+
+@pytest.mark.parametrize("raw", [
+    b"\xa3\xed\xa0\x80",  # a lone surrogate
+    b"\xa1\xff",  # no UTF-8
+    b"\xa2\xc0\x80",  # an overlong NUL
+    b"\xd4\x01\x00",  # an extension type
+    b"\xc7\x00\x05",  # an empty extension
+    b"\xd6\xff" + struct.pack(">I", 1),  # a timestamp
+    b"\x81\x01\x02",  # a map with a number as its key
+    b"\x81\x90\xc0",  # a map with a list as its key
+    *[b"\x91" * depth + b"\xc0" for depth in (10, 400, 500, 900, 1000, 1010)],
+])  # fmt: skip
+def test_a_field_of_another_kind_of_msgpack(raw: bytes) -> None:
+    assert isinstance(decode(_with_field(b"\xa1t")).message, Refused)
+    with pytest.raises(ProtocolError):
+        decode(_with_field(raw))
+
+
+@pytest.mark.parametrize("depth", [400, 900, 1010])
+@pytest.mark.parametrize("position", [0, 1, 2, 3, 4, 5])
+def test_deep_nesting_anywhere_is_a_protocol_error(position: int, depth: int) -> None:
+    pieces = [bytes([number]) for number in (VERSION, 8, 7, 3, 9, 1)]
+    pieces[position] = b"\x91" * depth + b"\xc0"
+    with pytest.raises(ProtocolError):
+        decode(b"\x96" + b"".join(pieces))

@@ -1,0 +1,296 @@
+"""The tests are tested: broken builds of the machines, each of which a checker has to catch within some seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvd.core.machine import Contribution, Received
+from kvd.core.server import groups as groups_module
+from kvd.core.server.batches import BatchTable
+from kvd.core.server.groups import FusedGroup
+from kvd.core.server.machine import ServerMachine
+from kvd.core.server.rounds import PushStatus, SliceLog
+from kvd.core.worker.keys import WorkerKey
+from kvd.core.worker.machine import WorkerMachine
+from kvd.core.worker.outbox import Entry, Outbox
+from kvd.node.statebook import StateBook
+from kvd.protocol.messages import SliceId
+from kvd.testing.campaign import CAMPAIGNS, Campaign, undisturbed_bits
+from kvd.testing.mishaps import Mishaps
+from kvd.testing.network import NASTY, Faults
+from kvd.testing.simulator import Violation
+
+SEEDS = 25
+CALM_BUT_OUT_OF_ORDER = Faults(delay_s=(0.0005, 0.2), duplicates=0.3, ordered=False)
+
+
+def caught(campaign: Campaign, seeds: int = SEEDS) -> str:
+    """What the checkers say of the first seed that they catch something in."""
+    for seed in range(seeds):
+        try:
+            campaign.run(seed)
+        except AssertionError as violation:
+            return str(violation)
+    return ""
+
+
+def ack_before_applied(patch: pytest.MonkeyPatch) -> None:
+    """A push is acknowledged when its round is closed, before its update is done."""
+    patch.setattr(SliceLog, "committed_clock", SliceLog.counted_clock)
+    advance = ServerMachine._advance
+
+    def hasty(server: ServerMachine, group: FusedGroup) -> None:
+        advance(server, group)
+        group.waiting = [waiting for waiting in group.waiting if not server._settle(group, waiting)]
+
+    patch.setattr(ServerMachine, "_advance", hasty)
+
+
+def every_push_is_next(patch: pytest.MonkeyPatch) -> None:
+    """The clock of a push is not looked at."""
+    patch.setattr(SliceLog, "turn", lambda log, rank, clock: PushStatus.NEXT)
+
+
+def replaced_may_go_on(patch: pytest.MonkeyPatch) -> None:
+    """A server goes on taking the pushes of an incarnation whose rank another one has, which does not fall silent."""
+    patch.setattr(WorkerMachine, "_fall_silent", lambda worker: None)
+    rank_of = ServerMachine._rank_of
+    known: dict[tuple[int, int], int] = {}
+
+    def forgiving(server: ServerMachine, event: Received, request: int) -> int | None:
+        member = server._workers.get(event.sender)
+        if member is not None:
+            known[id(server), event.sender] = member
+        rank = known.get((id(server), event.sender))
+        return rank if rank is not None else rank_of(server, event, request)
+
+    patch.setattr(ServerMachine, "_rank_of", forgiving)
+
+
+def order_of_arrival(patch: pytest.MonkeyPatch) -> None:
+    """A round is merged in the order in which its contributions came."""
+
+    def take(log: SliceLog, required: Iterable[int]) -> tuple[Contribution, ...] | None:
+        clock = log.closed + 1
+        contributions = log._rounds.get(clock)
+        if not contributions or log.missing(clock, required):
+            return None
+        del log._rounds[clock]
+        return tuple(contributions.values())
+
+    patch.setattr(SliceLog, "_take_round", take)
+
+
+def no_window(patch: pytest.MonkeyPatch) -> None:
+    """Workers run ahead as far as they like, and servers take it."""
+
+    def turn(log: SliceLog, rank: int, clock: int) -> PushStatus:
+        staged = log.staged_clock(rank)
+        return PushStatus.KNOWN if clock <= staged else PushStatus.NEXT if clock == staged + 1 else PushStatus.WRONG
+
+    patch.setattr(SliceLog, "turn", turn)
+    patch.setattr(WorkerKey, "holds_back", lambda key, window: False)
+
+
+def unclosed_stays(patch: pytest.MonkeyPatch) -> None:
+    """What a predecessor had staged is not dropped when its successor comes."""
+    patch.setattr(SliceLog, "drop_unclosed", lambda log, rank: None)
+
+
+def incomplete_rounds(patch: pytest.MonkeyPatch) -> None:
+    """A round is closed with whoever is there."""
+    patch.setattr(SliceLog, "missing", lambda log, clock, required: [])
+
+
+def no_staleness_bound(patch: pytest.MonkeyPatch) -> None:
+    """The bound of the staleness is not looked at."""
+    patch.setattr(SliceLog, "slowest", lambda log, required: 1 << 40)
+
+
+def any_version_does(patch: pytest.MonkeyPatch) -> None:
+    """A pull is answered with what is current, whatever it asked for."""
+    patch.setattr(SliceLog, "at_version", lambda log, version: log.current)
+    patch.setattr(SliceLog, "committed_clock", lambda log, rank: 1 << 40)
+
+
+def copies_after_the_end(patch: pytest.MonkeyPatch) -> None:
+    """Values that come after a call was answered are written into the program's memory all the same."""
+    copy = WorkerMachine._copy_values
+
+    def careless(machine: WorkerMachine, call: Any, *rest: Any) -> None:
+        completed, call.completed = call.completed, False
+        copy(machine, call, *rest)
+        call.completed = completed
+
+    patch.setattr(WorkerMachine, "_copy_values", careless)
+
+
+def clocks_start_anew(patch: pytest.MonkeyPatch) -> None:
+    """A restarted worker does not ask where its predecessor stood."""
+
+    def take_up(machine: WorkerMachine, key: WorkerKey, clocks: Collection[Any], then: Callable[[None], None]) -> None:
+        key.state = 2
+        then(None)
+
+    patch.setattr(WorkerMachine, "_take_up", take_up)
+
+
+def parting_forgets_what_is_staged(patch: pytest.MonkeyPatch) -> None:
+    """The clocks of a group go to its slices, the contributions do not."""
+    patch.setattr(SliceLog, "part", lambda log, current, previous, *place: log.like(current, previous))
+
+
+def parting_forgets_who_waits(patch: pytest.MonkeyPatch) -> None:
+    """Who waited for the group waits for its first slice only."""
+
+    def part(waiting: Any, slices: Any, groups: Any) -> None:
+        own = waiting.slice.position if waiting.slice is not None else 0
+        groups[own].waiting.append(waiting._replace(slice=slices[own]))
+
+    patch.setattr(groups_module, "_part_waiting", part)
+
+
+def parting_mixes_up_the_bytes(patch: pytest.MonkeyPatch) -> None:
+    """Each slice takes the first bytes of what was staged for all of them."""
+    part = Contribution.part
+    patch.setattr(Contribution, "part", lambda given, offset, nbytes: part(given, 0, nbytes))
+
+
+def fusing_ignores_the_logs(patch: pytest.MonkeyPatch) -> None:
+    """Slices become one group though they have come to different clocks, or something is staged for them."""
+    patch.setattr(SliceLog, "stands_like", lambda log, other: (log.previous is None) == (other.previous is None))
+
+
+def parting_in_the_middle_of_an_update(patch: pytest.MonkeyPatch) -> None:
+    """Slices are parted while the update of their group is under way, which then comes back to nobody."""
+    patch.setattr(FusedGroup, "is_quiescent", property(lambda group: True))
+    part = SliceLog.part
+
+    def hasty(log: SliceLog, *rest: Any) -> SliceLog:
+        closing, log.closing = log.closing, None
+        parted = part(log, *rest)
+        log.closing = closing
+        return parted
+
+    patch.setattr(SliceLog, "part", hasty)
+
+
+def pack_numbers_are_used_again(patch: pytest.MonkeyPatch) -> None:
+    """A number means other slice_ids once it was declared for them, and all workers share the numbers."""
+    declare = BatchTable.declare
+
+    def shared(table: BatchTable, sender: int, number: int, slice_ids: tuple[SliceId, ...]) -> None:
+        declare(table, sender, number, slice_ids)
+        batch = table.find(sender, number)
+        assert batch is not None
+        for batches in table._of.values():
+            batches[number] = batch
+
+    patch.setattr(BatchTable, "declare", shared)
+
+
+def units_start_with_new_states(patch: pytest.MonkeyPatch) -> None:
+    """What a slice's optimizer remembered is lost when it comes into another group."""
+    leave = StateBook._leave
+
+    def forget(book: StateBook, place: Any) -> Any:
+        return type(leave(book, place))()
+
+    patch.setattr(StateBook, "_leave", forget)
+
+
+def small_pushes_are_taken_for_staged(patch: pytest.MonkeyPatch) -> None:
+    """A small push counts as staged as soon as it is sent."""
+    sent = Outbox._sent
+
+    def hasty(outbox: Outbox, entry: Entry, now: float) -> Any:
+        effect = sent(outbox, entry, now)
+        if entry.is_small:
+            outbox.staged(entry, now)
+        return effect
+
+    patch.setattr(Outbox, "_sent", hasty)
+
+
+def sources_are_not_kept(patch: pytest.MonkeyPatch) -> None:
+    """A push that the program gave up is sent again from the program's memory."""
+    patch.setattr(Outbox, "replace_sources", lambda *rest: None)
+
+
+def refusals_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A push that was refused and comes again is taken for a new one."""
+    patch.setattr(SliceLog, "refusal", lambda *rest: None)
+
+
+def changes_are_lost_at_parting(patch: pytest.MonkeyPatch) -> None:
+    """Hyperparameters that were to change with a later round of a group do not change for its slices."""
+    parted = groups_module.parted
+
+    def forgetful(group: FusedGroup, number: Callable[[], int]) -> list[FusedGroup]:
+        group.changes = []
+        return parted(group, number)
+
+    patch.setattr("kvd.core.server.keys.parted", forgetful)
+
+
+QUIET = Mishaps(within_s=4.0)
+LATE_SUCCESSORS = Campaign("mixed", mishaps=Mishaps(within_s=6.0, crashes=4, restart_after_s=(11.0, 15.0)))
+NASTY_TRAINING = Campaign("list training", mishaps=Mishaps(within_s=25.0), faults=NASTY)
+HAUNTED = Campaign("lives", mishaps=Mishaps(ghosts=5))
+PUSHY = Campaign("ledger", mishaps=Mishaps(pauses=3), faults=CALM_BUT_OUT_OF_ORDER)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "campaign", "complaint"),
+    [
+        (ack_before_applied, Campaign("ledger", mishaps=QUIET), "is not there"),
+        (ack_before_applied, Campaign("lives", mode="async", mishaps=QUIET), "is not there"),
+        (every_push_is_next, PUSHY, "counts|holds|staged bytes|not there"),
+        (every_push_is_next, replace(PUSHY, mode="async"), "counts|holds|staged bytes|not there"),
+        (replaced_may_go_on, HAUNTED, "not there|count"),
+        (order_of_arrival, Campaign("rounds"), "other bits"),
+        (order_of_arrival, Campaign("training"), "undisturbed"),
+        (no_window, Campaign("ledger", mishaps=Mishaps(pauses=3)), "staged bytes"),
+        (unclosed_stays, Campaign("lives"), "not there|count"),
+        (incomplete_rounds, Campaign("rounds"), ""),
+        (no_staleness_bound, Campaign("ledger", mode="async", staleness=1), "the slowest has made"),
+        (any_version_does, Campaign("rounds", mishaps=QUIET), "other bits|brought"),
+        (copies_after_the_end, Campaign("rounds", mishaps=Mishaps(pauses=6, longest_pause_s=18.0)), "Copy into"),
+        (clocks_start_anew, Campaign("training"), ""),
+        (parting_forgets_what_is_staged, Campaign("mixed"), ""),
+        (parting_forgets_who_waits, Campaign("lists"), "not there"),
+        (parting_mixes_up_the_bytes, Campaign("mixed"), "other bits"),
+        (parting_mixes_up_the_bytes, Campaign("list training", mishaps=QUIET), "undisturbed"),
+        (fusing_ignores_the_logs, LATE_SUCCESSORS, "other bits"),
+        (parting_in_the_middle_of_an_update, Campaign("lists", mode="async", job_s=(0.0, 0.5)), ""),
+        (pack_numbers_are_used_again, Campaign("mixed"), ""),
+        (units_start_with_new_states, Campaign("list training", mishaps=QUIET), "undisturbed"),
+        (small_pushes_are_taken_for_staged, NASTY_TRAINING, "undisturbed"),
+        (changes_are_lost_at_parting, Campaign("list training"), "undisturbed"),
+        (sources_are_not_kept, CAMPAIGNS["refusals, timeouts"], "the key holds|has an ack"),
+        (refusals_are_forgotten, CAMPAIGNS["refusals, nasty"], "has an ack"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_broken_build_is_caught(
+    mutate: Callable[[pytest.MonkeyPatch], None], campaign: Campaign, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if campaign.workload.endswith("training"):
+        undisturbed_bits(campaign.workload)  # of the unbroken build
+    mutate(monkeypatch)
+    violation = caught(campaign)
+    assert violation
+    assert not complaint or any(word in violation for word in complaint.split("|")), violation
+
+
+def test_whole_build_is_not_caught() -> None:
+    assert caught(PUSHY) == ""
+    assert caught(HAUNTED) == ""
+    for campaign in (NASTY_TRAINING, LATE_SUCCESSORS, Campaign("lists", mode="async", job_s=(0.0, 0.5))):
+        assert caught(campaign, seeds=10) == ""
+    with pytest.raises(Violation):
+        Campaign("ledger").run(0).fail("checkers can complain")
