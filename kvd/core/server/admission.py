@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from kvd.core.machine import Received
+from kvd.core.push_policy import push_error as policy_error
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.rounds import PushStatus, Refusal
-from kvd.protocol.messages import ABSENT, ADD, ErrorCode, NotYet, NotYetReason, Push, PushBatch, Refused, Taken
-from kvd.protocol.specs import DTYPES, payload_nbytes
+from kvd.protocol.messages import ABSENT, ErrorCode, NotYet, NotYetReason, Push, PushBatch, Refused, Taken
+from kvd.protocol.specs import payload_nbytes
 
 Answer: TypeAlias = NotYet | Refused
 
@@ -57,19 +58,12 @@ def _clock_error(push: Push | PushBatch, sender: int, rank: int, target: PushTar
     return None
 
 
-def _kind_error(push: Push | PushBatch, target: PushTarget, merge: str) -> Answer | None:
-    request, group = push.request, target.group
-    if group.log.mixes(target.clock, push.how):
-        text = f"key {group.key!r} is broadcast and pushed in the same round: all workers must do the same"
-        return Refused(request, ErrorCode.NOT_ALLOWED, text, group.key)
-    if push.how == ADD and not DTYPES[group.dtype].is_float:
-        if group.optimizer is not None:
-            text = f"key {group.key!r} is {group.dtype}: optimizers update float keys only"
-            return Refused(request, ErrorCode.NOT_ALLOWED, text, group.key)
-        if merge == "weighted":
-            text = f"key {group.key!r} is {group.dtype}: a weighted merge takes float keys only"
-            return Refused(request, ErrorCode.NOT_ALLOWED, text, group.key)
-    return None
+def _kind_error(push: Push | PushBatch, target: PushTarget, merge: str) -> Refused | None:
+    group = target.group
+    mixes = group.log.mixes(target.clock, push.how)
+    has_optimizer = group.optimizer is not None
+    text = policy_error(group.key, group.dtype, push.how, has_optimizer=has_optimizer, merge=merge, mixes=mixes)
+    return None if text is None else Refused(push.request, ErrorCode.NOT_ALLOWED, text, group.key)
 
 
 def remembered(answer: Answer, sender: int, rank: int, targets: Sequence[PushTarget]) -> Answer:
