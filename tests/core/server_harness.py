@@ -171,11 +171,11 @@ class Harness:
     @property
     def groups(self) -> list[list[str]]:
         """The keys that are together, in the order in which they became so."""
-        return [[entry.key for entry in group.slices] for group in self.machine._table.groups.values()]
+        return [[entry.key for entry in group.slices] for group in self.machine.table.groups.values()]
 
     def value(self, key: str, index: int = 0, back: int = 0) -> bytes:
         """The bytes of a slice, or of its version before."""
-        slice_ = self.machine._table.slices[key, index]
+        slice_ = self.machine.table.slices[key, index]
         return read(slice_.span(slice_.log.previous if back else slice_.log.current))
 
     def explain(self) -> Any:
