@@ -13,7 +13,6 @@ from enum import Enum
 from itertools import product
 from typing import NamedTuple, TypeAlias
 
-from kvd.core.machine import Received
 from kvd.core.push_policy import push_error
 from kvd.core.server.pending import MAX_PENDING
 from kvd.core.server.progress import PushRequest, Refusal
@@ -66,25 +65,34 @@ Answer: TypeAlias = NotYet | Refused
 
 
 def admit(
-    push: Push | PushBatch, event: Received, rank: int, targets: Sequence[PushTarget], merge: str, *, is_full: bool
+    push: Push | PushBatch,
+    request: PushRequest,
+    nbytes: int,
+    rank: int,
+    targets: Sequence[PushTarget],
+    merge: str,
+    *,
+    is_full: bool,
 ) -> list[Decision] | Answer:
     """A decision for each target if the push is let in; else the answer, and nothing of it is taken.
 
     Args:
+        nbytes: of the payload that came with it.
+        merge: the cluster's setting.
         is_full: whether MAX_PENDING requests wait.
     """
     brings_bytes = push.how != ABSENT and not push.probe
     expected_nbytes = payload_nbytes([target.nbytes for target in targets]) if brings_bytes else 0
-    if event.nbytes != expected_nbytes:
-        text = f"a push of these {len(targets)} slices has {expected_nbytes} bytes, this one has {event.nbytes}"
+    if nbytes != expected_nbytes:
+        text = f"a push of these {len(targets)} slices has {expected_nbytes} bytes, this one has {nbytes}"
         return Refused(push.request, ErrorCode.PROTOCOL_ERROR, text)
-    request = PushRequest(event.sender, push.request)
     decisions = []
     for target in targets:
         decision = decide(request, push.probe, rank, target)
-        answer = _answer_of(decision, request, rank, target) or _policy_answer(decision, push, target, merge)
-        if answer is not None:
-            return _remembered(answer, request, rank, targets)
+        if decision is not Decision.TAKEN_BEFORE:
+            answer = _answer_of(decision, push, request, rank, target, merge)
+            if answer is not None:
+                return _remembered(answer, request, rank, targets)
         decisions.append(decision)
     if is_full and not all(target.group.log.committed_clock(rank) >= target.clock for target in targets):
         text = f"{MAX_PENDING} requests wait already: try again"
@@ -106,11 +114,16 @@ def decide(request: PushRequest, probe: bool, rank: int, target: PushTarget) -> 
     ]
 
 
-def _answer_of(decision: Decision, request: PushRequest, rank: int, target: PushTarget) -> Answer | None:
-    """The answer that the decision stands for; None if the push is let in."""
-    if decision is Decision.STAGE or decision is Decision.TAKEN_BEFORE:
-        return None
+def _answer_of(
+    decision: Decision, push: Push | PushBatch, request: PushRequest, rank: int, target: PushTarget, merge: str
+) -> Answer | None:
+    """The answer that the decision stands for; None if the push may be staged."""
     group = target.group
+    if decision is Decision.STAGE:
+        mixes = group.log.mixes(target.clock, push.how)
+        has_optimizer = group.optimizer is not None
+        error = push_error(group.key, group.dtype, push.how, has_optimizer=has_optimizer, merge=merge, mixes=mixes)
+        return None if error is None else Refused(request.number, ErrorCode.NOT_ALLOWED, error, group.key)
     if decision is Decision.MISSED:
         text = f"round {target.clock} of {group.key!r} was closed without worker {rank}, which had left the rounds"
         return Refused(request.number, ErrorCode.NOT_ALLOWED, text, group.key, Taken.PART)
@@ -121,16 +134,6 @@ def _answer_of(decision: Decision, request: PushRequest, rank: int, target: Push
     next_clock = group.log.staged_clock(rank) + 1
     text = f"push {target.clock} of {group.key!r} by worker {rank} is out of turn, {next_clock} is next"
     return NotYet(request.number, NotYetReason.OUT_OF_TURN, text, group.key, next_clock)
-
-
-def _policy_answer(decision: Decision, push: Push | PushBatch, target: PushTarget, merge: str) -> Refused | None:
-    if decision is not Decision.STAGE:
-        return None
-    group = target.group
-    mixes = group.log.mixes(target.clock, push.how)
-    has_optimizer = group.optimizer is not None
-    text = push_error(group.key, group.dtype, push.how, has_optimizer=has_optimizer, merge=merge, mixes=mixes)
-    return None if text is None else Refused(push.request, ErrorCode.NOT_ALLOWED, text, group.key)
 
 
 def _remembered(answer: Answer, request: PushRequest, rank: int, targets: Sequence[PushTarget]) -> Answer:

@@ -82,12 +82,14 @@ class Pushes:
     # ── admit, wait ──
 
     def _take(self, event: Received, push: Push | PushBatch, rank: int, targets: list[PushTarget]) -> None:
-        decisions = admit(push, event, rank, targets, self._view.settings.merge, is_full=self._waiters.pending.is_full)
+        request = PushRequest(event.sender, push.request)
+        merge, is_full = self._view.settings.merge, self._waiters.pending.is_full
+        decisions = admit(push, request, event.nbytes, rank, targets, merge, is_full=is_full)
         if not isinstance(decisions, list):
             self._effects.send(event.peer, decisions)
             return
         if not push.probe:
-            self._stage(event, push, rank, targets, decisions)
+            self._stage(event, push, request, rank, targets, decisions)
         pending = Pending(event.peer, event.sender, push.request, True, push.pull, len(targets))
         self._waiters.wait(pending, rank, targets)
         for target in targets:
@@ -108,12 +110,12 @@ class Pushes:
         self,
         event: Received,
         push: Push | PushBatch,
+        request: PushRequest,
         rank: int,
         targets: Sequence[PushTarget],
         decisions: Sequence[Decision],
     ) -> None:
         """Each part of the payload starts at a multiple of 8."""
-        request = PushRequest(event.sender, push.request)
         offset = 0
         for target, decision in zip(targets, decisions, strict=True):
             if decision is Decision.STAGE:

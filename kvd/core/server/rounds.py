@@ -30,6 +30,8 @@ class PushStatus(Enum):
     MISSED = "missed"  # its round closed without this worker
     OUT_OF_TURN = "out of turn"  # none of these
 
+    __hash__ = object.__hash__  # by identity: Enum's own is a Python function, which each push would call
+
 
 class Record(NamedTuple):
     """One change of a slice: what a replica needs besides the bytes."""
@@ -71,7 +73,7 @@ class SliceLog:
         return progress
 
     def staged_clock(self, rank: int) -> int:
-        clock = self.progress_of(rank).staged
+        clock = self.progress.get(rank, NO_PROGRESS).staged
         return max(clock, self.closed) if self.sync else clock
 
     def counted_clock(self, rank: int) -> int:
@@ -92,11 +94,11 @@ class SliceLog:
 
     def status_of(self, rank: int, clock: int) -> PushStatus:
         """What the clock of a push by this rank means here."""
-        staged = self.staged_clock(rank)
+        progress = self.progress.get(rank, NO_PROGRESS)
+        staged = max(progress.staged, self.closed) if self.sync else progress.staged
         if clock < 1:  # the first push has clock 1
             return PushStatus.OUT_OF_TURN
         if clock <= staged:
-            progress = self.progress_of(rank)
             is_own = progress.skipped < clock <= progress.staged
             return PushStatus.KNOWN if is_own or not self.sync else PushStatus.MISSED
         if clock == staged + 1 and clock <= self.counted_clock(rank) + self.rounds_ahead:
@@ -148,7 +150,11 @@ class SliceLog:
     def missing(self, clock: int, required: Iterable[int]) -> list[int]:
         """Sync: the ranks that the round of `clock` still waits for."""
         contributions = self._rounds.get(clock, {})
-        return [rank for rank in required if rank not in contributions and self.progress_of(rank).staged < clock]
+        return [
+            rank
+            for rank in required
+            if rank not in contributions and self.progress.get(rank, NO_PROGRESS).staged < clock
+        ]
 
     def slowest(self, required: Collection[int]) -> int:
         """Async: the smallest staged clock of the active workers. A push that is staged need not be counted for that:
