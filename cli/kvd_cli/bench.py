@@ -19,6 +19,7 @@ from typing import Any, Final
 import click
 
 from kvd.client.store import KVStore
+from kvd.config import python_path
 from kvd.node.launch import Job, Launch, Stream
 from kvd_cli.bench_plot import counted, is_plotted, throughput_chart
 from kvd_cli.bench_usage import Watch
@@ -171,7 +172,7 @@ def make_job(task: Task, workers: int, servers: int, transport: str, settings: M
     """The cluster whose workers do the task."""
     # The children must find the packages that run here, whether or not they are installed.
     roots = [Path(__file__).parents[1], Path(sys.modules["kvd"].__path__[0]).parent]
-    paths = [*map(str, dict.fromkeys(roots)), os.environ.get("PYTHONPATH", "")]
+    paths = [*map(str, dict.fromkeys(roots)), python_path()]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "KVD_BENCH_FOLDER": task.folder}
     daemon = [sys.executable, "-m", "kvd_cli.main"]
     if transport == "ipc":

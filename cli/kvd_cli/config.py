@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kvd.config import settings
+from kvd.config import all_settings
 from kvd.observe import log
 from kvd_cli.options import common_options, current, setting_options
 from kvd_cli.output import print_json, print_table
@@ -24,14 +24,14 @@ def show(origin: bool) -> None:
     options = current()
     log.configure("auto", "warning", "kvd")
     loaded = options.load_daemon()
-    values = {setting.name: getattr(loaded.config, setting.name) for setting in settings()}
+    values = {setting.name: getattr(loaded.config, setting.name) for setting in all_settings()}
     if options.output == "json":
         if origin:
             print_json({name: {"value": value, "origin": loaded.origin[name]} for name, value in values.items()})
         else:
             print_json(values)
         return
-    rows = [[setting.name, setting.show(values[setting.name])] for setting in settings()]
+    rows = [[setting.name, setting.show(values[setting.name])] for setting in all_settings()]
     if origin:
         print_table(["SETTING", "VALUE", "ORIGIN"], [[*row, loaded.origin[row[0]]] for row in rows])
     else:

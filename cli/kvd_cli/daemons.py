@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from kvd.config import Loaded, Role, child_environment, settings, systemd_environment
+from kvd.config import Loaded, Role, child_environment, named_setting, systemd_environment
 from kvd.node import roles
 from kvd.node.parent import Guard
 from kvd.observe import log
@@ -81,7 +81,7 @@ def _worker_environment(loaded: Loaded) -> dict[str, str]:
         "KVD_PARENT_PID": "",  # the guard watches, for the command and for itself
     }
     for name in ("num_workers", "num_servers"):
-        setting = next(setting for setting in settings() if setting.name == name)
+        setting = named_setting(name)
         own[setting.env] = setting.show(getattr(config, name))
     return child_environment(loaded.environment() | own)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from kvd.config import Config, Loaded, Role, Setting, load, settings
+from kvd.config import Config, Loaded, Role, Setting, all_settings, load, named_setting
 from kvd.errors import ConfigError
 from kvd.observe import log
 
@@ -98,7 +98,7 @@ class Options:
         if self.timeout_s is None:
             return loaded
         config = with_deadline(loaded.config, self.timeout_s)
-        changed = {s.name for s in settings() if getattr(config, s.name) != getattr(loaded.config, s.name)}
+        changed = {s.name for s in all_settings() if getattr(config, s.name) != getattr(loaded.config, s.name)}
         return Loaded(config, {**loaded.origin, **dict.fromkeys(changed, "--timeout")}, loaded.notes)
 
 
@@ -170,7 +170,7 @@ def setting_options(
         short: further spellings, such as ``{"num_workers": "-n"}``.
     """
     left_out = {*leave_out, "scheduler"}  # the common options have it
-    chosen = [s for s in settings() if s.name not in left_out and (role is None or role in s.used_by)]
+    chosen = [s for s in all_settings() if s.name not in left_out and (role is None or role in s.used_by)]
 
     def decorate(command: Command) -> Command:
         for setting in reversed(chosen):
@@ -207,8 +207,8 @@ def common_options(*, output_flags: Sequence[str] = ("-o", "--output")) -> Calla
     Args:
         output_flags: what the format of the output is called, where ``-o`` is something else.
     """
-    scheduler = next(setting for setting in settings() if setting.name == "scheduler")
-    timeout = next(setting for setting in settings() if setting.name == "request_timeout_s")
+    scheduler = named_setting("scheduler")
+    timeout = named_setting("request_timeout_s")
     decorators = [
         _setting_option(scheduler, _SHORT["scheduler"]),
         _common(*output_flags, name="output", type=click.Choice(["table", "json"]), help="the format of what is shown"),
@@ -237,6 +237,6 @@ def _store_common(ctx: click.Context, param: click.Parameter, value: Any) -> Non
         return
     name = param.name.removeprefix(_PREFIX)
     if name == "timeout_s":
-        timeout = next(setting for setting in settings() if setting.name == "request_timeout_s")
+        timeout = named_setting("request_timeout_s")
         value = timeout.parse(value, "--timeout")
     setattr(_options(ctx), name, value)
