@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvd.errors import ConfigError
-from kvd.node.wholefile import replace_file
+from kvd.node.atomic_file import write_atomically
 
 
 class Sink(Protocol):
@@ -30,7 +30,7 @@ def write_file(file: Path, save: Callable[[Sink], None]) -> None:
     """
     try:
         if _can_be_replaced(file):
-            replace_file(file, save)
+            write_atomically(file, save)
         else:
             _write_through(file, save)
     except OSError as error:

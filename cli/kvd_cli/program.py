@@ -8,7 +8,8 @@ from typing import Any, Final, cast
 
 import click
 
-from kvd.errors import ConfigError, ConnectError, KvdError, RequestTimeout
+from kvd.errors import KvdError
+from kvd.node.exit_codes import exit_code_of
 from kvd_cli.options import common_options, is_verbose
 
 COMMANDS: Final = {
@@ -63,15 +64,6 @@ class Kvd(click.Group):
                 for note in getattr(error, "__notes__", ()):
                     click.echo(f"  {note}", err=True)
             ctx.exit(exit_code_of(error))
-
-
-def exit_code_of(error: KvdError) -> int:
-    """The exit code that an error stands for: 2 usage, 3 cannot connect, 4 timed out, 1 everything else."""
-    if isinstance(error, ConfigError):
-        return 2
-    if isinstance(error, ConnectError):
-        return 3
-    return 4 if isinstance(error, RequestTimeout) else 1
 
 
 @click.group(cls=Kvd, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

@@ -14,9 +14,10 @@ from click.testing import Result
 
 from kvd.config import Config, all_settings
 from kvd.errors import ConfigError, ConnectError, KeyNotFound, KvdError, RequestTimeout
+from kvd.node.exit_codes import exit_code_of
 from kvd_cli import cluster
 from kvd_cli.options import OF_ONE_PROCESS, with_deadline
-from kvd_cli.program import COMMANDS, cli, exit_code_of
+from kvd_cli.program import COMMANDS, cli
 
 Kvd = Callable[..., Result]
 Spawn = Callable[..., "subprocess.Popen[str]"]
