@@ -10,6 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Protocol
 
 from kvd.config import Config, Role, systemd_environment
+from kvd.core.machine import Machine
 from kvd.errors import KvdError
 from kvd.node.driver import Driver
 from kvd.node.exit_codes import ExitCode, exit_code_of
@@ -75,6 +76,11 @@ class Daemon:
         self._notifier = Notifier(systemd.notify_socket, systemd.watchdog_usec)
         self._driver: Driver | None = None
         self._ended: asyncio.Future[int] | None = None
+
+    @property
+    def machine(self) -> Machine | None:
+        """The machine of the role, once the daemon runs."""
+        return None if self._driver is None else self._driver.machine
 
     async def run(self, ready: ReadyFile | None = None, *, signals: bool = True) -> int:
         """Run until `end` is called, and return the exit code. Without `signals` it can run in any thread."""
