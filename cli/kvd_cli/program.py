@@ -1,4 +1,4 @@
-"""The commands of ``kvd``, and what an error becomes at a terminal."""
+"""The commands of ``kvd``, and how their errors are shown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import click
 
 from kvd.errors import KvdError
 from kvd.node.exit_codes import exit_code_of
-from kvd_cli.options import common_options, is_verbose
+from kvd_cli.exit_codes import INTERRUPTED
+from kvd_cli.flags import common_options
+from kvd_cli.options import is_verbose
 
 COMMANDS: Final = {
     "demo": "kvd_cli.demo:demo",
@@ -33,8 +35,6 @@ COMMANDS: Final = {
 }
 """Name → module and attribute, in the order of the help. A command's module is imported when it is used."""
 
-INTERRUPTED: Final = 130
-
 
 class Kvd(click.Group):
     """The group of all commands: loads them when they are used, and turns errors into messages and exit codes."""
@@ -51,7 +51,7 @@ class Kvd(click.Group):
         return cast(click.Command, getattr(importlib.import_module(module), attribute))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. What went wrong becomes one line on stderr and an exit code."""
+        """Run the command. An error becomes one line on stderr and an exit code."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -72,15 +72,15 @@ class Kvd(click.Group):
 def cli() -> None:
     """A parameter server: keeps the weights of a model while workers on many machines train it.
 
-    `kvd demo` shows a whole cluster at work. Exit codes: 0 well, 1 unhealthy or failed, 2 wrong usage or settings,
-    3 cannot connect, 4 timed out.
+    `kvd demo` shows a whole cluster at work. Exit codes: 0 success, 1 failure or an unhealthy cluster, 2 wrong usage
+    or settings, 3 no connection, 4 timeout.
     """
 
 
 def run() -> int:
     """Run the command line with the arguments of this process; the exit code."""
     try:
-        # not standalone: click would call an interrupt "Aborted!", and exit with 1
+        # not standalone: click would print "Aborted!" for an interrupt, and exit with 1
         code = cli.main(prog_name="kvd", standalone_mode=False)
     except click.ClickException as error:
         error.show()

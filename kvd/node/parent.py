@@ -329,7 +329,7 @@ def _own_program(*arguments: str) -> list[str]:
 
 
 def _become(parent_pid: int, command: Sequence[str]) -> int:
-    """PushStatus into `command`. Returns only if that fails, with the exit code of shells for it."""
+    """Replace this program by `command`. Returns only if that fails, with the exit code that shells use for it."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it ended before we were tied to it
         return exit_code(-signal.SIGKILL)
