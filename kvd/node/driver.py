@@ -47,7 +47,7 @@ from kvd.core.machine import (
 )
 from kvd.errors import ConnectError, KvdError, NotAllowed, ProtocolError
 from kvd.node.jobs import JobRunner
-from kvd.node.pieces import Pieces
+from kvd.node.reassembly import ReassemblyBuffer
 from kvd.observe.log import Throttle, event
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import MAX_TEXT_CHARS, Attach, ErrorCode, Message, Refused, StatusReport
@@ -354,7 +354,7 @@ def copy_rows(effect: Copy) -> None:
     for target, (start, offset, nbytes) in zip(effect.targets, effect.rows, strict=True):
         if target is None or not nbytes:
             continue
-        if type(target) is Pieces:
+        if type(target) is ReassemblyBuffer:
             target.add(start, Span(effect.source, offset, nbytes))
         elif nbytes < LONG_COPY_BYTES:
             memoryview(target)[start : start + nbytes] = source[offset : offset + nbytes]

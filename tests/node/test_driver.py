@@ -37,7 +37,7 @@ from kvd.core.machine import (
 from kvd.errors import ConnectError, KvdError, NotAllowed
 from kvd.node.driver import Driver
 from kvd.node.jobs import JobRunner
-from kvd.node.pieces import Pieces
+from kvd.node.reassembly import ReassemblyBuffer
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import Done, Enter, Epoch, ErrorCode, Refused, StatusReport
 from kvd.transport.base import pieces_of
@@ -330,7 +330,7 @@ def test_what_cannot_be_written_is_refused_to_who_asked() -> None:
 
 
 def test_payloads_reports_and_pieces() -> None:
-    pieces = Pieces()
+    pieces = ReassemblyBuffer()
     target = bytearray(6)
 
     def react(event: Event) -> list[Effect]:

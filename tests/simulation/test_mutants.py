@@ -19,7 +19,7 @@ from kvd.core.server.rounds import PushStatus, Record, SliceLog
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.machine import WorkerMachine
 from kvd.core.worker.outbox import Entry, Outbox
-from kvd.node.statebook import StateBook
+from kvd.node.optimizer_states import OptimizerStates
 from kvd.protocol.messages import SliceId
 from kvd.testing.campaign import CAMPAIGNS, Campaign, undisturbed_bits
 from kvd.testing.mishaps import Mishaps
@@ -199,12 +199,12 @@ def pack_numbers_are_used_again(patch: pytest.MonkeyPatch) -> None:
 
 def units_start_with_new_states(patch: pytest.MonkeyPatch) -> None:
     """What a slice's optimizer remembered is lost when it comes into another group."""
-    leave = StateBook._leave
+    leave = OptimizerStates._leave
 
-    def forget(book: StateBook, place: Any) -> Any:
-        return type(leave(book, place))()
+    def forget(states: OptimizerStates, slice_id: Any) -> Any:
+        return type(leave(states, slice_id))()
 
-    patch.setattr(StateBook, "_leave", forget)
+    patch.setattr(OptimizerStates, "_leave", forget)
 
 
 def small_pushes_are_taken_for_staged(patch: pytest.MonkeyPatch) -> None:
