@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from enum import Enum
 from operator import attrgetter
+from types import UnionType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -196,6 +197,13 @@ def _member_of(kind: type[Enum]) -> Check:
     return check
 
 
+def _optional(check_value: Check) -> Check:
+    def check(value: object) -> object:
+        return None if value is None else check_value(value)
+
+    return check
+
+
 def _plain_form(value: KeySpec | Enum) -> object:
     """What msgpack cannot write by itself: of all that is in a message, only these."""
     if isinstance(value, Enum):
@@ -223,6 +231,9 @@ def _check_for(annotation: Any) -> Check:
         return _spec
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return _member_of(annotation)
+    if isinstance(annotation, UnionType):
+        kind, _none = get_args(annotation)
+        return _optional(_check_for(kind))
     if get_origin(annotation) is tuple:
         inner = get_args(annotation)
         if inner[-1] is Ellipsis:

@@ -161,12 +161,12 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """You are in, with this rank. `predecessor` is the last state of the rank's earlier holder, "" if there is none."""
+    """You are in, with this rank. `predecessor` is how the rank's earlier holder ended; None if there was none."""
 
     KIND: ClassVar[int] = 2
     request: Number
     rank: Signed
-    predecessor: Annotated[str, Limit(0, 8)]
+    predecessor: MemberState | None
 
 
 @dataclass(frozen=True, slots=True)

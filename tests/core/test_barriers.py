@@ -7,6 +7,8 @@ import pytest
 from kvd.core.scheduler import barriers as module
 from kvd.core.scheduler.barriers import Barriers, Settled, Verdict
 
+TOO_MANY = "workers wait at 2 barriers, and no more can be opened: use fewer names"
+
 
 def test_a_barrier_is_released_when_all_required_are_there() -> None:
     barriers = Barriers()
@@ -105,12 +107,12 @@ def test_the_oldest_name_that_nobody_waits_at_is_forgotten(monkeypatch: pytest.M
     barriers = Barriers()
     barriers.enter("a", 0, 0, "p", 1)
     barriers.enter("b", 0, 0, "p", 1)
-    assert barriers.enter("c", 0, 0, "p", 1) == "2 barriers are being waited at, no more can be opened"
+    assert barriers.enter("c", 0, 0, "p", 1) == TOO_MANY
     barriers.settle([0], [])
     assert barriers.enter("a", 1, 0, "p", 1) is None  # used again: b is the oldest now, and free
     assert barriers.enter("c", 0, 0, "p", 1) is None
     assert barriers.open() == {"a": [0], "c": [0]}
-    assert barriers.enter("b", 0, 0, "p", 1) == "2 barriers are being waited at, no more can be opened"
+    assert barriers.enter("b", 0, 0, "p", 1) == TOO_MANY
 
 
 def test_so_many_broken_generations_are_remembered() -> None:

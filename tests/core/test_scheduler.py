@@ -18,6 +18,7 @@ from kvd.protocol.messages import (
     Join,
     Leave,
     Lookup,
+    MemberState,
     NotYet,
     NotYetReason,
     Quiet,
@@ -36,10 +37,10 @@ from tests.core.scheduler_harness import BARE, Harness, answer
 
 def test_ranks_are_given_in_the_order_of_joining_and_everyone_gets_the_view() -> None:
     harness = Harness()
-    assert answer(harness.join("server", 1000, "s"), Welcome) == Welcome(1, 0, "")
-    assert answer(harness.worker(0), Welcome) == Welcome(1, 0, "")
+    assert answer(harness.join("server", 1000, "s"), Welcome) == Welcome(1, 0, None)
+    assert answer(harness.worker(0), Welcome) == Welcome(1, 0, None)
     effects = harness.worker(1)
-    assert answer(effects, Welcome) == Welcome(1, 1, "")
+    assert answer(effects, Welcome) == Welcome(1, 1, None)
     views = {send.peer: send.message for send in of(Send, effects) if isinstance(send.message, View)}
     assert set(views) == {1000, worker_id(0), worker_id(1)}
     view = views[1000]
@@ -76,7 +77,7 @@ def test_two_changes_under_way_the_view_told_is_that_of_the_number() -> None:
     ]
     assert [member.rank for member in view.members] == [0]
     effects = harness.step(Persisted(second))
-    assert answer(effects, Welcome) == Welcome(1, 1, "")
+    assert answer(effects, Welcome) == Welcome(1, 1, None)
     assert all(len(message.members) == 2 for message in said(effects) if isinstance(message, View))
 
 
@@ -111,7 +112,7 @@ def test_a_restarted_node_takes_up_its_rank_whatever_it_asks_for() -> None:
     harness.worker(0)
     harness.worker(1)
     effects = harness.join("worker", worker_id(1, 1), "worker-1", rank=0)
-    assert answer(effects, Welcome) == Welcome(1, 1, "dead")
+    assert answer(effects, Welcome) == Welcome(1, 1, MemberState.DEAD)
     told = [send.message for send in of(Send, effects) if send.peer == worker_id(1)]
     assert [(message.error, message.request) for message in told if isinstance(message, Refused)] == [
         (ErrorCode.REPLACED, 0)
@@ -135,8 +136,8 @@ def test_the_seat_of_one_that_left_is_given_before_that_of_a_dead_one() -> None:
         harness.worker(rank)
     harness.kill(worker_id(0))
     harness.say(worker_id(1), Leave(9, Departure.LEFT))
-    assert answer(harness.join("worker", 98, "new"), Welcome) == Welcome(1, 1, "left")
-    assert answer(harness.join("worker", 99, "newer"), Welcome) == Welcome(1, 0, "dead")
+    assert answer(harness.join("worker", 98, "new"), Welcome) == Welcome(1, 1, MemberState.LEFT)
+    assert answer(harness.join("worker", 99, "newer"), Welcome) == Welcome(1, 0, MemberState.DEAD)
 
 
 def test_an_observer_sees_the_view_and_is_not_in_it() -> None:
@@ -144,7 +145,7 @@ def test_an_observer_sees_the_view_and_is_not_in_it() -> None:
     harness.worker(0)
     effects = harness.join("observer", 77, "")
     assert [type(message) for message in said(effects, 77)] == [Welcome, View]
-    assert said(effects)[0] == Welcome(1, -1, "")
+    assert said(effects)[0] == Welcome(1, -1, None)
     assert harness.states() == {"worker 0": "active"}
 
 
@@ -326,7 +327,7 @@ def test_a_scheduler_takes_its_nodes_back_from_its_record() -> None:
     assert again.machine.explain(0.0)["settings"]["merge"] == "mean"  # type: ignore[index]
     effects = again.say(worker_id(0), Heartbeat("worker", 0), view=(1, 9))
     assert [type(message) for message in said(effects)] == [HeartbeatAck, View]
-    assert answer(again.worker(1, life=1), Welcome) == Welcome(1, 1, "dead")
+    assert answer(again.worker(1, life=1), Welcome) == Welcome(1, 1, MemberState.DEAD)
 
 
 def test_a_record_with_more_seats_than_the_cluster_has_now() -> None:
@@ -382,11 +383,11 @@ def test_a_heartbeat_is_answered_with_who_is_quiet_and_the_view_to_who_has_an_ol
 def test_a_restarted_server_takes_up_its_rank() -> None:
     harness = Harness()
     harness.join("server", server_id(0), "s")
-    assert answer(harness.join("server", server_id(0, 1), "s"), Welcome) == Welcome(1, 0, "dead")
+    assert answer(harness.join("server", server_id(0, 1), "s"), Welcome) == Welcome(1, 0, MemberState.DEAD)
 
 
 def test_so_many_replaced_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.core.scheduler.machine.MAX_REPLACED", 1)
+    monkeypatch.setattr("kvd.core.scheduler.roster.MAX_REPLACED", 1)
     harness = Harness()
     for life in (0, 1, 2):
         harness.worker(0, life)

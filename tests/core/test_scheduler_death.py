@@ -78,7 +78,7 @@ def test_a_worker_whose_end_the_shell_saw_has_its_time_to_be_started_anew() -> N
     harness = two_workers()
     effects = harness.step(PeerLost(worker_id(1), "exit 9"))
     assert said(effects) == []
-    assert any("20.0 s to be started anew" in note.text for note in of(LogEntry, effects))
+    assert any("it can be started again within 20.0 s" in note.text for note in of(LogEntry, effects))
     assert harness.states()["worker 1"] == "active"
     harness.kill(worker_id(1), "exit 9")
     assert harness.states() == {"worker 0": "active", "worker 1": "dead"}
