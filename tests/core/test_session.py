@@ -14,6 +14,7 @@ from kvd.protocol.messages import (
     Heartbeat,
     HeartbeatAck,
     Join,
+    MemberState,
     NotYet,
     NotYetReason,
     Quiet,
@@ -46,7 +47,7 @@ def test_it_connects_and_joins_until_it_is_welcome() -> None:
     assert node.tick(5.5) == [Send(SCHEDULER, join)]
     assert (node.joined, node.heard, node.name) == (False, False, "worker")
     assert node.receive(welcome(1, "dead"), 5.6)
-    assert (node.joined, node.rank, node.predecessor, node.name) == (True, 1, "dead", "worker 1")
+    assert (node.joined, node.rank, node.predecessor, node.name) == (True, 1, MemberState.DEAD, "worker 1")
     assert (node.heard, node.heard_at) == (True, 5.6)
     assert "joined as worker 1" in one(of(LogEntry, node.take_effects())).text
     assert node.tick(6.0) == []
@@ -56,8 +57,8 @@ def test_it_connects_and_joins_until_it_is_welcome() -> None:
 
 def test_a_second_welcome_changes_nothing() -> None:
     node = joined()
-    node.receive(from_scheduler(Welcome(1, 1, "dead")), 1.0)
-    assert (node.rank, node.predecessor) == (1, "")
+    node.receive(from_scheduler(Welcome(1, 1, MemberState.DEAD)), 1.0)
+    assert (node.rank, node.predecessor) == (1, None)
     assert of(LogEntry, node.take_effects()) == []
 
 

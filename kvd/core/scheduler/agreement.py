@@ -10,7 +10,7 @@ MERGES = ("", "sum", "mean", "weighted")
 
 
 class Agreement:
-    """The cluster's settings. A mode and merge that the scheduler was not told stay open until a worker decides them."""
+    """The cluster's settings. A mode or merge that the scheduler was not told stays open until a worker decides it."""
 
     def __init__(self, told: Settings, earlier: Settings | None = None) -> None:
         """`earlier` are the settings of the scheduler before, which decide what this one was not told."""
@@ -50,7 +50,7 @@ class Agreement:
         self.settings = self.settings._replace(merge=wanted.merge)
         return True
 
-    def _agrees(self, field: str, wanted: str | int, have: str | int) -> bool:
+    def _agrees(self, field: str, wanted: object, have: object) -> bool:
         if field == "staleness":  # -1 is both "unbounded" and "as the cluster has it"; the mode decides it
             return wanted in (-1, have) or self.settings.mode == ""
         unset = type(wanted)()
