@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import fields
 from enum import Enum
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgpack
 import pytest
@@ -13,7 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import ProtocolError
-from kvd.protocol.codec import MAX_HEADER_BYTES, VERSION, Decoded, decode, encode
+from kvd.protocol.codec import (
+    _BUILDERS,
+    MAX_HEADER_BYTES,
+    VERSION,
+    Decoded,
+    _builder_of_numbers,
+    decode,
+    encode,
+)
 from kvd.protocol.messages import (
     BIGGEST,
     MAX_PARTS,
@@ -28,12 +36,14 @@ from kvd.protocol.messages import (
     KeyInfo,
     Leave,
     Limit,
+    MemberState,
     NodeName,
     NotYet,
     NotYetReason,
     Part,
     Pull,
     Push,
+    PushBatch,
     Quiet,
     Refused,
     SetOptimizer,
@@ -42,6 +52,7 @@ from kvd.protocol.messages import (
     StatusQuery,
     Taken,
     View,
+    Welcome,
 )
 from kvd.protocol.specs import MAX_KEY_NBYTES, KeySpec
 from tests.protocol.strategies import KINDS, messages_of, numbers
@@ -173,6 +184,18 @@ def test_an_enum_travels_as_its_value_and_nothing_else_is_one(message: Any, posi
         )
 
 
+@pytest.mark.parametrize("predecessor", [None, *MemberState])
+def test_an_enum_may_be_absent_where_the_field_says_so(predecessor: MemberState | None) -> None:
+    again = decode(packed(changed(Welcome(1, 0, None), 2, predecessor and predecessor.value))).message
+    assert isinstance(again, Welcome)
+    assert again.predecessor is predecessor
+
+
+@pytest.mark.parametrize("value", ["", "alive", 1, False, []])
+def test_what_is_neither_absent_nor_a_member_of_the_enum_is_refused(value: object) -> None:
+    assert not accepts(changed(Welcome(1, 0, None), 2, value))
+
+
 REAL = HeartbeatAck((Quiet("worker", 1, 0.5),))
 
 
@@ -191,12 +214,38 @@ REAL = HeartbeatAck((Quiet("worker", 1, 0.5),))
         (REFUSED, 1, [1]),
         (Leave(1, Departure.LEFT), 1, []),
         (MEMBERS, 1, [[]]),
+        (Welcome(1, 0, None), 2, [None]),
         (SetOptimizer(1, None), 1, JUNK),
     ],
 )
 def test_only_the_type_of_the_field_is_taken(message: Any, position: int, accepted: list[Any]) -> None:
     taken = [value for value in JUNK if accepts(changed(message, position, value))]
     assert [(type(value), value) for value in taken] == [(type(value), value) for value in accepted]
+
+
+FLAGS = [(kind, field.name) for kind in KINDS for field in fields(kind) if get_type_hints(kind)[field.name] is bool]
+
+
+def test_the_flags_of_pushes_are_among_those_tested() -> None:
+    assert {(Push, "pull"), (Push, "probe"), (PushBatch, "pull"), (PushBatch, "probe")} <= set(FLAGS)
+
+
+@pytest.mark.parametrize(("kind", "name"), FLAGS, ids=[f"{kind.__name__}.{name}" for kind, name in FLAGS])
+@given(data=st.data())
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_flag_is_true_or_false_and_nothing_else(kind: type[Any], name: str, data: st.DataObject) -> None:
+    message = data.draw(messages_of(kind))
+    position = [field.name for field in fields(kind)].index(name)
+    for flag in (True, False):
+        assert getattr(decode(packed(changed(message, position, flag))).message, name) is flag
+    for value in (0, 1, None, "x", "", 1.0, [], {}, b"\x01"):
+        with pytest.raises(ProtocolError, match="expected true or false"):
+            decode(packed(changed(message, position, value)))
+
+
+def test_the_push_of_a_batch_is_decoded_without_a_call_per_number() -> None:
+    assert _BUILDERS[PushBatch.KIND].__qualname__.startswith(_builder_of_numbers.__name__)
+    assert not _BUILDERS[Push.KIND].__qualname__.startswith(_builder_of_numbers.__name__)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -232,7 +281,7 @@ def test_another_version_is_named_in_the_error(version: object) -> None:
 
 @pytest.mark.parametrize("position", [1, 2, 3, 4])
 @pytest.mark.parametrize("value", [-1, BIGGEST + 1, True, 1.0, None, "1", b"1", [], {}])
-def test_kind_sender_and_view_are_wholenumbers(position: int, value: object) -> None:
+def test_kind_sender_and_epoch_are_whole_numbers(position: int, value: object) -> None:
     body = fields_of(Done(1))
     body[position] = value
     with pytest.raises(ProtocolError, match="whole numbers"):
