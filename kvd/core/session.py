@@ -122,6 +122,10 @@ class SchedulerSession:
         return self.identity.incarnation
 
     @property
+    def state(self) -> SessionState:
+        return self._state
+
+    @property
     def name(self) -> str:
         return name_of(self.identity.role, self.rank) if self.joined else self.identity.role
 
