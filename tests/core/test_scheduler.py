@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import InvalidFrame, LogEntry, PeerLost, Persist, Persisted, Send, Tick
+from kvd.core.scheduler import machine
 from kvd.protocol.messages import (
     Departure,
     Done,

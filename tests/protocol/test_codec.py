@@ -223,6 +223,7 @@ def test_only_the_type_of_the_field_is_taken(message: Any, position: int, accept
     assert [(type(value), value) for value in taken] == [(type(value), value) for value in accepted]
 
 
+NO_FLAGS: list[Any] = [0, 1, None, "x", "", 1.0, [], {}, b"\x01"]
 FLAGS = [(kind, field.name) for kind in KINDS for field in fields(kind) if get_type_hints(kind)[field.name] is bool]
 
 
@@ -238,7 +239,7 @@ def test_a_flag_is_true_or_false_and_nothing_else(kind: type[Any], name: str, da
     position = [field.name for field in fields(kind)].index(name)
     for flag in (True, False):
         assert getattr(decode(packed(changed(message, position, flag))).message, name) is flag
-    for value in (0, 1, None, "x", "", 1.0, [], {}, b"\x01"):
+    for value in NO_FLAGS:
         with pytest.raises(ProtocolError, match="expected true or false"):
             decode(packed(changed(message, position, value)))
 
