@@ -49,20 +49,24 @@ class ViewState:
     def all_servers_active(self) -> bool:
         servers = self.servers()
         count = self.settings.num_servers
-        return count > 0 and len(servers) == count and all(server.state == ACTIVE for server in servers)
+        return count > 0 and len(servers) == count and all(server.state is MemberState.ACTIVE for server in servers)
 
     def missing_servers(self) -> list[int]:
         """The ranks of servers that have not joined or are not active."""
-        alive = {server.rank for server in self.servers() if server.state == ACTIVE}
+        alive = {server.rank for server in self.servers() if server.state is MemberState.ACTIVE}
         return [rank for rank in range(self.settings.num_servers) if rank not in alive]
 
     def required_ranks(self) -> list[int]:
         """The ranks of the workers that rounds wait for: all that have not left the rounds, joined or not."""
-        gone = {m.rank for m in self.members.values() if m.role == "worker" and m.state in (DONE, LEFT, GONE)}
+        gone = {
+            m.rank
+            for m in self.members.values()
+            if m.role == "worker" and m.state in (MemberState.DONE, MemberState.LEFT, MemberState.GONE)
+        }
         return [rank for rank in range(self.settings.num_workers) if rank not in gone]
 
     def dead_workers(self) -> dict[int, Member]:
-        return {m.rank: m for m in self.members.values() if m.role == "worker" and m.state == DEAD}
+        return {m.rank: m for m in self.members.values() if m.role == "worker" and m.state is MemberState.DEAD}
 
     def server_of(self, key: str, slice_index: int) -> int:
         """The rank of the server that leads a slice."""

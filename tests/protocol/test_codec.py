@@ -84,7 +84,7 @@ def test_every_message_has_a_number_of_its_own() -> None:
     assert len({kind.KIND for kind in KINDS}) == len(KINDS)
 
 
-def test_records_come_back_as_records() -> None:
+def test_named_tuples_come_back_as_named_tuples() -> None:
     message = decode(encode(Pull(1, (Part("w", 2, 3),)), 7, VIEW)).message
     assert isinstance(message, Pull)
     assert message.parts[0].slice_index == 2
@@ -160,7 +160,9 @@ SPEC = ["float32", [2, 3], 4096]
         (View(SETTINGS, (), ()), 0, [list(SETTINGS)], [list(SETTINGS)[:-1], [*SETTINGS, 0], {}, "x" * 8]),
     ],
 )  # fmt: skip
-def test_limits(message: Any, position: int, good: list[Any], bad: list[Any]) -> None:
+def test_values_within_a_limit_are_accepted_and_values_beyond_it_refused(
+    message: Any, position: int, good: list[Any], bad: list[Any]
+) -> None:
     assert [value for value in good if not accepts(changed(message, position, value))] == []
     assert [value for value in bad if accepts(changed(message, position, value))] == []
 
@@ -218,7 +220,7 @@ REAL = HeartbeatAck((Quiet("worker", 1, 0.5),))
         (SetOptimizer(1, None), 1, JUNK),
     ],
 )
-def test_only_the_type_of_the_field_is_taken(message: Any, position: int, accepted: list[Any]) -> None:
+def test_a_field_accepts_only_its_own_type(message: Any, position: int, accepted: list[Any]) -> None:
     taken = [value for value in JUNK if accepts(changed(message, position, value))]
     assert [(type(value), value) for value in taken] == [(type(value), value) for value in accepted]
 
@@ -250,7 +252,7 @@ def test_the_push_of_a_batch_is_decoded_without_a_call_per_number() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_numbers_are_finite(value: float) -> None:
+def test_only_finite_numbers_are_accepted(value: float) -> None:
     assert not accepts(changed(REFUSED, 6, value))
     assert not accepts(changed(REAL, 0, [["worker", 1, value]]))
 
@@ -265,7 +267,7 @@ def test_a_whole_number_stands_for_a_real_one() -> None:
 @pytest.mark.parametrize("difference", [-1, 1])
 @given(data=st.data())
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
-def test_a_message_has_exactly_its_fields(kind: type[Any], difference: int, data: st.DataObject) -> None:
+def test_a_message_with_a_field_more_or_less_is_refused(kind: type[Any], difference: int, data: st.DataObject) -> None:
     body = fields_of(data.draw(messages_of(kind)))
     with pytest.raises(ProtocolError):
         decode(packed(body[:-1] if difference < 0 else [*body, 0]))
@@ -296,7 +298,7 @@ def test_an_unknown_kind_is_refused(kind: int) -> None:
 
 
 @pytest.mark.parametrize("body", [[], [1, 2, 3, 4], {}, "x", 5, None, {"a": 1}, True, b"abc", 1.5])
-def test_a_header_is_a_list_of_five_and_more(body: object) -> None:
+def test_a_header_is_a_list_of_at_least_five_entries(body: object) -> None:
     with pytest.raises(ProtocolError, match="a header is a msgpack list"):
         decode(packed(body))
 
@@ -312,7 +314,7 @@ def test_a_header_may_be_64_kib_long_and_no_longer() -> None:
         decode(header + b"x")
 
 
-def test_a_refusal_that_is_too_long_to_be_read_is_cut_when_it_is_sent() -> None:
+def test_a_refusal_that_is_too_long_is_cut_when_it_is_sent() -> None:
     missing = tuple(NodeName("worker", rank) for rank in range(250))
     names = ", ".join(f"worker {rank}" for rank in range(250))
     sent = Refused(1, ErrorCode.BARRIER_BROKEN, f"barrier '\U0010ffff' waits for {names}", nodes=missing)
@@ -322,7 +324,7 @@ def test_a_refusal_that_is_too_long_to_be_read_is_cut_when_it_is_sent() -> None:
     assert message.nodes == missing[:200]
 
 
-def test_the_largest_push_that_a_worker_packs_fits_into_a_header() -> None:
+def test_the_largest_push_of_a_worker_fits_into_a_header() -> None:
     parts = tuple(Part(f"layer{index:04}.weight", index, 1 << 20) for index in range(MAX_PARTS))
     assert decode(encode(Push(1, parts, 0, 1, True), 7, VIEW)).message == Push(1, parts, 0, 1, True)
 
@@ -339,7 +341,7 @@ def test_the_largest_push_that_a_worker_packs_fits_into_a_header() -> None:
     b"\x91" * 3000 + b"\xc0",  # nested deeper than the unpacker goes
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
 ])  # fmt: skip
-def test_bytes_that_are_no_header(header: bytes) -> None:
+def test_bytes_that_are_not_a_header_are_refused(header: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(header)
 
@@ -360,7 +362,7 @@ def _with_field(raw: bytes) -> bytes:
     b"\x81\x90\xc0",  # a map with a list as its key
     *[b"\x91" * depth + b"\xc0" for depth in (10, 400, 500, 900, 1000, 1010)],
 ])  # fmt: skip
-def test_a_field_of_another_kind_of_msgpack(raw: bytes) -> None:
+def test_a_field_of_another_msgpack_type_is_refused(raw: bytes) -> None:
     assert isinstance(decode(_with_field(b"\xa1t")).message, Refused)
     with pytest.raises(ProtocolError):
         decode(_with_field(raw))
