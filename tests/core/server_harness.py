@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvd.core.machine import Apply, Create, Effect, Export, JobDone, Load, Received, Run, Send, Span
+from kvd.core.machine import Apply, Create, Effect, Export, JobDone, Load, Received, Run, Send, Span, Tick
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.errors import KvdError
 from kvd.protocol.messages import (
@@ -67,6 +67,7 @@ class Harness:
         self.applied: list[Apply] = []
         self.error: KvdError | None = None
         self._request = 0  # the largest so far: those of a worker grow
+        self.step(Tick())
         self.step(welcome(0))
         self.look()
         if attach:

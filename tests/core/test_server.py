@@ -296,7 +296,7 @@ def test_a_rank_that_comes_back_takes_part_after_its_clock() -> None:
 
 def test_what_a_server_does_not_take() -> None:
     harness = Harness()
-    refused = refusal(harness.say(0, Welcome(4, 0, "")))
+    refused = refusal(harness.say(0, Welcome(4, 0, None)))
     assert (refused.error, refused.request, refused.text) == (ErrorCode.PROTOCOL_ERROR, 4, "a server takes no Welcome")
     assert harness.say(0, Done(4)) == []
     assert harness.say(0, Refused(4, ErrorCode.REMOTE_ERROR, "y")) == []
