@@ -245,7 +245,7 @@ def test_a_member_that_left_stays_left_whatever_arrives_late() -> None:
     assert harness.states() == {"worker 0": "left"}
 
 
-def test_a_node_leaves_as_done_or_left() -> None:
+def test_a_worker_that_joined_is_active() -> None:
     harness = Harness()
     harness.worker(0)
     assert harness.states() == {"worker 0": "active"}
