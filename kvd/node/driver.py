@@ -50,7 +50,7 @@ from kvd.node.jobs import JobRunner
 from kvd.node.reassembly import ReassemblyBuffer
 from kvd.observe.log import Throttle, event
 from kvd.protocol.codec import decode, encode
-from kvd.protocol.messages import MAX_TEXT_CHARS, Attach, Message, Refused, StatusReport
+from kvd.protocol.messages import MAX_TEXT_CHARS, Attach, ErrorCode, Message, Refused, StatusReport
 from kvd.transport.base import MAX_PAYLOAD_BYTES, NOTHING, Transport
 
 GARBAGE_INTERVAL_S = 10.0
@@ -243,7 +243,7 @@ class Driver:
             swallowed = self._throttle.swallowed("garbage")
             event(logger, logging.WARNING, "received what is no message", error=text, not_logged=swallowed)
         if isinstance(peer, bytes):
-            self._send(Send(peer, Refused(0, "ProtocolError", text[:1000])))
+            self._send(Send(peer, Refused(0, ErrorCode.PROTOCOL_ERROR, text[:1000])))
         self.feed(InvalidFrame(peer, text))
 
     # ── effects out ──
@@ -252,7 +252,7 @@ class Driver:
         payload = effect.payload
         if payload and sum(span.nbytes for span in payload) > MAX_PAYLOAD_BYTES:
             text = f"a message carries at most {MAX_PAYLOAD_BYTES >> 20} MiB: ask for less at a time"
-            self._send(Send(effect.peer, Refused(getattr(effect.message, "request", 0), "NotAllowed", text)))
+            self._send(Send(effect.peer, Refused(getattr(effect.message, "request", 0), ErrorCode.NOT_ALLOWED, text)))
             return
         message = effect.message
         if isinstance(message, StatusReport):
@@ -273,7 +273,7 @@ class Driver:
         """Whoever asked for what cannot be written is told so now, and not by its deadline."""
         request = getattr(message, "request", 0)
         if request:
-            refused = Refused(request, "NotAllowed", f"this cannot be sent: {error}"[:1000])
+            refused = Refused(request, ErrorCode.NOT_ALLOWED, f"this cannot be sent: {error}"[:1000])
             self._events.append(Received(peer, self.machine.incarnation, self.machine.epoch, refused))
 
     def _report(self) -> dict[str, object]:

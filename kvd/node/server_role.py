@@ -25,7 +25,7 @@ from kvd.node.jobs import JobRunner
 from kvd.node.memory import keep_freed_memory
 from kvd.node.watch import ProcessWatch
 from kvd.observe.log import event
-from kvd.protocol.messages import NO_RANK, Settings
+from kvd.protocol.messages import NO_RANK, Departure, Settings
 from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
 
@@ -98,7 +98,7 @@ class ServerRole:
     def say_goodbye(self) -> None:
         """Leave the rounds of the cluster."""
         if self._driver is not None:
-            self._driver.feed(LocalCall(1, LeaveRounds("left"), 0.0))
+            self._driver.feed(LocalCall(1, LeaveRounds(Departure.LEFT), 0.0))
 
     def tasks(self, watch: ProcessWatch) -> list[asyncio.Task[None]]:
         """None: all that a server does comes from its machine."""

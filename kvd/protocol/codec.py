@@ -1,8 +1,8 @@
 """Messages to bytes and back.
 
-The header of a message is one msgpack list: version, kind, sender, generation, change, then the fields of the message
-in their order. Decoding is total: any bytes give a message that keeps every limit of `kvd.protocol.messages`, or raise
-ProtocolError. The checks are built once, from the annotations of the messages.
+A header is one msgpack list: version, kind, sender, generation, change, then the message's fields in order. Decoding is
+total: any bytes either give a message within every limit of `kvd.protocol.messages`, or raise ProtocolError. The checks
+are built once, at import, from the annotations of the messages.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
+from enum import Enum
 from operator import attrgetter
+from types import UnionType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgpack
 
 from kvd.errors import ProtocolError
 from kvd.protocol import messages
-from kvd.protocol.messages import BIGGEST, MAX_MEMBERS, MAX_TEXT_CHARS, Epoch, Limit, Message, Refused
+from kvd.protocol.messages import BIGGEST, MAX_MEMBERS, MAX_TEXT_CHARS, Epoch, Limit, Message, NotYet, Refused
 from kvd.protocol.specs import (
     DTYPES,
     MAX_DIMENSIONS,
@@ -28,15 +30,15 @@ from kvd.protocol.specs import (
     KeySpec,
 )
 
-VERSION = 1
+VERSION = 2
 MAX_HEADER_BYTES = 64 << 10
-_ENVELOPE = 5  # fields before the message's own
+_ENVELOPE = 5  # entries before the message's own fields
 
 Check = Callable[[object], object]
 
 
 class Decoded(NamedTuple):
-    """A message with what its header says about the sender."""
+    """A message, and what its header says about the sender."""
 
     sender: int
     epoch: Epoch
@@ -44,24 +46,26 @@ class Decoded(NamedTuple):
 
 
 def encode(message: Message, sender: int, epoch: Epoch) -> bytes:
-    """The header of `message`. Raises ProtocolError if it would be longer than MAX_HEADER_BYTES."""
+    """The header of `message`. Raises ProtocolError if it is longer than MAX_HEADER_BYTES."""
     kind = type(message)
     if isinstance(message, Refused):
-        message = _readable(message)
+        message = replace(message, text=_shortened(message.text), nodes=message.nodes[:MAX_MEMBERS])
+    elif isinstance(message, NotYet):
+        message = replace(message, text=_shortened(message.text))
     body = [VERSION, kind.KIND, sender, epoch[0], epoch[1], *_FIELDS[kind.KIND](message)]
-    header: bytes = msgpack.packb(body, default=_plain_spec)
+    header: bytes = msgpack.packb(body, default=_plain_form)
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a {kind.__name__} of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
     return header
 
 
 def decode(header: bytes | memoryview) -> Decoded:
-    """The message in `header`; ProtocolError says what is wrong with it."""
+    """The message in `header`. Raises ProtocolError, which says what is wrong with it."""
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
     try:
         body = msgpack.unpackb(header, use_list=True, strict_map_key=True, max_ext_len=0)
-    except Exception as error:  # noqa: BLE001  msgpack raises half a dozen kinds, RecursionError-like ones among them
+    except Exception as error:  # noqa: BLE001  msgpack raises many kinds, also for deep nesting
         raise ProtocolError(f"not a msgpack header: {type(error).__name__}") from None
     if type(body) is not list or len(body) < _ENVELOPE:
         raise ProtocolError("a header is a msgpack list of at least 5 entries")
@@ -85,17 +89,16 @@ def decode(header: bytes | memoryview) -> Decoded:
 
 
 def _short(value: object) -> str:
-    """A glimpse of what came. The inside of a list is not looked at: it may be nested deeper than repr can go."""
+    """The value in a few characters. Lists are not shown: they may be nested deeper than repr can go."""
     if isinstance(value, list | dict):
         return f"a {type(value).__name__} of {len(value)}"
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _readable(refused: Refused) -> Refused:
-    """The refusal within the limits of its fields: names in its text, or many nodes, may have made it longer."""
-    text = refused.text if len(refused.text) <= MAX_TEXT_CHARS else refused.text[: MAX_TEXT_CHARS - 3] + "..."
-    return replace(refused, text=text, nodes=refused.nodes[:MAX_MEMBERS])
+def _shortened(text: str) -> str:
+    """The text within its limit, which long names in it may exceed."""
+    return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 3] + "..."
 
 
 # ── the checks ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -181,13 +184,35 @@ def _spec(value: object) -> object:
     return spec
 
 
-def _plain_spec(spec: KeySpec) -> list[object]:
-    """What msgpack cannot write by itself: of all that is in a message, only this."""
-    return [spec.dtype, spec.shape, spec.slice_bytes]
+def _member_of(kind: type[Enum]) -> Check:
+    members = {member.value: member for member in kind}
+    accepted = ", ".join(repr(value) for value in members)
+
+    def check(value: object) -> object:
+        member = members.get(value) if type(value) in (int, str) else None
+        if member is None:
+            raise ProtocolError(f"expected one of {accepted}, got {_short(value)}")
+        return member
+
+    return check
+
+
+def _optional(check_value: Check) -> Check:
+    def check(value: object) -> object:
+        return None if value is None else check_value(value)
+
+    return check
+
+
+def _plain_form(value: KeySpec | Enum) -> object:
+    """The only values in messages that msgpack cannot write by itself."""
+    if isinstance(value, Enum):
+        return value.value
+    return [value.dtype, value.shape, value.slice_bytes]
 
 
 def _check_for(annotation: Any) -> Check:
-    """The check that an annotation of a message's field asks for."""
+    """The check that the annotation of a field asks for."""
     limit = Limit(0, BIGGEST)
     if get_origin(annotation) is Annotated:
         annotation, mark = get_args(annotation)
@@ -204,6 +229,11 @@ def _check_for(annotation: Any) -> Check:
         return _real
     if annotation is KeySpec:
         return _spec
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return _member_of(annotation)
+    if isinstance(annotation, UnionType):
+        kind, _none = get_args(annotation)
+        return _optional(_check_for(kind))
     if get_origin(annotation) is tuple:
         inner = get_args(annotation)
         if inner[-1] is Ellipsis:
@@ -214,7 +244,7 @@ def _check_for(annotation: Any) -> Check:
 
 
 def _part(value: object) -> object:
-    """The check of a Part, written out: a header holds up to a thousand of them."""
+    """The check of a Part, written out because a header holds up to a thousand of them."""
     if type(value) is not list or len(value) != 3:
         raise ProtocolError(f"expected [key, index, clock], got {_short(value)}")
     key, index, clock = value
@@ -231,7 +261,7 @@ def _part(value: object) -> object:
 
 
 def _fields_of(kind: type[Any]) -> Callable[[Message], Iterable[object]]:
-    """What gives the values of a message's fields in their order."""
+    """A function that gives the values of a message's fields in order."""
     names = [field.name for field in fields(kind)]
     if len(names) == 1:
         return lambda message: (getattr(message, names[0]),)
@@ -239,7 +269,7 @@ def _fields_of(kind: type[Any]) -> Callable[[Message], Iterable[object]]:
 
 
 def _limits_of(annotation: Any) -> Limit | None:
-    """The limits of a whole number; None for anything else."""
+    """The limits of a whole number; None for another type."""
     if get_origin(annotation) is not Annotated:
         return Limit(0, BIGGEST) if annotation is int else None
     base, mark = get_args(annotation)
@@ -249,7 +279,7 @@ def _limits_of(annotation: Any) -> Limit | None:
 def _builder_of_numbers(
     kind: type[Any], names: list[str], limits: list[Limit], flags: int
 ) -> Callable[[list[object]], Message]:
-    """For messages of whole numbers, and then flags: those that come most often. One loop, no call per field."""
+    """For messages of whole numbers followed by flags, the most frequent ones: one loop, no call per number."""
     count = len(names) + _ENVELOPE
     last_number = _ENVELOPE + len(limits)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvd.core.machine import Apply, Create, Effect, Export, JobDone, Load, Received, Run, Send, Span
+from kvd.core.machine import Apply, Create, Effect, Export, JobDone, Load, Received, Run, Send, Span, Tick
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.errors import KvdError
 from kvd.protocol.messages import (
@@ -13,6 +13,7 @@ from kvd.protocol.messages import (
     Epoch,
     Init,
     Member,
+    NotYet,
     Part,
     Publish,
     Pull,
@@ -66,6 +67,7 @@ class Harness:
         self.applied: list[Apply] = []
         self.error: KvdError | None = None
         self._request = 0  # the largest so far: those of a worker grow
+        self.step(Tick())
         self.step(welcome(0))
         self.look()
         if attach:
@@ -170,11 +172,11 @@ class Harness:
     @property
     def groups(self) -> list[list[str]]:
         """The keys that are together, in the order in which they became so."""
-        return [[entry.key for entry in group.slices] for group in self.machine._table.groups.values()]
+        return [[entry.key for entry in group.slices] for group in self.machine.table.groups.values()]
 
     def value(self, key: str, index: int = 0, back: int = 0) -> bytes:
         """The bytes of a slice, or of its version before."""
-        slice_ = self.machine._table.slices[key, index]
+        slice_ = self.machine.table.slices[key, index]
         return read(slice_.span(slice_.log.previous if back else slice_.log.current))
 
     def explain(self) -> Any:
@@ -201,6 +203,13 @@ def packed(*keys: str, settings: Any = None, declare: bool = True, **more: Any) 
     for rank in range(harness.settings.num_workers if declare else 0):
         harness.declare(rank, 1, *keys)
     return harness
+
+
+def not_yet(effects: Any) -> NotYet:
+    """The only answer among the effects: to send it again."""
+    answer = one([message for message in said(effects) if isinstance(message, NotYet | Refused)])
+    assert isinstance(answer, NotYet)
+    return answer
 
 
 def refusal(effects: Any) -> Refused:

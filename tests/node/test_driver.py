@@ -39,7 +39,7 @@ from kvd.node.driver import Driver
 from kvd.node.jobs import JobRunner
 from kvd.node.reassembly import ReassemblyBuffer
 from kvd.protocol.codec import decode, encode
-from kvd.protocol.messages import Done, Enter, Epoch, Refused, StatusReport
+from kvd.protocol.messages import Done, Enter, Epoch, ErrorCode, Refused, StatusReport
 from kvd.transport.base import pieces_of
 
 
@@ -322,7 +322,7 @@ def test_what_cannot_be_written_is_refused_to_who_asked() -> None:
         assert isinstance(refused, Received)
         assert refused.peer == "scheduler"
         assert isinstance(refused.message, Refused)
-        assert (refused.message.request, refused.message.error) == (9, "NotAllowed")
+        assert (refused.message.request, refused.message.error) == (9, ErrorCode.NOT_ALLOWED)
         assert "cannot be sent" in refused.message.text
 
     rig = Rig(react)
@@ -352,7 +352,7 @@ def test_payloads_reports_and_pieces() -> None:
         rig.driver.feed(call(1))
         assert [payload for _, _, payload in rig.wire.sent] == [b"cde", b'{"role": "scripted"}', b""]
         refused = rig.wire.sent[2][1]
-        assert (refused.request, refused.error) == (3, "NotAllowed")
+        assert (refused.request, refused.error) == (3, ErrorCode.NOT_ALLOWED)
         whole = bytearray(6)
         pieces.move_to(whole)
         assert whole == b"abcdef"
