@@ -1,1 +1,1 @@
-"""kvd beside what it replaces, and beside what the machine can do: ``python -m benchmarks.compare``."""
+"""kvd compared with the systems that it replaces and with the limits of the machine."""

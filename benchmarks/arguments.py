@@ -10,7 +10,7 @@ from kvd_cli.bench_work import names_of
 
 
 def works(text: str) -> tuple[str, ...]:
-    """Names of works, with commas between them."""
+    """Names of works, separated by commas."""
     try:
         return tuple(names_of(text))
     except ValueError as error:
@@ -18,7 +18,7 @@ def works(text: str) -> tuple[str, ...]:
 
 
 def some_of(choices: tuple[str, ...], *, none_too: bool = False) -> Callable[[str], tuple[str, ...]]:
-    """A list of these, each once, with commas between them."""
+    """A list of these names, each once, separated by commas."""
 
     def read(text: str) -> tuple[str, ...]:
         names = [name.strip() for name in text.split(",") if name.strip()]
@@ -33,7 +33,7 @@ def some_of(choices: tuple[str, ...], *, none_too: bool = False) -> Callable[[st
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
-    """Numbers of more than 0, each once, with commas between them."""
+    """Whole numbers above 0, each once, separated by commas."""
     numbers = [int(word) for word in text.split(",") if word.strip()]
     if not numbers or min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of more than 0")
@@ -41,7 +41,7 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 
 
 def new_file(text: str) -> Path:
-    """A file that can be made; checked before anything is measured, which takes many minutes."""
+    """A file that can be created; checked before the measurements, which take many minutes."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder, or lies in none")
@@ -49,7 +49,7 @@ def new_file(text: str) -> Path:
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """A number of more than 0."""
+    """A number above 0."""
 
     def read(text: str) -> float:
         number = kind(text)

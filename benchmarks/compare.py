@@ -1,4 +1,4 @@
-"""kvd beside MXNet, Gloo and Redis, in turn, on this machine: ``python -m benchmarks.compare``."""
+"""kvd compared with MXNet, Gloo and Redis, in turn, on this machine: ``python -m benchmarks.compare``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FAILED: Final = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, draw, write. The exit code is 0 if every start of kvd gave figures."""
+    """Measure, print, draw and write. The exit code is 0 if every start of kvd gave figures."""
     options = _options(arguments)
     effort = Effort(options.only, options.workers, options.servers, options.seconds, options.repetitions, options.limit)
     ours, advice = kvd_systems(options.kvd, options.modes)
@@ -65,7 +65,7 @@ def _findings(effort: Effort, limits_found: dict[str, float], outcomes: Sequence
     floors = {
         (summary.mode, summary.name): floor.least_us(summary.bytes, effort.workers, limits_found)
         for summary in summaries
-        if summary.mode == "none" and effort.servers == 1  # what the limit is defined for
+        if summary.mode == "none" and effort.servers == 1  # the limit is defined for these
     }
     return report.Findings(
         limits=limits_found,
@@ -92,7 +92,7 @@ def _draw(file: Path, effort: Effort, summaries: Sequence[figures.Summary]) -> N
 def turns(
     systems: Sequence[System], effort: Effort, modes: Sequence[str], rounds: int
 ) -> Iterator[tuple[System, str, int]]:
-    """Who is started when: in every round everyone once per mode, and another one first each time."""
+    """The order of starts: in every round each system once per mode, with a different one first each time."""
     for number in range(rounds):
         first = number % max(len(systems), 1)
         for mode in modes:
@@ -102,7 +102,7 @@ def turns(
 
 
 def start(system: System, effort: Effort, mode: str, number: int) -> Outcome:
-    """Start a system once, and say so, and how it failed if it did."""
+    """Start a system once. Say so, and say why if it fails."""
     say(f"round {number + 1}: {system.name}, optimizer {mode}")
     outcome = system.start(effort, mode, number)
     if outcome.failure:
@@ -113,7 +113,7 @@ def start(system: System, effort: Effort, mode: str, number: int) -> Outcome:
 def _document(
     effort: Effort, found: report.Findings, outcomes: Sequence[tuple[System, str, int, Outcome]]
 ) -> dict[str, Any]:
-    """What goes into the file. It names no host, user or folder: it is there to be passed on."""
+    """The content of the file. It names no host, user or directory, because it is meant to be shared."""
     failures = [
         {"system": system.name, "mode": mode, "round": number, "failure": outcome.failure}
         for system, mode, number, outcome in outcomes
@@ -133,7 +133,7 @@ def _document(
 
 
 def heading() -> dict[str, Any]:
-    """When and on what it was measured."""
+    """When and on which machine it was measured."""
     description = machine.describe()
     ready = [name for name in PEERS if peer_is_ready(name)]
     description["versions"]["peers"] = {name: peer_version(name) for name in ready}
@@ -160,7 +160,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def say(text: str) -> None:
-    """Progress and advice: not part of the result."""
+    """Print progress and advice, which are not part of the result."""
     print(text, file=sys.stderr, flush=True)
 
 

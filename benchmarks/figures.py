@@ -1,4 +1,4 @@
-"""What many rows come down to: one figure per start of a system, and of these the minimum, median and maximum.
+"""Summaries of many rows: one figure per start of a system, then the minimum, median and maximum of these.
 
 Figures of one start hang together (where its processes run, how its memory lies) and differ from those of the next by
 up to twice; therefore a start counts once, however many repetitions and ranks it has.
@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.rows import Row
 
 KVD = "kvd"
-"""Every system of ours has a name that begins so; the others are peers."""
+"""The names of our systems begin with this; the others are peers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,13 @@ class Summary:
 
     @property
     def mb_s(self) -> float:
-        """Megabytes that a worker pushes per second; the mean time counts, as iterations may overlap."""
+        """Megabytes that a worker pushes per second, by the mean time, because iterations may overlap."""
         return self.bytes / self.step_us.median
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A system of ours against a peer: medians of the same work and run, ours divided by theirs."""
+    """Our system against a peer: medians of the same work and run, ours divided by theirs."""
 
     mode: str
     name: str
@@ -74,7 +74,7 @@ class Ratio:
 
 
 def spread(figures: Iterable[float]) -> Spread:
-    """Of at least one figure."""
+    """The spread of at least one figure."""
     values = list(figures)
     return Spread(min(values), statistics.median(values), max(values))
 
@@ -88,7 +88,7 @@ def summaries(rows: Iterable[Row]) -> list[Summary]:
 
 
 def ratios(found: Iterable[Summary]) -> list[Ratio]:
-    """Every system of ours against every peer that did the same work in the same mode."""
+    """Each of our systems against each peer that did the same work in the same mode."""
     everything = list(found)
     ours = [summary for summary in everything if summary.is_ours]
     theirs = [summary for summary in everything if not summary.is_ours]
@@ -117,12 +117,12 @@ def _summary(key: tuple[str, str, str], starts: dict[int, list[Row]]) -> Summary
 
 
 def cpu_s_per_gb(rows: Iterable[Row]) -> float | None:
-    """Of one start: all that its workers and servers took in all repetitions, by all bytes pushed and pulled."""
+    """Processor seconds of all workers and servers in one start, for each GB pushed and pulled in all repetitions."""
     same = list(rows)
     own = [row.cpu_s for row in same if row.cpu_s is not None]
     servers = [row.servers_cpu_s for row in same if row.servers_cpu_s is not None]
     if len(own) < len(same) or len(servers) < len({row.repetition for row in same}):
-        return None  # a sum in which somebody is missing would look better than it is
+        return None  # a sum with a process missing would look better than it is
     return (sum(own) + sum(servers)) / (sum(2 * row.bytes * row.iterations for row in same) / 1e9)
 
 
@@ -132,7 +132,7 @@ def _median_of_known(figures: Iterable[float | None]) -> float | None:
 
 
 def peaks(roles: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], int]:
-    """(system, mode, role) → the most memory that one such process had in any start, in bytes."""
+    """For each (system, mode, role) the largest memory of one such process in any start, in bytes."""
     found: dict[tuple[str, str, str], int] = {}
     for process in roles:
         nbytes = process.get("peak_bytes")

@@ -23,7 +23,7 @@ SMALLEST_BYTES: Final = 64 << 20
 
 
 def cores_assumed(workers: int) -> int:
-    """How many cores move bytes at once, at best."""
+    """The largest number of cores that move bytes at once."""
     return min(len(os.sched_getaffinity(0)), workers + 1)
 
 
@@ -33,7 +33,7 @@ def bytes_moved(nbytes: int, workers: int) -> tuple[int, int]:
 
 
 def least_us(nbytes: int, workers: int, limits: dict[str, float]) -> float | None:
-    """The least time of a step that pushes so many bytes from each worker; None where caches would decide."""
+    """The least time of a step in which each worker pushes these bytes; None where caches would decide."""
     if nbytes < SMALLEST_BYTES or not {"all_add_gb_s", "all_copy_gb_s"} <= limits.keys():
         return None
     added, copied = bytes_moved(nbytes, workers)

@@ -1,4 +1,4 @@
-"""A group of CPU devices beside the bare model on the whole batch: ``python -m benchmarks.group_step``.
+"""A group of CPU devices compared with the bare model on the whole batch: ``python -m benchmarks.group_step``.
 
 Both compute outputs, loss and gradients of the same batches, in turn, with the same number of threads in all. The
 ratio of a round is the median step of the group by the median step of the bare model; shown is the median round.
@@ -166,7 +166,7 @@ def _sides(work: Work, kind: str, devices: list[str]) -> tuple[Callable[[], Any]
 
 
 def _seconds(step: Callable[[], Any], count: int) -> float:
-    """The median of so many steps."""
+    """The median time of this number of steps."""
     times = []
     for _ in range(count):
         begun = time.perf_counter()

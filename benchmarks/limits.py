@@ -71,10 +71,10 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _with_peer(answer: Callable[[socket.socket], None], measure_on: Callable[[socket.socket], float]) -> float:
-    """Measures on a loopback connection whose other end a process of our own answers, and ends that process."""
+    """Measure on a loopback connection to a process of our own, and end that process."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(PATIENCE_S)
-        # Spawned, not forked: this process may have threads by now.
+        # Spawned, not forked: this process may have threads.
         peer = multiprocessing.get_context("spawn").Process(target=_peer, args=(listener.getsockname()[1], answer))
         peer.start()
         try:
@@ -112,14 +112,14 @@ def _fill(buffer: memoryview, connection: socket.socket) -> bool:
 
 
 def _swallow(connection: socket.socket) -> None:
-    """The other end of a stream: takes chunks, and says so when a whole stream of them has come."""
+    """The other end of a stream: receives chunks, and reports when the whole stream has arrived."""
     chunk = memoryview(bytearray(CHUNK_NBYTES))
     while all(_fill(chunk, connection) for _ in range(STREAM_CHUNKS)):
         connection.sendall(b"!")
 
 
 def _stream(connection: socket.socket) -> float:
-    """GB/s of chunks in one direction, the best of several streams."""
+    """GB/s in one direction, the best of several streams."""
     chunk = bytes(CHUNK_NBYTES)
 
     def stream() -> None:

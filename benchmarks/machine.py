@@ -1,4 +1,4 @@
-"""What this machine is, in words that name neither it nor its owner."""
+"""A description of this machine that names neither it nor its owner."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _library_versions() -> dict[str, str]:
 
 
 def load_warning() -> str | None:
-    """A warning if other work runs on this machine now: figures taken beside it are worth little."""
+    """A warning if other work runs on this machine now, which makes figures worthless."""
     running = os.getloadavg()[0]
     cores = len(os.sched_getaffinity(0))
     if running < 0.5 * cores:

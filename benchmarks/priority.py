@@ -58,7 +58,7 @@ class Model:
 
     @property
     def transfer_s(self) -> float:
-        """What the gradients of one step keep the link busy."""
+        """How long the gradients of one step keep the link busy, in seconds."""
         return self.layers * self.layer_bytes / self.bytes_per_s
 
 
@@ -76,7 +76,7 @@ class Step:
 
 
 class Training:
-    """A worker with the keys of a model, in a store that it is given."""
+    """A worker with the keys of a model in a given store."""
 
     def __init__(self, kv: kvd.KVStore, model: Model) -> None:
         self._kv = kv
@@ -107,14 +107,14 @@ class Training:
 
 
 def measure(model: Model, rounds: int) -> dict[bool, list[Step]]:
-    """Steps with priorities (True) and without (False), in turn and another one first each time."""
+    """Steps with priorities (True) and without (False), in turn, with a different one first each time."""
     found: dict[bool, list[Step]] = {True: [], False: []}
     cluster = LocalCluster(
         num_workers=1,
         processes=True,
         slice_bytes=model.slice_bytes,
         credit_bytes=model.credit_bytes,
-        shared_memory="off",  # the server is to be far away
+        shared_memory="off",  # the server counts as far away
     )
     with cluster:
         with slow_links(model.bytes_per_s):
@@ -129,12 +129,12 @@ def measure(model: Model, rounds: int) -> dict[bool, list[Step]]:
 
 
 def medians(steps: Sequence[Step]) -> Step:
-    """The middle of each figure."""
+    """The median of each figure."""
     return Step(statistics.median(step.first_s for step in steps), statistics.median(step.whole_s for step in steps))
 
 
 def lines(found: dict[bool, list[Step]]) -> list[tuple[str, ...]]:
-    """With, without, and the first by the second."""
+    """With, without, and the ratio of the two."""
     priorities, none = medians(found[True]), medians(found[False])
     return [
         ("priorities", time_text(priorities.first_s * 1e6), time_text(priorities.whole_s * 1e6)),
@@ -144,7 +144,7 @@ def lines(found: dict[bool, list[Step]]) -> list[tuple[str, ...]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write."""
+    """Measure, print and write."""
     options = _options(arguments)
     model = Model(
         layers=options.layers,
@@ -187,12 +187,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive(int), default=11, help="steps of each kind")
     parser.add_argument("--layers", type=positive(int), default=16)
     parser.add_argument("--layer-mib", type=positive(float), default=1.0, help="weights of a layer")
-    parser.add_argument("--forward-ms", type=positive(float), default=8.0, help="computing forward, of a layer")
-    parser.add_argument("--backward-ms", type=positive(float), default=8.0, help="computing backward, of a layer")
-    parser.add_argument("--megabytes-per-s", type=positive(float), default=50.0, help="what the link lets through")
+    parser.add_argument("--forward-ms", type=positive(float), default=8.0, help="time of a layer's forward pass")
+    parser.add_argument("--backward-ms", type=positive(float), default=8.0, help="time of a layer's backward pass")
+    parser.add_argument("--megabytes-per-s", type=positive(float), default=50.0, help="bandwidth of the link")
     parser.add_argument("--slice-kib", type=positive(int), default=256, help="the largest slice")
-    parser.add_argument("--credit-kib", type=positive(int), default=512, help="what can be on its way to a server")
-    parser.add_argument("--json", type=new_file, help="write everything to this file, too")
+    parser.add_argument("--credit-kib", type=positive(int), default=512, help="most bytes in flight to a server")
+    parser.add_argument("--json", type=new_file, help="also write everything to this file")
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""Runs a command to its end, or ends it: nothing of it goes on afterwards."""
+"""Runs a command to its end, or ends it: no process of it is left afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Finished:
 
 
 def run(command: list[str], limit_s: float, environment: Mapping[str, str] | None = None) -> Finished:
-    """Run a command in a session of its own, with what it prints kept; `environment` replaces ours."""
+    """Run a command in a session of its own, and keep its output; `environment` replaces ours."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )
@@ -35,7 +35,7 @@ def run(command: list[str], limit_s: float, environment: Mapping[str, str] | Non
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """An interrupt lets it clean up after itself; if that takes too long, its whole session goes."""
+    """Interrupt it, so that it can clean up; kill its whole session if that takes too long."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGINT)

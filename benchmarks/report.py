@@ -1,4 +1,4 @@
-"""The tables for people: drawn on a terminal, aligned plain text where the output is piped."""
+"""Tables for people: drawn on a terminal, aligned plain text in a pipe."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def show(found: Findings, console: Console) -> None:
 def lines(
     summaries: Sequence[Summary], ratios: Sequence[Ratio], floors_us: Mapping[tuple[str, str], float]
 ) -> list[tuple[str, ...]]:
-    """The cells of the comparison. A peer's line has kvd's ratio to it, of each system of ours if there are more."""
+    """The cells of the comparison. A peer's line has the ratio of kvd to it, one for each way to run kvd."""
     return [_line(summary, ratios, floors_us.get((summary.mode, summary.name))) for summary in _by_work(summaries)]
 
 
@@ -75,12 +75,12 @@ def time_text(microseconds: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Three digits, and no fraction of more than that."""
+    """Three digits, or all digits of a larger whole number."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _by_work(summaries: Sequence[Summary]) -> list[Summary]:
-    """The lines of one work and mode together, whichever round first had them."""
+    """The lines grouped by work and mode, in whichever round they first appeared."""
     places: dict[tuple[str, str], int] = {}
     for summary in summaries:
         places.setdefault((summary.mode, summary.name), len(places))
@@ -116,7 +116,7 @@ def _ratios_text(found: Sequence[tuple[str, float]]) -> str:
 
 
 def print_table(console: Console, headings: Sequence[str], cells: Iterable[Sequence[str]]) -> None:
-    """Cells under headings, and an empty line after them where the output is piped."""
+    """Print cells under headings, followed by an empty line in a pipe."""
     everything = list(cells)
     if not console.is_terminal:
         console.print(_plain([headings, *everything]), soft_wrap=True, highlight=False, markup=False)

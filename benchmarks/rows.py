@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 COPIES = "+copies"
-"""Ends the name of a work that a peer did with copies in and out; that counts as a system of its own."""
+"""The end of the name of a work that a peer did with copies in and out, which counts as a separate system."""
 
 _COUNTS = ("rank", "keys", "bytes", "repetition", "iterations")
 _TIMES = ("seconds", "p50_us", "p99_us")
@@ -47,7 +47,7 @@ class Row:
 
 
 def parse(text: str, system: str, mode: str, round_number: int) -> tuple[list[Row], list[str]]:
-    """The rows in what a system printed, and the lines that are none (a peer's libraries print warnings)."""
+    """The rows in the output of a system, and its other lines (the libraries of a peer print warnings)."""
     rows, others = [], []
     for line in text.splitlines():
         row = _row(line, system, mode, round_number)
@@ -59,7 +59,7 @@ def parse(text: str, system: str, mode: str, round_number: int) -> tuple[list[Ro
 
 
 def from_objects(objects: list[object], system: str, mode: str, round_number: int) -> list[Row]:
-    """The rows among decoded JSON values; what is no row is left out."""
+    """The rows among decoded JSON values, without all others."""
     found = (_checked(value, system, mode, round_number) for value in objects)
     return [row for row in found if row is not None]
 

@@ -34,7 +34,7 @@ WORKERS: Final = (1, 2, 4, 8)
 MODELS: Final = ("1MiB", "4MiB", *(f"4MiBx{count}" for count in (4, 16, 64, 256, 512)))
 MODE: Final = "none"
 SPARE: Final = 0.9
-"""The part of the free memory that may be taken."""
+"""The part of the free memory that may be used."""
 
 HEADINGS: Final = ("system", "min", "median", "max", "× first", "MB/s", "CPU s/GB", "worker, MB", "server, MB")
 EXPLANATION: Final = (
@@ -45,7 +45,7 @@ EXPLANATION: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One start that is to be made.
+    """One start to make.
 
     Attributes:
         at: what its line begins with: a number of workers, or a model.
@@ -64,7 +64,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What one start of a system at a point gave."""
+    """The result of one start of a system at a point."""
 
     point: Point
     system: System
@@ -73,7 +73,7 @@ class Start:
 
 
 class Memory:
-    """Foretells what a system takes at a larger size, by what it took at smaller ones."""
+    """Predicts the memory of a system at a larger size from that at smaller sizes."""
 
     def __init__(self) -> None:
         self._per_byte: dict[
@@ -81,7 +81,7 @@ class Memory:
         ] = {}  # of the largest model so far: its bytes, the ratio
 
     def learn(self, system: System, point: Point, outcome: Outcome) -> None:
-        """Record the peaks of all processes of a start, if it tells them."""
+        """Record the peaks of all processes of a start, if it reports them."""
         taken = sum(role.get("peak_bytes", 0) for role in outcome.roles)
         key = (system.name, point.workers)
         if taken and point.nbytes >= self._per_byte.get(key, (0, 0.0))[0]:
@@ -94,7 +94,7 @@ class Memory:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write. The exit code is 0 if every start of kvd that was made gave figures."""
+    """Measure, print and write. The exit code is 0 if every start of kvd gave figures."""
     options = _options(arguments)
     ours, advice = kvd_systems(options.kvd, (MODE,))
     peers, advice_on_peers = peer_systems(options.peers, options.peers_dir, (MODE,))
@@ -121,7 +121,7 @@ def work_bytes(name: str) -> int:
 
 
 def _starts(points: Sequence[Point], systems: Sequence[System], options: argparse.Namespace) -> Iterator[Start]:
-    """Every system at every point, in turn, round after round; without those that do not fit or have failed before."""
+    """Start every system at every point, in turn, round after round, except those that do not fit or failed before."""
     memory, left_out = Memory(), set[tuple[str, Point]]()
     for number in range(options.rounds):
         for point in points:
@@ -155,7 +155,7 @@ def _in_words(point: Point) -> str:
 
 
 def free_bytes(meminfo: str) -> int:
-    """What new processes can take: the text of /proc/meminfo, and the limit of this control group."""
+    """The memory for new processes, from the text of /proc/meminfo and the limit of this control group."""
     available = [line.split() for line in meminfo.splitlines() if line.startswith("MemAvailable:")]
     free = int(available[0][1]) * 1024 if available else machine_memory_bytes()
     return min(free, machine_memory_bytes())
@@ -189,7 +189,7 @@ def _cells(point: Point, summary: Summary, first_us: float, peaks: dict[tuple[st
 
 
 def _document(starts: Sequence[Start]) -> list[dict[str, Any]]:
-    """Every start, as it came."""
+    """Every start, in order."""
     return [
         {
             **dataclasses.asdict(one.point),
@@ -214,11 +214,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--servers", type=positive(int), default=1)
     parser.add_argument("--kvd", type=some_of(tuple(KVD_WAYS)), default=("auto",), help=f"of {','.join(KVD_WAYS)}")
     parser.add_argument("--peers", type=some_of(PEERS, none_too=True), default=(), help=f"of {','.join(PEERS)}")
-    parser.add_argument("--peers-dir", type=Path, default=PEERS_DIR, help="the folder of the peers' run.py")
+    parser.add_argument("--peers-dir", type=Path, default=PEERS_DIR, help="directory of the peers' run.py")
     parser.add_argument("--seconds", type=positive(float), default=0.5, help="per repetition")
     parser.add_argument("--repetitions", type=positive(int), default=3, help="in one start")
-    parser.add_argument("--limit", type=positive(float), default=300.0, help="seconds that one start may take")
-    parser.add_argument("--json", type=new_file, help="write everything to this file, too")
+    parser.add_argument("--limit", type=positive(float), default=300.0, help="limit of one start, in seconds")
+    parser.add_argument("--json", type=new_file, help="also write everything to this file")
     return parser.parse_args(arguments)
 
 

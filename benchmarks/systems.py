@@ -29,7 +29,7 @@ VERSION_LIMIT_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much of each work is done, by how many processes, and how long one start of a system may take."""
+    """How much work each start does, with how many processes, and how long it may take."""
 
     works: tuple[str, ...]
     workers: int
@@ -41,7 +41,7 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one start of a system gave. Of a start that failed no row counts.
+    """The result of one start of a system. A failed start has no rows.
 
     Attributes:
         roles: what kvd says about its own processes; empty for a peer.
@@ -57,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """kvd in one way to run it, or a peer.
+    """One way to run kvd, or a peer.
 
     Attributes:
         modes: the optimizers that it can have on its servers.
@@ -76,11 +76,11 @@ class System:
         return self.name.startswith(KVD)
 
     def does(self, effort: Effort, mode: str) -> bool:
-        """Whether any of this is for this system."""
+        """Whether this system does any of these works."""
         return mode in self.modes and bool(self._works_of(effort))
 
     def start(self, effort: Effort, mode: str, round_number: int) -> Outcome:
-        """Start it, wait for its end, read what it printed."""
+        """Start it, wait for its end, and read its output."""
         command = [*self.command, *self._flags(effort, mode)]
         finished = run(command, effort.limit_s + GRACE_S, _own_environment() if self.is_ours else None)
         if finished.code is None:
@@ -131,7 +131,7 @@ or ipc sockets alone, and its defaults with gradients in the arrays of `kv.bind`
 
 
 def kvd_systems(ways: Iterable[str], modes: tuple[str, ...]) -> tuple[list[System], list[str]]:
-    """kvd in these ways; and what to know about those that cannot be run, in words."""
+    """kvd run in these ways, and a note about each way that cannot be run."""
     systems, advice = [], []
     for way in ways:
         name, flags = KVD_WAYS[way]
@@ -144,14 +144,14 @@ def kvd_systems(ways: Iterable[str], modes: tuple[str, ...]) -> tuple[list[Syste
 
 
 def peer_systems(names: Iterable[str], folder: Path, modes: tuple[str, ...]) -> tuple[list[System], list[str]]:
-    """The peers that can be run here; and what to do about those that cannot, in words."""
+    """The peers that can be run here, and a note about how to get each of the others."""
     script = folder / "run.py"
     if not script.exists():
         return [], [f"kvd is measured alone: there is no run.py of the peers in {folder}; name its folder: --peers-dir"]
     systems, advice = [], []
     for name in names:
         if peer_is_ready(name):
-            # Only MXNet has an optimizer on its servers; the others would do the same again in every mode.
+            # Only MXNet has an optimizer on its servers; the others would repeat the same in every mode.
             known_modes = modes if name == "mxnet" else ("none",)
             systems.append(System(name, known_modes, PEER_WORKS, (sys.executable, str(script), name)))
         else:
@@ -160,7 +160,7 @@ def peer_systems(names: Iterable[str], folder: Path, modes: tuple[str, ...]) -> 
 
 
 def peer_is_ready(name: str) -> bool:
-    """Whether the peers' set-up has been run for this one."""
+    """Whether this peer has been set up."""
     if name == "redis" and shutil.which("redis-server") is None:
         return False
     return _peer_python(name).exists()
@@ -181,6 +181,6 @@ def _peer_python(name: str) -> Path:
 
 
 def _own_environment() -> dict[str, str]:
-    """Ours, with this tree first: it is what is measured, whether or not another kvd is installed."""
+    """Our environment with this tree first in the path: it is measured, even if another kvd is installed."""
     paths = [str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -214,7 +214,7 @@ def test_bad_arguments_are_refused_before_anything_is_measured(
     assert arguments[0] in capsys.readouterr().err
 
 
-def test_a_comparison_ends_in_a_table_and_a_file_that_names_no_place(
+def test_a_comparison_ends_in_a_table_and_a_file_without_local_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     printed = {"rows": [PRINTED], "roles": [{"role": "server", "rank": 0, "peak_bytes": 1}]}

@@ -45,7 +45,7 @@ def outcome(taken_bytes: int) -> Outcome:
     return Outcome([], [{"role": role, "rank": 0, "peak_bytes": half} for role in ("worker", "server")])
 
 
-def test_what_a_model_takes_is_foretold_from_the_largest_smaller_one() -> None:
+def test_the_memory_of_a_model_is_predicted_from_the_largest_smaller_one() -> None:
     memory, small, large = Memory(), Point("a", "1MiB", 2), Point("b", "4MiBx64", 2)
     assert memory.needed_bytes(SYSTEM, large) == 6 * 64 * (4 << 20)  # 2 gradients, 2 results, 2 versions
     memory.learn(SYSTEM, small, outcome(100 << 20))

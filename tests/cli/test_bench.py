@@ -186,7 +186,7 @@ def test_usage_is_read_from_the_kernel_and_kept_when_the_process_is_gone() -> No
     assert len(told) == 1
 
 
-def test_a_watch_tells_of_processes_only_when_it_knows_all() -> None:
+def test_a_watch_reports_processes_once_all_of_them_run() -> None:
     told: list[object] = []
     watch = Watch(["server-0", "server-1"], {"server-0": os.getpid()}.get, told.append)
     watch.look()
@@ -200,7 +200,7 @@ def test_processor_time_of_several_processes_is_known_only_if_all_are_there() ->
     assert cpu_s_of(["self", 1 << 30]) is None
 
 
-def test_roles_join_what_was_seen_and_what_was_told() -> None:
+def test_roles_join_observations_and_reports() -> None:
     watch = Watch([], lambda name: None)
     watch.last = {"scheduler": Usage(1, 0.1), "server-1": Usage(2, 0.2)}
     told = [
@@ -235,7 +235,7 @@ def test_bench_refuses_a_work_that_does_not_exist() -> None:
         (["--plot", "nowhere/out.svg"], "there is no directory nowhere"),
     ],
 )
-def test_bench_refuses_a_picture_that_it_could_not_draw(
+def test_bench_refuses_a_chart_that_it_could_not_draw(
     arguments: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -244,7 +244,7 @@ def test_bench_refuses_a_picture_that_it_could_not_draw(
     assert complaint in result.stderr
 
 
-def test_bench_says_that_arrays_cannot_be_bound_where_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_refuses_bound_arrays_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvd.KVStore, "is_capable", staticmethod(lambda capability: capability != "bind"))
     result = CliRunner().invoke(cli, ["bench", "--bound"])
     assert result.exit_code == 2

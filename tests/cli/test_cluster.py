@@ -104,7 +104,7 @@ def saved(tmp_path: Path) -> Callable[[Any], Path]:
     return save
 
 
-def test_a_value_there_and_back(ask: Kvd, saved: Callable[[Any], Path], tmp_path: Path) -> None:
+def test_a_value_is_pushed_and_pulled(ask: Kvd, saved: Callable[[Any], Path], tmp_path: Path) -> None:
     assert ask("init", "w", saved([[1, 2], [3, 4]])).exit_code == 0
     assert ask("push", "w", saved([[5, 6], [7, 8]])).exit_code == 0
 
@@ -134,7 +134,7 @@ def test_keys(ask: Kvd, saved: Callable[[Any], Path]) -> None:
     assert row[:4] == ["listed", "3×4×5", "float32", "0"]
 
 
-def test_what_is_refused(ask: Kvd, saved: Callable[[Any], Path], tmp_path: Path) -> None:
+def test_commands_that_are_refused(ask: Kvd, saved: Callable[[Any], Path], tmp_path: Path) -> None:
     assert ask("init", "small", saved([1])).exit_code == 0
     one, two = saved([1]), tmp_path / "two.npy"
     np.save(two, np.zeros(2, dtype=np.float32))
@@ -177,7 +177,7 @@ def test_status_of_a_healthy_cluster(ask: Kvd, saved: Callable[[Any], Path]) -> 
     assert ask("dead-nodes").stdout.split() == ["NODE", "NODE", "ID", "SILENT", "FOR", "REASON"]
 
 
-def test_status_of_a_cluster_that_is_not_well(kvd: Kvd, tmp_path: Path) -> None:
+def test_status_of_an_unhealthy_cluster(kvd: Kvd, tmp_path: Path) -> None:
     cluster = start_cluster(tmp_path, workers=2)
     try:
         missing = kvd("status", "-S", cluster.address, "--timeout", "20s")

@@ -52,12 +52,12 @@ def status(kvd: Kvd, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     return run
 
 
-def test_a_cluster_that_is_well(status: Callable[..., Result]) -> None:
+def test_a_healthy_cluster(status: Callable[..., Result]) -> None:
     result = status(report(server(0), server(1)))
     assert (result.exit_code, result.stderr) == (0, "")
 
 
-def test_a_server_that_does_not_answer_is_not_well(status: Callable[..., Result]) -> None:
+def test_a_server_that_does_not_answer_is_unhealthy(status: Callable[..., Result]) -> None:
     given = report(server(0), {"role": "server", "rank": 1, "error": "control did not finish before its deadline"})
     result = status(given)
     assert result.exit_code == 1
@@ -68,7 +68,7 @@ def test_a_server_that_does_not_answer_is_not_well(status: Callable[..., Result]
     assert json.loads(as_json.stdout)["healthy"] is False
 
 
-def test_a_dead_server_takes_its_keys_along() -> None:
+def test_the_keys_of_a_dead_server_are_lost() -> None:
     members = [member("server", 0), member("server", 1, "dead"), member("worker", 0)]
     health = health_of(report(server(0), members=members))
     assert not health.is_healthy
@@ -87,7 +87,7 @@ def test_a_dead_worker_may_come_back() -> None:
     )
 
 
-def test_who_is_missing() -> None:
+def test_missing_nodes_are_named() -> None:
     health = health_of(report(server(0), missing=["server 1"]))
     assert (health.is_healthy, health.advice) == (
         False,

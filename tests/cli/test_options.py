@@ -87,7 +87,7 @@ def test_wrong_usage_is_2(arguments: list[str], kvd: Kvd) -> None:
 
 
 @pytest.mark.parametrize("place", ["slurm", "ray", "kubernetes"])
-def test_other_places_are_not_there_yet(place: str, kvd: Kvd) -> None:
+def test_other_places_are_not_available_yet(place: str, kvd: Kvd) -> None:
     result = kvd("launch", "-n", "1", "-s", "1", "--on", place, "--", "true")
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"error: --on {place} is not available yet" in result.stderr

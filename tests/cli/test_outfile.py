@@ -55,7 +55,7 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
     assert os.listdir(folder) == ["old.npy"]
 
 
-def test_a_link_to_nothing_makes_what_it_points_at(tmp_path: Path) -> None:
+def test_a_dangling_link_creates_its_target(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("new.npy")
     write_array(tmp_path / "link", VALUE)
     assert (tmp_path / "link").is_symlink()
@@ -78,7 +78,7 @@ def test_a_new_file_has_the_usual_mode(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["folder", "loop", "file/w.npy", "nowhere/w.npy"])
-def test_what_cannot_be_written(name: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()

@@ -20,7 +20,7 @@ UNKNOWN = "tcp://no-such-host.invalid:9191"
 
 
 @pytest.mark.parametrize("flags", [[], ["-o", "json"]])
-def test_who_waits_is_told(flags: list[str], spawn: Spawn) -> None:
+def test_a_command_that_waits_says_so(flags: list[str], spawn: Spawn) -> None:
     process = spawn("status", "-S", NOBODY, "--timeout", "3s", *flags)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (3, "")
@@ -29,7 +29,7 @@ def test_who_waits_is_told(flags: list[str], spawn: Spawn) -> None:
     assert error.startswith(f"error: no scheduler answers at {NOBODY}")
 
 
-def test_who_joins_is_told(spawn: Spawn, tmp_path: Path) -> None:
+def test_a_command_that_joins_says_so(spawn: Spawn, tmp_path: Path) -> None:
     np.save(tmp_path / "w.npy", np.zeros(1, np.float32))
     process = spawn("init", "w", tmp_path / "w.npy", "-S", NOBODY, "--timeout", "3s")
     _, err = process.communicate(timeout=60)
@@ -37,7 +37,7 @@ def test_who_joins_is_told(spawn: Spawn, tmp_path: Path) -> None:
     assert f"waiting for an answer from the cluster at {NOBODY}" in err
 
 
-def test_nothing_is_told_that_comes_to_nothing(spawn: Spawn) -> None:
+def test_a_short_wait_is_silent(spawn: Spawn) -> None:
     process = spawn("status", "-S", NOBODY, "--timeout", "1s")
     assert "waiting" not in process.communicate(timeout=60)[1]
 
@@ -55,7 +55,7 @@ def test_known_hosts(host: str) -> None:
     patience.check_host(Config(scheduler="ipc:///tmp/x"))
 
 
-def test_hosts_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_host_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "_look_up", lambda host: OSError(-2, "Name or service not known"))
     with pytest.raises(ConnectError, match=r"the host 'elsewhere' of tcp://elsewhere:9 is not known here \(Name or"):
         patience.check_host(Config(scheduler="tcp://elsewhere:9"))

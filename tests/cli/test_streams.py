@@ -35,7 +35,7 @@ def closing(descriptor: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("arguments", PRINTING, ids=" ".join)
-def test_a_full_disk_is_told(arguments: list[str], spawn: Spawn, full: IO[str]) -> None:
+def test_a_full_disk_is_reported(arguments: list[str], spawn: Spawn, full: IO[str]) -> None:
     process = spawn(*arguments, stdout=full)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1, err

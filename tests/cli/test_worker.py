@@ -87,7 +87,7 @@ def test_quit_kills(spawn: Spawn) -> None:
     assert process.returncode == 128 + signal.SIGKILL
 
 
-def test_the_command_ends_with_the_parent_that_is_named(spawn: Spawn) -> None:
+def test_the_command_ends_with_its_named_parent(spawn: Spawn) -> None:
     parent = subprocess.Popen(["sleep", "1000"])
     process = spawn("worker", "--parent-pid", str(parent.pid), *python(WAITER))
     assert first_line(process) == "here\n"
@@ -105,7 +105,7 @@ def test_the_command_is_killed_with_its_guard(spawn: Spawn) -> None:
     assert out == ""
 
 
-def test_systemd_hears_of_it(spawn: Spawn, tmp_path: Path) -> None:
+def test_systemd_is_notified(spawn: Spawn, tmp_path: Path) -> None:
     path = tmp_path / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(path))

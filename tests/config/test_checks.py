@@ -92,7 +92,7 @@ def test_other_addresses_need_insecure(address: str) -> None:
     Config(insecure=True).check_exposure(address)
 
 
-def test_a_keyfile_alone_does_not_open_the_door() -> None:
+def test_a_keyfile_alone_does_not_allow_other_machines() -> None:
     with pytest.raises(ConfigError, match="keyfile does not protect"):
         Config(keyfile=__file__).check_exposure("tcp://*:1")
 

@@ -101,6 +101,6 @@ def test_what_was_set_back_to_its_default_wins_in_the_child_too(tmp_path: Path) 
     assert load(environ=passed).config == loaded.config
 
 
-def test_child_environment_keeps_what_systemd_said_to_itself() -> None:
+def test_child_environment_leaves_out_what_systemd_told_this_process() -> None:
     environ = {"PATH": "/bin", "NOTIFY_SOCKET": "/run/n", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "2", "KVD_ROLE": "x"}
     assert child_environment({"KVD_ROLE": "worker"}, environ) == {"PATH": "/bin", "KVD_ROLE": "worker"}

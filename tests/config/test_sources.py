@@ -117,7 +117,7 @@ def test_files_are_looked_for_in_order(tmp_path: Path) -> None:
     assert load(environ=NOTHING).config.rounds_ahead == 1
 
 
-def test_a_closed_folder_holds_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_an_unreadable_directory_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def closed(*_args: object, **_options: object) -> None:
         raise PermissionError(13, "Permission denied")
 

@@ -176,7 +176,7 @@ def test_a_size_that_comes_to_more_than_18_digits_is_refused(size: str, refusal:
 
 
 @pytest.mark.parametrize("name", ["staleness", "memory_limit_bytes", "num_shards", "heartbeat_interval_s"])
-def test_numbers_that_python_does_not_print_are_refused_all_the_same(name: str, refusal: Refusal) -> None:
+def test_numbers_too_long_for_python_to_print_are_refused(name: str, refusal: Refusal) -> None:
     """Python raises a ValueError when it prints an integer of more than 4300 digits, and when it reads one."""
     for given in ("9" * 5000, 10**5000, -(10**5000)):
         error = refusal({name: given})
@@ -185,7 +185,7 @@ def test_numbers_that_python_does_not_print_are_refused_all_the_same(name: str, 
         assert len(str(error)) < 500
 
 
-def test_an_error_does_not_quote_page_after_page(refusal: Refusal) -> None:
+def test_an_error_shortens_a_long_value(refusal: Refusal) -> None:
     text = str(refusal({"staleness": "9" * 5000}))
     assert f"staleness = '{'9' * 199}… (from flag)" in text
     assert "staleness = an integer of 16610 bits (from flag)" in str(refusal({"staleness": 10**5000}))

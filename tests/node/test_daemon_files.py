@@ -122,7 +122,7 @@ def make_folder_in_its_place(folder: Path) -> None:
         (make_folder_in_its_place, "state", "is a directory, but the state is kept in a file with this name"),
     ],
 )
-def test_a_state_dir_that_is_none(
+def test_a_state_dir_that_is_not_a_directory_is_refused(
     make: Callable[[Path], None], state: str, reason: str, scheduler: Scheduler, tmp_path: Path
 ) -> None:
     make(tmp_path)
@@ -142,7 +142,7 @@ def test_a_state_dir_without_room(scheduler: Scheduler, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "state") == []
 
 
-def test_a_state_that_is_none(scheduler: Scheduler, tmp_path: Path) -> None:
+def test_an_invalid_state_is_refused(scheduler: Scheduler, tmp_path: Path) -> None:
     (tmp_path / "scheduler.json").write_text("{}")
     code, err = scheduler(state=tmp_path)
     assert code == 2, err
@@ -150,7 +150,7 @@ def test_a_state_that_is_none(scheduler: Scheduler, tmp_path: Path) -> None:
     assert (tmp_path / "scheduler.json").read_text() == "{}", "it is not overwritten"
 
 
-def test_a_state_dir_is_made_also_when_it_was_tidied_away(tmp_path: Path) -> None:
+def test_a_state_dir_is_made_again_when_it_was_removed(tmp_path: Path) -> None:
     state = SchedulerStateFile(tmp_path / "a" / "b")
     state.prepare()
     assert state.load() is None

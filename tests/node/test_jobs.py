@@ -35,7 +35,7 @@ def apply(runner: JobRunner, current: Any, *given: Any, assign: bool = False, op
     return runner.run(Apply(2, 1, layout, "float32", current.nbytes, current, contributions, assign, "sum", optimizer))
 
 
-def test_a_slice_is_made_as_a_copy() -> None:
+def test_a_slice_is_created_as_a_copy() -> None:
     source = bytearray(np.arange(4, dtype=np.float32).tobytes())
     done = JobRunner().run(Create(5, "w", 0, "float32", Span(source, 0, 16)))
     source[:] = bytes(16)
@@ -77,7 +77,7 @@ def test_an_assignment_forgets_the_optimizers_state() -> None:
     assert (step, slots) == (0, ())
 
 
-def test_states_go_out_and_in_again() -> None:
+def test_states_are_exported_and_loaded() -> None:
     runner, other = JobRunner(), JobRunner()
     momentum = SGD(1.0, momentum=0.5)
     current = apply(runner, made(runner, [0.0, 1.0, 2.0]), [-1, -2, -3], optimizer=momentum).result

@@ -157,7 +157,7 @@ def adam_by_hand(weight: Any, rounds: Sequence[Any]) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(("optimizer", "by_hand"), [(MOMENTUM, momentum_by_hand), (ADAM, adam_by_hand)])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_fused_parted_and_fused_again_is_what_a_calculation_by_hand_gives(
+def test_fused_parted_and_fused_again_agrees_with_a_calculation_by_hand(
     optimizer: Any, by_hand: Callable[..., Any], dtype: str
 ) -> None:
     server = started(dtype)
@@ -246,7 +246,7 @@ def test_steps_that_differ_stay_each_slice_s_own() -> None:
 # ── failing updates ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_unit_whose_update_fails_in_one_slice_changes_nothing_in_the_others() -> None:
+def test_an_update_that_fails_in_one_slice_changes_no_other_slice_of_the_group() -> None:
     """A state of the wrong dtype for c: the update of the group is refused, as often as it is made again."""
     server = started()
     server.push(list("abcd"), gradients(1), optimizer=MOMENTUM)
@@ -295,7 +295,7 @@ def state(step: int, *values: float) -> SliceState:
     return SliceState(step, None, {"momentum": np.asarray(values, np.float32)})
 
 
-def test_states_that_agree_become_one_and_what_lies_between_is_zero() -> None:
+def test_states_that_agree_are_joined_with_zeros_in_the_padding() -> None:
     states = OptimizerStates()
     for number, size in enumerate((1, 2, 1)):
         states.put((f"k{number}", 0), state(3, *[number + 1.0] * size), size)
@@ -318,7 +318,7 @@ def test_states_that_agree_become_one_and_what_lies_between_is_zero() -> None:
         SliceState(3),
     ],
 )
-def test_states_that_do_not_agree_stay_pieces(other: SliceState) -> None:
+def test_states_that_do_not_agree_stay_separate(other: SliceState) -> None:
     states = OptimizerStates()
     states.put(("k0", 0), state(3, 1.0), 1)
     states.put(("k1", 0), other, 1)
@@ -327,7 +327,7 @@ def test_states_that_do_not_agree_stay_pieces(other: SliceState) -> None:
     assert pieces[1].state is other
 
 
-def test_a_state_that_is_put_into_the_middle_leaves_the_others_theirs() -> None:
+def test_a_state_put_into_the_middle_does_not_change_the_others() -> None:
     states = OptimizerStates()
     layout = layout_of(2, 2, 2)
     for number in range(3):
@@ -346,7 +346,7 @@ def test_a_state_that_is_put_into_the_middle_leaves_the_others_theirs() -> None:
     assert piece.state.slots["momentum"].tolist() == [0, 0, 5, 5, 2, 2]
 
 
-def test_empty_slices_take_states_again_and_again_and_no_memory() -> None:
+def test_states_of_empty_slices_do_not_accumulate() -> None:
     states = OptimizerStates()
     layout = layout_of(0, 2, 0, 0, 2, 0)
     states.of_group(1, layout, 4)
@@ -359,7 +359,7 @@ def test_empty_slices_take_states_again_and_again_and_no_memory() -> None:
     assert [states.of_slice((f"k{number}", 0)).step for number in (0, 1, 4)] == [39, 7, 0]
 
 
-def test_who_parts_takes_its_own_bytes_and_keeps_nobody_elses() -> None:
+def test_a_slice_that_leaves_keeps_only_its_own_bytes() -> None:
     """A key that is not pushed any more must not hold the memory of all that it was once together with."""
     states = OptimizerStates()
     for number in range(3):
@@ -374,7 +374,7 @@ def test_who_parts_takes_its_own_bytes_and_keeps_nobody_elses() -> None:
         assert array.base is None or array.base.nbytes == 16
 
 
-def test_a_slice_that_is_made_anew_starts_anew_and_the_others_go_on() -> None:
+def test_a_slice_that_is_created_again_starts_again_and_the_others_continue() -> None:
     states = OptimizerStates()
     for number in range(2):
         states.put((f"k{number}", 0), state(3, number), 1)
@@ -387,7 +387,7 @@ def test_a_slice_that_is_made_anew_starts_anew_and_the_others_go_on() -> None:
     assert [piece.state.step for piece in pieces] == [0, 3]
 
 
-def test_a_unit_that_is_renewed_is_one_piece_with_nothing_in_it() -> None:
+def test_a_renewed_group_has_one_new_state() -> None:
     states = OptimizerStates()
     for number in range(2):
         states.put((f"k{number}", 0), state(3 + number, number), 1)

@@ -12,7 +12,7 @@ import pytest
 from kvd.node.parent import Guard, ParentWatch
 
 
-def test_a_watch_without_pidfd_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_without_pidfd_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int) -> int:
         raise PermissionError
 

@@ -188,7 +188,7 @@ def test_a_text_line() -> None:
     )
 
 
-def test_what_is_serious_says_so_without_colour() -> None:
+def test_warnings_and_errors_name_their_level_without_colour() -> None:
     stream = io.StringIO()
     configure("text", "warning", "worker 0", stream)
     log.info("not written")
@@ -242,7 +242,7 @@ def test_stderr_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().err)["message"] == "here"
 
 
-def test_a_stream_that_knows_few_letters() -> None:
+def test_a_stream_with_a_narrow_encoding() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
     configure("text", "info", "x", stream)
@@ -250,7 +250,7 @@ def test_a_stream_that_knows_few_letters() -> None:
     assert raw.getvalue().endswith(b"\\u2265 1\n")
 
 
-def test_a_closed_stream_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_closed_stream_is_not_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
     configure("text", "info", "x", stream)
     stream.close()
@@ -258,7 +258,7 @@ def test_a_closed_stream_is_no_error(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == ""
 
 
-def test_no_such_format_or_level() -> None:
+def test_unknown_formats_and_levels_are_refused() -> None:
     with pytest.raises(ValueError, match="expected auto, text or json"):
         configure("xml", "info", "x", io.StringIO())
     with pytest.raises(ValueError, match="LOUD"):
@@ -282,7 +282,7 @@ def test_one_warning_per_interval_and_kind() -> None:
     assert throttle.total_swallowed == 2
 
 
-def test_ever_new_kinds_take_no_memory() -> None:
+def test_ever_new_kinds_do_not_fill_the_memory() -> None:
     throttle = Throttle(10.0, max_keys=2)
     assert all(throttle.allow(0.0, str(kind)) for kind in range(100))
     assert len(throttle._kinds) == 2

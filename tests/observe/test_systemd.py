@@ -90,7 +90,7 @@ def test_a_full_queue_does_not_block(tmp_path: Path) -> None:
         notifier.close()
 
 
-def test_a_path_that_no_socket_can_have() -> None:
+def test_a_path_that_is_too_long_for_a_socket() -> None:
     notifier = Notifier("/" + "x" * 200)
     assert not notifier.ready()
     notifier.close()

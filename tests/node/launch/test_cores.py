@@ -44,7 +44,7 @@ def test_a_process_inherits_its_cores_and_the_starter_keeps_its_own() -> None:
 SHOW_CORES = "import os; print('cores', sorted(os.sched_getaffinity(0)))"
 
 
-def test_servers_are_pinned_where_there_are_cores_enough(tmp_path: Path, lines: Lines, mark: dict[str, str]) -> None:
+def test_servers_are_pinned_if_there_are_enough_cores(tmp_path: Path, lines: Lines, mark: dict[str, str]) -> None:
     """With two cores of this machine a worker and a server each have one; the plan is the same for more."""
     cores = sorted(usable_cores())
     if len(cores) < 2:
@@ -64,7 +64,7 @@ def test_servers_are_pinned_where_there_are_cores_enough(tmp_path: Path, lines: 
     assert sorted(usable_cores()) == cores
 
 
-def test_nothing_is_pinned_where_there_are_too_few_cores_or_nobody_asked(
+def test_nothing_is_pinned_without_enough_cores_or_unless_asked(
     daemon: Any, lines: Lines, mark: dict[str, str]
 ) -> None:
     cores = sorted(usable_cores())

@@ -54,7 +54,7 @@ def test_a_failing_worker_ends_the_rest_with_its_code(daemon: Any, lines: Lines,
         (["/dev/null"], 126),
     ],
 )
-def test_ends_of_a_worker_that_are_no_exit_code(
+def test_ends_of_a_worker_without_an_exit_code(
     command: list[str], code: int, daemon: Any, lines: Lines, mark: dict[str, str]
 ) -> None:
     job = Job(command=command, workers=1, servers=1, environment=mark, daemon=daemon)
@@ -94,7 +94,7 @@ def test_a_daemon_that_ends_ends_the_job(
     assert any(f"ended (exit code {code})" in line for line in lines.of("launch"))
 
 
-def test_a_scheduler_that_never_is_ready(daemon: Any, lines: Lines, mark: dict[str, str]) -> None:
+def test_a_scheduler_that_is_never_ready(daemon: Any, lines: Lines, mark: dict[str, str]) -> None:
     environment = {**mark, "NEVER_READY": "1"}
     job = Job(command=["true"], workers=1, servers=1, environment=environment, daemon=daemon, startup_s=0.5)
     with pytest.raises(RequestTimeout, match=r"not ready within 0\.5 s"):
@@ -102,14 +102,14 @@ def test_a_scheduler_that_never_is_ready(daemon: Any, lines: Lines, mark: dict[s
 
 
 @pytest.mark.parametrize("field", ["workers", "servers"])
-def test_a_job_needs_some_of_each(field: str) -> None:
+def test_a_job_needs_workers_and_servers(field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         Job(**{"command": ["true"], "workers": 1, "servers": 1, field: 0})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="command"):
         Job(command=[], workers=1, servers=1)
 
 
-def test_each_daemon_has_a_state_folder_of_its_own(
+def test_each_daemon_has_its_own_state_directory(
     tmp_path: Path, daemon: Any, lines: Lines, mark: dict[str, str]
 ) -> None:
     show = tmp_path / "show.py"

@@ -76,7 +76,7 @@ def test_a_relay_hands_lines_on_and_is_joined_at_their_end(lines: Lines) -> None
     assert lines.of("node") == ["one", "two"]
 
 
-def test_a_relay_reads_on_when_its_sink_is_broken_and_tells_it_once() -> None:
+def test_a_relay_reads_on_when_its_sink_is_broken_and_reports_it_once() -> None:
     read, write = os.pipe()
     told: list[tuple[Stream, OSError]] = []
     full = OSError(28, "No space left on device")

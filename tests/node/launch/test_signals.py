@@ -27,7 +27,7 @@ STUBBORN = """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_first_signal_ends_the_job_in_good_order(number: int, launcher: Callable[..., Launcher]) -> None:
+def test_the_first_signal_ends_the_job_in_order(number: int, launcher: Callable[..., Launcher]) -> None:
     job = launcher(command=python(POLITE))
     job.wait_for("worker-0 stdout here", "worker-1 stdout here")
     job.process.send_signal(number)

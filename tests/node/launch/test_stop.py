@@ -10,7 +10,7 @@ from kvd.node.launch import Job, Launch, run
 from tests.node.launch.harness import Lines, in_thread, marked, python, shell, wait_for_line, wait_until_gone
 
 
-def test_stop_is_graceful_first_and_at_once_then(daemon: Any, lines: Lines, mark: dict[str, str]) -> None:
+def test_the_first_stop_is_graceful_and_the_second_immediate(daemon: Any, lines: Lines, mark: dict[str, str]) -> None:
     code = """
         import os, signal
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
