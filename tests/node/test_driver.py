@@ -308,7 +308,7 @@ def test_garbage_is_answered_and_told_to_the_machine(caplog: pytest.LogCaptureFi
     rig = Rig(nothing)
     with caplog.at_level(logging.WARNING, logger="kvd.node"):
         run(rig, program)
-    assert len([record for record in caplog.records if "no message" in record.getMessage()]) == 1
+    assert len([record for record in caplog.records if "invalid frame" in record.getMessage()]) == 1
 
 
 def test_what_cannot_be_written_is_refused_to_who_asked() -> None:

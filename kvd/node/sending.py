@@ -1,0 +1,67 @@
+"""Messages out: encoded, bounded, and filled in with what only the shell knows."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+
+from kvd.core.machine import Machine, Received, Send, Span
+from kvd.errors import ProtocolError
+from kvd.node.threads import Stepper
+from kvd.observe.log import event
+from kvd.protocol.codec import encode
+from kvd.protocol.messages import MAX_TEXT_CHARS, Attach, Message, Refused, StatusReport
+from kvd.transport.base import MAX_PAYLOAD_BYTES, Transport
+
+logger = logging.getLogger("kvd.node")
+
+
+class MessageSender:
+    """Runs on the thread that carries out effects, see `kvd.node.threads`."""
+
+    def __init__(self, machine: Machine, transport: Transport, stepper: Stepper) -> None:
+        self._machine = machine
+        self._transport = transport
+        self._stepper = stepper
+
+    def send(self, effect: Send) -> None:
+        """Sends a message. One that cannot be encoded is refused to this node's own machine, whose call fails now
+        instead of at its deadline."""
+        payload = effect.payload
+        if payload and sum([span.nbytes for span in payload]) > MAX_PAYLOAD_BYTES:
+            text = f"a message carries at most {MAX_PAYLOAD_BYTES >> 20} MiB: ask for less at a time"
+            self.send(Send(effect.peer, Refused(getattr(effect.message, "request", 0), "NotAllowed", text)))
+            return
+        message = effect.message
+        if isinstance(message, StatusReport):
+            report = json.dumps(self._report()).encode()
+            payload = (Span(report, 0, len(report)),)
+        elif isinstance(message, Attach):
+            message = replace(message, path=self._paths().get(effect.peer, ""))
+        try:
+            header = encode(message, self._machine.incarnation, self._machine.epoch)
+        except (ProtocolError, ValueError, TypeError, OverflowError) as error:
+            event(logger, logging.ERROR, "a message could not be sent", error=str(error))
+            self._refuse_to_ourselves(effect.peer, message, error)
+            return
+        if not self._transport.send(effect.peer, header, payload):
+            logger.debug("not sent: %s to %r", type(effect.message).__name__, effect.peer)
+
+    def _refuse_to_ourselves(self, peer: Hashable, message: Message, error: Exception) -> None:
+        request = getattr(message, "request", 0)
+        if request:
+            refused = Refused(request, "NotAllowed", f"this cannot be sent: {error}"[:1000])
+            self._stepper.queue(Received(peer, self._machine.incarnation, self._machine.epoch, refused))
+
+    def _report(self) -> dict[str, object]:
+        """The machine's own report and, if this node has accepted links, how its messages travel over them."""
+        report = self._machine.explain(self._stepper.now())
+        links = [path for peer, path in self._paths().items() if isinstance(peer, tuple)]
+        return {**report, "links": links[0]} if links else report
+
+    def _paths(self) -> dict[Hashable, str]:
+        """How messages travel to each peer, and why not in a quicker way, in words."""
+        paths: Mapping[Hashable, Sequence[str]] = getattr(self._transport, "paths", dict)()
+        return {peer: ": ".join(filter(None, path))[:MAX_TEXT_CHARS] for peer, path in paths.items()}
