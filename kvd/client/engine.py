@@ -139,7 +139,7 @@ class Engine:
         async def work() -> None:
             with suppress(KvdError):  # the node has failed: nothing more is sent, except what is queued already
                 await self.call(TakeBack(tuple((source, source.copy()) for source in sources)))
-            await self.transport.keep()
+            await self.transport.detach_buffers()
 
         with suppress(StoreClosed):  # nothing more is sent
             self.run(work()).result()

@@ -1,4 +1,4 @@
-"""A transport within one process and one event loop, for tests of everything above it."""
+"""A transport within one process and one event loop, for tests of the layers above."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvd.transport.base import OnGarbage, OnMessage, joined, pieces_of
 
 
 class MemoryNetwork:
-    """Where the transports of one test find each other."""
+    """The addresses at which the transports of one test listen."""
 
     def __init__(self) -> None:
         self.listeners: dict[str, MemoryTransport] = {}
@@ -20,11 +20,11 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """Delivers through the loop's queue, in order."""
+    """Delivers in order, through the loop's queue."""
 
     def __init__(self, network: MemoryNetwork) -> None:
         self._network = network
-        self._links: dict[Hashable, tuple[MemoryTransport, Hashable]] = {}
+        self._connections: dict[Hashable, tuple[MemoryTransport, Hashable]] = {}
         self._opened: dict[Hashable, str] = {}  # the connections that we open, with their addresses
         self._addresses: list[str] = []
         self._on_message: OnMessage | None = None
@@ -51,8 +51,8 @@ class MemoryTransport:
         if other is None:
             return False
         theirs = ("memory", id(self), next(other._names))
-        self._links[peer] = (other, theirs)
-        other._links[theirs] = (self, peer)
+        self._connections[peer] = (other, theirs)
+        other._connections[theirs] = (self, peer)
         return True
 
     def disconnect(self, peer: Hashable) -> None:
@@ -60,24 +60,25 @@ class MemoryTransport:
         self._cut(peer)
 
     def _cut(self, peer: Hashable) -> None:
-        """Ends the link on both sides. One that we opened comes back when somebody listens there again."""
-        link = self._links.pop(peer, None)
-        if link is not None:
-            link[0]._links.pop(link[1], None)
+        """Ends the connection on both sides. One that we opened comes back when its address is listened at again."""
+        connection = self._connections.pop(peer, None)
+        if connection is not None:
+            other, theirs = connection
+            other._connections.pop(theirs, None)
 
     def send(self, peer: Hashable, header: bytes, payload: Sequence[Span]) -> bool:
-        if peer in self._opened and peer not in self._links and not self._try_connect(peer):
+        if peer in self._opened and peer not in self._connections and not self._try_connect(peer):
             return False
-        link = self._links.get(peer)
-        if link is None:
+        connection = self._connections.get(peer)
+        if connection is None:
             return False
         body = memoryview(bytes(joined(pieces_of(payload)))) if payload else None
-        other, name = link
+        other, name = connection
         asyncio.get_running_loop().call_soon(other._deliver, name, header, body)
         return True
 
     def _deliver(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
-        if self._on_message is not None and peer in self._links:
+        if self._on_message is not None and peer in self._connections:
             self._on_message(peer, header, payload)
 
     def close(self, linger_s: float) -> None:
@@ -85,5 +86,5 @@ class MemoryTransport:
         for address in self._addresses:
             self._network.listeners.pop(address, None)
         self._opened = {}
-        for peer in list(self._links):
+        for peer in list(self._connections):
             self._cut(peer)

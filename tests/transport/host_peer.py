@@ -1,6 +1,6 @@
-"""A process with a HostTransport, for tests that need a real second one: it does what the headers say.
+"""A process with a HostTransport, which does what the headers of messages say.
 
-Started as a script with an incarnation to listen under. Its address is the first line it prints.
+The script takes the incarnation under which it listens. Its address is the first line that it prints.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from kvd.transport.host import HostTransport
 
 
 class Peer:
-    """`keep` keeps the payload, `drop` drops what is kept, `lend` answers with its own memory; the rest is echoed."""
+    """`keep` keeps the payload, `drop` drops all kept ones, `leaseN` answers with N bytes of its own shared memory. All
+    other messages are echoed."""
 
     def __init__(self) -> None:
         self.transport = HostTransport()
@@ -26,11 +27,11 @@ class Peer:
             self.transport.send(peer, b"kept", [])
         elif header == b"drop":
             self.kept.clear()
-        elif header.startswith(b"lend"):
-            block = self.transport.arena.allocate(int(header[4:]))
+        elif header.startswith(b"lease"):
+            block = self.transport.arena.allocate(int(header[5:]))
             assert block is not None
             block[:] = 77
-            self.transport.send(peer, b"lent", [Span(block, 0, block.nbytes)])
+            self.transport.send(peer, b"leased", [Span(block, 0, block.nbytes)])
         else:
             spans = [] if payload is None else [Span(payload, 0, payload.nbytes)]
             self.transport.send(peer, header, spans)
