@@ -22,7 +22,7 @@ from kvd.node.jobs import JobRunner
 from tests.node.driver_harness import DriverHarness, call, run, until
 
 
-def test_a_command_that_ends_its_thread_is_an_error() -> None:
+def test_a_command_that_raises_system_exit_fails() -> None:
     def end(body: bytes) -> bytes:
         raise SystemExit(3)
 

@@ -30,7 +30,7 @@ from kvd.protocol.messages import Done, Enter, Epoch, Refused, StatusReport
 from tests.node.driver_harness import DriverHarness, call, nothing, run
 
 
-def test_an_effect_that_breaks_does_not_take_the_others_with_it() -> None:
+def test_an_effect_that_raises_does_not_stop_the_others() -> None:
     target = bytearray(4)
 
     def react(event: Event) -> list[Effect]:
@@ -99,7 +99,7 @@ def test_connections_that_cannot_be_opened() -> None:
     run(harness, program)
 
 
-def test_a_stopped_driver_does_nothing_any_more() -> None:
+def test_a_stopped_driver_does_nothing() -> None:
     async def program() -> None:
         harness.driver.stop(0)
         harness.driver.stop(0)
@@ -115,7 +115,7 @@ def test_a_stopped_driver_does_nothing_any_more() -> None:
     run(harness, program)
 
 
-def test_garbage_is_answered_and_told_to_the_machine(caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_frames_are_answered_and_reported_to_the_machine(caplog: pytest.LogCaptureFixture) -> None:
     async def program() -> None:
         for _ in range(50):
             harness.transport.on_message(b"stranger", b"garbage", None)
@@ -134,7 +134,7 @@ def test_garbage_is_answered_and_told_to_the_machine(caplog: pytest.LogCaptureFi
     assert len([record for record in caplog.records if "invalid frame" in record.getMessage()]) == 1
 
 
-def test_what_cannot_be_written_is_refused_to_who_asked() -> None:
+def test_a_message_that_cannot_be_encoded_is_refused_to_its_own_machine() -> None:
     def react(event: Event) -> list[Effect]:
         return [Send("scheduler", Enter(9, "\ud800", 1)), Send("p", Done(1))] if isinstance(event, LocalCall) else []
 

@@ -30,7 +30,7 @@ from kvd.protocol.messages import Done, Epoch
 from tests.node.driver_harness import DriverHarness, call, run, until
 
 
-def test_a_call_that_breaks_is_completed_with_the_error() -> None:
+def test_a_call_whose_step_raises_is_completed_with_the_error() -> None:
     def react(event: Event) -> list[Effect]:
         if isinstance(event, LocalCall) and event.call == 1:
             raise ZeroDivisionError("oops")
@@ -49,7 +49,7 @@ def test_a_call_that_breaks_is_completed_with_the_error() -> None:
 
 
 @pytest.mark.parametrize("broken", [Received, Tick, InvalidFrame, JobDone, Persisted, PeerLost])
-def test_whatever_breaks_inside_the_node_goes_on(broken: type, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_node_survives_any_step_that_raises(broken: type, caplog: pytest.LogCaptureFixture) -> None:
     def react(event: Event) -> list[Effect]:
         if isinstance(event, broken):
             raise RuntimeError("a bug")
@@ -96,7 +96,7 @@ def test_one_thread_at_a_time_and_every_event_once() -> None:
     run(harness, program)
 
 
-def test_effects_for_the_loop_are_carried_out_there_and_in_order() -> None:
+def test_effects_for_the_loop_are_carried_out_there_in_order() -> None:
     def react(event: Event) -> list[Effect]:
         if not isinstance(event, LocalCall):
             return []

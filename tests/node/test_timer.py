@@ -14,7 +14,7 @@ from kvd.node.timer import DeadlineTimer
 from tests.node.driver_harness import DriverHarness, call, nothing, run, until
 
 
-def test_a_tick_that_always_fails_does_not_burn_the_processor() -> None:
+def test_a_tick_that_always_fails_does_not_spin() -> None:
     def react(event: Event) -> list[Effect]:
         raise RuntimeError("a bug")
 
@@ -27,7 +27,7 @@ def test_a_tick_that_always_fails_does_not_burn_the_processor() -> None:
     run(harness, program)
 
 
-def test_ticks_come_at_the_deadline_also_when_it_moves_to_the_front() -> None:
+def test_a_tick_comes_at_the_deadline_even_if_it_moves_forward() -> None:
     async def program() -> None:
         loop = asyncio.get_running_loop()
         harness.machine.deadline = loop.time() + 60

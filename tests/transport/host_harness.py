@@ -21,7 +21,7 @@ PEER = [sys.executable, "-m", "tests.transport.host_peer"]
 
 
 class Node:
-    """A transport of this process that is started, and what it has received."""
+    """A started transport in this process, and what it has received."""
 
     def __init__(self, **options: Any) -> None:
         self.transport = HostTransport(**options)
@@ -38,7 +38,7 @@ class Node:
         return self.transport.send(peer, header, spans(*pieces))
 
     async def answer(self, peer: Hashable, header: bytes, *pieces: Any) -> tuple[bytes, memoryview | None]:
-        """Sends and waits for the next message."""
+        """Sends a message and waits for the next one to arrive."""
         assert self.send(peer, header, *pieces)
         await eventually(lambda: self.messages)
         return self.messages.pop(0)[1:]
@@ -87,7 +87,7 @@ async def eventually(holds: Callable[[], Any], timeout_s: float = 15.0) -> None:
 
 @asynccontextmanager
 async def two_nodes(**options: Any) -> AsyncIterator[tuple[Node, Node, int]]:
-    """A client and a server in this process, connected; and the server's incarnation."""
+    """A client connected to a server, both in this process, and the server's incarnation."""
     incarnation = secrets.randbits(61) + 1
     client, server = Node(**options), Node()
     try:

@@ -97,12 +97,12 @@ BAD: dict[str, Callable[[Raw], None]] = {
     "a reference to no segment": plain(prefix_of(REFERENCE, 0, 1, 10, 3, 0), b"h"),
     "unsealed memory": unsealed,
     "no memory at all": no_memory,
-    "another size than said": segment_then(said=4096),
+    "a size other than announced": segment_then(said=4096),
     "a huge size": segment_then(said=1 << 62),
     "a size of zero": segment_then(said=0),
     "the same segment twice": twice,
-    "a reference behind the end": segment_then(prefix_of(REFERENCE, 0, 1, 8, 0, 8185), b"h"),
-    "a reference far behind": segment_then(prefix_of(REFERENCE, 0, 1, 8, 0, (1 << 64) - 8), b"h"),
+    "a reference beyond the end": segment_then(prefix_of(REFERENCE, 0, 1, 8, 0, 8185), b"h"),
+    "a reference far beyond the end": segment_then(prefix_of(REFERENCE, 0, 1, 8, 0, (1 << 64) - 8), b"h"),
     "a reference to too much": segment_then(prefix_of(REFERENCE, 0, 1, 8193, 0, 0), b"h"),
     "a reference to nothing": segment_then(prefix_of(REFERENCE, 0, 1, 0, 0, 8192), b"h"),
     "many descriptors": many_descriptors,
@@ -110,7 +110,7 @@ BAD: dict[str, Callable[[Raw], None]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_garbage_ends_the_link_and_is_told(name: str) -> None:
+def test_an_invalid_frame_ends_the_link_and_is_reported(name: str) -> None:
     with raw_pair() as (raw, end):
         raw.hello()
         raw.socket.sendall(prefix_of(MESSAGE, 0, 2) + b"ok")
@@ -133,7 +133,7 @@ def test_garbage_ends_the_link_and_is_told(name: str) -> None:
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "not a frame"),
     ],
 )
-def test_the_first_frame_has_to_be_a_hello_of_this_version(first: bytes, text: str) -> None:
+def test_the_first_frame_must_be_a_hello_of_this_version(first: bytes, text: str) -> None:
     with raw_pair() as (raw, end):
         raw.socket.sendall(first)
         until(lambda: end.link.has_ended, end)
@@ -141,7 +141,7 @@ def test_the_first_frame_has_to_be_a_hello_of_this_version(first: bytes, text: s
         assert end.messages == []
 
 
-def test_a_stream_that_ends_within_a_frame_is_an_end_and_no_garbage() -> None:
+def test_a_stream_that_ends_within_a_frame_is_not_an_invalid_frame() -> None:
     with raw_pair() as (raw, end):
         raw.hello()
         frame = prefix_of(INLINE, 0, 5, 100_000) + b"hello" + bytes(500)
@@ -153,7 +153,7 @@ def test_a_stream_that_ends_within_a_frame_is_an_end_and_no_garbage() -> None:
         assert end.link.reason == "the other side is gone"
 
 
-def test_frames_may_come_byte_by_byte() -> None:
+def test_frames_may_arrive_byte_by_byte() -> None:
     with raw_pair() as (raw, end):
         body = bytes(range(250)) * 80
         frames = prefix_of(HELLO, 0, 0, 0, VERSION, MAGIC) + prefix_of(INLINE, 0, 1, len(body)) + b"h" + body

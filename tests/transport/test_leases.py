@@ -14,7 +14,7 @@ from tests.transport.link_harness import MIB, block_of, pair, pattern, spans, un
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
-def test_arena_memory_is_not_copied_and_other_memory_is() -> None:
+def test_only_memory_outside_the_arena_is_copied() -> None:
     with pair() as (left, right):
         block = block_of(left, 2 * MIB)
         before = left.arena.total_bytes
@@ -29,7 +29,7 @@ def test_arena_memory_is_not_copied_and_other_memory_is() -> None:
         assert part == whole[1000:101_000]
         assert view == whole[4096:]
         assert small == whole[8:50_008]
-        block[1000:1010] = 5  # the program may not do this; here it shows that nothing was copied
+        block[1000:1010] = 5  # programs must not do this; here it proves that nothing was copied
         assert right.bodies()[1] == bytes([5] * 10) + part[10:]
         assert left.arena.total_bytes == before
         other = pattern(MIB, 2)
@@ -72,7 +72,7 @@ def test_without_room_in_the_arena_payloads_go_inline_and_by_reference_again_lat
         until(lambda: right.messages, right, left)
 
 
-def test_memory_is_used_again_only_after_the_receiver_dropped_it() -> None:
+def test_memory_is_reused_only_after_the_receiver_dropped_it() -> None:
     with pair() as (left, right):
         block = block_of(left, MIB)
         place = left.arena.locate(block)
@@ -86,17 +86,17 @@ def test_memory_is_used_again_only_after_the_receiver_dropped_it() -> None:
         part = np.frombuffer(right.messages.pop()[1] or b"", np.float32)[1000:2000]
         right.send(b"traffic")
         until(lambda: left.messages, left)
-        assert left.link.leases == 1  # a view of the payload is left
+        assert left.link.leases == 1  # a view of the payload still exists
         assert part.tobytes() == expected[4000:8000]
         del part
-        right.send(b"takes the word along")
+        right.send(b"takes the release along")
         until(lambda: len(left.messages) == 2, left)
         assert left.link.leases == 0
         assert left.arena.locate(block_of(left, MIB)) == place
 
 
 @pytest.mark.parametrize(("nbytes", "count"), [(20_000, 40), (4 * MIB, 10)], ids=["by number", "by bytes"])
-def test_much_is_released_without_traffic(nbytes: int, count: int) -> None:
+def test_many_payloads_are_released_without_traffic(nbytes: int, count: int) -> None:
     with pair() as (left, right):
         right.keeps = False
         most = 0
@@ -162,7 +162,7 @@ def test_both_leave_with_payloads_of_each_other() -> None:
         assert left.link.leases == 0
 
 
-def test_closing_with_a_payload_out_keeps_the_other_side_from_using_its_memory() -> None:
+def test_a_payload_in_use_keeps_its_memory_after_the_link_is_closed() -> None:
     with pair() as (left, right):
         assert left.send(b"h", block_of(left, MIB))
         until(lambda: right.messages, right)

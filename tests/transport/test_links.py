@@ -70,7 +70,7 @@ def test_many_messages_in_both_directions_keep_their_order() -> None:
             assert [header for header, _ in end.messages] == [b"%d" % number for number in range(5000)]
 
 
-def test_a_slow_reader_fills_the_queue_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_fills_the_queue_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outgoing, "QUEUE_LIMIT_BYTES", 3 * MIB)
     with pair(0) as (left, right):
         sent = 0
@@ -98,7 +98,7 @@ def test_small_messages_fill_the_queue_by_their_number(monkeypatch: pytest.Monke
         until(lambda: len(right.messages) == sent, left, right)
 
 
-def test_segments_are_announced_in_order_behind_what_waits() -> None:
+def test_segments_are_announced_in_order_behind_queued_frames() -> None:
     with pair(64 * MIB) as (left, right):
         count = 0
         while not left.link.has_queued:

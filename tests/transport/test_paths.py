@@ -55,7 +55,7 @@ def test_answers_go_back_over_the_link_and_the_server_names_the_peer() -> None:
     run(main)
 
 
-def test_links_turned_off_and_peers_that_are_no_servers() -> None:
+def test_links_that_are_turned_off_and_peers_that_are_not_servers() -> None:
     async def program(node: Node, process: Process) -> None:
         node.transport.connect("scheduler", process.address)
         assert node.transport.paths() == {
@@ -100,8 +100,8 @@ def test_without_memfd_the_link_carries_everything(monkeypatch: pytest.MonkeyPat
     with_process(program)
 
 
-def test_another_network_namespace_is_reached_by_zmq_alone(tmp_path: Path) -> None:
-    """The peer shares the file system, and listens at a path there; names of links are not seen across."""
+def test_only_zmq_reaches_another_network_namespace(tmp_path: Path) -> None:
+    """The peer shares the file system and listens at a path there. Names of links do not cross namespaces."""
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "-n", "true"], capture_output=True, check=False).returncode:
         pytest.skip("the kernel does not let this user make a network namespace")

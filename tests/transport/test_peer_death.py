@@ -1,4 +1,4 @@
-"""Payloads of and for peers that pause or die. With real processes."""
+"""Payloads to and from peers that pause or die. With real processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.transport.link_harness import MIB, memory_in_use
 pytestmark = pytest.mark.usefixtures("nothing_left_behind", "quick_releases")
 
 
-def test_payloads_are_given_back_without_traffic() -> None:
+def test_payloads_are_released_without_traffic() -> None:
     async def main() -> None:
         async with two_nodes() as (client, server, incarnation):
             assert client.send(incarnation, b"h", bytes(100_000))
@@ -33,7 +33,7 @@ def test_payloads_are_given_back_without_traffic() -> None:
     run(main)
 
 
-def test_a_killed_receiver_gives_back_what_it_held() -> None:
+def test_a_killed_receiver_releases_its_payloads() -> None:
     async def program(node: Node, process: Process) -> None:
         peer = process.incarnation
         block = node.transport.arena.allocate(MIB)

@@ -15,7 +15,7 @@ from tests.transport.host_harness import eventually, run, two_nodes
 pytestmark = pytest.mark.usefixtures("nothing_left_behind", "quick_releases")
 
 
-def test_a_thread_that_waits_reads_itself_and_the_loop_goes_on() -> None:
+def test_a_waiting_thread_reads_for_itself_and_the_loop_goes_on() -> None:
     async def main() -> None:
         async with two_nodes() as (client, server, incarnation):
             loop_thread = threading.get_ident()
@@ -46,7 +46,7 @@ def test_a_thread_that_waits_reads_itself_and_the_loop_goes_on() -> None:
     run(main)
 
 
-def test_what_comes_while_the_loop_is_paused_is_read_after_it() -> None:
+def test_messages_that_arrive_while_the_loop_is_paused_are_read_afterwards() -> None:
     async def main() -> None:
         async with two_nodes() as (client, server, incarnation):
             assert client.send(incarnation, b"hello")
@@ -69,8 +69,8 @@ def test_what_comes_while_the_loop_is_paused_is_read_after_it() -> None:
     run(main)
 
 
-def test_a_flood_is_finished_by_the_loop_where_a_waiting_thread_left_it() -> None:
-    """What lies in the buffer of a link is announced by no poll."""
+def test_the_loop_finishes_a_flood_where_a_waiting_thread_left_it() -> None:
+    """No poll announces the messages in the buffer of a link."""
 
     async def main() -> None:
         async with two_nodes() as (client, server, incarnation):
@@ -89,7 +89,7 @@ def test_a_flood_is_finished_by_the_loop_where_a_waiting_thread_left_it() -> Non
     run(main)
 
 
-def test_waiting_ends_with_the_time_the_descriptor_and_the_transport() -> None:
+def test_waiting_ends_by_timeout_by_descriptor_and_by_closing() -> None:
     async def main() -> None:
         async with two_nodes() as (client, _, _):
             await asyncio.sleep(0.05)  # the hello of the other side is read
@@ -111,7 +111,7 @@ def test_waiting_ends_with_the_time_the_descriptor_and_the_transport() -> None:
     run(main)
 
 
-def test_threads_and_the_loop_read_together_and_nothing_is_lost_or_turned_round() -> None:
+def test_threads_and_the_loop_read_together_without_loss_or_reordering() -> None:
     async def main() -> None:
         async with two_nodes() as (client, server, incarnation):
             assert client.send(incarnation, b"hello")
@@ -142,7 +142,7 @@ def test_threads_and_the_loop_read_together_and_nothing_is_lost_or_turned_round(
     run(main)
 
 
-def test_an_error_above_stops_neither_the_reading_nor_the_others() -> None:
+def test_an_error_in_the_callback_stops_neither_this_link_nor_others() -> None:
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         async with two_nodes() as (client, server, incarnation):
@@ -151,7 +151,7 @@ def test_an_error_above_stops_neither_the_reading_nor_the_others() -> None:
             def fail(peer: Hashable, header: bytes, payload: memoryview | None) -> None:
                 seen.append(header)
                 if len(seen) % 3 == 0:
-                    raise (RuntimeError, ConnectionResetError)[len(seen) % 2]("the one above failed")
+                    raise (RuntimeError, ConnectionResetError)[len(seen) % 2]("the callback failed")
 
             server.transport._sink.on_message = fail
             for number in range(500):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind", "quick_releases")
 
 
 def connect_as_nobody(incarnation: int) -> str:
-    """What another user gets who connects to the link: the bytes that come before the end."""
+    """Connects to the link as another user. Returns how many bytes that user receives."""
     code = f"""if True:
         import os, socket
         os.setgroups([]); os.setgid(65534); os.setuid(65534)
@@ -35,8 +35,8 @@ def connect_as_nobody(incarnation: int) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_other_users_are_not_taken() -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_links_of_other_users_are_refused() -> None:
     async def main() -> None:
         async with two_nodes() as (client, server, incarnation):
             assert await asyncio.to_thread(connect_as_nobody, incarnation) == "0\n"
@@ -48,7 +48,7 @@ def test_other_users_are_not_taken() -> None:
     run(main)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_listener_of_another_user_is_not_used() -> None:
     incarnation = secrets.randbits(61) + 1
     code = f"""if True:
@@ -99,7 +99,7 @@ def test_links_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     run(main)
 
 
-def test_garbage_on_a_link_falls_back_to_zmq() -> None:
+def test_an_invalid_frame_on_a_link_falls_back_to_zmq() -> None:
     async def main() -> None:
         incarnation = secrets.randbits(61) + 1
         fake = socket.socket(socket.AF_UNIX)
@@ -125,7 +125,7 @@ def test_garbage_on_a_link_falls_back_to_zmq() -> None:
     run(main)
 
 
-def test_a_side_that_cannot_send_any_more_falls_back_though_the_other_keeps_a_payload() -> None:
+def test_a_side_that_cannot_send_falls_back_although_the_other_keeps_a_payload() -> None:
     async def main() -> None:
         async with two_nodes() as (client, server, incarnation):
             assert client.send(incarnation, b"h", bytes(100_000))

@@ -1,4 +1,4 @@
-"""What is special about ZeroMQ: edges, frames, limits, sends from several threads."""
+"""What only concerns ZeroMQ: edges, frames, addresses, sends from several threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvd.transport.zmq import ZmqTransport
 
 
 class Listener:
-    """A transport that listens, with a plain DEALER of the test connected to it."""
+    """A transport that listens, and a plain DEALER socket connected to it."""
 
     def __init__(self) -> None:
         self.transport = ZmqTransport()
@@ -35,7 +35,7 @@ class Listener:
     def _take(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
         self.messages.append((peer, header, None if payload is None else bytes(payload)))
         if header == self.fail_on:
-            raise RuntimeError("the one above failed")
+            raise RuntimeError("the callback failed")
 
     async def until(self, count: int) -> None:
         for _ in range(2000):
@@ -61,7 +61,7 @@ def run(program: Any) -> None:
     asyncio.run(main())
 
 
-def test_a_send_that_fails_does_not_lose_the_edge_of_a_message() -> None:
+def test_a_failed_send_does_not_swallow_the_edge_of_a_message() -> None:
     async def program(listener: Listener) -> None:
         listener.dealer.send(b"first")
         await listener.until(1)
@@ -74,7 +74,7 @@ def test_a_send_that_fails_does_not_lose_the_edge_of_a_message() -> None:
     run(program)
 
 
-def test_an_error_above_does_not_stop_the_reading() -> None:
+def test_an_error_in_the_callback_does_not_stop_reading() -> None:
     async def program(listener: Listener) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         listener.fail_on = b"2"
@@ -127,7 +127,7 @@ def test_sends_from_several_threads_keep_their_frames_together() -> None:
     run(program)
 
 
-def test_addresses_that_are_none() -> None:
+def test_invalid_addresses_raise() -> None:
     transport = ZmqTransport()
     for address in ("nonsense", "tcp://127.0.0.1", "ipc://" + "x" * 300, "http://a:1"):
         with pytest.raises(ConnectError) as caught:
