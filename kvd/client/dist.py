@@ -29,6 +29,7 @@ from kvd.protocol.messages import (
     ASSIGN,
     ClockQuery,
     Command,
+    Departure,
     SetOptimizer,
     Settings,
     UpdateOptimizer,
@@ -277,7 +278,7 @@ class DistBackend:
     def join(self) -> Handle:
         async def work() -> None:
             await self._engine.call(requests.Flush())
-            await self._engine.call(requests.LeaveRounds("done"))
+            await self._engine.call(requests.LeaveRounds(Departure.DONE))
 
         return Handle(self._engine.run(work()), what="join")
 
@@ -348,7 +349,7 @@ class DistBackend:
 
         async def work() -> None:
             await self._engine.call(requests.Flush())
-            await self._engine.call(requests.LeaveRounds("done"))
+            await self._engine.call(requests.LeaveRounds(Departure.DONE))
             if barrier:
                 await self._engine.call(requests.Barrier(EXIT_BARRIER))
 

@@ -32,7 +32,7 @@ from kvd.node.driver import Driver
 from kvd.node.identity import host_id, new_incarnation
 from kvd.node.memory import keep_freed_memory
 from kvd.node.threads import LinkWaiter
-from kvd.protocol.messages import NO_RANK, Settings
+from kvd.protocol.messages import NO_RANK, Departure, Settings
 from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
 
@@ -206,7 +206,9 @@ class Engine:
         try:
             if self.session.joined and self.session.failure is None:
                 with suppress(KvdError, TimeoutError):  # an unreachable scheduler will notice the silence
-                    self.submit(LeaveRounds("failed" if failed else "left"), leave_s).result(leave_s + 1)
+                    self.submit(LeaveRounds(Departure.FAILED if failed else Departure.LEFT), leave_s).result(
+                        leave_s + 1
+                    )
         finally:
             with Uninterrupted(), self._order:
                 first, self._closed = not self._closed, True

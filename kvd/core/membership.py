@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from kvd.core.placement import shard_of
-from kvd.protocol.messages import Epoch, Member, Settings, View
+from kvd.protocol.messages import Epoch, Member, MemberState, Settings, View
 
 EMPTY_SETTINGS = Settings("", "", -1, 0, 0, 0, 0, 0)
 
-ACTIVE = "active"  # takes part in the rounds
-DONE = "done"  # left the rounds, still connected
-LEFT = "left"  # went, in good order
-DEAD = "dead"  # declared dead
-FAILED = "failed"  # only in a Leave: its program ended with an error, and may be started anew
-GONE = "gone"  # declared dead after it had left the rounds: they do not wait for it
+ACTIVE, DONE, LEFT, DEAD, GONE = MemberState  # written often: the states without the name of their enum
 
 
 def name_of(role: str, rank: int) -> str:

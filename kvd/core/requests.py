@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from kvd.protocol.messages import Departure
 from kvd.protocol.specs import KeySpec
 
 
@@ -91,9 +92,9 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRounds:
-    """`state` "done": leave the rounds and stay; "left": go; "failed": go, and be waited for as after a death."""
+    """Leave the rounds and stay (DONE), go (LEFT), or go and be waited for as after a death (FAILED)."""
 
-    state: str
+    departure: Departure
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,12 @@ from kvd.core.membership import ViewState, name_of
 from kvd.errors import ConfigError, KvdError, NotAllowed, ProtocolError
 from kvd.protocol.messages import (
     NO_RANK,
+    ErrorCode,
     Heartbeat,
     HeartbeatAck,
     Join,
+    NotYet,
+    NotYetReason,
     Quiet,
     Refused,
     Settings,
@@ -119,8 +122,10 @@ class SchedulerSession:
             return True
         if isinstance(message, HeartbeatAck):
             self.quiet = message.quiet
+        elif isinstance(message, NotYet):
+            self._forgotten(message, now)
         elif isinstance(message, Refused):
-            self._refused(message, now)
+            self._refused(message)
         return False
 
     def invalid_frame(self, text: str) -> None:
@@ -133,19 +138,21 @@ class SchedulerSession:
         if not self._closed and self.failure is None:
             self._fail(NotAllowed(text, node=self.name))
 
-    def _refused(self, refused: Refused, now: float) -> None:
-        if refused.error == "join" and not self._closed:
+    def _forgotten(self, not_yet: NotYet, now: float) -> None:
+        if not_yet.reason is NotYetReason.NOT_JOINED and not self._closed:
             self.joined = False
             self._next_send = now
             self._effects.append(LogEntry("warning", "the scheduler was restarted and forgot this node; joining again"))
-        elif refused.error == "replaced" and not self._closed:
+
+    def _refused(self, refused: Refused) -> None:
+        if refused.error is ErrorCode.REPLACED and not self._closed:
             self._fail(NotAllowed(refused.text, node=self.name))
         elif refused.request == JOIN_REQUEST and not self.joined:
-            if refused.error == "ConfigError":
+            if refused.error is ErrorCode.CONFIG_ERROR:
                 self._fail(ConfigError(refused.text, setting=refused.key))
             else:
                 self._fail(NotAllowed(refused.text, node="scheduler"))
-        elif refused.error == "ProtocolError" and not self.joined:
+        elif refused.error is ErrorCode.PROTOCOL_ERROR and not self.joined:
             self._fail(ProtocolError(f"the scheduler at {self._address} does not understand this node: {refused.text}"))
 
     def _fail(self, error: KvdError) -> None:

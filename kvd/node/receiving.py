@@ -11,7 +11,7 @@ from kvd.node.sending import MessageSender
 from kvd.node.threads import Stepper
 from kvd.observe.log import Throttle, event
 from kvd.protocol.codec import decode
-from kvd.protocol.messages import Refused
+from kvd.protocol.messages import ErrorCode, Refused
 
 LOG_INTERVAL_S = 10.0
 
@@ -43,5 +43,5 @@ class MessageReceiver:
             swallowed = self._throttle.swallowed("garbage")
             event(logger, logging.WARNING, "received an invalid frame", error=text, not_logged=swallowed)
         if isinstance(peer, bytes):
-            self._sender.send(Send(peer, Refused(0, "ProtocolError", text[:1000])))
+            self._sender.send(Send(peer, Refused(0, ErrorCode.PROTOCOL_ERROR, text[:1000])))
         self._stepper.feed(InvalidFrame(peer, text))

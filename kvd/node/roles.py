@@ -32,7 +32,7 @@ from kvd.node.statefile import StateFile
 from kvd.node.watch import ProcessWatch
 from kvd.observe.log import configure, event
 from kvd.observe.systemd import Notifier
-from kvd.protocol.messages import NO_RANK, Settings
+from kvd.protocol.messages import NO_RANK, Departure, Settings
 from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
 
@@ -303,7 +303,7 @@ class ServerDaemon(Daemon):
 
     def say_goodbye(self) -> None:
         if self.driver is not None:
-            self.driver.feed(LocalCall(1, LeaveRounds("left"), 0.0))
+            self.driver.feed(LocalCall(1, LeaveRounds(Departure.LEFT), 0.0))
 
     async def until_ready(self) -> None:
         """Ready when it has joined; gives up when no scheduler answers before the deadline."""

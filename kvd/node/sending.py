@@ -12,7 +12,7 @@ from kvd.errors import ProtocolError
 from kvd.node.threads import Stepper
 from kvd.observe.log import event
 from kvd.protocol.codec import encode
-from kvd.protocol.messages import MAX_TEXT_CHARS, Attach, Message, Refused, StatusReport
+from kvd.protocol.messages import MAX_TEXT_CHARS, Attach, ErrorCode, Message, Refused, StatusReport
 from kvd.transport.base import MAX_PAYLOAD_BYTES, Transport
 
 logger = logging.getLogger("kvd.node")
@@ -32,7 +32,7 @@ class MessageSender:
         payload = effect.payload
         if payload and sum([span.nbytes for span in payload]) > MAX_PAYLOAD_BYTES:
             text = f"a message carries at most {MAX_PAYLOAD_BYTES >> 20} MiB: ask for less at a time"
-            self.send(Send(effect.peer, Refused(getattr(effect.message, "request", 0), "NotAllowed", text)))
+            self.send(Send(effect.peer, Refused(getattr(effect.message, "request", 0), ErrorCode.NOT_ALLOWED, text)))
             return
         message = effect.message
         if isinstance(message, StatusReport):
@@ -52,7 +52,7 @@ class MessageSender:
     def _refuse_to_ourselves(self, peer: Hashable, message: Message, error: Exception) -> None:
         request = getattr(message, "request", 0)
         if request:
-            refused = Refused(request, "NotAllowed", f"this cannot be sent: {error}"[:1000])
+            refused = Refused(request, ErrorCode.NOT_ALLOWED, f"this cannot be sent: {error}"[:1000])
             self._stepper.queue(Received(peer, self._machine.incarnation, self._machine.epoch, refused))
 
     def _report(self) -> dict[str, object]:

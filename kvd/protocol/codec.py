@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
+from enum import Enum
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -17,7 +18,7 @@ import msgpack
 
 from kvd.errors import ProtocolError
 from kvd.protocol import messages
-from kvd.protocol.messages import BIGGEST, MAX_MEMBERS, MAX_TEXT_CHARS, Epoch, Limit, Message, Refused
+from kvd.protocol.messages import BIGGEST, MAX_MEMBERS, MAX_TEXT_CHARS, Epoch, Limit, Message, NotYet, Refused
 from kvd.protocol.specs import (
     DTYPES,
     MAX_DIMENSIONS,
@@ -28,7 +29,7 @@ from kvd.protocol.specs import (
     KeySpec,
 )
 
-VERSION = 1
+VERSION = 2
 MAX_HEADER_BYTES = 64 << 10
 _ENVELOPE = 5  # fields before the message's own
 
@@ -47,9 +48,11 @@ def encode(message: Message, sender: int, epoch: Epoch) -> bytes:
     """The header of `message`. Raises ProtocolError if it would be longer than MAX_HEADER_BYTES."""
     kind = type(message)
     if isinstance(message, Refused):
-        message = _readable(message)
+        message = replace(message, text=_shortened(message.text), nodes=message.nodes[:MAX_MEMBERS])
+    elif isinstance(message, NotYet):
+        message = replace(message, text=_shortened(message.text))
     body = [VERSION, kind.KIND, sender, epoch[0], epoch[1], *_FIELDS[kind.KIND](message)]
-    header: bytes = msgpack.packb(body, default=_plain_spec)
+    header: bytes = msgpack.packb(body, default=_plain_form)
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a {kind.__name__} of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
     return header
@@ -92,10 +95,9 @@ def _short(value: object) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _readable(refused: Refused) -> Refused:
-    """The refusal within the limits of its fields: names in its text, or many nodes, may have made it longer."""
-    text = refused.text if len(refused.text) <= MAX_TEXT_CHARS else refused.text[: MAX_TEXT_CHARS - 3] + "..."
-    return replace(refused, text=text, nodes=refused.nodes[:MAX_MEMBERS])
+def _shortened(text: str) -> str:
+    """The text within its limit: the names in it may have made it longer."""
+    return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 3] + "..."
 
 
 # ── the checks ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -181,9 +183,24 @@ def _spec(value: object) -> object:
     return spec
 
 
-def _plain_spec(spec: KeySpec) -> list[object]:
-    """What msgpack cannot write by itself: of all that is in a message, only this."""
-    return [spec.dtype, spec.shape, spec.slice_bytes]
+def _member_of(kind: type[Enum]) -> Check:
+    members = {member.value: member for member in kind}
+    accepted = ", ".join(repr(value) for value in members)
+
+    def check(value: object) -> object:
+        member = members.get(value) if type(value) in (int, str) else None
+        if member is None:
+            raise ProtocolError(f"expected one of {accepted}, got {_short(value)}")
+        return member
+
+    return check
+
+
+def _plain_form(value: KeySpec | Enum) -> object:
+    """What msgpack cannot write by itself: of all that is in a message, only these."""
+    if isinstance(value, Enum):
+        return value.value
+    return [value.dtype, value.shape, value.slice_bytes]
 
 
 def _check_for(annotation: Any) -> Check:
@@ -204,6 +221,8 @@ def _check_for(annotation: Any) -> Check:
         return _real
     if annotation is KeySpec:
         return _spec
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return _member_of(annotation)
     if get_origin(annotation) is tuple:
         inner = get_args(annotation)
         if inner[-1] is Ellipsis:

@@ -11,6 +11,7 @@ carried out already is not carried out twice.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, StrEnum
 from typing import Annotated, ClassVar, NamedTuple, TypeAlias
 
 from kvd.protocol.specs import MAX_DIMENSIONS, MAX_KEY_CHARS, MAX_KEY_NBYTES, MAX_SLICE_BYTES, KeySpec
@@ -79,6 +80,24 @@ class Settings(NamedTuple):
     num_shards: Annotated[int, Limit(0, 4096)]
 
 
+class MemberState(StrEnum):
+    """Where a server or worker stands; `kvd.core.scheduler.roster` has the transitions."""
+
+    ACTIVE = "active"  # takes part in the rounds
+    DONE = "done"  # left the rounds, still connected
+    LEFT = "left"  # went, in good order
+    DEAD = "dead"  # declared dead
+    GONE = "gone"  # declared dead after it had left the rounds: they do not wait for it
+
+
+class Departure(StrEnum):
+    """How a node leaves."""
+
+    DONE = "done"  # it leaves the rounds and stays connected
+    LEFT = "left"  # it goes, in good order
+    FAILED = "failed"  # its program ended with an error: as if it had died
+
+
 class Member(NamedTuple):
     """One server or worker, as the scheduler sees it."""
 
@@ -87,7 +106,7 @@ class Member(NamedTuple):
     node_id: NodeId
     incarnation: Number
     address: Address
-    state: Annotated[str, Limit(1, 8)]  # "active" | "done" (left the rounds) | "left" | "dead"
+    state: MemberState
     reason: Words
     last_seen_s: float  # of a dead one: seconds of silence before it was declared
 
@@ -179,14 +198,11 @@ class HeartbeatAck:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """I leave the rounds and stay ("done"), go altogether ("left"), or end with an error ("failed"): as if I had died.
-
-    Answered by Done when the view says so.
-    """
+    """I leave. Answered by Done when the view says so."""
 
     KIND: ClassVar[int] = 6
     request: Number
-    state: Annotated[str, Limit(1, 8)]
+    departure: Departure
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,24 +240,71 @@ class Done:
     request: Number
 
 
+class NotYetReason(Enum):
+    """Why a request cannot be taken now. Its sender puts that right where it can, and sends the request again."""
+
+    NOT_JOINED = 1  # the scheduler does not know the node: join again
+    NOT_ATTACHED = 2  # the server does not know the sender as a worker: attach first
+    UNKNOWN_BATCH = 3  # the server does not know the batch, or has forgotten it: declare it
+    OUT_OF_TURN = 4  # a push whose clock is not the next one; `next_clock` is
+    UPDATING = 5  # an update that concerns the request is under way
+    BUSY = 6  # too many requests wait
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """Not carried out, and not refused either: send the same request again, soon."""
+
+    KIND: ClassVar[int] = 18
+    request: Number
+    reason: NotYetReason
+    text: Text
+    key: Annotated[str, Limit(0, MAX_KEY_CHARS)] = ""
+    next_clock: Number = 0  # of OUT_OF_TURN: the clock that the server takes next; 0 otherwise
+
+
+class ErrorCode(Enum):
+    """Which error a refusal stands for; `kvd.core.refusals` maps codes to the classes of `kvd.errors` and back."""
+
+    REMOTE_ERROR = 1
+    PROTOCOL_ERROR = 2
+    CONFIG_ERROR = 3
+    NOT_ALLOWED = 4
+    KEY_NOT_FOUND = 5
+    KEY_EXISTS = 6
+    SHAPE_MISMATCH = 7
+    DTYPE_MISMATCH = 8
+    NODE_LOST = 9
+    BARRIER_BROKEN = 10
+    REPLACED = 11  # another incarnation has the sender's place: the sender must stop
+
+
+class Taken(Enum):
+    """What a server took of a push that it refuses."""
+
+    NOTHING = 0  # its clock is free again
+    PART = 1  # some slices of the message took it, or took it when it came before
+
+
+class NodeName(NamedTuple):
+    """A server or worker by its role and rank."""
+
+    role: Annotated[str, Limit(1, 8)]
+    rank: Number
+
+
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Not carried out. `error` names the class of `kvd.errors`, or one of the lower-case words below.
-
-    ``attach``: I do not know you (yet), say Attach. ``batch``: I do not know this batch (any more), declare it.
-    ``clock``: this push is out of turn, `expected` is the clock whose turn it is. ``join``: the scheduler does not know
-    you, join again. ``replaced``: another incarnation has your place. Any other refusal of a push with `expected` > 0:
-    it was carried out for other slices of the message, or before.
-    """
+    """Not carried out, for good."""
 
     KIND: ClassVar[int] = 17
     request: Number
-    error: Name
+    error: ErrorCode
     text: Text
-    nodes: Annotated[tuple[Name, ...], Limit(0, MAX_MEMBERS)] = ()
-    key: Annotated[str, Limit(0, MAX_KEY_CHARS)] = ""
-    expected: Number = 0
-    last_seen_s: float = 0.0
+    key: Annotated[str, Limit(0, MAX_KEY_CHARS)] = ""  # of CONFIG_ERROR: the setting
+    taken: Taken = Taken.NOTHING
+    nodes: Annotated[tuple[NodeName, ...], Limit(0, MAX_MEMBERS)] = ()  # of NODE_LOST and BARRIER_BROKEN
+    last_seen_s: float = 0.0  # of NODE_LOST: seconds of silence before the node was declared dead
 
 
 # ── values: worker ↔ server ───────────────────────────────────────────────────────────────────────────────────────────
@@ -521,6 +584,7 @@ Message: TypeAlias = (
     | StatusQuery
     | StatusReport
     | Done
+    | NotYet
     | Refused
     | Attach
     | Init

@@ -12,6 +12,7 @@ import numpy as np
 from kvd.core.requests import ClockOf, Flush, LeaveRounds, TakeBack, Transfer
 from kvd.errors import KvdError, RemoteError
 from kvd.optimizer import SGD
+from kvd.protocol.messages import Departure
 from kvd.testing.process import Coroutine, Process, Sleep, Start, Ticket
 from kvd.testing.simulator import UPDATE_FAILS, Me, World
 from kvd.testing.workloads import Floats, begin, insist, item
@@ -41,7 +42,7 @@ class RefusalLedger:
         for clock in range(step + 1, self.steps + 1):
             yield from self._push(me, clock)
             yield Sleep(self.pace_s)
-        yield LeaveRounds("done")
+        yield LeaveRounds(Departure.DONE)
 
     def _push(self, me: Me, clock: int) -> Generator[Any, Any, None]:
         for attempt in range(MAX_ATTEMPTS):

@@ -29,7 +29,7 @@ import numpy as np
 from kvd.core import requests
 from kvd.core.worker.machine import WorkerMachine
 from kvd.optimizer import SGD, to_wire
-from kvd.protocol.messages import ABSENT, ASSIGN, SetOptimizer, UpdateOptimizer
+from kvd.protocol.messages import ABSENT, ASSIGN, Departure, SetOptimizer, UpdateOptimizer
 from kvd.testing.checkers import watch_everything
 from kvd.testing.process import Process, Ticket
 from kvd.testing.settings import Cluster
@@ -269,8 +269,8 @@ def _request(words: list[str], process: Process) -> tuple[requests.Request, Floa
         "enter": requests.JoinCluster,
         "barrier": lambda: requests.Barrier(rest[0]),
         "flush": requests.Flush,
-        "join": lambda: requests.LeaveRounds("done"),
-        "close": lambda: requests.LeaveRounds("left"),
+        "join": lambda: requests.LeaveRounds(Departure.DONE),
+        "close": lambda: requests.LeaveRounds(Departure.LEFT),
         "rewind": lambda: requests.Rewind(int(rest[0])),
         "clock": lambda: requests.ClockOf(rest[0]),
         "describe": lambda: requests.DescribeKey(rest[0]),

@@ -29,7 +29,7 @@ from kvd.core.requests import (
 from kvd.core.worker.machine import WorkerMachine
 from kvd.errors import KeyExists, KvdError, NodeLost, RequestTimeout
 from kvd.optimizer import SGD, to_wire
-from kvd.protocol.messages import SetOptimizer, UpdateOptimizer
+from kvd.protocol.messages import Departure, SetOptimizer, UpdateOptimizer
 from kvd.protocol.specs import KeySpec
 from kvd.testing.process import Coroutine, Process, Sleep, Start, Ticket
 from kvd.testing.simulator import Me, World, slices_of
@@ -163,7 +163,7 @@ class Ledger:
             with suppress(KvdError):
                 yield ticket
         yield Flush()
-        yield LeaveRounds("done")
+        yield LeaveRounds(Departure.DONE)
 
     def begun(self, me: Me) -> Generator[Any, Any, None]:
         """What a kind of ledger does first."""
@@ -316,7 +316,7 @@ class Rounds:
             for keys in self.groups(me.rank, clock):
                 yield from self.move(me, keys, clock)
             yield Sleep(self.pace_s)
-        yield LeaveRounds("done")
+        yield LeaveRounds(Departure.DONE)
 
     def move(self, me: Me, keys: Sequence[str], clock: int) -> Coroutine:
         """The push and the pull of some keys."""
@@ -410,7 +410,7 @@ class Training:
                 items = tuple([item(key, self.gradient(key, weights[key], me.rank, clock)) for key in keys])
                 yield from begin_push(Transfer(items, push=True, pull=False), clock)
         yield Flush()
-        yield LeaveRounds("done")
+        yield LeaveRounds(Departure.DONE)
 
     def bits(self, world: World) -> bytes:
         return b"".join(world.value(key).tobytes() for key in self.keys)

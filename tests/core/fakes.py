@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from kvd.core.machine import SCHEDULER, Copy, Effect, Received, Send, Span
 from kvd.core.placement import initial_shards
 from kvd.core.session import Identity, SchedulerSession
-from kvd.protocol.messages import Epoch, Member, Settings, View, Welcome
+from kvd.protocol.messages import Epoch, Member, MemberState, Settings, View, Welcome
 from kvd.protocol.specs import KeySpec
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ def member(role: str, rank: int, state: str = "active", life: int = 0, last_seen
     incarnation = server_id(rank, life) if role == "server" else worker_id(rank, life)
     reason = "no heartbeat" if state == "dead" else ""
     address = f"tcp://{role}{rank}" if role == "server" else ""
-    return Member(role, rank, f"{role}-{rank}", incarnation, address, state, reason, last_seen_s)
+    return Member(role, rank, f"{role}-{rank}", incarnation, address, MemberState(state), reason, last_seen_s)
 
 
 def members(workers: int = 2, servers: int = 1) -> list[Member]:

@@ -13,6 +13,7 @@ from kvd.protocol.messages import (
     Epoch,
     Init,
     Member,
+    NotYet,
     Part,
     Publish,
     Pull,
@@ -201,6 +202,13 @@ def packed(*keys: str, settings: Any = None, declare: bool = True, **more: Any) 
     for rank in range(harness.settings.num_workers if declare else 0):
         harness.declare(rank, 1, *keys)
     return harness
+
+
+def not_yet(effects: Any) -> NotYet:
+    """The only answer among the effects: to send it again."""
+    answer = one([message for message in said(effects) if isinstance(message, NotYet | Refused)])
+    assert isinstance(answer, NotYet)
+    return answer
 
 
 def refusal(effects: Any) -> Refused:

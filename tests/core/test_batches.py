@@ -14,13 +14,15 @@ from kvd.protocol.messages import (
     MAX_PARTS,
     DeclareBatch,
     Epoch,
+    ErrorCode,
+    NotYetReason,
     PullBatch,
     PushBatch,
     SetOptimizer,
     SliceId,
 )
 from tests.core.fakes import cluster, member, worker_id
-from tests.core.server_harness import kinds, packed, refusal, values
+from tests.core.server_harness import kinds, not_yet, packed, refusal, values
 
 A, B = b"\1", b"\2"
 
@@ -110,23 +112,23 @@ def test_a_pack_of_two_is_not_one_of_other_places_later() -> None:
 def test_who_is_no_worker_has_no_packs() -> None:
     harness = packed("a", "b", attach=False, declare=False)
     for effects in (harness.declare(0, 1, "a"), harness.push_batch(0, 1, A), harness.pull_batch(0, ANY_CLOCK)):
-        assert refusal(effects).error == "attach"
+        assert not_yet(effects).reason is NotYetReason.NOT_ATTACHED
 
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_pack_that_is_not_known_is_asked_for(number: int) -> None:
     harness = packed("a", "b")
-    assert refusal(harness.push_batch(0, 1, A, B, batch=number)).error == "batch"
-    assert refusal(harness.push_batch(0, 1, batch=number, probe=True)).error == "batch"
-    assert refusal(harness.pull_batch(0, 0, batch=number)).error == "batch"
+    assert not_yet(harness.push_batch(0, 1, A, B, batch=number)).reason is NotYetReason.UNKNOWN_BATCH
+    assert not_yet(harness.push_batch(0, 1, batch=number, probe=True)).reason is NotYetReason.UNKNOWN_BATCH
+    assert not_yet(harness.pull_batch(0, 0, batch=number)).reason is NotYetReason.UNKNOWN_BATCH
     assert harness.explain()["requests_waiting"] == 0
 
 
 def test_a_pack_of_slices_that_are_not_there() -> None:
     harness = packed("a")
     assert kinds(harness.declare(0, 2, "a", "b")) == ["Done"]
-    assert refusal(harness.push_batch(0, 1, A, B, batch=2)).error == "KeyNotFound"
-    assert refusal(harness.pull_batch(0, 0, batch=2)).error == "KeyNotFound"
+    assert refusal(harness.push_batch(0, 1, A, B, batch=2)).error is ErrorCode.KEY_NOT_FOUND
+    assert refusal(harness.pull_batch(0, 0, batch=2)).error is ErrorCode.KEY_NOT_FOUND
     harness.init("b", b"\0")
     assert kinds(harness.push_batch(0, 1, A, B, batch=2)) == ["Staged"]
     assert harness.groups == [["a", "b"]]
@@ -139,7 +141,7 @@ def test_a_pack_that_was_forgotten_and_is_declared_again_is_the_unit_that_it_was
     harness.push_batch(0, 1, A, B)
     monkeypatch.setattr(batches, "MAX_SLICE_IDS", 2)
     harness.declare(0, 2, "b")
-    assert refusal(harness.push_batch(0, 2, A, B)).error == "batch"
+    assert not_yet(harness.push_batch(0, 2, A, B)).reason is NotYetReason.UNKNOWN_BATCH
     harness.declare(0, 1, "a", "b")
     assert kinds(harness.push_batch(0, 2, A, B)) == ["Done"]
     assert harness.groups == [["a", "b"]]
@@ -150,7 +152,7 @@ def test_a_push_by_a_number_of_the_one_before_is_not_taken() -> None:
     harness = packed("a", "b", "c")
     harness.look(member("worker", 0, life=1))
     harness.attach(0, life=1)
-    assert refusal(harness.push_batch(0, 1, A, B, A, life=1)).error == "batch"
+    assert not_yet(harness.push_batch(0, 1, A, B, A, life=1)).reason is NotYetReason.UNKNOWN_BATCH
     harness.declare(0, 1, "c", "b", life=1)
     harness.push_batch(0, 1, b"\x10", b"\x20", life=1)
     harness.push_batch(1, 1, A, B, A)
@@ -163,8 +165,8 @@ def test_packs_that_overlap() -> None:
     harness.declare(0, 2, "b", "c")
     harness.push_batch(0, 1, A, A)
     assert harness.groups == [["c"], ["a", "b"]]
-    refused = refusal(harness.push_batch(0, 2, B, B, batch=2))
-    assert (refused.key, refused.expected) == ("c", 1)
+    answer = not_yet(harness.push_batch(0, 2, B, B, batch=2))
+    assert (answer.key, answer.next_clock) == ("c", 1)
     assert harness.groups == [["c"], ["a"], ["b"]]
     harness.push(0, 1, A, key="c")
     harness.push_batch(0, 2, B, B, batch=2)
@@ -211,19 +213,19 @@ def test_so_many_requests_wait_counts_packs_too(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(push, "MAX_PENDING", 1)
     harness = packed("a", "b")
     harness.push_batch(0, 1, A, B)
-    assert refusal(harness.push_batch(1, 1, A, B)).error == "NotAllowed"
-    assert refusal(harness.pull_batch(1, 1)).error == "NotAllowed"
+    assert refusal(harness.push_batch(1, 1, A, B)).error is ErrorCode.NOT_ALLOWED
+    assert refusal(harness.pull_batch(1, 1)).error is ErrorCode.NOT_ALLOWED
     assert harness.explain()["bytes_staged"] == 9  # what was refused was not staged
 
 
 def test_whole_numbers_in_a_pack_are_neither_weighted_nor_optimized() -> None:
     harness = packed("a", "b", settings=cluster(2, merge="weighted"))
-    assert refusal(harness.push_batch(0, 1, A, B)).error == "NotAllowed"
+    assert refusal(harness.push_batch(0, 1, A, B)).error is ErrorCode.NOT_ALLOWED
     harness = packed("a", "b")
     for rank in (0, 1):
         harness.push_batch(rank, 1, A, B)
     harness.say(0, SetOptimizer(1, to_wire(SGD(1.0))))
-    assert refusal(harness.push_batch(0, 2, A, B)).error == "NotAllowed"
+    assert refusal(harness.push_batch(0, 2, A, B)).error is ErrorCode.NOT_ALLOWED
     assert harness.explain()["bytes_staged"] == 0
 
 

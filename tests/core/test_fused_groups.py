@@ -18,17 +18,21 @@ from kvd.protocol.messages import (
     Activate,
     ClockQuery,
     Clocks,
+    ErrorCode,
     FetchState,
     Init,
+    NodeName,
+    NotYetReason,
     Publish,
     SetOptimizer,
     SliceId,
     StoreState,
+    Taken,
     UpdateOptimizer,
 )
 from kvd.protocol.specs import KeySpec
 from tests.core.fakes import cluster, member, of, one, read, said, uint8, worker_id
-from tests.core.server_harness import Harness, kinds, packed, refusal, values
+from tests.core.server_harness import Harness, kinds, not_yet, packed, refusal, values
 
 A, B, C = b"\1", b"\2", b"\3"
 
@@ -282,8 +286,8 @@ def test_nobody_is_parted_while_an_update_is_under_way() -> None:
     harness.hold = True
     for rank in (0, 1):
         harness.push_batch(rank, 2, A, B)
-    refused = refusal(harness.push(0, 3, A, key="a"))
-    assert (refused.error, refused.key) == ("clock", "a")  # the worker tries again soon
+    answer = not_yet(harness.push(0, 3, A, key="a"))
+    assert (answer.reason, answer.key) == (NotYetReason.UPDATING, "a")  # the worker tries again soon
     assert harness.groups == [["a", "b"]]
     assert kinds(harness.finish(harness.jobs[0])) == ["Done", "Done"]
     harness.push(0, 3, A, key="a")
@@ -295,7 +299,7 @@ def test_nobody_is_parted_while_a_state_goes_out_or_in(message: Any) -> None:
     harness = together("a", "b")
     harness.hold = True
     harness.say(1, message, b"" if isinstance(message, StoreState) else None)
-    assert refusal(harness.push(0, 2, A, key="a")).error == "clock"
+    assert not_yet(harness.push(0, 2, A, key="a")).reason is NotYetReason.UPDATING
     job = one(harness.jobs)
     assert isinstance(job, Export | Load)
     for rank in (0, 1):
@@ -312,9 +316,9 @@ def test_a_successor_finds_its_predecessor_s_part_of_a_pack_dropped() -> None:
     harness.push_batch(1, 3, b"\x63", b"\x63")
     harness.look(member("worker", 1, life=1))
     harness.attach(1, life=1)
-    assert refusal(harness.push_batch(1, 2, b"\x63", b"\x63")).error == "attach"
+    assert not_yet(harness.push_batch(1, 2, b"\x63", b"\x63")).reason is NotYetReason.NOT_ATTACHED
     assert (
-        refusal(harness.push_batch(1, 2, b"\x63", b"\x63", life=1)).error == "batch"
+        not_yet(harness.push_batch(1, 2, b"\x63", b"\x63", life=1)).reason is NotYetReason.UNKNOWN_BATCH
     )  # its own batches, not those before
     harness.push(1, 2, A, key="a", life=1)
     harness.push(1, 2, B, key="b", life=1)
@@ -334,7 +338,7 @@ def test_a_step_is_redone_from_the_previous_version_of_a_unit() -> None:
     assert (versions, whole[0], whole[8]) == ((1,), 2, 4)
     assert kinds(harness.push_batch(1, 2, b"\x10", b"\x20", life=1)) == ["Done"]
     refused = refusal(harness.pull_batch(1, 0, life=1))
-    assert (refused.error, refused.expected) == ("NotAllowed", 2)
+    assert (refused.error, refused.taken) == (ErrorCode.NOT_ALLOWED, Taken.NOTHING)
     assert values(harness.pull(1, 1, key="b", life=1)) == ((1,), [b"\4"])
     harness.push(1, 3, A, key="a", life=1)  # parts them: both keep both versions
     assert harness.groups == [["a"], ["b"]]
@@ -352,7 +356,7 @@ def test_who_comes_back_for_one_key_parts_it_from_the_others() -> None:
     harness.push_batch(0, 4, A, B)
     assert kinds(harness.say(1, Activate(9, "a", 3), life=1)) == ["Done"]
     assert harness.groups == [["a"], ["b"]]
-    assert refusal(harness.push(1, 3 + 2, A, key="a", life=1)).expected == 4
+    assert not_yet(harness.push(1, 3 + 2, A, key="a", life=1)).next_clock == 4
     assert kinds(harness.push(1, 4, b"\x10", key="a", life=1)) == ["Done"]
     assert (harness.value("a"), harness.value("b")) == (b"\x11", B)  # the rounds of b wait
     assert kinds(harness.say(1, Activate(9, "b", 3), life=1)) == ["Done"]
@@ -364,7 +368,9 @@ def test_who_waits_for_the_dead_is_told_once_and_what_was_staged_survives_partin
     harness = together("a", "b")
     harness.push_batch(0, 2, b"\x10", b"\x20", request=50)
     effects = harness.look(member("worker", 1, "dead", last_seen_s=3.0))
-    assert [(m.request, m.error, m.nodes) for m in said(effects)] == [(50, "NodeLost", ("worker 1",))]
+    assert [(m.request, m.error, m.nodes) for m in said(effects)] == [
+        (50, ErrorCode.NODE_LOST, (NodeName("worker", 1),))
+    ]
     harness.look(member("worker", 1, life=1))
     harness.attach(1, life=1)
     harness.push(1, 2, A, key="a", life=1)
@@ -379,7 +385,7 @@ def test_a_round_of_assignment_by_pack_and_by_name() -> None:
     harness.push_batch(0, 2, b"\x10", b"\x20", how=ASSIGN)
     assert (harness.value("a"), harness.value("b")) == (b"\x10", b"\x20")
     harness.push_batch(0, 3, b"\x30", b"\x40", how=ASSIGN)
-    assert refusal(harness.push_batch(1, 3, A, B)).error == "NotAllowed"
+    assert refusal(harness.push_batch(1, 3, A, B)).error is ErrorCode.NOT_ALLOWED
     harness.push(1, 3, None, key="b", how=ABSENT)
     harness.push(1, 3, None, key="a", how=ABSENT)
     assert harness.groups == [["a"], ["b"]]
@@ -396,7 +402,9 @@ def test_a_unit_whose_update_fails_gives_all_pushes_back() -> None:
     harness.error = NotAllowed("no memory")
     effects = harness.push_batch(1, 2, A, B, request=52)
     refused = {message.request: message for message in said(effects)}
-    assert {request: message.expected for request, message in refused.items()} == {50: 0, 51: 0, 52: 0}
+    assert {request: message.taken for request, message in refused.items()} == dict.fromkeys(
+        (50, 51, 52), Taken.NOTHING
+    )
     assert "no memory" in refused[50].text
     note = next(effect for effect in effects if hasattr(effect, "level"))
     assert "2 slices from 0" in note.text  # type: ignore[union-attr]
@@ -417,7 +425,7 @@ def test_a_message_that_was_carried_out_for_some_of_its_slices_says_so() -> None
     first, second = harness.jobs
     harness.error = NotAllowed("no memory")
     refused = refusal([effect for effect in harness.finish(first) if getattr(effect, "peer", 0) == worker_id(0)])
-    assert (refused.request, refused.expected) == (50, 2)
+    assert (refused.request, refused.taken) == (50, Taken.PART)
     harness.error = None
     assert kinds(harness.finish(second)) == ["Done"]
     assert harness.value("b") == b"\4"
@@ -430,7 +438,7 @@ def test_a_message_of_several_keys_that_fails_in_one_says_that_others_took_it() 
         harness.push_all(rank, [("a", 0, 1), ("b", 0, 1)], [A, B])
     harness.error = NotAllowed("no memory")
     effects = harness.finish(harness.jobs[0])
-    assert [message.expected for message in said(effects)] == [1, 1]
+    assert [message.taken for message in said(effects)] == [Taken.PART, Taken.PART]
 
 
 # ── optimizers ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -514,7 +522,8 @@ def test_async_a_successor_s_clocks_are_those_of_the_unit() -> None:
     harness.push_batch(1, 3, A, B)
     harness.look(member("worker", 1, life=1))
     harness.attach(1, life=1)
-    assert refusal(harness.say(1, ClockQuery(8, "a"), life=1)).error == "clock"  # not before the second is applied
+    answer = not_yet(harness.say(1, ClockQuery(8, "a"), life=1))
+    assert answer.reason is NotYetReason.UPDATING  # not before the second is applied
     harness.finish(harness.jobs[0])
     for key in ("a", "b"):
         (clocks,) = said(harness.say(1, ClockQuery(9, key), life=1))
@@ -529,25 +538,25 @@ def test_a_slice_twice_in_a_push_is_refused_and_harms_nobody() -> None:
     harness = packed("a", "b")
     harness.declare(0, 2, "a", "a")
     harness.declare(0, 3, "a", "b", "a")
-    assert refusal(harness.push_batch(0, 1, A, B, batch=2)).error == "ProtocolError"
-    assert refusal(harness.push_batch(0, 1, A, B, A, batch=3)).error == "ProtocolError"
-    assert refusal(harness.push_all(0, [("a", 0, 1), ("a", 0, 1)], [A, B])).error == "ProtocolError"
+    assert refusal(harness.push_batch(0, 1, A, B, batch=2)).error is ErrorCode.PROTOCOL_ERROR
+    assert refusal(harness.push_batch(0, 1, A, B, A, batch=3)).error is ErrorCode.PROTOCOL_ERROR
+    assert refusal(harness.push_all(0, [("a", 0, 1), ("a", 0, 1)], [A, B])).error is ErrorCode.PROTOCOL_ERROR
     assert values(harness.pull_batch(0, 0, batch=2)) == ((0, 0), [b"\0", b"\0"])  # to pull twice is fine
     for rank in (0, 1):
         effects = harness.push_batch(rank, 1, A, B)
     assert kinds(effects) == ["Done", "Done"]
-    assert refusal(harness.push_batch(0, 2, A, A, batch=2)).error == "ProtocolError"
+    assert refusal(harness.push_batch(0, 2, A, A, batch=2)).error is ErrorCode.PROTOCOL_ERROR
     assert harness.explain()["bytes_staged"] == 0
 
 
 def test_a_payload_that_does_not_fit_a_unit_is_refused() -> None:
     harness = together("a", "b")
     for payload in ((A,), (A, B, C), ()):
-        assert refusal(harness.push_batch(0, 2, *payload)).error == "ProtocolError"
-    assert refusal(harness.push_batch(0, 2, A, B, how=ABSENT)).error == "ProtocolError"
-    assert refusal(harness.push_batch(0, 4, A, B)).expected == 2
-    assert refusal(harness.push_batch(0, 0, A, B)).error == "clock"
-    assert refusal(harness.push_batch(0, 2, probe=True)).error == "clock"
+        assert refusal(harness.push_batch(0, 2, *payload)).error is ErrorCode.PROTOCOL_ERROR
+    assert refusal(harness.push_batch(0, 2, A, B, how=ABSENT)).error is ErrorCode.PROTOCOL_ERROR
+    assert not_yet(harness.push_batch(0, 4, A, B)).next_clock == 2
+    assert not_yet(harness.push_batch(0, 0, A, B)).reason is NotYetReason.OUT_OF_TURN
+    assert not_yet(harness.push_batch(0, 2, probe=True)).reason is NotYetReason.OUT_OF_TURN
     assert harness.explain()["bytes_staged"] == 0
 
 
@@ -582,7 +591,7 @@ def test_a_key_that_is_pushed_to_while_it_is_made_anew_stays_as_it_is() -> None:
         harness.push_batch(rank, 1, A, B)
     create, apply = harness.jobs
     assert isinstance(create, Create)
-    assert refusal(harness.finish(create)).error == "KeyExists"
+    assert refusal(harness.finish(create)).error is ErrorCode.KEY_EXISTS
     assert kinds(harness.finish(apply)) == ["Done", "Done"]
     assert harness.groups == [["a", "b"]]
     assert kinds(harness.say(0, Publish(harness.request(), "b", uint8(1)))) == ["Done"]

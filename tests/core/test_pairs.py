@@ -28,7 +28,7 @@ from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.protocol.codec import decode, encode
-from kvd.protocol.messages import ABSENT, ASSIGN, Command, Settings
+from kvd.protocol.messages import ABSENT, ASSIGN, Command, Departure, Settings
 from kvd.protocol.specs import KeySpec
 from tests.core.fakes import OPEN, SLICE, cluster, copies, padded_bytes, read, server_id, session, uint8, worker_id
 
@@ -209,7 +209,7 @@ def test_who_leaves_is_no_longer_waited_for_and_who_comes_takes_part_again() -> 
     both.init("w", b"\0" * 2 * SLICE)
     for rank in (0, 1):
         both.push(rank, "w", b"\1" * 2 * SLICE)
-    both.ask(1, requests.LeaveRounds("left"))
+    both.ask(1, requests.LeaveRounds(Departure.LEFT))
     for _ in range(2):
         both.result(both.push(0, "w", b"\5" * 2 * SLICE))
     assert both.pull(0, "w", 2 * SLICE) == b"\5" * 2 * SLICE

@@ -10,7 +10,7 @@ import pytest
 
 from kvd.core.membership import EMPTY_SETTINGS, ViewState, name_of
 from kvd.core.placement import initial_shards, shard_of
-from kvd.protocol.messages import Epoch, Member, View
+from kvd.protocol.messages import Epoch, Member, MemberState, View
 from kvd_cli.bench_work import resnet50_sizes
 
 # crc32 of the name in UTF-8, as any other implementation of it says.
@@ -104,7 +104,7 @@ SETTINGS = EMPTY_SETTINGS._replace(num_workers=4, num_servers=2, num_shards=4)
 
 
 def member(role: str, rank: int, state: str, incarnation: int = 0) -> Member:
-    return Member(role, rank, f"{role}{rank}", incarnation or 100 + rank, "", state, "", 0.0)
+    return Member(role, rank, f"{role}{rank}", incarnation or 100 + rank, "", MemberState(state), "", 0.0)
 
 
 def viewed(*members: Member) -> ViewState:

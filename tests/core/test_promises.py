@@ -14,14 +14,20 @@ from kvd.protocol.messages import (
     Attach,
     ClockQuery,
     Clocks,
+    Departure,
     Done,
     Enter,
+    ErrorCode,
     Init,
     Lookup,
+    NodeName,
+    NotYet,
+    NotYetReason,
     Part,
     Publish,
     Push,
     Refused,
+    Taken,
     Welcome,
 )
 from tests.core.fakes import (
@@ -36,7 +42,7 @@ from tests.core.fakes import (
     uint8,
 )
 from tests.core.server_harness import Harness as Server
-from tests.core.server_harness import kinds, ready, refusal, values
+from tests.core.server_harness import kinds, not_yet, ready, refusal, values
 from tests.core.worker_harness import Harness as Worker
 from tests.core.worker_harness import ready as worker
 
@@ -48,9 +54,9 @@ def test_a_push_for_a_round_that_was_closed_without_its_worker_is_not_acknowledg
     harness.push(0, 1, request=11)
     assert said(harness.look(member("worker", 1, "left"))) == [Done(11)]
     late = refusal(harness.push(1, 1, request=21))  # it was lost on the way, and comes after its worker's good-bye
-    assert (late.error, late.expected) == ("NotAllowed", 1)
+    assert (late.error, late.taken) == (ErrorCode.NOT_ALLOWED, Taken.PART)
     assert "closed without worker 1" in late.text
-    assert refusal(harness.push(1, 1, None, request=21, probe=True)).error == "NotAllowed"
+    assert refusal(harness.push(1, 1, None, request=21, probe=True)).error is ErrorCode.NOT_ALLOWED
     assert said(harness.push(0, 1, request=11)) == [Done(11)]  # the push of who was there counts
 
 
@@ -68,7 +74,7 @@ def test_what_a_replaced_worker_had_counted_is_known_and_no_more() -> None:
 
 def test_a_worker_that_has_left_by_the_view_pushes_no_more() -> None:
     harness = worker()
-    left = harness.call(requests.LeaveRounds("done"), timeout_s=1.0)
+    left = harness.call(requests.LeaveRounds(Departure.DONE), timeout_s=1.0)
     harness.wait(1.0)
     assert isinstance(harness.error(left), RequestTimeout)  # the scheduler carries it out all the same
     harness.look(member("worker", 0, "done"))
@@ -122,7 +128,8 @@ def test_rounds_that_a_rank_skipped_are_nobody_s_after_another_restart() -> None
         (clocks,) = said(harness.say(1, ClockQuery(8, key), life=2))
         assert (clocks.lowest, clocks.highest) == (3, 3)
     for clock in (2, 3):
-        assert refusal(harness.push(1, clock, life=2)).expected == clock
+        late = refusal(harness.push(1, clock, life=2))
+        assert (late.error, late.taken) == (ErrorCode.NOT_ALLOWED, Taken.PART)
     harness.push(0, 3, key="v")
     for key in ("w", "v"):
         harness.push(1, 4, b"\7", key=key, life=2)
@@ -161,7 +168,7 @@ def test_an_heir_asks_for_its_clocks_though_the_scheduler_knows_of_no_predecesso
 
 def test_a_new_scheduler_does_not_make_a_successor_forget_what_it_is() -> None:
     harness = Worker(rank=1, predecessor="dead")
-    harness.step(from_scheduler(Refused(0, "join", "who are you?"), (2, 0)))
+    harness.step(from_scheduler(NotYet(0, NotYetReason.NOT_JOINED, "who are you?"), (2, 0)))
     harness.step(from_scheduler(Welcome(1, 1, ""), (2, 0)))
     assert harness.machine.session.predecessor == "dead"
 
@@ -172,7 +179,7 @@ def test_a_worker_that_a_server_calls_replaced_halts() -> None:
     harness.step(from_scheduler(Welcome(1, 1, ""), (1, 0)))
     harness.look()
     attach = harness.take(Attach)
-    effects = harness.say(attach.peer, Refused(attach.message.request, "replaced", "stop it"))  # type: ignore[union-attr]
+    effects = harness.say(attach.peer, Refused(attach.message.request, ErrorCode.REPLACED, "stop it"))  # type: ignore[union-attr]
     assert isinstance(one(of(Halt, effects)).error, NotAllowed)
     assert isinstance(harness.error(harness.push("w")), NotAllowed)
 
@@ -192,8 +199,8 @@ def test_a_replaced_worker_is_not_taken_back() -> None:
     harness.look(member("worker", 1, life=1))
     harness.attach(1, life=1)
     harness.look(member("worker", 1, life=0))  # a scheduler without its record heard the ghost first
-    assert refusal(harness.attach(1)).error == "replaced"
-    assert refusal(harness.push(1, 1)).error == "attach"
+    assert refusal(harness.attach(1)).error is ErrorCode.REPLACED
+    assert not_yet(harness.push(1, 1)).reason is NotYetReason.NOT_ATTACHED
     harness.push(0, 2)
     assert kinds(harness.push(1, 2, life=1)) == ["Done", "Done"]
 
@@ -207,7 +214,7 @@ def test_async_a_push_within_the_bound_is_not_failed_for_a_dead_worker() -> None
     harness.look(member("worker", 1, "dead"))
     for clock in (1, 2):
         assert kinds(harness.push(0, clock)) == ["Done"]
-    assert refusal(harness.push(0, 3)).error == "NodeLost"
+    assert refusal(harness.push(0, 3)).error is ErrorCode.NODE_LOST
 
 
 def test_who_comes_to_wait_for_the_dead_when_a_round_ends_is_told() -> None:
@@ -219,15 +226,15 @@ def test_who_comes_to_wait_for_the_dead_when_a_round_ends_is_told() -> None:
     effects = harness.push(1, 1, request=21)
     told = {message.request: type(message).__name__ for message in said(effects)}
     assert told == {11: "Done", 21: "Done", 31: "Done", 12: "Refused"}
-    assert refusal(effects).nodes == ("worker 2",)
+    assert refusal(effects).nodes == (NodeName("worker", 2),)
 
 
 def test_a_push_behind_a_failed_one_is_given_up_at_once() -> None:
     harness = worker()
     first, second = harness.push("w"), harness.push("w")
-    harness.refuse(Push, "NotAllowed", key="w")
+    harness.refuse(Push, ErrorCode.NOT_ALLOWED, key="w")
     assert isinstance(harness.error(first), NotAllowed)
-    harness.refuse(Push, "clock", key="w", expected=1)
+    harness.postpone(Push, NotYetReason.OUT_OF_TURN, key="w", next_clock=1)
     assert isinstance(harness.error(second), NotAllowed)
     flush = harness.call(requests.Flush())
     assert harness.result(flush) is None
@@ -243,7 +250,8 @@ def test_the_refusal_of_a_later_push_does_not_hit_an_earlier_one() -> None:
     harness.init("v", b"\0")
     harness.push(1, 1, None, key="v", how=2)
     later = Push(12, (Part("w", 0, 2), Part("v", 0, 1)), 0, 1, False)
-    assert isinstance(refusal(harness.say(0, later, padded_bytes([b"\1", b"\1"]))), Refused)
+    answer = not_yet(harness.say(0, later, padded_bytes([b"\1", b"\1"])))
+    assert answer.reason is NotYetReason.OUT_OF_TURN
     earlier = Push(11, (Part("w", 0, 1),), 0, 1, False)  # it was overtaken, on a new connection
     assert kinds(harness.say(0, earlier, b"\5")) == ["Staged"]
 
@@ -264,7 +272,9 @@ def test_pushes_that_fell_with_a_failed_one_and_were_not_refused_are_taken_again
 def test_an_old_copy_does_not_take_the_clock_of_a_later_push() -> None:
     harness = ready()
     harness.push(0, 1, request=13)
-    assert refusal(harness.push(0, 2, b"\7", request=12)).error == "clock"  # given up, before its step was made again
+    assert (
+        not_yet(harness.push(0, 2, b"\7", request=12)).reason is NotYetReason.OUT_OF_TURN
+    )  # given up, before its step was made again
     assert kinds(harness.push(0, 2, b"\5", request=14)) == ["Staged"]
 
 
@@ -306,7 +316,7 @@ def test_an_init_whose_publish_was_refused_is_made_again() -> None:
     harness.take(Publish)
     harness.wait(1.0)
     again = harness.call(requests.InitKeys((item,)))
-    harness.refuse(Publish, "NotAllowed")  # the server was started anew
+    harness.refuse(Publish, ErrorCode.NOT_ALLOWED)  # the server was started anew
     harness.reply(harness.take(Init), Done)
     harness.reply(harness.take(Publish), Done)
     assert harness.result(again) is None
@@ -315,7 +325,7 @@ def test_an_init_whose_publish_was_refused_is_made_again() -> None:
 def test_a_key_that_does_not_fit_takes_no_room() -> None:
     harness = Server(memory=10 * 7 * SLICE)  # (3 + 2 rounds ahead × 2 workers) × ten slices
     big = uint8(11 * SLICE)
-    assert refusal(harness.say(0, Init(11, "big", big, 0), bytes(SLICE))).error == "NotAllowed"
+    assert refusal(harness.say(0, Init(11, "big", big, 0), bytes(SLICE))).error is ErrorCode.NOT_ALLOWED
     harness.init("fits", bytes(10 * SLICE), uint8(10 * SLICE))
     assert harness.value("fits", 9) == bytes(SLICE)
 
@@ -331,7 +341,7 @@ def test_a_server_that_was_gone_when_we_came_is_asked_when_it_is_back(role: str)
     harness.look(member("server", 0, life=1))
     late = harness.call(requests.DescribeKey("w"))
     send = harness.take(Lookup)
-    harness.say(send.peer, Refused(send.message.request, "KeyNotFound", "no", (), "w"))  # type: ignore[union-attr]
+    harness.say(send.peer, Refused(send.message.request, ErrorCode.KEY_NOT_FOUND, "no", "w"))  # type: ignore[union-attr]
     assert isinstance(harness.error(late), KeyNotFound)
 
 

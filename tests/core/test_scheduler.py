@@ -9,13 +9,17 @@ import pytest
 from kvd.core.machine import InvalidFrame, LogEntry, PeerLost, Persist, Persisted, Send, Tick
 from kvd.core.scheduler.machine import SchedulerMachine
 from kvd.protocol.messages import (
+    Departure,
     Done,
     Enter,
+    ErrorCode,
     Heartbeat,
     HeartbeatAck,
     Join,
     Leave,
     Lookup,
+    NotYet,
+    NotYetReason,
     Quiet,
     Refused,
     Settings,
@@ -109,7 +113,9 @@ def test_a_restarted_node_takes_up_its_rank_whatever_it_asks_for() -> None:
     effects = harness.join("worker", worker_id(1, 1), "worker-1", rank=0)
     assert answer(effects, Welcome) == Welcome(1, 1, "dead")
     told = [send.message for send in of(Send, effects) if send.peer == worker_id(1)]
-    assert [(message.error, message.request) for message in told if isinstance(message, Refused)] == [("replaced", 0)]
+    assert [(message.error, message.request) for message in told if isinstance(message, Refused)] == [
+        (ErrorCode.REPLACED, 0)
+    ]
 
 
 def test_a_full_cluster_takes_nobody_in() -> None:
@@ -117,10 +123,10 @@ def test_a_full_cluster_takes_nobody_in() -> None:
     for rank in (0, 1):
         harness.worker(rank)
     refused = answer(harness.join("worker", 99, "third"), Refused)
-    assert refused.error == "NotAllowed"
+    assert refused.error is ErrorCode.NOT_ALLOWED
     assert "all 2 workers are there" in refused.text
-    harness.say(worker_id(0), Leave(9, "done"))
-    assert answer(harness.join("worker", 99, "third"), Refused).error == "NotAllowed"  # done is not gone
+    harness.say(worker_id(0), Leave(9, Departure.DONE))
+    assert answer(harness.join("worker", 99, "third"), Refused).error is ErrorCode.NOT_ALLOWED  # done is not gone
 
 
 def test_the_seat_of_one_that_left_is_given_before_that_of_a_dead_one() -> None:
@@ -128,7 +134,7 @@ def test_the_seat_of_one_that_left_is_given_before_that_of_a_dead_one() -> None:
     for rank in (0, 1):
         harness.worker(rank)
     harness.kill(worker_id(0))
-    harness.say(worker_id(1), Leave(9, "left"))
+    harness.say(worker_id(1), Leave(9, Departure.LEFT))
     assert answer(harness.join("worker", 98, "new"), Welcome) == Welcome(1, 1, "left")
     assert answer(harness.join("worker", 99, "newer"), Welcome) == Welcome(1, 0, "dead")
 
@@ -168,7 +174,7 @@ def test_settings_agree_or_the_setting_is_named(have: Settings, field: str, want
         assert answer(effects, Welcome).rank == 0
     else:
         refused = answer(effects, Refused)
-        assert (refused.error, refused.key) == ("ConfigError", field)
+        assert (refused.error, refused.key) == (ErrorCode.CONFIG_ERROR, field)
         assert repr(wanted) in refused.text
 
 
@@ -185,14 +191,14 @@ def test_the_first_worker_to_say_decides_what_the_cluster_left_open() -> None:
 @pytest.mark.parametrize(("role", "node_id", "field"), [("driver", "a", "role"), ("worker", "", "node_id")])
 def test_a_join_needs_a_role_and_a_name(role: str, node_id: str, field: str) -> None:
     refused = answer(Harness().join(role, 51, node_id), Refused)
-    assert (refused.error, refused.key) == ("ConfigError", field)
+    assert (refused.error, refused.key) == (ErrorCode.CONFIG_ERROR, field)
 
 
 @pytest.mark.parametrize(("field", "word"), [("mode", "chaos"), ("merge", "max")])
 def test_words_that_mean_nothing_do_not_become_the_cluster_s(field: str, word: Any) -> None:
     harness = Harness()
     refused = answer(harness.join("worker", 51, "a", settings=OPEN._replace(**{field: word})), Refused)
-    assert (refused.error, refused.key) == ("ConfigError", field)
+    assert (refused.error, refused.key) == (ErrorCode.CONFIG_ERROR, field)
     assert harness.machine.explain(0.0)["settings"][field] == ""  # type: ignore[index]
 
 
@@ -203,22 +209,22 @@ def test_leaving_is_answered_when_the_view_says_so() -> None:
     harness = Harness()
     harness.worker(0)
     harness.hold = True
-    effects = harness.say(worker_id(0), Leave(9, "done"))
+    effects = harness.say(worker_id(0), Leave(9, Departure.DONE))
     assert said(effects) == []
     assert Done(9) in said(harness.step(Persisted(one(of(Persist, effects)).token)))
     assert harness.states() == {"worker 0": "done"}
     harness.hold = False
-    assert said(harness.say(worker_id(0), Leave(10, "left")))[-1] == Done(10)
+    assert said(harness.say(worker_id(0), Leave(10, Departure.LEFT)))[-1] == Done(10)
     assert harness.states() == {"worker 0": "left"}
-    assert said(harness.say(worker_id(0), Leave(10, "left"))) == [Done(10)]
+    assert said(harness.say(worker_id(0), Leave(10, Departure.LEFT))) == [Done(10)]
 
 
 def test_who_has_left_stays_gone_whatever_arrives_late() -> None:
     harness = Harness()
     harness.worker(0)
-    harness.say(worker_id(0), Leave(9, "done"))
-    harness.say(worker_id(0), Leave(10, "left"))
-    assert Done(9) in said(harness.say(worker_id(0), Leave(9, "done")))
+    harness.say(worker_id(0), Leave(9, Departure.DONE))
+    harness.say(worker_id(0), Leave(10, Departure.LEFT))
+    assert Done(9) in said(harness.say(worker_id(0), Leave(9, Departure.DONE)))
     harness.beat(0)
     harness.worker(0)
     harness.now = 1000.0
@@ -229,36 +235,40 @@ def test_who_has_left_stays_gone_whatever_arrives_late() -> None:
 def test_a_node_leaves_as_done_or_left() -> None:
     harness = Harness()
     harness.worker(0)
-    assert answer(harness.say(worker_id(0), Leave(9, "angry")), Refused).error == "ProtocolError"
     assert harness.states() == {"worker 0": "active"}
 
 
-@pytest.mark.parametrize("message", [Heartbeat("worker", 0), Leave(3, "left"), Enter(3, "b", 0)])
+@pytest.mark.parametrize("message", [Heartbeat("worker", 0), Leave(3, Departure.LEFT), Enter(3, "b", 0)])
 def test_a_stranger_is_told_to_join(message: Any) -> None:
-    refused = answer(Harness().say(51, message), Refused)
-    assert (refused.error, refused.request) == ("join", getattr(message, "request", 0))
+    not_yet = answer(Harness().say(51, message), NotYet)
+    assert (not_yet.reason, not_yet.request) == (NotYetReason.NOT_JOINED, getattr(message, "request", 0))
 
 
 @pytest.mark.parametrize(
     "message",
-    [Heartbeat("worker", 0), Leave(3, "left"), Enter(3, "b", 0), Join(1, "worker", "worker-0", "", "h", 1, 0, OPEN)],
+    [
+        Heartbeat("worker", 0),
+        Leave(3, Departure.LEFT),
+        Enter(3, "b", 0),
+        Join(1, "worker", "worker-0", "", "h", 1, 0, OPEN),
+    ],
 )
 def test_who_was_replaced_changes_nothing_any_more(message: Any) -> None:
     harness = Harness()
     harness.worker(0)
     harness.worker(0, life=1)
     effects = harness.say(worker_id(0), message)
-    assert answer(effects, Refused).error == "replaced"
+    assert answer(effects, Refused).error is ErrorCode.REPLACED
     assert of(Persist, effects) == []
     restarted = Harness(saved=harness.disk, generation=2)
-    assert answer(restarted.say(worker_id(0), message), Refused).error == "replaced"
+    assert answer(restarted.say(worker_id(0), message), Refused).error is ErrorCode.REPLACED
     assert answer(restarted.beat(0, life=1), HeartbeatAck) is not None
 
 
 def test_a_heartbeat_for_a_place_that_another_has_says_replaced() -> None:
     harness = Harness()
     harness.worker(0)
-    assert answer(harness.say(51, Heartbeat("worker", 0)), Refused).error == "replaced"
+    assert answer(harness.say(51, Heartbeat("worker", 0)), Refused).error is ErrorCode.REPLACED
 
 
 # ── what is refused, what is ignored ──
@@ -268,12 +278,12 @@ def test_messages_for_others_are_refused_and_answers_are_not_answered() -> None:
     harness = Harness()
     refused = answer(harness.say(51, Lookup(4, "w", False)), Refused)
     assert (refused.error, refused.request, refused.text) == (
-        "ProtocolError",
+        ErrorCode.PROTOCOL_ERROR,
         4,
         "the scheduler takes no Lookup: send it to a server",
     )
     assert answer(harness.say(51, View(OPEN, (), ())), Refused).request == 0
-    assert harness.say(51, Refused(0, "ProtocolError", "what?")) == []
+    assert harness.say(51, Refused(0, ErrorCode.PROTOCOL_ERROR, "what?")) == []
     assert harness.step(InvalidFrame("peer", "junk")) == []
     assert harness.step(PeerLost(12345, "who?")) == []
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import LogEntry, PeerLost, Persist, Persisted, Send, Tick
-from kvd.protocol.messages import Done, Enter, Leave, Refused, View
+from kvd.protocol.messages import Departure, Done, Enter, ErrorCode, Leave, NodeName, Refused, View
 from tests.core.fakes import of, one, said, server_id, worker_id
 from tests.core.scheduler_harness import BARE, Harness
 
@@ -57,7 +57,7 @@ def test_it_asks_to_be_woken_when_the_first_may_die() -> None:
     harness.now = 3.0
     harness.join("server", server_id(0), "s")
     assert harness.machine.next_deadline() == 8.0
-    harness.say(worker_id(0), Leave(9, "left"))
+    harness.say(worker_id(0), Leave(9, Departure.LEFT))
     harness.step(PeerLost(server_id(0), "exit 0"))
     assert harness.machine.next_deadline() is None
 
@@ -107,7 +107,7 @@ def test_the_dead_who_speak_live() -> None:
 
 def test_who_left_the_rounds_and_dies_has_still_left_them() -> None:
     harness = two_workers()
-    harness.say(worker_id(1), Leave(9, "done"))
+    harness.say(worker_id(1), Leave(9, Departure.DONE))
     harness.kill(worker_id(1))
     assert harness.states()["worker 1"] == "gone"
     harness.beat(1)
@@ -176,9 +176,9 @@ def test_those_not_yet_there_are_waited_for_and_those_who_left_are_not() -> None
     enter(harness, 0, 11)
     assert enter(harness, 1, 22) == []
     harness.worker(2)
-    effects = harness.say(worker_id(2), Leave(9, "done"))
+    effects = harness.say(worker_id(2), Leave(9, Departure.DONE))
     assert Done(11) not in said(effects)  # done: left the rounds, not the barriers
-    assert Done(11) in said(harness.say(worker_id(2), Leave(10, "left")))
+    assert Done(11) in said(harness.say(worker_id(2), Leave(10, Departure.LEFT)))
 
 
 @pytest.mark.parametrize("dies_first", [True, False])
@@ -191,11 +191,11 @@ def test_a_death_breaks_the_barrier_that_it_is_missing_from(dies_first: bool) ->
         enter(harness, 0, 11)
         effects = harness.kill(worker_id(1))
     refused = one([message for message in said(effects) if isinstance(message, Refused)])
-    assert (refused.request, refused.error, refused.nodes) == (11, "BarrierBroken", ("worker 1",))
+    assert (refused.request, refused.error, refused.nodes) == (11, ErrorCode.BARRIER_BROKEN, (NodeName("worker", 1),))
     assert any("broke" in note.text for note in of(LogEntry, effects))
     harness.worker(1, life=1)
     (late,) = enter(harness, 1, 5, life=1)
-    assert late.message.error == "BarrierBroken"
+    assert late.message.error is ErrorCode.BARRIER_BROKEN
 
 
 def test_with_wait_a_death_breaks_nothing_and_the_successor_completes_the_barrier() -> None:
@@ -219,7 +219,7 @@ def test_servers_meet_at_no_barriers() -> None:
     refused = one(
         [message for message in said(harness.say(server_id(0), Enter(3, "b", 0))) if isinstance(message, Refused)]
     )
-    assert (refused.error, refused.request) == ("NotAllowed", 3)
+    assert (refused.error, refused.request) == (ErrorCode.NOT_ALLOWED, 3)
 
 
 def test_too_many_barriers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,12 +229,12 @@ def test_too_many_barriers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = one(
         [message for message in said(harness.say(worker_id(0), Enter(2, "c", 0))) if isinstance(message, Refused)]
     )
-    assert (refused.error, refused.request) == ("NotAllowed", 2)
+    assert (refused.error, refused.request) == (ErrorCode.NOT_ALLOWED, 2)
 
 
 def test_a_program_that_failed_is_waited_for_like_one_that_was_killed() -> None:
     harness = two_workers()
-    assert said(harness.say(worker_id(1), Leave(9, "failed"))) == [Done(9)]
+    assert said(harness.say(worker_id(1), Leave(9, Departure.FAILED))) == [Done(9)]
     assert harness.states()["worker 1"] == "active"
     harness.kill(worker_id(1), "exit 1")
     assert harness.states()["worker 1"] == "dead"

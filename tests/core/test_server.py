@@ -24,13 +24,16 @@ from kvd.protocol.messages import (
     Attach,
     ClockQuery,
     Clocks,
+    Departure,
     Done,
     Epoch,
+    ErrorCode,
     Init,
     KeyInfo,
     KeyList,
     ListKeys,
     Lookup,
+    NotYetReason,
     Part,
     Publish,
     Pull,
@@ -42,7 +45,7 @@ from kvd.protocol.messages import (
 )
 from kvd.protocol.specs import KeySpec
 from tests.core.fakes import SLICE, cluster, from_scheduler, member, of, one, said, session, uint8, worker_id
-from tests.core.server_harness import Harness, kinds, ready, refusal, values
+from tests.core.server_harness import Harness, kinds, not_yet, ready, refusal, values
 
 # ── attaching ──
 
@@ -79,7 +82,7 @@ def test_a_server_or_a_stranger_is_no_worker() -> None:
         Push(3, (Part("w", 0, 1),), 0, 1, False),
         Pull(3, (Part("w", 0, 0),)),
     ):
-        assert refusal(harness.say(0, message, b"\0")).error == "attach"
+        assert not_yet(harness.say(0, message, b"\0")).reason is NotYetReason.NOT_ATTACHED
 
 
 # ── keys ──
@@ -87,12 +90,12 @@ def test_a_server_or_a_stranger_is_no_worker() -> None:
 
 def test_a_key_is_made_published_and_found() -> None:
     harness = Harness()
-    assert refusal(harness.say(1, Lookup(5, "w", False))).error == "KeyNotFound"
+    assert refusal(harness.say(1, Lookup(5, "w", False))).error is ErrorCode.KEY_NOT_FOUND
     assert harness.say(1, Lookup(6, "w", True)) == []
     assert harness.say(1, Lookup(6, "w", True)) == []
     spec = uint8(2)
     assert said(harness.say(0, Init(7, "w", spec, 0), b"ab")) == [Done(7)]
-    assert refusal(harness.say(1, Lookup(5, "w", False))).error == "KeyNotFound"
+    assert refusal(harness.say(1, Lookup(5, "w", False))).error is ErrorCode.KEY_NOT_FOUND
     effects = harness.say(0, Publish(8, "w", spec))
     info = KeyInfo(6, spec, worker_id(0))
     assert said(effects, worker_id(1)) == [info]
@@ -118,25 +121,29 @@ def test_an_init_that_is_sent_again_makes_nothing_anew() -> None:
 
 @pytest.mark.parametrize(
     ("rank", "index", "payload", "error"),
-    [(1, 0, b"abcd", "NotAllowed"), (0, 1, b"abcd", "ProtocolError"), (0, 0, b"abc", "ProtocolError")],
+    [
+        (1, 0, b"abcd", ErrorCode.NOT_ALLOWED),
+        (0, 1, b"abcd", ErrorCode.PROTOCOL_ERROR),
+        (0, 0, b"abc", ErrorCode.PROTOCOL_ERROR),
+    ],
 )
-def test_an_init_that_cannot_be(rank: int, index: int, payload: bytes, error: str) -> None:
-    assert refusal(Harness().say(rank, Init(3, "w", uint8(4), index), payload)).error == error
+def test_an_init_that_cannot_be(rank: int, index: int, payload: bytes, error: ErrorCode) -> None:
+    assert refusal(Harness().say(rank, Init(3, "w", uint8(4), index), payload)).error is error
 
 
 def test_only_worker_0_publishes_what_it_made() -> None:
     harness = Harness()
-    assert refusal(harness.say(0, Publish(3, "w", uint8(1)))).error == "NotAllowed"
+    assert refusal(harness.say(0, Publish(3, "w", uint8(1)))).error is ErrorCode.NOT_ALLOWED
     harness.init("w", b"a", publish=False)
-    assert refusal(harness.say(1, Publish(3, "w", uint8(1)))).error == "NotAllowed"
-    assert refusal(harness.say(0, Publish(3, "w", uint8(2)))).error == "NotAllowed"  # not what it made
+    assert refusal(harness.say(1, Publish(3, "w", uint8(1)))).error is ErrorCode.NOT_ALLOWED
+    assert refusal(harness.say(0, Publish(3, "w", uint8(2)))).error is ErrorCode.NOT_ALLOWED  # not what it made
 
 
 def test_a_create_that_fails_is_told() -> None:
     harness = Harness()
     harness.error = NotAllowed("no memory")
     refused = refusal(harness.say(0, Init(3, "w", uint8(1), 0), b"a"))
-    assert (refused.error, refused.text, refused.key) == ("NotAllowed", "no memory", "w")
+    assert (refused.error, refused.text, refused.key) == (ErrorCode.NOT_ALLOWED, "no memory", "w")
     harness.error = None
     assert said(harness.say(0, Init(3, "w", uint8(1), 0), b"a")) == [Done(3)]
 
@@ -170,7 +177,7 @@ def test_a_live_key_is_not_made_again() -> None:
     harness = ready(b"a")
     harness.look(member("worker", 0, life=1))
     harness.attach(0, life=1)
-    assert refusal(harness.say(0, Init(3, "w", uint8(1), 0), b"b", life=1)).error == "KeyExists"
+    assert refusal(harness.say(0, Init(3, "w", uint8(1), 0), b"b", life=1)).error is ErrorCode.KEY_EXISTS
     assert values(harness.pull(1, 0)) == ((0,), [b"a"])
 
 
@@ -181,7 +188,7 @@ def test_a_key_in_use_is_not_made_again_even_where_nobody_knows_that_it_is_live(
         harness.push(rank, 1)
     harness.look(member("worker", 0, life=1))
     harness.attach(0, life=1)
-    assert refusal(harness.say(0, Init(3, "w", uint8(1), 0), b"b", life=1)).error == "KeyExists"
+    assert refusal(harness.say(0, Init(3, "w", uint8(1), 0), b"b", life=1)).error is ErrorCode.KEY_EXISTS
 
 
 def test_the_memory_is_bounded_and_the_bound_known_at_init() -> None:
@@ -189,7 +196,7 @@ def test_the_memory_is_bounded_and_the_bound_known_at_init() -> None:
     harness = Harness(memory=7 * 100)
     harness.init("a", bytes(60))
     refused = refusal(harness.say(0, Init(3, "b", uint8(41), 0), bytes(41)))
-    assert refused.error == "NotAllowed"
+    assert refused.error is ErrorCode.NOT_ALLOWED
     assert "4 staged" in refused.text
     assert said(harness.say(0, Init(4, "b", uint8(40), 0), bytes(40))) == [Done(4)]
     assert said(harness.say(0, Init(4, "b", uint8(40), 0), bytes(40))) == [Done(4)]  # asked again: it is there
@@ -199,13 +206,13 @@ def test_what_is_being_made_counts_towards_the_bound() -> None:
     harness = Harness(memory=7 * 100)
     harness.hold = True
     assert len(of(Create, harness.say(0, Init(3, "a", uint8(60), 0), bytes(60)))) == 1
-    assert refusal(harness.say(0, Init(4, "b", uint8(60), 0), bytes(60))).error == "NotAllowed"
+    assert refusal(harness.say(0, Init(4, "b", uint8(60), 0), bytes(60))).error is ErrorCode.NOT_ALLOWED
 
 
 def test_so_many_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvd.core.server.machine.MAX_SLICES", 1)
     harness = ready()
-    assert refusal(harness.say(0, Init(3, "b", uint8(1), 0), b"a")).error == "NotAllowed"
+    assert refusal(harness.say(0, Init(3, "b", uint8(1), 0), b"a")).error is ErrorCode.NOT_ALLOWED
 
 
 def test_keys_are_listed_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +253,7 @@ def test_a_page_of_keys_fits_into_a_header() -> None:
 
 def test_clocks_of_a_key() -> None:
     harness = ready()
-    assert refusal(harness.say(0, ClockQuery(3, "v"))).error == "KeyNotFound"
+    assert refusal(harness.say(0, ClockQuery(3, "v"))).error is ErrorCode.KEY_NOT_FOUND
     for clock in (1, 2):
         harness.push(0, clock)
     harness.push(1, 1)
@@ -263,7 +270,8 @@ def test_clocks_are_told_when_the_update_of_the_own_push_has_ended(mode: str) ->
     else:
         assert said(harness.say(1, ClockQuery(2, "w"))) == [Clocks(2, 0, 0, 0, 0)]  # the update is another's
     apply = one(of(Apply, effects))
-    assert refusal(harness.say(0, ClockQuery(3, "w"))).error == "clock"  # to be asked again: it may fail
+    answer = not_yet(harness.say(0, ClockQuery(3, "w")))
+    assert answer.reason is NotYetReason.UPDATING  # the update may fail
     harness.error = NotAllowed("no")
     harness.finish(apply)
     assert said(harness.say(0, ClockQuery(3, "w"))) == [Clocks(3, 0, 0, 0, 0)]
@@ -289,9 +297,9 @@ def test_a_rank_that_comes_back_takes_part_after_its_clock() -> None:
 def test_what_a_server_does_not_take() -> None:
     harness = Harness()
     refused = refusal(harness.say(0, Welcome(4, 0, "")))
-    assert (refused.error, refused.request, refused.text) == ("ProtocolError", 4, "a server takes no Welcome")
+    assert (refused.error, refused.request, refused.text) == (ErrorCode.PROTOCOL_ERROR, 4, "a server takes no Welcome")
     assert harness.say(0, Done(4)) == []
-    assert harness.say(0, Refused(4, "x", "y")) == []
+    assert harness.say(0, Refused(4, ErrorCode.REMOTE_ERROR, "y")) == []
     assert harness.step(JobDone(999)) == []
     assert harness.step(InvalidFrame("someone", "junk")) == []
     assert said(harness.say(0, StatusQuery(5))) == [StatusReport(5)]
@@ -299,7 +307,7 @@ def test_what_a_server_does_not_take() -> None:
 
 def test_a_server_that_was_replaced_halts() -> None:
     harness = Harness()
-    effects = harness.step(from_scheduler(Refused(0, "replaced", "stop")))
+    effects = harness.step(from_scheduler(Refused(0, ErrorCode.REPLACED, "stop")))
     assert isinstance(one(of(Halt, effects)).error, NotAllowed)
     assert harness.machine.next_deadline() is None
     assert harness.step(Tick(), 100.0) == []
@@ -332,7 +340,7 @@ def test_a_float_key_keeps_its_spec() -> None:
 def test_a_server_says_goodbye() -> None:
     harness = ready()
     effects = harness.step(LocalCall(1, None, 0.0))  # type: ignore[arg-type]
-    assert [message.state for message in said(effects, SCHEDULER)] == ["left"]
+    assert [message.departure for message in said(effects, SCHEDULER)] == [Departure.LEFT]
     assert one(of(Complete, effects)) == Complete(1)
     assert harness.machine.next_deadline() is None
 

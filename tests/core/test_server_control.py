@@ -15,6 +15,7 @@ from kvd.protocol.messages import (
     CommandResult,
     Done,
     Epoch,
+    ErrorCode,
     FetchState,
     OptimizerIs,
     OptimizerQuery,
@@ -80,7 +81,7 @@ def test_the_same_optimizer_again_changes_nothing() -> None:
 @pytest.mark.parametrize("wire", [5, ["SGD"], ["os.system", {}], ["SGD", {"learning_rate": -1}], {"a": 1}])
 def test_what_is_no_optimizer_is_refused(wire: Any) -> None:
     harness = ready()
-    assert refusal(harness.say(0, SetOptimizer(50, wire))).error == "ProtocolError"
+    assert refusal(harness.say(0, SetOptimizer(50, wire))).error is ErrorCode.PROTOCOL_ERROR
     assert said(harness.say(1, OptimizerQuery(51))) == [OptimizerIs(51, None)]
 
 
@@ -129,22 +130,22 @@ def test_async_and_from_outside_a_change_takes_effect_at_once() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "changes", "error"),
     [
-        (None, {"learning_rate": 0.1}, "NotAllowed"),
-        (SGD(0.5), {"speed": 1}, "ConfigError"),
-        (SGD(0.5), {"nesterov": True}, "ConfigError"),
-        (SGD(0.5), 5, "ProtocolError"),
+        (None, {"learning_rate": 0.1}, ErrorCode.NOT_ALLOWED),
+        (SGD(0.5), {"speed": 1}, ErrorCode.CONFIG_ERROR),
+        (SGD(0.5), {"nesterov": True}, ErrorCode.CONFIG_ERROR),
+        (SGD(0.5), 5, ErrorCode.PROTOCOL_ERROR),
     ],
 )
-def test_changes_that_cannot_be(optimizer: Any, changes: Any, error: str) -> None:
+def test_changes_that_cannot_be(optimizer: Any, changes: Any, error: ErrorCode) -> None:
     harness = ready(optimizer=optimizer)
-    assert refusal(harness.say(0, UpdateOptimizer(51, changes))).error == error
+    assert refusal(harness.say(0, UpdateOptimizer(51, changes))).error is error
 
 
 def test_whole_numbers_are_not_optimized() -> None:
     harness = ready(optimizer=SGD(0.5))
     harness.init("n", b"\0")
     refused = refusal(harness.push(0, 1, b"\1", key="n"))
-    assert (refused.error, refused.key) == ("NotAllowed", "n")
+    assert (refused.error, refused.key) == (ErrorCode.NOT_ALLOWED, "n")
     assert "optimizers update float keys only" in refused.text
     assert kinds(harness.push(0, 1, b"\1", key="n", how=1)) == ["Staged"]  # an assignment is no update
 
@@ -184,7 +185,7 @@ def test_state_that_comes_again_does_not_undo_the_updates_since() -> None:
 
 @pytest.mark.parametrize("message", [FetchState(60, "w", 1), StoreState(60, "v", 0, 7, ())])
 def test_the_state_of_no_slice(message: Any) -> None:
-    assert refusal(ready().say(0, message)).error == "KeyNotFound"
+    assert refusal(ready().say(0, message)).error is ErrorCode.KEY_NOT_FOUND
 
 
 @pytest.mark.parametrize("message", [FetchState(60, "w", 0), StoreState(60, "w", 0, 7, ())])
@@ -229,7 +230,12 @@ def test_a_command_that_fails_is_answered_with_its_error_every_time() -> None:
     harness.error = NotAllowed("no controller", key="x")
     for _ in range(2):
         refused = refusal(harness.say(0, Command(70, "nothing")))
-        assert (refused.request, refused.error, refused.text, refused.key) == (70, "NotAllowed", "no controller", "x")
+        assert (refused.request, refused.error, refused.text, refused.key) == (
+            70,
+            ErrorCode.NOT_ALLOWED,
+            "no controller",
+            "x",
+        )
 
 
 def test_a_command_that_ends_after_its_sender_was_replaced() -> None:
@@ -255,4 +261,4 @@ def test_so_many_answers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None
     assert (answers.find(8, 1), answers.find(7, 3)) == (None, "answer 3")
     answers.drop_sender(7)
     assert answers.find(7, 3) is None
-    assert isinstance(Refused(1, "x", "y"), Refused)
+    assert isinstance(Refused(1, ErrorCode.REMOTE_ERROR, "y"), Refused)

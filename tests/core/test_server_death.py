@@ -15,14 +15,17 @@ from kvd.protocol.messages import (
     Clocks,
     Command,
     Done,
+    ErrorCode,
     Lookup,
+    NodeName,
+    NotYetReason,
     Refused,
     SetOptimizer,
     StoreState,
     UpdateOptimizer,
 )
 from tests.core.fakes import cluster, member, of, one, said, worker_id
-from tests.core.server_harness import Harness, kinds, ready, refusal, values
+from tests.core.server_harness import Harness, kinds, not_yet, ready, refusal, values
 
 
 def test_those_who_wait_for_a_dead_worker_are_told_its_name() -> None:
@@ -32,8 +35,8 @@ def test_those_who_wait_for_a_dead_worker_are_told_its_name() -> None:
     effects = harness.look(member("worker", 1, "dead", last_seen_s=20.5))
     told = [message for message in said(effects) if isinstance(message, Refused)]
     assert [(refused.request, refused.error, refused.nodes) for refused in told] == [
-        (11, "NodeLost", ("worker 1",)),
-        (12, "NodeLost", ("worker 1",)),
+        (11, ErrorCode.NODE_LOST, (NodeName("worker", 1),)),
+        (12, ErrorCode.NODE_LOST, (NodeName("worker", 1),)),
     ]
     assert told[0].last_seen_s == 20.5
     assert "restart it under its node id" in told[0].text
@@ -43,8 +46,8 @@ def test_what_they_pushed_stays_and_counts_when_the_dead_comes_back() -> None:
     harness = ready()
     harness.push(0, 1, b"\5", request=11)
     harness.look(member("worker", 1, "dead"))
-    assert refusal(harness.push(0, 1, None, probe=True, request=11)).error == "NodeLost"
-    assert refusal(harness.pull(0, 1)).error == "NodeLost"
+    assert refusal(harness.push(0, 1, None, probe=True, request=11)).error is ErrorCode.NODE_LOST
+    assert refusal(harness.pull(0, 1)).error is ErrorCode.NODE_LOST
     assert harness.explain()["bytes_staged"] == 1
     harness.look(member("worker", 1, life=1))
     harness.attach(1, life=1)
@@ -98,7 +101,7 @@ def test_async_with_a_bound_the_dead_slowest_is_named() -> None:
     harness.push(0, 1)
     harness.push(0, 2, request=12)
     refused = refusal(harness.look(member("worker", 1, "dead")))
-    assert (refused.request, refused.nodes) == (12, ("worker 1",))
+    assert (refused.request, refused.nodes) == (12, (NodeName("worker", 1),))
 
 
 def test_async_without_a_bound_nobody_waits_for_the_dead() -> None:
@@ -120,7 +123,9 @@ def test_the_successor_starts_where_its_predecessor_was_counted() -> None:
     harness.push(1, 2, b"\x63", request=22)
     effects = harness.look(member("worker", 1, life=1))
     assert any("was replaced" in note.text for note in of(LogEntry, effects))
-    assert refusal(harness.push(1, 2, b"\x63", request=22)).error == "attach"  # the old one changes nothing
+    assert (
+        not_yet(harness.push(1, 2, b"\x63", request=22)).reason is NotYetReason.NOT_ATTACHED
+    )  # the old one changes nothing
     harness.attach(1, life=1)
     assert said(harness.say(1, ClockQuery(3, "w"), life=1)) == [Clocks(3, 1, 1, 1, 1)]
     assert said(harness.push(1, 1, b"\x63", life=1, request=5)) == [Done(5)]  # redone, and counted before
@@ -172,7 +177,12 @@ def test_who_waits_for_a_key_is_told_that_nobody_will_make_it(state: str, told: 
     again = harness.say(1, Lookup(6, "w", True))
     if told:
         refused = refusal(effects)
-        assert (refused.request, refused.error, refused.nodes, refused.key) == (5, "NodeLost", ("worker 0",), "w")
+        assert (refused.request, refused.error, refused.nodes, refused.key) == (
+            5,
+            ErrorCode.NODE_LOST,
+            (NodeName("worker", 0),),
+            "w",
+        )
         assert refusal(again).request == 6
     else:
         assert said(effects) == said(again) == []
@@ -188,7 +198,7 @@ def test_so_many_wait_for_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvd.core.server.keys.MAX_WAITING", 1)
     harness = Harness()
     harness.say(1, Lookup(5, "w", True))
-    assert refusal(harness.say(1, Lookup(6, "w", True))).error == "NotAllowed"
+    assert refusal(harness.say(1, Lookup(6, "w", True))).error is ErrorCode.NOT_ALLOWED
 
 
 def test_attach_again_after_a_new_view() -> None:
@@ -215,7 +225,7 @@ def test_a_replaced_worker_controls_nothing_any_more(message: Any, effect: Any) 
     before = harness.explain()["optimizer"]
     harness.look(member("worker", 0, life=1))
     effects = harness.say(0, message, b"")
-    assert refusal(effects).error == "attach"
+    assert not_yet(effects).reason is NotYetReason.NOT_ATTACHED
     assert effect is None or of(effect, effects) == []
     assert harness.explain()["optimizer"] == before
     assert [group.optimizer for group in harness.machine._table.groups.values()] == [SGD(1.0)]

@@ -11,14 +11,18 @@ from kvd.errors import NotAllowed
 from kvd.protocol.messages import (
     Done,
     Epoch,
+    ErrorCode,
+    NotYet,
+    NotYetReason,
     Part,
     Pull,
     Push,
     Refused,
+    Taken,
     Values,
 )
 from tests.core.fakes import SLICE, cluster, of, one, padded_bytes, read, said, uint8, worker_id
-from tests.core.server_harness import Harness, kinds, ready, refusal, values
+from tests.core.server_harness import Harness, kinds, not_yet, ready, refusal, values
 
 # ── pushes ──
 
@@ -59,7 +63,7 @@ def test_a_pull_waits_for_its_version_and_gets_exactly_it() -> None:
         harness.push(rank, 2, b"\4")
     assert values(harness.pull(1, 1)) == ((1,), [b"\3"])
     refused = refusal(harness.pull(1, 0))
-    assert (refused.error, refused.expected) == ("NotAllowed", 2)
+    assert (refused.error, refused.taken) == (ErrorCode.NOT_ALLOWED, Taken.NOTHING)
     assert values(harness.pull(1, -1)) == ((2,), [b"\x08"])
 
 
@@ -68,7 +72,7 @@ def test_who_is_no_worker_pulls_what_is_committed() -> None:
     anyone = Received("cli", 77, Epoch(0, 0), Pull(3, (Part("w", 0, -1),)))
     assert values(harness.step(anyone)) == ((0,), [b"a"])
     exact = Received("cli", 77, Epoch(0, 0), Pull(3, (Part("w", 0, 1),)))
-    assert refusal(harness.step(exact)).error == "attach"
+    assert not_yet(harness.step(exact)).reason is NotYetReason.NOT_ATTACHED
 
 
 def test_a_push_that_is_sent_again_is_counted_once() -> None:
@@ -97,44 +101,48 @@ def test_the_answer_goes_to_where_it_was_asked_first_and_last() -> None:
 
 def test_a_probe_asks_without_bytes() -> None:
     harness = ready()
-    refused = refusal(harness.push(0, 1, None, probe=True))
-    assert (refused.error, refused.expected) == ("clock", 1)  # nothing is here: send it
+    answer = not_yet(harness.push(0, 1, None, probe=True))
+    assert (answer.reason, answer.next_clock) == (NotYetReason.OUT_OF_TURN, 1)  # nothing is here: send it
     harness.push(0, 1, request=11)
     assert kinds(harness.push(0, 1, None, probe=True, request=11)) == ["Staged"]
     harness.push(1, 1)
     assert said(harness.push(0, 1, None, probe=True, request=11)) == [Done(11)]
-    assert refusal(harness.push(0, 2, b"\1", probe=True)).error == "ProtocolError"  # a probe with bytes
+    assert refusal(harness.push(0, 2, b"\1", probe=True)).error is ErrorCode.PROTOCOL_ERROR  # a probe with bytes
 
 
 @pytest.mark.parametrize(("clock", "expected"), [(2, 1), (5, 1), (0, 1), (-1, 1)])
 def test_a_push_out_of_turn_is_told_whose_turn_it_is(clock: int, expected: int) -> None:
-    refused = refusal(ready().push(0, clock))
-    assert (refused.error, refused.expected, refused.key) == ("clock", expected, "w")
+    answer = not_yet(ready().push(0, clock))
+    assert (answer.reason, answer.next_clock, answer.key) == (NotYetReason.OUT_OF_TURN, expected, "w")
 
 
 def test_the_window_is_rounds_ahead() -> None:
     harness = ready()
     for clock in (1, 2):
         assert kinds(harness.push(0, clock)) == ["Staged"]
-    assert (refusal(harness.push(0, 3)).error, harness.explain()["bytes_staged"]) == ("clock", 2)
+    assert not_yet(harness.push(0, 3)).reason is NotYetReason.OUT_OF_TURN
+    assert harness.explain()["bytes_staged"] == 2
     harness.push(1, 1)
     assert kinds(harness.push(0, 3)) == ["Staged"]
 
 
 @pytest.mark.parametrize(
-    ("parts", "payload", "error"),
+    ("parts", "payload", "why"),
     [
-        ([("w", 0, 1), ("v", 0, 1)], [b"\1", b""], "ProtocolError"),
-        ([("w", 0, 1), ("v", 0, 1)], [b"\1", b"\1\1"], "ProtocolError"),
-        ([("w", 0, 1), ("v", 0, 2)], [b"\1", b"\1"], "clock"),
-        ([("w", 0, 1), ("x", 0, 1)], [b"\1", b"\1"], "KeyNotFound"),
-        ([("w", 0, 1), ("w", 1, 1)], [b"\1", b"\1"], "KeyNotFound"),
+        ([("w", 0, 1), ("v", 0, 1)], [b"\1", b""], ErrorCode.PROTOCOL_ERROR),
+        ([("w", 0, 1), ("v", 0, 1)], [b"\1", b"\1\1"], ErrorCode.PROTOCOL_ERROR),
+        ([("w", 0, 1), ("v", 0, 2)], [b"\1", b"\1"], NotYetReason.OUT_OF_TURN),
+        ([("w", 0, 1), ("x", 0, 1)], [b"\1", b"\1"], ErrorCode.KEY_NOT_FOUND),
+        ([("w", 0, 1), ("w", 1, 1)], [b"\1", b"\1"], ErrorCode.KEY_NOT_FOUND),
     ],
 )
-def test_a_push_is_taken_as_a_whole_or_not_at_all(parts: Any, payload: list[bytes], error: str) -> None:
+def test_a_push_is_taken_as_a_whole_or_not_at_all(
+    parts: Any, payload: list[bytes], why: ErrorCode | NotYetReason
+) -> None:
     harness = ready()
     harness.init("v", b"\0")
-    assert refusal(harness.push_all(0, parts, payload)).error == error
+    answer = one(said(harness.push_all(0, parts, payload)))
+    assert (answer.reason if isinstance(answer, NotYet) else answer.error) is why
     assert harness.explain()["bytes_staged"] == 0
     assert harness.explain()["requests_waiting"] == 0
 
@@ -156,7 +164,7 @@ def test_a_message_of_many_parts_is_answered_when_the_last_is_committed() -> Non
 def test_a_round_of_assignment_takes_rank_0_s_value() -> None:
     harness = ready()
     harness.push(1, 1, None, how=2, pull=True)
-    assert refusal(harness.push(0, 1, b"\1", how=0)).error == "NotAllowed"  # the others broadcast
+    assert refusal(harness.push(0, 1, b"\1", how=0)).error is ErrorCode.NOT_ALLOWED  # the others broadcast
     effects = harness.push(0, 1, b"\7", how=1, pull=True)
     assert one(harness.applied).assign
     assert values(effects, worker_id(1)) == ((1,), [b"\7"])
@@ -166,14 +174,14 @@ def test_so_many_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvd.core.server.push.MAX_PENDING", 1)
     harness = ready()
     harness.push(0, 1)
-    assert refusal(harness.push(1, 1)).error == "NotAllowed"
-    assert refusal(harness.pull(1, 1)).error == "NotAllowed"
+    assert refusal(harness.push(1, 1)).error is ErrorCode.NOT_ALLOWED
+    assert refusal(harness.pull(1, 1)).error is ErrorCode.NOT_ALLOWED
 
 
 def test_weighted_merge_and_whole_numbers_do_not_go_together() -> None:
     harness = ready(settings=cluster(merge="weighted"))
     refused = refusal(harness.push(0, 1))
-    assert refused.error == "NotAllowed"
+    assert refused.error is ErrorCode.NOT_ALLOWED
     assert "weighted merge takes float keys only" in refused.text
 
 
@@ -207,9 +215,9 @@ def test_a_refused_push_that_comes_again_does_not_take_the_clock_of_the_next(syn
     assert 11 in {message.request for message in said(effects) if isinstance(message, Refused)}
     harness.error = None
     again = refusal(harness.push(0, 1, b"\7", request=11))  # the refusal was on its way when it was sent
-    assert (again.request, again.error, again.expected) == (11, "NotAllowed", 0)
+    assert (again.request, again.error, again.taken) == (11, ErrorCode.NOT_ALLOWED, Taken.NOTHING)
     assert "the update of 'w' failed: a bad optimizer" in again.text
-    assert refusal(harness.push(0, 1, None, request=11, probe=True)).error == "NotAllowed"
+    assert refusal(harness.push(0, 1, None, request=11, probe=True)).error is ErrorCode.NOT_ALLOWED
     harness.push(0, 1, b"\5", request=12)
     others(1, 22)
     assert values(harness.pull(0, 1)) == ((1,), [b"\6" if sync else b"\5"])
@@ -223,17 +231,19 @@ def test_pushes_ahead_of_a_failed_one_are_refused_for_good_too() -> None:
     harness.push(1, 1, request=21)
     harness.error = None
     for request, clock in ((12, 2), (11, 1)):
-        assert refusal(harness.push(0, clock, b"\7", request=request)).error == "NotAllowed"
+        assert refusal(harness.push(0, clock, b"\7", request=request)).error is ErrorCode.NOT_ALLOWED
     assert kinds(harness.push(0, 1, b"\7", request=13)) == ["Staged"]
-    assert refusal(harness.push(0, 3, request=14)).error == "clock"  # a later request may be out of turn, and try again
+    assert (
+        not_yet(harness.push(0, 3, request=14)).reason is NotYetReason.OUT_OF_TURN
+    )  # a later request may be out of turn, and try again
 
 
 def test_a_push_that_was_refused_before_it_was_staged_stays_refused() -> None:
     harness = ready()
     harness.push(1, 1, None, how=2)
-    assert refusal(harness.push(0, 1, b"\1", how=0, request=11)).error == "NotAllowed"  # the others broadcast
+    assert refusal(harness.push(0, 1, b"\1", how=0, request=11)).error is ErrorCode.NOT_ALLOWED  # the others broadcast
     harness.push(0, 1, b"\7", how=1, request=12)
-    assert refusal(harness.push(0, 2, b"\1", how=0, request=11)).error == "NotAllowed"
+    assert refusal(harness.push(0, 2, b"\1", how=0, request=11)).error is ErrorCode.NOT_ALLOWED
 
 
 def test_a_push_refused_for_one_of_its_slices_says_so_again() -> None:
@@ -243,11 +253,11 @@ def test_a_push_refused_for_one_of_its_slices_says_so_again() -> None:
     push = Push(11, (Part("w", 0, 1), Part("v", 0, 1)), 0, 1, False)
     first, second = of(Apply, harness.say(0, push, padded_bytes([b"\1", b"\2"])))
     harness.error = NotAllowed("no")
-    assert refusal(harness.finish(first)).expected == 1
+    assert refusal(harness.finish(first)).taken is Taken.PART
     harness.error = None
     harness.finish(second)
     again = refusal(harness.say(0, push, padded_bytes([b"\1", b"\2"])))
-    assert (again.error, again.expected) == ("NotAllowed", 1)
+    assert (again.error, again.taken) == (ErrorCode.NOT_ALLOWED, Taken.PART)
 
 
 def test_a_push_that_counts_is_answered_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,8 +267,8 @@ def test_a_push_that_counts_is_answered_however_many_wait(monkeypatch: pytest.Mo
     harness.push(0, 2, request=12)
     monkeypatch.setattr("kvd.core.server.push.MAX_PENDING", 1)
     assert said(harness.push(0, 1, request=11)) == [Done(11)]
-    other = refusal(harness.push(0, 2, request=13))  # it is staged, and can wait no more: to be asked again
-    assert other.error == "clock"
+    other = not_yet(harness.push(0, 2, request=13))  # it is staged, and can wait no more: to be asked again
+    assert other.reason is NotYetReason.BUSY
 
 
 # ── async ──
@@ -306,7 +316,7 @@ def test_staleness_holds_the_fast_back_until_the_slow_come(staleness: int) -> No
 
 
 def test_a_pull_of_what_is_not_here() -> None:
-    assert refusal(ready().pull(0, 0, key="v")).error == "KeyNotFound"
+    assert refusal(ready().pull(0, 0, key="v")).error is ErrorCode.KEY_NOT_FOUND
 
 
 def test_async_a_pull_for_a_push_that_has_not_come_waits_for_nobody_else() -> None:
@@ -324,7 +334,7 @@ def test_a_request_that_failed_in_one_slice_is_not_answered_from_another() -> No
         for rank in (0, 1):
             harness.push(rank, clock)
     parts = (Part("v", 0, 1), Part("w", 0, 0))  # v waits for its first round, w has forgotten version 0
-    assert refusal(harness.say(0, Pull(99, parts))).error == "NotAllowed"
+    assert refusal(harness.say(0, Pull(99, parts))).error is ErrorCode.NOT_ALLOWED
     for rank in (0, 1):
         effects = harness.push(rank, 1, key="v")
     assert [message.request for message in said(effects) if isinstance(message, Values)] == []

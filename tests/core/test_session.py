@@ -9,7 +9,18 @@ import pytest
 from kvd.core.machine import SCHEDULER, Connect, Halt, LogEntry, Send
 from kvd.core.session import JOIN_RETRY_S, Identity, SchedulerSession
 from kvd.errors import ConfigError, NotAllowed, ProtocolError
-from kvd.protocol.messages import Heartbeat, HeartbeatAck, Join, Quiet, Refused, View, Welcome
+from kvd.protocol.messages import (
+    ErrorCode,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    NotYet,
+    NotYetReason,
+    Quiet,
+    Refused,
+    View,
+    Welcome,
+)
 from tests.core.fakes import OPEN, cluster, from_scheduler, member, of, one, said, session, view, welcome
 
 VIEW = view(cluster(), [member("worker", 1)])
@@ -75,7 +86,7 @@ def test_an_observer_sends_no_heartbeats() -> None:
 
 def test_a_scheduler_that_forgot_it_is_joined_again_with_the_same_rank() -> None:
     node = joined()
-    node.receive(from_scheduler(Refused(0, "join", "who?")), 2.0)
+    node.receive(from_scheduler(NotYet(0, NotYetReason.NOT_JOINED, "who?")), 2.0)
     effects = node.tick(2.0)
     assert "forgot this node" in one(of(LogEntry, effects)).text
     assert one(said(effects)).rank == 1
@@ -86,7 +97,7 @@ def test_a_scheduler_that_forgot_it_is_joined_again_with_the_same_rank() -> None
 
 def test_a_scheduler_that_gives_it_another_rank_ends_it() -> None:
     node = joined()
-    node.receive(from_scheduler(Refused(0, "join", "who?")), 2.0)
+    node.receive(from_scheduler(NotYet(0, NotYetReason.NOT_JOINED, "who?")), 2.0)
     assert not node.receive(welcome(0), 2.1)
     assert isinstance(node.failure, NotAllowed)
     assert "worker 1, now it would be 0" in str(node.failure)
@@ -94,7 +105,7 @@ def test_a_scheduler_that_gives_it_another_rank_ends_it() -> None:
 
 def test_who_was_replaced_halts() -> None:
     node = joined()
-    node.receive(from_scheduler(Refused(0, "replaced", "another process took the place")), 2.0)
+    node.receive(from_scheduler(Refused(0, ErrorCode.REPLACED, "another process took the place")), 2.0)
     effects = node.tick(2.0)
     assert one(of(Halt, effects)).error is node.failure
     assert isinstance(node.failure, NotAllowed)
@@ -105,11 +116,11 @@ def test_who_was_replaced_halts() -> None:
 @pytest.mark.parametrize(
     ("refused", "kind"),
     [
-        (Refused(1, "ConfigError", "other mode", key="mode"), ConfigError),
-        (Refused(1, "NotAllowed", "full"), NotAllowed),
-        (Refused(0, "ProtocolError", "another version"), ProtocolError),
-        (Refused(0, "KeyNotFound", "?"), None),
-        (Refused(9, "NotAllowed", "?"), None),
+        (Refused(1, ErrorCode.CONFIG_ERROR, "other mode", key="mode"), ConfigError),
+        (Refused(1, ErrorCode.NOT_ALLOWED, "full"), NotAllowed),
+        (Refused(0, ErrorCode.PROTOCOL_ERROR, "another version"), ProtocolError),
+        (Refused(0, ErrorCode.KEY_NOT_FOUND, "?"), None),
+        (Refused(9, ErrorCode.NOT_ALLOWED, "?"), None),
     ],
 )
 def test_a_join_that_is_refused_ends_it(refused: Refused, kind: Any) -> None:
@@ -121,7 +132,9 @@ def test_a_join_that_is_refused_ends_it(refused: Refused, kind: Any) -> None:
         assert node.failure.setting == "mode"
 
 
-@pytest.mark.parametrize("refused", [Refused(1, "NotAllowed", "full"), Refused(0, "ProtocolError", "?")])
+@pytest.mark.parametrize(
+    "refused", [Refused(1, ErrorCode.NOT_ALLOWED, "full"), Refused(0, ErrorCode.PROTOCOL_ERROR, "?")]
+)
 def test_late_refusals_of_a_join_do_not_end_one_that_is_in(refused: Refused) -> None:
     node = joined()
     node.receive(from_scheduler(refused), 2.0)
@@ -142,11 +155,13 @@ def test_garbage_in_place_of_a_welcome_ends_it_and_later_does_not() -> None:
     assert later.failure is None
 
 
-@pytest.mark.parametrize("word", ["join", "replaced"])
-def test_who_has_closed_is_not_interested(word: str) -> None:
+@pytest.mark.parametrize(
+    "message", [NotYet(0, NotYetReason.NOT_JOINED, "?"), Refused(0, ErrorCode.REPLACED, "?")], ids=["join", "replaced"]
+)
+def test_who_has_closed_is_not_interested(message: NotYet | Refused) -> None:
     node = joined()
     node.close()
-    node.receive(from_scheduler(Refused(0, word, "?")), 2.0)
+    node.receive(from_scheduler(message), 2.0)
     assert node.failure is None
     assert node.tick(60.0) == []
     assert node.next_deadline() is None

@@ -20,7 +20,9 @@ from kvd.errors import (
 from kvd.protocol.messages import (
     Attach,
     Done,
+    ErrorCode,
     Lookup,
+    NotYetReason,
     Part,
     Pull,
     Push,
@@ -207,7 +209,7 @@ def test_a_key_is_looked_up_once_for_all_calls_that_wait() -> None:
     pull = harness.pull("w")
     describe = harness.call(requests.DescribeKey("w"))
     assert len(harness.waiting(Lookup)) == 1
-    harness.refuse(Lookup, "KeyNotFound", key="w")
+    harness.refuse(Lookup, ErrorCode.KEY_NOT_FOUND, key="w")
     for call in (pull, describe):
         error = harness.error(call)
         assert isinstance(error, KeyNotFound)
@@ -221,7 +223,7 @@ def test_who_wants_to_wait_for_a_key_is_not_failed_with_those_who_do_not() -> No
     harness = Harness()
     pull = harness.pull("w")
     describe = harness.call(requests.DescribeKey("w", wait=True))
-    harness.refuse(Lookup, "KeyNotFound", key="w")
+    harness.refuse(Lookup, ErrorCode.KEY_NOT_FOUND, key="w")
     assert isinstance(harness.error(pull), KeyNotFound)
     assert describe not in harness.done
     assert one(harness.waiting(Lookup)).wait
@@ -239,19 +241,19 @@ def test_a_node_that_has_not_joined_knows_no_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "kind"),
+    ("code", "kind"),
     [
-        ("NotAllowed", NotAllowed),
-        ("KeyNotFound", KeyNotFound),
-        ("ProtocolError", ProtocolError),
-        ("ConfigError", ConfigError),
-        ("SomethingNew", RemoteError),
+        (ErrorCode.NOT_ALLOWED, NotAllowed),
+        (ErrorCode.KEY_NOT_FOUND, KeyNotFound),
+        (ErrorCode.PROTOCOL_ERROR, ProtocolError),
+        (ErrorCode.CONFIG_ERROR, ConfigError),
+        (ErrorCode.REMOTE_ERROR, RemoteError),
     ],
 )
-def test_refusals_become_errors(word: str, kind: type[Exception]) -> None:
+def test_refusals_become_errors(code: ErrorCode, kind: type[Exception]) -> None:
     harness = ready()
     call = harness.pull("w")
-    harness.refuse(Pull, word)
+    harness.refuse(Pull, code)
     error = harness.error(call)
     assert type(error) is kind
     assert str(error) == "because"
@@ -260,7 +262,7 @@ def test_refusals_become_errors(word: str, kind: type[Exception]) -> None:
 def test_a_push_that_nobody_took_gives_its_clock_back() -> None:
     harness = ready()
     call = harness.push("w")
-    harness.refuse(Push, "NotAllowed")
+    harness.refuse(Push, ErrorCode.NOT_ALLOWED)
     assert isinstance(harness.error(call), NotAllowed)
     harness.push("w")
     assert harness.clocks() == [("w", 0, 1)]
@@ -272,7 +274,7 @@ def test_a_push_that_was_taken_in_part_breaks_the_key_until_rewind() -> None:
     harness.know("w", spec=spec)
     call = harness.push("w", spec=spec)
     harness.settle()
-    harness.refuse(Push, "NotAllowed")
+    harness.refuse(Push, ErrorCode.NOT_ALLOWED)
     assert isinstance(harness.error(call), NotAllowed)
     error = harness.error(harness.push("w", spec=spec))
     assert isinstance(error, NotAllowed)
@@ -303,7 +305,7 @@ def test_answers_to_nothing_and_from_others_are_ignored() -> None:
     request = send.message.request  # type: ignore[union-attr]
     harness.say(server_id(7), Values(request, (0,)), b"a")
     harness.say(server_id(0), Values(request + 99, (0,)), b"a")
-    harness.say(server_id(0), Refused(0, "ProtocolError", "what?"))
+    harness.say(server_id(0), Refused(0, ErrorCode.PROTOCOL_ERROR, "what?"))
     assert call not in harness.done
 
 
@@ -313,7 +315,7 @@ def test_a_push_out_of_turn_is_sent_again_soon_and_given_up_at_last() -> None:
     for _ in range(500):
         if call in harness.done:
             break
-        harness.refuse(Push, "clock", expected=7)
+        harness.postpone(Push, NotYetReason.OUT_OF_TURN, next_clock=7)
         harness.wait(1.0)
     assert isinstance(harness.error(call), NotAllowed)
 
@@ -322,7 +324,7 @@ def test_a_server_that_does_not_know_the_worker_is_told_again() -> None:
     harness = ready()
     harness.attach = False
     call = harness.push("w")
-    harness.refuse(Push, "attach")
+    harness.postpone(Push, NotYetReason.NOT_ATTACHED)
     assert len(harness.waiting(Attach)) == 1
     harness.reply(harness.take(Attach), Done)
     harness.wait(0.1)
@@ -335,7 +337,7 @@ def test_the_first_error_ends_the_waiting_and_the_rest_is_still_settled() -> Non
     spec = uint8(2 * SLICE)
     harness.know("w", spec=spec)
     call = harness.push("w", spec=spec)
-    harness.refuse(Push, "NotAllowed")
+    harness.refuse(Push, ErrorCode.NOT_ALLOWED)
     assert isinstance(harness.error(call), NotAllowed)
     flush = harness.call(requests.Flush())
     assert flush not in harness.done
@@ -349,7 +351,7 @@ def test_servers_that_do_not_know_the_worker_are_told_once() -> None:
     for _ in range(2):
         harness.push("w")
     for _ in range(2):
-        harness.refuse(Push, "attach")
+        harness.postpone(Push, NotYetReason.NOT_ATTACHED)
     assert len(harness.waiting(Attach)) == 1
-    harness.refuse(Attach, "NotAllowed")
+    harness.refuse(Attach, ErrorCode.NOT_ALLOWED)
     assert not harness.waiting(Attach)

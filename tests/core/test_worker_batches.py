@@ -24,14 +24,17 @@ from kvd.protocol.messages import (
     DeclareBatch,
     Done,
     Epoch,
+    ErrorCode,
+    NotYet,
+    NotYetReason,
     Part,
     Pull,
     PullBatch,
     Push,
     PushBatch,
-    Refused,
     SliceId,
     Staged,
+    Taken,
 )
 from kvd.protocol.specs import MAX_KEY_CHARS, KeySpec
 from tests.core.fakes import SLICE, copies, of, one, server_id, uint8
@@ -154,7 +157,7 @@ def test_a_pack_that_the_server_does_not_know_is_declared_again_under_its_number
     call = harness.push("a", "b")
     first = harness.take(DeclareBatch).message  # lost
     original = harness.waiting(PushBatch)[0]
-    harness.refuse(PushBatch, "batch")
+    harness.postpone(PushBatch, NotYetReason.UNKNOWN_BATCH)
     again = declared(harness)
     assert (again.batch, again.slice_ids) == (first.batch, first.slice_ids)  # type: ignore[union-attr]
     harness.wait(RETRY_SOON_S)
@@ -175,7 +178,7 @@ def test_a_pack_is_declared_again_though_its_plan_is_dropped(monkeypatch: pytest
     harness.push("c", "d")  # the plan of the first is forgotten
     first = harness.waiting(PushBatch)[0]
     declared(harness)
-    harness.refuse(PushBatch, "batch")
+    harness.postpone(PushBatch, NotYetReason.UNKNOWN_BATCH)
     batches = {message.batch: message.slice_ids for message in harness.waiting(DeclareBatch)}
     assert batches[first.batch] == (SliceId("a", 0), SliceId("b", 0))
     settle(harness)
@@ -195,7 +198,7 @@ def test_a_staged_push_of_a_pack_that_was_forgotten_is_sent_whole() -> None:
     harness.reply(send, Staged)
     harness.wait(RETRY_FIRST_S)
     assert [message.probe for message in harness.waiting(PushBatch)] == [True]
-    harness.refuse(PushBatch, "batch")
+    harness.postpone(PushBatch, NotYetReason.UNKNOWN_BATCH)
     declared(harness)
     harness.wait(3 * RETRY_SOON_S)
     whole = harness.take(PushBatch)
@@ -210,7 +213,7 @@ def test_a_pull_of_a_pack_that_is_not_known_is_asked_again() -> None:
     harness.values(Pull, (0,), b"x")
     call = harness.pull("a")
     declared(harness)
-    harness.refuse(PullBatch, "batch")
+    harness.postpone(PullBatch, NotYetReason.UNKNOWN_BATCH)
     declared(harness)
     harness.wait(RETRY_SOON_S)
     harness.values(PullBatch, (0,), b"x")
@@ -221,7 +224,7 @@ def test_a_server_that_never_knows_the_pack_is_given_up() -> None:
     harness = bench_of("a", "b")
     call = harness.push("a", "b", timeout_s=1e9)
     for _ in range(MAX_CLOCK_REFUSALS + 1):
-        harness.refuse(PushBatch, "batch")
+        harness.postpone(PushBatch, NotYetReason.UNKNOWN_BATCH)
         harness.wait(1.0)
         if call in harness.done:
             break
@@ -235,7 +238,7 @@ def test_a_server_that_never_knows_the_pack_is_given_up() -> None:
 def test_a_pack_that_never_gets_its_turn_times_out_and_goes_on() -> None:
     harness = bench_of("a", "b")
     call = harness.push("a", "b", timeout_s=1.0)
-    harness.refuse(PushBatch, "clock")
+    harness.postpone(PushBatch, NotYetReason.OUT_OF_TURN)
     harness.wait(1.0)
     error = harness.error(call)
     assert isinstance(error, RequestTimeout)
@@ -316,7 +319,7 @@ def test_a_late_answer_to_a_pack_is_not_copied() -> None:
 def test_a_pack_that_nobody_took_gives_its_clocks_back() -> None:
     harness = bench_of("a", "b")
     call = harness.push("a", "b")
-    harness.refuse(PushBatch, "NotAllowed")
+    harness.refuse(PushBatch, ErrorCode.NOT_ALLOWED)
     assert isinstance(harness.error(call), NotAllowed)
     harness.push("a", "b")
     assert harness.waiting(PushBatch)[0].clock == 1
@@ -328,7 +331,7 @@ def test_a_message_that_was_carried_out_for_some_of_its_slices_breaks_its_keys(b
     harness = ready("a", "b", batches=batches)
     kind = PushBatch if batches else Push
     call = harness.push("a", "b")
-    harness.refuse(kind, "NotAllowed", expected=1)
+    harness.refuse(kind, ErrorCode.NOT_ALLOWED, taken=Taken.PART)
     assert isinstance(harness.error(call), NotAllowed)
     error = harness.error(harness.push("b"))
     assert isinstance(error, NotAllowed)
@@ -343,12 +346,12 @@ def test_a_push_refused_in_part_holds_back_later_pushes_until_it_is_settled() ->
     spec = uint8(2 * SLICE)
     harness.know("w", spec=spec)
     first = harness.push("w", spec=spec)
-    harness.refuse(Push, "NotAllowed")
+    harness.refuse(Push, ErrorCode.NOT_ALLOWED)
     assert isinstance(harness.error(first), NotAllowed)
     second = harness.push("w", spec=spec)
     assert [clock for _, _, clock in harness.clocks()] == [1]  # the window is two, but whose clock is next is open
     assert second not in harness.done
-    harness.refuse(Push, "NotAllowed")
+    harness.refuse(Push, ErrorCode.NOT_ALLOWED)
     assert [clock for _, _, clock in harness.clocks()] + [m.clock for m in harness.waiting(PushBatch)] == [1, 1]
 
 
@@ -357,7 +360,7 @@ def test_later_pushes_fail_when_the_one_before_turns_out_to_be_taken_in_part() -
     spec = uint8(2 * SLICE)
     harness.know("w", spec=spec)
     harness.push("w", spec=spec)
-    harness.refuse(Push, "NotAllowed")
+    harness.refuse(Push, ErrorCode.NOT_ALLOWED)
     second = harness.push("w", spec=spec)
     harness.settle()
     assert "in part" in str(harness.error(second))
@@ -413,7 +416,7 @@ def test_a_small_push_that_was_not_taken_is_asked_for_again() -> None:
     push = harness.take(PushBatch)
     harness.call(requests.Control((Command(0, "x"),), staged_first=True))
     harness.take(PushBatch)
-    harness.reply(push, lambda request: Refused(request, "clock", "because"))
+    harness.reply(push, lambda request: NotYet(request, NotYetReason.OUT_OF_TURN, "because"))
     harness.wait(RETRY_SOON_S)
     assert [message.probe for message in harness.waiting(PushBatch)] == [False, True]
     harness.reply(harness.take(PushBatch), Staged)

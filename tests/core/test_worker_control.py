@@ -14,12 +14,15 @@ from kvd.errors import (
 from kvd.protocol.messages import (
     Command,
     CommandResult,
+    Departure,
     Done,
     Enter,
+    ErrorCode,
     FetchState,
     Leave,
     ListKeys,
     Lookup,
+    NodeName,
     Pull,
     Push,
     Refused,
@@ -84,7 +87,7 @@ def test_barriers_count_their_generations_by_name() -> None:
 def test_a_broken_barrier_names_who_is_missing_and_the_next_is_another() -> None:
     harness = Harness()
     call = harness.call(requests.Barrier("a"))
-    harness.refuse(Enter, "BarrierBroken", nodes=("worker 1",))
+    harness.refuse(Enter, ErrorCode.BARRIER_BROKEN, nodes=(NodeName("worker", 1),))
     error = harness.error(call)
     assert isinstance(error, BarrierBroken)
     assert error.missing == ("worker 1",)
@@ -99,15 +102,15 @@ def test_a_barrier_that_was_not_entered_is_tried_again_at_the_same_generation() 
     assert harness.error(call).outcome == "unknown"
     harness.sent.clear()
     harness.call(requests.Barrier("a"))
-    harness.refuse(Enter, "NotAllowed")
+    harness.refuse(Enter, ErrorCode.NOT_ALLOWED)
     harness.call(requests.Barrier("a"))
     assert one(harness.waiting(Enter)).generation == 0
 
 
 def test_who_left_the_rounds_pulls_the_newest_and_pushes_no_more() -> None:
     harness = ready()
-    leave = harness.call(requests.LeaveRounds("done"))
-    assert one(harness.waiting(Leave)).state == "done"
+    leave = harness.call(requests.LeaveRounds(Departure.DONE))
+    assert one(harness.waiting(Leave)).departure is Departure.DONE
     harness.reply(harness.take(Leave), Done)
     assert harness.result(leave) is None
     assert isinstance(harness.error(harness.push("w")), NotAllowed)
@@ -119,7 +122,7 @@ def test_who_left_the_rounds_pulls_the_newest_and_pushes_no_more() -> None:
 
 def test_who_has_gone_sends_no_heartbeats() -> None:
     harness = Harness()
-    harness.call(requests.LeaveRounds("left"))
+    harness.call(requests.LeaveRounds(Departure.LEFT))
     harness.reply(harness.take(Leave), Done)
     harness.sent.clear()
     harness.wait(30)
@@ -128,8 +131,8 @@ def test_who_has_gone_sends_no_heartbeats() -> None:
 
 def test_a_leave_that_is_refused() -> None:
     harness = Harness()
-    call = harness.call(requests.LeaveRounds("angry"))
-    harness.refuse(Leave, "ProtocolError")
+    call = harness.call(requests.LeaveRounds(Departure.LEFT))
+    harness.refuse(Leave, ErrorCode.PROTOCOL_ERROR)
     assert isinstance(harness.error(call), ProtocolError)
     harness.know("w")
     harness.push("w")
@@ -156,7 +159,7 @@ def test_messages_to_some_servers_and_the_first_error() -> None:
     sends = sorted([harness.take(ListKeys), harness.take(ListKeys)], key=lambda send: send.message.request)  # type: ignore[union-attr]
     assert [(send.peer, send.message.after) for send in sends] == [(server_id(1), "a"), (server_id(0), "b")]  # type: ignore[union-attr]
     for send, text in zip(sends, ("first", "second"), strict=True):
-        harness.say(send.peer, Refused(send.message.request, "NotAllowed", text))  # type: ignore[union-attr]
+        harness.say(send.peer, Refused(send.message.request, ErrorCode.NOT_ALLOWED, text))  # type: ignore[union-attr]
     assert (str(harness.error(call)), harness.error(call).node) == ("first", "server 1")
     assert harness.result(harness.call(requests.Control((), ()))) == []
 
@@ -220,7 +223,7 @@ def test_an_observer_asks_and_takes_part_in_nothing() -> None:
     assert isinstance(harness.error(harness.call(requests.InitKeys((requests.Item("v", uint8(1), "s"),)))), NotAllowed)
     harness.pull("w")
     assert harness.clocks(Pull) == [("w", 0, -1)]
-    assert harness.result(harness.call(requests.LeaveRounds("left"))) is None
+    assert harness.result(harness.call(requests.LeaveRounds(Departure.LEFT))) is None
     assert not harness.waiting(Leave)
 
 
@@ -252,7 +255,7 @@ def test_a_worker_that_was_replaced_fails_everything_and_is_quiet() -> None:
         harness.call(requests.Barrier("b")),
         harness.call(requests.Flush()),
     ]
-    harness.step(from_scheduler(Refused(0, "replaced", "stop")))
+    harness.step(from_scheduler(Refused(0, ErrorCode.REPLACED, "stop")))
     later = harness.pull("w")
     for call in (*open_calls, later):
         assert isinstance(harness.error(call), NotAllowed)
@@ -278,7 +281,7 @@ def test_settings_of_async_pull_after_own_push() -> None:
 
 def test_a_scheduler_that_forgot_that_this_worker_left_is_told_again() -> None:
     harness = Harness()
-    harness.call(requests.LeaveRounds("done"))
+    harness.call(requests.LeaveRounds(Departure.DONE))
     harness.reply(harness.take(Leave), Done)
     harness.look(member("worker", 0))
     harness.look(member("worker", 0))
@@ -289,7 +292,7 @@ def test_a_scheduler_that_forgot_that_this_worker_left_is_told_again() -> None:
 def test_a_call_of_two_keys_that_cannot_be_had_ends_once() -> None:
     harness = Harness()
     call = harness.pull("a", "b")
-    harness.refuse(Lookup, "KeyNotFound", key="a")
+    harness.refuse(Lookup, ErrorCode.KEY_NOT_FOUND, key="a")
     assert harness.error(call).key == "a"
-    harness.refuse(Lookup, "KeyNotFound", key="b")
+    harness.refuse(Lookup, ErrorCode.KEY_NOT_FOUND, key="b")
     assert len(harness.machine._outbox) == 0

@@ -7,6 +7,8 @@ from kvd.core.machine import Copy, Halt, InvalidFrame
 from kvd.errors import NodeLost, ProtocolError, RequestTimeout
 from kvd.protocol.messages import (
     Command,
+    ErrorCode,
+    NodeName,
     Pull,
     Push,
     Refused,
@@ -110,7 +112,9 @@ def test_a_dead_worker_ends_the_waiting_and_not_the_push() -> None:
     harness = ready()
     call = harness.push("w", pull=True)
     send = harness.take(Push)
-    refused = Refused(send.message.request, "NodeLost", "worker 1 died", ("worker 1",), "w", 0, 21.5)  # type: ignore[union-attr]
+    request = send.message.request  # type: ignore[union-attr]
+    lost = (NodeName("worker", 1),)
+    refused = Refused(request, ErrorCode.NODE_LOST, "worker 1 died", "w", nodes=lost, last_seen_s=21.5)
     harness.say(send.peer, refused)
     error = harness.error(call)
     assert isinstance(error, NodeLost)
@@ -128,10 +132,10 @@ def test_a_dead_worker_ends_the_waiting_and_not_the_push() -> None:
 def test_a_dead_worker_ends_a_pull() -> None:
     harness = ready()
     call = harness.pull("w")
-    harness.refuse(Pull, "NodeLost", nodes=("worker 1",))
+    harness.refuse(Pull, ErrorCode.NODE_LOST, nodes=(NodeName("worker", 1),))
     assert harness.error(call).node == "worker 1"
     harness.pull("w")
-    harness.refuse(Pull, "NodeLost")
+    harness.refuse(Pull, ErrorCode.NODE_LOST)
     assert len(harness.machine._outbox) == 0
 
 
@@ -139,7 +143,7 @@ def test_the_loss_of_a_worker_says_that_the_bytes_are_there() -> None:
     harness = ready()
     harness.push("w")
     harness.call(requests.Control((Command(0, "x"),), staged_first=True))
-    harness.refuse(Push, "NodeLost", nodes=("worker 1",))
+    harness.refuse(Push, ErrorCode.NODE_LOST, nodes=(NodeName("worker", 1),))
     assert len(harness.waiting(Command)) == 1
 
 

@@ -15,9 +15,11 @@ from kvd.protocol.messages import (
     ClockQuery,
     Clocks,
     Done,
+    ErrorCode,
     Init,
     KeyInfo,
     Lookup,
+    NodeName,
     Publish,
     Pull,
     Push,
@@ -61,10 +63,10 @@ def test_a_key_that_could_not_be_made(kind: Any) -> None:
     call = make(harness)
     if kind is Publish:
         harness.reply(harness.take(Init), Done)
-    harness.refuse(kind, "NotAllowed")
+    harness.refuse(kind, ErrorCode.NOT_ALLOWED)
     assert isinstance(harness.error(call), NotAllowed)
     pull = harness.pull("w")
-    harness.refuse(Lookup, "KeyNotFound")
+    harness.refuse(Lookup, ErrorCode.KEY_NOT_FOUND)
     assert pull in harness.done
     again = make(harness)
     harness.reply(harness.take(Init), Done)
@@ -87,7 +89,7 @@ def test_the_others_are_told_when_the_key_is_another() -> None:
     harness.found()
     assert "has shape (1,)" in str(harness.error(call))
     lost = make(harness, "v")
-    harness.refuse(Lookup, "NodeLost", nodes=("worker 0",))
+    harness.refuse(Lookup, ErrorCode.NODE_LOST, nodes=(NodeName("worker", 0),))
     assert harness.error(lost).node == "worker 0"
 
 
@@ -117,7 +119,7 @@ def test_worker_0_that_looks_for_a_key_while_it_makes_it() -> None:
     harness.reply(harness.take(Publish), Done)
     assert harness.result(call) is None
     assert harness.clocks(Pull) == [("w", 0, 0)]
-    harness.say(lookup.peer, Refused(lookup.message.request, "KeyNotFound", "late"))  # type: ignore[union-attr]
+    harness.say(lookup.peer, Refused(lookup.message.request, ErrorCode.KEY_NOT_FOUND, "late"))  # type: ignore[union-attr]
     assert pull not in harness.done
     assert len(harness.waiting(Lookup)) == 0
     harness.push("w")
@@ -182,7 +184,7 @@ def test_a_successor_that_is_refused(kind: Any) -> None:
     harness.found()
     if kind is Activate:
         clocks(harness, 3, 3)
-    harness.refuse(kind, "NotAllowed")
+    harness.refuse(kind, ErrorCode.NOT_ALLOWED)
     assert isinstance(harness.error(call), NotAllowed)
     harness.pull("w")
     assert len(harness.waiting(Lookup)) == 1  # it begins anew
@@ -211,7 +213,7 @@ def test_worker_0_started_again_finds_its_key_or_makes_it() -> None:
     clocks(harness, 2, 2)
     assert harness.result(call) is None
     other = make(harness, "v")
-    harness.refuse(Lookup, "KeyNotFound")
+    harness.refuse(Lookup, ErrorCode.KEY_NOT_FOUND)
     harness.reply(harness.take(Init), Done)
     harness.reply(harness.take(Publish), Done)
     assert harness.result(other) is None

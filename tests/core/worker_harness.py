@@ -11,9 +11,12 @@ from kvd.protocol.messages import (
     Attach,
     Done,
     Epoch,
+    ErrorCode,
     KeyInfo,
     Lookup,
     Member,
+    NotYet,
+    NotYetReason,
     Push,
     Refused,
     Settings,
@@ -177,7 +180,11 @@ class Harness:
         message = Values(send.message.request, versions)  # type: ignore[union-attr]
         return self.say(send.peer, message, padded_bytes(parts))
 
-    def refuse(self, kind: type[Any], error: str, **more: Any) -> list[Effect]:
+    def postpone(self, kind: type[Any], reason: NotYetReason, **more: Any) -> list[Effect]:
+        send = self.take(kind)
+        return self.say(send.peer, NotYet(send.message.request, reason, "because", **more))  # type: ignore[union-attr]
+
+    def refuse(self, kind: type[Any], error: ErrorCode, **more: Any) -> list[Effect]:
         send = self.take(kind)
         return self.say(send.peer, Refused(send.message.request, error, "because", **more))  # type: ignore[union-attr]
 

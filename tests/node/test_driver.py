@@ -26,7 +26,7 @@ from kvd.core.machine import (
 from kvd.errors import ConnectError, KvdError
 from kvd.node.pieces import Pieces
 from kvd.protocol.codec import encode
-from kvd.protocol.messages import Done, Enter, Epoch, Refused, StatusReport
+from kvd.protocol.messages import Done, Enter, Epoch, ErrorCode, Refused, StatusReport
 from tests.node.driver_harness import DriverHarness, call, nothing, run
 
 
@@ -75,7 +75,7 @@ def test_payloads_reports_and_pieces() -> None:
         harness.driver.feed(call(1))
         assert [payload for _, _, payload in harness.transport.sent] == [b"cde", b'{"role": "scripted"}', b""]
         refused = harness.transport.sent[2][1]
-        assert (refused.request, refused.error) == (3, "NotAllowed")
+        assert (refused.request, refused.error) == (3, ErrorCode.NOT_ALLOWED)
         whole = bytearray(6)
         pieces.move_to(whole)
         assert whole == b"abcdef"
@@ -145,7 +145,7 @@ def test_a_message_that_cannot_be_encoded_is_refused_to_its_own_machine() -> Non
         assert isinstance(refused, Received)
         assert refused.peer == "scheduler"
         assert isinstance(refused.message, Refused)
-        assert (refused.message.request, refused.message.error) == (9, "NotAllowed")
+        assert (refused.message.request, refused.message.error) == (9, ErrorCode.NOT_ALLOWED)
         assert "cannot be sent" in refused.message.text
 
     harness = DriverHarness(react)

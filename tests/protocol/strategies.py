@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from enum import Enum
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
@@ -51,6 +52,8 @@ def strategy(annotation: Any) -> st.SearchStrategy[Any]:
         return st.floats(allow_nan=False, allow_infinity=False)
     if annotation is KeySpec:
         return _specs
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return st.sampled_from(annotation)
     if get_origin(annotation) is tuple:
         inner = get_args(annotation)
         if inner[-1] is Ellipsis:

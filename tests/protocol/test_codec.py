@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import fields
+from enum import Enum
 from typing import Any
 
 import msgpack
@@ -15,14 +17,20 @@ from kvd.protocol.codec import MAX_HEADER_BYTES, VERSION, Decoded, decode, encod
 from kvd.protocol.messages import (
     BIGGEST,
     MAX_PARTS,
+    Departure,
     Done,
     Enter,
     Epoch,
+    ErrorCode,
     HeartbeatAck,
     Init,
     Join,
     KeyInfo,
+    Leave,
     Limit,
+    NodeName,
+    NotYet,
+    NotYetReason,
     Part,
     Pull,
     Push,
@@ -32,6 +40,7 @@ from kvd.protocol.messages import (
     Settings,
     State,
     StatusQuery,
+    Taken,
     View,
 )
 from kvd.protocol.specs import MAX_KEY_NBYTES, KeySpec
@@ -107,6 +116,10 @@ def changed(message: Any, position: int, value: object) -> list[Any]:
 
 JOIN = Join(1, "worker", "node", "tcp://h:1", "host", 12, -1, SETTINGS)
 PUSH = Push(1, (Part("w", 0, 1),), 0, 1, False)
+REFUSED = Refused(1, ErrorCode.NOT_ALLOWED, "t")
+MEMBERS = View(SETTINGS, (), ())
+# What takes the place of a value of each type without being one. 1.0 and True equal 1, and are no whole numbers.
+JUNK: list[Any] = [None, True, 1.5, b"x", {}, {"a": 1}, [], [[]], "", "x", 1, -5]
 SPEC = ["float32", [2, 3], 4096]
 
 
@@ -118,7 +131,7 @@ SPEC = ["float32", [2, 3], 4096]
         (Enter(1, "b", 0), 1, ["x", "x" * 200, "é" * 200], ["", "x" * 201]),
         (JOIN, 2, ["", "x" * 128], ["x" * 129]),
         (JOIN, 3, ["", "x" * 108], ["x" * 109]),
-        (Refused(1, "e", "t"), 2, ["", "x" * 1000], ["x" * 1001]),
+        (REFUSED, 2, ["", "x" * 1000], ["x" * 1001]),
         (PUSH, 2, [0, 2], [-1, 3]),
         (PUSH, 1, [[["w", 0, -1]], [["w", 0, 1]] * MAX_PARTS], [[], [["w", 0, 1]] * (MAX_PARTS + 1)]),
         (PUSH, 1, [[["x" * 200, BIGGEST, BIGGEST]]], [[["x" * 201, 0, 1]], [["", 0, 1]], [["w", -1, 1]]]),
@@ -141,8 +154,25 @@ def test_limits(message: Any, position: int, good: list[Any], bad: list[Any]) ->
     assert [value for value in bad if accepts(changed(message, position, value))] == []
 
 
-# What takes the place of a value of each type without being one. 1.0 and True equal 1, and are no whole numbers.
-JUNK: list[Any] = [None, True, 1.5, b"x", {}, {"a": 1}, [], [[]], "", "x", 1, -5]
+@pytest.mark.parametrize(
+    ("message", "position", "kind"),
+    [
+        (Refused(1, ErrorCode.NOT_ALLOWED, "t"), 1, ErrorCode),
+        (Refused(1, ErrorCode.NOT_ALLOWED, "t"), 4, Taken),
+        (NotYet(1, NotYetReason.BUSY, "t"), 1, NotYetReason),
+        (Leave(1, Departure.LEFT), 1, Departure),
+    ],
+)
+def test_an_enum_travels_as_its_value_and_nothing_else_is_one(message: Any, position: int, kind: type[Enum]) -> None:
+    for member in kind:
+        again = decode(packed(changed(message, position, member.value))).message
+        assert getattr(again, fields(message)[position].name) is member
+    for value in (*JUNK, 99, "angry", str(kind)):
+        assert accepts(changed(message, position, value)) == any(
+            type(value) is type(member.value) and value == member.value for member in kind
+        )
+
+
 REAL = HeartbeatAck((Quiet("worker", 1, 0.5),))
 
 
@@ -151,13 +181,16 @@ REAL = HeartbeatAck((Quiet("worker", 1, 0.5),))
     [
         (Done(1), 0, [1]),
         (Enter(1, "b", 0), 1, ["x"]),
-        (Refused(1, "e", "t"), 2, ["", "x"]),
+        (REFUSED, 2, ["", "x"]),
         (PUSH, 4, [True]),
         (PUSH, 1, []),
         (HeartbeatAck(()), 0, [[]]),
         (KeyInfo(1, KeySpec("int8", (), 4096), 0), 1, []),
         (View(SETTINGS, (), ()), 0, []),
-        (Refused(1, "e", "t"), 6, [1.5, 1, -5]),
+        (REFUSED, 6, [1.5, 1, -5]),
+        (REFUSED, 1, [1]),
+        (Leave(1, Departure.LEFT), 1, []),
+        (MEMBERS, 1, [[]]),
         (SetOptimizer(1, None), 1, JUNK),
     ],
 )
@@ -168,12 +201,12 @@ def test_only_the_type_of_the_field_is_taken(message: Any, position: int, accept
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_numbers_are_finite(value: float) -> None:
-    assert not accepts(changed(Refused(1, "e", "t"), 6, value))
+    assert not accepts(changed(REFUSED, 6, value))
     assert not accepts(changed(REAL, 0, [["worker", 1, value]]))
 
 
 def test_a_whole_number_stands_for_a_real_one() -> None:
-    message = decode(packed(changed(Refused(1, "e", "t"), 6, 2))).message
+    message = decode(packed(changed(REFUSED, 6, 2))).message
     assert isinstance(message, Refused)
     assert type(message.last_seen_s) is float
 
@@ -206,7 +239,7 @@ def test_kind_sender_and_view_are_wholenumbers(position: int, value: object) -> 
         decode(packed(body))
 
 
-@pytest.mark.parametrize("kind", [0, 10, 15, 18, 31, 47, 59, 255, BIGGEST])
+@pytest.mark.parametrize("kind", [0, 10, 15, 19, 31, 47, 59, 255, BIGGEST])
 def test_an_unknown_kind_is_refused(kind: int) -> None:
     with pytest.raises(ProtocolError, match=f"no message has kind {kind}$"):
         decode(packed([VERSION, kind, 7, 3, 9, 1]))
@@ -230,8 +263,9 @@ def test_a_header_may_be_64_kib_long_and_no_longer() -> None:
 
 
 def test_a_refusal_that_is_too_long_to_be_read_is_cut_when_it_is_sent() -> None:
-    missing = tuple(f"worker {rank}" for rank in range(250))
-    sent = Refused(1, "BarrierBroken", f"barrier '\U0010ffff' waits for {', '.join(missing)}", missing)
+    missing = tuple(NodeName("worker", rank) for rank in range(250))
+    names = ", ".join(f"worker {rank}" for rank in range(250))
+    sent = Refused(1, ErrorCode.BARRIER_BROKEN, f"barrier '\U0010ffff' waits for {names}", nodes=missing)
     message = decode(encode(sent, 7, VIEW)).message
     assert isinstance(message, Refused)
     assert message.text == sent.text[:997] + "..."
@@ -262,7 +296,7 @@ def test_bytes_that_are_no_header(header: bytes) -> None:
 
 def _with_field(raw: bytes) -> bytes:
     """A Refused whose text is replaced by raw msgpack."""
-    return bytes([0x9C, VERSION, 17, 7, 3, 9, 1]) + b"\xa1e" + raw + b"\x90\xa0\x00\x00"
+    return bytes([0x9C, VERSION, 17, 7, 3, 9, 1, 4]) + raw + b"\xa0\x00\x90\x00"
 
 
 @pytest.mark.parametrize("raw", [

@@ -23,7 +23,7 @@ from kvd.core.requests import (
 from kvd.errors import BarrierBroken, NotAllowed, RequestTimeout
 from kvd.node.jobs import JobRunner
 from kvd.optimizer import SGD, to_wire
-from kvd.protocol.messages import SetOptimizer
+from kvd.protocol.messages import Departure, SetOptimizer
 from kvd.testing.checkers import check_everything_ended
 from kvd.testing.mishaps import Mishaps, live_through
 from kvd.testing.network import CALM, NASTY, Faults
@@ -82,7 +82,7 @@ def test_push_taken_in_part_keeps_its_clock(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("asks", [Barrier("b"), LeaveRounds("done")])
+@pytest.mark.parametrize("asks", [Barrier("b"), LeaveRounds(Departure.DONE)])
 def test_paused_worker_does_not_take_its_place_back(asks: Any, seed: int) -> None:
     """Whatever a replaced worker asks when it wakes, it is told to stop, and its successor stays."""
 
@@ -160,7 +160,7 @@ def test_worker_that_left_the_rounds_and_dies_is_not_waited_for(comes_back: bool
     def program(me: Me) -> Coroutine:
         yield from begun(me, "w")
         if me.number == 2:
-            yield LeaveRounds("done")
+            yield LeaveRounds(Departure.DONE)
             yield Sleep(500.0)
         for _ in range(8):
             yield push("w", 1.0)
@@ -338,7 +338,7 @@ def test_activation_that_arrives_twice_counts_nothing(seed: int) -> None:
             return
         if me.life == 0:
             yield from begun(me, "a")
-            yield LeaveRounds("left")
+            yield LeaveRounds(Departure.LEFT)
             return
         yield from ledger.program(me)
 

@@ -12,22 +12,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvd.core.machine import Effect, Event, LogEntry, Peer, PeerLost, Persist, Persisted, Received, Send
-from kvd.core.membership import ACTIVE, DEAD, DONE, FAILED, GONE, LEFT, name_of
+from kvd.core.membership import ACTIVE, DEAD, DONE, GONE, LEFT, name_of
 from kvd.core.placement import initial_shards
 from kvd.core.scheduler.barriers import Barriers, Settled, Verdict
 from kvd.protocol.messages import (
     BIGGEST,
     MAX_MEMBERS,
     NO_RANK,
+    Departure,
     Done,
     Enter,
     Epoch,
+    ErrorCode,
     Heartbeat,
     HeartbeatAck,
     Join,
     Leave,
     Member,
+    MemberState,
     Message,
+    NodeName,
+    NotYet,
+    NotYetReason,
     Quiet,
     Refused,
     Settings,
@@ -166,7 +172,7 @@ class SchedulerMachine:
         lost_place = self._replaced.get(event.sender)
         if lost_place is not None and isinstance(message, Join | Heartbeat | Leave | Enter):
             text = f"another process took the place of {lost_place}; stop this one"
-            self._refuse(event.peer, message, "replaced", text)
+            self._refuse(event.peer, message, ErrorCode.REPLACED, text)
         elif isinstance(message, Join):
             self._join(event, message, now)
         elif isinstance(message, StatusQuery):
@@ -185,18 +191,19 @@ class SchedulerMachine:
                 self._leave(seat, event.peer, message, now)
             else:
                 self._enter(seat, event.peer, message)
-        elif not isinstance(message, Refused):
+        elif not isinstance(message, NotYet | Refused):
             text = f"the scheduler takes no {type(message).__name__}: send it to a server"
-            self._refuse(event.peer, message, "ProtocolError", text)
+            self._refuse(event.peer, message, ErrorCode.PROTOCOL_ERROR, text)
 
     def _turn_away(self, event: Received, message: Heartbeat | Leave | Enter) -> None:
         """Someone without a seat: either its place was given to another incarnation, or the scheduler forgot it."""
         if isinstance(message, Heartbeat) and (message.role, message.rank) in self._seats:
             text = f"another process took the place of {name_of(message.role, message.rank)}; stop this one"
-            self._out.append(Send(event.peer, Refused(0, "replaced", text)))
+            self._out.append(Send(event.peer, Refused(0, ErrorCode.REPLACED, text)))
         else:
             request = 0 if isinstance(message, Heartbeat) else message.request
-            self._out.append(Send(event.peer, Refused(request, "join", "the scheduler does not know this node")))
+            text = "the scheduler does not know this node"
+            self._out.append(Send(event.peer, NotYet(request, NotYetReason.NOT_JOINED, text)))
 
     def _join(self, event: Received, join: Join, now: float) -> None:
         error = self._disagreement(join)
@@ -223,13 +230,13 @@ class SchedulerMachine:
         """Takes over what the cluster leaves open; refuses what differs from it."""
         if join.role not in ("server", "worker", "observer"):
             text = f"a node joins as server, worker or observer, not {join.role!r}"
-            return Refused(join.request, "ConfigError", text, key="role")
+            return Refused(join.request, ErrorCode.CONFIG_ERROR, text, key="role")
         if join.role != "observer" and not join.node_id:
-            return Refused(join.request, "ConfigError", "a node needs a node_id", key="node_id")
+            return Refused(join.request, ErrorCode.CONFIG_ERROR, "a node needs a node_id", key="node_id")
         for field, word, words in (("mode", join.settings.mode, MODES), ("merge", join.settings.merge, MERGES)):
             if word not in words:
                 text = f"{field} is {' or '.join(words[1:])}, not {word!r}"
-                return Refused(join.request, "ConfigError", text, key=field)
+                return Refused(join.request, ErrorCode.CONFIG_ERROR, text, key=field)
         wanted, have = join.settings, self._cluster
         for field, told, mine in zip(Settings._fields, wanted, have, strict=True):
             open_value = -1 if field == "staleness" else type(told)()
@@ -240,7 +247,7 @@ class SchedulerMachine:
             if field == "staleness" and have.mode == "":
                 continue
             text = f"this node wants {field}={told!r}, the cluster has {mine!r}: start it with the cluster's setting"
-            return Refused(join.request, "ConfigError", text, key=field)
+            return Refused(join.request, ErrorCode.CONFIG_ERROR, text, key=field)
         if join.role == "worker":
             self._adopt(wanted)
         return None
@@ -263,7 +270,7 @@ class SchedulerMachine:
                 f"all {size} {join.role}s are there: stop one, give this node the KVD_NODE_ID of the one that it "
                 f"replaces, or start the scheduler with a larger --num-{join.role}s"
             )
-            self._out.append(Send(event.peer, Refused(join.request, "NotAllowed", text)))
+            self._out.append(Send(event.peer, Refused(join.request, ErrorCode.NOT_ALLOWED, text)))
             return None
         place = (join.role, rank)
         old = self._seats.get(place)
@@ -276,7 +283,7 @@ class SchedulerMachine:
                 self._replaced.popitem(last=False)
             if old.peer is not None and old.peer != event.peer:
                 text = f"another process took the place of {name_of(*place)}; stop this one"
-                self._out.append(Send(old.peer, Refused(0, "replaced", text)))
+                self._out.append(Send(old.peer, Refused(0, ErrorCode.REPLACED, text)))
             if join.role == "worker":
                 self._barriers.withdraw(rank)
         member = Member(join.role, rank, join.node_id, event.sender, join.address, ACTIVE, "", 0.0)
@@ -303,28 +310,26 @@ class SchedulerMachine:
         return candidates[0] if candidates else None
 
     def _leave(self, seat: _Seat, peer: Peer, leave: Leave, now: float) -> None:
-        if leave.state == FAILED:
+        if leave.departure is Departure.FAILED:
             self._lose(PeerLost(seat.member.incarnation, "its program ended with an error"), now)
             self._out.append(Send(peer, Done(leave.request)))
             return
-        if leave.state not in (DONE, LEFT):
-            self._refuse(peer, leave, "ProtocolError", f"a node leaves as done, left or failed, not {leave.state!r}")
-            return
-        if seat.member.state not in (LEFT, leave.state):  # a "done" that comes after "left" was under way for long
-            seat.member = seat.member._replace(state=leave.state, reason="closed" if leave.state == LEFT else "")
-            self._out.append(LogEntry("info", f"{name_of(seat.member.role, seat.member.rank)} is {leave.state}"))
+        state = LEFT if leave.departure is Departure.LEFT else DONE
+        if seat.member.state not in (LEFT, state):  # a "done" that comes after "left" was under way for long
+            seat.member = seat.member._replace(state=state, reason="closed" if state is LEFT else "")
+            self._out.append(LogEntry("info", f"{name_of(seat.member.role, seat.member.rank)} is {state}"))
             self._change()
         self._after_persist(Send(peer, Done(leave.request)))
 
     def _enter(self, seat: _Seat, peer: Peer, enter: Enter) -> None:
         if seat.member.role != "worker":
-            self._refuse(peer, enter, "NotAllowed", "only workers meet at barriers")
+            self._refuse(peer, enter, ErrorCode.NOT_ALLOWED, "only workers meet at barriers")
             return
         answer = self._barriers.enter(enter.name, enter.generation, seat.member.rank, peer, enter.request)
         if isinstance(answer, Verdict):
             self._after_persist(Send(peer, self._verdict(enter.request, enter.name, answer)))
         elif isinstance(answer, str):
-            self._refuse(peer, enter, "NotAllowed", answer)
+            self._refuse(peer, enter, ErrorCode.NOT_ALLOWED, answer)
         else:
             settled = self._settled_barriers()
             if settled:
@@ -333,9 +338,10 @@ class SchedulerMachine:
     def _verdict(self, request: int, name: str, verdict: Verdict) -> Message:
         if not verdict.missing:
             return Done(request)
-        nodes = tuple(name_of("worker", rank) for rank in verdict.missing)
-        text = f"barrier {name!r} cannot be reached: {', '.join(nodes)} died before it; restart the dead, or the job"
-        return Refused(request, "BarrierBroken", text, nodes)
+        nodes = tuple(NodeName("worker", rank) for rank in verdict.missing)
+        names = ", ".join(name_of(*node) for node in nodes)
+        text = f"barrier {name!r} cannot be reached: {names} died before it; restart the dead, or the job"
+        return Refused(request, ErrorCode.BARRIER_BROKEN, text, nodes=nodes)
 
     def _settled_barriers(self) -> list[Settled]:
         """The barriers that are released or broken by what has just changed."""
@@ -471,7 +477,7 @@ class SchedulerMachine:
         if saved["generation"] < 1 or len(saved["settings"]) != len(Settings._fields):
             raise ValueError("generation or settings are not as a scheduler writes them")
         for fields, _host, _pid, _predecessor in saved["seats"]:
-            Member(*fields)
+            _member(fields)
         OrderedDict(saved.get("replaced", ()))
         Barriers(saved.get("barriers", ()))
 
@@ -485,7 +491,7 @@ class SchedulerMachine:
         if self._cluster.merge == "":
             self._cluster = self._cluster._replace(merge=earlier.merge)
         for fields, host, pid, predecessor in seats:
-            member = Member(*fields)
+            member = _member(fields)
             size = self._cluster.num_servers if member.role == "server" else self._cluster.num_workers
             if member.rank < size:
                 self._seats[member.role, member.rank] = _Seat(member, host, pid, now, None, predecessor)
@@ -500,6 +506,12 @@ class SchedulerMachine:
     def _timeout_s(self, role: str) -> float:
         return self._settings.server_timeout_s if role == "server" else self._settings.worker_timeout_s
 
-    def _refuse(self, peer: Peer, message: Message, error: str, text: str) -> None:
+    def _refuse(self, peer: Peer, message: Message, error: ErrorCode, text: str) -> None:
         request = getattr(message, "request", 0)
         self._out.append(Send(peer, Refused(request, error, text)))
+
+
+def _member(fields: list[Any]) -> Member:
+    """A member as a record has it; ValueError or TypeError if it is none."""
+    member = Member(*fields)
+    return member._replace(state=MemberState(member.state))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvd.core.machine import Received
+from kvd.core.push_policy import push_error as policy_error
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.rounds import PushStatus, Refusal
-from kvd.protocol.messages import ABSENT, ADD, Push, PushBatch, Refused
-from kvd.protocol.specs import DTYPES, payload_nbytes
+from kvd.protocol.messages import ABSENT, ErrorCode, NotYet, NotYetReason, Push, PushBatch, Refused, Taken
+from kvd.protocol.specs import payload_nbytes
+
+Answer: TypeAlias = NotYet | Refused
 
 
 class PushTarget(NamedTuple):
@@ -24,13 +27,13 @@ class PushTarget(NamedTuple):
 
 def push_error(
     push: Push | PushBatch, event: Received, rank: int, targets: Sequence[PushTarget], merge: str
-) -> Refused | None:
+) -> Answer | None:
     """The refusal of a push that cannot be taken as a whole; nothing of it is staged then."""
     brings_bytes = push.how != ABSENT and not push.probe
     expected_nbytes = payload_nbytes([target.nbytes for target in targets]) if brings_bytes else 0
     if event.nbytes != expected_nbytes:
         text = f"a push of these {len(targets)} slices has {expected_nbytes} bytes, this one has {event.nbytes}"
-        return Refused(push.request, "ProtocolError", text)
+        return Refused(push.request, ErrorCode.PROTOCOL_ERROR, text)
     for target in targets:
         turn = target.group.log.turn(rank, target.clock)
         if turn is not PushStatus.KNOWN:
@@ -40,50 +43,41 @@ def push_error(
     return None
 
 
-def _clock_error(
-    push: Push | PushBatch, sender: int, rank: int, target: PushTarget, turn: PushStatus
-) -> Refused | None:
+def _clock_error(push: Push | PushBatch, sender: int, rank: int, target: PushTarget, turn: PushStatus) -> Answer | None:
     request, group, log = push.request, target.group, target.group.log
     if turn is PushStatus.MISSED:
         text = f"round {target.clock} of {group.key!r} was closed without worker {rank}, which had left the rounds"
-        return Refused(request, "NotAllowed", text, (), group.key, target.clock)
+        return Refused(request, ErrorCode.NOT_ALLOWED, text, group.key, Taken.PART)
     told = log.refusal(rank, sender, request)
     if told is not None:
-        return Refused(request, told.error, told.text, (), group.key)
+        return Refused(request, told.error, told.text, group.key)
     if turn is PushStatus.WRONG or push.probe or log.is_outdated(rank, sender, request):
-        expected = log.staged_clock(rank) + 1
-        text = f"push {target.clock} of {group.key!r} by worker {rank} is out of turn, {expected} is next"
-        return Refused(request, "clock", text, (), group.key, expected)
+        next_clock = log.staged_clock(rank) + 1
+        text = f"push {target.clock} of {group.key!r} by worker {rank} is out of turn, {next_clock} is next"
+        return NotYet(request, NotYetReason.OUT_OF_TURN, text, group.key, next_clock)
     return None
 
 
 def _kind_error(push: Push | PushBatch, target: PushTarget, merge: str) -> Refused | None:
-    request, group = push.request, target.group
-    if group.log.mixes(target.clock, push.how):
-        text = f"key {group.key!r} is broadcast and pushed in the same round: all workers must do the same"
-        return Refused(request, "NotAllowed", text, (), group.key)
-    if push.how == ADD and not DTYPES[group.dtype].is_float:
-        if group.optimizer is not None:
-            text = f"key {group.key!r} is {group.dtype}: optimizers update float keys only"
-            return Refused(request, "NotAllowed", text, (), group.key)
-        if merge == "weighted":
-            text = f"key {group.key!r} is {group.dtype}: a weighted merge takes float keys only"
-            return Refused(request, "NotAllowed", text, (), group.key)
-    return None
+    group = target.group
+    mixes = group.log.mixes(target.clock, push.how)
+    has_optimizer = group.optimizer is not None
+    text = policy_error(group.key, group.dtype, push.how, has_optimizer=has_optimizer, merge=merge, mixes=mixes)
+    return None if text is None else Refused(push.request, ErrorCode.NOT_ALLOWED, text, group.key)
 
 
-def remembered(error: Refused, sender: int, rank: int, targets: Sequence[PushTarget]) -> Refused:
+def remembered(answer: Answer, sender: int, rank: int, targets: Sequence[PushTarget]) -> Answer:
     """The refusal as it is sent, written down where it is for good: the sender gives the clock to another push then,
-    unless it hears (`expected`) that a part of this one is taken already.
+    unless it hears (`taken`) that a part of this one is taken already.
 
     Bytes that do not fit are no worker's of ours: they must not spoil a number that one will use.
     """
-    if error.error in ("clock", "ProtocolError"):
-        return error
+    if isinstance(answer, NotYet) or answer.error is ErrorCode.PROTOCOL_ERROR:
+        return answer
     for target in targets:
         turn = target.group.log.turn(rank, target.clock)
         if turn is PushStatus.NEXT:
-            target.group.log.refuse(rank, Refusal(sender, error.request, error.error, error.text))
+            target.group.log.refuse(rank, Refusal(sender, answer.request, answer.error, answer.text))
         elif turn is PushStatus.KNOWN:
-            error = replace(error, expected=target.clock)
-    return error
+            answer = replace(answer, taken=Taken.PART)
+    return answer

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from kvd.core.machine import Export, Job, JobDone, Load, LogEntry, Peer, Received, ResetState, Run, Send, Span
+from kvd.core.refusals import refusal_of
 from kvd.core.server.groups import Change, FusedGroup, Slice
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.pending import Answers
@@ -15,6 +16,7 @@ from kvd.protocol.messages import (
     Command,
     CommandResult,
     Done,
+    ErrorCode,
     FetchState,
     Message,
     OptimizerIs,
@@ -119,7 +121,9 @@ class ServerControl:
     def _slice(self, event: Received, request: int, key: str, index: int) -> Slice | None:
         slice_ = self._table.slices.get((key, index))
         if slice_ is None:
-            self._send(event.peer, Refused(request, "KeyNotFound", f"no slice {index} of {key!r} is here", (), key))
+            self._send(
+                event.peer, Refused(request, ErrorCode.KEY_NOT_FOUND, f"no slice {index} of {key!r} is here", key)
+            )
         return slice_
 
     def _between_updates(self, slice_: Slice, make: Callable[[int], Job], done: Callable[[JobDone], None]) -> None:
@@ -191,9 +195,3 @@ class ServerControl:
             self._emit(answer)
 
         self._start_job(lambda job: Run(job, message.head, body), done)
-
-
-def refusal_of(request: int, error: KvdError) -> Refused:
-    """The refusal that carries an error to the other side."""
-    key = str(getattr(error, "key", "") or getattr(error, "setting", ""))[:200]
-    return Refused(request, type(error).__name__, str(error)[:1000], (), key)

@@ -24,6 +24,7 @@ from kvd.core.machine import (
     Span,
 )
 from kvd.core.membership import DEAD, GONE, LEFT, name_of
+from kvd.core.refusals import code_of
 from kvd.core.server.control import ServerControl
 from kvd.core.server.keys import MAX_SLICES, Live
 from kvd.core.server.push import ServerSettings, ServerTransfers
@@ -35,14 +36,19 @@ from kvd.protocol.messages import (
     ClockQuery,
     Clocks,
     DeclareBatch,
+    Departure,
     Done,
     Epoch,
+    ErrorCode,
     Init,
     KeyInfo,
     KeyList,
     Leave,
     ListKeys,
     Lookup,
+    NodeName,
+    NotYet,
+    NotYetReason,
     Publish,
     Pull,
     PullBatch,
@@ -142,7 +148,7 @@ class ServerMachine(ServerTransfers):
     def _say_goodbye(self, event: LocalCall) -> None:
         """The only thing that its own program asks of a server: to leave in good order."""
         if self._session.joined:
-            self._send(SCHEDULER, Leave(FIRST_REQUEST, LEFT))
+            self._send(SCHEDULER, Leave(FIRST_REQUEST, Departure.LEFT))
         self._session.close()
         self._emit(Complete(event.call))
 
@@ -156,7 +162,7 @@ class ServerMachine(ServerTransfers):
             if changed:
                 self._view_changed()
             return
-        if isinstance(message, View | Done | Refused):
+        if isinstance(message, View | Done | NotYet | Refused):
             return
         handler = self._handlers.get(type(message))
         if handler is not None:
@@ -165,7 +171,7 @@ class ServerMachine(ServerTransfers):
             self._rank_of(event, getattr(message, "request", 0))
         elif not self._control.receive(event, self._workers.get(event.sender)):
             text = f"a server takes no {type(message).__name__}"
-            self._refuse(event.peer, getattr(message, "request", 0), "ProtocolError", text)
+            self._refuse(event.peer, getattr(message, "request", 0), ErrorCode.PROTOCOL_ERROR, text)
 
     # ── membership ──
 
@@ -210,7 +216,8 @@ class ServerMachine(ServerTransfers):
             self._welcome(event.sender, rank, event.peer, attach)
             return
         if event.sender in self._replaced:
-            self._refuse(event.peer, attach.request, "replaced", "another process took this one's place: stop it")
+            text = "another process took this one's place: stop it"
+            self._refuse(event.peer, attach.request, ErrorCode.REPLACED, text)
             return
         member = self._view.by_incarnation(event.sender)
         if member is not None and member.role == "worker":
@@ -261,22 +268,22 @@ class ServerMachine(ServerTransfers):
             lambda done: self._created(event, init, done),
         )
 
-    def _init_error(self, event: Received, init: Init, rank: int) -> tuple[str, str] | None:
+    def _init_error(self, event: Received, init: Init, rank: int) -> tuple[ErrorCode, str] | None:
         spec, settings = init.spec, self._view.settings
         old = self._table.slices.get((init.key, init.index))
         if rank != 0:
-            return "NotAllowed", "only worker 0 makes keys; the others wait for them"
+            return ErrorCode.NOT_ALLOWED, "only worker 0 makes keys; the others wait for them"
         if init.index >= spec.num_slices or event.nbytes != spec.slice_nbytes(init.index):
-            return "ProtocolError", f"slice {init.index} of {spec} does not have {event.nbytes} bytes"
+            return ErrorCode.PROTOCOL_ERROR, f"slice {init.index} of {spec} does not have {event.nbytes} bytes"
         if self._table.is_in_use(init.key):
             return _in_use(init.key)
         if spec.num_slices > MAX_SLICES * settings.num_servers:
-            return "NotAllowed", f"key {init.key!r} has {spec.num_slices} slices: choose a larger slice_bytes"
+            return ErrorCode.NOT_ALLOWED, f"key {init.key!r} has {spec.num_slices} slices: choose a larger slice_bytes"
         staging = settings.rounds_ahead * settings.num_workers
         led = self._table.bytes_led + sum(self._creating.values()) - (0 if old is None else old.nbytes)
         demand = (led + self._still_to_come(init)) * (3 + staging)
         if demand > self._settings.memory_limit_bytes or len(self._table.slices) >= MAX_SLICES:
-            return "NotAllowed", (
+            return ErrorCode.NOT_ALLOWED, (
                 f"key {init.key!r} would take this server to {demand >> 20} MiB (3 copies, and {staging} staged), its "
                 f"limit is {self._settings.memory_limit_bytes >> 20} MiB: add servers, or raise memory_limit_bytes"
             )
@@ -300,7 +307,7 @@ class ServerMachine(ServerTransfers):
         if event.sender not in self._workers:
             return  # it was replaced: its successor makes the key anew
         if done.error is not None:
-            self._refuse(event.peer, init.request, type(done.error).__name__, str(done.error), init.key)
+            self._send(event.peer, Refused(init.request, code_of(done.error), str(done.error), init.key))
             return
         if self._table.is_in_use(init.key):  # since it was asked
             self._refuse(event.peer, init.request, *_in_use(init.key), key=init.key)
@@ -317,7 +324,11 @@ class ServerMachine(ServerTransfers):
         made = self._table.slices.get((publish.key, 0))
         if rank != 0 or made is None or made.spec != publish.spec:
             self._refuse(
-                event.peer, publish.request, "NotAllowed", "only worker 0 publishes, and only what it made", publish.key
+                event.peer,
+                publish.request,
+                ErrorCode.NOT_ALLOWED,
+                "only worker 0 publishes, and only what it made",
+                publish.key,
             )
             return
         if publish.key not in self._table.live:
@@ -332,9 +343,10 @@ class ServerMachine(ServerTransfers):
             return
         if not lookup.wait:
             text = f"no key is called {lookup.key!r}: worker 0 must init it first (kvd keys lists those there are)"
-            self._refuse(event.peer, lookup.request, "KeyNotFound", text, lookup.key)
+            self._refuse(event.peer, lookup.request, ErrorCode.KEY_NOT_FOUND, text, lookup.key)
         elif not self._table.await_live(lookup.key, event.peer, lookup.request):
-            self._refuse(event.peer, lookup.request, "NotAllowed", "too many nodes wait for keys", lookup.key)
+            text = "too many nodes wait for keys"
+            self._refuse(event.peer, lookup.request, ErrorCode.NOT_ALLOWED, text, lookup.key)
         else:
             self._fail_lookups_without_rank_0()
 
@@ -344,7 +356,17 @@ class ServerMachine(ServerTransfers):
             return
         for key, peer, request in self._table.give_up_lookups():
             text = f"key {key!r} was not made: worker 0, which makes the keys, is {member.state}; restart it"
-            self._send(peer, Refused(request, "NodeLost", text, ("worker 0",), key, 0, member.last_seen_s))
+            self._send(
+                peer,
+                Refused(
+                    request,
+                    ErrorCode.NODE_LOST,
+                    text,
+                    key,
+                    nodes=(NodeName("worker", 0),),
+                    last_seen_s=member.last_seen_s,
+                ),
+            )
 
     def _clocks(self, event: Received, query: ClockQuery) -> None:
         rank = self._rank_of(event, query.request)
@@ -352,11 +374,13 @@ class ServerMachine(ServerTransfers):
             return
         logs = [slice_.log for slice_ in self._table.of_key(query.key)]
         if not logs:
-            self._refuse(event.peer, query.request, "KeyNotFound", f"no slice of {query.key!r} is here", query.key)
+            text = f"no slice of {query.key!r} is here"
+            self._refuse(event.peer, query.request, ErrorCode.KEY_NOT_FOUND, text, query.key)
             return
         if any(log.is_closing_of(rank) for log in logs):
             # The update may yet fail. Whoever took the clock for counted would then wait for its own push for ever.
-            self._refuse(event.peer, query.request, "clock", "a push of this rank is being applied", query.key)
+            text = "a push of this rank is being applied"
+            self._not_yet(event.peer, query.request, NotYetReason.UPDATING, text, query.key)
             return
         clocks = [max(log.counted_clock(rank), log.resume_clock(rank)) for log in logs]
         versions = [log.version for log in logs]
@@ -383,5 +407,5 @@ class ServerMachine(ServerTransfers):
         self._send(event.peer, StatusReport(query.request))
 
 
-def _in_use(key: str) -> tuple[str, str]:
-    return "KeyExists", f"key {key!r} is in use here already: take another name, or restart the cluster"
+def _in_use(key: str) -> tuple[ErrorCode, str]:
+    return ErrorCode.KEY_EXISTS, f"key {key!r} is in use here already: take another name, or restart the cluster"

@@ -27,7 +27,8 @@ from kvd.core.machine import (
     spans_of,
 )
 from kvd.core.membership import name_of
-from kvd.core.server.admission import PushTarget, push_error, remembered
+from kvd.core.refusals import code_of
+from kvd.core.server.admission import Answer, PushTarget, push_error, remembered
 from kvd.core.server.batches import Batch, BatchTable
 from kvd.core.server.groups import FusedGroup, Slice, Waiting
 from kvd.core.server.keys import KeyTable
@@ -41,13 +42,18 @@ from kvd.protocol.messages import (
     SMALL_PUSH_BYTES,
     DeclareBatch,
     Done,
+    ErrorCode,
     Message,
+    NodeName,
+    NotYet,
+    NotYetReason,
     Pull,
     PullBatch,
     Push,
     PushBatch,
     Refused,
     Staged,
+    Taken,
     Values,
 )
 from kvd.protocol.specs import padded
@@ -95,8 +101,11 @@ class ServerTransfers:
     def _send(self, peer: Peer, message: Message, payload: tuple[Span, ...] = ()) -> None:
         self._out.append(Send(peer, message, payload))
 
-    def _refuse(self, peer: Peer, request: int, error: str, text: str, key: str = "") -> None:
-        self._send(peer, Refused(request, error, text, (), key))
+    def _refuse(self, peer: Peer, request: int, error: ErrorCode, text: str, key: str = "") -> None:
+        self._send(peer, Refused(request, error, text, key))
+
+    def _not_yet(self, peer: Peer, request: int, reason: NotYetReason, text: str, key: str = "") -> None:
+        self._send(peer, NotYet(request, reason, text, key))
 
     def _start_job(self, make: Callable[[int], Job], done: Callable[[JobDone], None]) -> None:
         job, self._next_job = self._next_job, self._next_job + 1
@@ -106,7 +115,8 @@ class ServerTransfers:
     def _rank_of(self, event: Received, request: int) -> int | None:
         rank = self._workers.get(event.sender)
         if rank is None:
-            self._refuse(event.peer, request, "attach", "this server does not know the sender as a worker")
+            text = "this server does not know the sender as a worker"
+            self._not_yet(event.peer, request, NotYetReason.NOT_ATTACHED, text)
         return rank
 
     # ── what a request is aimed at ──
@@ -119,7 +129,8 @@ class ServerTransfers:
     def _batch_of(self, event: Received, request: int, number: int) -> Batch | None:
         batch = self._batches.find(event.sender, number)
         if batch is None:
-            self._refuse(event.peer, request, "batch", f"batch {number} is not known here (any more)")
+            text = f"batch {number} is not known here (any more)"
+            self._not_yet(event.peer, request, NotYetReason.UNKNOWN_BATCH, text)
         return batch
 
     def _slices_of(self, event: Received, request: int, slice_ids: Sequence[tuple[str, int]]) -> list[Slice] | None:
@@ -128,7 +139,7 @@ class ServerTransfers:
             slice_ = self._table.slices.get((key, index))
             if slice_ is None:
                 text = f"server {self._session.rank} has no slice {index} of key {key!r}"
-                self._refuse(event.peer, request, "KeyNotFound", text, key)
+                self._refuse(event.peer, request, ErrorCode.KEY_NOT_FOUND, text, key)
                 return None
             slices.append(slice_)
         return slices
@@ -155,12 +166,14 @@ class ServerTransfers:
     ) -> list[PushTarget] | None:
         """Each slice for itself. A push of a slice without the others of its group parts them."""
         if push and len(set(slices)) < len(slices):
-            self._refuse(event.peer, request, "ProtocolError", "a push brings a slice once", slices[0].key)
+            text = "a push brings a slice once"
+            self._refuse(event.peer, request, ErrorCode.PROTOCOL_ERROR, text, slices[0].key)
             return None
         for slice_ in slices:
             if push and len(slice_.group.slices) > 1:
                 if not slice_.group.is_quiescent:
-                    self._refuse(event.peer, request, "clock", "it is being updated with others", slice_.key)
+                    text = "it is being updated with others"
+                    self._not_yet(event.peer, request, NotYetReason.UPDATING, text, slice_.key)
                     return None
                 self._table.part(slice_.group)
         return [
@@ -221,14 +234,15 @@ class ServerTransfers:
             self._send(event.peer, Staged(request))
         return True
 
-    def _limit_error(self, request: int, rank: int, targets: list[PushTarget]) -> Refused | None:
+    def _limit_error(self, request: int, rank: int, targets: list[PushTarget]) -> Answer | None:
         """A push that counts already is answered at once, however many wait."""
         if len(self._pending) < MAX_PENDING or all(
             target.group.log.committed_clock(rank) >= target.clock for target in targets
         ):
             return None
         is_new = any(target.group.log.turn(rank, target.clock) is PushStatus.NEXT for target in targets)
-        return Refused(request, "NotAllowed" if is_new else "clock", f"{MAX_PENDING} requests wait already")
+        text = f"{MAX_PENDING} requests wait already"
+        return Refused(request, ErrorCode.NOT_ALLOWED, text) if is_new else NotYet(request, NotYetReason.BUSY, text)
 
     def _stage(self, event: Received, push: Push | PushBatch, rank: int, targets: list[PushTarget]) -> None:
         offset = 0
@@ -315,14 +329,14 @@ class ServerTransfers:
         waiting, group.waiting = group.waiting, []
         for entry in waiting:
             if entry.clock >= clocks.get(entry.rank, entry.clock + 1):
-                name = type(error).__name__
+                code = code_of(error)
                 text = f"the update of {group.key!r} failed: {error}"
                 pending = entry.pending
                 if pending.push:
-                    refusal = Refusal(pending.sender, pending.request, name, text[:1000])
+                    refusal = Refusal(pending.sender, pending.request, code, text[:1000])
                     group.log.refuse(entry.rank, refusal)
-                expected = entry.clock if pending.is_of_many else 0  # the others have taken theirs
-                self._fail(pending, Refused(pending.request, name, text[:1000], (), group.key, expected))
+                taken = Taken.PART if pending.is_of_many else Taken.NOTHING  # the others have taken theirs
+                self._fail(pending, Refused(pending.request, code, text[:1000], group.key, taken))
             else:
                 group.waiting.append(entry)
         self._advance(group)
@@ -358,7 +372,7 @@ class ServerTransfers:
         if targets is None:
             return
         if len(self._pending) >= MAX_PENDING:
-            self._refuse(event.peer, request, "NotAllowed", f"{MAX_PENDING} requests wait already")
+            self._refuse(event.peer, request, ErrorCode.NOT_ALLOWED, f"{MAX_PENDING} requests wait already")
             return
         self._await(Pending(event.peer, event.sender, request, False, True, len(targets)), rank, targets)
         self._fail_blocked_of(targets)
@@ -379,7 +393,8 @@ class ServerTransfers:
                     f"version {version} of {group.key!r} is not kept any more, the store is at {log.version}: "
                     f"rewind to a step that is"
                 )
-                self._fail(pending, Refused(pending.request, "NotAllowed", text, (), group.key, log.version))
+                taken = Taken.PART if pending.push else Taken.NOTHING
+                self._fail(pending, Refused(pending.request, ErrorCode.NOT_ALLOWED, text, group.key, taken))
                 return True
             slice_ = waiting.slice
             spans = spans_of(buffer, group.nbytes) if slice_ is None else (slice_.span(buffer),)
@@ -431,9 +446,11 @@ class ServerTransfers:
         if not lost:
             return
         waiting, group.waiting = group.waiting, []
-        nodes = tuple(name_of("worker", rank) for rank in lost)
+        nodes = tuple(NodeName("worker", rank) for rank in lost)
+        names = ", ".join(name_of(*node) for node in nodes)
         for entry in waiting:
-            text = f"key {group.key!r} waits for {', '.join(nodes)}, which died: restart it under its node id"
+            text = f"key {group.key!r} waits for {names}, which died: restart it under its node id"
             last_seen_s = self._dead[lost[0]]
-            refusal = Refused(entry.pending.request, "NodeLost", text, nodes, group.key, 0, last_seen_s)
+            request = entry.pending.request
+            refusal = Refused(request, ErrorCode.NODE_LOST, text, group.key, nodes=nodes, last_seen_s=last_seen_s)
             self._fail(entry.pending, refusal)

@@ -18,7 +18,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvd.core.machine import Buffer, Contribution, ScatterList
-from kvd.protocol.messages import ADD
+from kvd.protocol.messages import ADD, ErrorCode
 
 
 class PushStatus(Enum):
@@ -46,7 +46,7 @@ class Refusal(NamedTuple):
 
     sender: int  # its incarnation
     request: int  # this push and its earlier ones
-    error: str
+    error: ErrorCode
     text: str
 
 

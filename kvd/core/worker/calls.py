@@ -9,10 +9,10 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from kvd import errors
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Complete, Effect, LocalCall, Received, Span
 from kvd.core.membership import name_of
+from kvd.core.refusals import error_of
 from kvd.core.session import FIRST_REQUEST, SchedulerSession
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.outbox import QUEUED, Entry, Outbox
@@ -232,28 +232,6 @@ class CallBook(ABC):
         message = event.message
         if not isinstance(message, Refused):
             return None
-        if message.error == "NodeLost":
-            node = message.nodes[0] if message.nodes else "a node"
-            return NodeLost(message.text, node=node, last_seen_s=message.last_seen_s)
-        if message.error == "BarrierBroken":
-            return errors.BarrierBroken(message.text, missing=message.nodes)
-        if message.error == "ConfigError":
-            return errors.ConfigError(message.text, setting=message.key)
-        if message.error == "ProtocolError":
-            return errors.ProtocolError(message.text)
-        kind = _REMOTE.get(message.error, errors.RemoteError)
         ranks = {server.incarnation: server.rank for server in self.view.servers()}
         node = "scheduler" if event.peer == SCHEDULER else name_of("server", ranks.get(event.sender, 0))
-        return kind(message.text, node=node, key=message.key)
-
-
-_REMOTE: dict[str, type[errors.RemoteError]] = {
-    kind.__name__: kind
-    for kind in (
-        errors.KeyNotFound,
-        errors.KeyExists,
-        errors.ShapeMismatch,
-        errors.DtypeMismatch,
-        errors.NotAllowed,
-    )
-}
+        return error_of(message, node)

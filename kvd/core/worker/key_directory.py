@@ -14,7 +14,7 @@ from kvd.core.worker.key_queue import KeyQueue
 from kvd.core.worker.keys import ASKING, LOST, READY, UNKNOWN, WorkerKey
 from kvd.core.worker.outbox import Entry
 from kvd.errors import KvdError, NotAllowed
-from kvd.protocol.messages import Activate, ClockQuery, Clocks, Init, KeyInfo, Lookup, Publish, Refused
+from kvd.protocol.messages import Activate, ClockQuery, Clocks, ErrorCode, Init, KeyInfo, Lookup, Publish, Refused
 from kvd.protocol.specs import KeySpec
 
 
@@ -64,7 +64,7 @@ class KeyDirectory(KeyQueue):
                     self._initialised(call, key, error)
                     return
                 self._found(key, message.spec, lambda error: self._initialised(call, key, error))
-            elif self.session.rank == 0 and isinstance(message, Refused) and message.error == "KeyNotFound":
+            elif self.session.rank == 0 and isinstance(message, Refused) and message.error is ErrorCode.KEY_NOT_FOUND:
                 self._make(call, key, item)
             else:
                 self._initialised(call, key, self._error_of(event))

@@ -10,7 +10,6 @@ An observer is a worker without a rank: it asks, and takes part in nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from kvd import errors
@@ -26,7 +25,7 @@ from kvd.core.machine import (
     Received,
     Span,
 )
-from kvd.core.membership import ACTIVE, DEAD, DONE, FAILED, LEFT, name_of
+from kvd.core.membership import ACTIVE, DEAD, DONE, LEFT, name_of
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.calls import Call, WorkerSettings
 from kvd.core.worker.key_directory import KeyDirectory
@@ -34,7 +33,23 @@ from kvd.core.worker.keys import LOST, READY
 from kvd.core.worker.outbox import Entry
 from kvd.core.worker.transfer import Transfers
 from kvd.errors import NodeLost, NotAllowed
-from kvd.protocol.messages import Attach, Clocks, Done, Enter, Epoch, Leave, Refused, Staged, StatusQuery
+from kvd.protocol.messages import (
+    Attach,
+    Clocks,
+    Departure,
+    Done,
+    Enter,
+    Epoch,
+    ErrorCode,
+    Leave,
+    NodeName,
+    NotYet,
+    NotYetReason,
+    Refused,
+    Staged,
+    StatusQuery,
+    Taken,
+)
 
 MAX_CLOCK_REFUSALS = 400
 
@@ -134,21 +149,23 @@ class WorkerMachine(Transfers, KeyDirectory):
         if isinstance(message, Staged):
             self._outbox.staged(entry, self._now)
             self._check_staged()
-        elif isinstance(message, Refused) and message.error in ("clock", "attach", "join", "batch"):
+        elif isinstance(message, NotYet):
             self._not_taken(entry, message)
         else:
             entry.answered(entry, event)
 
-    def _not_taken(self, entry: Entry, refused: Refused) -> None:
+    def _not_taken(self, entry: Entry, not_yet: NotYet) -> None:
         """The other side is not ready for this: once more, soon. A push that never gets its turn is given up."""
-        if refused.error == "attach" and not isinstance(entry.message, Attach):
+        if not_yet.reason is NotYetReason.NOT_ATTACHED and not isinstance(entry.message, Attach):
             self._attach(entry.peer)
-        if refused.error == "batch" and entry.plan is not None:
+        if not_yet.reason is NotYetReason.UNKNOWN_BATCH and entry.plan is not None:
             self._declare(entry.plan, entry.priority)
-        key = self._keys.get(refused.key)
-        is_hopeless = refused.error == "clock" and refused.expected > 0 and key is not None and key.broken is not None
+        key = self._keys.get(not_yet.key)
+        is_hopeless = not_yet.reason is NotYetReason.OUT_OF_TURN and key is not None and key.broken is not None
         if entry.attempts >= MAX_CLOCK_REFUSALS or is_hopeless:
-            given_up = replace(refused, error="NotAllowed", expected=max(refused.expected, 1))  # it may still be taken
+            given_up = Refused(  # it may still be taken
+                entry.request, ErrorCode.NOT_ALLOWED, not_yet.text, not_yet.key, Taken.PART
+            )
             event = Received(entry.peer, 0, self.view.epoch, given_up)
             entry.answered(entry, event)
         else:
@@ -186,7 +203,7 @@ class WorkerMachine(Transfers, KeyDirectory):
     def _leave_again(self) -> None:
         """The scheduler was started without its record, and does not know that this worker has left the rounds."""
         if not any(isinstance(entry.message, Leave) for entry in self._outbox.entries()):
-            self._ask(None, SCHEDULER, Leave(0, DONE), lambda entry, event: self._settled(None, entry))
+            self._ask(None, SCHEDULER, Leave(0, Departure.DONE), lambda entry, event: self._settled(None, entry))
 
     def _attach(self, server: Any) -> None:
         if any(entry.peer == server and isinstance(entry.message, Attach) for entry in self._outbox.entries()):
@@ -196,7 +213,7 @@ class WorkerMachine(Transfers, KeyDirectory):
             self._settled(None, entry)
             if isinstance(event.message, Clocks) and not self.session.predecessor:
                 self.session.predecessor = DEAD  # so it was: the scheduler was started without its record
-            if isinstance(event.message, Refused) and event.message.error == "replaced":
+            if isinstance(event.message, Refused) and event.message.error is ErrorCode.REPLACED:
                 self.session.replaced(event.message.text)
                 self._out.extend(self.session.take_effects())
                 if self.session.failure is not None:
@@ -233,7 +250,9 @@ class WorkerMachine(Transfers, KeyDirectory):
         self._fail_calls_to(incarnation, rank)
         for entry in self._outbox.entries():
             if entry.peer == incarnation:
-                refusal = Refused(entry.request, "NodeLost", self._lost_text(rank), (name_of("server", rank),))
+                refusal = Refused(
+                    entry.request, ErrorCode.NODE_LOST, self._lost_text(rank), nodes=(NodeName("server", rank),)
+                )
                 entry.answered(entry, Received(incarnation, incarnation, self.view.epoch, refusal))
                 self._outbox.settled(entry)
 
@@ -284,7 +303,7 @@ class WorkerMachine(Transfers, KeyDirectory):
             error = self._error_of(event)
             if error is None:
                 self._left_rounds = True
-                if request.state in (LEFT, FAILED):
+                if request.departure is not Departure.DONE:
                     self.session.close()
             self._complete(call, error=error)
 
@@ -292,7 +311,7 @@ class WorkerMachine(Transfers, KeyDirectory):
             self.session.close()
             self._complete(call)
         else:
-            self._ask(call, SCHEDULER, Leave(0, request.state), answered)
+            self._ask(call, SCHEDULER, Leave(0, request.departure), answered)
 
     def _take_back(self, call: Call, request: requests.TakeBack) -> None:
         copies = {id(source): copy for source, copy in request.copies}

@@ -24,6 +24,7 @@ from kvd.protocol.messages import (
     Push,
     PushBatch,
     Refused,
+    Taken,
     Values,
 )
 
@@ -171,10 +172,10 @@ class Transfers(KeyQueue):
             self._copy_values(call, transfer, plan, message, event)
         elif isinstance(message, Refused):
             error = self._error_of(event)
-            if isinstance(error, NodeLost) and transfer.push and message.nodes[0].startswith("worker"):
+            if isinstance(error, NodeLost) and transfer.push and message.nodes and message.nodes[0].role == "worker":
                 self._lost_a_fellow(call, entry, error)
                 return
-            call.is_taken_in_part |= message.expected > 0
+            call.is_taken_in_part |= message.taken is not Taken.NOTHING
         elif not isinstance(message, Done) or transfer.pull:
             error = errors.ProtocolError(f"the server answered with a {type(message).__name__} that does not fit")
         self._settled(call, entry)
