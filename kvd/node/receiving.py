@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
 
-from kvd.core.machine import InvalidFrame, Received, Send
+from kvd.core.machine import InvalidFrame, Peer, PeerKind, Received, Send
 from kvd.errors import ProtocolError
 from kvd.node.sending import MessageSender
 from kvd.node.threads import Stepper
@@ -27,7 +26,7 @@ class MessageReceiver:
         self._sender = sender
         self._throttle = Throttle(LOG_INTERVAL_S)
 
-    def receive(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+    def receive(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
         """Gives the machine one message. `payload` keeps its memory alive and is not written to."""
         try:
             decoded = decode(header)
@@ -37,11 +36,11 @@ class MessageReceiver:
         nbytes = 0 if payload is None else payload.nbytes
         self._stepper.feed(Received(peer, decoded.sender, decoded.epoch, decoded.message, payload, nbytes))
 
-    def reject(self, peer: Hashable, text: str) -> None:
+    def reject(self, peer: Peer, text: str) -> None:
         """Answers frames that are not a message with the reason, and logs them once per `LOG_INTERVAL_S`."""
         if self._throttle.allow(self._stepper.now(), "garbage"):
             swallowed = self._throttle.swallowed("garbage")
             event(logger, logging.WARNING, "received an invalid frame", error=text, not_logged=swallowed)
-        if isinstance(peer, bytes):
+        if peer.kind is PeerKind.CALLER:
             self._sender.send(Send(peer, Refused(0, ErrorCode.PROTOCOL_ERROR, text[:1000])))
         self._stepper.feed(InvalidFrame(peer, text))

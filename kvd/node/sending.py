@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
-from kvd.core.machine import Machine, Received, Send, Span
+from kvd.core.machine import Machine, Peer, PeerKind, PeerPath, Received, Send, Span
 from kvd.errors import ProtocolError
 from kvd.node.threads import Stepper
 from kvd.observe.log import event
 from kvd.protocol.codec import encode
-from kvd.protocol.messages import MAX_TEXT_CHARS, Attach, ErrorCode, Message, Refused, StatusReport
+from kvd.protocol.messages import MAX_TEXT_CHARS, Attach, ErrorCode, Message, PathKind, Refused, StatusReport
 from kvd.transport.base import MAX_PAYLOAD_BYTES, Transport
+
+UNKNOWN_PATH = PeerPath(PathKind.UNKNOWN)
 
 logger = logging.getLogger("kvd.node")
 
@@ -39,7 +40,8 @@ class MessageSender:
             report = json.dumps(self._report()).encode()
             payload = (Span(report, 0, len(report)),)
         elif isinstance(message, Attach):
-            message = replace(message, path=self._paths().get(effect.peer, ""))
+            path = self._transport.paths().get(effect.peer, UNKNOWN_PATH)
+            message = replace(message, path=path.kind, path_reason=path.reason[:MAX_TEXT_CHARS])
         try:
             header = encode(message, self._machine.incarnation, self._machine.epoch)
         except (ProtocolError, ValueError, TypeError, OverflowError) as error:
@@ -49,7 +51,7 @@ class MessageSender:
         if not self._transport.send(effect.peer, header, payload):
             logger.debug("not sent: %s to %r", type(effect.message).__name__, effect.peer)
 
-    def _refuse_to_ourselves(self, peer: Hashable, message: Message, error: Exception) -> None:
+    def _refuse_to_ourselves(self, peer: Peer, message: Message, error: Exception) -> None:
         request = getattr(message, "request", 0)
         if request:
             refused = Refused(request, ErrorCode.NOT_ALLOWED, f"this cannot be sent: {error}"[:1000])
@@ -58,10 +60,5 @@ class MessageSender:
     def _report(self) -> dict[str, object]:
         """The machine's own report and, if this node has accepted links, how its messages travel over them."""
         report = self._machine.explain(self._stepper.now())
-        links = [path for peer, path in self._paths().items() if isinstance(peer, tuple)]
-        return {**report, "links": links[0]} if links else report
-
-    def _paths(self) -> dict[Hashable, str]:
-        """How messages travel to each peer, and why not in a quicker way, in words."""
-        paths: Mapping[Hashable, Sequence[str]] = getattr(self._transport, "paths", dict)()
-        return {peer: ": ".join(filter(None, path))[:MAX_TEXT_CHARS] for peer, path in paths.items()}
+        links = [path for peer, path in self._transport.paths().items() if peer.kind is PeerKind.LINK]
+        return {**report, "links": links[0].describe()} if links else report

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
-from kvd.core.machine import Span
+from kvd.core.machine import Peer, PeerPath, Span
 
 Piece: TypeAlias = memoryview
 
-OnMessage: TypeAlias = Callable[[Hashable, bytes, memoryview | None], None]
+OnMessage: TypeAlias = Callable[[Peer, bytes, memoryview | None], None]
 """(peer, header, payload). The payload keeps its memory alive, and nothing writes to it."""
 
-OnGarbage: TypeAlias = Callable[[Hashable, str], None]
+OnGarbage: TypeAlias = Callable[[Peer, str], None]
 """(peer, what was wrong): frames arrived that are not a message."""
 
 NOTHING = memoryview(b"")
@@ -31,16 +31,19 @@ class Transport(Protocol):
     def listen(self, address: str) -> str:
         """Listens at the address. Returns it with its real port. Raises ConnectError if it is taken."""
 
-    def connect(self, peer: Hashable, address: str) -> None:
+    def connect(self, peer: Peer, address: str) -> None:
         """Opens a connection called `peer` in the background, and opens it again whenever it breaks."""
 
-    def disconnect(self, peer: Hashable) -> None: ...
+    def disconnect(self, peer: Peer) -> None: ...
 
-    def send(self, peer: Hashable, header: bytes, payload: Sequence[Span]) -> bool:
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
         """Sends without waiting. False: the peer is gone, or too much is queued for it.
 
         The spans' memory must not change until the receiver has dropped the payload.
         """
+
+    def paths(self) -> Mapping[Peer, PeerPath]:
+        """How messages travel to the peers, as far as the transport knows."""
 
     def close(self, linger_s: float) -> None:
         """Stops. Queued messages get up to `linger_s` to leave."""

@@ -13,19 +13,17 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
-from typing import NamedTuple
 
-from kvd.core.machine import Span
+from kvd.core.machine import LinkPeer, Peer, PeerKind, PeerPath, Span
+from kvd.protocol.messages import PathKind
 from kvd.transport.base import OnGarbage, OnMessage
 from kvd.transport.link import Link, Sink
 from kvd.transport.link_reader import LinkReader
 from kvd.transport.segments import Arena
 from kvd.transport.zmq import ZmqTransport
-
-SHARED_MEMORY, UNIX_SOCKET, ZMQ = "shared memory", "unix socket", "zmq"
 
 ARENA_LIMIT_BYTES = 1 << 30
 MAX_ACCEPTED = 1024
@@ -36,13 +34,6 @@ RETRY_ACCEPT_S = 1.0
 
 _ELSEWHERE = "no link at this host: the peer is on another host, in another network namespace, or has links turned off"
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-
-
-class Path(NamedTuple):
-    """How messages travel to a peer, and why not on a faster path."""
-
-    kind: str
-    reason: str = ""
 
 
 class HostTransport:
@@ -70,8 +61,8 @@ class HostTransport:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self._listener: socket.socket | None = None
-        self._links: dict[Hashable, Link] = {}  # those that are up, opened by us or accepted
-        self._zmq_reasons: dict[Hashable, str] = {}  # why a peer that we connected to has no link
+        self._links: dict[Peer, Link] = {}  # those that are up, opened by us or accepted
+        self._zmq_reasons: dict[Peer, str] = {}  # why a peer that we connected to has no link
         self._lock = threading.Lock()  # held to change the two above
         self._names = count(1)
         self._releasing: asyncio.TimerHandle | None = None
@@ -106,7 +97,7 @@ class HostTransport:
         if self._loop is not None:
             self._loop.add_reader(listener, self._accept, listener)
 
-    def connect(self, peer: Hashable, address: str) -> None:
+    def connect(self, peer: Peer, address: str) -> None:
         """Opens a ZeroMQ connection and, if the peer is a server on this host, a link."""
         self.disconnect(peer)
         self._zmq.connect(peer, address)
@@ -115,7 +106,7 @@ class HostTransport:
         if reason:
             self._zmq_reasons[peer] = reason
 
-    def disconnect(self, peer: Hashable) -> None:
+    def disconnect(self, peer: Peer) -> None:
         self._zmq_reasons.pop(peer, None)
         with self._lock:
             link = self._links.pop(peer, None)
@@ -123,12 +114,14 @@ class HostTransport:
             link.leave("disconnected")
         self._zmq.disconnect(peer)
 
-    def paths(self) -> dict[Hashable, Path]:
+    def paths(self) -> dict[Peer, PeerPath]:
         """How messages travel to each peer that we connected to, and to each that has a link to us."""
-        kind = Path(SHARED_MEMORY) if self.arena.usable else Path(UNIX_SOCKET, self.arena.problem)
+        path = PeerPath(PathKind.SHARED_MEMORY)
+        if not self.arena.usable:
+            path = PeerPath(PathKind.UNIX_SOCKET, self.arena.problem)
         with self._lock:
-            paths = {peer: Path(ZMQ, reason) for peer, reason in self._zmq_reasons.items()}
-            paths.update(dict.fromkeys(self._links, kind))
+            paths = {peer: PeerPath(PathKind.ZMQ, reason) for peer, reason in self._zmq_reasons.items()}
+            paths.update(dict.fromkeys(self._links, path))
         return paths
 
     def close(self, linger_s: float) -> None:
@@ -155,7 +148,7 @@ class HostTransport:
 
     # ── sending ──
 
-    def send(self, peer: Hashable, header: bytes, payload: Sequence[Span]) -> bool:
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
         link = self._links.get(peer)
         if link is not None:
             if link.send(header, payload):
@@ -197,11 +190,11 @@ class HostTransport:
 
     # ── links ──
 
-    def _try_link(self, peer: Hashable) -> str:
+    def _try_link(self, peer: Peer) -> str:
         """Opens a link to the peer. Returns why there is none, or an empty text."""
         if not self._shared_memory:
             return "turned off"
-        if not isinstance(peer, int):
+        if peer.kind is not PeerKind.SERVER:
             return "links lead to servers only"
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
@@ -227,7 +220,7 @@ class HostTransport:
             if len(self._reader.links) >= MAX_ACCEPTED or _untrusted(connection):
                 connection.close()
             else:
-                self._add(("link", next(self._names)), connection)
+                self._add(LinkPeer(f"link {next(self._names)}"), connection)
 
     def _accept_later(self, listener: socket.socket) -> None:
         assert self._loop is not None
@@ -238,7 +231,7 @@ class HostTransport:
         if listener is self._listener and self._loop is not None:
             self._loop.add_reader(listener, self._accept, listener)
 
-    def _add(self, peer: Hashable, connection: socket.socket) -> None:
+    def _add(self, peer: Peer, connection: socket.socket) -> None:
         link = Link(peer, connection, self.arena, self._reader.epoll, self._sink)
         with self._lock:
             self._links[peer] = link

@@ -11,10 +11,10 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
-from kvd.core.machine import Span
+from kvd.core.machine import Peer, Span
 from kvd.transport.base import MAX_PAYLOAD_BYTES, OnGarbage, OnMessage, padded, pieces_of
 from kvd.transport.frames import (
     GOODBYE,
@@ -66,9 +66,7 @@ class Link:
         reason: why the link is not up.
     """
 
-    def __init__(
-        self, peer: Hashable, connection: socket.socket, arena: Arena, epoll: select.epoll, sink: Sink
-    ) -> None:
+    def __init__(self, peer: Peer, connection: socket.socket, arena: Arena, epoll: select.epoll, sink: Sink) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         self.peer = peer

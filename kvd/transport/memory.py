@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 
-from kvd.core.machine import Span
+from kvd.core.machine import CallerPeer, Peer, PeerPath, Span
 from kvd.errors import ConnectError
 from kvd.transport.base import OnGarbage, OnMessage, joined, pieces_of
 
@@ -24,8 +24,8 @@ class MemoryTransport:
 
     def __init__(self, network: MemoryNetwork) -> None:
         self._network = network
-        self._connections: dict[Hashable, tuple[MemoryTransport, Hashable]] = {}
-        self._opened: dict[Hashable, str] = {}  # the connections that we open, with their addresses
+        self._connections: dict[Peer, tuple[MemoryTransport, Peer]] = {}
+        self._opened: dict[Peer, str] = {}  # the connections that we open, with their addresses
         self._addresses: list[str] = []
         self._on_message: OnMessage | None = None
         self._names = count(1)
@@ -42,31 +42,31 @@ class MemoryTransport:
         self._addresses.append(address)
         return address
 
-    def connect(self, peer: Hashable, address: str) -> None:
+    def connect(self, peer: Peer, address: str) -> None:
         self._opened[peer] = address
         self._try_connect(peer)
 
-    def _try_connect(self, peer: Hashable) -> bool:
+    def _try_connect(self, peer: Peer) -> bool:
         other = self._network.listeners.get(self._opened[peer])
         if other is None:
             return False
-        theirs = ("memory", id(self), next(other._names))
+        theirs = CallerPeer(b"%d" % next(other._names))
         self._connections[peer] = (other, theirs)
         other._connections[theirs] = (self, peer)
         return True
 
-    def disconnect(self, peer: Hashable) -> None:
+    def disconnect(self, peer: Peer) -> None:
         self._opened.pop(peer, None)
         self._cut(peer)
 
-    def _cut(self, peer: Hashable) -> None:
+    def _cut(self, peer: Peer) -> None:
         """Ends the connection on both sides. One that we opened comes back when its address is listened at again."""
         connection = self._connections.pop(peer, None)
         if connection is not None:
             other, theirs = connection
             other._connections.pop(theirs, None)
 
-    def send(self, peer: Hashable, header: bytes, payload: Sequence[Span]) -> bool:
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
         if peer in self._opened and peer not in self._connections and not self._try_connect(peer):
             return False
         connection = self._connections.get(peer)
@@ -77,9 +77,12 @@ class MemoryTransport:
         asyncio.get_running_loop().call_soon(other._deliver, name, header, body)
         return True
 
-    def _deliver(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+    def _deliver(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
         if self._on_message is not None and peer in self._connections:
             self._on_message(peer, header, payload)
+
+    def paths(self) -> Mapping[Peer, PeerPath]:
+        return {}
 
     def close(self, linger_s: float) -> None:
         self._on_message = None

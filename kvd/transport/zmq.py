@@ -13,13 +13,13 @@ import socket as unix
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import zmq
 
-from kvd.core.machine import Span
+from kvd.core.machine import CallerPeer, Peer, PeerKind, PeerPath, Span
 from kvd.errors import ConnectError
 from kvd.transport.base import DRAIN_LIMIT, MAX_PAYLOAD_BYTES, OnGarbage, OnMessage, joined, pieces_of
 
@@ -44,9 +44,9 @@ class ZmqTransport:
         self._context = zmq.Context(io_threads=io_threads)
         self._context.max_sockets = 4096
         self._router: zmq.Socket[bytes] | None = None
-        self._dealers: dict[Hashable, zmq.Socket[bytes]] = {}
-        self._addresses: dict[Hashable, str] = {}  # of the dealers
-        self._uncopied: dict[Hashable, deque[zmq.MessageTracker]] = {}  # payloads being sent without a copy
+        self._dealers: dict[Peer, zmq.Socket[bytes]] = {}
+        self._addresses: dict[Peer, str] = {}  # of the dealers
+        self._uncopied: dict[Peer, deque[zmq.MessageTracker]] = {}  # payloads being sent without a copy
         self._readers: dict[int, zmq.Socket[bytes]] = {}
         self._on_message: OnMessage | None = None
         self._on_garbage: OnGarbage | None = None
@@ -86,7 +86,7 @@ class ZmqTransport:
         bound: bytes = router.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
         return bound.rstrip(b"\0").decode()
 
-    def connect(self, peer: Hashable, address: str) -> None:
+    def connect(self, peer: Peer, address: str) -> None:
         self.disconnect(peer)
         dealer = self._context.socket(zmq.DEALER)
         self._set_limits(dealer, address)
@@ -101,7 +101,7 @@ class ZmqTransport:
         self._addresses[peer] = address
         self._watch(dealer, peer)
 
-    def disconnect(self, peer: Hashable) -> None:
+    def disconnect(self, peer: Peer) -> None:
         with self._lock:
             dealer = self._dealers.pop(peer, None)
             self._addresses.pop(peer, None)
@@ -122,6 +122,9 @@ class ZmqTransport:
             while uncopied and time.monotonic() < until:
                 await asyncio.sleep(DETACH_POLL_S)
                 _drop_sent(uncopied)
+
+    def paths(self) -> Mapping[Peer, PeerPath]:
+        return {}
 
     def close(self, linger_s: float) -> None:
         with self._lock:
@@ -148,7 +151,7 @@ class ZmqTransport:
 
     # ── receiving ──
 
-    def _watch(self, socket: zmq.Socket[bytes], peer: Hashable) -> None:
+    def _watch(self, socket: zmq.Socket[bytes], peer: Peer | None) -> None:
         if self._loop is None:
             return
         descriptor = int(socket.getsockopt(FD))
@@ -164,12 +167,12 @@ class ZmqTransport:
                 if self._loop is not None and not self._loop.is_closed():
                     self._loop.remove_reader(descriptor)
 
-    def _drain_soon(self, descriptor: int, socket: zmq.Socket[bytes], peer: Hashable) -> None:
+    def _drain_soon(self, descriptor: int, socket: zmq.Socket[bytes], peer: Peer | None) -> None:
         if descriptor not in self._scheduled and self._loop is not None:
             self._scheduled.add(descriptor)
             self._loop.call_soon(self._drain, descriptor, socket, peer)
 
-    def _drain(self, descriptor: int, socket: zmq.Socket[bytes], peer: Hashable) -> None:
+    def _drain(self, descriptor: int, socket: zmq.Socket[bytes], peer: Peer | None) -> None:
         self._scheduled.discard(descriptor)
         empty = False
         try:
@@ -197,12 +200,13 @@ class ZmqTransport:
                 frames.append(frame)
         return frames
 
-    def _deliver(self, frames: list[zmq.Frame], socket: zmq.Socket[bytes], peer: Hashable) -> None:
+    def _deliver(self, frames: list[zmq.Frame], socket: zmq.Socket[bytes], peer: Peer | None) -> None:
         """One message: [routing id] header [payload]."""
         assert self._on_message is not None
         assert self._on_garbage is not None
         if socket is self._router:
-            peer = frames.pop(0).bytes
+            peer = CallerPeer(frames.pop(0).bytes)
+        assert peer is not None
         if not 1 <= len(frames) <= 2:
             what = "no frames" if not frames else "too many frames"
             self._on_garbage(peer, f"a message of {what}: it must be a header and at most one payload")
@@ -212,14 +216,14 @@ class ZmqTransport:
 
     # ── sending ──
 
-    def send(self, peer: Hashable, header: bytes, payload: Sequence[Span]) -> bool:
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
         body = joined(pieces_of(payload)) if payload else None
         with self._lock:
             socket = self._dealers.get(peer)
             routed = socket is None
             if socket is None:
                 socket = self._router
-                if socket is None or not isinstance(peer, bytes):
+                if socket is None or peer.kind is not PeerKind.CALLER:
                     return False
             sent = self._send_frames(
                 socket, peer if routed else None, header, body, None if routed else self._uncopied_to(peer)
@@ -229,7 +233,7 @@ class ZmqTransport:
                 self._look_again(socket, None if routed else peer)
         return sent
 
-    def _uncopied_to(self, peer: Hashable) -> deque[zmq.MessageTracker]:
+    def _uncopied_to(self, peer: Peer) -> deque[zmq.MessageTracker]:
         """The payloads that are still being sent to the peer without a copy."""
         uncopied = self._uncopied.setdefault(peer, deque())
         _drop_sent(uncopied)
@@ -257,7 +261,7 @@ class ZmqTransport:
             return False
         return True
 
-    def _look_again(self, socket: zmq.Socket[bytes], peer: Hashable) -> None:
+    def _look_again(self, socket: zmq.Socket[bytes], peer: Peer | None) -> None:
         """Drains the socket in the next turn of the loop."""
         assert self._loop is not None
         descriptor = next((number for number, watched in self._readers.items() if watched is socket), -1)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.core.machine import CallerPeer
 from kvd.core.scheduler import barriers as module
 from kvd.core.scheduler.barriers import Barriers, Settled, Verdict
+
+NEW = CallerPeer(b"new")
+OLD = CallerPeer(b"old")
+P = CallerPeer(b"p")
+P0 = CallerPeer(b"p0")
+P1 = CallerPeer(b"p1")
 
 
 def test_a_barrier_is_released_when_all_required_are_there() -> None:
     barriers = Barriers()
-    assert barriers.enter("b", 0, 0, "p0", 10) is None
+    assert barriers.enter("b", 0, 0, P0, 10) is None
     assert barriers.settle([0, 1], []) == []
     assert barriers.open() == {"b": [0]}
-    assert barriers.enter("b", 0, 1, "p1", 20) is None
-    assert barriers.settle([0, 1], []) == [Settled("b", 0, Verdict(()), (("p0", 10), ("p1", 20)))]
+    assert barriers.enter("b", 0, 1, P1, 20) is None
+    assert barriers.settle([0, 1], []) == [Settled("b", 0, Verdict(()), ((P0, 10), (P1, 20)))]
     assert barriers.open() == {}
     assert barriers.settle([0, 1], []) == []
 
@@ -23,36 +30,36 @@ def test_a_settled_generation_gives_the_same_answer_for_ever() -> None:
     barriers = Barriers()
     for generation, dead in enumerate([[], [1], []]):
         for rank in range(1 if dead else 2):
-            assert barriers.enter("b", generation, rank, "p", rank) is None
+            assert barriers.enter("b", generation, rank, P, rank) is None
         assert len(barriers.settle([0, 1], dead)) == 1
     for _ in range(2):
-        assert [barriers.enter("b", generation, 1, "new", 9) for generation in range(3)] == [
+        assert [barriers.enter("b", generation, 1, NEW, 9) for generation in range(3)] == [
             Verdict(()),
             Verdict((1,)),
             Verdict(()),
         ]
     assert barriers.open() == {}
-    assert barriers.enter("b", 3, 1, "new", 9) is None
+    assert barriers.enter("b", 3, 1, NEW, 9) is None
 
 
 def test_a_later_generation_shows_that_the_earlier_ones_were_settled() -> None:
     barriers = Barriers()
-    barriers.enter("b", 0, 0, "p0", 1)
-    assert barriers.enter("b", 2, 1, "p1", 2) is None
+    barriers.enter("b", 0, 0, P0, 1)
+    assert barriers.enter("b", 2, 1, P1, 2) is None
     assert barriers.open() == {"b": [1]}
-    assert barriers.enter("b", 0, 0, "p0", 1) == Verdict(())
+    assert barriers.enter("b", 0, 0, P0, 1) == Verdict(())
 
 
 def test_a_record_gives_the_same_answers() -> None:
     barriers = Barriers()
-    barriers.enter("a", 0, 0, "p", 1)
+    barriers.enter("a", 0, 0, P, 1)
     barriers.settle([0, 1], [1])
-    barriers.enter("a", 1, 0, "p", 2)
+    barriers.enter("a", 1, 0, P, 2)
     barriers.settle([0], [])
-    barriers.enter("b", 0, 0, "p", 3)
+    barriers.enter("b", 0, 0, P, 3)
     restored = Barriers(barriers.record())
     assert restored.record() == barriers.record()
-    assert [restored.enter("a", generation, 0, "p", 4) for generation in (0, 1, 2)] == [
+    assert [restored.enter("a", generation, 0, P, 4) for generation in (0, 1, 2)] == [
         Verdict((1,)),
         Verdict(()),
         None,
@@ -62,61 +69,61 @@ def test_a_record_gives_the_same_answers() -> None:
 
 def test_only_the_missing_dead_break_a_barrier() -> None:
     barriers = Barriers()
-    barriers.enter("b", 0, 1, "p1", 1)  # came, then died
-    barriers.enter("b", 0, 0, "p0", 2)
+    barriers.enter("b", 0, 1, P1, 1)  # came, then died
+    barriers.enter("b", 0, 0, P0, 2)
     assert barriers.settle([0, 1, 2], [1]) == []
     (broken,) = barriers.settle([0, 1, 2, 3], [3, 1, 2])
     assert broken.verdict == Verdict((2, 3))
-    assert broken.waiting == (("p1", 1), ("p0", 2))
+    assert broken.waiting == ((P1, 1), (P0, 2))
 
 
 def test_the_dead_at_whose_barrier_nobody_waits_break_nothing() -> None:
     barriers = Barriers()
-    assert barriers.enter("b", 0, 0, "p", 1) is None
+    assert barriers.enter("b", 0, 0, P, 1) is None
     barriers.withdraw(0)
     assert barriers.settle([0, 1], [1]) == []
-    assert barriers.enter("b", 0, 0, "p", 2) is None
+    assert barriers.enter("b", 0, 0, P, 2) is None
 
 
 def test_who_asks_again_is_answered_once_and_at_the_newest_place() -> None:
     barriers = Barriers()
-    barriers.enter("b", 0, 0, "old", 1)
-    barriers.enter("b", 0, 0, "new", 1)
-    assert barriers.settle([0], [])[0].waiting == (("new", 1),)
+    barriers.enter("b", 0, 0, OLD, 1)
+    barriers.enter("b", 0, 0, NEW, 1)
+    assert barriers.settle([0], [])[0].waiting == ((NEW, 1),)
 
 
 def test_barriers_of_different_names_are_settled_by_themselves() -> None:
     barriers = Barriers()
-    barriers.enter("a", 0, 0, "p0", 1)
-    barriers.enter("b", 0, 1, "p1", 2)
-    barriers.enter("a", 0, 1, "p1", 3)
+    barriers.enter("a", 0, 0, P0, 1)
+    barriers.enter("b", 0, 1, P1, 2)
+    barriers.enter("a", 0, 1, P1, 3)
     assert [settled.name for settled in barriers.settle([0, 1], [])] == ["a"]
     assert barriers.open() == {"b": [1]}
 
 
 def test_a_barrier_that_nobody_has_to_reach_is_open() -> None:
     barriers = Barriers()
-    barriers.enter("b", 0, 0, "p", 1)
+    barriers.enter("b", 0, 0, P, 1)
     assert len(barriers.settle([], [])) == 1
 
 
 def test_the_oldest_name_that_nobody_waits_at_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_NAMES", 2)
     barriers = Barriers()
-    barriers.enter("a", 0, 0, "p", 1)
-    barriers.enter("b", 0, 0, "p", 1)
-    assert barriers.enter("c", 0, 0, "p", 1) == "2 barriers are being waited at, no more can be opened"
+    barriers.enter("a", 0, 0, P, 1)
+    barriers.enter("b", 0, 0, P, 1)
+    assert barriers.enter("c", 0, 0, P, 1) == "2 barriers are being waited at, no more can be opened"
     barriers.settle([0], [])
-    assert barriers.enter("a", 1, 0, "p", 1) is None  # used again: b is the oldest now, and free
-    assert barriers.enter("c", 0, 0, "p", 1) is None
+    assert barriers.enter("a", 1, 0, P, 1) is None  # used again: b is the oldest now, and free
+    assert barriers.enter("c", 0, 0, P, 1) is None
     assert barriers.open() == {"a": [0], "c": [0]}
-    assert barriers.enter("b", 0, 0, "p", 1) == "2 barriers are being waited at, no more can be opened"
+    assert barriers.enter("b", 0, 0, P, 1) == "2 barriers are being waited at, no more can be opened"
 
 
 def test_so_many_broken_generations_are_remembered() -> None:
     barriers = Barriers()
     for generation in range(module.MAX_BROKEN + 1):
-        barriers.enter("b", generation, 0, "p", 1)
+        barriers.enter("b", generation, 0, P, 1)
         barriers.settle([0, 1], [1])
-    assert barriers.enter("b", 0, 0, "p", 1) == Verdict(())  # forgotten
-    assert barriers.enter("b", 1, 0, "p", 1) == Verdict((1,))
+    assert barriers.enter("b", 0, 0, P, 1) == Verdict(())  # forgotten
+    assert barriers.enter("b", 1, 0, P, 1) == Verdict((1,))

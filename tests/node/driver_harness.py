@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvd.core.machine import (
@@ -12,6 +12,8 @@ from kvd.core.machine import (
     Effect,
     Event,
     LocalCall,
+    Peer,
+    PeerPath,
     Span,
 )
 from kvd.errors import ConnectError, KvdError
@@ -53,10 +55,11 @@ class RecordingTransport:
     """A transport that records what it is asked to do."""
 
     def __init__(self) -> None:
-        self.sent: list[tuple[Hashable, Any, bytes]] = []
+        self.sent: list[tuple[Peer, Any, bytes]] = []
         self.log: list[Any] = []
         self.threads: list[int] = []
         self.closed = False
+        self.known_paths: dict[Peer, PeerPath] = {}
 
     def start(self, on_message: Any, on_garbage: Any) -> None:
         self.on_message, self.on_garbage = on_message, on_garbage
@@ -64,20 +67,23 @@ class RecordingTransport:
     def listen(self, address: str) -> str:
         return address
 
-    def connect(self, peer: Hashable, address: str) -> None:
+    def connect(self, peer: Peer, address: str) -> None:
         self.threads.append(threading.get_ident())
         if address == "bad":
             raise ConnectError("no address", address=address)
         self.log.append(("connect", peer))
 
-    def disconnect(self, peer: Hashable) -> None:
+    def disconnect(self, peer: Peer) -> None:
         self.log.append(("disconnect", peer))
 
-    def send(self, peer: Hashable, header: bytes, payload: Sequence[Span]) -> bool:
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
         message = decode(header).message
         self.log.append(("send", message))
         self.sent.append((peer, message, b"".join(pieces_of(payload))))
         return True
+
+    def paths(self) -> dict[Peer, PeerPath]:
+        return self.known_paths
 
     def close(self, linger_s: float) -> None:
         self.closed = True

@@ -7,6 +7,8 @@ import logging
 import pytest
 
 from kvd.core.machine import (
+    SCHEDULER,
+    CallerPeer,
     Complete,
     Connect,
     Copy,
@@ -20,6 +22,7 @@ from kvd.core.machine import (
     Received,
     Row,
     Send,
+    ServerPeer,
     Span,
     Tick,
 )
@@ -28,6 +31,8 @@ from kvd.node.pieces import Pieces
 from kvd.protocol.codec import encode
 from kvd.protocol.messages import Done, Enter, Epoch, ErrorCode, Refused, StatusReport
 from tests.node.driver_harness import DriverHarness, call, nothing, run
+
+PEER = CallerPeer(b"p")
 
 
 def test_an_effect_that_raises_does_not_stop_the_others() -> None:
@@ -38,9 +43,9 @@ def test_an_effect_that_raises_does_not_stop_the_others() -> None:
             return []
         return [
             Copy(b"toolong", (memoryview(target),), (Row(2, 0, 7),)),
-            Send("peer", Done(1 << 70)),  # no such number on the wire
-            Send("peer", Done("text")),  # type: ignore[arg-type]
-            Send("peer", Done(object())),  # type: ignore[arg-type]
+            Send(PEER, Done(1 << 70)),  # no such number on the wire
+            Send(PEER, Done("text")),  # type: ignore[arg-type]
+            Send(PEER, Done(object())),  # type: ignore[arg-type]
             Complete(event.call),
         ]
 
@@ -60,13 +65,13 @@ def test_payloads_reports_and_pieces() -> None:
         if not isinstance(event, LocalCall):
             return []
         return [
-            Send("p", Done(1), (Span(b"abcdef", 2, 3), Span(None, 0, 0))),
-            Send("p", StatusReport(2)),
-            Send("p", Done(3), (Span(bytes(1 << 20), 0, 1 << 20),) * 200),
+            Send(PEER, Done(1), (Span(b"abcdef", 2, 3), Span(None, 0, 0))),
+            Send(PEER, StatusReport(2)),
+            Send(PEER, Done(3), (Span(bytes(1 << 20), 0, 1 << 20),) * 200),
             Copy(b"xxdef", (pieces,), (Row(3, 2, 3),)),
             Copy(b"abc1234", (pieces, memoryview(target), None), (Row(0, 0, 3), Row(1, 4, 2), Row(0, 0, 7))),
             Copy(None, (pieces, target), (Row(6, 0, 0), Row(0, 0, 0))),
-            Disconnect("p"),
+            Disconnect(PEER),
             LogEntry("info", "noted", {"n": 1}),
             Complete(1),
         ]
@@ -81,7 +86,7 @@ def test_payloads_reports_and_pieces() -> None:
         assert whole == b"abcdef"
         assert target == b"\0" + b"23" + bytes(3)
         assert harness.completed == [Complete(1)]
-        assert harness.transport.log[-1] == ("disconnect", "p")
+        assert harness.transport.log[-1] == ("disconnect", PEER)
 
     harness = DriverHarness(react)
     run(harness, program)
@@ -89,7 +94,7 @@ def test_payloads_reports_and_pieces() -> None:
 
 def test_connections_that_cannot_be_opened() -> None:
     def react(event: Event) -> list[Effect]:
-        return [Connect("server", "bad"), Connect("scheduler", "bad")] if isinstance(event, LocalCall) else []
+        return [Connect(ServerPeer(5), "bad"), Connect(SCHEDULER, "bad")] if isinstance(event, LocalCall) else []
 
     async def program() -> None:
         harness.driver.feed(call(1))
@@ -118,12 +123,12 @@ def test_a_stopped_driver_does_nothing() -> None:
 def test_invalid_frames_are_answered_and_reported_to_the_machine(caplog: pytest.LogCaptureFixture) -> None:
     async def program() -> None:
         for _ in range(50):
-            harness.transport.on_message(b"stranger", b"garbage", None)
-        harness.transport.on_garbage("scheduler", "of our own connection")
-        assert [peer for peer, _, _ in harness.transport.sent] == [b"stranger"] * 50
+            harness.transport.on_message(CallerPeer(b"stranger"), b"garbage", None)
+        harness.transport.on_garbage(SCHEDULER, "of our own connection")
+        assert [peer for peer, _, _ in harness.transport.sent] == [CallerPeer(b"stranger")] * 50
         assert all(isinstance(message, Refused) and message.request == 0 for _, message, _ in harness.transport.sent)
-        assert harness.machine.events[-1] == InvalidFrame("scheduler", "of our own connection")
-        harness.transport.on_message(b"friend", encode(Done(3), 5, Epoch(1, 1)), memoryview(b"12345678"))
+        assert harness.machine.events[-1] == InvalidFrame(SCHEDULER, "of our own connection")
+        harness.transport.on_message(CallerPeer(b"friend"), encode(Done(3), 5, Epoch(1, 1)), memoryview(b"12345678"))
         received = harness.machine.events[-1]
         assert isinstance(received, Received)
         assert (received.sender, received.message, received.nbytes) == (5, Done(3), 8)
@@ -136,14 +141,14 @@ def test_invalid_frames_are_answered_and_reported_to_the_machine(caplog: pytest.
 
 def test_a_message_that_cannot_be_encoded_is_refused_to_its_own_machine() -> None:
     def react(event: Event) -> list[Effect]:
-        return [Send("scheduler", Enter(9, "\ud800", 1)), Send("p", Done(1))] if isinstance(event, LocalCall) else []
+        return [Send(SCHEDULER, Enter(9, "\ud800", 1)), Send(PEER, Done(1))] if isinstance(event, LocalCall) else []
 
     async def program() -> None:
         harness.driver.feed(call(1))
         assert [message for _, message, _ in harness.transport.sent] == [Done(1)]
         refused = harness.machine.events[-1]
         assert isinstance(refused, Received)
-        assert refused.peer == "scheduler"
+        assert refused.peer == SCHEDULER
         assert isinstance(refused.message, Refused)
         assert (refused.message.request, refused.message.error) == (9, ErrorCode.NOT_ALLOWED)
         assert "cannot be sent" in refused.message.text

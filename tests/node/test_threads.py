@@ -11,6 +11,7 @@ import time
 import pytest
 
 from kvd.core.machine import (
+    CallerPeer,
     Complete,
     Connect,
     Effect,
@@ -22,12 +23,15 @@ from kvd.core.machine import (
     Persisted,
     Received,
     Send,
+    ServerPeer,
     Tick,
 )
 from kvd.errors import KvdError
 from kvd.node.threads import LinkWaiter
 from kvd.protocol.messages import Done, Epoch
 from tests.node.driver_harness import DriverHarness, call, run, until
+
+PEER = CallerPeer(b"p")
 
 
 def test_a_call_whose_step_raises_is_completed_with_the_error() -> None:
@@ -57,9 +61,9 @@ def test_the_node_survives_any_step_that_raises(broken: type, caplog: pytest.Log
 
     async def program() -> None:
         for event in (
-            Received(b"p", 1, Epoch(0, 0), Done(1)),
+            Received(PEER, 1, Epoch(0, 0), Done(1)),
             Tick(),
-            InvalidFrame(b"p", "x"),
+            InvalidFrame(PEER, "x"),
             JobDone(1),
             Persisted(1),
             PeerLost(1, "gone"),
@@ -101,8 +105,8 @@ def test_effects_for_the_loop_are_carried_out_there_in_order() -> None:
         if not isinstance(event, LocalCall):
             return []
         if event.call % 10 == 0:
-            return [Connect(event.call, "somewhere"), Send("p", Done(event.call))]
-        return [Send("p", Done(event.call))]
+            return [Connect(ServerPeer(event.call), "somewhere"), Send(PEER, Done(event.call))]
+        return [Send(PEER, Done(event.call))]
 
     async def program() -> None:
         def feed() -> None:

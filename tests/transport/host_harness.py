@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from kvd.core.machine import Peer, ServerPeer
 from kvd.transport.host import HostTransport
 from tests.transport.link_harness import spans
 
@@ -25,19 +26,19 @@ class Node:
 
     def __init__(self, **options: Any) -> None:
         self.transport = HostTransport(**options)
-        self.messages: list[tuple[Hashable, bytes, memoryview | None]] = []
+        self.messages: list[tuple[Peer, bytes, memoryview | None]] = []
         self.threads: set[int] = set()
         self.garbage: list[str] = []
         self.transport.start(self._take, lambda peer, text: self.garbage.append(text))
 
-    def _take(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+    def _take(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
         self.threads.add(threading.get_ident())
         self.messages.append((peer, header, payload))
 
-    def send(self, peer: Hashable, header: bytes, *pieces: Any) -> bool:
+    def send(self, peer: Peer, header: bytes, *pieces: Any) -> bool:
         return self.transport.send(peer, header, spans(*pieces))
 
-    async def answer(self, peer: Hashable, header: bytes, *pieces: Any) -> tuple[bytes, memoryview | None]:
+    async def answer(self, peer: Peer, header: bytes, *pieces: Any) -> tuple[bytes, memoryview | None]:
         """Sends a message and waits for the next one to arrive."""
         assert self.send(peer, header, *pieces)
         await eventually(lambda: self.messages)
@@ -55,7 +56,7 @@ class Process:
     """A second process that listens."""
 
     def __init__(self, *prefix: str) -> None:
-        self.incarnation = secrets.randbits(61) + 1
+        self.incarnation = ServerPeer(secrets.randbits(61) + 1)
         self.process = subprocess.Popen(
             [*prefix, *PEER, str(self.incarnation)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
@@ -86,9 +87,9 @@ async def eventually(holds: Callable[[], Any], timeout_s: float = 15.0) -> None:
 
 
 @asynccontextmanager
-async def two_nodes(**options: Any) -> AsyncIterator[tuple[Node, Node, int]]:
+async def two_nodes(**options: Any) -> AsyncIterator[tuple[Node, Node, ServerPeer]]:
     """A client connected to a server, both in this process, and the server's incarnation."""
-    incarnation = secrets.randbits(61) + 1
+    incarnation = ServerPeer(secrets.randbits(61) + 1)
     client, server = Node(**options), Node()
     try:
         address = server.transport.listen("tcp://127.0.0.1:0")

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Hashable
 
-from kvd.core.machine import Span
+from kvd.core.machine import Peer, Span
 from kvd.transport.host import HostTransport
 
 
-class Peer:
+class PeerProcess:
     """`keep` keeps the payload, `drop` drops all kept ones, `leaseN` answers with N bytes of its own shared memory. All
     other messages are echoed."""
 
@@ -21,7 +20,7 @@ class Peer:
         self.transport = HostTransport()
         self.kept: list[memoryview | None] = []
 
-    def take(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+    def take(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
         if header == b"keep":
             self.kept.append(payload)
             self.transport.send(peer, b"kept", [])
@@ -46,4 +45,4 @@ class Peer:
 
 
 if __name__ == "__main__":
-    asyncio.run(Peer().run(int(sys.argv[1])))
+    asyncio.run(PeerProcess().run(int(sys.argv[1])))

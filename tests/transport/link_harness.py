@@ -6,13 +6,13 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from kvd.core.machine import Span
+from kvd.core.machine import LinkPeer, Peer, Span
 from kvd.transport.frames import HELLO, MAGIC, VERSION, prefix_of
 from kvd.transport.link import Link, Sink
 from kvd.transport.link_reader import LinkReader
@@ -66,10 +66,10 @@ class End:
         sink = Sink()
         sink.on_message = self._take
         sink.on_garbage = lambda peer, text: self.garbage.append(text)
-        self.link = Link("peer", connection, self.arena, self.reader.epoll, sink)
+        self.link = Link(LinkPeer("link"), connection, self.arena, self.reader.epoll, sink)
         self.reader.add(self.link)
 
-    def _take(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+    def _take(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
         self.messages.append((header, payload if self.keeps else None))
 
     def _notice(self, link: Link) -> None:

@@ -6,11 +6,12 @@ import asyncio
 import os
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
+from kvd.core.machine import SCHEDULER, CallerPeer, Peer, ServerPeer
 from kvd.errors import ConnectError
 from kvd.transport.base import Transport
 from kvd.transport.host import HostTransport
@@ -19,9 +20,9 @@ from kvd.transport.zmq import ZmqTransport
 from tests.transport.host_harness import eventually
 from tests.transport.link_harness import spans
 
-SERVER = secrets.randbits(60)  # its name is an incarnation, so that links to it are possible
+SERVER = ServerPeer(secrets.randbits(60))  # its name is an incarnation, so that links to it are possible
 
-Message = tuple[Hashable, bytes, bytes | None]
+Message = tuple[Peer, bytes, bytes | None]
 
 
 class Kind:
@@ -50,14 +51,14 @@ class Node:
     def __init__(self, kind: Kind, address: str | None = None) -> None:
         self.transport = kind.make()
         self.messages: list[Message] = []
-        self.garbage: list[tuple[Hashable, str]] = []
+        self.garbage: list[tuple[Peer, str]] = []
         self.address = "" if address is None else kind.listen(self.transport, address)
         self.transport.start(self._take, lambda peer, text: self.garbage.append((peer, text)))
 
-    def _take(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+    def _take(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
         self.messages.append((peer, header, None if payload is None else bytes(payload)))
 
-    def send(self, peer: Hashable, header: bytes, *pieces: bytes) -> bool:
+    def send(self, peer: Peer, header: bytes, *pieces: bytes) -> bool:
         return self.transport.send(peer, header, spans(*pieces))
 
     async def received(self, count: int) -> list[Message]:
@@ -69,7 +70,7 @@ class Node:
         self.transport.close(0.2)
 
 
-async def greet(client: Node, server: Node) -> Hashable:
+async def greet(client: Node, server: Node) -> Peer:
     """Sends until the server has received a message. Returns the server's name for the client."""
     before = len(server.messages)
     while len(server.messages) == before:
@@ -86,7 +87,7 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
     return Kind(request.param, tmp_path)
 
 
-def with_pair(kind: Kind, program: Callable[[Node, Node, Hashable], Awaitable[None]]) -> None:
+def with_pair(kind: Kind, program: Callable[[Node, Node, Peer], Awaitable[None]]) -> None:
     async def main() -> None:
         server, client = Node(kind, kind.any_address), Node(kind)
         try:
@@ -100,7 +101,7 @@ def with_pair(kind: Kind, program: Callable[[Node, Node, Hashable], Awaitable[No
 
 
 def test_messages_arrive_in_order_and_are_answered(kind: Kind) -> None:
-    async def program(server: Node, client: Node, peer: Hashable) -> None:
+    async def program(server: Node, client: Node, peer: Peer) -> None:
         for number in range(500):
             assert client.send(SERVER, b"%d" % number, *([b"body %d" % number] if number % 2 else []))
         messages = await server.received(500)
@@ -115,7 +116,7 @@ def test_messages_arrive_in_order_and_are_answered(kind: Kind) -> None:
 
 
 def test_payloads_of_several_pieces_are_padded_to_8(kind: Kind) -> None:
-    async def program(server: Node, client: Node, peer: Hashable) -> None:
+    async def program(server: Node, client: Node, peer: Peer) -> None:
         client.send(SERVER, b"h", b"abc", b"", b"12345678", b"xy")
         client.send(SERVER, b"h", b"abc")
         client.send(SERVER, b"h", b"")
@@ -127,7 +128,7 @@ def test_payloads_of_several_pieces_are_padded_to_8(kind: Kind) -> None:
 
 
 def test_large_payloads(kind: Kind) -> None:
-    async def program(server: Node, client: Node, peer: Hashable) -> None:
+    async def program(server: Node, client: Node, peer: Peer) -> None:
         large = os.urandom(1 << 20) * 9 + b"end"
         for _ in range(3):
             client.send(SERVER, b"up", large)
@@ -164,9 +165,9 @@ def test_senders_may_drop_and_receivers_may_keep_a_payload(kind: Kind) -> None:
 
 
 def test_send_returns_false_if_the_peer_is_gone_or_unknown(kind: Kind) -> None:
-    async def program(server: Node, client: Node, peer: Hashable) -> None:
-        assert not client.send("somebody else", b"h")
-        assert not server.send(b"nobody", b"h")
+    async def program(server: Node, client: Node, peer: Peer) -> None:
+        assert not client.send(SCHEDULER, b"h")
+        assert not server.send(CallerPeer(b"nobody"), b"h")
         client.transport.disconnect(SERVER)
         assert not client.send(SERVER, b"h")
         await eventually(lambda: not server.send(peer, b"h"))
@@ -175,7 +176,7 @@ def test_send_returns_false_if_the_peer_is_gone_or_unknown(kind: Kind) -> None:
 
 
 def test_listening_at_a_taken_address_fails_and_does_no_harm(kind: Kind) -> None:
-    async def program(server: Node, client: Node, peer: Hashable) -> None:
+    async def program(server: Node, client: Node, peer: Peer) -> None:
         other = kind.make()
         with pytest.raises(ConnectError) as caught:
             other.listen(server.address)
@@ -188,7 +189,7 @@ def test_listening_at_a_taken_address_fails_and_does_no_harm(kind: Kind) -> None
 
 
 def test_a_connection_comes_back_with_its_listener(kind: Kind) -> None:
-    async def program(server: Node, client: Node, peer: Hashable) -> None:
+    async def program(server: Node, client: Node, peer: Peer) -> None:
         address = server.address
         server.close()
         await asyncio.sleep(0.1)
@@ -228,7 +229,7 @@ def test_closing_leaks_nothing(kind: Kind) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    async def noop(server: Node, client: Node, peer: Hashable) -> None:
+    async def noop(server: Node, client: Node, peer: Peer) -> None:
         client.send(SERVER, b"h", bytes(200_000))
         await server.received(1)
 
@@ -241,7 +242,7 @@ def test_closing_leaks_nothing(kind: Kind) -> None:
 
 
 def test_a_flood_does_not_starve_the_loop(kind: Kind) -> None:
-    async def program(server: Node, client: Node, peer: Hashable) -> None:
+    async def program(server: Node, client: Node, peer: Peer) -> None:
         turns = 0
         most = 0
         seen = 0
@@ -267,7 +268,7 @@ def test_a_flood_does_not_starve_the_loop(kind: Kind) -> None:
 
 
 def test_nothing_is_delivered_after_close(kind: Kind) -> None:
-    async def program(server: Node, client: Node, peer: Hashable) -> None:
+    async def program(server: Node, client: Node, peer: Peer) -> None:
         client.send(SERVER, b"late")
         server.close()
         await asyncio.sleep(0.1)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.transport.host import SHARED_MEMORY, UNIX_SOCKET, ZMQ
+from kvd.core.machine import SCHEDULER, PeerKind, ServerPeer
+from kvd.protocol.messages import PathKind
 from tests.transport.host_harness import ROOT, Node, Process, eventually, run, two_nodes, with_process
 from tests.transport.link_harness import MIB
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind", "quick_releases")
 
 def test_messages_to_a_process_of_this_host_go_over_the_link() -> None:
     async def program(node: Node, process: Process) -> None:
-        assert node.transport.paths() == {process.incarnation: (SHARED_MEMORY, "")}
+        assert node.transport.paths() == {process.incarnation: (PathKind.SHARED_MEMORY, "")}
         for nbytes in (0, 1000, 3 * MIB):
             body = secrets.token_bytes(nbytes)
             header, answer = await node.answer(process.incarnation, b"echo", body)
@@ -40,8 +41,8 @@ def test_answers_go_back_over_the_link_and_the_server_names_the_peer() -> None:
             assert client.send(incarnation, b"hello")
             await eventually(lambda: server.messages)
             peer = server.messages[0][0]
-            assert isinstance(peer, tuple)
-            assert server.transport.paths() == {peer: (SHARED_MEMORY, "")}
+            assert peer.kind is PeerKind.LINK
+            assert server.transport.paths() == {peer: (PathKind.SHARED_MEMORY, "")}
             assert server.send(peer, b"answer", bytes(100_000))
             await eventually(lambda: client.messages)
             assert client.messages[0][:2] == (incarnation, b"answer")
@@ -57,17 +58,17 @@ def test_answers_go_back_over_the_link_and_the_server_names_the_peer() -> None:
 
 def test_links_that_are_turned_off_and_peers_that_are_not_servers() -> None:
     async def program(node: Node, process: Process) -> None:
-        node.transport.connect("scheduler", process.address)
+        node.transport.connect(SCHEDULER, process.address)
         assert node.transport.paths() == {
-            process.incarnation: (ZMQ, "turned off"),
-            "scheduler": (ZMQ, "turned off"),
+            process.incarnation: (PathKind.ZMQ, "turned off"),
+            SCHEDULER: (PathKind.ZMQ, "turned off"),
         }
         assert await node.answer(process.incarnation, b"echo") == (b"echo", None)
 
     async def only_servers(node: Node, process: Process) -> None:
-        node.transport.connect("scheduler", process.address)
-        assert node.transport.paths()["scheduler"] == (ZMQ, "links lead to servers only")
-        assert await node.answer("scheduler", b"echo") == (b"echo", None)
+        node.transport.connect(SCHEDULER, process.address)
+        assert node.transport.paths()[SCHEDULER] == (PathKind.ZMQ, "links lead to servers only")
+        assert await node.answer(SCHEDULER, b"echo") == (b"echo", None)
 
     with_process(program, shared_memory=False)
     with_process(only_servers)
@@ -75,10 +76,10 @@ def test_links_that_are_turned_off_and_peers_that_are_not_servers() -> None:
 
 def test_without_a_listener_for_links_the_reason_is_kept() -> None:
     async def program(node: Node, process: Process) -> None:
-        node.transport.connect(process.incarnation + 1, process.address)
-        kind, reason = node.transport.paths()[process.incarnation + 1]
-        assert (kind, reason.split(":")[0]) == (ZMQ, "no link at this host")
-        assert await node.answer(process.incarnation + 1, b"echo") == (b"echo", None)
+        node.transport.connect(ServerPeer(process.incarnation + 1), process.address)
+        kind, reason = node.transport.paths()[ServerPeer(process.incarnation + 1)]
+        assert (kind, reason.split(":")[0]) == (PathKind.ZMQ, "no link at this host")
+        assert await node.answer(ServerPeer(process.incarnation + 1), b"echo") == (b"echo", None)
 
     with_process(program)
 
@@ -88,7 +89,7 @@ def test_without_memfd_the_link_carries_everything(monkeypatch: pytest.MonkeyPat
 
     async def program(node: Node, process: Process) -> None:
         kind, reason = node.transport.paths()[process.incarnation]
-        assert kind == UNIX_SOCKET
+        assert kind == PathKind.UNIX_SOCKET
         assert "memfd_create" in reason
         body = secrets.token_bytes(5 * MIB)
         _, answer = await node.answer(process.incarnation, b"echo", body)
@@ -125,11 +126,11 @@ def test_only_zmq_reaches_another_network_namespace(tmp_path: Path) -> None:
 
         async def main() -> None:
             node = Node()
-            node.transport.connect(4711, f"ipc://{tmp_path}/s")
-            kind, reason = node.transport.paths()[4711]
-            assert kind == ZMQ
+            node.transport.connect(ServerPeer(4711), f"ipc://{tmp_path}/s")
+            kind, reason = node.transport.paths()[ServerPeer(4711)]
+            assert kind == PathKind.ZMQ
             assert "network namespace" in reason
-            assert await node.answer(4711, b"echo") == (b"echo", None)
+            assert await node.answer(ServerPeer(4711), b"echo") == (b"echo", None)
             node.close()
 
         run(main)

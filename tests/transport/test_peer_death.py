@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from kvd.transport.host import ZMQ
+from kvd.protocol.messages import PathKind
 from tests.transport.host_harness import Node, Process, eventually, run, two_nodes, with_process
 from tests.transport.link_harness import MIB, memory_in_use
 
@@ -44,7 +44,7 @@ def test_a_killed_receiver_releases_its_payloads() -> None:
         await asyncio.sleep(0.3)
         assert node.leases() == 1
         process.kill()
-        await eventually(lambda: node.transport.paths()[peer][0] == ZMQ)
+        await eventually(lambda: node.transport.paths()[peer][0] == PathKind.ZMQ)
         assert node.transport.paths()[peer][1] == "the other side is gone"
         assert node.leases() == 0
         again = node.transport.arena.allocate(MIB)
@@ -59,7 +59,7 @@ def test_memory_of_a_killed_owner_stays_readable() -> None:
         peer = process.incarnation
         _, lent = await node.answer(peer, b"lease%d" % (8 * MIB))
         process.kill()
-        await eventually(lambda: node.transport.paths()[peer][0] == ZMQ)
+        await eventually(lambda: node.transport.paths()[peer][0] == PathKind.ZMQ)
         gc.collect()
         values = np.frombuffer(lent or b"", np.uint8)
         assert values.nbytes == 8 * MIB

@@ -11,8 +11,9 @@ import sys
 
 import pytest
 
+from kvd.core.machine import PeerKind, ServerPeer
+from kvd.protocol.messages import PathKind
 from kvd.transport import host
-from kvd.transport.host import ZMQ
 from tests.transport.host_harness import Node, eventually, run, two_nodes
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind", "quick_releases")
@@ -50,7 +51,7 @@ def test_links_of_other_users_are_refused() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_listener_of_another_user_is_not_used() -> None:
-    incarnation = secrets.randbits(61) + 1
+    incarnation = ServerPeer(secrets.randbits(61) + 1)
     code = f"""if True:
         import os, socket
         os.setgroups([]); os.setgid(65534); os.setuid(65534)
@@ -69,7 +70,7 @@ def test_a_listener_of_another_user_is_not_used() -> None:
             node = Node()
             node.transport.connect(incarnation, "tcp://127.0.0.1:1")
             assert node.transport.paths()[incarnation] == (
-                ZMQ,
+                PathKind.ZMQ,
                 "the peer runs as user 65534, this process as 0",
             )
             node.close()
@@ -101,7 +102,7 @@ def test_links_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_invalid_frame_on_a_link_falls_back_to_zmq() -> None:
     async def main() -> None:
-        incarnation = secrets.randbits(61) + 1
+        incarnation = ServerPeer(secrets.randbits(61) + 1)
         fake = socket.socket(socket.AF_UNIX)
         fake.bind(f"\0kvd/{incarnation:016x}")
         fake.listen()
@@ -111,7 +112,7 @@ def test_an_invalid_frame_on_a_link_falls_back_to_zmq() -> None:
             connection, _ = fake.accept()
             connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             await eventually(lambda: client.garbage)
-            assert client.transport.paths()[incarnation][0] == ZMQ
+            assert client.transport.paths()[incarnation][0] == PathKind.ZMQ
             assert "garbage arrived" in client.transport.paths()[incarnation][1]
             assert client.send(incarnation, b"by zmq")
             await eventually(lambda: server.messages)
@@ -134,10 +135,10 @@ def test_a_side_that_cannot_send_falls_back_although_the_other_keeps_a_payload()
                 link.end("garbage arrived: in the other's opinion")
             assert client.send(incarnation, b"by zmq")
             kind, reason = client.transport.paths()[incarnation]
-            assert (kind, reason) == (ZMQ, "the link broke: Broken pipe")
+            assert (kind, reason) == (PathKind.ZMQ, "the link broke: Broken pipe")
             assert client.leases() == 1
             await eventually(lambda: len(server.messages) == 2)
-            assert isinstance(server.messages[1][0], bytes)
+            assert server.messages[1][0].kind is PeerKind.CALLER
             server.messages.clear()
             await eventually(lambda: not client.leases())
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
-from kvd.core.machine import Span
+from kvd.core.machine import SCHEDULER, CallerPeer, Peer, Span
 from kvd.errors import ConnectError
 from kvd.transport.zmq import ZmqTransport
 
@@ -23,7 +22,7 @@ class Listener:
     def __init__(self) -> None:
         self.transport = ZmqTransport()
         self.address = self.transport.listen("tcp://127.0.0.1:0")
-        self.messages: list[tuple[Hashable, bytes, bytes | None]] = []
+        self.messages: list[tuple[Peer, bytes, bytes | None]] = []
         self.garbage: list[str] = []
         self.fail_on: bytes | None = None
         self.transport.start(self._take, lambda peer, text: self.garbage.append(text))
@@ -32,7 +31,7 @@ class Listener:
         self.dealer.linger = 0
         self.dealer.connect(self.address)
 
-    def _take(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+    def _take(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
         self.messages.append((peer, header, None if payload is None else bytes(payload)))
         if header == self.fail_on:
             raise RuntimeError("the callback failed")
@@ -68,7 +67,7 @@ def test_a_failed_send_does_not_swallow_the_edge_of_a_message() -> None:
         await asyncio.sleep(0.05)
         listener.dealer.send(b"second")
         time.sleep(0.1)  # noqa: ASYNC251  it arrives while the loop is busy
-        assert not listener.transport.send(b"nobody", b"h", [])
+        assert not listener.transport.send(CallerPeer(b"nobody"), b"h", [])
         await listener.until(2)
 
     run(program)
@@ -135,7 +134,7 @@ def test_invalid_addresses_raise() -> None:
         assert caught.value.address == address
     for address in ("nonsense", "tcp://127.0.0.1", "ipc://" + "x" * 300):
         with pytest.raises(ConnectError):
-            transport.connect("peer", address)
+            transport.connect(SCHEDULER, address)
     transport.close(0)
 
 
@@ -163,13 +162,13 @@ def test_connections_opened_before_the_start_are_read_too() -> None:
         got: list[bytes] = []
         address = server.listen("tcp://127.0.0.1:0")
 
-        def answer(peer: Hashable, header: bytes, body: memoryview | None) -> None:
+        def answer(peer: Peer, header: bytes, body: memoryview | None) -> None:
             server.send(peer, b"answer", [])
 
         server.start(answer, lambda *_: None)
-        client.connect("server", address)
+        client.connect(SCHEDULER, address)
         client.start(lambda peer, header, body: got.append(header), lambda *_: None)
-        client.send("server", b"h", [])
+        client.send(SCHEDULER, b"h", [])
         for _ in range(500):
             if got:
                 break

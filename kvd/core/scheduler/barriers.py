@@ -8,9 +8,11 @@ runs through its program again passes the barriers that were passed before.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from kvd.core.machine import Peer
 
 MAX_NAMES = 4096
 MAX_BROKEN = 16  # broken generations remembered per name
@@ -28,13 +30,13 @@ class Settled(NamedTuple):
     name: str
     generation: int
     verdict: Verdict
-    waiting: tuple[tuple[Hashable, int], ...]  # (peer, request)
+    waiting: tuple[tuple[Peer, int], ...]  # (peer, request)
 
 
 @dataclass(slots=True)
 class _Barrier:
     generation: int = 0  # the one that is open
-    entered: dict[int, tuple[Hashable, int]] = field(default_factory=dict)  # rank → (peer, request)
+    entered: dict[int, tuple[Peer, int]] = field(default_factory=dict)  # rank → (peer, request)
     broken: OrderedDict[int, Verdict] = field(default_factory=OrderedDict)
 
 
@@ -58,7 +60,7 @@ class Barriers:
             for name, barrier in self._barriers.items()
         ]
 
-    def enter(self, name: str, generation: int, rank: int, peer: Hashable, request: int) -> Verdict | str | None:
+    def enter(self, name: str, generation: int, rank: int, peer: Peer, request: int) -> Verdict | str | None:
         """The verdict of a settled generation, None if the worker now waits, or a text that says why it cannot."""
         barrier = self._barriers.get(name)
         if barrier is None:

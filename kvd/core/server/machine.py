@@ -20,6 +20,8 @@ from kvd.core.machine import (
     LocalCall,
     LogEntry,
     Peer,
+    PeerKind,
+    PeerPath,
     Received,
     Span,
 )
@@ -49,6 +51,7 @@ from kvd.protocol.messages import (
     NodeName,
     NotYet,
     NotYetReason,
+    PathKind,
     Publish,
     Pull,
     PullBatch,
@@ -62,7 +65,7 @@ from kvd.protocol.messages import (
 
 MAX_ATTACHING = 1024
 MAX_REPLACED = 1 << 16
-LINK_GONE = "zmq: the link is gone"
+LINK_GONE = PeerPath(PathKind.ZMQ, "the link is gone")
 
 __all__ = ["ServerMachine", "ServerSettings"]
 
@@ -73,7 +76,7 @@ class ServerMachine(ServerTransfers):
     def __init__(self, settings: ServerSettings, session: SchedulerSession) -> None:
         super().__init__(settings, session)
         self._attached: dict[int, int] = {}  # rank → incarnation
-        self._paths: dict[int, str] = {}  # rank → how its messages travel, as it said in its Attach
+        self._paths: dict[int, PeerPath] = {}  # rank → how its messages travel, as it said in its Attach
         self._replaced: OrderedDict[int, None] = OrderedDict()  # incarnations of workers that change nothing any more
         self._successors: set[int] = set()  # incarnations of workers whose rank was here before they came
         self._attaching: dict[int, tuple[Peer, Attach]] = {}  # incarnations that no view has named yet
@@ -142,8 +145,8 @@ class ServerMachine(ServerTransfers):
     def _path_of(self, rank: int) -> str:
         """How a worker's messages travel: as it said, as long as they still come that way."""
         said = self._paths[rank]
-        needs_link = said != "" and not said.startswith("zmq")
-        return LINK_GONE if needs_link and not isinstance(self._came_over[rank], tuple) else said
+        is_link = said.kind in (PathKind.SHARED_MEMORY, PathKind.UNIX_SOCKET)
+        return (LINK_GONE if is_link and self._came_over[rank].kind is not PeerKind.LINK else said).describe()
 
     def _say_goodbye(self, event: LocalCall) -> None:
         """The only thing that its own program asks of a server: to leave in good order."""
@@ -233,7 +236,7 @@ class ServerMachine(ServerTransfers):
             self._successors.add(incarnation)
         self._workers[incarnation] = rank
         self._attached[rank] = incarnation
-        self._paths[rank] = attach.path
+        self._paths[rank] = PeerPath(attach.path, attach.path_reason)
         self._came_over[rank] = peer
         if incarnation in self._successors:
             versions = [group.log.version for group in self._table.groups.values()]
