@@ -81,7 +81,7 @@ class Memory:
         ] = {}  # of the largest model so far: its bytes, the ratio
 
     def learn(self, system: System, point: Point, outcome: Outcome) -> None:
-        """LogEntry the peaks of all processes of a start, if it tells them."""
+        """Record the peaks of all processes of a start, if it tells them."""
         taken = sum(role.get("peak_bytes", 0) for role in outcome.roles)
         key = (system.name, point.workers)
         if taken and point.nbytes >= self._per_byte.get(key, (0, 0.0))[0]:

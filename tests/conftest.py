@@ -1,6 +1,8 @@
-"""What all tests share: how the messages of their clusters travel."""
+"""What all tests share: how the messages of their clusters travel, and a process that Ctrl-C interrupts."""
 
 from __future__ import annotations
+
+import signal
 
 import pytest
 
@@ -18,3 +20,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     LocalCluster.default_path = config.getoption("--kvd-path")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell; our children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)

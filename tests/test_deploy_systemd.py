@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.config import Config, load, settings
+from kvd.config import Config, all_settings, load
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 UNITS = DEPLOY / "systemd"
@@ -181,7 +181,7 @@ def test_the_command_of_a_worker_is_split_and_not_read_by_a_shell() -> None:
 
 
 def test_every_variable_is_a_setting() -> None:
-    known = {setting.env for setting in settings()} | {"KVD_WORKER_COMMAND"}
+    known = {setting.env for setting in all_settings()} | {"KVD_WORKER_COMMAND"}
     for path in UNITS.iterdir():
         used = set(re.findall(r"\bKVD_[A-Z_]+", path.read_text()))
         assert used <= known, path.name
@@ -194,7 +194,7 @@ def test_the_example_file_shows_every_default(tmp_path: Path) -> None:
     loaded = load(environ={}, file=file)
     assert loaded.config == Config()
     shown = {name for name, origin in loaded.origin.items() if origin != "default"}
-    assert shown == {setting.name for setting in settings()} - OF_ONE_PROCESS
+    assert shown == {setting.name for setting in all_settings()} - OF_ONE_PROCESS
     file.write_text(text)
     assert set(load(environ={}, file=file).origin.values()) == {"default"}
 

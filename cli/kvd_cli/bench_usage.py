@@ -1,4 +1,4 @@
-"""What processes have taken of the machine: peak memory and processor time, from /proc."""
+"""What processes used of the machine: peak memory and processor time, from /proc."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INTERVAL_S = 0.1
 
 
 class Usage(NamedTuple):
-    """Of one process, since its start."""
+    """What one process has used since its start."""
 
     peak_bytes: int
     cpu_s: float
@@ -26,7 +26,7 @@ def usage_of(pid: int | str) -> Usage | None:
     except OSError:
         return None
     peaks = [int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")]
-    if not peaks:  # a process that has ended and waits to be noticed has no memory
+    if not peaks:  # a process that has ended but was not waited for has no memory
         return None
     return Usage(peaks[0], _cpu_s(stat))
 
@@ -47,7 +47,7 @@ def _cpu_s(stat: str) -> float:
 
 
 class Watch:
-    """Keeps the last known usage of processes that somebody else starts and ends.
+    """Keeps the last known usage of processes that others start and end.
 
     Args:
         names: of the processes.
@@ -73,7 +73,7 @@ class Watch:
             await asyncio.sleep(INTERVAL_S)
 
     def look(self) -> None:
-        """LogEntry the usage of those that run."""
+        """Record the usage of those that run."""
         pids = {name: pid for name in self._names if (pid := self._pid_of(name)) is not None}
         for name, pid in pids.items():
             usage = usage_of(pid)

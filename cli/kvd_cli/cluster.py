@@ -8,19 +8,20 @@ from typing import Any
 import click
 
 from kvd_cli.connect import as_worker, observer
+from kvd_cli.flags import common_options
 from kvd_cli.health import Report, health_of
-from kvd_cli.options import common_options, current
+from kvd_cli.options import current
 from kvd_cli.output import ago, print_json, print_table, size
 
-SHARED_MEMORY = "shared memory"  # what needs no remark
+SHARED_MEMORY = "shared memory"  # the usual path, which needs no note
 
 
 @click.command()
 @common_options()
 def status() -> None:
-    """Show who is in the cluster and how the servers are.
+    """Show the nodes of the cluster and the state of its servers.
 
-    Exit code 1 if a node is dead or missing, or a server does not answer.
+    Exits with 1 if a node is dead or missing, or if a server does not answer.
     """
     with observer() as cluster:
         report: Report = cluster.status()
@@ -60,7 +61,7 @@ def _member_rows(report: Report) -> list[list[object]]:
                 ": ".join(notes),
             ]
         )
-    rows.extend([name, "missing", "-", "-", "was never here"] for name in report["missing"])
+    rows.extend([name, "missing", "-", "-", "never joined"] for name in report["missing"])
     return rows
 
 
@@ -78,7 +79,7 @@ def _server_rows(report: Report) -> list[list[object]]:
 
 
 def _notes_of(server: Report) -> str:
-    """What a server's requests wait for, and how it updates."""
+    """What the requests of a server wait for, and its optimizer."""
     notes = [f"waits for {', '.join(server['waiting_for'])}"] if server["waiting_for"] else []
     if server["optimizer"]:
         notes.append(_optimizer_text(server["optimizer"]))
@@ -88,8 +89,10 @@ def _notes_of(server: Report) -> str:
 
 
 def _optimizer_text(optimizer: Any) -> str:
-    """An optimizer as a program would write it, such as ``SGD(learning_rate=0.1)``. What it is made of came from a
-    network."""
+    """An optimizer as a program would write it, such as ``SGD(learning_rate=0.1)``.
+
+    Its parts came over the network, so they may be anything.
+    """
     match optimizer:
         case [str() as name, {**fields}] | ["schedule", str() as name, {**fields}]:
             return f"{name}({', '.join(f'{field}={_optimizer_text(value)}' for field, value in fields.items())})"
@@ -97,7 +100,7 @@ def _optimizer_text(optimizer: Any) -> str:
 
 
 def _path_rows(report: Report) -> list[list[object]]:
-    """How the messages of each worker that has not left travel; servers that are reached alike share a row."""
+    """How messages travel between servers and each worker that has not left. Servers with the same path share a row."""
     gone = {f"{member['role']} {member['rank']}" for member in report["members"] if member["state"] == "left"}
     servers: dict[tuple[str, str], list[str]] = {}
     for server in report.get("servers", ()):
@@ -115,7 +118,7 @@ def _by_rank(entry: tuple[tuple[str, str], list[str]]) -> tuple[int, list[str]]:
 @click.command()
 @common_options()
 def keys() -> None:
-    """List the keys: shape, dtype, version, where they are."""
+    """List the keys with their shape, dtype, version and location."""
     with observer() as cluster:
         found = cluster.keys()
     if current().output == "json":
@@ -159,7 +162,7 @@ def dead_nodes() -> None:
 def command(head: str, body: str) -> None:
     """Run a registered controller on every server.
 
-    HEAD is the name under which it is registered, BODY what it is given.
+    HEAD is the name of the controller, BODY is its argument.
     """
     with observer() as cluster:
         answers = cluster.command(head, body.encode())
@@ -174,7 +177,7 @@ def command(head: str, body: str) -> None:
 @click.argument("name", default="")
 @common_options()
 def barrier(name: str) -> None:
-    """Wait at a barrier until all workers are there.
+    """Wait at a barrier until all workers have reached it.
 
     This joins the cluster as a worker.
     """

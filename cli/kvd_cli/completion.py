@@ -1,11 +1,11 @@
-"""``kvd completion``: what a shell needs to complete commands, flags and values."""
+"""``kvd completion``: the script with which a shell completes commands, flags and values."""
 
 from __future__ import annotations
 
 import click
 from click.shell_completion import get_completion_class
 
-from kvd_cli.options import common_options
+from kvd_cli.flags import common_options
 
 
 @click.command()

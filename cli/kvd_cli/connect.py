@@ -1,4 +1,4 @@
-"""How commands reach a cluster: as an observer, who takes no rank, or as a worker for as long as the command takes."""
+"""How commands reach a cluster: as an observer without a rank, or as a worker for the duration of the command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvd_cli.patience import check_host, told_when_slow
 
 @contextlib.contextmanager
 def observer() -> Iterator[Observer]:
-    """A connection that sees everything and takes no part.
+    """A connection that sees everything and joins nothing.
 
     Raises:
         ConnectError: no scheduler answers.
@@ -28,7 +28,7 @@ def observer() -> Iterator[Observer]:
 
 @contextlib.contextmanager
 def as_worker() -> Iterator[KVStore]:
-    """A worker of the cluster, of whatever mode it has. It leaves without waiting for the others."""
+    """A worker of the cluster, in the cluster's mode. It leaves without waiting for the others."""
     loaded = current().load_client()
     given = {name: getattr(loaded.config, name) for name, origin in loaded.origin.items() if origin != "default"}
     check_host(loaded.config)
@@ -38,6 +38,6 @@ def as_worker() -> Iterator[KVStore]:
     try:
         yield store
     except BaseException:
-        leave_at_once(store)  # a command that was refused is no worker that died
+        leave_at_once(store)  # a refused command is not a dead worker
         raise
     store.close()

@@ -8,15 +8,18 @@ from pathlib import Path
 
 import click
 
-from kvd.config import Loaded, Role, child_environment, settings, systemd_environment
+from kvd.config import Loaded, Role, child_environment, named_setting, systemd_environment
 from kvd.node import roles
 from kvd.node.parent import Guard
 from kvd.observe import log
 from kvd.observe.systemd import Notifier
-from kvd_cli.options import common_options, current, setting_options
+from kvd_cli.flags import common_options, setting_options
+from kvd_cli.options import current
 
 _READY_FILE = click.option(
-    "--ready-file", type=click.Path(path_type=Path, dir_okay=False), help="write the bound address here when ready"
+    "--ready-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="write the bound address to this file when ready",
 )
 
 
@@ -25,7 +28,7 @@ _READY_FILE = click.option(
 @setting_options(role="scheduler", leave_out=["role"])
 @common_options()
 def scheduler(ready_file: Path | None) -> None:
-    """Run the scheduler: knows who is in, and who is dead."""
+    """Run the scheduler, which tracks the nodes of a cluster."""
     _run_daemon("scheduler", ready_file)
 
 
@@ -34,7 +37,7 @@ def scheduler(ready_file: Path | None) -> None:
 @setting_options(role="server", leave_out=["role"])
 @common_options()
 def server(ready_file: Path | None) -> None:
-    """Run a server: keeps values, and updates them."""
+    """Run a server, which keeps values and updates them."""
     _run_daemon("server", ready_file)
 
 
@@ -45,8 +48,8 @@ def server(ready_file: Path | None) -> None:
 def worker(command: tuple[str, ...]) -> None:
     """Run CMD as a worker of a cluster.
 
-    CMD finds the cluster by its environment. Signals are passed on to CMD, and its exit code is the exit code
-    (128 + n after signal n). Nothing that CMD started stays behind.
+    CMD finds the cluster through its environment. Signals are passed on to CMD. The exit code is that of CMD, or
+    128 + n after signal n. No process that CMD started is left behind.
     """
     loaded = current().load_daemon()
     config = loaded.config
@@ -72,16 +75,16 @@ def _tell_ready(notifier: Notifier, pid: int, program: str) -> None:
 
 
 def _worker_environment(loaded: Loaded) -> dict[str, str]:
-    """The variables of the command: all settings that were given, and what makes it a worker."""
+    """The variables of the command: all settings that were given, and those that make it a worker."""
     config = loaded.config
     own = {
         "KVD_ROLE": "worker",
         "KVD_SCHEDULER": config.scheduler,
         "KVD_NODE_ID": config.node_id or f"{socket.gethostname()}-worker-{os.getpid()}",
-        "KVD_PARENT_PID": "",  # the guard watches, for the command and for itself
+        "KVD_PARENT_PID": "",  # the guard watches the parent for both
     }
     for name in ("num_workers", "num_servers"):
-        setting = next(setting for setting in settings() if setting.name == name)
+        setting = named_setting(name)
         own[setting.env] = setting.show(getattr(config, name))
     return child_environment(loaded.environment() | own)
 

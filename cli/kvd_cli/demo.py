@@ -1,4 +1,4 @@
-"""``kvd demo``: a whole cluster on this machine that learns to read handwritten digits, shown as it goes."""
+"""``kvd demo``: a whole cluster on this machine learns to read handwritten digits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import click
 from kvd.config import Loaded
 from kvd.node.launch import Job, run
 from kvd_cli.demo_view import DemoView, LiveView, PlainView
+from kvd_cli.flags import common_options, setting_options
 from kvd_cli.launch import job_environment
-from kvd_cli.options import OF_ONE_PROCESS, common_options, current, setting_options
+from kvd_cli.options import OF_ONE_PROCESS, current
 from kvd_cli.output import print_json
 
 ENOUGH: Final = 0.96
@@ -22,19 +23,19 @@ _RESTARTS: Final = 3
 
 
 @click.command()
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="the same seed, the same bits")
-@click.option("--epochs", type=click.IntRange(min=1), default=20, show_default=True, help="how often to see each image")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="same seed, same bits")
+@click.option("--epochs", type=click.IntRange(min=1), default=20, show_default=True, help="passes over the images")
 @click.option("--batch", type=click.IntRange(1, 1024), default=64, show_default=True, help="images per step")
 @click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="worker processes")
 @click.option("--servers", type=click.IntRange(1, 64), default=2, show_default=True, help="server processes")
 @setting_options(leave_out=(*OF_ONE_PROCESS, "num_workers", "num_servers"))
 @common_options()
 def demo(seed: int, epochs: int, batch: int, workers: int, servers: int) -> None:
-    """Show a whole cluster that learns, on this machine.
+    """Train a small network with a whole cluster on this machine.
 
-    It starts a scheduler, servers and workers, which train a small network on handwritten digits. Each worker
-    computes gradients of its part of every batch, the servers add them up and update the weights. The exit code is 0
-    when at least 96 % of the test images are read correctly.
+    This starts a scheduler, servers and workers, which train on handwritten digits. Each worker computes the gradients
+    of its part of every batch; the servers add them up and update the weights. The exit code is 0 if at least 96 % of
+    the test images are read correctly.
     """
     if workers > batch:
         raise click.UsageError(f"{workers} workers cannot share {batch} images: give --batch {workers} or more")
@@ -63,16 +64,19 @@ def demo(seed: int, epochs: int, batch: int, workers: int, servers: int) -> None
 
 
 def _environment(loaded: Loaded) -> dict[str, str]:
-    """One thread per process: two workers on two cores, and the same order of additions on every machine. Merged by
-    samples, since the shares of a batch need not be equal."""
+    """The variables of the job's processes.
+
+    Each process has one thread: two workers fit on two cores, and every machine adds in the same order. Gradients are
+    weighted by samples, because the parts of a batch need not be equal.
+    """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return job_environment(loaded, _RESTARTS) | threads | {"KVD_MERGE": "weighted"}
 
 
 def _finish(view: DemoView, code: int, seconds: float, as_json: bool) -> None:
-    """Tell how it went, and exit."""
+    """Show the result, and exit."""
     if code:
-        if code < 128:  # not one that a signal asked for
+        if code < 128:  # no signal asked for it
             view.print_last_words()
         click.get_current_context().exit(code)
     accuracy, digests = view.final_accuracy(), view.digests()

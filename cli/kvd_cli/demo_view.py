@@ -1,4 +1,4 @@
-"""What one sees of ``kvd demo``: a live picture on a terminal, a line per epoch elsewhere."""
+"""What ``kvd demo`` shows: a live picture on a terminal, a line per epoch elsewhere."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Progress:
         step: its clock: how many steps it has done.
         loss: the mean of its last steps.
         rate: bytes per second that it pushes and pulls.
-        restarts: how often it was started again.
-        digest: of its final weights.
+        restarts: how often it was restarted.
+        digest: the digest of its final weights.
     """
 
     step: int = 0
@@ -46,7 +46,7 @@ class Progress:
 
 
 class DemoView:
-    """Takes the output of the job's processes, and keeps what is to be shown. Its lines come from several threads.
+    """Takes the output of the job's processes from several threads, and keeps what the views show.
 
     Attributes:
         out: where lines for a person go.
@@ -65,7 +65,7 @@ class DemoView:
         self.started = time.monotonic()
         self._final: float | None = None
         self._lock = threading.RLock()
-        self._news: list[str] = []  # lines that are to be shown as soon as the lock is free
+        self._news: list[str] = []  # lines to show as soon as the lock is free
         self._words: deque[str] = deque(maxlen=_LAST_WORDS)
 
     def __enter__(self) -> DemoView:
@@ -83,16 +83,16 @@ class DemoView:
             else:
                 self._take_log(node, printable(line.decode("utf-8", "replace")))
             news, self._news = self._news, []
-        # without the lock: whoever draws a picture holds the console, and wants the lock
+        # without the lock: the thread that draws holds the console, and waits for the lock
         for text in news:
             self.say(text)
 
     def say(self, text: str) -> None:
-        """Show a line that is worth seeing, at once."""
+        """Show a line at once."""
         print(text, file=self.out, flush=True)
 
     def on_epoch(self, accuracy: float) -> None:
-        """The test accuracy at the end of an epoch has come in."""
+        """Called with the test accuracy at the end of an epoch."""
 
     def final_accuracy(self) -> float:
         """The test accuracy of the final weights."""
@@ -103,17 +103,17 @@ class DemoView:
         return sorted({worker.digest for worker in self.workers})
 
     def print_last_words(self) -> None:
-        """Show the end of what the processes said: why it did not work."""
+        """Show the last lines of the processes, which say what went wrong."""
         for line in self._words:
             print(line, file=sys.stderr)
 
     def mean_loss(self) -> float:
-        """The loss over all workers that have told one."""
+        """The mean loss of the workers that have reported one."""
         losses = [worker.loss for worker in self.workers if worker.loss]
         return sum(losses) / len(losses) if losses else 0.0
 
     def megabytes_per_s(self) -> float:
-        """What all workers push and pull."""
+        """What all workers push and pull, in MB/s."""
         return sum(worker.rate for worker in self.workers) / 1e6
 
     def epoch(self) -> int:
@@ -133,7 +133,7 @@ class DemoView:
             self.steps, self.steps_per_epoch = report["steps"], report["steps_per_epoch"]
             if worker.has_started:
                 worker.restarts += 1
-                self._news.append(f"worker {report['worker']} is back, and goes on with step {report['step']}")
+                self._news.append(f"worker {report['worker']} is back and continues with step {report['step']}")
             worker.has_started, worker.step, worker.last = True, report["step"], (0.0, 0.0)
         elif report["event"] == "step":
             seconds, count = report["t"] - worker.last[0], report["bytes"] - worker.last[1]

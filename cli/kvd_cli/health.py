@@ -1,4 +1,4 @@
-"""What is wrong with a cluster, from what ``kvd status`` was told, and what to do about it."""
+"""What is wrong with a cluster, judged by its status, and what to do about it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 Report = Mapping[str, Any]
 
 SLICES_EACH: Final = 8
-"""Slices per server from which on one without any is no accident: the odds against it are a thousand to one."""
+"""With this many slices per server, a server without any is no accident: the odds are a thousand to one."""
 
 _FROM_CHECKPOINT: Final = "start the job again from a checkpoint"
 
@@ -19,8 +19,8 @@ class Health:
     """A verdict.
 
     Attributes:
-        is_healthy: nobody is dead, missing or silent.
-        advice: what is wrong, or looks like it, one line each, with what to do.
+        is_healthy: whether no node is dead, missing or silent.
+        advice: a line for each thing that is or looks wrong, with what to do.
     """
 
     is_healthy: bool
@@ -38,14 +38,14 @@ def health_of(report: Report) -> Health:
         advice.append(f"dead: {', '.join(servers)}. With replicas=1 {keys} gone: {_FROM_CHECKPOINT}.")
     if workers:
         them = "them" if len(workers) > 1 else "it"
-        rank = "they take up their ranks" if len(workers) > 1 else "it takes up its rank"
+        rank = "they get their ranks back" if len(workers) > 1 else "it gets its rank back"
         advice.append(f"dead: {', '.join(workers)}. Start {them} again under the same node id, and {rank}.")
     if missing:
-        advice.append(f"missing: {', '.join(missing)}. The job waits until all are there.")
+        advice.append(f"missing: {', '.join(missing)}. The job waits until all have joined.")
     if silent:
         advice.append(
-            f"no answer: {', '.join(silent)}. Look at its log, whether its process hangs or is stopped, and whether "
-            "this host reaches its address."
+            f"no answer: {', '.join(silent)}. Check its log, whether its process hangs or is stopped, and whether "
+            "this host can reach its address."
         )
     advice += [_emptied(name) for name in _empty_servers(report)]
     return Health(not (servers or workers or missing or silent), tuple(advice))
@@ -56,7 +56,7 @@ def _dead(report: Report, role: str) -> list[str]:
 
 
 def _empty_servers(report: Report) -> list[str]:
-    """Servers without a key among others that hold so many, or have an optimizer, that this one must have lost its."""
+    """Servers that must have lost their keys: they hold none, while the others hold many or have an optimizer."""
     answered = [server for server in report.get("servers", ()) if "error" not in server]
     slices = sum(server["slices"] for server in answered)
     has_optimizer = any(server["optimizer"] for server in answered)
@@ -70,4 +70,4 @@ def _empty_servers(report: Report) -> list[str]:
 
 
 def _emptied(name: str) -> str:
-    return f"empty: {name} holds no keys, and others do. If it was started again, its part is gone: {_FROM_CHECKPOINT}."
+    return f"empty: {name} holds no keys, but others do. If it was restarted, its part is gone: {_FROM_CHECKPOINT}."

@@ -12,12 +12,13 @@ from kvd.config import Loaded
 from kvd.errors import ConfigError
 from kvd.node.affinity import MOST_AUTO_SERVERS, auto_servers, usable_cores
 from kvd.node.launch import Job, run
-from kvd_cli.options import OF_ONE_PROCESS, common_options, current, setting_options
+from kvd_cli.flags import common_options, setting_options
+from kvd_cli.options import OF_ONE_PROCESS, current
 from kvd_cli.prefix import Prefixer
 
 _PLACES = ("local", "slurm", "ray", "kubernetes")
 AUTO: Final = 0
-"""As a number of servers: whatever suits this machine."""
+"""As a number of servers: the number that suits this machine."""
 
 
 class ServerCount(click.IntRange):
@@ -35,28 +36,30 @@ class ServerCount(click.IntRange):
 
 @click.command()
 @click.argument("command", nargs=-1, required=True, metavar="-- CMD…")
-@click.option("--on", "place", type=click.Choice(_PLACES), default="local", show_default=True, help="where to run it")
+@click.option(
+    "--on", "place", type=click.Choice(_PLACES), default="local", show_default=True, help="where the job runs"
+)
 @click.option(
     "--restart", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
-    help="start a worker that failed again, under its old name, up to N times",
+    help="restart a failed worker under its old name up to N times",
 )  # fmt: skip
 @click.option(
     "--grace", type=click.FloatRange(min=0), default=10.0, show_default=True, metavar="SECONDS",
-    help="what a process may take to end after SIGTERM",
+    help="time that a process has to end after SIGTERM",
 )  # fmt: skip
 @click.option(
     "-s", "--num-servers", "servers", type=ServerCount(), metavar="INTEGER|auto",
-    help="servers in the job; auto: as many as the workers leave cores, at least 1, at most "
+    help="number of servers in the job; auto: one for each core that the workers leave, from 1 to "
     f"{MOST_AUTO_SERVERS}  [KVD_NUM_SERVERS]",
 )  # fmt: skip
 @setting_options(leave_out=(*OF_ONE_PROCESS, "num_servers"), short={"num_workers": "-n", "cpu_affinity": "--affinity"})
 @common_options()
 def launch(command: tuple[str, ...], servers: int | None, place: str, restart: int, grace: float) -> None:
-    """Run a whole job: CMD in several workers.
+    """Run a whole job on this machine: CMD in several workers.
 
-    They get a scheduler and servers of their own, and the job ends when the workers are done. The exit code is that
-    of the job: of the first worker that failed, which ends the rest. Ctrl-C ends the job in good order, a second one
-    at once; nothing is left running in any case.
+    The job has its own scheduler and servers, and ends when all workers are done. A worker that fails ends the job;
+    its exit code becomes that of the job. Ctrl-C ends the job in order, a second Ctrl-C kills it. No process is left
+    running in any case.
     """
     options = current()
     if servers:
@@ -69,7 +72,7 @@ def launch(command: tuple[str, ...], servers: int | None, place: str, restart: i
         config = dataclasses.replace(config, num_servers=auto_servers(config.num_workers, len(usable_cores())))
     for name, flag in (("num_workers", "-n"), ("num_servers", "-s")):
         if getattr(config, name) < 1:
-            raise click.UsageError(f"give {flag} N (--{name.replace('_', '-')}): how many there are to be")
+            raise click.UsageError(f"give {flag} N (--{name.replace('_', '-')}): how many the job has")
     job = Job(
         command=command,
         workers=config.num_workers,
@@ -82,12 +85,12 @@ def launch(command: tuple[str, ...], servers: int | None, place: str, restart: i
 
 
 def job_environment(loaded: Loaded, restarts: int = 0) -> dict[str, str]:
-    """The variables that give the processes of a job the settings that were given here."""
+    """The variables that pass the given settings on to the processes of a job."""
     variables = loaded.environment()
     if restarts and loaded.origin["on_worker_loss"] == "default":
-        variables["KVD_ON_WORKER_LOSS"] = "wait"  # for the one that will be started again
+        variables["KVD_ON_WORKER_LOSS"] = "wait"  # for the worker that will be restarted
     for name in OF_ONE_PROCESS:
         variables.pop(f"KVD_{name.upper()}", None)
     if loaded.config.log_format == "auto" and sys.stderr.isatty():
-        variables["KVD_LOG_FORMAT"] = "text"  # their logs go through a pipe, but a person reads them
+        variables["KVD_LOG_FORMAT"] = "text"  # a person reads their logs, although they go through a pipe
     return variables

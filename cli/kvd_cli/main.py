@@ -1,7 +1,7 @@
 """The program ``kvd``: how its process begins and ends. What it does is in `kvd_cli.program`.
 
-Little is imported here: what all commands need takes half a second to import, and who presses Ctrl-C meanwhile wants
-to see no traceback.
+Little is imported here: the imports that all commands need take half a second, and Ctrl-C must not show a traceback
+meanwhile.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ import sys
 from typing import Final, NoReturn
 
 from kvd_cli import streams
+from kvd_cli.exit_codes import INTERRUPTED, PIPE_CLOSED
 
 FAILED: Final = 1
-INTERRUPTED: Final = 130
-PIPE_CLOSED: Final = 141
 
 
 def main() -> NoReturn:
     """Run the command line with the arguments of this process, then exit."""
-    is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it is to be ignored
+    is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else we ignore it too
     code = FAILED
     try:
         if is_interruptible:
             signal.signal(signal.SIGINT, _leave)
-            # The interpreter takes handlers away before it is done, and then an interrupt would change the exit code.
+            # The interpreter removes handlers before it is done; an interrupt would then change the exit code.
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
         code = _run(is_interruptible)
         streams.flush()
@@ -43,10 +42,10 @@ def main() -> NoReturn:
 
 
 def _run(is_interruptible: bool) -> int:
-    """The exit code of the command. An interrupt raises while it runs, and ends the process before and after that."""
+    """The exit code of the command. An interrupt raises while it runs, and ends the process before and after."""
     try:
         streams.prepare()
-        from kvd_cli.program import run  # only now that an interrupt is dealt with
+        from kvd_cli.program import run  # not before interrupts are handled
 
         if is_interruptible:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -57,7 +56,7 @@ def _run(is_interruptible: bool) -> int:
 
 
 def _leave(*_: object) -> NoReturn:
-    """End at once: nothing has begun yet, or all is done."""
+    """End at once: nothing has begun yet, or everything is done."""
     os._exit(INTERRUPTED)
 
 

@@ -1,4 +1,4 @@
-"""Where ``-o`` writes: a file is replaced as a whole, anything else that has the name is written to as it is."""
+"""Where ``-o`` writes: a file is replaced atomically; a pipe or a device is written to."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from pathlib import Path
 from typing import Protocol
 
 from kvd.errors import ConfigError
-from kvd.node.wholefile import replace_file
+from kvd.node.atomic_file import write_atomically
 
 
 class Sink(Protocol):
-    """What can be written to, and no more: a pipe has no position, and a device may have no end."""
+    """Something to write to, and nothing more: a pipe has no position, and a device may have no end."""
 
     def write(self, data: bytes, /) -> object:
         """Take these bytes."""
 
 
 def write_file(file: Path, save: Callable[[Sink], None]) -> None:
-    """Write a file. One that is there is replaced in one step and keeps its mode, so that nobody finds half of one.
+    """Write a file. An existing file is replaced atomically and keeps its mode, so that no reader finds half of it.
 
-    A link stays, and what it points at is replaced. A pipe, a device or a socket is no file that could be replaced:
-    it is written to.
+    A symbolic link stays, and its target is replaced. Pipes, devices and sockets are written to.
 
     Raises:
         ConfigError: it cannot be written.
     """
     try:
         if _can_be_replaced(file):
-            replace_file(file, save)
+            write_atomically(file, save)
         else:
             _write_through(file, save)
     except OSError as error:
@@ -38,7 +37,7 @@ def write_file(file: Path, save: Callable[[Sink], None]) -> None:
 
 
 def _can_be_replaced(file: Path) -> bool:
-    """Whether the name stands, at the end of all links, for a file or for nothing yet."""
+    """Whether the name leads, through all links, to a regular file or to nothing."""
     try:
         return stat.S_ISREG(os.stat(file).st_mode)
     except FileNotFoundError:

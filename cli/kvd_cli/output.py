@@ -1,4 +1,4 @@
-"""What goes to stdout: a table for a person, columns for a pipe, JSON for a program."""
+"""What is written to stdout: a table for a person, columns for a pipe, JSON for a program."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from rich.text import Text
 from kvd.config import terminal_colour
 
 STYLES = {"active": "green", "ready": "green", "done": "cyan", "left": "dim", "dead": "bold red", "missing": "yellow"}
-"""How a word is shown where a whole cell consists of it."""
+"""The style of a cell that consists of this word."""
 
 
 def console() -> Console:
-    """A console on stdout, with colours if it is a terminal that shows them and nobody objects."""
-    # without a colour system there is no bold either, which rich's no_color would leave
+    """A console on stdout, with colours if it is a terminal that shows them and ``NO_COLOR`` is not set."""
+    # None turns bold off too, which rich's no_color does not
     system: Literal["auto"] | None = "auto" if terminal_colour(None, sys.stdout) else None
     return Console(file=sys.stdout, color_system=system, highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
 def print_json(value: object) -> None:
-    """One JSON document."""
+    """Print one JSON document."""
     click.echo(json.dumps(value, indent=2, allow_nan=False, default=str))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Rows under headings. A pipe gets one line per row, columns two or more spaces apart, nothing cut."""
+    """Print rows under headings. In a pipe, each row is one line, with nothing cut."""
     cells = [[printable(str(cell)) for cell in row] for row in rows]
     if not sys.stdout.isatty():
         widths = [max(len(line[index]) for line in (columns, *cells)) for index in range(len(columns))]
@@ -47,14 +47,14 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 
 
 def printable(text: str) -> str:
-    """The text without anything that could move a terminal's cursor: names come from a network."""
+    """The text with control characters escaped: names come from the network, and must not move the cursor."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def size(count: float) -> str:
-    """A number of bytes as people read it."""
+    """A number of bytes, as people read it."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""What somebody who waits for a cluster is told: that it takes long, how long it may take, or that it is in vain."""
+"""What a person who waits for a cluster is told: how long it may take, or that it cannot work."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvd.config import Config, parse_address
 from kvd.errors import ConnectError
 
 SILENT_FOR_S: Final = 2.0
-"""How long a command may wait without a word."""
+"""How long a command may wait before it says so."""
 
 
 @contextlib.contextmanager
 def told_when_slow(config: Config) -> Iterator[None]:
-    """Say on stderr what is waited for, once that has taken a while.
+    """Say on stderr what the command waits for, once that has taken a while.
 
-    In scripts too: whoever reads their log later wants to know where the time went.
+    In scripts too: a reader of their log wants to know where the time went.
     """
     text = (
         f"waiting for an answer from the cluster at {config.scheduler}, for up to {config.request_timeout_s:g} s "
@@ -40,16 +40,16 @@ def told_when_slow(config: Config) -> Iterator[None]:
 
 
 def check_host(config: Config) -> None:
-    """Refuse an address whose host nobody knows. Without an answer to that within a short time it counts as known.
+    """Refuse an address with an unknown host. A host counts as known if the name server does not answer in time.
 
     Raises:
-        ConnectError: the name of the host means nothing here.
+        ConnectError: no address is known for the host.
     """
     address = parse_address(config.scheduler)
     if address.scheme != "tcp" or _is_number(address.host):
         return
     found: queue.Queue[OSError | None] = queue.Queue()
-    # in a thread, because a name server that does not answer takes longer than anyone wants to wait
+    # in a thread: a name server that does not answer takes longer than anyone wants to wait
     threading.Thread(target=lambda: found.put(_look_up(address.host)), daemon=True).start()
     try:
         error = found.get(timeout=min(SILENT_FOR_S, config.request_timeout_s))
@@ -72,11 +72,11 @@ def _is_number(host: str) -> bool:
 
 
 def _look_up(host: str) -> OSError | None:
-    """What is wrong with the name of a host; None: nothing."""
+    """The error of looking up a host; None if it is known."""
     try:
         socket.getaddrinfo(host, None)
-    except UnicodeError:  # no name can look like this
-        return OSError(0, "it is no name of a host")
+    except UnicodeError:  # no host name looks like this
+        return OSError(0, "it is not a host name")
     except OSError as error:
         return error
     return None

@@ -18,14 +18,14 @@ _DESCRIPTOR: Final = {"stdout": 1, "stderr": 2}
 class Prefixer:
     """Writes lines to stdout and stderr, with the name of their node in front. From any thread.
 
-    A line is one write under a lock, straight to the descriptor: nothing is buffered, and no line is torn. Whoever
-    reads slowly slows down the nodes; nothing piles up here.
+    A line is one write under a lock, straight to the descriptor: nothing is buffered, and no line is torn. A slow
+    reader slows the nodes down; nothing piles up here.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         """
         Args:
-            names: of the nodes that will speak; others may.
+            names: the nodes whose lines are expected; others may come too.
         """
         self._width = max(map(len, names), default=0)
         self._colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
@@ -39,7 +39,7 @@ class Prefixer:
         """Write one line.
 
         Raises:
-            OSError: nobody reads it any more.
+            OSError: nobody reads the stream any more.
         """
         prefix = f"{node:<{self._width}} | "
         if self._coloured[stream]:

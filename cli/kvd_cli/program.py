@@ -1,4 +1,4 @@
-"""The commands of ``kvd``, and what an error becomes at a terminal."""
+"""The commands of ``kvd``, and how their errors are shown."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any, Final, cast
 
 import click
 
-from kvd.errors import ConfigError, ConnectError, KvdError, RequestTimeout
-from kvd_cli.options import common_options, is_verbose
+from kvd.errors import KvdError
+from kvd.node.exit_codes import exit_code_of
+from kvd_cli.exit_codes import INTERRUPTED
+from kvd_cli.flags import common_options
+from kvd_cli.options import is_verbose
 
 COMMANDS: Final = {
     "demo": "kvd_cli.demo:demo",
@@ -32,8 +35,6 @@ COMMANDS: Final = {
 }
 """Name → module and attribute, in the order of the help. A command's module is imported when it is used."""
 
-INTERRUPTED: Final = 130
-
 
 class Kvd(click.Group):
     """The group of all commands: loads them when they are used, and turns errors into messages and exit codes."""
@@ -50,7 +51,7 @@ class Kvd(click.Group):
         return cast(click.Command, getattr(importlib.import_module(module), attribute))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. What went wrong becomes one line on stderr and an exit code."""
+        """Run the command. An error becomes one line on stderr and an exit code."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -65,30 +66,21 @@ class Kvd(click.Group):
             ctx.exit(exit_code_of(error))
 
 
-def exit_code_of(error: KvdError) -> int:
-    """The exit code that an error stands for: 2 usage, 3 cannot connect, 4 timed out, 1 everything else."""
-    if isinstance(error, ConfigError):
-        return 2
-    if isinstance(error, ConnectError):
-        return 3
-    return 4 if isinstance(error, RequestTimeout) else 1
-
-
 @click.group(cls=Kvd, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="kvd-ps", prog_name="kvd")
 @common_options()
 def cli() -> None:
     """A parameter server: keeps the weights of a model while workers on many machines train it.
 
-    `kvd demo` shows a whole cluster at work. Exit codes: 0 well, 1 unhealthy or failed, 2 wrong usage or settings,
-    3 cannot connect, 4 timed out.
+    `kvd demo` shows a whole cluster at work. Exit codes: 0 success, 1 failure or an unhealthy cluster, 2 wrong usage
+    or settings, 3 no connection, 4 timeout.
     """
 
 
 def run() -> int:
     """Run the command line with the arguments of this process; the exit code."""
     try:
-        # not standalone: click would call an interrupt "Aborted!", and exit with 1
+        # not standalone: click would print "Aborted!" for an interrupt, and exit with 1
         code = cli.main(prog_name="kvd", standalone_mode=False)
     except click.ClickException as error:
         error.show()

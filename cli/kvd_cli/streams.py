@@ -1,7 +1,7 @@
-"""stdout and stderr as they should be: open, able to take every character, and clear about what went wrong.
+"""stdout and stderr made safe: open, able to encode every character, with clear errors.
 
-Whatever a program starts with can be closed, full, or of an encoding from another century. `prepare` sees to it once,
-so that no command has to.
+The streams that a program starts with may be closed, full, or have an old encoding. `prepare` repairs them once, so
+that no command has to.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 class OutputError(OSError):
-    """stdout takes no more: a disk is full, or a terminal is gone."""
+    """stdout takes no more: the disk is full, or the terminal is gone."""
 
     def __str__(self) -> str:
-        return f"cannot write to stdout: {self.strerror}; make room, or send it elsewhere"
+        return f"cannot write to stdout: {self.strerror}; make room, or redirect it"
 
 
 def prepare() -> None:
-    """Make the streams of this process usable. For the program itself, before anything is written."""
+    """Make the streams of this process usable. The program calls this before anything is written."""
     for descriptor in (0, 1, 2):
-        _open(descriptor)  # else the next socket or file would get its number, and what is printed
+        _open(descriptor)  # else the next socket or file would get this number, and receive what is printed
     sys.stdout = _text(_Stdout, 1, sys.stdout)
     sys.stderr = _text(_Stderr, 2, sys.stderr)
 
 
 def flush() -> None:
-    """Write what stdout still holds, and notice if that fails: when the interpreter ends, nobody could tell any more.
+    """Write the rest of stdout now: if that failed when the interpreter ends, nobody could report it.
 
     Raises:
         BrokenPipeError: nobody reads it.
@@ -43,27 +43,27 @@ def flush() -> None:
 
 
 def forget_stdout() -> None:
-    """Point stdout at nothing: what is still in its buffer would raise again when the interpreter ends."""
+    """Point stdout at nothing: the rest of its buffer would raise again when the interpreter ends."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.close(nothing)
 
 
 class _Stdout(io.FileIO):
-    """What fails here is told apart from all other errors of the system."""
+    """Raises errors that can be told from all other errors of the system."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
-            # without its number, by which click would recognise it and exit with a code of its own
+            # without an errno, by which click would recognise it and exit with its own code
             raise BrokenPipeError("nobody reads stdout any more") from None
         except OSError as error:
             raise OutputError(0, error.strerror or str(error)) from None
 
 
 class _Stderr(io.FileIO):
-    """Where the errors go. That it takes nothing is no reason to fail: there is nowhere to tell."""
+    """Never fails: there is no other place to report an error."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -85,7 +85,7 @@ def _open(descriptor: int) -> None:
 
 
 def _text(raw: Callable[..., io.FileIO], descriptor: int, old: TextIO | None) -> TextIO:
-    """A stream like the one that the interpreter made, if it made one."""
+    """A stream like the interpreter's own, if there is one."""
     binary = raw(descriptor, "w", closefd=False)
     unbuffered = isinstance(old, io.TextIOWrapper) and old.write_through
     by_line = descriptor == 2 or unbuffered or binary.isatty()

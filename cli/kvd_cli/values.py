@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from kvd.errors import ConfigError
 from kvd_cli.connect import as_worker, observer
-from kvd_cli.options import common_options, current
+from kvd_cli.flags import common_options
+from kvd_cli.options import current
 from kvd_cli.outfile import write_file
 from kvd_cli.output import print_json, print_table, size
 
@@ -38,7 +39,7 @@ def _value_arguments(command: Command) -> Command:
 @_value_arguments
 @common_options()
 def init(key: str, file: Path, dtype: str | None) -> None:
-    """Make KEY with the array in FILE.npy as its value.
+    """Create KEY with the array in FILE.npy as its value.
 
     This joins the cluster as a worker.
     """
@@ -53,7 +54,7 @@ def init(key: str, file: Path, dtype: str | None) -> None:
 def push(key: str, file: Path, dtype: str | None) -> None:
     """Push the array in FILE.npy to KEY.
 
-    This joins the cluster as a worker, and returns when the push is acknowledged.
+    This joins the cluster as a worker and returns when the push is acknowledged.
     """
     array = read_array(file, dtype)
     with as_worker() as store:
@@ -63,12 +64,12 @@ def push(key: str, file: Path, dtype: str | None) -> None:
 
 @click.command()
 @_value_arguments
-@click.option("-o", "out", type=_FILE, metavar="OUT.npy", help="write the new value here")
+@click.option("-o", "out", type=_FILE, metavar="OUT.npy", help="write the new value to this file")
 @common_options(output_flags=("--format",))
 def pushpull(key: str, file: Path, dtype: str | None, out: Path | None) -> None:
-    """Push the array in FILE.npy to KEY, and take the new value.
+    """Push the array in FILE.npy to KEY, and get the new value.
 
-    This joins the cluster as a worker; with dist_sync it waits for the pushes of the others.
+    This joins the cluster as a worker. With dist_sync it waits for the pushes of all others.
     """
     array = read_array(file, dtype)
     with as_worker() as store:
@@ -78,10 +79,10 @@ def pushpull(key: str, file: Path, dtype: str | None, out: Path | None) -> None:
 
 @click.command()
 @click.argument("key")
-@click.option("-o", "out", type=_FILE, metavar="FILE.npy", help="write the value here; without it, a summary is shown")
+@click.option("-o", "out", type=_FILE, metavar="FILE.npy", help="write the value here instead of showing a summary")
 @common_options(output_flags=("--format",))
 def pull(key: str, out: Path | None) -> None:
-    """Take the value of KEY, without being a worker."""
+    """Get the value of KEY without joining as a worker."""
     with observer() as cluster:
         value = cluster.pull(key)
     _deliver(key, value, out)
@@ -91,14 +92,14 @@ def read_array(file: Path, dtype: str | None = None) -> Array:
     """The array of a .npy file, converted to a dtype if one is given. Nothing in the file is executed.
 
     Raises:
-        ConfigError: it cannot be read, or holds no array of numbers.
+        ConfigError: it cannot be read, or does not hold an array of numbers.
     """
     try:
         array = np.load(file, allow_pickle=False)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from None
-    except (ValueError, EOFError):  # their texts advise to trust the file
-        raise ConfigError(f"{file} is no .npy file with an array of numbers, or only a part of one") from None
+    except (ValueError, EOFError):  # their texts suggest trusting the file
+        raise ConfigError(f"{file} is not a complete .npy file with an array of numbers") from None
     if not isinstance(array, np.ndarray):
         array.close()
         raise ConfigError(f"{file} is an archive: give a .npy file with one array")
@@ -122,13 +123,15 @@ def write_array(file: Path, array: Array) -> None:
         ConfigError: it cannot be written.
     """
     if array.dtype.name == "bfloat16":
-        click.echo("note: a .npy file knows no bfloat16: the values are written as float32, which holds each", err=True)
+        click.echo(
+            "note: .npy files have no bfloat16: the values are written as float32, which holds them exactly", err=True
+        )
         array = array.astype(np.float32)
     write_file(file, lambda sink: np.save(sink, array, allow_pickle=False))
 
 
 def _deliver(key: str, value: Array, out: Path | None) -> None:
-    """Write a value to a file, or tell about it on stdout."""
+    """Write a value to a file, or a summary of it to stdout."""
     if out is not None:
         write_array(out, value)
         return
@@ -144,7 +147,7 @@ def _deliver(key: str, value: Array, out: Path | None) -> None:
 
 
 def summarise(key: str, value: Array) -> dict[str, Any]:
-    """What can be said about an array in a few words. Numbers that JSON cannot hold become text."""
+    """A short description of an array. Numbers that JSON cannot hold become text."""
     wide = value.astype(np.float64)
     figures = (wide.min(), wide.max(), wide.mean()) if value.size else (None, None, None)
     named = dict(zip(("min", "max", "mean"), (_plain(figure) for figure in figures), strict=True))

@@ -22,7 +22,7 @@ from kvd.core import requests
 from kvd.core.membership import DEAD, GONE
 from kvd.core.requests import Item
 from kvd.errors import ConfigError, KvdError
-from kvd.node.pieces import Pieces
+from kvd.node.reassembly import ReassemblyBuffer
 from kvd.optimizer import Optimizer, changes_to_wire, to_wire
 from kvd.protocol.messages import (
     ABSENT,
@@ -131,7 +131,7 @@ class DistBackend:
         specs = [
             self._engine.submit(requests.DescribeKey(name)) for name in names
         ]  # each is known before the bytes are
-        pieces = [Pieces() for _ in names]
+        pieces = [ReassemblyBuffer() for _ in names]
         items = tuple(Item(name, None, None, piece) for name, piece in zip(names, pieces, strict=True))
         transfer = requests.Transfer(items, push=False, pull=True, priority=priority)
 

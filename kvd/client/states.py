@@ -20,7 +20,7 @@ from safetensors.numpy import load, save
 
 from kvd.core import requests
 from kvd.errors import NotAllowed, ProtocolError
-from kvd.node.wholefile import replace_file
+from kvd.node.atomic_file import write_atomically
 from kvd.optimizer import Optimizer, from_wire, to_wire
 from kvd.protocol.messages import BIGGEST, FetchState, ListKeys, OptimizerQuery, SetOptimizer, StoreState
 from kvd.protocol.specs import DTYPES, KeySpec, padded
@@ -51,7 +51,7 @@ class StateFile:
         data = save(tensors, metadata)
         try:
             _check_place(path)
-            replace_file(path, lambda file: file.write(data))
+            write_atomically(path, lambda file: file.write(data))
         except OSError as error:
             text = (
                 f"{error.strerror}: the optimizer states cannot be saved there, choose a file in a folder that is there"

@@ -1,7 +1,7 @@
-"""The interface between the machines and their shell: events go in, effects come out.
+"""The interface between the machines and their shell: events in, effects out.
 
 A machine is a deterministic function of its events: the same state and the same event give the same effects. The shell
-(`kvd.node.driver`, or the simulator) carries the effects out and reports what came of them.
+(`kvd.node.driver`, or the simulator) carries out the effects and reports their results as events.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvd.core.requests import Request
 from kvd.errors import KvdError
 from kvd.protocol.messages import Epoch, Message, PathKind
 
-Buffer: TypeAlias = Any  # memory that the machine passes on and never looks into
+Buffer: TypeAlias = Any  # memory that machines pass on and never read
 
 
 # ── peers ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,13 +87,13 @@ class Span(NamedTuple):
 
 
 class ScatterList(NamedTuple):
-    """Bytes that lie in several buffers; in the whole, each span starts at a multiple of 8."""
+    """Bytes that lie in several buffers. In the concatenation, each span starts at a multiple of 8."""
 
     spans: tuple[Span, ...]
 
 
 def spans_of(buffer: Buffer | ScatterList, nbytes: int) -> tuple[Span, ...]:
-    """All `nbytes` bytes of a buffer, or of a rope."""
+    """The spans of all `nbytes` bytes of a buffer or scatter list."""
     return buffer.spans if isinstance(buffer, ScatterList) else (Span(buffer, 0, nbytes),)
 
 
@@ -101,7 +101,7 @@ def spans_of(buffer: Buffer | ScatterList, nbytes: int) -> tuple[Span, ...]:
 
 
 class Received(NamedTuple):
-    """A message arrived, with its payload of `nbytes` bytes if it had one."""
+    """A message arrived. `payload` is None if it has none; otherwise it holds `nbytes` bytes."""
 
     peer: Peer
     sender: int
@@ -112,7 +112,7 @@ class Received(NamedTuple):
 
 
 class LocalCall(NamedTuple):
-    """The program asks for something; it is answered by exactly one Complete, at `deadline` at the latest."""
+    """The program requests something. Exactly one Complete answers it, at `deadline` at the latest."""
 
     call: int
     request: Request
@@ -120,7 +120,7 @@ class LocalCall(NamedTuple):
 
 
 class JobDone(NamedTuple):
-    """What a job gave: a buffer, bytes, or whatever the job is said to give; or the error that it ended with."""
+    """A job ended: with the result that its effect describes, or with an error."""
 
     job: int
     result: Any = None
@@ -134,21 +134,21 @@ class Persisted(NamedTuple):
 
 
 class PeerLost(NamedTuple):
-    """The shell knows for certain that this incarnation is gone (its process ended on this host)."""
+    """The shell knows for certain that this incarnation is gone: its process on this host ended."""
 
     incarnation: int
     reason: str
 
 
 class InvalidFrame(NamedTuple):
-    """Frames arrived that are no message of this protocol."""
+    """Frames arrived that are not a message of this protocol."""
 
     peer: Peer
     text: str
 
 
 class Tick(NamedTuple):
-    """Time has passed: the deadline of the machine is reached, or nothing happened for a while."""
+    """Time has passed: the machine's deadline is reached, or nothing has happened for a while."""
 
 
 Event: TypeAlias = Received | LocalCall | JobDone | Persisted | PeerLost | InvalidFrame | Tick
@@ -158,7 +158,7 @@ Event: TypeAlias = Received | LocalCall | JobDone | Persisted | PeerLost | Inval
 
 
 class Send(NamedTuple):
-    """Send a message, with the bytes of the spans as payload, each starting at a multiple of 8."""
+    """Send a message. The bytes of the spans are its payload; each span starts there at a multiple of 8."""
 
     peer: Peer
     message: Message
@@ -166,7 +166,7 @@ class Send(NamedTuple):
 
 
 class Connect(NamedTuple):
-    """Open a connection that is called `peer` from now on."""
+    """Open a connection; its name is `peer` from now on."""
 
     peer: Peer
     address: str
@@ -181,12 +181,12 @@ class Contribution(NamedTuple):
 
     rank: int
     clock: int
-    span: Span | None  # None: takes part without a value (ABSENT)
+    span: Span | None  # None: the worker takes part without a value (ABSENT)
     samples: int
     how: int
 
     def part(self, offset: int, nbytes: int) -> Contribution:
-        """The same for a range of the bytes."""
+        """The contribution to `nbytes` of its bytes, from `offset` on."""
         if self.span is None:
             return self
         return self._replace(span=Span(self.span.buffer, self.span.offset + offset, nbytes))
@@ -202,7 +202,7 @@ class Extent(NamedTuple):
 
 
 class Create(NamedTuple):
-    """Make the first version of a slice from received bytes. Its JobDone brings the buffer."""
+    """Make the first version of a slice from received bytes. Its JobDone has the buffer."""
 
     job: int
     key: str
@@ -212,9 +212,9 @@ class Create(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Merge the contributions in their order and update a group: slices that lie side by side, in every buffer alike.
+    """Merge the contributions in their order and update a group: slices that lie side by side, alike in every buffer.
 
-    Its JobDone brings the buffer of the new version. A group has the same number and layout each time.
+    Its JobDone has the buffer of the new version. The number and layout of a group never change.
     """
 
     job: int
@@ -224,13 +224,13 @@ class Apply(NamedTuple):
     nbytes: int
     current: Buffer | ScatterList
     contributions: tuple[Contribution, ...]
-    assign: bool  # take the first contribution's value as it is
+    assign: bool  # the first contribution's value becomes the stored one
     merge: str
-    optimizer: object  # in wire form; None: the merged value replaces the stored one
+    optimizer: object  # in its form on the wire; None: the merged value replaces the stored one
 
 
 class Export(NamedTuple):
-    """The optimizer's state of a slice: JobDone brings (step, ((name, dtype), …), (span, …))."""
+    """Read the optimizer's state of a slice. Its JobDone has (step, ((name, dtype), …), (span, …))."""
 
     job: int
     key: str
@@ -249,11 +249,11 @@ class Load(NamedTuple):
 
 
 class ResetState(NamedTuple):
-    """Forget the optimizer's state of every slice (another optimizer is set). Carried out at once, no JobDone."""
+    """Forget the optimizer's state of every slice: another optimizer is set. Takes effect at once, without JobDone."""
 
 
 class Run(NamedTuple):
-    """Run the controller registered for `head`: JobDone brings its answer in bytes, or its error."""
+    """Run the controller registered for `head`. Its JobDone has the answer in bytes, or the error."""
 
     job: int
     head: str
@@ -261,7 +261,7 @@ class Run(NamedTuple):
 
 
 class Persist(NamedTuple):
-    """Put the record on stable storage, in place of the one before; then Persisted(token)."""
+    """Replace the record on stable storage by this one; then comes Persisted(token)."""
 
     token: int
     record: Mapping[str, object]
@@ -276,7 +276,7 @@ class Row(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Copy received bytes into memory that a local call named: each row to its target, None for what nobody wants."""
+    """Copy received bytes into memory that a local call named: each row to its target, or nowhere if that is None."""
 
     source: Buffer
     targets: tuple[Buffer | None, ...]
@@ -292,13 +292,13 @@ class Complete(NamedTuple):
 
 
 class Halt(NamedTuple):
-    """The node cannot go on: it was refused, or another process has its place."""
+    """The node cannot go on: it was refused, or another process has its rank."""
 
     error: KvdError
 
 
 class LogEntry(NamedTuple):
-    """Why something was decided, for the log. `level` is "debug", "info", "warning" or "error"."""
+    """A decision and its reason, for the log. `level` is "debug", "info", "warning" or "error"."""
 
     level: str
     text: str
@@ -316,13 +316,13 @@ class Machine(Protocol):
 
     @property
     def epoch(self) -> Epoch:
-        """The newest view that the machine knows; it goes into every header."""
+        """That of the newest view that the machine knows; it goes into every header."""
 
     def step(self, event: Event, now: float) -> list[Effect]:
-        """Takes one event at the time `now`, in seconds of a clock that never goes back."""
+        """Handles one event at the time `now`, in seconds of a clock that never goes back."""
 
     def next_deadline(self) -> float | None:
-        """When the machine wants a Tick if nothing else happens."""
+        """When the machine needs a Tick if nothing else happens; None: never."""
 
     def explain(self, now: float) -> dict[str, object]:
-        """What `kvd status` shows: plain data, ready for JSON."""
+        """What `kvd status` shows, as plain data ready for JSON."""

@@ -1,4 +1,4 @@
-"""The view as every node reads it: who is there, where, and in which state."""
+"""The view as each node reads it: the members, their addresses and their states."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from kvd.protocol.messages import Epoch, Member, MemberState, Settings, View
 
 EMPTY_SETTINGS = Settings("", "", -1, 0, 0, 0, 0, 0)
 
-ACTIVE, DONE, LEFT, DEAD, GONE = MemberState  # written often: the states without the name of their enum
+ACTIVE, DONE, LEFT, DEAD, GONE = MemberState
 
 
 def name_of(role: str, rank: int) -> str:
-    """How people call a node: "server 1"."""
+    """A node's name in texts: "server 1"."""
     return role if role == "scheduler" else f"{role} {rank}"
 
 
 class ViewState:
-    """The newest view that a node has heard of."""
+    """The newest view that a node knows."""
 
     def __init__(self) -> None:
         self.epoch = Epoch(0, 0)
@@ -26,7 +26,7 @@ class ViewState:
         self._by_incarnation: dict[int, Member] = {}
 
     def update(self, epoch: Epoch, view: View) -> bool:
-        """Takes the view if it is newer than the one at hand, and says so."""
+        """Takes the view if it is newer than the known one; True if it is."""
         if epoch <= self.epoch:
             return False
         self.epoch = epoch
@@ -40,7 +40,7 @@ class ViewState:
         return self._by_incarnation.get(incarnation)
 
     def servers(self) -> list[Member]:
-        """The servers in rank order, dead ones included."""
+        """All servers by rank, also those that are dead or left."""
         return sorted((m for m in self.members.values() if m.role == "server"), key=lambda member: member.rank)
 
     def worker(self, rank: int) -> Member | None:
@@ -49,20 +49,24 @@ class ViewState:
     def all_servers_active(self) -> bool:
         servers = self.servers()
         count = self.settings.num_servers
-        return count > 0 and len(servers) == count and all(server.state == ACTIVE for server in servers)
+        return count > 0 and len(servers) == count and all(server.state is MemberState.ACTIVE for server in servers)
 
     def missing_servers(self) -> list[int]:
-        """Ranks of servers that never came or are not alive."""
-        alive = {server.rank for server in self.servers() if server.state == ACTIVE}
+        """The ranks of servers that have not joined or are not active."""
+        alive = {server.rank for server in self.servers() if server.state is MemberState.ACTIVE}
         return [rank for rank in range(self.settings.num_servers) if rank not in alive]
 
     def required_ranks(self) -> list[int]:
-        """Ranks of the workers that a round waits for: all that have not left it, those not yet there included."""
-        gone = {m.rank for m in self.members.values() if m.role == "worker" and m.state in (DONE, LEFT, GONE)}
+        """The ranks of the workers that rounds wait for: all that have not left the rounds, joined or not."""
+        gone = {
+            m.rank
+            for m in self.members.values()
+            if m.role == "worker" and m.state in (MemberState.DONE, MemberState.LEFT, MemberState.GONE)
+        }
         return [rank for rank in range(self.settings.num_workers) if rank not in gone]
 
     def dead_workers(self) -> dict[int, Member]:
-        return {m.rank: m for m in self.members.values() if m.role == "worker" and m.state == DEAD}
+        return {m.rank: m for m in self.members.values() if m.role == "worker" and m.state is MemberState.DEAD}
 
     def server_of(self, key: str, slice_index: int) -> int:
         """The rank of the server that leads a slice."""

@@ -1,4 +1,4 @@
-"""Errors as refusals and back: what a server or the scheduler refuses with, and what the caller is raised."""
+"""Errors to refusals and back: what a server or the scheduler sends, and what the caller's program raises."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def code_of(error: KvdError) -> ErrorCode:
 
 
 def refusal_of(request: int, error: KvdError) -> Refused:
-    """The refusal that carries an error to the other side."""
+    """The refusal that stands for an error on the wire."""
     key = str(getattr(error, "key", "") or getattr(error, "setting", ""))[:MAX_KEY_CHARS]
     return Refused(request, code_of(error), str(error)[:MAX_TEXT_CHARS], key)
 

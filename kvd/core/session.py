@@ -1,7 +1,11 @@
-"""A node's bond with the scheduler: join, heartbeats, views, and joining again when the scheduler forgot us."""
+"""A node's session with the scheduler: join, heartbeats, views, and joining again after the scheduler forgot the node.
+
+The session's state changes only in `SchedulerSession._change`, along TRANSITIONS.
+"""
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 from kvd.core.machine import SCHEDULER, Connect, Effect, Halt, LogEntry, Received, Send
@@ -13,6 +17,7 @@ from kvd.protocol.messages import (
     Heartbeat,
     HeartbeatAck,
     Join,
+    MemberState,
     NotYet,
     NotYetReason,
     Quiet,
@@ -23,8 +28,59 @@ from kvd.protocol.messages import (
 )
 
 JOIN_REQUEST = 1
-FIRST_REQUEST = 16  # the numbers below are the link's own
+FIRST_REQUEST = 16  # the session itself uses the numbers below
 JOIN_RETRY_S = 0.5
+
+
+class SessionState(Enum):
+    """Where a node stands with the scheduler."""
+
+    NOT_STARTED = "not started"
+    JOINING = "joining"  # a Join is sent until it is answered
+    JOINED = "joined"
+    REJOINING = "rejoining"  # the scheduler was restarted and forgot this node
+    CLOSED = "closed"  # the node has left
+    FAILED = "failed"  # the node cannot go on; `SchedulerSession.failure` says why
+
+
+class SessionEvent(Enum):
+    """What can happen to a session."""
+
+    START = "start"
+    WELCOME = "welcome"
+    FORGOTTEN = "forgotten"
+    CLOSE = "close"
+    FAIL = "fail"
+
+
+# An event that is not in the row of a state is ignored there.
+TRANSITIONS: dict[SessionState, dict[SessionEvent, SessionState]] = {
+    SessionState.NOT_STARTED: {
+        SessionEvent.START: SessionState.JOINING,
+        SessionEvent.CLOSE: SessionState.CLOSED,
+        SessionEvent.FAIL: SessionState.FAILED,
+    },
+    SessionState.JOINING: {
+        SessionEvent.WELCOME: SessionState.JOINED,
+        SessionEvent.FORGOTTEN: SessionState.JOINING,
+        SessionEvent.CLOSE: SessionState.CLOSED,
+        SessionEvent.FAIL: SessionState.FAILED,
+    },
+    SessionState.JOINED: {
+        SessionEvent.FORGOTTEN: SessionState.REJOINING,
+        SessionEvent.CLOSE: SessionState.CLOSED,
+        SessionEvent.FAIL: SessionState.FAILED,
+    },
+    SessionState.REJOINING: {
+        SessionEvent.WELCOME: SessionState.JOINED,
+        SessionEvent.FORGOTTEN: SessionState.REJOINING,
+        SessionEvent.CLOSE: SessionState.CLOSED,
+        SessionEvent.FAIL: SessionState.FAILED,
+    },
+    SessionState.CLOSED: {},
+    SessionState.FAILED: {},
+}
+_RUNNING = (SessionState.JOINED, SessionState.JOINING, SessionState.REJOINING)
 
 
 class Identity(NamedTuple):
@@ -33,49 +89,53 @@ class Identity(NamedTuple):
     role: str
     node_id: str
     incarnation: int
-    address: str  # where it listens; "" for those that do not
+    address: str  # where a server listens; "" for other roles
     host: str
     pid: int
     preferred_rank: int = NO_RANK
 
 
 class SchedulerSession:
-    """Held by servers, workers and observers. An observer joins, and sends no heartbeats: it is not in the view."""
+    """Part of servers, workers and observers. An observer joins without being in the view, and sends no heartbeats."""
 
     def __init__(
         self, identity: Identity, settings: Settings, scheduler_address: str, heartbeat_interval_s: float
     ) -> None:
         self.identity = identity
-        self.incarnation = identity.incarnation
         self.view = ViewState()
         self.rank = identity.preferred_rank
-        self.predecessor = ""
-        self.joined = False
-        self._welcomed = False  # joined at some time, perhaps a scheduler that is no more
+        self.predecessor: MemberState | None = None
+        self.joined = False  # the scheduler knows this node; after the end, whether it knew it then
         self.failure: KvdError | None = None
-        self.heard = False  # anything at all from the scheduler
+        self.heard = False  # anything at all came from the scheduler
         self.heard_at = 0.0
         self.quiet: tuple[Quiet, ...] = ()
         self._settings = settings
         self._address = scheduler_address
         self._interval_s = heartbeat_interval_s
-        self._next_send: float | None = None  # when the next Join or Heartbeat is due; None: not started
-        self._closed = False
+        self._state = SessionState.NOT_STARTED
+        self._next_send = float("-inf")  # when the next Join or Heartbeat is due; the first call of `tick` is at once
         self._effects: list[Effect] = []
+
+    @property
+    def incarnation(self) -> int:
+        return self.identity.incarnation
+
+    @property
+    def state(self) -> SessionState:
+        return self._state
 
     @property
     def name(self) -> str:
         return name_of(self.identity.role, self.rank) if self.joined else self.identity.role
 
     def tick(self, now: float) -> list[Effect]:
-        """What is due: the first Connect and Join, a Join again, or a Heartbeat."""
+        """What is due: the first Connect and Join, another Join, or a Heartbeat."""
         effects = self.take_effects()
-        if self._closed or self.failure is not None:
-            return effects
-        if self._next_send is None:
+        if self._change(SessionEvent.START):
             effects.append(Connect(SCHEDULER, self._address))
             self._next_send = now
-        if now >= self._next_send:
+        if self._state in _RUNNING and now >= self._next_send:
             if not self.joined:
                 effects.append(Send(SCHEDULER, self._join()))
                 self._next_send = now + JOIN_RETRY_S
@@ -88,38 +148,28 @@ class SchedulerSession:
 
     def is_due(self, now: float) -> bool:
         """Whether `tick` has anything to do."""
-        return bool(self._effects) or self._next_send is None or now >= self._next_send
+        return bool(self._effects) or now >= self._next_send
 
     def next_deadline(self) -> float | None:
-        return None if self._closed or self.failure is not None else self._next_send
+        return self._next_send if self._state in _RUNNING else None
 
     def close(self) -> None:
-        """No more heartbeats: this node has left."""
-        self._closed = True
+        """This node has left: it sends no more heartbeats."""
+        self._change(SessionEvent.CLOSE)
 
     def take_effects(self) -> list[Effect]:
         effects, self._effects = self._effects, []
         return effects
 
     def receive(self, event: Received, now: float) -> bool:
-        """Takes what the scheduler says of membership. True: the view is another."""
+        """Handles a message from the scheduler. True: the view or this node's place in it may have changed."""
         self.heard = True
         self.heard_at = now
         message = event.message
         if isinstance(message, View):
             return self.view.update(event.epoch, message)
         if isinstance(message, Welcome):
-            if not self.joined:
-                if self._welcomed and message.rank != self.rank:
-                    text = f"the scheduler forgot this node and gave its rank to another: it was {self.identity.role} "
-                    self._fail(NotAllowed(f"{text}{self.rank}, now it would be {message.rank}", node="scheduler"))
-                    return False
-                self.joined = self._welcomed = True
-                self.rank = message.rank
-                self.predecessor = message.predecessor or self.predecessor  # one without a record knows of none
-                self._next_send = now + self._interval_s
-                self._effects.append(LogEntry("info", f"joined as {self.name}", {"node_id": self.identity.node_id}))
-            return True
+            return self._welcomed(message, now)
         if isinstance(message, HeartbeatAck):
             self.quiet = message.quiet
         elif isinstance(message, NotYet):
@@ -129,35 +179,61 @@ class SchedulerSession:
         return False
 
     def invalid_frame(self, text: str) -> None:
-        """What came instead of a message: if it is the scheduler's answer to the Join, there is no common language."""
-        if not self.joined and self.failure is None:
+        """The scheduler sent something that is no message; in place of the answer to a Join, that ends the session."""
+        if not self.joined:
             self._fail(ProtocolError(f"the scheduler at {self._address} cannot be understood: {text}"))
 
     def replaced(self, text: str) -> None:
-        """So a server says: another process has this one's place. A scheduler without its record may not know."""
-        if not self._closed and self.failure is None:
-            self._fail(NotAllowed(text, node=self.name))
+        """A server says that another process has this one's place; a scheduler without its record may not know."""
+        self._fail(NotAllowed(text, node=self.name))
+
+    def succeeded_the_dead(self) -> None:
+        """A server knew this node's rank before; a scheduler without its record names no predecessor."""
+        self.predecessor = self.predecessor or MemberState.DEAD
+
+    def _welcomed(self, welcome: Welcome, now: float) -> bool:
+        if self._state is SessionState.REJOINING and welcome.rank != self.rank:
+            text = f"the scheduler forgot this node and gave its rank to another: it was {self.identity.role} "
+            self._fail(NotAllowed(f"{text}{self.rank}, now it would be {welcome.rank}", node="scheduler"))
+            return False
+        if self._change(SessionEvent.WELCOME):
+            self.rank = welcome.rank
+            self.predecessor = welcome.predecessor or self.predecessor  # one without a record knows of none
+            self._next_send = now + self._interval_s
+            self._effects.append(LogEntry("info", f"joined as {self.name}", {"node_id": self.identity.node_id}))
+        return self.joined
 
     def _forgotten(self, not_yet: NotYet, now: float) -> None:
-        if not_yet.reason is NotYetReason.NOT_JOINED and not self._closed:
-            self.joined = False
+        if not_yet.reason is NotYetReason.NOT_JOINED and self._change(SessionEvent.FORGOTTEN):
             self._next_send = now
             self._effects.append(LogEntry("warning", "the scheduler was restarted and forgot this node; joining again"))
 
     def _refused(self, refused: Refused) -> None:
-        if refused.error is ErrorCode.REPLACED and not self._closed:
+        if refused.error is ErrorCode.REPLACED:
             self._fail(NotAllowed(refused.text, node=self.name))
-        elif refused.request == JOIN_REQUEST and not self.joined:
-            if refused.error is ErrorCode.CONFIG_ERROR:
-                self._fail(ConfigError(refused.text, setting=refused.key))
-            else:
-                self._fail(NotAllowed(refused.text, node="scheduler"))
-        elif refused.error is ErrorCode.PROTOCOL_ERROR and not self.joined:
+        elif self.joined:
+            return  # a late answer to an earlier Join, or the answer to a request of the machine
+        elif refused.request == JOIN_REQUEST and refused.error is ErrorCode.CONFIG_ERROR:
+            self._fail(ConfigError(refused.text, setting=refused.key))
+        elif refused.request == JOIN_REQUEST:
+            self._fail(NotAllowed(refused.text, node="scheduler"))
+        elif refused.error is ErrorCode.PROTOCOL_ERROR:
             self._fail(ProtocolError(f"the scheduler at {self._address} does not understand this node: {refused.text}"))
 
+    def _change(self, event: SessionEvent) -> bool:
+        """Changes the state as TRANSITIONS says; False if the event means nothing in this state."""
+        after = TRANSITIONS[self._state].get(event)
+        if after is None:
+            return False
+        self._state = after
+        if after in _RUNNING:
+            self.joined = after is SessionState.JOINED
+        return True
+
     def _fail(self, error: KvdError) -> None:
-        self.failure = error
-        self._effects.append(Halt(error))
+        if self._change(SessionEvent.FAIL):
+            self.failure = error
+            self._effects.append(Halt(error))
 
     def _join(self) -> Join:
         who = self.identity

@@ -13,34 +13,33 @@ MOST_AUTO_SERVERS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Who runs where.
+class CorePlan:
+    """Which process runs on which cores.
 
     Attributes:
-        servers: for each server the core that it has to itself.
-        rest: the cores of everyone else.
+        servers: for each server, its own core.
+        rest: the cores of all other processes.
     """
 
     servers: tuple[int, ...]
     rest: frozenset[int]
 
     def cores_of(self, server: int | None) -> Collection[int]:
-        """Of the server with this number; None: of everyone else."""
+        """The cores of the server with this number; None: of all other processes."""
         return self.rest if server is None else (self.servers[server],)
 
 
 def usable_cores() -> frozenset[int]:
-    """The cores that this process may run on, which a control group or `taskset` may have made fewer."""
+    """The cores that this process may run on, which a control group or `taskset` may have reduced."""
     return frozenset(os.sched_getaffinity(0))
 
 
 def auto_servers(workers: int, cores: int) -> int:
-    """How many servers a job on this machine gets by itself: one for each core that the workers leave, at least one,
-    at most `MOST_AUTO_SERVERS`."""
+    """The number of servers for ``auto``: one for each core that the workers leave, from 1 to `MOST_AUTO_SERVERS`."""
     return max(1, min(cores - workers, MOST_AUTO_SERVERS))
 
 
-def plan(workers: int, servers: int, cores: Collection[int]) -> Plan | None:
+def plan_cores(workers: int, servers: int, cores: Collection[int]) -> CorePlan | None:
     """A core for each server, the last ones; None if that would leave fewer cores than workers.
 
     The scheduler has next to nothing to do, and shares the workers' cores.
@@ -48,14 +47,14 @@ def plan(workers: int, servers: int, cores: Collection[int]) -> Plan | None:
     if len(cores) < workers + servers:
         return None
     ordered = sorted(cores)
-    return Plan(tuple(ordered[-servers:]), frozenset(ordered[:-servers]))
+    return CorePlan(tuple(ordered[-servers:]), frozenset(ordered[:-servers]))
 
 
 @contextlib.contextmanager
 def running_on(cores: Collection[int] | None) -> Iterator[None]:
-    """Processes that this thread starts meanwhile run on these cores, from their first instruction on. None: anywhere.
+    """Processes that this thread starts inside run on these cores from their first instruction. None: anywhere.
 
-    A process inherits the cores of the thread that starts it; setting them later would miss threads that it has
+    A process inherits the cores of the thread that starts it; setting them later would miss the threads that it has
     started already.
     """
     if cores is None:

@@ -35,7 +35,7 @@ from kvd.core.machine import (
 from kvd.errors import ConnectError, KvdError
 from kvd.node.background import Background
 from kvd.node.jobs import JobRunner
-from kvd.node.pieces import Pieces
+from kvd.node.reassembly import ReassemblyBuffer
 from kvd.node.receiving import MessageReceiver
 from kvd.node.sending import MessageSender
 from kvd.node.threads import Stepper
@@ -138,7 +138,7 @@ def copy_rows(effect: Copy) -> None:
     for target, (start, offset, nbytes) in zip(effect.targets, effect.rows, strict=True):
         if target is None or not nbytes:
             continue
-        if type(target) is Pieces:
+        if type(target) is ReassemblyBuffer:
             target.add(start, Span(effect.source, offset, nbytes))
         elif nbytes < LONG_COPY_BYTES:
             memoryview(target)[start : start + nbytes] = source[offset : offset + nbytes]

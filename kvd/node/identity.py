@@ -1,10 +1,14 @@
-"""Who this process is: ids that it draws, and facts about its host."""
+"""Who this process is: random ids, and facts about its host."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import socket
+from contextlib import suppress
 from pathlib import Path
+
+from kvd.config import parse_address
 
 
 def new_incarnation() -> int:
@@ -13,10 +17,20 @@ def new_incarnation() -> int:
 
 
 def host_id() -> str:
-    """A text that is the same for processes that share a kernel and see each other's process ids."""
+    """A text that is equal for processes that share a kernel and see each other's process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
         return secrets.token_hex(8)
     return f"{boot}/{space.removeprefix('pid:')}"[:64]
+
+
+def reachable(address: str) -> str:
+    """The address as other hosts can use it: this host's number replaces a wildcard."""
+    parsed = parse_address(address)
+    if not parsed.is_wildcard:
+        return address
+    with suppress(OSError):
+        return f"tcp://{socket.gethostbyname(socket.gethostname())}:{parsed.port}"
+    return address

@@ -1,4 +1,4 @@
-"""Carries out the numeric jobs of a server, and the commands: the only place where bytes become arrays."""
+"""Runs the numeric jobs of a server, and its commands. Only here bytes become arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvd.compute.optimizers import SliceState, apply_update
 from kvd.compute.tensors import contiguous_bytes, named_dtype
 from kvd.core.machine import Apply, Buffer, Create, Export, Job, JobDone, Load, Run, ScatterList, Span
 from kvd.errors import KvdError, NotAllowed, ProtocolError
-from kvd.node.statebook import StateBook, copied
+from kvd.node.optimizer_states import OptimizerStates, copied
 from kvd.protocol.specs import padded
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -30,7 +30,7 @@ def view(span: Span, dtype: np.dtype[Any]) -> Array:
 
 
 def gathered(buffer: Buffer | ScatterList, nbytes: int) -> Array:
-    """The bytes of a version in one piece, as uint8; of a rope, a copy."""
+    """The bytes of a version as one uint8 array; a copy if they come as a scatter list."""
     if not isinstance(buffer, ScatterList):
         whole: Array = np.frombuffer(buffer, np.uint8, nbytes) if nbytes else np.empty(0, np.uint8)
         return whole
@@ -50,13 +50,15 @@ def _private_memory(nbytes: int) -> Array:
 
 
 def ping(body: bytes) -> bytes:
-    """The controller that every server has: it answers what it was sent."""
+    """The controller that every server has: it answers with what it was sent."""
     return body
 
 
 def installed_controllers() -> dict[str, Controller]:
-    """The controllers by head: `ping`, and the entry points `kvd.commands` that are installed on this machine. One that
-    cannot be loaded says so when it is asked for: it must not keep the others from working."""
+    """The controllers by head: `ping`, and the entry points of the group `kvd.commands` installed on this machine.
+
+    One that cannot be loaded says so when a command asks for it: it must not keep the others from working.
+    """
     controllers: dict[str, Controller] = {"ping": ping}
     for entry in entry_points(group="kvd.commands"):
         try:
@@ -76,32 +78,32 @@ def _broken(name: str, error: Exception) -> Controller:
 
 
 class JobRunner:
-    """Owns the optimizer states of a server's slices. One job of a slice runs at a time: the machine sees to it.
+    """Runs jobs, and owns the optimizer states of a server's slices. The machine runs one job of a slice at a time.
 
     Args:
         controllers: the commands by head; None: those that are installed.
-        allocate: gives memory for a new version, so many bytes as uint8.
+        allocate: gives memory for a new version: this many bytes, as a uint8 array.
     """
 
     def __init__(
         self, controllers: Mapping[str, Controller] | None = None, allocate: Callable[[int], Array] | None = None
     ) -> None:
-        self._states = StateBook()
+        self._states = OptimizerStates()
         self._counts: dict[tuple[str, int], int] = {}  # elements of a slice
         self._controllers = controllers
         self._allocate = allocate or _private_memory
 
     def run(self, job: Job) -> JobDone:
-        """Carries the job out. Whatever goes wrong comes back as the error of the JobDone."""
+        """Run the job. An error comes back as the error of the JobDone."""
         try:
             return JobDone(job.job, self._result(job))
         except KvdError as error:
             return JobDone(job.job, None, error)
-        except Exception as error:  # noqa: BLE001  custom optimizers and commands raise what they like
+        except Exception as error:  # noqa: BLE001  custom optimizers and commands may raise anything
             return JobDone(job.job, None, NotAllowed(f"{type(error).__name__}: {error}"))
 
     def reset(self) -> None:
-        """Another optimizer is set: every slice starts with a new state."""
+        """Start every slice with a new state, because another optimizer was set."""
         self._states.clear()
 
     def _result(self, job: Job) -> Any:
@@ -117,9 +119,9 @@ class JobRunner:
 
     def _create(self, job: Create) -> Array:
         dtype = named_dtype(job.dtype)
-        place = (job.key, job.slice_index)
-        self._counts[place] = job.source.nbytes // dtype.itemsize
-        self._states.drop(place)
+        slice_id = (job.key, job.slice_index)
+        self._counts[slice_id] = job.source.nbytes // dtype.itemsize
+        self._states.drop(slice_id)
         made = self._allocate(job.source.nbytes)
         np.copyto(made, view(job.source, UINT8))
         return made
@@ -138,19 +140,19 @@ class JobRunner:
         samples = [number for number, _ in given]
         optimizer: Any = job.optimizer
         merge: Any = job.merge
-        pieces = self._states.of_unit(job.group, job.layout, dtype.itemsize)
-        if len(pieces) == 1:
-            apply_update(optimizer, pieces[0].state, current, arrays, out, merge, samples)
+        ranges = self._states.of_group(job.group, job.layout, dtype.itemsize)
+        if len(ranges) == 1:
+            apply_update(optimizer, ranges[0].state, current, arrays, out, merge, samples)
             return made
-        made.fill(0)  # also what lies between two slices
-        after = [piece._replace(state=copied(piece.state)) for piece in pieces]  # if one fails, none has changed
+        made.fill(0)  # the padding between two slices too
+        after = [each._replace(state=copied(each.state)) for each in ranges]  # if one update fails, none has changed
         for start, stop, state in after:
             parts = [array[start:stop] for array in arrays]
             apply_update(optimizer, state, current[start:stop], parts, out[start:stop], merge, samples)
         self._states.keep(job.group, after)
         return made
 
-    # ── optimizer states: on the wire the step, then (name, dtype) and the bytes of each array ──
+    # ── optimizer states: on the wire they are the step, then name, dtype and bytes of each array ──
 
     def _export(self, job: Export) -> tuple[int, tuple[tuple[str, str], ...], tuple[Span, ...]]:
         arrays = self._states.of_slice((job.key, job.slice_index)).export()
@@ -160,19 +162,19 @@ class JobRunner:
         return step, slots, spans
 
     def _load(self, job: Load) -> None:
-        place = (job.key, job.slice_index)
+        slice_id = (job.key, job.slice_index)
         arrays: dict[str, Array] = {"step": np.asarray(job.step, np.int64)}
         offset = job.source.offset
         end = offset + job.source.nbytes
         for name, dtype in job.slots:
             if dtype not in ("float32", "float64"):
                 raise ProtocolError(f"optimizer states are float32 or float64, not {dtype!r:.40}")
-            span = Span(job.source.buffer, offset, self._counts[place] * np.dtype(dtype).itemsize)
+            span = Span(job.source.buffer, offset, self._counts[slice_id] * np.dtype(dtype).itemsize)
             if span.offset + span.nbytes > end:
                 raise ProtocolError(f"the state of {job.key!r} is shorter than its slots say")
             arrays[name] = view(span, np.dtype(dtype))
             offset += padded(span.nbytes)
-        self._states.put(place, SliceState.load(arrays), self._counts[place])
+        self._states.put(slice_id, SliceState.load(arrays), self._counts[slice_id])
 
     # ── commands ──
 

@@ -1,8 +1,8 @@
-"""What the allocator of the C library is told.
+"""How the allocator of the C library is set up.
 
-Servers and workers allocate and free buffers of the size of a slice all the time. By default glibc gets each of them
-from the kernel and gives it back, and every page of it is faulted in again: a good part of the time of a round. Keeping
-freed memory in the process removes that.
+Servers and workers allocate and free buffers of the size of a slice all the time. By default, glibc gets each of them
+from the kernel and gives it back, so that every page is faulted in again: a good part of the time of a round. We keep
+freed memory in the process instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TRIM_THRESHOLD_BYTES = 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Asks glibc to keep freed buffers for the next ones. False where there is no glibc."""
+    """Ask glibc to keep freed buffers for later ones. False where there is no glibc."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

@@ -1,12 +1,12 @@
-"""The tie between a process and whoever started it: nothing that a launcher starts outlives the launcher.
+"""The tie between a process and its parent: nothing that a launcher starts outlives the launcher.
 
-`tied` makes a command that dies with its parent: for daemons of ours, which start nothing themselves. `guarded` makes
+`tied` makes a command that dies with its parent: for our daemons, which start no processes themselves. `guarded` makes
 a command under a `Guard`, a small process that stays: it passes signals on, notices when its parent is gone, and ends
-all that the command left behind, however deep. `Guard` is also what ``kvd worker`` does in its own process.
+all descendants that the command left behind. ``kvd worker`` is a `Guard` in its own process.
 
-This file imports nothing but the standard library and is run by its path: the process that guards a command must
-start at once and take no memory worth mentioning. It also keeps the system call that ties a child to its parent out
-of the launcher, which has threads: after a fork only a fresh program may run Python code safely.
+This is one file that imports the standard library only, and it is run by its path: the process that guards a command
+must start at once and take little memory. It also keeps the system call that ties a child to its parent out of the
+launcher, which has threads: after a fork, only a fresh program may run Python code safely.
 """
 
 from __future__ import annotations
@@ -19,22 +19,30 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Final
 
 PASSED_ON: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that a guard hands to its command. SIGQUIT ends the command and all that it started, at once."""
+"""Signals that a guard passes on to its command. SIGQUIT kills the command and all that it started at once."""
 
 LEFTOVER_GRACE_S: Final = 2.0
-"""How long what a command left behind may take to end after SIGTERM."""
+"""How long processes that a command left behind may take to end after SIGTERM."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S: Final = 0.5
 
 
+class Mode(Enum):
+    """What this file does when it is run as a program."""
+
+    TIED = "tied"
+    GUARDED = "guarded"
+
+
 def tied(command: Sequence[str]) -> list[str]:
-    """A command that becomes `command` in the same process, and is killed when the thread that starts it ends."""
-    return _own_program("tied", str(os.getpid()), "--", *command)
+    """A command that becomes `command` in the same process and is killed when the thread that starts it ends."""
+    return _own_program(Mode.TIED, str(os.getpid()), "--", *command)
 
 
 def guarded(command: Sequence[str], grace_s: float) -> list[str]:
@@ -42,29 +50,29 @@ def guarded(command: Sequence[str], grace_s: float) -> list[str]:
 
     Args:
         command: program and arguments.
-        grace_s: what the command may take to end after SIGTERM when this process is gone.
+        grace_s: how long the command may take to end after SIGTERM once this process is gone.
     """
-    return _own_program("guarded", str(os.getpid()), str(grace_s), "--", *command)
+    return _own_program(Mode.GUARDED, str(os.getpid()), str(grace_s), "--", *command)
 
 
 def exit_code(status: int) -> int:
-    """The exit code as a shell gives it, 128 + n for signal n, from one with ``-n`` in its place."""
+    """The exit code as a shell gives it, 128 + n for signal n. In `status`, signal n is ``-n``."""
     return status if status >= 0 else 128 - status
 
 
 def kill_session(leader_pid: int) -> None:
-    """SIGKILL to every process of the session, its leader too. Only safe while the leader was not waited for."""
+    """Send SIGKILL to every process of the session and its leader. Only safe before the leader was waited for."""
     for pid, _parent, session in _processes():
         if session == leader_pid:
             _kill(pid, signal.SIGKILL)
 
 
 class ParentWatch:
-    """Tells when another process is gone.
+    """Notices when another process is gone.
 
     Attributes:
-        descriptor: becomes readable when it is gone; None if this kernel has no such thing, and `is_gone` has to be
-            asked from time to time.
+        descriptor: becomes readable when it is gone; None if this kernel has no such descriptor, so that `is_gone`
+            must be called from time to time.
     """
 
     def __init__(self, pid: int) -> None:
@@ -87,7 +95,7 @@ class ParentWatch:
         except ProcessLookupError:
             self._gone = True
         except PermissionError:
-            pass  # it is there, and somebody else's
+            pass  # it exists, and belongs to another user
         return self._gone
 
     def close(self) -> None:
@@ -98,10 +106,9 @@ class ParentWatch:
 
 
 class Guard:
-    """Runs one command in the foreground of this process, and leaves nothing of it behind.
+    """Runs one command in the foreground of this process, and leaves none of its processes behind.
 
-    It takes over the signal handlers and waits for every child, so it is for a process that does nothing else, and
-    for its main thread.
+    It replaces the signal handlers and waits for every child: for the main thread of a process that does nothing else.
     """
 
     def __init__(
@@ -121,7 +128,7 @@ class Guard:
             command: program and arguments.
             environment: its variables; None: those of this process.
             parent_pid: the process whose end ends the command; 0: none.
-            grace_s: what it may then take to end after SIGTERM.
+            grace_s: how long it may then take to end after SIGTERM.
             on_start: called with the pid of the command.
             on_stop: called when the command is told to end.
             on_tick: called every `tick_s` seconds.
@@ -138,13 +145,13 @@ class Guard:
         self._status: int | None = None
         self._alone = True  # no other children are left
         self._kill_at: float | None = None
-        # With a terminal as its input the command has to stay in the terminal's group to read from it; the terminal
-        # then sends Ctrl-C to the command itself.
+        # To read from a terminal, the command has to stay in the terminal's group. The terminal then sends Ctrl-C to
+        # the command itself.
         self._shares_terminal = os.isatty(0) if _is_open(0) else False
 
     def run(self) -> int:
-        """The exit code of the command, 128 + n if signal n ended it."""
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the command leaves behind becomes a child of this process
+        """Run the command; return its exit code, 128 + n if signal n ended it."""
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process
         with _SignalPipe((*PASSED_ON, signal.SIGQUIT, signal.SIGCHLD)) as signals:
             self._start()
             while self._status is None:
@@ -167,7 +174,7 @@ class Guard:
             self._on_start(self._pid)
 
     def _wait(self, signals: _SignalPipe) -> None:
-        """Wait for the next thing to happen, and deal with it."""
+        """Wait for the next event, and handle it."""
         watch = self._parent
         descriptors = [watch.descriptor] if watch is not None and watch.descriptor is not None else []
         for number in signals.wait(self._timeout_s(), descriptors):
@@ -207,10 +214,10 @@ class Guard:
         if self._shares_terminal:
             _kill(self._pid, number)
         else:
-            _kill(-self._pid, number)  # the whole group, as Ctrl-C does: a shell in front would keep it to itself
+            _kill(-self._pid, number)  # the whole group, as Ctrl-C does: a shell would not pass it on
 
     def _kill_all(self) -> None:
-        """SIGKILL to the command and to whatever this process is the parent of."""
+        """Send SIGKILL to the command and to all children of this process."""
         if self._status is None and not self._shares_terminal:
             _kill(-self._pid, signal.SIGKILL)
         for pid, parent, _session in _processes():
@@ -218,7 +225,7 @@ class Guard:
                 _kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Take note of every child that has ended."""
+        """Collect every child that has ended."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -232,7 +239,7 @@ class Guard:
                 self._status = os.waitstatus_to_exitcode(status)
 
     def _sweep(self, signals: _SignalPipe) -> None:
-        """End what the command left behind: first politely."""
+        """End what the command left behind: with SIGTERM, then with SIGKILL."""
         self._reap()
         if not self._alone:
             for pid, parent, _session in _processes():
@@ -242,14 +249,14 @@ class Guard:
         while not self._alone and (left_s := deadline - time.monotonic()) > 0:
             for number in signals.wait(left_s, []):
                 self._handle(number)
-        while not self._alone:  # each round can bring up the children of those that it ended
+        while not self._alone:  # each round may make us the parent of the children of those it killed
             self._kill_all()
             signals.wait(0.05, [])
             self._reap()
 
 
 class _SignalPipe:
-    """Signals as something to wait for together with descriptors. Restores the handlers at its end."""
+    """Signals that can be waited for together with descriptors. Restores the handlers at its end."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = numbers
@@ -273,7 +280,7 @@ class _SignalPipe:
         self._writer.close()
 
     def wait(self, timeout_s: float | None, descriptors: Sequence[int]) -> list[int]:
-        """Wait for a signal, a readable descriptor or the time; return the signals that came."""
+        """Wait for a signal, a readable descriptor or the timeout; return the signals that came."""
         _readable([self._reader.fileno(), *descriptors], timeout_s)
         try:
             return list(self._reader.recv(4096))
@@ -290,11 +297,11 @@ def _readable(descriptors: Sequence[int | None], timeout_s: float | None) -> lis
 
 
 def _processes() -> Iterator[tuple[int, int, int]]:
-    """Pid, parent and session of every process that can be seen."""
+    """Pid, parent and session of every visible process."""
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):  # it may end while we read
-                # the name before the last parenthesis may hold anything
+                # the name before the last parenthesis may contain anything
                 fields = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")[2].split()
                 yield int(entry), int(fields[1]), int(fields[3])
 
@@ -313,9 +320,9 @@ def _is_open(descriptor: int) -> bool:
 
 
 def _prctl(option: int, value: int) -> bool:
-    """One setting of this process. False where it cannot be made: not Linux, or a sandbox without ctypes."""
+    """Change a setting of this process. False if that fails: not Linux, or a sandbox without ctypes."""
     try:
-        import ctypes  # only here: what never calls this must run where ctypes cannot
+        import ctypes  # only here: ctypes does not load everywhere, and most uses need no prctl
 
         zero = ctypes.c_ulong(0)
         return bool(ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), zero, zero, zero) == 0)
@@ -323,17 +330,17 @@ def _prctl(option: int, value: int) -> bool:
         return False
 
 
-def _own_program(*arguments: str) -> list[str]:
-    # isolated and without site-packages: the variables of the command are not meant for this interpreter
-    return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), *arguments]
+def _own_program(mode: Mode, *arguments: str) -> list[str]:
+    # isolated and without site-packages: the environment is meant for the command, not for this interpreter
+    return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), mode.value, *arguments]
 
 
 def _become(parent_pid: int, command: Sequence[str]) -> int:
-    """PushStatus into `command`. Returns only if that fails, with the exit code of shells for it."""
+    """Replace this program by `command`. Returns only if that fails, with the exit code that shells use for it."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it ended before we were tied to it
         return exit_code(-signal.SIGKILL)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # this interpreter ignores them, and the command would inherit that
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # this interpreter ignores them, which the command would inherit
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], list(command))
@@ -347,7 +354,7 @@ def main(arguments: Sequence[str]) -> int:
     split = list(arguments).index("--")
     mode, parent, *rest = arguments[:split]
     command = arguments[split + 1 :]
-    if mode == "tied":
+    if Mode(mode) is Mode.TIED:
         return _become(int(parent), command)
     return Guard(command, parent_pid=int(parent), grace_s=float(rest[0])).run()
 

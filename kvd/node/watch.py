@@ -1,4 +1,4 @@
-"""Notices the end of other processes of this host at once, through pidfds."""
+"""Notices at once when other processes of this host end, through pidfds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 
 
 class ProcessWatch:
-    """Watches processes on an event loop, each once per token."""
+    """Watches processes on an event loop, once for each token."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -16,7 +16,7 @@ class ProcessWatch:
         self._seen: set[Hashable] = set()
 
     def watch(self, pid: int, ended: Callable[[], None], token: Hashable = None) -> None:
-        """Calls `ended` when the process with this id ends; at once if there is none."""
+        """Call `ended` when the process with this id ends; at once if there is none."""
         token = pid if token is None else token
         if token in self._seen:
             return
@@ -42,5 +42,6 @@ class ProcessWatch:
             os.close(descriptor)
 
     def close(self) -> None:
+        """Watch no longer."""
         for token in list(self._descriptors):
             self._drop(token)

@@ -1,7 +1,7 @@
 """The log: text for a person at a terminal, one JSON object per line for everything else.
 
-Code logs through the standard ``logging``; `event` adds fields. Nothing that is logged, however odd, raises, breaks a
-line in two or sends control characters to a terminal: much of it came from a socket.
+Code logs through the standard ``logging``; `event` adds fields. No value that is logged raises, breaks a line in two or
+sends control characters to a terminal, however odd it is: many came from a socket.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ def configure(
 
     Args:
         format: ``"text"``, ``"json"`` or ``"auto"``, which is text if the stream is a terminal.
-        level: the least serious level that is written: ``"debug"``, ``"info"``, ``"warning"`` or ``"error"``.
-        role_name: who speaks, such as ``"server 1"``.
+        level: the lowest level that is written: ``"debug"``, ``"info"``, ``"warning"`` or ``"error"``.
+        role_name: the name in each line, such as ``"server 1"``.
         stream: where it goes; ``None``: stderr.
-        colour: of text; ``None``: if the stream is a terminal that shows colours and ``NO_COLOR`` is not set.
+        colour: whether text has colours; ``None``: if the stream is a terminal that shows them and ``NO_COLOR`` is not
+            set.
 
     Raises:
         ValueError: there is no such format or level.
@@ -73,13 +74,13 @@ def event(logger: logging.Logger, level: int, message: str, /, **fields: object)
 
 
 class Throttle:
-    """Lets one warning of each kind through per interval, and counts those it swallows.
+    """Lets one warning of each kind through per interval, and counts the swallowed ones.
 
-    A peer that sends garbage must fill neither the log nor, with ever new kinds, the memory: of more than `max_keys`
-    kinds the one that was let through longest ago is forgotten.
+    A peer that sends garbage must not fill the log, nor the memory with ever new kinds: beyond `max_keys` kinds, the
+    one that was let through longest ago is forgotten.
 
     Attributes:
-        total_swallowed: how many were swallowed, of all kinds, since the beginning.
+        total_swallowed: how many warnings of all kinds were swallowed so far.
     """
 
     def __init__(self, interval_s: float, *, max_keys: int = 1024) -> None:
@@ -102,7 +103,7 @@ class Throttle:
         return True
 
     def swallowed(self, key: str = "") -> int:
-        """How many of the kind `key` were swallowed before the one that was let through last."""
+        """How many of the kind `key` were swallowed before the last one that was let through."""
         kind = self._kinds.get(key)
         return 0 if kind is None else kind.held_back_before
 
@@ -148,7 +149,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """``HH:MM:SS role  message key=value …``; what is serious begins with its level, a traceback follows indented."""
+    """``HH:MM:SS role  message key=value …``; warnings and errors name their level, a traceback follows indented."""
 
     def __init__(self, node: str, colour: bool) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ class TextFormatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Writes what the stream can encode, and gives up in silence when the stream is gone: there is nowhere to tell."""
+    """Escapes what the stream cannot encode, and gives up silently when it is gone: there is no other place to log."""
 
     def format(self, record: logging.LogRecord) -> str:
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
@@ -188,7 +189,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()[:MAX_TEXT]
-    except Exception:  # noqa: BLE001 - arguments that do not fit their format are no reason to lose the message
+    except Exception:  # noqa: BLE001 - a message must not be lost because its arguments do not fit its format
         return f"{_text(record.msg)} {_text(record.args)}"
 
 
@@ -200,10 +201,10 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _traceback(error: BaseException) -> str:
-    """The end of the traceback, which tells more than its beginning."""
+    """The end of the traceback, which says more than its beginning."""
     try:
         return "".join(traceback.format_exception(error)).rstrip("\n")[-MAX_TEXT:]
-    except Exception:  # noqa: BLE001 - a broken exception is no reason to lose the message
+    except Exception:  # noqa: BLE001 - a message must not be lost because its exception is broken
         return _text(error)
 
 
@@ -212,15 +213,15 @@ def _error(record: logging.LogRecord) -> BaseException | None:
 
 
 def _text(value: object, prefix: str = "") -> str:
-    """The text of anything, cut to a length that a log can bear."""
+    """The text of any value, cut to `MAX_TEXT` characters."""
     try:
         return f"{prefix}{value}"[:MAX_TEXT]
-    except Exception:  # noqa: BLE001 - its __str__ is broken, and what broke in it does not matter here
+    except Exception:  # noqa: BLE001 - its __str__ may raise anything
         return f"{prefix}<{type(value).__name__} without text>"
 
 
 def _plain(value: object, depth: int = 0) -> Any:
-    """A value as JSON can hold it."""
+    """A value in a form that JSON can hold."""
     if value is None or isinstance(value, bool):
         return value
     if type(value) is int and abs(value) < 1 << 63:

@@ -14,14 +14,14 @@ MAX_STATUS: Final = 1024
 
 
 class Notifier:
-    """Tells systemd how this service is. Does nothing if the service was not started by systemd.
+    """Tells systemd the state of this service. Does nothing if systemd did not start the service.
 
-    No method blocks or raises; each returns whether its message was taken. A watchdog message that was lost is made
-    up for by the next.
+    No method blocks or raises; each returns whether its message was taken. The next watchdog message makes up for a
+    lost one.
 
     Attributes:
         watchdog_interval_s: seconds after which `watchdog` should be called again, half of what systemd allows;
-            ``None`` if systemd does not watch.
+            ``None`` if systemd does not watch this service.
     """
 
     def __init__(self, notify_socket: str = "", watchdog_usec: int = 0) -> None:
@@ -35,18 +35,18 @@ class Notifier:
         self._address = f"\0{notify_socket[1:]}" if notify_socket.startswith("@") else notify_socket
         self._socket: socket.socket | None = None
         if notify_socket:
-            with contextlib.suppress(OSError):  # no descriptor left: go on without
+            with contextlib.suppress(OSError):  # no descriptor is left: continue without
                 self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
                 self._socket.setblocking(False)
         watched = self._socket is not None and watchdog_usec > 0
         self.watchdog_interval_s: float | None = watchdog_usec / 2e6 if watched else None
 
     def ready(self, status: str = "") -> bool:
-        """Start-up is over; systemd starts what comes after this service."""
+        """Startup is complete; systemd starts the services that come after this one."""
         return self._send("READY=1", status)
 
     def watchdog(self) -> bool:
-        """The service is alive. To be called from the loop that does the work, or it proves nothing."""
+        """The service is alive. Call it from the loop that does the work, or it proves nothing."""
         return self.watchdog_interval_s is not None and self._send("WATCHDOG=1")
 
     def stopping(self, status: str = "") -> bool:
@@ -58,7 +58,7 @@ class Notifier:
         return self._send("", text)
 
     def close(self) -> None:
-        """Give the descriptor back. Later calls do nothing."""
+        """Close the socket. Later calls do nothing."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from kvd.errors import NotAllowed
-from kvd.node.wholefile import replace_file
+from kvd.node.atomic_file import write_atomically
 from kvd.parallel.batch import BFLOAT16
 from kvd.parallel.device import HostArray
 
@@ -54,7 +54,7 @@ class Checkpoint:
         if save_server_states is not None:
             self.server_states = f"{path.name}.{self.step}.states"
             save_server_states(path.with_name(self.server_states))
-        replace_file(path, lambda file: file.write(self.packed()))
+        write_atomically(path, lambda file: file.write(self.packed()))
         for other in path.parent.glob(f"{path.name}.*.states"):
             if other.name != self.server_states:
                 other.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""What is said: the messages, their bytes, and the descriptions of dtypes and keys that both sides share."""
+"""The protocol: messages, their bytes, and the descriptions of dtypes and keys that both sides share."""

@@ -1,8 +1,8 @@
 """Messages to bytes and back.
 
-The header of a message is one msgpack list: version, kind, sender, generation, change, then the fields of the message
-in their order. Decoding is total: any bytes give a message that keeps every limit of `kvd.protocol.messages`, or raise
-ProtocolError. The checks are built once, from the annotations of the messages.
+A header is one msgpack list: version, kind, sender, generation, change, then the message's fields in order. Decoding is
+total: any bytes either give a message within every limit of `kvd.protocol.messages`, or raise ProtocolError. The checks
+are built once, at import, from the annotations of the messages.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from enum import Enum
 from operator import attrgetter
+from types import UnionType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -31,13 +32,13 @@ from kvd.protocol.specs import (
 
 VERSION = 2
 MAX_HEADER_BYTES = 64 << 10
-_ENVELOPE = 5  # fields before the message's own
+_ENVELOPE = 5  # entries before the message's own fields
 
 Check = Callable[[object], object]
 
 
 class Decoded(NamedTuple):
-    """A message with what its header says about the sender."""
+    """A message, and what its header says about the sender."""
 
     sender: int
     epoch: Epoch
@@ -45,7 +46,7 @@ class Decoded(NamedTuple):
 
 
 def encode(message: Message, sender: int, epoch: Epoch) -> bytes:
-    """The header of `message`. Raises ProtocolError if it would be longer than MAX_HEADER_BYTES."""
+    """The header of `message`. Raises ProtocolError if it is longer than MAX_HEADER_BYTES."""
     kind = type(message)
     if isinstance(message, Refused):
         message = replace(message, text=_shortened(message.text), nodes=message.nodes[:MAX_MEMBERS])
@@ -59,12 +60,12 @@ def encode(message: Message, sender: int, epoch: Epoch) -> bytes:
 
 
 def decode(header: bytes | memoryview) -> Decoded:
-    """The message in `header`; ProtocolError says what is wrong with it."""
+    """The message in `header`. Raises ProtocolError, which says what is wrong with it."""
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
     try:
         body = msgpack.unpackb(header, use_list=True, strict_map_key=True, max_ext_len=0)
-    except Exception as error:  # noqa: BLE001  msgpack raises half a dozen kinds, RecursionError-like ones among them
+    except Exception as error:  # noqa: BLE001  msgpack raises many kinds, also for deep nesting
         raise ProtocolError(f"not a msgpack header: {type(error).__name__}") from None
     if type(body) is not list or len(body) < _ENVELOPE:
         raise ProtocolError("a header is a msgpack list of at least 5 entries")
@@ -88,7 +89,7 @@ def decode(header: bytes | memoryview) -> Decoded:
 
 
 def _short(value: object) -> str:
-    """A glimpse of what came. The inside of a list is not looked at: it may be nested deeper than repr can go."""
+    """The value in a few characters. Lists are not shown: they may be nested deeper than repr can go."""
     if isinstance(value, list | dict):
         return f"a {type(value).__name__} of {len(value)}"
     text = repr(value)
@@ -96,7 +97,7 @@ def _short(value: object) -> str:
 
 
 def _shortened(text: str) -> str:
-    """The text within its limit: the names in it may have made it longer."""
+    """The text within its limit, which long names in it may exceed."""
     return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 3] + "..."
 
 
@@ -196,15 +197,22 @@ def _member_of(kind: type[Enum]) -> Check:
     return check
 
 
+def _optional(check_value: Check) -> Check:
+    def check(value: object) -> object:
+        return None if value is None else check_value(value)
+
+    return check
+
+
 def _plain_form(value: KeySpec | Enum) -> object:
-    """What msgpack cannot write by itself: of all that is in a message, only these."""
+    """The only values in messages that msgpack cannot write by itself."""
     if isinstance(value, Enum):
         return value.value
     return [value.dtype, value.shape, value.slice_bytes]
 
 
 def _check_for(annotation: Any) -> Check:
-    """The check that an annotation of a message's field asks for."""
+    """The check that the annotation of a field asks for."""
     limit = Limit(0, BIGGEST)
     if get_origin(annotation) is Annotated:
         annotation, mark = get_args(annotation)
@@ -223,6 +231,9 @@ def _check_for(annotation: Any) -> Check:
         return _spec
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return _member_of(annotation)
+    if isinstance(annotation, UnionType):
+        kind, _none = get_args(annotation)
+        return _optional(_check_for(kind))
     if get_origin(annotation) is tuple:
         inner = get_args(annotation)
         if inner[-1] is Ellipsis:
@@ -233,7 +244,7 @@ def _check_for(annotation: Any) -> Check:
 
 
 def _part(value: object) -> object:
-    """The check of a Part, written out: a header holds up to a thousand of them."""
+    """The check of a Part, written out because a header holds up to a thousand of them."""
     if type(value) is not list or len(value) != 3:
         raise ProtocolError(f"expected [key, index, clock], got {_short(value)}")
     key, index, clock = value
@@ -250,7 +261,7 @@ def _part(value: object) -> object:
 
 
 def _fields_of(kind: type[Any]) -> Callable[[Message], Iterable[object]]:
-    """What gives the values of a message's fields in their order."""
+    """A function that gives the values of a message's fields in order."""
     names = [field.name for field in fields(kind)]
     if len(names) == 1:
         return lambda message: (getattr(message, names[0]),)
@@ -258,7 +269,7 @@ def _fields_of(kind: type[Any]) -> Callable[[Message], Iterable[object]]:
 
 
 def _limits_of(annotation: Any) -> Limit | None:
-    """The limits of a whole number; None for anything else."""
+    """The limits of a whole number; None for another type."""
     if get_origin(annotation) is not Annotated:
         return Limit(0, BIGGEST) if annotation is int else None
     base, mark = get_args(annotation)
@@ -268,7 +279,7 @@ def _limits_of(annotation: Any) -> Limit | None:
 def _builder_of_numbers(
     kind: type[Any], names: list[str], limits: list[Limit], flags: int
 ) -> Callable[[list[object]], Message]:
-    """For messages of whole numbers, and then flags: those that come most often. One loop, no call per field."""
+    """For messages of whole numbers followed by flags, the most frequent ones: one loop, no call per number."""
     count = len(names) + _ENVELOPE
     last_number = _ENVELOPE + len(limits)
 

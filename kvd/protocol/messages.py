@@ -1,11 +1,12 @@
-"""Every message, on one page. `kvd.protocol.codec` turns them into bytes and back, and checks the limits named here.
+"""Every message of the protocol. `kvd.protocol.codec` turns messages into bytes and back, and checks their limits.
 
-A header carries, before the fields of its message, the protocol version, the kind of the message, the incarnation of
-the sender and the newest view number that the sender has. Values travel as a payload frame of their own: the bytes of
-the parts, in their order, each starting at a multiple of 8.
+Over 400 lines because every message stands on one page: what kvd says can be read here from top to bottom.
 
-A node may ask the same thing again at any time, with the same bytes: every request is answered, and one that was
-carried out already is not carried out twice.
+Before the fields of its message, a header carries the protocol version, the kind of the message, the sender's
+incarnation, and the epoch of the newest view that the sender knows. Values travel in a payload frame of their own: the
+bytes of the parts, in order, each starting at a multiple of 8.
+
+A node may repeat a request at any time, with the same bytes. Every request is answered, and none is carried out twice.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvd.protocol.specs import MAX_DIMENSIONS, MAX_KEY_CHARS, MAX_KEY_NBYTES, MA
 
 
 class Limit(NamedTuple):
-    """The smallest and largest value of a number, or of the length of a text, byte string or list."""
+    """The smallest and largest value of a number, or the smallest and largest length of a text or list."""
 
     low: int
     high: int
@@ -38,22 +39,21 @@ NodeId: TypeAlias = Annotated[str, Limit(0, 128)]
 Address: TypeAlias = Annotated[str, Limit(0, 108)]
 Text: TypeAlias = Annotated[str, Limit(0, MAX_TEXT_CHARS)]
 Words: TypeAlias = Annotated[str, Limit(0, 80)]
-Plain: TypeAlias = Annotated[object, "plain data, checked by whoever reads it"]
+Plain: TypeAlias = Annotated[object, "plain data, which its reader checks"]
 
 NO_RANK = -1
 ANY_CLOCK = -1  # in a pull: whatever is committed
-UNKNOWN = 0  # a setting that the sender leaves to the cluster
 
 
 class Epoch(NamedTuple):
-    """Which view: the generation grows at each start of the scheduler, the change within it at each new view."""
+    """The number of a view: the generation grows at each start of the scheduler, the change at each new view in it."""
 
     generation: Number
     change: Number
 
 
 class Part(NamedTuple):
-    """One slice of a key in a push or a pull. The clock is the worker's for that key."""
+    """One slice of a key in a push or a pull, with the worker's clock for that key."""
 
     key: Key
     slice_index: Number
@@ -68,9 +68,9 @@ class SliceId(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What all nodes of a cluster must agree on. Empty texts and zeros in a Join: as the cluster has it."""
+    """What all nodes of a cluster must agree on. In a Join, "" and 0 (-1 for staleness) mean: as the cluster has it."""
 
-    mode: Annotated[str, Limit(0, 8)]  # "sync" | "async" | "" (nobody has said yet)
+    mode: Annotated[str, Limit(0, 8)]  # "sync" | "async" | "" (not decided yet)
     merge: Annotated[str, Limit(0, 8)]  # "sum" | "mean" | "weighted" | ""
     staleness: Signed  # -1: unbounded
     rounds_ahead: Number
@@ -83,19 +83,19 @@ class Settings(NamedTuple):
 class MemberState(StrEnum):
     """Where a server or worker stands; `kvd.core.scheduler.roster` has the transitions."""
 
-    ACTIVE = "active"  # takes part in the rounds
+    ACTIVE = "active"  # takes part in rounds
     DONE = "done"  # left the rounds, still connected
-    LEFT = "left"  # went, in good order
+    LEFT = "left"  # left the cluster in good order
     DEAD = "dead"  # declared dead
-    GONE = "gone"  # declared dead after it had left the rounds: they do not wait for it
+    GONE = "gone"  # declared dead after it left the rounds, which do not wait for it
 
 
 class Departure(StrEnum):
     """How a node leaves."""
 
     DONE = "done"  # it leaves the rounds and stays connected
-    LEFT = "left"  # it goes, in good order
-    FAILED = "failed"  # its program ended with an error: as if it had died
+    LEFT = "left"  # it leaves the cluster in good order
+    FAILED = "failed"  # its program ended with an error, which counts as a death
 
 
 class Member(NamedTuple):
@@ -108,7 +108,7 @@ class Member(NamedTuple):
     address: Address
     state: MemberState
     reason: Words
-    last_seen_s: float  # of a dead one: seconds of silence before it was declared
+    last_seen_s: float  # of a dead member: seconds of silence before it was declared dead
 
 
 class KeyEntry(NamedTuple):
@@ -119,12 +119,12 @@ class KeyEntry(NamedTuple):
     shape: Annotated[tuple[Annotated[int, Limit(0, MAX_KEY_NBYTES)], ...], Limit(0, MAX_DIMENSIONS)]
     slices: Number
     bytes_led: Number
-    version: Number  # the smallest over its slices there
+    version: Number  # the smallest of its slices on that server
     live: bool
 
 
 class Quiet(NamedTuple):
-    """A node that has not been heard for a while, and for how long."""
+    """A node that has missed heartbeats, and its silence in seconds."""
 
     role: Annotated[str, Limit(1, 8)]
     rank: Number
@@ -138,7 +138,7 @@ SliceIds: TypeAlias = Annotated[tuple[SliceId, ...], Limit(1, MAX_PARTS)]
 # How a push counts in its round.
 ADD = 0  # a gradient or value, merged with the others'
 ASSIGN = 1  # replaces the value; only rank 0's is read
-ABSENT = 2  # takes part in a round of ASSIGN and brings nothing
+ABSENT = 2  # takes part in a round of ASSIGN without a value
 
 
 # ── membership: any node ↔ scheduler ──────────────────────────────────────────────────────────────────────────────────
@@ -146,32 +146,32 @@ ABSENT = 2  # takes part in a round of ASSIGN and brings nothing
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """I am here. Sent until the answer comes; again if the scheduler forgot me (it was restarted)."""
+    """I want to join. Repeated until it is answered, and sent again after a restarted scheduler forgot the sender."""
 
     KIND: ClassVar[int] = 1
     request: Number
     role: Annotated[str, Limit(1, 8)]  # "server" | "worker" | "observer"
     node_id: NodeId
     address: Address  # where a server listens
-    host: Name  # nodes with the same text share a kernel
+    host: Name  # nodes with the same text run on the same kernel
     pid: Number
-    rank: Signed  # the rank it had, or would like
+    rank: Signed  # the rank that the node had, or prefers
     settings: Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """You are in, with this rank. `predecessor` is the last state of the rank's earlier holder, "" if there is none."""
+    """You joined, with this rank. `predecessor` is how the rank's earlier holder ended; None if there was none."""
 
     KIND: ClassVar[int] = 2
     request: Number
     rank: Signed
-    predecessor: Annotated[str, Limit(0, 8)]
+    predecessor: MemberState | None
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The newest picture of the cluster; its number is the header's. `shards` maps a shard to its server's rank."""
+    """The newest picture of the cluster; the header has its epoch. `shards` maps each shard to its server's rank."""
 
     KIND: ClassVar[int] = 3
     settings: Settings
@@ -181,7 +181,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """I live."""
+    """I am alive."""
 
     KIND: ClassVar[int] = 4
     role: Annotated[str, Limit(1, 8)]
@@ -190,7 +190,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck:
-    """So do I; these have been quiet."""
+    """So am I. These nodes have been quiet."""
 
     KIND: ClassVar[int] = 5
     quiet: Annotated[tuple[Quiet, ...], Limit(0, MAX_MEMBERS)]
@@ -198,7 +198,7 @@ class HeartbeatAck:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """I leave. Answered by Done when the view says so."""
+    """I leave. Answered with Done once the view says so."""
 
     KIND: ClassVar[int] = 6
     request: Number
@@ -207,7 +207,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """I am at this barrier. Answered when all are; a settled generation gives the same answer for ever."""
+    """I have reached this barrier. Answered when all have; a settled generation always gives the same answer."""
 
     KIND: ClassVar[int] = 7
     request: Number
@@ -217,7 +217,7 @@ class Enter:
 
 @dataclass(frozen=True, slots=True)
 class StatusQuery:
-    """What is up? To any node; answered by StatusReport with a payload of JSON."""
+    """What is your state? To any node; answered with StatusReport and a payload of JSON."""
 
     KIND: ClassVar[int] = 8
     request: Number
@@ -241,26 +241,26 @@ class Done:
 
 
 class NotYetReason(Enum):
-    """Why a request cannot be taken now. Its sender puts that right where it can, and sends the request again."""
+    """Why a request cannot be taken now. Its sender removes the cause if it can, and sends the request again."""
 
     NOT_JOINED = 1  # the scheduler does not know the node: join again
     NOT_ATTACHED = 2  # the server does not know the sender as a worker: attach first
     UNKNOWN_BATCH = 3  # the server does not know the batch, or has forgotten it: declare it
     OUT_OF_TURN = 4  # a push whose clock is not the next one; `next_clock` is
-    UPDATING = 5  # an update that concerns the request is under way
-    BUSY = 6  # too many requests wait
+    UPDATING = 5  # an update that concerns the request is in progress
+    BUSY = 6  # too many requests are waiting
 
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """Not carried out, and not refused either: send the same request again, soon."""
+    """Neither carried out nor refused: send the same request again soon."""
 
     KIND: ClassVar[int] = 18
     request: Number
     reason: NotYetReason
     text: Text
     key: Annotated[str, Limit(0, MAX_KEY_CHARS)] = ""
-    next_clock: Number = 0  # of OUT_OF_TURN: the clock that the server takes next; 0 otherwise
+    next_clock: Number = 0  # for OUT_OF_TURN: the clock that the server takes next
 
 
 class ErrorCode(Enum):
@@ -276,14 +276,14 @@ class ErrorCode(Enum):
     DTYPE_MISMATCH = 8
     NODE_LOST = 9
     BARRIER_BROKEN = 10
-    REPLACED = 11  # another incarnation has the sender's place: the sender must stop
+    REPLACED = 11  # another incarnation has the sender's rank: the sender must stop
 
 
 class Taken(Enum):
-    """What a server took of a push that it refuses."""
+    """How much of a refused push the server took."""
 
-    NOTHING = 0  # its clock is free again
-    PART = 1  # some slices of the message took it, or took it when it came before
+    NOTHING = 0  # the push's clock is free again
+    PART = 1  # some slices took it, now or when it was sent before
 
 
 class NodeName(NamedTuple):
@@ -295,16 +295,16 @@ class NodeName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Not carried out, for good."""
+    """Not carried out, now or ever."""
 
     KIND: ClassVar[int] = 17
     request: Number
     error: ErrorCode
     text: Text
-    key: Annotated[str, Limit(0, MAX_KEY_CHARS)] = ""  # of CONFIG_ERROR: the setting
+    key: Annotated[str, Limit(0, MAX_KEY_CHARS)] = ""  # for CONFIG_ERROR: the setting
     taken: Taken = Taken.NOTHING
-    nodes: Annotated[tuple[NodeName, ...], Limit(0, MAX_MEMBERS)] = ()  # of NODE_LOST and BARRIER_BROKEN
-    last_seen_s: float = 0.0  # of NODE_LOST: seconds of silence before the node was declared dead
+    nodes: Annotated[tuple[NodeName, ...], Limit(0, MAX_MEMBERS)] = ()  # for NODE_LOST and BARRIER_BROKEN
+    last_seen_s: float = 0.0  # for NODE_LOST: seconds of silence before the node was declared dead
 
 
 # ── values: worker ↔ server ───────────────────────────────────────────────────────────────────────────────────────────
@@ -321,10 +321,9 @@ class PathKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """First message to a server: drop what my predecessor had staged; I am `rank`, and my messages travel by `path`.
+    """First message to a server: I am `rank`, my messages travel by `path`; drop what my predecessor had staged.
 
-    Answered with Done, or with Clocks if this rank had pushed or, as rank 0, made keys there before this incarnation
-    came.
+    Answered with Done, or with Clocks if an earlier incarnation of this rank pushed there or, as rank 0, made keys.
     """
 
     KIND: ClassVar[int] = 32
@@ -336,7 +335,7 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """One slice of a new key, with its payload."""
+    """One slice of a new key; its value is the payload."""
 
     KIND: ClassVar[int] = 33
     request: Number
@@ -347,7 +346,7 @@ class Init:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """All slices of the key are in place: it is live. To the server of slice 0, which answers the waiting Lookups."""
+    """All slices of the key are stored: it is live. To the server of slice 0, which answers the waiting Lookups."""
 
     KIND: ClassVar[int] = 34
     request: Number
@@ -357,7 +356,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What is this key? To the server of its slice 0. With `wait`, the answer comes when the key is live."""
+    """What is this key? To the server of its slice 0. With `wait`, answered when the key is live."""
 
     KIND: ClassVar[int] = 35
     request: Number
@@ -370,12 +369,12 @@ class KeyInfo:
     KIND: ClassVar[int] = 36
     request: Number
     spec: KeySpec
-    publisher: Number  # the incarnation that published it
+    publisher: Number  # the incarnation of the worker that published it
 
 
 @dataclass(frozen=True, slots=True)
 class ClockQuery:
-    """Where does my rank stand in the slices of this key that you lead?"""
+    """Which clock has my rank reached in the slices of this key that you lead?"""
 
     KIND: ClassVar[int] = 37
     request: Number
@@ -384,7 +383,7 @@ class ClockQuery:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """The smallest and the largest clock that counts there, and the versions committed."""
+    """The smallest and largest clock that the server counts for the rank, and the committed versions."""
 
     KIND: ClassVar[int] = 38
     request: Number
@@ -396,7 +395,7 @@ class Clocks:
 
 @dataclass(frozen=True, slots=True)
 class Activate:
-    """My rank, which had left, takes part again in the rounds of this key after `clock`."""
+    """My rank had left. After `clock`, it takes part in the rounds of this key again."""
 
     KIND: ClassVar[int] = 39
     request: Number
@@ -406,10 +405,10 @@ class Activate:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Contributions, with their bytes as payload. Answered by Staged (the credit comes back), then by Done at commit.
+    """Contributions, with their bytes as payload. Answered with Staged (returns the credit), then with Done at commit.
 
-    With `pull`, by Values instead of Done. A `probe` has no payload: it asks what became of an earlier one. A push of
-    at most SMALL_PUSH_BYTES takes no credit, and only a probe of it is answered by Staged.
+    With `pull`, Values takes the place of Done. A `probe` has no payload: it asks what became of an earlier push. A
+    push of at most SMALL_PUSH_BYTES takes no credit, and only a probe of it is answered with Staged.
     """
 
     KIND: ClassVar[int] = 40
@@ -423,7 +422,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The server has the bytes of that push."""
+    """The server has the bytes of this push."""
 
     KIND: ClassVar[int] = 41
     request: Number
@@ -431,7 +430,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Give me these slices: exactly version `clock` in sync, not before my push `clock` in async, or ANY_CLOCK."""
+    """Send these slices: exactly version `clock` in sync mode, not before my push `clock` in async, or ANY_CLOCK."""
 
     KIND: ClassVar[int] = 42
     request: Number
@@ -440,7 +439,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The slices asked for, in order, as payload, and the version of each; of a batch, perhaps one for all of them."""
+    """The requested slices, in order, as payload, and their versions; a batch may have one version for all slices."""
 
     KIND: ClassVar[int] = 43
     request: Number
@@ -449,7 +448,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class DeclareBatch:
-    """I shall move these slices together again and again: from now on I call them `batch`."""
+    """I push and pull these slices together from now on, under the number `batch`."""
 
     KIND: ClassVar[int] = 44
     request: Number
@@ -459,7 +458,7 @@ class DeclareBatch:
 
 @dataclass(frozen=True, slots=True)
 class PushBatch:
-    """As Push, of all slices of a batch, which have the same clock."""
+    """Like Push, for all slices of a batch, which have the same clock."""
 
     KIND: ClassVar[int] = 45
     request: Number
@@ -473,7 +472,7 @@ class PushBatch:
 
 @dataclass(frozen=True, slots=True)
 class PullBatch:
-    """As Pull, of all slices of a batch."""
+    """Like Pull, for all slices of a batch."""
 
     KIND: ClassVar[int] = 46
     request: Number
@@ -486,7 +485,7 @@ class PullBatch:
 
 @dataclass(frozen=True, slots=True)
 class SetOptimizer:
-    """Use this optimizer (`kvd.optimizer.to_wire`) for all keys; the same one again changes nothing. None: assign."""
+    """Use this optimizer (`kvd.optimizer.to_wire`) for all keys; setting it again changes nothing. None: assign."""
 
     KIND: ClassVar[int] = 48
     request: Number
@@ -495,7 +494,7 @@ class SetOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptimizer:
-    """Change these hyperparameters from the sender's next clock on; the state stays."""
+    """Change these hyperparameters from the sender's next clock on, and keep the optimizer's state."""
 
     KIND: ClassVar[int] = 49
     request: Number
@@ -504,7 +503,7 @@ class UpdateOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerQuery:
-    """Which optimizer is set? Answered by OptimizerIs."""
+    """Which optimizer is set? Answered with OptimizerIs."""
 
     KIND: ClassVar[int] = 50
     request: Number
@@ -519,7 +518,7 @@ class OptimizerIs:
 
 @dataclass(frozen=True, slots=True)
 class FetchState:
-    """The optimizer's state for one slice, please."""
+    """Send the optimizer's state for one slice. Answered with State."""
 
     KIND: ClassVar[int] = 52
     request: Number
@@ -529,7 +528,7 @@ class FetchState:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Updates made, and the named arrays of the state, one after the other as payload, each as (name, dtype)."""
+    """How many updates were made, and the (name, dtype) of each array of the state; the arrays follow as payload."""
 
     KIND: ClassVar[int] = 53
     request: Number
@@ -539,7 +538,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class StoreState:
-    """Take this as the optimizer's state for one slice. The payload is as in State."""
+    """Replace the optimizer's state for one slice. The payload is as in State."""
 
     KIND: ClassVar[int] = 54
     request: Number
@@ -551,7 +550,7 @@ class StoreState:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Run the controller that is registered for `head`; the body is the payload. Answered by CommandResult."""
+    """Run the controller registered for `head`; the body is the payload. Answered with CommandResult."""
 
     KIND: ClassVar[int] = 55
     request: Number
@@ -568,7 +567,7 @@ class CommandResult:
 
 @dataclass(frozen=True, slots=True)
 class ListKeys:
-    """The keys of which you lead a part, in order, after this one."""
+    """List the keys of which you lead a part, in order, from the first one after `after`."""
 
     KIND: ClassVar[int] = 57
     request: Number

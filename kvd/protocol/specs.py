@@ -1,4 +1,4 @@
-"""What both sides know about values: dtypes, keys, and how a key is cut into slices."""
+"""What both sides know about values: dtypes, keys, and the slices of a key."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class KeySpec:
     """The dtype and shape of a key and the size of its slices; fixed when the key is published.
 
     Slice ``i`` holds the bytes ``[i · slice_bytes, (i + 1) · slice_bytes)`` of the C-contiguous value. An empty value
-    has one empty slice, so that its rounds close like any other's.
+    has one empty slice, so that its rounds close like those of other keys.
     """
 
     dtype: str
@@ -87,10 +87,10 @@ class KeySpec:
 
 
 def padded(nbytes: int) -> int:
-    """Where the next part of a payload starts after one of `nbytes`: parts start at multiples of 8."""
+    """Offset of the next part of a payload after a part of `nbytes`: parts start at multiples of 8."""
     return (nbytes + 7) & ~7
 
 
 def payload_nbytes(lengths: Sequence[int]) -> int:
-    """Bytes of a payload whose parts have these lengths: all but the last are padded."""
+    """Bytes of a payload with parts of these lengths: all but the last are padded."""
     return sum([padded(nbytes) for nbytes in lengths[:-1]]) + lengths[-1] if lengths else 0

@@ -35,7 +35,7 @@ class StalenessCheck:
         machine, staleness = process.machine, world.cluster.staleness
         if staleness < 0 or not isinstance(machine, ServerMachine):
             return
-        required = machine._required
+        required = machine.required_ranks
         for slice_ in slices_of(machine):
             counted = {rank: slice_.log.counted_clock(rank) for rank in required}
             before = self._counted.get((slice_.key, slice_.index), {})

@@ -20,7 +20,8 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 import kvd
 from kvd.config import Role, child_environment, load
 from kvd.errors import BarrierBroken, NodeLost
-from kvd.node.roles import Daemon, SchedulerDaemon, ServerDaemon
+from kvd.node.daemon import Daemon
+from kvd.node.roles import new_daemon
 
 T = TypeVar("T")
 PathName = Literal["shm", "ipc", "tcp"]
@@ -71,7 +72,7 @@ class ThreadNode:
 
     async def _main(self, loaded: Any) -> None:
         self._loop = asyncio.get_running_loop()
-        self._daemon = SchedulerDaemon(loaded) if self._role == "scheduler" else ServerDaemon(loaded)
+        self._daemon = new_daemon(loaded, self._role)
         await self._daemon.run(signals=False)
 
     def stop(self) -> None:

@@ -439,7 +439,7 @@ class World:
 
 def slices_of(server: ServerMachine) -> list[Slice]:
     """The slices that a server leads."""
-    return list(server._table.slices.values())
+    return list(server.table.slices.values())
 
 
 def poison(request: Request) -> None:

@@ -14,19 +14,9 @@ from benchmarks.figures import Spread, peaks, ratios, spread, summaries
 from benchmarks.processes import run
 from benchmarks.rows import Row, from_objects, parse
 from benchmarks.systems import Effort, System, kvd_systems, peer_systems
-from kvd_cli.bench_work import IN_FLIGHT_NAME, WORK
+from kvd_cli.bench_work import IN_FLIGHT_NAME, WORK, make_row
 
-PRINTED = {
-    "name": "1KiB",
-    "rank": 1,
-    "keys": 1,
-    "bytes": 1024,
-    "repetition": 0,
-    "iterations": 10,
-    "seconds": 0.01,
-    "p50_us": 900.0,
-    "p99_us": 1500.0,
-}
+PRINTED = {**make_row("1KiB", 1, 0, [0.001] * 10, 0.01), "p50_us": 900.0, "p99_us": 1500.0}
 
 
 def row(system: str, round_number: int, p50_us: float, **fields: float) -> Row:

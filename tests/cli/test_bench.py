@@ -20,7 +20,8 @@ import kvd
 from benchmarks.rows import from_objects, parse
 from kvd.client.create import open_backend
 from kvd.node.launch import Job
-from kvd_cli.bench import JobFailed, make_job, measure, roles_of, table_lines
+from kvd_cli.bench_report import table_lines
+from kvd_cli.bench_run import JobFailed, make_job, measure, roles_of
 from kvd_cli.bench_usage import Usage, Watch, cpu_s_of, usage_of
 from kvd_cli.bench_work import (
     IN_FLIGHT_NAME,
@@ -230,8 +231,8 @@ def test_bench_refuses_a_work_that_does_not_exist() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--only", "1KiB,resnet50,128MiB", "--plot", "out.svg"], "--only has no work of one value"),
-        (["--plot", "nowhere/out.svg"], "there is no folder nowhere"),
+        (["--only", "1KiB,resnet50,128MiB", "--plot", "out.svg"], "--only names no work with one value"),
+        (["--plot", "nowhere/out.svg"], "there is no directory nowhere"),
     ],
 )
 def test_bench_refuses_a_picture_that_it_could_not_draw(

@@ -83,7 +83,7 @@ def test_a_dead_worker_may_come_back() -> None:
     health = health_of(report(server(0), members=members))
     assert not health.is_healthy
     assert health.advice == (
-        "dead: worker 0, worker 1. Start them again under the same node id, and they take up their ranks.",
+        "dead: worker 0, worker 1. Start them again under the same node id, and they get their ranks back.",
     )
 
 
@@ -91,7 +91,7 @@ def test_who_is_missing() -> None:
     health = health_of(report(server(0), missing=["server 1"]))
     assert (health.is_healthy, health.advice) == (
         False,
-        ("missing: server 1. The job waits until all are there.",),
+        ("missing: server 1. The job waits until all have joined.",),
     )
 
 

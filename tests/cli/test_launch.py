@@ -204,7 +204,7 @@ def test_the_view_takes_what_workers_print(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.splitlines() == [
         "epoch   1  loss 1.5000  test accuracy 50.00%     2.0 MB/s  clocks 22 22",
         "worker-0 failed",
-        "worker 0 is back, and goes on with step 22",
+        "worker 0 is back and continues with step 22",
     ]
     view.print_last_words()
     assert "worker-1 | a warning" in capsys.readouterr().err
@@ -229,7 +229,7 @@ def test_the_picture_shows_all_and_does_not_get_in_the_way(capsys: pytest.Captur
         drawer.join(DEADLINE_S)
         assert not drawer.is_alive()
     out = capsys.readouterr().out
-    assert out.count("worker 0 is back, and goes on with step 0") == 99
+    assert out.count("worker 0 is back and continues with step 0") == 99
     assert "restarted 99×" in out
     assert "50.00%" in out
     assert "0 / 2" in out

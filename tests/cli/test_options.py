@@ -12,11 +12,12 @@ import click
 import pytest
 from click.testing import Result
 
-from kvd.config import Config, settings
+from kvd.config import Config, all_settings
 from kvd.errors import ConfigError, ConnectError, KeyNotFound, KvdError, RequestTimeout
+from kvd.node.exit_codes import exit_code_of
 from kvd_cli import cluster
 from kvd_cli.options import OF_ONE_PROCESS, with_deadline
-from kvd_cli.program import COMMANDS, cli, exit_code_of
+from kvd_cli.program import COMMANDS, cli
 
 Kvd = Callable[..., Result]
 Spawn = Callable[..., "subprocess.Popen[str]"]
@@ -38,12 +39,12 @@ def flags_of(*names: str) -> set[str]:
 
 @pytest.mark.parametrize("role", ["scheduler", "server", "worker"])
 def test_every_setting_of_a_daemon_is_a_flag(role: str) -> None:
-    wanted = {setting.flag for setting in settings() if role in setting.used_by and setting.name != "role"}
+    wanted = {setting.flag for setting in all_settings() if role in setting.used_by and setting.name != "role"}
     assert wanted <= flags_of(role)
 
 
 def test_a_job_has_the_flags_that_its_processes_share() -> None:
-    wanted = {setting.flag for setting in settings() if setting.name not in OF_ONE_PROCESS}
+    wanted = {setting.flag for setting in all_settings() if setting.name not in OF_ONE_PROCESS}
     assert wanted | {"-n", "-s", "--on", "--restart"} <= flags_of("launch")
     assert "--node-id" not in flags_of("launch")
 
@@ -117,7 +118,7 @@ def test_settings_and_where_they_come_from(kvd: Kvd, monkeypatch: pytest.MonkeyP
     assert shown["merge"] == {"value": "weighted", "origin": "KVD_MERGE"}
     assert shown["staleness"] == {"value": None, "origin": "default"}
     assert shown["request_timeout_s"] == {"value": 90.0, "origin": "flag"}
-    assert list(shown) == [setting.name for setting in settings()]
+    assert list(shown) == [setting.name for setting in all_settings()]
 
 
 def test_settings_as_a_table(kvd: Kvd) -> None:

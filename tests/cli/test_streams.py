@@ -39,7 +39,7 @@ def test_a_full_disk_is_told(arguments: list[str], spawn: Spawn, full: IO[str]) 
     process = spawn(*arguments, stdout=full)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1, err
-    assert err == ("error: cannot write to stdout: No space left on device; make room, or send it elsewhere\n")
+    assert err == ("error: cannot write to stdout: No space left on device; make room, or redirect it\n")
 
 
 @pytest.mark.parametrize("arguments", PRINTING, ids=" ".join)

@@ -38,9 +38,9 @@ def test_bfloat16_is_written_as_float32(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", r"is no \.npy file"),
-        (b"text", r"is no \.npy file"),
-        (b"\x93NUMPY\x01\x00", r"is no \.npy file"),
+        (b"", r"is not a complete \.npy file"),
+        (b"text", r"is not a complete \.npy file"),
+        (b"\x93NUMPY\x01\x00", r"is not a complete \.npy file"),
         (None, "No such file"),
     ],
 )
@@ -55,7 +55,7 @@ def test_files_that_hold_no_array(content: bytes | None, reason: str, tmp_path: 
 def test_nothing_in_a_file_is_unpickled(tmp_path: Path) -> None:
     file = tmp_path / "w.npy"
     np.save(file, np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    with pytest.raises(ConfigError, match=r"is no \.npy file"):
+    with pytest.raises(ConfigError, match=r"is not a complete \.npy file"):
         read_array(file)
 
 

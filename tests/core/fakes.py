@@ -60,7 +60,7 @@ def from_scheduler(message: Any, number: tuple[int, int] = (1, 1)) -> Received:
 
 
 def welcome(rank: int, predecessor: str = "") -> Received:
-    return from_scheduler(Welcome(1, rank, predecessor), (1, 0))
+    return from_scheduler(Welcome(1, rank, MemberState(predecessor) if predecessor else None), (1, 0))
 
 
 def of(kind: type[T], effects: Iterable[Effect]) -> list[T]:

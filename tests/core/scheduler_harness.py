@@ -1,4 +1,4 @@
-"""A scheduler machine whose nodes are played by the tests."""
+"""A scheduler machine; the tests play its nodes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ from typing import Any
 
 from kvd.core.machine import Effect, PeerLost, Persist, Persisted, Received, ServerPeer, Tick
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
-from kvd.protocol.messages import (
-    Epoch,
-    Heartbeat,
-    Join,
-    Settings,
-)
+from kvd.protocol.messages import Epoch, Heartbeat, Join, Settings
 from tests.core.fakes import OPEN, cluster, of, one, said, worker_id
 
 BARE = cluster(mode="", merge="")
 
 
 class Harness:
-    """A scheduler, whose nodes are called by their incarnation; what it persists is on disk at once or on demand."""
+    """A scheduler whose nodes are named by their incarnation. With `hold`, what it persists is not saved yet."""
 
     def __init__(self, settings: Settings = BARE, *, saved: Any = None, generation: int = 1, **more: Any) -> None:
         limits = {"heartbeat_interval_s": 1.0, "server_timeout_s": 5.0, "worker_timeout_s": 20.0, "break_on_loss": True}
@@ -49,7 +44,7 @@ class Harness:
         return self.say(worker_id(rank, life), Heartbeat("worker", rank), view=self.machine.epoch)
 
     def kill(self, who: int, reason: str = "exit 1") -> list[Effect]:
-        """The process ends; its time to be started anew passes, while the others live on."""
+        """The process ends and is not started again before its timeout; the others live on."""
         effects = self.step(PeerLost(who, reason))
         start = self.now
         for seconds in (4, 8, 12, 16):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvd.core.machine import Apply, Create, Effect, Export, JobDone, Load, Received, Run, Send, ServerPeer, Span
+from kvd.core.machine import Apply, Create, Effect, Export, JobDone, Load, Received, Run, Send, ServerPeer, Span, Tick
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.errors import KvdError
 from kvd.protocol.messages import (
@@ -67,6 +67,7 @@ class Harness:
         self.applied: list[Apply] = []
         self.error: KvdError | None = None
         self._request = 0  # the largest so far: those of a worker grow
+        self.step(Tick())
         self.step(welcome(0))
         self.look()
         if attach:
@@ -172,11 +173,11 @@ class Harness:
     @property
     def groups(self) -> list[list[str]]:
         """The keys that are together, in the order in which they became so."""
-        return [[entry.key for entry in group.slices] for group in self.machine._table.groups.values()]
+        return [[entry.key for entry in group.slices] for group in self.machine.table.groups.values()]
 
     def value(self, key: str, index: int = 0, back: int = 0) -> bytes:
         """The bytes of a slice, or of its version before."""
-        slice_ = self.machine._table.slices[key, index]
+        slice_ = self.machine.table.slices[key, index]
         return read(slice_.span(slice_.log.previous if back else slice_.log.current))
 
     def explain(self) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.server import batches, push
+from kvd.core.server import batches, pending
 from kvd.core.server.batches import BatchTable
 from kvd.optimizer import SGD, to_wire
 from kvd.protocol.codec import MAX_HEADER_BYTES, decode, encode
@@ -210,7 +210,7 @@ def test_small_pushes_are_not_answered_by_staged_unless_they_are_asked_for() -> 
 
 
 def test_so_many_requests_wait_counts_packs_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push, "MAX_PENDING", 1)
+    monkeypatch.setattr(pending, "MAX_PENDING", 1)
     harness = packed("a", "b")
     harness.push_batch(0, 1, A, B)
     assert refusal(harness.push_batch(1, 1, A, B)).error is ErrorCode.NOT_ALLOWED

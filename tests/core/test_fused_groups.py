@@ -8,6 +8,7 @@ import pytest
 
 from kvd.core.machine import Apply, Create, Export, Load, ScatterList, Send, Span
 from kvd.core.server.groups import FusedGroup, Slice, fused, parted
+from kvd.core.server.progress import PushRequest, Refusal, WorkerProgress
 from kvd.core.server.rounds import SliceLog
 from kvd.errors import NotAllowed
 from kvd.optimizer import SGD, to_wire
@@ -35,6 +36,7 @@ from tests.core.fakes import cluster, member, of, one, read, said, uint8, worker
 from tests.core.server_harness import Harness, kinds, not_yet, packed, refusal, values
 
 A, B, C = b"\1", b"\2", b"\3"
+REFUSAL = Refusal(PushRequest(7, 7), ErrorCode.NOT_ALLOWED, "no")
 
 
 def together(*keys: str, **more: Any) -> Harness:
@@ -84,8 +86,11 @@ def test_what_has_not_come_equally_far_is_not_fused() -> None:
     assert not differs(lambda entry: None)
     for name, value in (("version", 1), ("closed", 1), ("previous", b"v"), ("closing", object())):
         assert differs(lambda entry, name=name, value=value: setattr(entry.group.log, name, value)), name
-    for name in ("staged", "counted", "committed"):
-        assert differs(lambda entry, name=name: getattr(entry.group.log, name).update({1: 1})), name
+    for changes in ({"staged": 1}, {"counted": 1}, {"committed": 1}, {"skipped": 1}, {"last_refusal": REFUSAL}):
+        progress = WorkerProgress(**changes)
+        assert differs(lambda entry, progress=progress: entry.group.log.progress.update({1: progress})), changes
+    for like_new in (WorkerProgress(), WorkerProgress(last_request=PushRequest(7, 7))):
+        assert not differs(lambda entry, like_new=like_new: entry.group.log.progress.update({1: like_new}))
     for name in ("waiting", "changes", "tasks"):
         assert differs(lambda entry, name=name: getattr(entry.group, name).append(object())), name
     assert differs(lambda entry: setattr(entry.group, "working", True))
@@ -275,7 +280,7 @@ def test_a_late_copy_of_a_single_push_parts_but_counts_nothing() -> None:
         harness.push_batch(rank, 2, A, B)
     assert harness.groups == [["a", "b"]]
     assert kinds(harness.push(0, 1, A, key="a", request=60)) == ["Done"]
-    assert [entry.log.version for entry in harness.machine._table.slices.values()] == [2, 2]
+    assert [entry.log.version for entry in harness.machine.table.slices.values()] == [2, 2]
     for rank in (0, 1):
         effects = harness.push_batch(rank, 3, A, B)
     assert kinds(effects) == ["Done", "Done"]
@@ -474,7 +479,7 @@ def test_a_change_for_a_unit_takes_effect_for_all_of_it() -> None:
     harness = together("a", "b")
     harness.say(0, SetOptimizer(1, to_wire(SGD(1.0))))
     harness.say(0, UpdateOptimizer(2, {"learning_rate": 0.5}))
-    group = one(list(harness.machine._table.groups.values()))
+    group = one(list(harness.machine.table.groups.values()))
     assert [change.from_round for change in group.changes] == [2]
 
 
@@ -510,7 +515,7 @@ def test_staleness_is_kept_when_a_unit_parts(staleness: int) -> None:
     assert harness.value("b") == bytes([staleness])
     effects = harness.push(1, 1, b"\x63", key="b")
     assert sorted(kinds(effects)) == ["Done", "Done", "Staged"]
-    logs = [entry.log for entry in harness.machine._table.slices.values()]
+    logs = [entry.log for entry in harness.machine.table.slices.values()]
     assert [(log.committed_clock(0), log.committed_clock(1)) for log in logs] == [(ahead, 1)] * 2
 
 
@@ -613,3 +618,25 @@ def test_a_state_is_fetched_from_a_slice_of_a_unit() -> None:
     assert kinds(effects) == ["State"]
     assert one(of(Export, effects)).key == "b"
     assert one(of(Send, effects)).peer == worker_id(0)
+
+
+def test_a_group_with_an_absent_contribution_is_parted() -> None:
+    """Worker 1 takes part in a broadcast of both keys with no bytes; worker 0 assigns them one by one."""
+    harness = together("a", "b")
+    assert kinds(harness.push_batch(1, 2, how=ABSENT)) == ["Staged"]
+    for key, value in (("a", A), ("b", B)):
+        harness.push(0, 2, value, key=key, how=ASSIGN)
+    assert harness.groups == [["a"], ["b"]]
+    assert [harness.value(key) for key in "ab"] == [A, B]
+
+
+def test_parted_slices_do_not_share_what_was_refused() -> None:
+    harness = together("a", "b")
+    harness.push(0, 2, A, key="a")
+    assert harness.groups == [["a"], ["b"]]
+    refused = refusal(harness.push(1, 2, A, key="a", how=ASSIGN, request=70))  # worker 0 does not broadcast
+    assert refused.error is ErrorCode.NOT_ALLOWED
+    first, second = (harness.machine.table.slices[key, 0].log for key in "ab")
+    assert first.progress_of(1).last_refusal is not None
+    assert second.progress_of(1).last_refusal is None
+    assert kinds(harness.push(1, 2, B, key="b", request=70)) == ["Staged"]

@@ -1,4 +1,4 @@
-"""The machines together: a scheduler, servers and workers, joined by a link that loses nothing and keeps the order."""
+"""All machines together: a scheduler, servers and workers, over a link that loses nothing and keeps the order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SCHEDULER_ID = 1
 
 
 class Cluster:
-    """All machines by incarnation. A message goes through the codec; jobs end at once; time stands still."""
+    """All machines by incarnation. Messages go through the codec, jobs end at once, and time stands still."""
 
     def __init__(self, settings: Settings, *, mode: str = "sync") -> None:
         limits = SchedulerSettings(settings._replace(mode="", merge=""), 1.0, 5.0, 20.0, break_on_loss=True)
@@ -140,7 +140,7 @@ def test_everyone_joins() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, SLICE, SLICE + 1, 5 * SLICE + 3])
-def test_sums_over_workers_come_back_whole(count: int) -> None:
+def test_a_pull_returns_the_sum_over_the_workers(count: int) -> None:
     both = Cluster(cluster(2, 2))
     value = bytes(index % 251 for index in range(count))
     both.init("w", value)
@@ -153,7 +153,7 @@ def test_sums_over_workers_come_back_whole(count: int) -> None:
             assert both.ask(rank, requests.ClockOf("w")) == clock
 
 
-def test_many_keys_in_one_call() -> None:
+def test_one_call_pushes_and_pulls_many_keys_in_few_messages() -> None:
     both = Cluster(cluster(2, 2))
     names = [f"k{number}" for number in range(50)]
     for name in names:
@@ -171,7 +171,7 @@ def test_many_keys_in_one_call() -> None:
     assert both.messages - before <= 20  # for each worker and server a batch and Done, a push, Staged and Values
 
 
-def test_pushes_run_ahead_and_flush_waits() -> None:
+def test_pushes_run_ahead_and_flush_waits_for_them() -> None:
     both = Cluster(cluster(2, 1))
     both.init("w", b"\0")
     ahead = [both.push(0, "w", bytes([number])) for number in (1, 2, 3, 4)]
@@ -184,7 +184,7 @@ def test_pushes_run_ahead_and_flush_waits() -> None:
     assert both.pull(0, "w", 1) == bytes([44])
 
 
-def test_a_broadcast_round() -> None:
+def test_a_round_of_assignment_broadcasts_the_value_of_rank_0() -> None:
     both = Cluster(cluster(2, 1))
     both.init("w", b"\0")
     spec = uint8(1)
@@ -204,7 +204,7 @@ def test_barriers_and_commands() -> None:
     assert [payload for _, payload, _ in answers] == [b"hi", b"hi"]
 
 
-def test_who_leaves_is_no_longer_waited_for_and_who_comes_takes_part_again() -> None:
+def test_rounds_stop_waiting_for_a_worker_that_left_and_wait_for_its_successor() -> None:
     both = Cluster(cluster(2, 2))
     both.init("w", b"\0" * 2 * SLICE)
     for rank in (0, 1):
@@ -222,7 +222,7 @@ def test_who_leaves_is_no_longer_waited_for_and_who_comes_takes_part_again() -> 
     assert both.ask(1, requests.ClockOf("w"), life=1) == 4
 
 
-def test_a_restarted_worker_redoes_its_step_and_nothing_counts_twice() -> None:
+def test_a_restarted_worker_redoes_its_step_and_no_push_counts_twice() -> None:
     both = Cluster(cluster(2, 2))
     both.init("w", b"\0" * 2 * SLICE)
     for rank in (0, 1):
@@ -240,7 +240,7 @@ def test_a_restarted_worker_redoes_its_step_and_nothing_counts_twice() -> None:
 
 
 @pytest.mark.parametrize("staleness", [-1, 0, 1])
-def test_async_the_last_write_replaces(staleness: int) -> None:
+def test_in_async_mode_the_last_push_replaces_the_value(staleness: int) -> None:
     both = Cluster(cluster(2, 1, mode="async", staleness=staleness), mode="async")
     both.init("w", b"\0")
     for value in (1, 2, 3):

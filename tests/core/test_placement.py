@@ -1,4 +1,4 @@
-"""Where slices live: by name, the same in every version of kvd."""
+"""Which server leads which slice: by name, the same in every version of kvd; and what a node reads in a view."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_shard_of_a_slice_is_its_checksum_plus_its_index(key: str, crc: int)
     assert shard_of(key, 3, 1) == 0
 
 
-def test_shards_go_round_the_servers() -> None:
+def test_shards_are_given_to_the_servers_round_robin() -> None:
     assert initial_shards(5, 2) == (0, 1, 0, 1, 0)
     assert initial_shards(2, 3) == (0, 1)
 
@@ -37,14 +37,14 @@ def test_keys_and_slices_are_spread_evenly() -> None:
     assert set(of_one_key.values()) == {64}
 
 
-# ── how evenly bytes spread: the most that one server leads, by the mean ──
+# ── how evenly bytes spread: the bytes of the fullest server, divided by the mean ──
 
 MIB = 1 << 20
 RESNET50 = [4 * size for size in resnet50_sizes()]
 
 
 def imbalance(keys: Iterable[tuple[str, int]], servers: int, slice_bytes: int, num_shards: int = 64) -> float:
-    """The bytes of the fullest server by those of the mean one."""
+    """The bytes of the fullest server, divided by the mean over all servers."""
     shards = initial_shards(num_shards, servers)
     led = [0] * servers
     for key, nbytes in keys:
@@ -54,13 +54,13 @@ def imbalance(keys: Iterable[tuple[str, int]], servers: int, slice_bytes: int, n
 
 
 def namings(count: int) -> list[list[str]]:
-    """Names of 161 keys without any system, the same in every run."""
+    """Random names of 161 keys, the same in every run."""
     return [[sha256(f"{naming}/{number}".encode()).hexdigest() for number in range(161)] for naming in range(count)]
 
 
 @pytest.mark.parametrize(("servers", "most"), [(2, 1.0), (4, 1.0), (8, 1.01)])
 def test_many_small_keys_with_numbers_spread_evenly(servers: int, most: float) -> None:
-    """The checksum of names that differ in digits goes round the servers; a hash that mixed better would reach 1.1."""
+    """Checksums of names that differ only in digits are spread evenly; a hash that mixes better would reach 1.1."""
     for pattern in ("1KiBx1000/{}", "{}", "layer{}.weight"):
         keys = [(pattern.format(number), 1024) for number in range(1000)]
         assert imbalance(keys, servers, 2 * MIB) <= most + 0.011
@@ -68,7 +68,7 @@ def test_many_small_keys_with_numbers_spread_evenly(servers: int, most: float) -
 
 @pytest.mark.parametrize(("servers", "most"), [(2, 1.0), (3, 1.125), (4, 1.0), (8, 1.0)])
 def test_one_large_key_spreads_evenly(servers: int, most: float) -> None:
-    """32 slices: those of three servers cannot be the same number; 64 shards are none of 3, either."""
+    """Neither 32 slices nor 64 shards can be divided by 3: three servers cannot lead the same number."""
     for name in ("w", "big", "fc.weight", "64MiB/0"):
         assert imbalance([(name, 64 * MIB)], servers, 2 * MIB) <= most
         assert imbalance([(name, 64 * MIB)], servers, 2 * MIB, num_shards=840) <= min(most, 11 * 3 / 32)
@@ -88,8 +88,8 @@ def test_one_large_key_spreads_evenly(servers: int, most: float) -> None:
 def test_a_real_model_spreads_as_evenly_as_its_slices_are_small(
     servers: int, slice_bytes: int, middle: float, ninth_of_ten: float
 ) -> None:
-    """ResNet-50 is 49 slices of 2 MiB and many small ones: no rule that looks at one name at a time can give each of 8
-    servers the same. Slices of 2 MiB divided by the number of servers keep it below 1.15."""
+    """ResNet-50 has 49 slices of 2 MiB and many small ones: no rule that looks at one name at a time can spread them
+    evenly over 8 servers. Slices of 2 MiB divided by the number of servers keep the imbalance below 1.15."""
     found = sorted(imbalance(zip(names, RESNET50, strict=True), servers, slice_bytes) for names in namings(100))
     assert found[50] <= middle
     assert found[90] <= ninth_of_ten
@@ -127,14 +127,14 @@ def test_only_a_newer_view_is_taken(number: tuple[int, int], taken: bool) -> Non
     assert (view.by_incarnation(100) is None) is taken
 
 
-def test_who_is_waited_for() -> None:
+def test_rounds_wait_for_workers_that_have_not_left_them() -> None:
     states = viewed(member("worker", 0, "active"), member("worker", 1, "done"), member("worker", 2, "dead"))
-    assert states.required_ranks() == [0, 2, 3]  # 3 has not come yet
+    assert states.required_ranks() == [0, 2, 3]  # 3 has not joined yet
     assert list(states.dead_workers()) == [2]
     assert viewed(member("worker", 3, "left"), member("server", 0, "left")).required_ranks() == [0, 1, 2]
 
 
-def test_servers_that_are_missing() -> None:
+def test_servers_that_are_dead_or_have_not_joined_are_missing() -> None:
     both = viewed(member("server", 1, "active"), member("server", 0, "active"))
     assert [server.rank for server in both.servers()] == [0, 1]
     assert both.all_servers_active()

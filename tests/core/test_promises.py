@@ -155,7 +155,7 @@ def test_an_heir_is_told_by_the_servers() -> None:
 def test_an_heir_asks_for_its_clocks_though_the_scheduler_knows_of_no_predecessor() -> None:
     harness = Worker(rank=1, joined=False)
     harness.attach = False
-    harness.step(from_scheduler(Welcome(1, 1, ""), (1, 0)))
+    harness.step(from_scheduler(Welcome(1, 1, None), (1, 0)))
     harness.look()
     attach = harness.take(Attach)
     harness.say(attach.peer, Clocks(attach.message.request, 2, 2, 2, 2))  # type: ignore[union-attr]
@@ -169,14 +169,14 @@ def test_an_heir_asks_for_its_clocks_though_the_scheduler_knows_of_no_predecesso
 def test_a_new_scheduler_does_not_make_a_successor_forget_what_it_is() -> None:
     harness = Worker(rank=1, predecessor="dead")
     harness.step(from_scheduler(NotYet(0, NotYetReason.NOT_JOINED, "who are you?"), (2, 0)))
-    harness.step(from_scheduler(Welcome(1, 1, ""), (2, 0)))
+    harness.step(from_scheduler(Welcome(1, 1, None), (2, 0)))
     assert harness.machine.session.predecessor == "dead"
 
 
 def test_a_worker_that_a_server_calls_replaced_halts() -> None:
     harness = Worker(rank=1, joined=False)
     harness.attach = False
-    harness.step(from_scheduler(Welcome(1, 1, ""), (1, 0)))
+    harness.step(from_scheduler(Welcome(1, 1, None), (1, 0)))
     harness.look()
     attach = harness.take(Attach)
     effects = harness.say(attach.peer, Refused(attach.message.request, ErrorCode.REPLACED, "stop it"))  # type: ignore[union-attr]
@@ -334,7 +334,7 @@ def test_a_key_that_does_not_fit_takes_no_room() -> None:
 def test_a_server_that_was_gone_when_we_came_is_asked_when_it_is_back(role: str) -> None:
     harness = Worker(joined=False, role=role)
     harness.members["server", 0] = member("server", 0, "dead")
-    harness.step(from_scheduler(Welcome(1, -1 if role == "observer" else 0, ""), (1, 0)))
+    harness.step(from_scheduler(Welcome(1, -1 if role == "observer" else 0, None), (1, 0)))
     harness.look()
     early = harness.call(requests.DescribeKey("w"))
     assert isinstance(harness.error(early), NodeLost)

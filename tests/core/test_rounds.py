@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import Contribution, Span
+from kvd.core.server.progress import PushRequest
 from kvd.core.server.rounds import PushStatus, SliceLog
 from kvd.protocol.messages import ABSENT, ADD, ASSIGN
 
@@ -23,6 +24,10 @@ def given(rank: int, clock: int, how: int = ADD) -> Contribution:
     return Contribution(rank, clock, Span(f"{rank}@{clock}", 0, 4), 1, how)
 
 
+def stage(log: SliceLog, contribution: Contribution) -> None:
+    log.stage(contribution, PushRequest(contribution.rank, contribution.clock))
+
+
 def numbers(log: SliceLog, rank: int) -> tuple[int, int, int]:
     return log.staged_clock(rank), log.counted_clock(rank), log.committed_clock(rank)
 
@@ -34,11 +39,11 @@ def who(record: Any) -> list[tuple[int, int]]:
 def test_a_sync_round_step_by_step() -> None:
     log = sync()
     assert numbers(log, 0) == (0, 0, 0)
-    log.stage(given(1, 1))
+    stage(log, given(1, 1))
     assert log.close_next([0, 1]) is None
     assert log.missing(1, [0, 1]) == [0]
     assert (numbers(log, 0), numbers(log, 1)) == ((0, 0, 0), (1, 0, 0))
-    log.stage(given(0, 1))
+    stage(log, given(0, 1))
     record = log.close_next([0, 1])
     assert record is not None
     assert (record.number, who(record), record.assign) == (1, [(0, 1), (1, 1)], False)  # in rank order
@@ -51,42 +56,48 @@ def test_a_sync_round_step_by_step() -> None:
 
 @pytest.mark.parametrize("make", [sync, asynchronous])
 @pytest.mark.parametrize(
-    ("clock", "turn"),
-    [(1, PushStatus.NEXT), (2, PushStatus.WRONG), (3, PushStatus.WRONG), (0, PushStatus.WRONG), (-1, PushStatus.WRONG)],
+    ("clock", "status"),
+    [
+        (1, PushStatus.NEXT),
+        (2, PushStatus.OUT_OF_TURN),
+        (3, PushStatus.OUT_OF_TURN),
+        (0, PushStatus.OUT_OF_TURN),
+        (-1, PushStatus.OUT_OF_TURN),
+    ],
 )
-def test_the_turn_of_the_first_push(make: Any, clock: int, turn: PushStatus) -> None:
-    assert make().turn(0, clock) is turn
+def test_the_status_of_the_first_push(make: Any, clock: int, status: PushStatus) -> None:
+    assert make().status_of(0, clock) is status
 
 
 @pytest.mark.parametrize("make", [sync, asynchronous])
 def test_the_window_is_rounds_ahead(make: Any) -> None:
     log = make(rounds_ahead=2)
     for clock in (1, 2):
-        assert log.turn(0, clock) is PushStatus.NEXT
-        log.stage(given(0, clock))
-    assert [log.turn(0, clock) for clock in (1, 2, 3, 4)] == [
+        assert log.status_of(0, clock) is PushStatus.NEXT
+        stage(log, given(0, clock))
+    assert [log.status_of(0, clock) for clock in (1, 2, 3, 4)] == [
         PushStatus.KNOWN,
         PushStatus.KNOWN,
-        PushStatus.WRONG,
-        PushStatus.WRONG,
+        PushStatus.OUT_OF_TURN,
+        PushStatus.OUT_OF_TURN,
     ]
     assert log.staged_bytes(100) == 200
 
 
 def test_the_window_moves_when_a_round_closes() -> None:
     log = sync(rounds_ahead=1)
-    log.stage(given(0, 1))
-    assert log.turn(0, 2) is PushStatus.WRONG
-    log.stage(given(1, 1))
+    stage(log, given(0, 1))
+    assert log.status_of(0, 2) is PushStatus.OUT_OF_TURN
+    stage(log, given(1, 1))
     log.close_next([0, 1])
-    assert log.turn(0, 2) is PushStatus.NEXT
+    assert log.status_of(0, 2) is PushStatus.NEXT
     assert log.staged_bytes(4) == 0
 
 
 def test_one_update_at_a_time_and_rounds_in_their_order() -> None:
     log = sync()
     for clock in (1, 2):
-        log.stage(given(0, clock))
+        stage(log, given(0, clock))
     first = log.close_next([0])
     assert first is not None
     assert log.close_next([0]) is None
@@ -98,7 +109,7 @@ def test_one_update_at_a_time_and_rounds_in_their_order() -> None:
 
 def test_a_round_does_not_wait_for_who_has_left() -> None:
     log = sync()
-    log.stage(given(0, 1))
+    stage(log, given(0, 1))
     assert log.missing(1, [0]) == []
     assert log.close_next([0]) is not None
 
@@ -110,8 +121,8 @@ def test_no_round_closes_without_a_contribution() -> None:
 
 def test_who_left_and_pushed_before_is_still_counted() -> None:
     log = sync()
-    log.stage(given(1, 1))
-    log.stage(given(0, 1))
+    stage(log, given(1, 1))
+    stage(log, given(0, 1))
     record = log.close_next([0])  # 1 has left after its push
     assert record is not None
     assert who(record) == [(0, 1), (1, 1)]
@@ -124,7 +135,7 @@ def test_who_left_and_pushed_before_is_still_counted() -> None:
 def test_a_round_is_of_one_kind(first: int, second: int, mixed: bool) -> None:
     log = sync()
     assert not log.mixes(1, second)
-    log.stage(given(0, 1, first))
+    stage(log, given(0, 1, first))
     assert log.mixes(1, second) is mixed
     assert not log.mixes(2, second)
 
@@ -132,7 +143,7 @@ def test_a_round_is_of_one_kind(first: int, second: int, mixed: bool) -> None:
 @pytest.mark.parametrize(("how", "assign"), [(ADD, False), (ASSIGN, True), (ABSENT, True)])
 def test_a_record_says_whether_it_assigns(how: int, assign: bool) -> None:
     log = sync()
-    log.stage(given(0, 1, how))
+    stage(log, given(0, 1, how))
     record = log.close_next([0])
     assert record is not None
     assert record.assign is assign
@@ -142,7 +153,7 @@ def test_versions_current_and_previous() -> None:
     log = sync()
     assert [log.at_version(version) for version in (-1, 0, 1)] == [None, "v0", None]
     for clock in (1, 2):
-        log.stage(given(0, clock))
+        stage(log, given(0, clock))
         log.close_next([0])
         log.commit(f"v{clock}")
     assert [log.at_version(version) for version in (0, 1, 2, 3)] == [None, "v1", "v2", None]
@@ -151,41 +162,41 @@ def test_versions_current_and_previous() -> None:
 def test_a_successor_starts_where_its_predecessor_was_counted() -> None:
     log = sync()
     for rank in (0, 1):
-        log.stage(given(rank, 1))
+        stage(log, given(rank, 1))
     log.close_next([0, 1])
     log.commit("v1")
-    log.stage(given(1, 2))
-    log.stage(given(1, 3))
+    stage(log, given(1, 2))
+    stage(log, given(1, 3))
     log.drop_unclosed(1)
     assert numbers(log, 1) == (1, 1, 1)
-    log.stage(given(0, 2))
+    stage(log, given(0, 2))
     assert log.close_next([0, 1]) is None
-    assert log.turn(1, 2) is PushStatus.NEXT
-    log.stage(given(1, 2))
+    assert log.status_of(1, 2) is PushStatus.NEXT
+    stage(log, given(1, 2))
     assert log.close_next([0, 1]) is not None
 
 
 def test_a_round_that_is_closed_keeps_what_the_predecessor_brought() -> None:
     log = sync()
-    log.stage(given(0, 1))
-    log.stage(given(1, 1))
+    stage(log, given(0, 1))
+    stage(log, given(1, 1))
     record = log.close_next([0, 1])
     log.drop_unclosed(1)
     assert record is not None
     assert who(record) == [(0, 1), (1, 1)]
-    assert log.turn(1, 1) is PushStatus.KNOWN
+    assert log.status_of(1, 1) is PushStatus.KNOWN
 
 
 def test_who_comes_back_takes_part_after_its_clock() -> None:
     log = sync()
-    log.stage(given(0, 1))
+    stage(log, given(0, 1))
     log.close_next([0])
     log.commit("v1")
-    log.stage(given(0, 2))
-    log.stage(given(0, 3))
+    stage(log, given(0, 2))
+    stage(log, given(0, 3))
     log.activate(1, 2)
     assert (log.missing(2, [0, 1]), log.missing(3, [0, 1])) == ([], [1])
-    assert log.turn(1, 3) is PushStatus.NEXT
+    assert log.status_of(1, 3) is PushStatus.NEXT
     log.activate(1, 1)  # said twice, or late: nothing goes back
     assert log.staged_clock(1) == 2
 
@@ -194,26 +205,26 @@ def test_async_activation_sets_all_three_clocks() -> None:
     log = asynchronous()
     log.activate(1, 7)
     assert numbers(log, 1) == (7, 7, 7)
-    assert log.turn(1, 8) is PushStatus.NEXT
+    assert log.status_of(1, 8) is PushStatus.NEXT
 
 
 def test_an_update_that_failed_counts_for_nobody() -> None:
     log = sync()
     for rank, clock in ((0, 1), (1, 1), (0, 2)):
-        log.stage(given(rank, clock))
+        stage(log, given(rank, clock))
     record = log.close_next([0, 1])
     assert log.give_up() is record
     assert (log.version, log.closed, log.current) == (0, 0, "v0")
     assert numbers(log, 0) == numbers(log, 1) == (0, 0, 0)
     assert log.staged_bytes(1) == 0  # the later push of rank 0 stood on the failed one
-    assert (log.turn(0, 1), log.turn(0, 2)) == (PushStatus.NEXT, PushStatus.WRONG)
+    assert (log.status_of(0, 1), log.status_of(0, 2)) == (PushStatus.NEXT, PushStatus.OUT_OF_TURN)
 
 
 def test_async_failure_touches_nobody_else() -> None:
     log = asynchronous()
-    log.stage(given(0, 1))
-    log.stage(given(1, 1))
-    log.stage(given(0, 2))
+    stage(log, given(0, 1))
+    stage(log, given(1, 1))
+    stage(log, given(0, 2))
     log.close_next([0, 1])
     log.give_up()
     assert numbers(log, 0) == (0, 0, 0)
@@ -226,7 +237,7 @@ def test_async_pushes_close_one_by_one_as_they_arrive() -> None:
     log = asynchronous()
     order = [(1, 1), (0, 1), (1, 2)]
     for rank, clock in order:
-        log.stage(given(rank, clock))
+        stage(log, given(rank, clock))
     for number, expected in enumerate(order, 1):
         record = log.close_next([0, 1, 2])
         assert record is not None
@@ -239,11 +250,11 @@ def test_async_pushes_close_one_by_one_as_they_arrive() -> None:
 
 def test_async_drop_forgets_what_has_not_closed() -> None:
     log = asynchronous()
-    log.stage(given(0, 1))
-    log.stage(given(1, 1))
+    stage(log, given(0, 1))
+    stage(log, given(1, 1))
     log.close_next([0, 1])
     log.commit("v1")
-    log.stage(given(0, 2))
+    stage(log, given(0, 2))
     log.drop_unclosed(0)
     log.drop_unclosed(1)
     assert numbers(log, 0) == (1, 1, 1)
@@ -264,21 +275,21 @@ def closes(log: SliceLog, required: list[int]) -> list[tuple[int, int]]:
 def test_nobody_is_further_ahead_of_the_slowest_than_the_staleness(staleness: int) -> None:
     log = asynchronous(staleness, rounds_ahead=9)
     for clock in range(1, 5):
-        log.stage(given(0, clock))
+        stage(log, given(0, clock))
     assert closes(log, [0, 1]) == [(0, clock) for clock in range(1, 1 + staleness)]
     assert log.close_next([0, 1]) is None
-    log.stage(given(1, 1))
+    stage(log, given(1, 1))
     assert sorted(closes(log, [0, 1])) == sorted([(0, 1 + staleness), (1, 1)])
     assert log.counted_clock(0) - log.counted_clock(1) == staleness
 
 
 def test_with_staleness_the_slowest_is_looked_for_among_the_active() -> None:
     log = asynchronous(1)
-    log.stage(given(0, 1))
-    log.stage(given(0, 2))
+    stage(log, given(0, 1))
+    stage(log, given(0, 2))
     assert closes(log, [0, 1]) == [(0, 1)]
     assert closes(log, [0]) == [(0, 2)]
-    log.stage(given(1, 1))
-    log.stage(given(1, 2))
+    stage(log, given(1, 1))
+    stage(log, given(1, 2))
     assert closes(log, [0]) == [(1, 1), (1, 2)]  # one that has left: its last pushes hold nobody up
     assert log.slowest([]) == 0

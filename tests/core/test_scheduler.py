@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from importlib import import_module
 from typing import Any
 
 import pytest
 
 from kvd.core.machine import CallerPeer, InvalidFrame, LogEntry, PeerLost, Persist, Persisted, Send, Tick
-from kvd.core.scheduler.machine import SchedulerMachine
+from kvd.core.scheduler import machine
 from kvd.protocol.messages import (
     Departure,
     Done,
@@ -18,6 +20,7 @@ from kvd.protocol.messages import (
     Join,
     Leave,
     Lookup,
+    MemberState,
     NotYet,
     NotYetReason,
     Quiet,
@@ -31,15 +34,25 @@ from kvd.protocol.messages import (
 from tests.core.fakes import OPEN, of, one, said, server_id, worker_id
 from tests.core.scheduler_harness import BARE, Harness, answer
 
+# ── how it is told ──
+
+
+def test_the_steps_that_the_module_tells_of_exist() -> None:
+    steps = re.findall(r"`(\w+)\.py:(\w+)\.(\w+)`", str(machine.__doc__))
+    assert len(steps) >= 10
+    for module, owner, function in steps:
+        assert callable(getattr(getattr(import_module(f"kvd.core.scheduler.{module}"), owner), function))
+
+
 # ── joining ──
 
 
-def test_ranks_are_given_in_the_order_of_joining_and_everyone_gets_the_view() -> None:
+def test_nodes_get_ranks_in_the_order_of_joining_and_all_get_the_view() -> None:
     harness = Harness()
-    assert answer(harness.join("server", 1000, "s"), Welcome) == Welcome(1, 0, "")
-    assert answer(harness.worker(0), Welcome) == Welcome(1, 0, "")
+    assert answer(harness.join("server", 1000, "s"), Welcome) == Welcome(1, 0, None)
+    assert answer(harness.worker(0), Welcome) == Welcome(1, 0, None)
     effects = harness.worker(1)
-    assert answer(effects, Welcome) == Welcome(1, 1, "")
+    assert answer(effects, Welcome) == Welcome(1, 1, None)
     views: dict[Any, View] = {send.peer: send.message for send in of(Send, effects) if isinstance(send.message, View)}
     assert set(views) == {1000, worker_id(0), worker_id(1)}
     view = views[1000]
@@ -52,7 +65,7 @@ def test_ranks_are_given_in_the_order_of_joining_and_everyone_gets_the_view() ->
     assert harness.machine.epoch == (1, 3)
 
 
-def test_nothing_is_told_before_it_is_persisted() -> None:
+def test_a_join_is_not_announced_before_it_is_persisted() -> None:
     harness = Harness()
     harness.hold = True
     effects = harness.worker(0)
@@ -64,7 +77,7 @@ def test_nothing_is_told_before_it_is_persisted() -> None:
     assert harness.step(Persisted(token)) == []
 
 
-def test_two_changes_under_way_the_view_told_is_that_of_the_number() -> None:
+def test_of_two_unsaved_changes_the_view_announced_is_the_saved_one() -> None:
     harness = Harness()
     harness.hold = True
     first = one(of(Persist, harness.worker(0))).token
@@ -76,11 +89,11 @@ def test_two_changes_under_way_the_view_told_is_that_of_the_number() -> None:
     ]
     assert [member.rank for member in view.members] == [0]
     effects = harness.step(Persisted(second))
-    assert answer(effects, Welcome) == Welcome(1, 1, "")
+    assert answer(effects, Welcome) == Welcome(1, 1, None)
     assert all(len(message.members) == 2 for message in said(effects) if isinstance(message, View))
 
 
-def test_records_that_are_saved_out_of_order_never_take_the_view_back() -> None:
+def test_records_saved_out_of_order_never_bring_back_an_older_view() -> None:
     harness = Harness()
     harness.hold = True
     first = one(of(Persist, harness.worker(0))).token
@@ -91,7 +104,7 @@ def test_records_that_are_saved_out_of_order_never_take_the_view_back() -> None:
     assert harness.machine.epoch == (1, second)
 
 
-def test_a_join_that_is_sent_again_is_answered_again_and_changes_nothing() -> None:
+def test_a_repeated_join_is_answered_again_and_changes_nothing() -> None:
     harness = Harness()
     harness.worker(0)
     effects = harness.worker(0)
@@ -99,26 +112,26 @@ def test_a_join_that_is_sent_again_is_answered_again_and_changes_nothing() -> No
     assert of(Persist, effects) == []
 
 
-def test_a_node_gets_the_rank_that_it_asks_for_if_it_is_free() -> None:
+def test_a_node_gets_the_rank_it_asks_for_if_that_is_free() -> None:
     harness = Harness(BARE._replace(num_workers=3))
     assert answer(harness.join("worker", 51, "a", rank=2), Welcome).rank == 2
     assert answer(harness.join("worker", 52, "b", rank=2), Welcome).rank == 0
     assert answer(harness.join("worker", 53, "c", rank=9), Welcome).rank == 1
 
 
-def test_a_restarted_node_takes_up_its_rank_whatever_it_asks_for() -> None:
+def test_a_restarted_worker_gets_its_old_rank_whatever_it_asks_for() -> None:
     harness = Harness()
     harness.worker(0)
     harness.worker(1)
     effects = harness.join("worker", worker_id(1, 1), "worker-1", rank=0)
-    assert answer(effects, Welcome) == Welcome(1, 1, "dead")
+    assert answer(effects, Welcome) == Welcome(1, 1, MemberState.DEAD)
     told = [send.message for send in of(Send, effects) if send.peer == worker_id(1)]
     assert [(message.error, message.request) for message in told if isinstance(message, Refused)] == [
         (ErrorCode.REPLACED, 0)
     ]
 
 
-def test_a_full_cluster_takes_nobody_in() -> None:
+def test_a_full_cluster_refuses_a_join() -> None:
     harness = Harness()
     for rank in (0, 1):
         harness.worker(rank)
@@ -129,22 +142,22 @@ def test_a_full_cluster_takes_nobody_in() -> None:
     assert answer(harness.join("worker", 99, "third"), Refused).error is ErrorCode.NOT_ALLOWED  # done is not gone
 
 
-def test_the_seat_of_one_that_left_is_given_before_that_of_a_dead_one() -> None:
+def test_the_rank_of_a_worker_that_left_is_given_before_that_of_a_dead_one() -> None:
     harness = Harness()
     for rank in (0, 1):
         harness.worker(rank)
     harness.kill(worker_id(0))
     harness.say(worker_id(1), Leave(9, Departure.LEFT))
-    assert answer(harness.join("worker", 98, "new"), Welcome) == Welcome(1, 1, "left")
-    assert answer(harness.join("worker", 99, "newer"), Welcome) == Welcome(1, 0, "dead")
+    assert answer(harness.join("worker", 98, "new"), Welcome) == Welcome(1, 1, MemberState.LEFT)
+    assert answer(harness.join("worker", 99, "newer"), Welcome) == Welcome(1, 0, MemberState.DEAD)
 
 
-def test_an_observer_sees_the_view_and_is_not_in_it() -> None:
+def test_an_observer_gets_the_view_and_is_not_in_it() -> None:
     harness = Harness()
     harness.worker(0)
     effects = harness.join("observer", 77, "")
     assert [type(message) for message in said(effects, 77)] == [Welcome, View]
-    assert said(effects)[0] == Welcome(1, -1, "")
+    assert said(effects)[0] == Welcome(1, -1, None)
     assert harness.states() == {"worker 0": "active"}
 
 
@@ -168,7 +181,7 @@ def test_an_observer_sees_the_view_and_is_not_in_it() -> None:
         (BARE, "staleness", 4, True),
     ],
 )
-def test_settings_agree_or_the_setting_is_named(have: Settings, field: str, wanted: Any, agrees: bool) -> None:
+def test_settings_agree_or_the_refusal_names_the_setting(have: Settings, field: str, wanted: Any, agrees: bool) -> None:
     effects = Harness(have).join("worker", 51, "a", settings=OPEN._replace(**{field: wanted}))
     if agrees:
         assert answer(effects, Welcome).rank == 0
@@ -178,7 +191,7 @@ def test_settings_agree_or_the_setting_is_named(have: Settings, field: str, want
         assert repr(wanted) in refused.text
 
 
-def test_the_first_worker_to_say_decides_what_the_cluster_left_open() -> None:
+def test_the_first_worker_decides_what_the_cluster_left_open() -> None:
     harness = Harness()
     harness.join("server", 1000, "s", settings=OPEN._replace(mode="async", merge="mean"))
     assert harness.machine.explain(0.0)["settings"]["mode"] == ""  # type: ignore[index]
@@ -195,17 +208,17 @@ def test_a_join_needs_a_role_and_a_name(role: str, node_id: str, field: str) -> 
 
 
 @pytest.mark.parametrize(("field", "word"), [("mode", "chaos"), ("merge", "max")])
-def test_words_that_mean_nothing_do_not_become_the_cluster_s(field: str, word: Any) -> None:
+def test_unknown_modes_and_merge_rules_are_refused(field: str, word: Any) -> None:
     harness = Harness()
     refused = answer(harness.join("worker", 51, "a", settings=OPEN._replace(**{field: word})), Refused)
     assert (refused.error, refused.key) == (ErrorCode.CONFIG_ERROR, field)
     assert harness.machine.explain(0.0)["settings"][field] == ""  # type: ignore[index]
 
 
-# ── leaving, replacing ──
+# ── leaving and replacing ──
 
 
-def test_leaving_is_answered_when_the_view_says_so() -> None:
+def test_a_leave_is_answered_when_the_view_says_so() -> None:
     harness = Harness()
     harness.worker(0)
     harness.hold = True
@@ -219,7 +232,7 @@ def test_leaving_is_answered_when_the_view_says_so() -> None:
     assert said(harness.say(worker_id(0), Leave(10, Departure.LEFT))) == [Done(10)]
 
 
-def test_who_has_left_stays_gone_whatever_arrives_late() -> None:
+def test_a_member_that_left_stays_left_whatever_arrives_late() -> None:
     harness = Harness()
     harness.worker(0)
     harness.say(worker_id(0), Leave(9, Departure.DONE))
@@ -239,7 +252,7 @@ def test_a_node_leaves_as_done_or_left() -> None:
 
 
 @pytest.mark.parametrize("message", [Heartbeat("worker", 0), Leave(3, Departure.LEFT), Enter(3, "b", 0)])
-def test_a_stranger_is_told_to_join(message: Any) -> None:
+def test_an_unknown_node_is_told_to_join(message: Any) -> None:
     not_yet = answer(Harness().say(51, message), NotYet)
     assert (not_yet.reason, not_yet.request) == (NotYetReason.NOT_JOINED, getattr(message, "request", 0))
 
@@ -253,7 +266,7 @@ def test_a_stranger_is_told_to_join(message: Any) -> None:
         Join(1, "worker", "worker-0", "", "h", 1, 0, OPEN),
     ],
 )
-def test_who_was_replaced_changes_nothing_any_more(message: Any) -> None:
+def test_a_replaced_node_can_change_nothing(message: Any) -> None:
     harness = Harness()
     harness.worker(0)
     harness.worker(0, life=1)
@@ -265,7 +278,7 @@ def test_who_was_replaced_changes_nothing_any_more(message: Any) -> None:
     assert answer(restarted.beat(0, life=1), HeartbeatAck) is not None
 
 
-def test_a_heartbeat_for_a_place_that_another_has_says_replaced() -> None:
+def test_a_heartbeat_for_a_rank_that_another_node_holds_is_refused_as_replaced() -> None:
     harness = Harness()
     harness.worker(0)
     assert answer(harness.say(51, Heartbeat("worker", 0)), Refused).error is ErrorCode.REPLACED
@@ -274,7 +287,7 @@ def test_a_heartbeat_for_a_place_that_another_has_says_replaced() -> None:
 # ── what is refused, what is ignored ──
 
 
-def test_messages_for_others_are_refused_and_answers_are_not_answered() -> None:
+def test_messages_for_servers_are_refused_and_answers_are_not_answered() -> None:
     harness = Harness()
     refused = answer(harness.say(51, Lookup(4, "w", False)), Refused)
     assert (refused.error, refused.request, refused.text) == (
@@ -288,11 +301,11 @@ def test_messages_for_others_are_refused_and_answers_are_not_answered() -> None:
     assert harness.step(PeerLost(12345, "who?")) == []
 
 
-def test_status_is_answered_to_anyone() -> None:
+def test_anyone_may_ask_for_the_status() -> None:
     assert said(Harness().say(51, StatusQuery(8))) == [StatusReport(8)]
 
 
-def test_explain_names_who_is_there_and_who_is_missing() -> None:
+def test_explain_names_the_members_and_the_missing() -> None:
     harness = Harness()
     harness.worker(1)
     harness.now = 2.5
@@ -302,7 +315,7 @@ def test_explain_names_who_is_there_and_who_is_missing() -> None:
     assert harness.machine.watched() == [(worker_id(1), "host", 70 + worker_id(1) % 10)]
 
 
-def test_more_nodes_than_a_view_can_name_are_reported() -> None:
+def test_more_nodes_than_a_view_can_hold_are_reported() -> None:
     harness = Harness(BARE._replace(num_workers=300))
     notes = []
     for number in range(201):
@@ -310,64 +323,10 @@ def test_more_nodes_than_a_view_can_name_are_reported() -> None:
     assert any("cannot be announced" in text for text in notes)
 
 
-# ── its own restart ──
-
-
-def test_a_scheduler_takes_its_nodes_back_from_its_record() -> None:
-    harness = Harness()
-    harness.join("server", server_id(0), "s", settings=OPEN)
-    harness.join("worker", worker_id(0), "worker-0", settings=OPEN._replace(mode="async", merge="mean"))
-    harness.worker(1)
-    harness.kill(worker_id(1))
-    SchedulerMachine.check_record(harness.disk)
-    again = Harness(saved=harness.disk, generation=2)
-    assert again.machine.epoch == (2, 1)
-    assert again.states() == {"server 0": "active", "worker 0": "active", "worker 1": "dead"}
-    assert again.machine.explain(0.0)["settings"]["merge"] == "mean"  # type: ignore[index]
-    effects = again.say(worker_id(0), Heartbeat("worker", 0), view=(1, 9))
-    assert [type(message) for message in said(effects)] == [HeartbeatAck, View]
-    assert answer(again.worker(1, life=1), Welcome) == Welcome(1, 1, "dead")
-
-
-def test_a_record_with_more_seats_than_the_cluster_has_now() -> None:
-    harness = Harness()
-    harness.worker(0)
-    harness.worker(1)
-    again = Harness(BARE._replace(num_workers=1, mode="sync", merge="sum"), saved=harness.disk, generation=2)
-    assert again.states() == {"worker 0": "active"}
-
-
-def test_a_scheduler_without_a_record_goes_on_after_the_views_that_nodes_know() -> None:
-    harness = Harness()
-    effects = harness.say(51, Join(1, "worker", "a", "", "h", 1, 1, OPEN), view=(4, 7))
-    assert answer(effects, Welcome).rank == 1
-    assert harness.machine.epoch > (4, 7)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"generation": 0},
-        {"generation": "x"},
-        {"settings": [1]},
-        {"seats": [[["worker"], "h", 1, ""]]},
-        {"seats": [["worker"]]},
-        {"seats": 5},
-    ],
-)
-def test_a_damaged_record_is_noticed(damage: dict[str, Any]) -> None:
-    harness = Harness()
-    harness.worker(0)
-    with pytest.raises((ValueError, KeyError, TypeError)):
-        SchedulerMachine.check_record({**harness.disk, **damage})
-    with pytest.raises(KeyError):
-        SchedulerMachine.check_record({})
-
-
 # ── heartbeats ──
 
 
-def test_a_heartbeat_is_answered_with_who_is_quiet_and_the_view_to_who_has_an_older_one() -> None:
+def test_a_heartbeat_is_answered_with_the_quiet_nodes_and_a_newer_view() -> None:
     harness = Harness()
     harness.worker(0)
     harness.worker(1)
@@ -379,14 +338,14 @@ def test_a_heartbeat_is_answered_with_who_is_quiet_and_the_view_to_who_has_an_ol
     assert [type(message) for message in said(effects)] == [HeartbeatAck, View]
 
 
-def test_a_restarted_server_takes_up_its_rank() -> None:
+def test_a_restarted_server_gets_its_old_rank() -> None:
     harness = Harness()
     harness.join("server", server_id(0), "s")
-    assert answer(harness.join("server", server_id(0, 1), "s"), Welcome) == Welcome(1, 0, "dead")
+    assert answer(harness.join("server", server_id(0, 1), "s"), Welcome) == Welcome(1, 0, MemberState.DEAD)
 
 
-def test_so_many_replaced_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.core.scheduler.machine.MAX_REPLACED", 1)
+def test_the_oldest_replaced_incarnations_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.core.scheduler.roster.MAX_REPLACED", 1)
     harness = Harness()
     for life in (0, 1, 2):
         harness.worker(0, life)

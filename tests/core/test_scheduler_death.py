@@ -1,4 +1,4 @@
-"""The scheduler: who is dead and why, and where the barriers stand."""
+"""The scheduler: deaths, and the barriers that they break."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def two_workers(**more: Any) -> Harness:
 
 
 def run(harness: Harness, until: float, *alive: int) -> list[Any]:
-    """Lets time pass in tenths of a second, with a heartbeat a second of those who are alive."""
+    """Lets time pass in steps of 0.1 s; the workers in `alive` send a heartbeat every second."""
     effects: list[Any] = []
     ticks = round((until - harness.now) * 10)
     for tick in range(1, ticks + 1):
@@ -32,7 +32,7 @@ def run(harness: Harness, until: float, *alive: int) -> list[Any]:
     return effects
 
 
-def test_silence_is_death_after_the_limit_of_the_role() -> None:
+def test_a_silent_member_is_dead_after_the_timeout_of_its_role() -> None:
     harness = two_workers()
     harness.join("server", server_id(0), "s")
     run(harness, 4.9, 0)
@@ -49,7 +49,7 @@ def test_silence_is_death_after_the_limit_of_the_role() -> None:
     assert 20.0 <= dead.last_seen_s < 20.3
 
 
-def test_it_asks_to_be_woken_when_the_first_may_die() -> None:
+def test_it_asks_to_be_woken_when_the_next_member_may_be_dead() -> None:
     harness = Harness()
     assert harness.machine.next_deadline() is None
     harness.worker(0)
@@ -62,7 +62,7 @@ def test_it_asks_to_be_woken_when_the_first_may_die() -> None:
     assert harness.machine.next_deadline() is None
 
 
-def test_a_server_whose_end_the_shell_saw_is_dead_at_once() -> None:
+def test_a_server_whose_process_ended_is_dead_at_once() -> None:
     harness = two_workers()
     harness.join("server", server_id(0), "s")
     harness.now = 1.5
@@ -74,11 +74,11 @@ def test_a_server_whose_end_the_shell_saw_is_dead_at_once() -> None:
     assert harness.step(PeerLost(server_id(0), "again")) == []
 
 
-def test_a_worker_whose_end_the_shell_saw_has_its_time_to_be_started_anew() -> None:
+def test_a_worker_whose_process_ended_may_be_started_again_until_its_timeout() -> None:
     harness = two_workers()
     effects = harness.step(PeerLost(worker_id(1), "exit 9"))
     assert said(effects) == []
-    assert any("20.0 s to be started anew" in note.text for note in of(LogEntry, effects))
+    assert any("it can be started again within 20.0 s" in note.text for note in of(LogEntry, effects))
     assert harness.states()["worker 1"] == "active"
     harness.kill(worker_id(1), "exit 9")
     assert harness.states() == {"worker 0": "active", "worker 1": "dead"}
@@ -86,7 +86,7 @@ def test_a_worker_whose_end_the_shell_saw_has_its_time_to_be_started_anew() -> N
     assert members[1]["reason"] == "exit 9"
 
 
-def test_no_death_is_told_before_it_is_persisted() -> None:
+def test_a_death_is_not_announced_before_it_is_persisted() -> None:
     harness = two_workers()
     harness.hold = True
     effects = harness.kill(worker_id(1))
@@ -96,7 +96,7 @@ def test_no_death_is_told_before_it_is_persisted() -> None:
     assert {send.peer for send in of(Send, harness.step(Persisted(token)))} == {worker_id(0), worker_id(1)}
 
 
-def test_the_dead_who_speak_live() -> None:
+def test_a_dead_member_that_is_heard_is_back() -> None:
     harness = two_workers()
     harness.kill(worker_id(1))
     assert harness.states()["worker 1"] == "dead"
@@ -105,7 +105,7 @@ def test_the_dead_who_speak_live() -> None:
     assert any("is back" in note.text for note in of(LogEntry, effects))
 
 
-def test_who_left_the_rounds_and_dies_has_still_left_them() -> None:
+def test_a_worker_that_left_the_rounds_and_died_has_still_left_them() -> None:
     harness = two_workers()
     harness.say(worker_id(1), Leave(9, Departure.DONE))
     harness.kill(worker_id(1))
@@ -114,7 +114,7 @@ def test_who_left_the_rounds_and_dies_has_still_left_them() -> None:
     assert harness.states()["worker 1"] == "done"
 
 
-def test_a_scheduler_that_was_paused_gives_everyone_a_full_time() -> None:
+def test_a_scheduler_that_was_paused_gives_everyone_a_full_timeout() -> None:
     harness = two_workers()
     harness.now = 60.0
     effects = harness.step(Tick())
@@ -146,7 +146,7 @@ def enter(harness: Harness, rank: int, request: int, generation: int = 0, life: 
     ]
 
 
-def test_a_barrier_is_released_to_everyone() -> None:
+def test_all_workers_at_a_barrier_are_told_of_its_release() -> None:
     harness = two_workers()
     assert enter(harness, 0, 11) == []
     assert harness.machine.explain(0.0)["barriers"] == {"b": [0]}
@@ -155,7 +155,7 @@ def test_a_barrier_is_released_to_everyone() -> None:
     assert enter(harness, 0, 13, generation=1) == []
 
 
-def test_a_release_is_persisted_before_it_is_told_and_outlives_the_scheduler() -> None:
+def test_a_release_is_persisted_before_it_is_answered_and_outlives_the_scheduler() -> None:
     harness = two_workers()
     enter(harness, 0, 11)
     harness.hold = True
@@ -169,7 +169,7 @@ def test_a_release_is_persisted_before_it_is_told_and_outlives_the_scheduler() -
     assert told.count(Done(22)) == 1
 
 
-def test_those_not_yet_there_are_waited_for_and_those_who_left_are_not() -> None:
+def test_a_barrier_waits_for_workers_not_yet_joined_and_not_for_those_that_left() -> None:
     harness = Harness(BARE._replace(num_workers=3))
     harness.worker(0)
     harness.worker(1)
@@ -182,7 +182,7 @@ def test_those_not_yet_there_are_waited_for_and_those_who_left_are_not() -> None
 
 
 @pytest.mark.parametrize("dies_first", [True, False])
-def test_a_death_breaks_the_barrier_that_it_is_missing_from(dies_first: bool) -> None:
+def test_a_death_breaks_the_barriers_that_the_dead_worker_is_missing_from(dies_first: bool) -> None:
     harness = two_workers()
     if dies_first:
         harness.kill(worker_id(1))
@@ -198,7 +198,7 @@ def test_a_death_breaks_the_barrier_that_it_is_missing_from(dies_first: bool) ->
     assert late.message.error is ErrorCode.BARRIER_BROKEN
 
 
-def test_with_wait_a_death_breaks_nothing_and_the_successor_completes_the_barrier() -> None:
+def test_without_break_on_loss_the_successor_completes_the_barrier() -> None:
     harness = two_workers(break_on_loss=False)
     enter(harness, 0, 11)
     harness.kill(worker_id(1))
@@ -206,14 +206,14 @@ def test_with_wait_a_death_breaks_nothing_and_the_successor_completes_the_barrie
     assert [send.message for send in enter(harness, 1, 5, life=1)] == [Done(11), Done(5)]
 
 
-def test_the_dead_predecessor_is_not_counted_as_there() -> None:
+def test_a_replaced_worker_is_no_longer_at_the_barrier() -> None:
     harness = two_workers()
     enter(harness, 1, 22)
     harness.worker(1, life=1)
     assert enter(harness, 0, 11) == []
 
 
-def test_servers_meet_at_no_barriers() -> None:
+def test_a_server_cannot_enter_a_barrier() -> None:
     harness = two_workers()
     harness.join("server", server_id(0), "s")
     refused = one(
@@ -222,7 +222,7 @@ def test_servers_meet_at_no_barriers() -> None:
     assert (refused.error, refused.request) == (ErrorCode.NOT_ALLOWED, 3)
 
 
-def test_too_many_barriers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_barriers_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvd.core.scheduler.barriers.MAX_NAMES", 1)
     harness = two_workers()
     enter(harness, 0, 1)

@@ -65,7 +65,7 @@ def test_a_worker_that_is_ahead_of_the_view_waits_for_it() -> None:
 
 
 def test_so_many_strangers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.core.server.machine.MAX_ATTACHING", 1)
+    monkeypatch.setattr("kvd.core.server.attachments.MAX_ATTACHING", 1)
     harness = Harness(attach=False)
     harness.attach(1, life=1)
     harness.attach(0, life=1)
@@ -211,7 +211,7 @@ def test_what_is_being_made_counts_towards_the_bound() -> None:
 
 
 def test_so_many_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.core.server.machine.MAX_SLICES", 1)
+    monkeypatch.setattr("kvd.core.server.key_requests.MAX_SLICES", 1)
     harness = ready()
     assert refusal(harness.say(0, Init(3, "b", uint8(1), 0), b"a")).error is ErrorCode.NOT_ALLOWED
 
@@ -297,7 +297,7 @@ def test_a_rank_that_comes_back_takes_part_after_its_clock() -> None:
 
 def test_what_a_server_does_not_take() -> None:
     harness = Harness()
-    refused = refusal(harness.say(0, Welcome(4, 0, "")))
+    refused = refusal(harness.say(0, Welcome(4, 0, None)))
     assert (refused.error, refused.request, refused.text) == (ErrorCode.PROTOCOL_ERROR, 4, "a server takes no Welcome")
     assert harness.say(0, Done(4)) == []
     assert harness.say(0, Refused(4, ErrorCode.REMOTE_ERROR, "y")) == []
@@ -364,3 +364,15 @@ def test_a_server_that_never_joined_just_goes_and_one_that_is_not_understood_hal
         assert said(effects) == []
         assert machine.next_deadline() is None
         assert len(of(Halt, effects)) == isinstance(event, InvalidFrame)
+
+
+def test_an_init_that_comes_twice_makes_the_slice_once() -> None:
+    """Before anybody has pushed: a second Create would put an older value in place of a newer one."""
+    harness = Harness()
+    for request, value in ((7, b"a"), (9, b"b")):  # the second was made with other values, after the first was given up
+        assert len(of(Create, harness.say(0, Init(request, "w", uint8(1), 0), value))) == 1
+        for again in (request, 7):
+            effects = harness.say(0, Init(again, "w", uint8(1), 0), value)
+            assert (said(effects), of(Create, effects)) == ([Done(again)], [])
+    harness.say(0, Publish(10, "w", uint8(1)))
+    assert values(harness.pull(1, 0)) == ((0,), [b"b"])

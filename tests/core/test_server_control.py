@@ -20,7 +20,7 @@ from kvd.core.machine import (
     ServerPeer,
     Span,
 )
-from kvd.core.server.pending import Answers
+from kvd.core.server.command_answers import CommandAnswers
 from kvd.errors import NotAllowed
 from kvd.optimizer import SGD, Adam, to_wire
 from kvd.protocol.messages import (
@@ -260,9 +260,9 @@ def test_a_command_that_ends_after_its_sender_was_replaced() -> None:
 
 
 def test_so_many_answers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.core.server.pending.MAX_REMEMBERED", 2)
-    monkeypatch.setattr("kvd.core.server.pending.MAX_SENDERS", 2)
-    answers = Answers()
+    monkeypatch.setattr("kvd.core.server.command_answers.MAX_REMEMBERED", 2)
+    monkeypatch.setattr("kvd.core.server.command_answers.MAX_SENDERS", 2)
+    answers = CommandAnswers()
     for request in (1, 2, 3):
         assert answers.start(7, request)
         answers.finish(7, request, f"answer {request}")

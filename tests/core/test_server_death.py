@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import Apply, JobDone, Load, LogEntry, ResetState, Run
-from kvd.core.server import machine as server_machine
+from kvd.core.server import attachments
+from kvd.errors import NotAllowed
 from kvd.optimizer import SGD, to_wire
 from kvd.protocol.messages import (
     Attach,
@@ -228,15 +229,29 @@ def test_a_replaced_worker_controls_nothing_any_more(message: Any, effect: Any) 
     assert not_yet(effects).reason is NotYetReason.NOT_ATTACHED
     assert effect is None or of(effect, effects) == []
     assert harness.explain()["optimizer"] == before
-    assert [group.optimizer for group in harness.machine._table.groups.values()] == [SGD(1.0)]
+    assert [group.optimizer for group in harness.machine.table.groups.values()] == [SGD(1.0)]
     harness.attach(0, life=1)
     assert "Refused" not in kinds(harness.say(0, message, b"", life=1))
 
 
 def test_so_many_replaced_workers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_machine, "MAX_REPLACED", 2)
+    monkeypatch.setattr(attachments, "MAX_REPLACED", 2)
     harness = ready()
     for life in range(1, 5):
         harness.look(member("worker", 0, life=life))
         harness.attach(0, life=life)
-    assert list(harness.machine._replaced) == [worker_id(0, 2), worker_id(0, 3)]
+    assert list(harness.machine._attachments._replaced) == [worker_id(0, 2), worker_id(0, 3)]
+
+
+def test_those_who_wait_for_the_dead_are_told_after_an_update_that_failed() -> None:
+    """While an update runs nobody is told anything: it may let them go on."""
+    harness = ready(settings=cluster(3, mode="async", staleness=1), workers=3)
+    harness.push(1, 1, request=21)
+    harness.push(1, 2, request=22)  # one more than the slowest may be behind: it waits
+    harness.hold = True
+    (apply,) = of(Apply, harness.push(0, 1, request=11))
+    assert said(harness.look(member("worker", 2, "dead"))) == []
+    harness.error = NotAllowed("no memory")
+    told = {message.request: message for message in said(harness.finish(apply))}
+    assert (told[11].error, told[22].error) == (ErrorCode.NOT_ALLOWED, ErrorCode.NODE_LOST)
+    assert told[22].nodes == (NodeName("worker", 2),)

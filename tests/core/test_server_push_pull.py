@@ -171,7 +171,7 @@ def test_a_round_of_assignment_takes_rank_0_s_value() -> None:
 
 
 def test_so_many_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.core.server.push.MAX_PENDING", 1)
+    monkeypatch.setattr("kvd.core.server.pending.MAX_PENDING", 1)
     harness = ready()
     harness.push(0, 1)
     assert refusal(harness.push(1, 1)).error is ErrorCode.NOT_ALLOWED
@@ -265,7 +265,7 @@ def test_a_push_that_counts_is_answered_however_many_wait(monkeypatch: pytest.Mo
     harness.push(0, 1, request=11)
     harness.push(1, 1)
     harness.push(0, 2, request=12)
-    monkeypatch.setattr("kvd.core.server.push.MAX_PENDING", 1)
+    monkeypatch.setattr("kvd.core.server.pending.MAX_PENDING", 1)
     assert said(harness.push(0, 1, request=11)) == [Done(11)]
     other = not_yet(harness.push(0, 2, request=13))  # it is staged, and can wait no more: to be asked again
     assert other.reason is NotYetReason.BUSY

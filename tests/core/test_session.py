@@ -1,19 +1,21 @@
-"""A node's bond with the scheduler."""
+"""A node's session with the scheduler."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvd.core.machine import SCHEDULER, Connect, Halt, LogEntry, Send
-from kvd.core.session import JOIN_RETRY_S, Identity, SchedulerSession
+from kvd.core.session import JOIN_RETRY_S, TRANSITIONS, Identity, SchedulerSession, SessionEvent, SessionState
 from kvd.errors import ConfigError, NotAllowed, ProtocolError
 from kvd.protocol.messages import (
     ErrorCode,
     Heartbeat,
     HeartbeatAck,
     Join,
+    MemberState,
     NotYet,
     NotYetReason,
     Quiet,
@@ -34,7 +36,7 @@ def joined(rank: int = 1) -> SchedulerSession:
     return node
 
 
-def test_it_connects_and_joins_until_it_is_welcome() -> None:
+def test_it_connects_and_sends_joins_until_it_is_welcomed() -> None:
     node = session("worker", 1)
     assert node.next_deadline() is None
     effects = node.tick(5.0)
@@ -46,7 +48,7 @@ def test_it_connects_and_joins_until_it_is_welcome() -> None:
     assert node.tick(5.5) == [Send(SCHEDULER, join)]
     assert (node.joined, node.heard, node.name) == (False, False, "worker")
     assert node.receive(welcome(1, "dead"), 5.6)
-    assert (node.joined, node.rank, node.predecessor, node.name) == (True, 1, "dead", "worker 1")
+    assert (node.joined, node.rank, node.predecessor, node.name) == (True, 1, MemberState.DEAD, "worker 1")
     assert (node.heard, node.heard_at) == (True, 5.6)
     assert "joined as worker 1" in one(of(LogEntry, node.take_effects())).text
     assert node.tick(6.0) == []
@@ -56,12 +58,12 @@ def test_it_connects_and_joins_until_it_is_welcome() -> None:
 
 def test_a_second_welcome_changes_nothing() -> None:
     node = joined()
-    node.receive(from_scheduler(Welcome(1, 1, "dead")), 1.0)
-    assert (node.rank, node.predecessor) == (1, "")
+    node.receive(from_scheduler(Welcome(1, 1, MemberState.DEAD)), 1.0)
+    assert (node.rank, node.predecessor) == (1, None)
     assert of(LogEntry, node.take_effects()) == []
 
 
-def test_newer_views_are_taken() -> None:
+def test_only_newer_views_are_taken() -> None:
     node = joined()
     assert node.receive(from_scheduler(VIEW, (1, 3)), 1.0)
     assert not node.receive(from_scheduler(View(OPEN, (), ()), (1, 2)), 1.0)
@@ -69,7 +71,7 @@ def test_newer_views_are_taken() -> None:
     assert node.view.settings.num_workers == 2
 
 
-def test_it_remembers_who_is_quiet() -> None:
+def test_it_remembers_the_quiet_nodes() -> None:
     node = joined()
     assert not node.receive(from_scheduler(HeartbeatAck((Quiet("worker", 0, 3.5),))), 1.0)
     assert node.quiet == (Quiet("worker", 0, 3.5),)
@@ -84,7 +86,7 @@ def test_an_observer_sends_no_heartbeats() -> None:
     assert node.next_deadline() == 3601.0
 
 
-def test_a_scheduler_that_forgot_it_is_joined_again_with_the_same_rank() -> None:
+def test_it_joins_a_scheduler_that_forgot_it_again_with_the_same_rank() -> None:
     node = joined()
     node.receive(from_scheduler(NotYet(0, NotYetReason.NOT_JOINED, "who?")), 2.0)
     effects = node.tick(2.0)
@@ -95,7 +97,7 @@ def test_a_scheduler_that_forgot_it_is_joined_again_with_the_same_rank() -> None
     assert node.failure is None
 
 
-def test_a_scheduler_that_gives_it_another_rank_ends_it() -> None:
+def test_it_fails_if_a_scheduler_that_forgot_it_gives_it_another_rank() -> None:
     node = joined()
     node.receive(from_scheduler(NotYet(0, NotYetReason.NOT_JOINED, "who?")), 2.0)
     assert not node.receive(welcome(0), 2.1)
@@ -103,7 +105,7 @@ def test_a_scheduler_that_gives_it_another_rank_ends_it() -> None:
     assert "worker 1, now it would be 0" in str(node.failure)
 
 
-def test_who_was_replaced_halts() -> None:
+def test_a_replaced_node_halts() -> None:
     node = joined()
     node.receive(from_scheduler(Refused(0, ErrorCode.REPLACED, "another process took the place")), 2.0)
     effects = node.tick(2.0)
@@ -123,7 +125,7 @@ def test_who_was_replaced_halts() -> None:
         (Refused(9, ErrorCode.NOT_ALLOWED, "?"), None),
     ],
 )
-def test_a_join_that_is_refused_ends_it(refused: Refused, kind: Any) -> None:
+def test_it_fails_if_its_join_is_refused(refused: Refused, kind: Any) -> None:
     node = session("worker", 1)
     node.tick(0.0)
     node.receive(from_scheduler(refused), 0.1)
@@ -135,13 +137,13 @@ def test_a_join_that_is_refused_ends_it(refused: Refused, kind: Any) -> None:
 @pytest.mark.parametrize(
     "refused", [Refused(1, ErrorCode.NOT_ALLOWED, "full"), Refused(0, ErrorCode.PROTOCOL_ERROR, "?")]
 )
-def test_late_refusals_of_a_join_do_not_end_one_that_is_in(refused: Refused) -> None:
+def test_a_late_refusal_of_a_join_does_not_end_a_joined_node(refused: Refused) -> None:
     node = joined()
     node.receive(from_scheduler(refused), 2.0)
     assert node.failure is None
 
 
-def test_garbage_in_place_of_a_welcome_ends_it_and_later_does_not() -> None:
+def test_an_invalid_frame_in_place_of_a_welcome_ends_it_and_later_does_not() -> None:
     node = session("worker", 1)
     node.tick(0.0)
     node.invalid_frame("protocol version 9")
@@ -158,7 +160,7 @@ def test_garbage_in_place_of_a_welcome_ends_it_and_later_does_not() -> None:
 @pytest.mark.parametrize(
     "message", [NotYet(0, NotYetReason.NOT_JOINED, "?"), Refused(0, ErrorCode.REPLACED, "?")], ids=["join", "replaced"]
 )
-def test_who_has_closed_is_not_interested(message: NotYet | Refused) -> None:
+def test_a_closed_session_ignores_the_scheduler(message: NotYet | Refused) -> None:
     node = joined()
     node.close()
     node.receive(from_scheduler(message), 2.0)
@@ -170,3 +172,114 @@ def test_who_has_closed_is_not_interested(message: NotYet | Refused) -> None:
 def test_a_preferred_rank_is_asked_for() -> None:
     node = SchedulerSession(Identity("worker", "a", 5, "", "h", 1, 3), OPEN, "tcp://s", 1.0)
     assert one(said(node.tick(0.0))).rank == 3
+
+
+def test_a_predecessor_that_a_server_knows_counts_as_dead_unless_the_scheduler_said_otherwise() -> None:
+    node = joined()
+    node.succeeded_the_dead()
+    assert node.predecessor is MemberState.DEAD
+    node = session("worker", 1)
+    node.tick(0.0)
+    node.receive(welcome(1, "left"), 0.0)
+    node.succeeded_the_dead()
+    assert node.predecessor is MemberState.LEFT
+
+
+def test_a_failure_is_final() -> None:
+    node = joined()
+    node.replaced("another process took the place")
+    first = node.failure
+    assert isinstance(first, NotAllowed)
+    assert node.name == "worker 1"
+    node.take_effects()
+    node.replaced("once more")
+    node.receive(from_scheduler(NotYet(0, NotYetReason.NOT_JOINED, "?")), 2.0)
+    node.close()
+    assert (node.failure, node.joined) == (first, True)
+    assert node.tick(60.0) == []
+    assert node.next_deadline() is None
+
+
+# ── the table of states ──
+
+FORGET = from_scheduler(NotYet(0, NotYetReason.NOT_JOINED, "?"))
+HAPPENINGS: dict[SessionEvent, Callable[[SchedulerSession], object]] = {
+    SessionEvent.START: lambda node: node.tick(9.0),
+    SessionEvent.WELCOME: lambda node: node.receive(welcome(1), 9.0),
+    SessionEvent.FORGOTTEN: lambda node: node.receive(FORGET, 9.0),
+    SessionEvent.CLOSE: lambda node: node.close(),
+    SessionEvent.FAIL: lambda node: node.replaced("stop"),
+}
+WAYS: dict[SessionState, list[SessionEvent]] = {
+    SessionState.NOT_STARTED: [],
+    SessionState.JOINING: [SessionEvent.START],
+    SessionState.JOINED: [SessionEvent.START, SessionEvent.WELCOME],
+    SessionState.REJOINING: [SessionEvent.START, SessionEvent.WELCOME, SessionEvent.FORGOTTEN],
+    SessionState.CLOSED: [SessionEvent.START, SessionEvent.WELCOME, SessionEvent.CLOSE],
+    SessionState.FAILED: [SessionEvent.START, SessionEvent.WELCOME, SessionEvent.FAIL],
+}
+CELLS = [(state, event) for state in SessionState for event in SessionEvent]
+AFTER: dict[tuple[SessionState, SessionEvent], SessionState] = {
+    (SessionState.NOT_STARTED, SessionEvent.START): SessionState.JOINING,
+    (SessionState.NOT_STARTED, SessionEvent.CLOSE): SessionState.CLOSED,
+    (SessionState.NOT_STARTED, SessionEvent.FAIL): SessionState.FAILED,
+    (SessionState.JOINING, SessionEvent.WELCOME): SessionState.JOINED,
+    (SessionState.JOINING, SessionEvent.FORGOTTEN): SessionState.JOINING,
+    (SessionState.JOINING, SessionEvent.CLOSE): SessionState.CLOSED,
+    (SessionState.JOINING, SessionEvent.FAIL): SessionState.FAILED,
+    (SessionState.JOINED, SessionEvent.FORGOTTEN): SessionState.REJOINING,
+    (SessionState.JOINED, SessionEvent.CLOSE): SessionState.CLOSED,
+    (SessionState.JOINED, SessionEvent.FAIL): SessionState.FAILED,
+    (SessionState.REJOINING, SessionEvent.WELCOME): SessionState.JOINED,
+    (SessionState.REJOINING, SessionEvent.FORGOTTEN): SessionState.REJOINING,
+    (SessionState.REJOINING, SessionEvent.CLOSE): SessionState.CLOSED,
+    (SessionState.REJOINING, SessionEvent.FAIL): SessionState.FAILED,
+}
+
+
+def brought_to(state: SessionState) -> SchedulerSession:
+    node = session("worker", 1)
+    for event in WAYS[state]:
+        HAPPENINGS[event](node)
+    return node
+
+
+def observed(node: SchedulerSession) -> tuple[object, ...]:
+    """What others can see of a session."""
+    return node.joined, type(node.failure), node.next_deadline(), node.rank, node.name
+
+
+@pytest.mark.parametrize(("before", "event"), CELLS, ids=lambda value: value.value)
+def test_each_event_leads_to_the_state_in_the_table_or_is_ignored(before: SessionState, event: SessionEvent) -> None:
+    node = brought_to(before)
+    assert node.state is before
+    node.take_effects()
+    seen = observed(node)
+    HAPPENINGS[event](node)
+    after = AFTER.get((before, event))
+    assert node.state is (before if after is None else after)
+    if after is None and event is not SessionEvent.START:  # a tick sends what is due
+        assert node.take_effects() == []
+        assert observed(node) == seen
+
+
+def test_the_table_has_these_rows_and_no_others() -> None:
+    assert set(TRANSITIONS) == set(SessionState)
+    rows = {(state, event): after for state, row in TRANSITIONS.items() for event, after in row.items()}
+    assert rows == AFTER
+
+
+def test_the_states_in_which_a_node_is_joined_and_running() -> None:
+    assert [state for state in SessionState if brought_to(state).next_deadline() is not None] == [
+        SessionState.JOINING,
+        SessionState.JOINED,
+        SessionState.REJOINING,
+    ]
+    assert [state for state in SessionState if brought_to(state).joined] == [
+        SessionState.JOINED,
+        SessionState.CLOSED,  # left while joined
+        SessionState.FAILED,
+    ]
+    early = session("worker", 1)
+    early.close()
+    assert not early.joined

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvd.errors import KvdError
-from kvd.node.readyfile import ReadyFile
-from kvd.node.statefile import StateFile
+from kvd.node.ready_file import ReadyFile
+from kvd.node.state_file import SchedulerStateFile
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0
@@ -119,7 +119,7 @@ def make_folder_in_its_place(folder: Path) -> None:
     [
         (make_file, "state", "is a file, or lies below one"),
         (make_file, "state/below", "is a file, or lies below one"),
-        (make_folder_in_its_place, "state", "is a folder, and the state is kept in a file of this name"),
+        (make_folder_in_its_place, "state", "is a directory, but the state is kept in a file with this name"),
     ],
 )
 def test_a_state_dir_that_is_none(
@@ -146,12 +146,12 @@ def test_a_state_that_is_none(scheduler: Scheduler, tmp_path: Path) -> None:
     (tmp_path / "scheduler.json").write_text("{}")
     code, err = scheduler(state=tmp_path)
     assert code == 2, err
-    assert "is no state of a scheduler" in err
+    assert "is not the state of a scheduler" in err
     assert (tmp_path / "scheduler.json").read_text() == "{}", "it is not overwritten"
 
 
 def test_a_state_dir_is_made_also_when_it_was_tidied_away(tmp_path: Path) -> None:
-    state = StateFile(tmp_path / "a" / "b")
+    state = SchedulerStateFile(tmp_path / "a" / "b")
     state.prepare()
     assert state.load() is None
     (tmp_path / "a" / "b").rmdir()

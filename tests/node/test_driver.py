@@ -27,7 +27,7 @@ from kvd.core.machine import (
     Tick,
 )
 from kvd.errors import ConnectError, KvdError
-from kvd.node.pieces import Pieces
+from kvd.node.reassembly import ReassemblyBuffer
 from kvd.protocol.codec import encode
 from kvd.protocol.messages import Done, Enter, Epoch, ErrorCode, Refused, StatusReport
 from tests.node.driver_harness import DriverHarness, call, nothing, run
@@ -58,7 +58,7 @@ def test_an_effect_that_raises_does_not_stop_the_others() -> None:
 
 
 def test_payloads_reports_and_pieces() -> None:
-    pieces = Pieces()
+    pieces = ReassemblyBuffer()
     target = bytearray(6)
 
     def react(event: Event) -> list[Effect]:

@@ -76,13 +76,17 @@ def test_the_time_is_utc() -> None:
     assert json.loads(JsonFormatter("x").format(record("m")))["ts"] == "2023-11-14T22:13:20.250Z"
 
 
+def log_error(text: str) -> None:
+    try:
+        raise ValueError(text)
+    except ValueError:
+        log.exception("failed")
+
+
 def test_an_exception_is_fields_of_one_line() -> None:
     stream = io.StringIO()
     configure("json", "info", "server 1", stream)
-    try:
-        raise ValueError("two\nlines")
-    except ValueError:
-        log.exception("failed")
+    log_error("two\nlines")
     (line,) = json_lines(stream)
     assert line["exception"] == "ValueError: two\nlines"
     assert line["traceback"].startswith("Traceback")
@@ -213,10 +217,7 @@ def test_a_peer_cannot_speak_to_the_terminal() -> None:
 def test_a_traceback_is_indented() -> None:
     stream = io.StringIO()
     configure("text", "info", "x", stream)
-    try:
-        raise ValueError("bad \x1b")
-    except ValueError:
-        log.exception("failed")
+    log_error("bad \x1b")
     first, *rest = stream.getvalue().splitlines()
     assert first.endswith("error: failed")
     assert all(line.startswith("    ") for line in rest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from enum import Enum
+from types import UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
@@ -54,6 +55,8 @@ def strategy(annotation: Any) -> st.SearchStrategy[Any]:
         return _specs
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return st.sampled_from(annotation)
+    if isinstance(annotation, UnionType):
+        return st.none() | strategy(get_args(annotation)[0])
     if get_origin(annotation) is tuple:
         inner = get_args(annotation)
         if inner[-1] is Ellipsis:

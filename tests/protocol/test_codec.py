@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import fields
 from enum import Enum
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgpack
 import pytest
@@ -13,7 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import ProtocolError
-from kvd.protocol.codec import MAX_HEADER_BYTES, VERSION, Decoded, decode, encode
+from kvd.protocol.codec import (
+    _BUILDERS,
+    MAX_HEADER_BYTES,
+    VERSION,
+    Decoded,
+    _builder_of_numbers,
+    decode,
+    encode,
+)
 from kvd.protocol.messages import (
     BIGGEST,
     MAX_PARTS,
@@ -28,12 +36,14 @@ from kvd.protocol.messages import (
     KeyInfo,
     Leave,
     Limit,
+    MemberState,
     NodeName,
     NotYet,
     NotYetReason,
     Part,
     Pull,
     Push,
+    PushBatch,
     Quiet,
     Refused,
     SetOptimizer,
@@ -42,6 +52,7 @@ from kvd.protocol.messages import (
     StatusQuery,
     Taken,
     View,
+    Welcome,
 )
 from kvd.protocol.specs import MAX_KEY_NBYTES, KeySpec
 from tests.protocol.strategies import KINDS, messages_of, numbers
@@ -73,7 +84,7 @@ def test_every_message_has_a_number_of_its_own() -> None:
     assert len({kind.KIND for kind in KINDS}) == len(KINDS)
 
 
-def test_records_come_back_as_records() -> None:
+def test_named_tuples_come_back_as_named_tuples() -> None:
     message = decode(encode(Pull(1, (Part("w", 2, 3),)), 7, VIEW)).message
     assert isinstance(message, Pull)
     assert message.parts[0].slice_index == 2
@@ -149,7 +160,9 @@ SPEC = ["float32", [2, 3], 4096]
         (View(SETTINGS, (), ()), 0, [list(SETTINGS)], [list(SETTINGS)[:-1], [*SETTINGS, 0], {}, "x" * 8]),
     ],
 )  # fmt: skip
-def test_limits(message: Any, position: int, good: list[Any], bad: list[Any]) -> None:
+def test_values_within_a_limit_are_accepted_and_values_beyond_it_refused(
+    message: Any, position: int, good: list[Any], bad: list[Any]
+) -> None:
     assert [value for value in good if not accepts(changed(message, position, value))] == []
     assert [value for value in bad if accepts(changed(message, position, value))] == []
 
@@ -173,6 +186,18 @@ def test_an_enum_travels_as_its_value_and_nothing_else_is_one(message: Any, posi
         )
 
 
+@pytest.mark.parametrize("predecessor", [None, *MemberState])
+def test_an_enum_may_be_absent_where_the_field_says_so(predecessor: MemberState | None) -> None:
+    again = decode(packed(changed(Welcome(1, 0, None), 2, predecessor and predecessor.value))).message
+    assert isinstance(again, Welcome)
+    assert again.predecessor is predecessor
+
+
+@pytest.mark.parametrize("value", ["", "alive", 1, False, []])
+def test_what_is_neither_absent_nor_a_member_of_the_enum_is_refused(value: object) -> None:
+    assert not accepts(changed(Welcome(1, 0, None), 2, value))
+
+
 REAL = HeartbeatAck((Quiet("worker", 1, 0.5),))
 
 
@@ -191,16 +216,43 @@ REAL = HeartbeatAck((Quiet("worker", 1, 0.5),))
         (REFUSED, 1, [1]),
         (Leave(1, Departure.LEFT), 1, []),
         (MEMBERS, 1, [[]]),
+        (Welcome(1, 0, None), 2, [None]),
         (SetOptimizer(1, None), 1, JUNK),
     ],
 )
-def test_only_the_type_of_the_field_is_taken(message: Any, position: int, accepted: list[Any]) -> None:
+def test_a_field_accepts_only_its_own_type(message: Any, position: int, accepted: list[Any]) -> None:
     taken = [value for value in JUNK if accepts(changed(message, position, value))]
     assert [(type(value), value) for value in taken] == [(type(value), value) for value in accepted]
 
 
+NO_FLAGS: list[Any] = [0, 1, None, "x", "", 1.0, [], {}, b"\x01"]
+FLAGS = [(kind, field.name) for kind in KINDS for field in fields(kind) if get_type_hints(kind)[field.name] is bool]
+
+
+def test_the_flags_of_pushes_are_among_those_tested() -> None:
+    assert {(Push, "pull"), (Push, "probe"), (PushBatch, "pull"), (PushBatch, "probe")} <= set(FLAGS)
+
+
+@pytest.mark.parametrize(("kind", "name"), FLAGS, ids=[f"{kind.__name__}.{name}" for kind, name in FLAGS])
+@given(data=st.data())
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_flag_is_true_or_false_and_nothing_else(kind: type[Any], name: str, data: st.DataObject) -> None:
+    message = data.draw(messages_of(kind))
+    position = [field.name for field in fields(kind)].index(name)
+    for flag in (True, False):
+        assert getattr(decode(packed(changed(message, position, flag))).message, name) is flag
+    for value in NO_FLAGS:
+        with pytest.raises(ProtocolError, match="expected true or false"):
+            decode(packed(changed(message, position, value)))
+
+
+def test_the_push_of_a_batch_is_decoded_without_a_call_per_number() -> None:
+    assert _BUILDERS[PushBatch.KIND].__qualname__.startswith(_builder_of_numbers.__name__)
+    assert not _BUILDERS[Push.KIND].__qualname__.startswith(_builder_of_numbers.__name__)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_numbers_are_finite(value: float) -> None:
+def test_only_finite_numbers_are_accepted(value: float) -> None:
     assert not accepts(changed(REFUSED, 6, value))
     assert not accepts(changed(REAL, 0, [["worker", 1, value]]))
 
@@ -215,7 +267,7 @@ def test_a_whole_number_stands_for_a_real_one() -> None:
 @pytest.mark.parametrize("difference", [-1, 1])
 @given(data=st.data())
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
-def test_a_message_has_exactly_its_fields(kind: type[Any], difference: int, data: st.DataObject) -> None:
+def test_a_message_with_a_field_more_or_less_is_refused(kind: type[Any], difference: int, data: st.DataObject) -> None:
     body = fields_of(data.draw(messages_of(kind)))
     with pytest.raises(ProtocolError):
         decode(packed(body[:-1] if difference < 0 else [*body, 0]))
@@ -232,7 +284,7 @@ def test_another_version_is_named_in_the_error(version: object) -> None:
 
 @pytest.mark.parametrize("position", [1, 2, 3, 4])
 @pytest.mark.parametrize("value", [-1, BIGGEST + 1, True, 1.0, None, "1", b"1", [], {}])
-def test_kind_sender_and_view_are_wholenumbers(position: int, value: object) -> None:
+def test_kind_sender_and_epoch_are_whole_numbers(position: int, value: object) -> None:
     body = fields_of(Done(1))
     body[position] = value
     with pytest.raises(ProtocolError, match="whole numbers"):
@@ -246,7 +298,7 @@ def test_an_unknown_kind_is_refused(kind: int) -> None:
 
 
 @pytest.mark.parametrize("body", [[], [1, 2, 3, 4], {}, "x", 5, None, {"a": 1}, True, b"abc", 1.5])
-def test_a_header_is_a_list_of_five_and_more(body: object) -> None:
+def test_a_header_is_a_list_of_at_least_five_entries(body: object) -> None:
     with pytest.raises(ProtocolError, match="a header is a msgpack list"):
         decode(packed(body))
 
@@ -262,7 +314,7 @@ def test_a_header_may_be_64_kib_long_and_no_longer() -> None:
         decode(header + b"x")
 
 
-def test_a_refusal_that_is_too_long_to_be_read_is_cut_when_it_is_sent() -> None:
+def test_a_refusal_that_is_too_long_is_cut_when_it_is_sent() -> None:
     missing = tuple(NodeName("worker", rank) for rank in range(250))
     names = ", ".join(f"worker {rank}" for rank in range(250))
     sent = Refused(1, ErrorCode.BARRIER_BROKEN, f"barrier '\U0010ffff' waits for {names}", nodes=missing)
@@ -272,7 +324,7 @@ def test_a_refusal_that_is_too_long_to_be_read_is_cut_when_it_is_sent() -> None:
     assert message.nodes == missing[:200]
 
 
-def test_the_largest_push_that_a_worker_packs_fits_into_a_header() -> None:
+def test_the_largest_push_of_a_worker_fits_into_a_header() -> None:
     parts = tuple(Part(f"layer{index:04}.weight", index, 1 << 20) for index in range(MAX_PARTS))
     assert decode(encode(Push(1, parts, 0, 1, True), 7, VIEW)).message == Push(1, parts, 0, 1, True)
 
@@ -289,7 +341,7 @@ def test_the_largest_push_that_a_worker_packs_fits_into_a_header() -> None:
     b"\x91" * 3000 + b"\xc0",  # nested deeper than the unpacker goes
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
 ])  # fmt: skip
-def test_bytes_that_are_no_header(header: bytes) -> None:
+def test_bytes_that_are_not_a_header_are_refused(header: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(header)
 
@@ -310,7 +362,7 @@ def _with_field(raw: bytes) -> bytes:
     b"\x81\x90\xc0",  # a map with a list as its key
     *[b"\x91" * depth + b"\xc0" for depth in (10, 400, 500, 900, 1000, 1010)],
 ])  # fmt: skip
-def test_a_field_of_another_kind_of_msgpack(raw: bytes) -> None:
+def test_a_field_of_another_msgpack_type_is_refused(raw: bytes) -> None:
     assert isinstance(decode(_with_field(b"\xa1t")).message, Refused)
     with pytest.raises(ProtocolError):
         decode(_with_field(raw))

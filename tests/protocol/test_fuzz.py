@@ -1,4 +1,4 @@
-"""Whatever arrives decodes, or raises ProtocolError and nothing else."""
+"""Any bytes decode, or raise ProtocolError and nothing else."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def anything(random: Random, depth: int = 0) -> object:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_bytes(seed: int) -> None:
+def test_random_bytes_decode_or_raise_protocol_error(seed: int) -> None:
     random = Random(seed)
     for _ in range(1200):
         outcome(random.randbytes(random.randrange(200)))
@@ -116,7 +116,7 @@ def test_random_bytes(seed: int) -> None:
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
-def test_damaged_headers(message: Any) -> None:
+def test_damaged_headers_decode_or_raise_protocol_error(message: Any) -> None:
     header = encode(message, 7, VIEW)
     assert outcome(header)
     random = Random(5)
@@ -131,7 +131,7 @@ def test_every_truncation_is_refused(message: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.__name__))
-def test_a_right_envelope_around_anything(kind: type[Any]) -> None:
+def test_a_valid_envelope_around_random_fields_decodes_or_raises_protocol_error(kind: type[Any]) -> None:
     random = Random(kind.KIND)
     for _ in range(150):
         values = [anything(random) for _ in range(random.randrange(10))]
@@ -139,7 +139,7 @@ def test_a_right_envelope_around_anything(kind: type[Any]) -> None:
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
-def test_one_field_exchanged_for_anything(message: Any) -> None:
+def test_a_header_with_one_random_field_decodes_or_raises_protocol_error(message: Any) -> None:
     body = msgpack.unpackb(encode(message, 7, VIEW))
     random = Random(11)
     for _ in range(500):
@@ -150,13 +150,13 @@ def test_one_field_exchanged_for_anything(message: Any) -> None:
 
 @given(st.binary(max_size=400))
 @settings(max_examples=500, deadline=None)
-def test_chosen_bytes(header: bytes) -> None:
+def test_generated_bytes_decode_or_raise_protocol_error(header: bytes) -> None:
     outcome(header)
 
 
 @given(any_message, st.integers(0, 1 << 16), st.binary(max_size=4))
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-def test_chosen_damage(message: Any, place: int, piece: bytes) -> None:
+def test_generated_damage_decodes_or_raises_protocol_error(message: Any, place: int, piece: bytes) -> None:
     header = encode(message, 7, VIEW)
     cut = place % len(header)
     outcome(header[:cut] + piece + header[cut + len(piece) :])

@@ -1,4 +1,4 @@
-"""Keys cut into slices, by tables worked out by hand."""
+"""The slices of keys, against tables worked out by hand."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from kvd.protocol.specs import DTYPES, KeySpec, padded, payload_nbytes
         ("int64", (1, 1537), 12296, [(0, 4096), (4096, 4096), (8192, 4096), (12288, 8)]),
     ],
 )
-def test_a_key_is_cut_into_slices(
-    dtype: str, shape: tuple[int, ...], nbytes: int, spans: list[tuple[int, int]]
-) -> None:
+def test_the_slices_of_a_key(dtype: str, shape: tuple[int, ...], nbytes: int, spans: list[tuple[int, int]]) -> None:
     spec = KeySpec(dtype, shape, 4096)
     assert spec.nbytes == nbytes
     assert spec.num_slices == len(spans)
@@ -36,7 +34,7 @@ def test_a_key_is_cut_into_slices(
 
 
 @given(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 60), max_size=3), st.integers(1, 8))
-def test_slices_tile_the_value(dtype: str, shape: list[int], blocks: int) -> None:
+def test_slices_cover_the_value_without_gaps_or_overlaps(dtype: str, shape: list[int], blocks: int) -> None:
     spec = KeySpec(dtype, tuple(shape), 64 * blocks)
     end = 0
     for index in range(spec.num_slices):
@@ -62,7 +60,7 @@ def test_the_dtypes_are_those_of_the_documentation() -> None:
     }
 
 
-def test_check_same_takes_the_same_shape_and_dtype_in_any_slicing() -> None:
+def test_check_same_accepts_the_same_shape_and_dtype_with_any_slice_size() -> None:
     KeySpec("float32", (2, 3), 4096).check_same(KeySpec("float32", (2, 3), 8192), "w")
 
 

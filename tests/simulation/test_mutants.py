@@ -10,14 +10,16 @@ import pytest
 
 from kvd.core.machine import Contribution, Received
 from kvd.core.server import groups as groups_module
+from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable
 from kvd.core.server.groups import FusedGroup
-from kvd.core.server.machine import ServerMachine
-from kvd.core.server.rounds import PushStatus, SliceLog
+from kvd.core.server.progress import WorkerProgress
+from kvd.core.server.push import Pushes
+from kvd.core.server.rounds import PushStatus, Record, SliceLog
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.machine import WorkerMachine
 from kvd.core.worker.outbox import Entry, Outbox
-from kvd.node.statebook import StateBook
+from kvd.node.optimizer_states import OptimizerStates
 from kvd.protocol.messages import SliceId
 from kvd.testing.campaign import CAMPAIGNS, Campaign, undisturbed_bits
 from kvd.testing.mishaps import Mishaps
@@ -41,34 +43,34 @@ def caught(campaign: Campaign, seeds: int = SEEDS) -> str:
 def ack_before_applied(patch: pytest.MonkeyPatch) -> None:
     """A push is acknowledged when its round is closed, before its update is done."""
     patch.setattr(SliceLog, "committed_clock", SliceLog.counted_clock)
-    advance = ServerMachine._advance
+    close = Pushes._apply
 
-    def hasty(server: ServerMachine, group: FusedGroup) -> None:
-        advance(server, group)
-        group.waiting = [waiting for waiting in group.waiting if not server._settle(group, waiting)]
+    def hasty(pushes: Pushes, group: FusedGroup, record: Record) -> None:
+        close(pushes, group, record)
+        pushes._waiters.settle(group)
 
-    patch.setattr(ServerMachine, "_advance", hasty)
+    patch.setattr(Pushes, "_apply", hasty)
 
 
 def every_push_is_next(patch: pytest.MonkeyPatch) -> None:
     """The clock of a push is not looked at."""
-    patch.setattr(SliceLog, "turn", lambda log, rank, clock: PushStatus.NEXT)
+    patch.setattr(SliceLog, "status_of", lambda log, rank, clock: PushStatus.NEXT)
 
 
 def replaced_may_go_on(patch: pytest.MonkeyPatch) -> None:
     """A server goes on taking the pushes of an incarnation whose rank another one has, which does not fall silent."""
     patch.setattr(WorkerMachine, "_fall_silent", lambda worker: None)
-    rank_of = ServerMachine._rank_of
+    rank_of = Attachments.rank_of
     known: dict[tuple[int, int], int] = {}
 
-    def forgiving(server: ServerMachine, event: Received, request: int) -> int | None:
-        member = server._workers.get(event.sender)
-        if member is not None:
-            known[id(server), event.sender] = member
-        rank = known.get((id(server), event.sender))
-        return rank if rank is not None else rank_of(server, event, request)
+    def forgiving(attachments: Attachments, event: Received, request: int) -> int | None:
+        rank = attachments.find(event.sender)
+        if rank is not None:
+            known[id(attachments), event.sender] = rank
+        rank = known.get((id(attachments), event.sender))
+        return rank if rank is not None else rank_of(attachments, event, request)
 
-    patch.setattr(ServerMachine, "_rank_of", forgiving)
+    patch.setattr(Attachments, "rank_of", forgiving)
 
 
 def order_of_arrival(patch: pytest.MonkeyPatch) -> None:
@@ -88,11 +90,13 @@ def order_of_arrival(patch: pytest.MonkeyPatch) -> None:
 def no_window(patch: pytest.MonkeyPatch) -> None:
     """Workers run ahead as far as they like, and servers take it."""
 
-    def turn(log: SliceLog, rank: int, clock: int) -> PushStatus:
+    def status_of(log: SliceLog, rank: int, clock: int) -> PushStatus:
         staged = log.staged_clock(rank)
-        return PushStatus.KNOWN if clock <= staged else PushStatus.NEXT if clock == staged + 1 else PushStatus.WRONG
+        if clock <= staged:
+            return PushStatus.KNOWN
+        return PushStatus.NEXT if clock == staged + 1 else PushStatus.OUT_OF_TURN
 
-    patch.setattr(SliceLog, "turn", turn)
+    patch.setattr(SliceLog, "status_of", status_of)
     patch.setattr(WorkerKey, "holds_back", lambda key, window: False)
 
 
@@ -195,12 +199,12 @@ def pack_numbers_are_used_again(patch: pytest.MonkeyPatch) -> None:
 
 def units_start_with_new_states(patch: pytest.MonkeyPatch) -> None:
     """What a slice's optimizer remembered is lost when it comes into another group."""
-    leave = StateBook._leave
+    leave = OptimizerStates._leave
 
-    def forget(book: StateBook, place: Any) -> Any:
-        return type(leave(book, place))()
+    def forget(states: OptimizerStates, slice_id: Any) -> Any:
+        return type(leave(states, slice_id))()
 
-    patch.setattr(StateBook, "_leave", forget)
+    patch.setattr(OptimizerStates, "_leave", forget)
 
 
 def small_pushes_are_taken_for_staged(patch: pytest.MonkeyPatch) -> None:
@@ -223,7 +227,7 @@ def sources_are_not_kept(patch: pytest.MonkeyPatch) -> None:
 
 def refusals_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A push that was refused and comes again is taken for a new one."""
-    patch.setattr(SliceLog, "refusal", lambda *rest: None)
+    patch.setattr(WorkerProgress, "refusal_of", lambda *rest: None)
 
 
 def changes_are_lost_at_parting(patch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Barriers by name and generation.
 
-The n-th time that a worker enters a name it enters generation n, counted from 0 by each incarnation. A generation is
-settled once, released or broken, and gives the same answer to everyone who asks later: a worker that is restarted and
-runs through its program again passes the barriers that were passed before.
+A worker's n-th call for a name enters generation n, counted from 0 by each incarnation. A generation is settled once,
+released or broken, and gives everyone who asks later the same answer: a restarted worker that runs its program again
+passes the barriers that its predecessor passed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvd.core.machine import Peer
+from kvd.core.machine import Peer, Send
+from kvd.core.membership import name_of
+from kvd.protocol.messages import Done, ErrorCode, NodeName, Refused
 
 MAX_NAMES = 4096
 MAX_BROKEN = 16  # broken generations remembered per name
@@ -23,6 +25,15 @@ class Verdict(NamedTuple):
 
     missing: tuple[int, ...]
 
+    def answer(self, request: int, name: str) -> Done | Refused:
+        """What a worker that entered the barrier is told."""
+        if not self.missing:
+            return Done(request)
+        nodes = tuple(NodeName("worker", rank) for rank in self.missing)
+        names = ", ".join(name_of(*node) for node in nodes)
+        text = f"barrier {name!r} cannot be reached: {names} died before it; restart the dead, or the job"
+        return Refused(request, ErrorCode.BARRIER_BROKEN, text, nodes=nodes)
+
 
 class Settled(NamedTuple):
     """A generation that has just been settled, and who waits for the answer."""
@@ -31,6 +42,10 @@ class Settled(NamedTuple):
     generation: int
     verdict: Verdict
     waiting: tuple[tuple[Peer, int], ...]  # (peer, request)
+
+    def answers(self) -> list[Send]:
+        """The verdict, to each worker that waits for it."""
+        return [Send(peer, self.verdict.answer(request, self.name)) for peer, request in self.waiting]
 
 
 @dataclass(slots=True)
@@ -41,7 +56,7 @@ class _Barrier:
 
 
 class Barriers:
-    """All barriers of a cluster. The oldest name that nobody waits at is forgotten beyond MAX_NAMES names."""
+    """All barriers of a cluster. Beyond MAX_NAMES names, the least recently used one that nobody waits at goes."""
 
     def __init__(self, record: Iterable[Any] = ()) -> None:
         self._barriers: OrderedDict[str, _Barrier] = OrderedDict()
@@ -50,7 +65,7 @@ class Barriers:
             self._barriers[name] = _Barrier(generation, {}, verdicts)
 
     def record(self) -> list[object]:
-        """What is settled, in plain data: `Barriers(record)` gives the same answers. Who waits asks again."""
+        """The settled generations as plain data: `Barriers(record)` gives the same answers. Who waits asks again."""
         return [
             [
                 name,
@@ -61,24 +76,24 @@ class Barriers:
         ]
 
     def enter(self, name: str, generation: int, rank: int, peer: Peer, request: int) -> Verdict | str | None:
-        """The verdict of a settled generation, None if the worker now waits, or a text that says why it cannot."""
+        """The verdict if the generation is settled, None if the worker now waits, or a text why it cannot enter."""
         barrier = self._barriers.get(name)
         if barrier is None:
             if len(self._barriers) >= MAX_NAMES and not self._forget_one():
-                return f"{MAX_NAMES} barriers are being waited at, no more can be opened"
+                return f"workers wait at {MAX_NAMES} barriers, and no more can be opened: use fewer names"
             barrier = self._barriers[name] = _Barrier()
         self._barriers.move_to_end(name)
         if generation < barrier.generation:
             return barrier.broken.get(generation, Verdict(()))
         if generation > barrier.generation:
-            # The one before was settled by a scheduler whose record is lost; who waits there asks again and is let go.
+            # A scheduler whose record is lost settled the earlier ones. Workers that wait there ask again and pass.
             barrier.generation = generation
             barrier.entered = {}
         barrier.entered[rank] = (peer, request)
         return None
 
     def settle(self, required: Collection[int], dead: Collection[int]) -> list[Settled]:
-        """Releases what all `required` ranks have entered, and breaks what a `dead` one is missing from."""
+        """Releases the barriers that all `required` ranks have entered, and breaks those that a `dead` one has not."""
         settled = []
         for name, barrier in self._barriers.items():
             if not barrier.entered:
@@ -98,12 +113,12 @@ class Barriers:
         return settled
 
     def withdraw(self, rank: int) -> None:
-        """The worker of this rank was replaced: its predecessor waits nowhere any more."""
+        """The worker of this rank was replaced: its predecessor no longer waits anywhere."""
         for barrier in self._barriers.values():
             barrier.entered.pop(rank, None)
 
     def open(self) -> dict[str, list[int]]:
-        """The barriers that someone waits at, with the ranks that are there."""
+        """The barriers at which workers wait, with their ranks."""
         return {name: sorted(barrier.entered) for name, barrier in self._barriers.items() if barrier.entered}
 
     def _forget_one(self) -> bool:

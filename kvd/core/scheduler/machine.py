@@ -1,20 +1,47 @@
-"""The scheduler: who is in, with which rank, who is dead and why, and where the barriers stand.
+"""The scheduler: membership, deaths and barriers. Pushes and pulls do not need it.
 
-It is needed for membership and barriers, not for pushes and pulls. A change of the view is persisted before it is
-announced; a scheduler that is started anew takes its nodes back, from its record or from their own word.
+This file is the dispatch table, and turns what its parts find into effects. `roster` has the seats and the states of
+their holders, `agreement` the cluster's settings, `liveness` judges by silence, `barriers` has the barriers, `views`
+publishes each change once it is saved, and `record` is what a successor starts from.
+
+The way of a death:
+
+1. The shell sees a process end and feeds PeerLost. `machine.py:SchedulerMachine._process_ended` declares a server dead
+   at once (go to 3); for a worker, `liveness.py:Liveness.process_ended` notes the reason, and its supervisor has the
+   rest of the timeout to start it again.
+2. Silence: `machine.py:SchedulerMachine.step` asks `liveness.py:Liveness.overdue` after each event who has been silent
+   for a whole timeout.
+3. `machine.py:SchedulerMachine._declare_dead` changes the state by `roster.py:Roster.transition`.
+4. `machine.py:SchedulerMachine._publish` breaks the barriers that the dead worker is missing from, in
+   `barriers.py:Barriers.settle`; `views.py:Views.change` takes the new view and withholds their answers; a Persist
+   goes out.
+5. On Persisted, `views.py:Views.saved` sends the view to all members, then the answers.
+
+The way of a join:
+
+1. `machine.py:SchedulerMachine._join` refuses it if `agreement.py:Agreement.objection` says why.
+2. `roster.py:Roster.rank_for` finds a rank, and `roster.py:Roster.take_seat` seats the new incarnation.
+3. `machine.py:SchedulerMachine._welcome_newcomer` stops the process that it replaces, and withdraws that one from the
+   barriers in `barriers.py:Barriers.withdraw`.
+4. `machine.py:SchedulerMachine._publish`, as above; `views.py:Views.when_saved` withholds the Welcome until the view
+   is saved.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvd.core.machine import Effect, Event, LogEntry, Peer, PeerLost, Persist, Persisted, Received, Send
-from kvd.core.membership import ACTIVE, DEAD, DONE, GONE, LEFT, name_of
+from kvd.core.membership import name_of
 from kvd.core.placement import initial_shards
+from kvd.core.scheduler.agreement import Agreement
 from kvd.core.scheduler.barriers import Barriers, Settled, Verdict
+from kvd.core.scheduler.liveness import Liveness
+from kvd.core.scheduler.record import Record
+from kvd.core.scheduler.roster import MemberEvent, Roster, Seat
+from kvd.core.scheduler.views import Views
 from kvd.protocol.messages import (
     BIGGEST,
     MAX_MEMBERS,
@@ -28,13 +55,8 @@ from kvd.protocol.messages import (
     HeartbeatAck,
     Join,
     Leave,
-    Member,
-    MemberState,
-    Message,
-    NodeName,
     NotYet,
     NotYetReason,
-    Quiet,
     Refused,
     Settings,
     StatusQuery,
@@ -43,33 +65,16 @@ from kvd.protocol.messages import (
     Welcome,
 )
 
-MAX_REPLACED = 1024  # incarnations remembered that lost their place
-MODES = ("", "sync", "async")
-MERGES = ("", "sum", "mean", "weighted")
-
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """What a scheduler is told: the cluster's settings ("" and 0: the first node to say decides) and its patience."""
+    """The cluster's settings ("" and 0: the first worker decides), and how long the scheduler waits for its nodes."""
 
     cluster: Settings
     heartbeat_interval_s: float
     server_timeout_s: float
     worker_timeout_s: float
     break_on_loss: bool  # a dead worker breaks the barriers that it is missing from
-
-
-@dataclass(slots=True)
-class _Seat:
-    """One rank of one role, and its latest holder."""
-
-    member: Member
-    host: str
-    pid: int
-    heard: float
-    peer: Peer | None = None
-    predecessor: str = ""
-    ended: str = ""  # what is known of the end of its process, before it is declared dead
 
 
 class SchedulerMachine:
@@ -83,435 +88,289 @@ class SchedulerMachine:
         now: float,
         saved: Mapping[str, object] | None = None,
     ) -> None:
+        cluster = settings.cluster
+        earlier = None if saved is None else Record.from_plain(saved)
         self.incarnation = incarnation
-        self._settings = settings
-        self._cluster = settings.cluster
-        self._generation = generation
-        self._epoch = 0  # of the newest view
-        self._persisted = 0  # epoch of the newest view on stable storage: the one that may be told
-        self._seats: dict[tuple[str, int], _Seat] = {}
-        self._barriers = Barriers()
-        self._replaced: OrderedDict[int, str] = OrderedDict()  # incarnation → the name of the place that it lost
-        self._unsaved: dict[int, View] = {}  # epoch → the view that is being saved
-        self._withheld: dict[int, list[Effect]] = {}  # epoch → answers that wait for its persistence
-        self._last_step = now
+        self._break_on_loss = settings.break_on_loss
+        if earlier is None:
+            self._agreement = Agreement(cluster)
+            self._roster = Roster(cluster.num_servers, cluster.num_workers)
+            self._barriers = Barriers()
+        else:
+            self._agreement = Agreement(cluster, earlier.settings)
+            self._roster = Roster(cluster.num_servers, cluster.num_workers, earlier.seats, earlier.replaced)
+            self._barriers = earlier.barriers
+        self._liveness = Liveness(
+            self._roster, settings.heartbeat_interval_s, settings.server_timeout_s, settings.worker_timeout_s, now
+        )
+        self._views = Views(generation, 0 if earlier is None else 1, self._view())
         self._out: list[Effect] = []
-        self._announced = self._view()
-        if saved is not None:
-            self._restore(saved, now)
+        self._handlers: dict[type, Callable[[Received, Any, float], None]] = {
+            Join: self._join,
+            Heartbeat: self._heartbeat,
+            Leave: self._leave,
+            Enter: self._enter,
+            StatusQuery: self._status,
+        }
 
     # ── the machine's interface ──
 
     @property
     def epoch(self) -> Epoch:
-        return Epoch(self._generation, self._persisted)
+        return self._views.epoch
 
     def step(self, event: Event, now: float) -> list[Effect]:
         self._out = []
-        self._forgive_if_late(now)
+        if self._liveness.forgive_after_pause(now):
+            self._log("warning", "this scheduler was paused; every node has a full timeout from now on")
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, Persisted):
-            self._announce(event.token)
+            peers = [seat.peer for seat in self._roster.seats() if seat.peer is not None]
+            self._out += self._views.saved(event.token, peers)
         elif isinstance(event, PeerLost):
-            self._lose(event, now)
-        self._judge(now)
+            self._process_ended(self._roster.seat_of(event.incarnation), event.reason, now)
+        for seat, reason in self._liveness.overdue(now):
+            self._declare_dead(seat, reason, now)
         return self._out
 
     def next_deadline(self) -> float | None:
-        alive = [seat for seat in self._seats.values() if seat.member.state in (ACTIVE, DONE)]
-        if not alive:
-            return None
-        return min(seat.heard + self._timeout_s(seat.member.role) for seat in alive)
+        return self._liveness.next_deadline()
 
     def explain(self, now: float) -> dict[str, object]:
-        members = []
-        for seat in sorted(self._seats.values(), key=lambda seat: (seat.member.role, seat.member.rank)):
-            member = seat.member
-            members.append(
-                {
-                    "role": member.role,
-                    "rank": member.rank,
-                    "node_id": member.node_id,
-                    "state": member.state,
-                    "address": member.address,
-                    "host": seat.host,
-                    "pid": seat.pid,
-                    "incarnation": f"{member.incarnation:016x}",
-                    "last_heard_s": round(now - seat.heard, 3),
-                    "reason": member.reason or seat.ended,
-                    "silent_s": member.last_seen_s,
-                }
-            )
         return {
             "role": "scheduler",
             "view": list(self.epoch),
-            "settings": self._cluster._asdict(),
-            "members": members,
-            "missing": [
-                name_of(role, rank)
-                for role, count in (("server", self._cluster.num_servers), ("worker", self._cluster.num_workers))
-                for rank in range(count)
-                if (role, rank) not in self._seats
+            "settings": self._agreement.settings._asdict(),
+            "members": [
+                {
+                    "role": seat.member.role,
+                    "rank": seat.member.rank,
+                    "node_id": seat.member.node_id,
+                    "state": seat.member.state,
+                    "address": seat.member.address,
+                    "host": seat.host,
+                    "pid": seat.pid,
+                    "incarnation": f"{seat.member.incarnation:016x}",
+                    "last_heard_s": self._liveness.silence_s(seat, now),
+                    "reason": seat.member.reason or self._liveness.known_end(seat),
+                    "silent_s": seat.member.last_seen_s,
+                }
+                for seat in sorted(self._roster.seats(), key=lambda seat: seat.place)
             ],
+            "missing": self._roster.missing(),
             "barriers": self._barriers.open(),
         }
 
     def watched(self) -> list[tuple[int, str, int]]:
-        """(incarnation, host, pid) of the living, for a shell that can see their processes."""
-        return [
-            (seat.member.incarnation, seat.host, seat.pid)
-            for seat in self._seats.values()
-            if seat.member.state in (ACTIVE, DONE)
-        ]
+        """(incarnation, host, pid) of the living members, for a shell that can watch their processes."""
+        return [(seat.member.incarnation, seat.host, seat.pid) for seat in self._roster.living()]
+
+    def record(self) -> dict[str, object]:
+        """All that a successor needs, as plain data."""
+        return Record(
+            self._views.generation,
+            self._views.newest,
+            self._agreement.settings,
+            list(self._roster.seats()),
+            self._roster.replaced(),
+            self._barriers,
+        ).to_plain()
+
+    @staticmethod
+    def check_record(saved: Mapping[str, Any]) -> None:
+        """Raises ValueError, KeyError or TypeError if this is no record of a scheduler."""
+        Record.from_plain(saved)
 
     # ── messages ──
 
     def _receive(self, event: Received, now: float) -> None:
         message = event.message
-        lost_place = self._replaced.get(event.sender)
-        if lost_place is not None and isinstance(message, Join | Heartbeat | Leave | Enter):
-            text = f"another process took the place of {lost_place}; stop this one"
-            self._refuse(event.peer, message, ErrorCode.REPLACED, text)
-        elif isinstance(message, Join):
-            self._join(event, message, now)
-        elif isinstance(message, StatusQuery):
-            self._out.append(Send(event.peer, StatusReport(message.request)))
-        elif isinstance(message, Heartbeat | Leave | Enter):
-            seat = self._seat_of(event.sender)
-            if seat is None:
-                self._turn_away(event, message)
-                return
-            self._hear(seat, event.peer, now)
-            if isinstance(message, Heartbeat):
-                self._out.append(Send(event.peer, HeartbeatAck(self._quiet(now))))
-                if event.epoch < self.epoch:
-                    self._out.append(Send(event.peer, self._announced))
-            elif isinstance(message, Leave):
-                self._leave(seat, event.peer, message, now)
-            else:
-                self._enter(seat, event.peer, message)
+        handler = self._handlers.get(type(message))
+        if handler is not None:
+            handler(event, message, now)
         elif not isinstance(message, NotYet | Refused):
             text = f"the scheduler takes no {type(message).__name__}: send it to a server"
-            self._refuse(event.peer, message, ErrorCode.PROTOCOL_ERROR, text)
+            self._refuse(event.peer, getattr(message, "request", 0), ErrorCode.PROTOCOL_ERROR, text)
 
-    def _turn_away(self, event: Received, message: Heartbeat | Leave | Enter) -> None:
-        """Someone without a seat: either its place was given to another incarnation, or the scheduler forgot it."""
-        if isinstance(message, Heartbeat) and (message.role, message.rank) in self._seats:
-            text = f"another process took the place of {name_of(message.role, message.rank)}; stop this one"
-            self._out.append(Send(event.peer, Refused(0, ErrorCode.REPLACED, text)))
-        else:
-            request = 0 if isinstance(message, Heartbeat) else message.request
-            text = "the scheduler does not know this node"
-            self._out.append(Send(event.peer, NotYet(request, NotYetReason.NOT_JOINED, text)))
+    def _status(self, event: Received, query: StatusQuery, _now: float) -> None:
+        self._out.append(Send(event.peer, StatusReport(query.request)))
 
     def _join(self, event: Received, join: Join, now: float) -> None:
-        error = self._disagreement(join)
-        if error is not None:
-            self._out.append(Send(event.peer, error))
+        if self._lost_its_place(event, join.request):
             return
-        if self.epoch < event.epoch < (BIGGEST, 0):
-            # It knows a later view than this scheduler, which was started without the record of an earlier one.
-            self._generation = event.epoch.generation + 1
-            self._change()
-        if join.role == "observer":
-            self._out.append(Send(event.peer, Welcome(join.request, NO_RANK, "")))
-            self._out.append(Send(event.peer, self._announced))
+        objection = self._agreement.objection(join)
+        if objection is not None:
+            self._out.append(Send(event.peer, objection))
             return
-        seat = self._seat_of(event.sender)
-        if seat is None:
-            seat = self._seat_for(event, join, now)
-            if seat is None:
-                return
-        self._hear(seat, event.peer, now)
-        self._after_persist(Send(event.peer, Welcome(join.request, seat.member.rank, seat.predecessor)))
-
-    def _disagreement(self, join: Join) -> Refused | None:
-        """Takes over what the cluster leaves open; refuses what differs from it."""
-        if join.role not in ("server", "worker", "observer"):
-            text = f"a node joins as server, worker or observer, not {join.role!r}"
-            return Refused(join.request, ErrorCode.CONFIG_ERROR, text, key="role")
-        if join.role != "observer" and not join.node_id:
-            return Refused(join.request, ErrorCode.CONFIG_ERROR, "a node needs a node_id", key="node_id")
-        for field, word, words in (("mode", join.settings.mode, MODES), ("merge", join.settings.merge, MERGES)):
-            if word not in words:
-                text = f"{field} is {' or '.join(words[1:])}, not {word!r}"
-                return Refused(join.request, ErrorCode.CONFIG_ERROR, text, key=field)
-        wanted, have = join.settings, self._cluster
-        for field, told, mine in zip(Settings._fields, wanted, have, strict=True):
-            open_value = -1 if field == "staleness" else type(told)()
-            if told in (open_value, mine):
-                continue
-            if mine == open_value and field != "staleness":
-                continue
-            if field == "staleness" and have.mode == "":
-                continue
-            text = f"this node wants {field}={told!r}, the cluster has {mine!r}: start it with the cluster's setting"
-            return Refused(join.request, ErrorCode.CONFIG_ERROR, text, key=field)
         if join.role == "worker":
-            self._adopt(wanted)
+            if self._agreement.adopt_mode(join.settings):
+                self._publish()
+            if self._agreement.adopt_merge(join.settings):
+                self._publish()
+        if self.epoch < event.epoch < (BIGGEST, 0):
+            self._views.continue_after(event.epoch)
+            self._publish()
+        if join.role == "observer":
+            self._out.append(Send(event.peer, Welcome(join.request, NO_RANK, None)))
+            self._out.append(Send(event.peer, self._views.announced))
+            return
+        seat = self._roster.seat_of(event.sender)
+        if seat is None:
+            rank = self._roster.rank_for(join)
+            if rank is None:
+                self._refuse(event.peer, join.request, ErrorCode.NOT_ALLOWED, self._full_text(join.role))
+                return
+            seat, replaced = self._roster.take_seat(join, rank, event.sender, event.peer)
+            self._welcome_newcomer(seat, replaced, now)
+        self._heard(seat, event.peer, now)
+        welcome = Welcome(join.request, seat.member.rank, seat.predecessor)
+        self._out += self._views.when_saved(Send(event.peer, welcome))
+
+    def _welcome_newcomer(self, seat: Seat, replaced: Seat | None, now: float) -> None:
+        """A new incarnation has this seat: whoever had it before stops, and is expected nowhere."""
+        self._liveness.joined(seat, now)
+        if replaced is not None:
+            if replaced.peer is not None and replaced.peer != seat.peer:
+                self._refuse(replaced.peer, 0, ErrorCode.REPLACED, _replaced_text(replaced.name))
+            if seat.member.role == "worker":
+                self._barriers.withdraw(seat.member.rank)
+        self._log("info", f"{seat.name} joined", node_id=seat.member.node_id, predecessor=seat.predecessor or "")
+        self._publish()
+
+    def _heartbeat(self, event: Received, heartbeat: Heartbeat, now: float) -> None:
+        seat = self._sender_seat(event, 0, now)
+        if seat is not None:
+            self._out.append(Send(event.peer, HeartbeatAck(self._liveness.quiet(now))))
+            if event.epoch < self.epoch:
+                self._out.append(Send(event.peer, self._views.announced))
+
+    def _leave(self, event: Received, leave: Leave, now: float) -> None:
+        seat = self._sender_seat(event, leave.request, now)
+        if seat is None:
+            return
+        if leave.departure is Departure.FAILED:
+            self._process_ended(seat, "its program ended with an error", now)
+            self._out.append(Send(event.peer, Done(leave.request)))
+            return
+        if leave.departure is Departure.LEFT:
+            changed = self._roster.transition(seat, MemberEvent.LEFT, "closed")
+        else:
+            changed = self._roster.transition(seat, MemberEvent.LEFT_ROUNDS)
+        if changed:
+            self._log("info", f"{seat.name} is {seat.member.state}")
+            self._publish()
+        self._out += self._views.when_saved(Send(event.peer, Done(leave.request)))
+
+    def _enter(self, event: Received, enter: Enter, now: float) -> None:
+        seat = self._sender_seat(event, enter.request, now)
+        if seat is None:
+            return
+        if seat.member.role != "worker":
+            self._refuse(event.peer, enter.request, ErrorCode.NOT_ALLOWED, "only workers meet at barriers")
+            return
+        answer = self._barriers.enter(enter.name, enter.generation, seat.member.rank, event.peer, enter.request)
+        if isinstance(answer, Verdict):
+            self._out += self._views.when_saved(Send(event.peer, answer.answer(enter.request, enter.name)))
+        elif isinstance(answer, str):
+            self._refuse(event.peer, enter.request, ErrorCode.NOT_ALLOWED, answer)
+        else:
+            settled = self._settle_barriers()
+            if settled:
+                self._publish(settled)
+
+    # ── who sent it ──
+
+    def _sender_seat(self, event: Received, request: int, now: float) -> Seat | None:
+        """The seat of a member, which was just heard. Anyone else is told to stop, or to join."""
+        if self._lost_its_place(event, request):
+            return None
+        seat = self._roster.seat_of(event.sender)
+        if seat is not None:
+            self._heard(seat, event.peer, now)
+            return seat
+        message = event.message
+        if isinstance(message, Heartbeat) and self._roster.has_seat(message.role, message.rank):
+            text = _replaced_text(name_of(message.role, message.rank))
+            self._refuse(event.peer, request, ErrorCode.REPLACED, text)
+        else:
+            text = "the scheduler does not know this node"
+            self._out.append(Send(event.peer, NotYet(request, NotYetReason.NOT_JOINED, text)))
         return None
 
-    def _adopt(self, wanted: Settings) -> None:
-        have = self._cluster
-        if have.mode == "" and wanted.mode != "":
-            self._cluster = have = have._replace(mode=wanted.mode, staleness=wanted.staleness)
-            self._change()
-        if have.merge == "" and wanted.merge != "":
-            self._cluster = have._replace(merge=wanted.merge)
-            self._change()
+    def _lost_its_place(self, event: Received, request: int) -> bool:
+        """Tells a process whose place another one has to stop."""
+        place = self._roster.lost_place(event.sender)
+        if place is not None:
+            self._refuse(event.peer, request, ErrorCode.REPLACED, _replaced_text(place))
+        return place is not None
 
-    def _seat_for(self, event: Received, join: Join, now: float) -> _Seat | None:
-        """A seat for a new incarnation: its own by node id, else the rank it asks for, else the first that is free."""
-        rank = self._rank_for(join)
-        if rank is None:
-            size = self._cluster.num_servers if join.role == "server" else self._cluster.num_workers
-            text = (
-                f"all {size} {join.role}s are there: stop one, give this node the KVD_NODE_ID of the one that it "
-                f"replaces, or start the scheduler with a larger --num-{join.role}s"
-            )
-            self._out.append(Send(event.peer, Refused(join.request, ErrorCode.NOT_ALLOWED, text)))
-            return None
-        place = (join.role, rank)
-        old = self._seats.get(place)
-        predecessor = ""
-        if old is not None:
-            state = old.member.state
-            predecessor = LEFT if state == LEFT else DONE if state in (DONE, GONE) else DEAD
-            self._replaced[old.member.incarnation] = name_of(*place)
-            while len(self._replaced) > MAX_REPLACED:
-                self._replaced.popitem(last=False)
-            if old.peer is not None and old.peer != event.peer:
-                text = f"another process took the place of {name_of(*place)}; stop this one"
-                self._out.append(Send(old.peer, Refused(0, ErrorCode.REPLACED, text)))
-            if join.role == "worker":
-                self._barriers.withdraw(rank)
-        member = Member(join.role, rank, join.node_id, event.sender, join.address, ACTIVE, "", 0.0)
-        seat = self._seats[place] = _Seat(member, join.host, join.pid, now, event.peer, predecessor)
-        self._out.append(
-            LogEntry("info", f"{name_of(*place)} joined", {"node_id": join.node_id, "predecessor": predecessor})
-        )
-        self._change()
-        return seat
+    def _heard(self, seat: Seat, peer: Peer, now: float) -> None:
+        self._liveness.heard(seat, now)
+        if self._roster.heard(seat, peer):
+            self._log("warning", f"{seat.name} is back")
+            self._publish()
 
-    def _rank_for(self, join: Join) -> int | None:
-        size = self._cluster.num_servers if join.role == "server" else self._cluster.num_workers
-        holders = {rank: seat.member for (role, rank), seat in self._seats.items() if role == join.role}
-        for rank, member in holders.items():
-            if member.node_id == join.node_id:
-                return rank
-        ranks = range(size)
-        if join.rank in ranks and (join.rank not in holders or holders[join.rank].state == LEFT):
-            return join.rank
-        free = [rank for rank in ranks if rank not in holders]
-        left = [rank for rank in ranks if rank in holders and holders[rank].state == LEFT]
-        dead = [rank for rank in ranks if rank in holders and holders[rank].state in (DEAD, GONE)]
-        candidates = free or left or dead
-        return candidates[0] if candidates else None
+    # ── deaths ──
 
-    def _leave(self, seat: _Seat, peer: Peer, leave: Leave, now: float) -> None:
-        if leave.departure is Departure.FAILED:
-            self._lose(PeerLost(seat.member.incarnation, "its program ended with an error"), now)
-            self._out.append(Send(peer, Done(leave.request)))
-            return
-        state = LEFT if leave.departure is Departure.LEFT else DONE
-        if seat.member.state not in (LEFT, state):  # a "done" that comes after "left" was under way for long
-            seat.member = seat.member._replace(state=state, reason="closed" if state is LEFT else "")
-            self._out.append(LogEntry("info", f"{name_of(seat.member.role, seat.member.rank)} is {state}"))
-            self._change()
-        self._after_persist(Send(peer, Done(leave.request)))
-
-    def _enter(self, seat: _Seat, peer: Peer, enter: Enter) -> None:
-        if seat.member.role != "worker":
-            self._refuse(peer, enter, ErrorCode.NOT_ALLOWED, "only workers meet at barriers")
-            return
-        answer = self._barriers.enter(enter.name, enter.generation, seat.member.rank, peer, enter.request)
-        if isinstance(answer, Verdict):
-            self._after_persist(Send(peer, self._verdict(enter.request, enter.name, answer)))
-        elif isinstance(answer, str):
-            self._refuse(peer, enter, ErrorCode.NOT_ALLOWED, answer)
-        else:
-            settled = self._settled_barriers()
-            if settled:
-                self._change(settled)
-
-    def _verdict(self, request: int, name: str, verdict: Verdict) -> Message:
-        if not verdict.missing:
-            return Done(request)
-        nodes = tuple(NodeName("worker", rank) for rank in verdict.missing)
-        names = ", ".join(name_of(*node) for node in nodes)
-        text = f"barrier {name!r} cannot be reached: {names} died before it; restart the dead, or the job"
-        return Refused(request, ErrorCode.BARRIER_BROKEN, text, nodes=nodes)
-
-    def _settled_barriers(self) -> list[Settled]:
-        """The barriers that are released or broken by what has just changed."""
-        workers = {rank: seat.member for (role, rank), seat in self._seats.items() if role == "worker"}
-        required = [
-            rank for rank in range(self._cluster.num_workers) if rank not in workers or workers[rank].state != LEFT
-        ]
-        dead = [rank for rank, member in workers.items() if member.state in (DEAD, GONE)]
-        return self._barriers.settle(required, dead if self._settings.break_on_loss else ())
-
-    def _tell(self, barriers: list[Settled]) -> None:
-        for settled in barriers:
-            if settled.verdict.missing:
-                self._out.append(
-                    LogEntry("warning", f"barrier {settled.name!r} broke", {"missing": list(settled.verdict.missing)})
-                )
-            for peer, request in settled.waiting:
-                self._after_persist(Send(peer, self._verdict(request, settled.name, settled.verdict)))
-
-    # ── life and death ──
-
-    def _hear(self, seat: _Seat, peer: Peer, now: float) -> None:
-        seat.heard = now
-        seat.peer = peer
-        if seat.member.state in (DEAD, GONE):  # it was paused or cut off, and nobody took its place
-            state = ACTIVE if seat.member.state == DEAD else DONE
-            seat.member = seat.member._replace(state=state, reason="", last_seen_s=0.0)
-            self._out.append(LogEntry("warning", f"{name_of(seat.member.role, seat.member.rank)} is back"))
-            self._change()
-
-    def _judge(self, now: float) -> None:
-        for seat in self._seats.values():
-            limit = self._timeout_s(seat.member.role)
-            if seat.member.state in (ACTIVE, DONE) and now - seat.heard >= limit:
-                self._declare_dead(seat, seat.ended or f"no heartbeat for {limit:g} s", now)
-
-    def _lose(self, event: PeerLost, now: float) -> None:
-        """A process has ended. A server is dead at once; a worker may be started anew until its timeout."""
-        seat = self._seat_of(event.incarnation)
-        if seat is None or seat.member.state not in (ACTIVE, DONE):
+    def _process_ended(self, seat: Seat | None, reason: str, now: float) -> None:
+        """A server without its process is dead at once; a worker may be started again until its timeout."""
+        if seat is None or not seat.is_living:
             return
         if seat.member.role == "server":
-            self._declare_dead(seat, event.reason, now)
+            self._declare_dead(seat, reason, now)
         else:
-            seat.ended = event.reason
-            wait_s = max(0.0, seat.heard + self._settings.worker_timeout_s - now)
-            name = name_of(seat.member.role, seat.member.rank)
-            text = f"{name}: {event.reason}; it has {wait_s:.1f} s to be started anew"
-            self._out.append(LogEntry("warning", text, {"node_id": seat.member.node_id}))
+            left_s = self._liveness.process_ended(seat, reason, now)
+            text = f"{seat.name}: {reason}; it can be started again within {left_s:.1f} s"
+            self._log("warning", text, node_id=seat.member.node_id)
 
-    def _declare_dead(self, seat: _Seat, reason: str, now: float) -> None:
-        silence_s = round(now - seat.heard, 3)
-        state = GONE if seat.member.state == DONE else DEAD
-        seat.member = seat.member._replace(state=state, reason=reason[:80], last_seen_s=silence_s)
-        self._out.append(
-            LogEntry("warning", f"{name_of(seat.member.role, seat.member.rank)} is dead", {"reason": reason})
-        )
-        self._change()
+    def _declare_dead(self, seat: Seat, reason: str, now: float) -> None:
+        self._roster.transition(seat, MemberEvent.DECLARED_DEAD, reason, self._liveness.silence_s(seat, now))
+        self._log("warning", f"{seat.name} is dead", reason=reason)
+        self._publish()
 
-    def _forgive_if_late(self, now: float) -> None:
-        """After a pause of its own the scheduler cannot know who was silent: everyone gets a full time anew."""
-        if now - self._last_step > 2 * self._settings.heartbeat_interval_s and self._seats:
-            deadline = self.next_deadline()
-            if deadline is not None and now - deadline > self._settings.heartbeat_interval_s:
-                for seat in self._seats.values():
-                    seat.heard = now
-                self._out.append(
-                    LogEntry("warning", "this scheduler was paused; it gives everyone a full timeout anew")
-                )
-        self._last_step = now
+    # ── publication ──
 
-    def _quiet(self, now: float) -> tuple[Quiet, ...]:
-        limit = 2 * self._settings.heartbeat_interval_s
-        return tuple(
-            Quiet(seat.member.role, seat.member.rank, round(now - seat.heard, 3))
-            for seat in self._seats.values()
-            if seat.member.state in (ACTIVE, DONE) and now - seat.heard > limit
-        )
+    def _publish(self, settled: list[Settled] | None = None) -> None:
+        """The view changed, or barriers were settled: saves it now, and announces it when it is saved."""
+        if settled is None:
+            settled = self._settle_barriers()
+        answers: list[Send] = []
+        for barrier in settled:
+            if barrier.verdict.missing:
+                self._log("warning", f"barrier {barrier.name!r} broke", missing=list(barrier.verdict.missing))
+            answers += barrier.answers()
+        if len(self._roster.seats()) > MAX_MEMBERS:
+            self._log("error", f"more than {MAX_MEMBERS} nodes cannot be announced")
+        token = self._views.change(self._view(), answers)
+        self._out.append(Persist(token, self.record()))
 
-    # ── the view ──
-
-    def _change(self, settled: list[Settled] | None = None) -> None:
-        """The view is another, or barriers are settled: persist it, then announce it."""
-        self._epoch += 1
-        self._tell(self._settled_barriers() if settled is None else settled)
-        if len(self._seats) > MAX_MEMBERS:
-            self._out.append(LogEntry("error", f"more than {MAX_MEMBERS} nodes cannot be announced"))
-        self._unsaved[self._epoch] = self._view()
-        self._out.append(Persist(self._epoch, self.record()))
-
-    def _announce(self, epoch: int) -> None:
-        if epoch <= self._persisted:
-            return
-        self._persisted = epoch
-        self._announced = self._unsaved[epoch]
-        self._unsaved = {number: view for number, view in self._unsaved.items() if number > epoch}
-        if epoch == self._epoch:
-            for seat in self._seats.values():
-                if seat.peer is not None:
-                    self._out.append(Send(seat.peer, self._announced))
-        for waiting in sorted(number for number in self._withheld if number <= epoch):
-            self._out.extend(self._withheld.pop(waiting))
-
-    def _after_persist(self, effect: Effect) -> None:
-        """Sends now what depends on nothing unsaved, else when the newest view is saved."""
-        if self._epoch <= self._persisted:
-            self._out.append(effect)
-            if isinstance(effect, Send) and isinstance(effect.message, Welcome):
-                self._out.append(Send(effect.peer, self._announced))
-        else:
-            self._withheld.setdefault(self._epoch, []).append(effect)
+    def _settle_barriers(self) -> list[Settled]:
+        """The barriers that the latest change releases or breaks."""
+        dead = self._roster.dead_ranks() if self._break_on_loss else ()
+        return self._barriers.settle(self._roster.barrier_ranks(), dead)
 
     def _view(self) -> View:
-        shards: tuple[int, ...] = ()
-        if self._cluster.num_servers:
-            shards = initial_shards(self._cluster.num_shards, self._cluster.num_servers)
-        return View(self._cluster, tuple(seat.member for seat in self._seats.values()), shards)
+        settings = self._agreement.settings
+        shards = initial_shards(settings.num_shards, settings.num_servers) if settings.num_servers else ()
+        return View(settings, tuple(seat.member for seat in self._roster.seats()), shards)
 
-    def record(self) -> dict[str, object]:
-        """What a successor needs: plain data."""
-        return {
-            "generation": self._generation,
-            "epoch": self._epoch,
-            "settings": list(self._cluster),
-            "seats": [[list(seat.member), seat.host, seat.pid, seat.predecessor] for seat in self._seats.values()],
-            "replaced": [[incarnation, name] for incarnation, name in self._replaced.items()],
-            "barriers": self._barriers.record(),
-        }
+    # ── words ──
 
-    @staticmethod
-    def check_record(saved: Mapping[str, Any]) -> None:
-        """Raises ValueError, KeyError or TypeError if this is no record of a scheduler."""
-        if saved["generation"] < 1 or len(saved["settings"]) != len(Settings._fields):
-            raise ValueError("generation or settings are not as a scheduler writes them")
-        for fields, _host, _pid, _predecessor in saved["seats"]:
-            _member(fields)
-        OrderedDict(saved.get("replaced", ()))
-        Barriers(saved.get("barriers", ()))
+    def _full_text(self, role: str) -> str:
+        settings = self._agreement.settings
+        size = settings.num_servers if role == "server" else settings.num_workers
+        return (
+            f"all {size} {role}s are there: stop one, give this node the KVD_NODE_ID of the one that it "
+            f"replaces, or start the scheduler with a larger --num-{role}s"
+        )
 
-    def _restore(self, saved: Mapping[str, object], now: float) -> None:
-        settings, seats = saved["settings"], saved["seats"]
-        assert isinstance(settings, list)
-        assert isinstance(seats, list)
-        earlier = Settings(*settings)
-        if self._cluster.mode == "":
-            self._cluster = self._cluster._replace(mode=earlier.mode, staleness=earlier.staleness)
-        if self._cluster.merge == "":
-            self._cluster = self._cluster._replace(merge=earlier.merge)
-        for fields, host, pid, predecessor in seats:
-            member = _member(fields)
-            size = self._cluster.num_servers if member.role == "server" else self._cluster.num_workers
-            if member.rank < size:
-                self._seats[member.role, member.rank] = _Seat(member, host, pid, now, None, predecessor)
-        self._replaced = OrderedDict(saved.get("replaced", ()))  # type: ignore[call-overload]
-        self._barriers = Barriers(saved.get("barriers", ()))  # type: ignore[arg-type]
-        self._epoch = self._persisted = 1
-        self._announced = self._view()
-
-    def _seat_of(self, incarnation: int) -> _Seat | None:
-        return next((seat for seat in self._seats.values() if seat.member.incarnation == incarnation), None)
-
-    def _timeout_s(self, role: str) -> float:
-        return self._settings.server_timeout_s if role == "server" else self._settings.worker_timeout_s
-
-    def _refuse(self, peer: Peer, message: Message, error: ErrorCode, text: str) -> None:
-        request = getattr(message, "request", 0)
+    def _refuse(self, peer: Peer, request: int, error: ErrorCode, text: str) -> None:
         self._out.append(Send(peer, Refused(request, error, text)))
 
+    def _log(self, level: str, text: str, **fields: object) -> None:
+        self._out.append(LogEntry(level, text, fields))
 
-def _member(fields: list[Any]) -> Member:
-    """A member as a record has it; ValueError or TypeError if it is none."""
-    member = Member(*fields)
-    return member._replace(state=MemberState(member.state))
+
+def _replaced_text(place: str) -> str:
+    return f"another process took the place of {place}; stop this one"

@@ -1,83 +1,150 @@
-"""Whether a server can take a push: the checks before anything of it is staged, and what it remembers of a refusal."""
+"""What a push is answered: the one place where that is decided.
+
+A message is taken as a whole or not at all. Its size is checked first, then each of its targets by the table below and
+by what the push is (`kvd.core.push_policy`), then whether one more request may wait. What is let in is staged, or was
+before, and is answered when it commits (`kvd.core.server.waiting`). docs/architecture.md shows the same table.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import Enum
+from itertools import product
 from typing import NamedTuple, TypeAlias
 
-from kvd.core.machine import Received
-from kvd.core.push_policy import push_error as policy_error
-from kvd.core.server.groups import FusedGroup, Slice
-from kvd.core.server.rounds import PushStatus, Refusal
+from kvd.core.push_policy import push_error
+from kvd.core.server.pending import MAX_PENDING
+from kvd.core.server.progress import PushRequest, Refusal
+from kvd.core.server.rounds import PushStatus
+from kvd.core.server.targets import PushTarget
 from kvd.protocol.messages import ABSENT, ErrorCode, NotYet, NotYetReason, Push, PushBatch, Refused, Taken
 from kvd.protocol.specs import payload_nbytes
+
+
+class Decision(Enum):
+    """What becomes of one target of a push."""
+
+    STAGE = "stage it; Done when it commits"
+    TAKEN_BEFORE = "nothing to stage; Done when it commits"
+    MISSED = "Refused NOT_ALLOWED: its round closed without this worker"
+    REFUSED_BEFORE = "Refused: the same again"
+    SEND_NEXT = "NotYet OUT_OF_TURN, with the clock that is next"
+
+
+class Row(NamedTuple):
+    """One row of the table; None stands for both."""
+
+    status: PushStatus
+    probe: bool | None  # it asks what became of a push, and brings no bytes
+    refused_before: bool | None  # the sender was told that this push is refused for good
+    outdated: bool | None  # a later push of the sender was taken: this one was given up
+    decision: Decision
+
+
+TABLE = (
+    #   what the clock means     probe  refused outdated
+    Row(PushStatus.KNOWN, None, None, None, Decision.TAKEN_BEFORE),
+    Row(PushStatus.MISSED, None, None, None, Decision.MISSED),
+    Row(PushStatus.OUT_OF_TURN, None, True, None, Decision.REFUSED_BEFORE),
+    Row(PushStatus.OUT_OF_TURN, None, False, None, Decision.SEND_NEXT),
+    Row(PushStatus.NEXT, None, True, None, Decision.REFUSED_BEFORE),
+    Row(PushStatus.NEXT, True, False, None, Decision.SEND_NEXT),
+    Row(PushStatus.NEXT, False, False, True, Decision.SEND_NEXT),
+    Row(PushStatus.NEXT, False, False, False, Decision.STAGE),
+)
+
+_DECISIONS = {
+    (row.status, *facts): row.decision
+    for row in TABLE
+    for facts in product((False, True), repeat=3)
+    if all(wanted in (None, fact) for wanted, fact in zip(row[1:4], facts, strict=True))
+}
 
 Answer: TypeAlias = NotYet | Refused
 
 
-class PushTarget(NamedTuple):
-    """What a part of a request is about."""
+def admit(
+    push: Push | PushBatch,
+    request: PushRequest,
+    nbytes: int,
+    rank: int,
+    targets: Sequence[PushTarget],
+    merge: str,
+    *,
+    is_full: bool,
+) -> list[Decision] | Answer:
+    """A decision for each target if the push is let in; else the answer, and nothing of it is taken.
 
-    group: FusedGroup
-    slice: Slice | None  # None: all of the group
-    clock: int
-    nbytes: int
-
-
-def push_error(
-    push: Push | PushBatch, event: Received, rank: int, targets: Sequence[PushTarget], merge: str
-) -> Answer | None:
-    """The refusal of a push that cannot be taken as a whole; nothing of it is staged then."""
+    Args:
+        nbytes: of the payload that came with it.
+        merge: the cluster's setting.
+        is_full: whether MAX_PENDING requests wait.
+    """
     brings_bytes = push.how != ABSENT and not push.probe
     expected_nbytes = payload_nbytes([target.nbytes for target in targets]) if brings_bytes else 0
-    if event.nbytes != expected_nbytes:
-        text = f"a push of these {len(targets)} slices has {expected_nbytes} bytes, this one has {event.nbytes}"
+    if nbytes != expected_nbytes:
+        text = f"a push of these {len(targets)} slices has {expected_nbytes} bytes, this one has {nbytes}"
         return Refused(push.request, ErrorCode.PROTOCOL_ERROR, text)
+    decisions = []
     for target in targets:
-        turn = target.group.log.turn(rank, target.clock)
-        if turn is not PushStatus.KNOWN:
-            error = _clock_error(push, event.sender, rank, target, turn) or _kind_error(push, target, merge)
-            if error is not None:
-                return error
-    return None
+        decision = decide(request, push.probe, rank, target)
+        if decision is not Decision.TAKEN_BEFORE:
+            answer = _answer_of(decision, push, request, rank, target, merge)
+            if answer is not None:
+                return _remembered(answer, request, rank, targets)
+        decisions.append(decision)
+    if is_full and not all(target.group.log.committed_clock(rank) >= target.clock for target in targets):
+        text = f"{MAX_PENDING} requests wait already: try again"
+        if Decision.STAGE not in decisions:
+            return NotYet(push.request, NotYetReason.BUSY, text)
+        return _remembered(Refused(push.request, ErrorCode.NOT_ALLOWED, text), request, rank, targets)
+    return decisions
 
 
-def _clock_error(push: Push | PushBatch, sender: int, rank: int, target: PushTarget, turn: PushStatus) -> Answer | None:
-    request, group, log = push.request, target.group, target.group.log
-    if turn is PushStatus.MISSED:
-        text = f"round {target.clock} of {group.key!r} was closed without worker {rank}, which had left the rounds"
-        return Refused(request, ErrorCode.NOT_ALLOWED, text, group.key, Taken.PART)
-    told = log.refusal(rank, sender, request)
-    if told is not None:
-        return Refused(request, told.error, told.text, group.key)
-    if turn is PushStatus.WRONG or push.probe or log.is_outdated(rank, sender, request):
-        next_clock = log.staged_clock(rank) + 1
-        text = f"push {target.clock} of {group.key!r} by worker {rank} is out of turn, {next_clock} is next"
-        return NotYet(request, NotYetReason.OUT_OF_TURN, text, group.key, next_clock)
-    return None
+def decide(request: PushRequest, probe: bool, rank: int, target: PushTarget) -> Decision:
+    """The row of the table that the push is in, for one target."""
+    log = target.group.log
+    progress = log.progress_of(rank)
+    return _DECISIONS[
+        log.status_of(rank, target.clock),
+        probe,
+        progress.refusal_of(request) is not None,
+        progress.is_outdated(request),
+    ]
 
 
-def _kind_error(push: Push | PushBatch, target: PushTarget, merge: str) -> Refused | None:
+def _answer_of(
+    decision: Decision, push: Push | PushBatch, request: PushRequest, rank: int, target: PushTarget, merge: str
+) -> Answer | None:
+    """The answer that the decision stands for; None if the push may be staged."""
     group = target.group
-    mixes = group.log.mixes(target.clock, push.how)
-    has_optimizer = group.optimizer is not None
-    text = policy_error(group.key, group.dtype, push.how, has_optimizer=has_optimizer, merge=merge, mixes=mixes)
-    return None if text is None else Refused(push.request, ErrorCode.NOT_ALLOWED, text, group.key)
+    if decision is Decision.STAGE:
+        mixes = group.log.mixes(target.clock, push.how)
+        has_optimizer = group.optimizer is not None
+        error = push_error(group.key, group.dtype, push.how, has_optimizer=has_optimizer, merge=merge, mixes=mixes)
+        return None if error is None else Refused(request.number, ErrorCode.NOT_ALLOWED, error, group.key)
+    if decision is Decision.MISSED:
+        text = f"round {target.clock} of {group.key!r} was closed without worker {rank}, which had left the rounds"
+        return Refused(request.number, ErrorCode.NOT_ALLOWED, text, group.key, Taken.PART)
+    if decision is Decision.REFUSED_BEFORE:
+        told = group.log.progress_of(rank).refusal_of(request)
+        assert told is not None
+        return Refused(request.number, told.error, told.text, group.key)
+    next_clock = group.log.staged_clock(rank) + 1
+    text = f"push {target.clock} of {group.key!r} by worker {rank} is out of turn, {next_clock} is next"
+    return NotYet(request.number, NotYetReason.OUT_OF_TURN, text, group.key, next_clock)
 
 
-def remembered(answer: Answer, sender: int, rank: int, targets: Sequence[PushTarget]) -> Answer:
-    """The refusal as it is sent, written down where it is for good: the sender gives the clock to another push then,
-    unless it hears (`taken`) that a part of this one is taken already.
-
-    Bytes that do not fit are no worker's of ours: they must not spoil a number that one will use.
-    """
-    if isinstance(answer, NotYet) or answer.error is ErrorCode.PROTOCOL_ERROR:
+def _remembered(answer: Answer, request: PushRequest, rank: int, targets: Sequence[PushTarget]) -> Answer:
+    """The answer as it is sent. A refusal is for good: each target whose turn it was remembers it, because the sender
+    gives the clock to another push now; unless a part of the push was taken before, which the sender is told."""
+    if isinstance(answer, NotYet):
         return answer
     for target in targets:
-        turn = target.group.log.turn(rank, target.clock)
-        if turn is PushStatus.NEXT:
-            target.group.log.refuse(rank, Refusal(sender, answer.request, answer.error, answer.text))
-        elif turn is PushStatus.KNOWN:
+        status = target.group.log.status_of(rank, target.clock)
+        if status is PushStatus.NEXT:
+            target.group.log.refuse(rank, Refusal(request, answer.error, answer.text))
+        elif status is PushStatus.KNOWN:
             answer = replace(answer, taken=Taken.PART)
     return answer

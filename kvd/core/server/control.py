@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
 
-from kvd.core.machine import Export, Job, JobDone, Load, LogEntry, Peer, Received, ResetState, Run, Send, Span
+from kvd.core.machine import Export, Job, JobDone, Load, LogEntry, Received, ResetState, Run, Send, Span
 from kvd.core.refusals import refusal_of
+from kvd.core.server.command_answers import CommandAnswers
+from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import Change, FusedGroup, Slice
 from kvd.core.server.keys import KeyTable
-from kvd.core.server.pending import Answers
 from kvd.errors import KvdError, NotAllowed
 from kvd.optimizer import Optimizer, changes_from_wire, from_wire, to_wire, with_hyperparameters
 from kvd.protocol.messages import (
@@ -18,7 +18,6 @@ from kvd.protocol.messages import (
     Done,
     ErrorCode,
     FetchState,
-    Message,
     OptimizerIs,
     OptimizerQuery,
     Refused,
@@ -28,25 +27,17 @@ from kvd.protocol.messages import (
     UpdateOptimizer,
 )
 
-StartJob: TypeAlias = Callable[[Callable[[int], Job], Callable[[JobDone], None]], None]
-
 
 class ServerControl:
-    """The control side of one server.
+    """The control side of one server. `advance` starts the next job of a group."""
 
-    `emit` takes effects; `start_job` numbers a job and brings its end; `advance` starts the next job of a group.
-    """
-
-    def __init__(
-        self, table: KeyTable, start_job: StartJob, advance: Callable[[FusedGroup], None], emit: Callable[[Any], None]
-    ) -> None:
+    def __init__(self, table: KeyTable, effects: ServerEffects, advance: Callable[[FusedGroup], None]) -> None:
         self.optimizer: Optimizer | None = None  # with all changes: what a new key starts with
         self._as_set: Optimizer | None = None  # as set_optimizer gave it
         self._table = table
-        self._start_job = start_job
+        self._effects = effects
         self._advance = advance
-        self._emit = emit
-        self._answers = Answers()
+        self._answers = CommandAnswers()
 
     def describe(self) -> object:
         """The optimizer in plain data."""
@@ -63,7 +54,7 @@ class ServerControl:
         elif isinstance(message, UpdateOptimizer):
             self._answer(event, message.request, lambda: self._update_optimizer(event, message, rank))
         elif isinstance(message, OptimizerQuery):
-            self._send(event.peer, OptimizerIs(message.request, self.describe()))
+            self._effects.send(event.peer, OptimizerIs(message.request, self.describe()))
         elif isinstance(message, FetchState):
             self._fetch_state(event, message)
         elif isinstance(message, StoreState):
@@ -74,17 +65,14 @@ class ServerControl:
             return False
         return True
 
-    def _send(self, peer: Peer, message: Message, payload: tuple[Span, ...] = ()) -> None:
-        self._emit(Send(peer, message, payload))
-
     def _answer(self, event: Received, request: int, act: Callable[[], None]) -> None:
         """Carries out once and answers Done, or says what was wrong."""
         try:
             act()
         except KvdError as error:
-            self._send(event.peer, refusal_of(request, error))
+            self._effects.send(event.peer, refusal_of(request, error))
         else:
-            self._send(event.peer, Done(request))
+            self._effects.send(event.peer, Done(request))
 
     # ── the optimizer ──
 
@@ -96,8 +84,8 @@ class ServerControl:
         for group in self._table.groups.values():
             group.optimizer = optimizer
             group.changes = []
-        self._emit(ResetState())
-        self._emit(LogEntry("info", "optimizer set", {"optimizer": repr(optimizer)}))
+        self._effects.emit(ResetState())
+        self._effects.emit(LogEntry("info", "optimizer set", {"optimizer": repr(optimizer)}))
 
     def _update_optimizer(self, event: Received, message: UpdateOptimizer, rank: int | None) -> None:
         """In sync mode from the sender's next clock on, slice by slice; else at once. Asked twice, it is the same."""
@@ -121,7 +109,7 @@ class ServerControl:
     def _slice(self, event: Received, request: int, key: str, index: int) -> Slice | None:
         slice_ = self._table.slices.get((key, index))
         if slice_ is None:
-            self._send(
+            self._effects.send(
                 event.peer, Refused(request, ErrorCode.KEY_NOT_FOUND, f"no slice {index} of {key!r} is here", key)
             )
         return slice_
@@ -135,7 +123,7 @@ class ServerControl:
             done(job)
             self._advance(group)
 
-        group.tasks.append(lambda: self._start_job(make, ended))
+        group.tasks.append(lambda: self._effects.start_job(make, ended))
         self._advance(group)
 
     def _fetch_state(self, event: Received, message: FetchState) -> None:
@@ -145,10 +133,10 @@ class ServerControl:
 
         def done(job: JobDone) -> None:
             if job.error is not None:
-                self._send(event.peer, refusal_of(message.request, job.error))
+                self._effects.send(event.peer, refusal_of(message.request, job.error))
                 return
             step, slots, spans = job.result
-            self._send(event.peer, State(message.request, step, slots), spans)
+            self._effects.send(event.peer, State(message.request, step, slots), spans)
 
         self._between_updates(slice_, lambda job: Export(job, message.key, message.index), done)
 
@@ -158,7 +146,7 @@ class ServerControl:
             return
         sender, request = slice_.loaded
         if sender == event.sender and message.request <= request:
-            self._send(event.peer, Done(message.request))  # once more it would undo the updates since
+            self._effects.send(event.peer, Done(message.request))  # once more it would undo the updates since
             return
         source = Span(event.payload, 0, event.nbytes)
         before, slice_.loaded = slice_.loaded, (event.sender, message.request)
@@ -167,9 +155,9 @@ class ServerControl:
             if job.error is not None:
                 if slice_.loaded == (event.sender, message.request):
                     slice_.loaded = before  # it may be asked for again
-                self._send(event.peer, refusal_of(message.request, job.error))
+                self._effects.send(event.peer, refusal_of(message.request, job.error))
                 return
-            self._send(event.peer, Done(message.request))
+            self._effects.send(event.peer, Done(message.request))
 
         def load(job: int) -> Load:
             return Load(job, message.key, message.index, message.step, message.slots, source)
@@ -182,7 +170,7 @@ class ServerControl:
         if not self._answers.start(event.sender, message.request):
             answer = self._answers.find(event.sender, message.request)
             if answer is not None:
-                self._emit(answer._replace(peer=event.peer))
+                self._effects.emit(answer._replace(peer=event.peer))
             return
         body = Span(event.payload, 0, event.nbytes)
 
@@ -192,6 +180,6 @@ class ServerControl:
             else:
                 answer = Send(event.peer, CommandResult(message.request), (Span(job.result, 0, len(job.result)),))
             self._answers.finish(event.sender, message.request, answer)
-            self._emit(answer)
+            self._effects.emit(answer)
 
-        self._start_job(lambda job: Run(job, message.head, body), done)
+        self._effects.start_job(lambda job: Run(job, message.head, body), done)

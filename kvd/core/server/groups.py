@@ -1,8 +1,8 @@
-"""What is staged, merged and updated as one: a group of one slice, or of many that are always pushed together.
+"""Fused groups: slices that are staged, merged and updated as one. A slice that goes alone is a group of one.
 
 A thousand small keys, pushed in one call, cost a server as much as one large key if they share a log: their bytes lie
-side by side, as in the payload of the push. Slices are fused when a worker pushes a batch of them and all have come
-equally far, and parted for good when one of them is pushed without the others.
+side by side, as in the payload of the push. Slices are fused when a worker pushes a batch of them and all are equally
+far, and parted for good when one of them is pushed without the others.
 """
 
 from __future__ import annotations
@@ -85,6 +85,13 @@ class FusedGroup:
         return self.slices[0].key
 
     @property
+    def description(self) -> str:
+        """How people call it: "slice 0 of 'w'", or "7 slices from 0 of 'w'"."""
+        first = self.slices[0]
+        what = f"slice {first.index}" if len(self.slices) == 1 else f"{len(self.slices)} slices from {first.index}"
+        return f"{what} of {first.key!r}"
+
+    @property
     def is_quiescent(self) -> bool:
         """Nothing is under way that knows how its bytes are arranged."""
         return self.log.closing is None and not self.tasks and not self.working
@@ -128,7 +135,7 @@ def fused(number: int, slices: Sequence[Slice]) -> FusedGroup | None:
         previous = ScatterList(tuple([slice_.span(slice_.log.previous) for slice_ in slices]))
     group = FusedGroup(number, first.log.like(current, previous), first.dtype, first.optimizer)
     for slice_ in slices:
-        group.log.take_latest(slice_.log.taken)
+        group.log.take_later_requests(slice_.log)
     for slice_ in slices:
         slice_.group.is_gone = True
     group.take(slices)

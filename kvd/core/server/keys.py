@@ -155,3 +155,17 @@ class KeyTable:
         version = min(slice_.log.version for slice_ in slices)
         nbytes = sum(slice_.nbytes for slice_ in slices)
         return KeyEntry(key, spec.dtype, spec.shape, len(slices), nbytes, version, key in self.live)
+
+    # ── invariants ──
+
+    def validate(self) -> None:
+        """Raises AssertionError if an invariant is broken: each slice is in one group, whose log is sound."""
+        for slice_ in self.slices.values():
+            group = slice_.group
+            assert not group.is_gone, f"slice {slice_.index} of {slice_.key!r} is in a group that is gone"
+            assert self.groups.get(group.number) is group, f"group {group.number} is not in the table"
+            assert group.slices[slice_.position] is slice_, f"slice {slice_.index} of {slice_.key!r} lies elsewhere"
+        assert sum(len(group.slices) for group in self.groups.values()) == len(self.slices), "a slice is in two groups"
+        assert sum(slice_.nbytes for slice_ in self.slices.values()) == self.bytes_led, "bytes_led is wrong"
+        for group in self.groups.values():
+            group.log.validate()

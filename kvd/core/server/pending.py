@@ -1,15 +1,12 @@
-"""The requests that a server has not answered yet: one that is sent again is neither done nor answered twice."""
+"""Open pushes and pulls of a server. A request that arrives again joins the one that is open."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvd.core.machine import Peer, Span
 
-MAX_REMEMBERED = 256  # answers of commands kept per incarnation
-MAX_SENDERS = 1024  # incarnations whose answers are kept; those of the command line come and go unannounced
+MAX_PENDING = 1 << 18
 
 
 @dataclass(slots=True, eq=False)
@@ -28,14 +25,14 @@ class Pending:
     asked_first: Peer | None = None  # where it was asked first, if that was elsewhere
 
     def asked_again(self, peer: Peer) -> None:
-        """It came once more, perhaps from elsewhere: the sender has a new connection, or somebody repeats its frames.
-        The answer goes to both, so that whoever repeats them keeps no answer from the sender."""
+        """It came again, perhaps from elsewhere: the sender has a new connection, or somebody repeats its frames. The
+        answer goes to both, so that a stranger who repeats frames cannot keep the answer from the sender."""
         if self.asked_first is None and peer != self.peer:
             self.asked_first = self.peer
         self.peer = peer
 
     def widen(self, count: int) -> None:
-        """It was about one group, whose `count` slices go their own ways now."""
+        """It was about one group, whose `count` slices go their own ways from now on."""
         self.remaining = count
         self.spans = [()] * count
         self.versions = [0] * count
@@ -59,6 +56,10 @@ class PendingTable:
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def is_full(self) -> bool:
+        return len(self._open) >= MAX_PENDING
+
     def open(self, pending: Pending) -> None:
         self._open[pending.sender, pending.request] = pending
 
@@ -71,40 +72,6 @@ class PendingTable:
         self._open.pop((pending.sender, pending.request), None)
 
     def drop_sender(self, sender: int) -> None:
-        """The sender is gone for good: nobody waits for these answers."""
+        """The sender is gone for good: nobody waits for the answers."""
         for pending in [entry for entry in self._open.values() if entry.sender == sender]:
             self.close(pending)
-
-
-class Answers:
-    """The answers of commands, which must not be carried out twice. The oldest of a sender are forgotten, and so are
-    the senders that have been silent for longest."""
-
-    def __init__(self) -> None:
-        self._by_sender: OrderedDict[int, OrderedDict[int, Any]] = OrderedDict()
-
-    def start(self, sender: int, request: int) -> bool:
-        """True if the command is new; it is running from now on."""
-        answers = self._by_sender.setdefault(sender, OrderedDict())
-        self._by_sender.move_to_end(sender)
-        while len(self._by_sender) > MAX_SENDERS:
-            self._by_sender.popitem(last=False)
-        if request in answers:
-            return False
-        answers[request] = None
-        while len(answers) > MAX_REMEMBERED:
-            answers.popitem(last=False)
-        return True
-
-    def finish(self, sender: int, request: int, answer: Any) -> None:
-        answers = self._by_sender.get(sender)
-        if answers is not None and request in answers:
-            answers[request] = answer
-
-    def find(self, sender: int, request: int) -> Any:
-        """The answer, or None while the command runs."""
-        answers = self._by_sender.get(sender)
-        return None if answers is None else answers.get(request)
-
-    def drop_sender(self, sender: int) -> None:
-        self._by_sender.pop(sender, None)

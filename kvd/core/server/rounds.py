@@ -1,33 +1,36 @@
-"""The life of one slice, or of several that go together.
+"""The rounds of one slice, or of several that are fused.
 
-Contributions are staged, counted when their round closes, and acknowledged at the commit: three numbers per worker.
-*Staged*: the server has the bytes; *counted*: they are in a closed round; *committed*: every in-sync replica holds the
-record. A slice's state is the fold of its records; its version is the number of committed records since the init.
-Rounds close in order and one at a time, so that at most one update of a slice runs.
+Contributions are staged, counted when their round closes, and committed when every in-sync replica holds the record
+(`kvd.core.server.progress` has these numbers per worker). A slice's state is the fold of its records; its version is
+the number of committed records since its init. Rounds close in order and one at a time, so at most one update of a
+slice runs.
 
 In sync mode a round holds the contributions with the same clock, in rank order. In async mode every push is a round of
-its own, in the order of arrival; with a bounded staleness a push waits until its worker is at most so many clocks ahead
+its own, in order of arrival; with a bounded staleness a push waits until its worker is at most that many clocks ahead
 of the slowest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
 from kvd.core.machine import Buffer, Contribution, ScatterList
-from kvd.protocol.messages import ADD, ErrorCode
+from kvd.core.server.progress import NO_PROGRESS, PushRequest, Refusal, WorkerProgress
+from kvd.protocol.messages import ADD
 
 
 class PushStatus(Enum):
     """What the clock of a push means for a slice."""
 
-    NEXT = "next"  # its turn: stage it
-    KNOWN = "known"  # staged or counted before: answer it as the first time
-    MISSED = "missed"  # its round was closed without this worker
-    WRONG = "wrong"  # neither
+    NEXT = "next"  # the clock that the slice takes next
+    KNOWN = "known"  # staged or counted before: the push is answered as it was the first time
+    MISSED = "missed"  # its round closed without this worker
+    OUT_OF_TURN = "out of turn"  # none of these
+
+    __hash__ = object.__hash__  # by identity: Enum's own is a Python function, which each push would call
 
 
 class Record(NamedTuple):
@@ -39,15 +42,6 @@ class Record(NamedTuple):
     @property
     def assign(self) -> bool:
         return any(contribution.how != ADD for contribution in self.contributions)
-
-
-class Refusal(NamedTuple):
-    """A worker was told for good that a push did not take place."""
-
-    sender: int  # its incarnation
-    request: int  # this push and its earlier ones
-    error: ErrorCode
-    text: str
 
 
 @dataclass(slots=True)
@@ -62,110 +56,105 @@ class SliceLog:
     version: int = 0  # committed records
     closed: int = 0  # closed records, the one being applied included
     closing: Record | None = None
-    staged: dict[int, int] = field(default_factory=dict)  # rank → clock
-    counted: dict[int, int] = field(default_factory=dict)  # rank → clock (async; in sync it is `closed` for all)
-    committed: dict[int, int] = field(default_factory=dict)  # rank → clock (async; in sync it is `version` for all)
-    skipped: dict[int, int] = field(default_factory=dict)  # sync: rank → clock, up to which rounds did without it
-    refusals: dict[int, Refusal] = field(default_factory=dict)  # rank → the last one
-    taken: dict[int, tuple[int, int]] = field(default_factory=dict)  # rank → sender and request of its last push
+    progress: dict[int, WorkerProgress] = field(default_factory=dict)  # by rank
     _rounds: dict[int, dict[int, Contribution]] = field(default_factory=dict)  # sync: clock → rank → contribution
     _arrived: list[Contribution] = field(default_factory=list)  # async, in the order of arrival
 
-    # ── clocks of a worker ──
+    # ── where a worker stands ──
+
+    def progress_of(self, rank: int) -> WorkerProgress:
+        """To read only: a rank that has never pushed shares NO_PROGRESS."""
+        return self.progress.get(rank, NO_PROGRESS)
+
+    def _progress_to_change(self, rank: int) -> WorkerProgress:
+        progress = self.progress.get(rank)
+        if progress is None:
+            progress = self.progress[rank] = WorkerProgress()
+        return progress
 
     def staged_clock(self, rank: int) -> int:
-        clock = self.staged.get(rank, 0)
+        clock = self.progress.get(rank, NO_PROGRESS).staged
         return max(clock, self.closed) if self.sync else clock
 
     def counted_clock(self, rank: int) -> int:
-        return self.closed if self.sync else self.counted.get(rank, 0)
+        return self.closed if self.sync else self.progress_of(rank).counted
 
     def committed_clock(self, rank: int) -> int:
-        return self.version if self.sync else self.committed.get(rank, 0)
+        return self.version if self.sync else self.progress_of(rank).committed
 
     def own_clock(self, rank: int) -> int:
-        """The clock up to which the worker's own pushes count: rounds that were closed without it are not its own."""
-        return min(self.staged.get(rank, 0), self.counted_clock(rank))
+        """The newest clock of the worker's own pushes that count: rounds that closed without it are not its own."""
+        return min(self.progress_of(rank).staged, self.counted_clock(rank))
 
     def resume_clock(self, rank: int) -> int:
-        """Where the worker stands when nothing of it is staged: a successor goes on from there."""
-        return max(self.own_clock(rank), self.skipped.get(rank, 0))
+        """Where the worker stands when nothing of it is staged: its successor goes on from there."""
+        return max(self.own_clock(rank), self.progress_of(rank).skipped)
 
     # ── staging ──
 
-    def turn(self, rank: int, clock: int) -> PushStatus:
-        """Whether a push with this clock is the next one of its worker, is known, came too late, or is out of turn."""
-        staged = self.staged_clock(rank)
+    def status_of(self, rank: int, clock: int) -> PushStatus:
+        """What the clock of a push by this rank means here."""
+        progress = self.progress.get(rank, NO_PROGRESS)
+        staged = max(progress.staged, self.closed) if self.sync else progress.staged
         if clock < 1:  # the first push has clock 1
-            return PushStatus.WRONG
+            return PushStatus.OUT_OF_TURN
         if clock <= staged:
-            has_part = self.skipped.get(rank, 0) < clock <= self.staged.get(rank, 0)
-            return PushStatus.KNOWN if has_part or not self.sync else PushStatus.MISSED
+            is_own = progress.skipped < clock <= progress.staged
+            return PushStatus.KNOWN if is_own or not self.sync else PushStatus.MISSED
         if clock == staged + 1 and clock <= self.counted_clock(rank) + self.rounds_ahead:
             return PushStatus.NEXT
-        return PushStatus.WRONG
+        return PushStatus.OUT_OF_TURN
 
     def mixes(self, clock: int, how: int) -> bool:
-        """Whether a push of this kind would meet the other kind (values and assignments) in its round."""
+        """Whether a push of this kind would meet the other kind (contributions and assignments) in its round."""
         others = self._rounds.get(clock, {}).values() if self.sync else ()
         return any((other.how == ADD) != (how == ADD) for other in others)
 
     def refuse(self, rank: int, refusal: Refusal) -> None:
-        """The worker may use the clock of the push for its next one: this one must not take it when it comes again."""
-        before = self.refusals.get(rank)
-        if before is None or before.sender != refusal.sender or before.request < refusal.request:
-            self.refusals[rank] = refusal
+        """The push is refused for good: see `WorkerProgress.last_refusal`."""
+        self._progress_to_change(rank).refuse(refusal)
 
-    def refusal(self, rank: int, sender: int, request: int) -> Refusal | None:
-        """What was said of a push that is not staged. The requests of a sender on a slice grow with their clocks."""
-        last = self.refusals.get(rank)
-        return last if last is not None and last.sender == sender and request <= last.request else None
-
-    def is_outdated(self, rank: int, sender: int, request: int) -> bool:
-        """A later push of this sender was taken: this one comes once more, after it was given up."""
-        taken = self.taken.get(rank)
-        return taken is not None and taken[0] == sender and request < taken[1]
-
-    def take_latest(self, taken: Mapping[int, tuple[int, int]]) -> None:
-        """Of each rank the latest push of both."""
-        for rank, (sender, request) in taken.items():
-            mine = self.taken.get(rank, (sender, 0))
-            if mine[0] == sender and mine[1] < request:
-                self.taken[rank] = (sender, request)
-
-    def stage(self, contribution: Contribution) -> None:
-        """Takes the contribution whose turn it is."""
+    def stage(self, contribution: Contribution, push: PushRequest) -> None:
+        """Takes the contribution, whose status is NEXT, of this push message."""
         rank, clock = contribution.rank, contribution.clock
-        self.staged[rank] = clock
+        progress = self._progress_to_change(rank)
+        progress.staged = clock
+        progress.last_request = push
         if self.sync:
             self._rounds.setdefault(clock, {})[rank] = contribution
         else:
             self._arrived.append(contribution)
 
     def drop_unclosed(self, rank: int) -> None:
-        """A new incarnation has the rank: what its predecessor staged for rounds that are open is forgotten."""
+        """A new incarnation has the rank: what its predecessor staged for open rounds is forgotten."""
         for contributions in self._rounds.values():
             contributions.pop(rank, None)
         self._arrived = [contribution for contribution in self._arrived if contribution.rank != rank]
-        self.staged[rank] = self.resume_clock(rank)
-        self.refusals.pop(rank, None)
+        progress = self._progress_to_change(rank)
+        progress.staged = self.resume_clock(rank)
+        progress.last_refusal = None
 
     def activate(self, rank: int, clock: int) -> None:
         """The worker takes part again, from the round after `clock` on."""
         clock = max(self.staged_clock(rank), clock)
-        if self.sync and clock > self.staged.get(rank, 0):
-            self.skipped[rank] = clock
-        self.staged[rank] = clock
+        progress = self._progress_to_change(rank)
+        if self.sync and clock > progress.staged:
+            progress.skipped = clock
+        progress.staged = clock
         if not self.sync:
-            self.counted[rank] = max(self.counted.get(rank, 0), clock)
-            self.committed[rank] = max(self.committed.get(rank, 0), clock)
+            progress.counted = max(progress.counted, clock)
+            progress.committed = max(progress.committed, clock)
 
     # ── rounds ──
 
     def missing(self, clock: int, required: Iterable[int]) -> list[int]:
         """Sync: the ranks that the round of `clock` still waits for."""
         contributions = self._rounds.get(clock, {})
-        return [rank for rank in required if rank not in contributions and self.staged.get(rank, 0) < clock]
+        return [
+            rank
+            for rank in required
+            if rank not in contributions and self.progress.get(rank, NO_PROGRESS).staged < clock
+        ]
 
     def slowest(self, required: Collection[int]) -> int:
         """Async: the smallest staged clock of the active workers. A push that is staged need not be counted for that:
@@ -188,7 +177,7 @@ class SliceLog:
         clock = self.closed + 1
         contributions = self._rounds.get(clock)
         if not contributions:
-            is_over = bool(required) and all(self.staged.get(rank, 0) >= clock for rank in required)
+            is_over = bool(required) and all(self.progress_of(rank).staged >= clock for rank in required)
             return () if is_over else None
         if self.missing(clock, required):
             return None
@@ -200,7 +189,7 @@ class SliceLog:
         for position, contribution in enumerate(self._arrived):
             if bound is None or contribution.clock <= bound or contribution.rank not in required:
                 del self._arrived[position]
-                self.counted[contribution.rank] = contribution.clock
+                self._progress_to_change(contribution.rank).counted = contribution.clock
                 return (contribution,)
         return None
 
@@ -217,7 +206,7 @@ class SliceLog:
         self.version += 1
         if not self.sync:
             for contribution in record.contributions:
-                self.committed[contribution.rank] = contribution.clock
+                self._progress_to_change(contribution.rank).committed = contribution.clock
         return record
 
     def give_up(self) -> Record:
@@ -228,13 +217,14 @@ class SliceLog:
         self.closed -= 1
         for contribution in record.contributions:
             before = contribution.clock - 1
-            self.staged[contribution.rank] = before
+            progress = self._progress_to_change(contribution.rank)
+            progress.staged = before
+            progress.last_request = None  # what is dropped here without a refusal is sent again as it was
+            if not self.sync:
+                progress.counted = before
             for contributions in self._rounds.values():
                 contributions.pop(contribution.rank, None)
             self._arrived = [other for other in self._arrived if other.rank != contribution.rank]
-            self.taken.pop(contribution.rank, None)  # what was dropped and not refused is sent again as it was
-            if not self.sync:
-                self.counted[contribution.rank] = before
         return record
 
     # ── several slices, one log ──
@@ -245,14 +235,14 @@ class SliceLog:
         return self.closing is None and not self._arrived and not any(self._rounds.values())
 
     def stands_like(self, other: SliceLog) -> bool:
-        """Whether both are idle and have come equally far, so that they can go on as one."""
+        """Whether both are idle and equally far, so that they can go on as one."""
+        ranks = self.progress.keys() | other.progress.keys()
         return (
             self.is_idle
             and other.is_idle
             and (self.version, self.closed, self.previous is None)
             == (other.version, other.closed, other.previous is None)
-            and (self.staged, self.counted, self.committed, self.skipped, self.refusals)
-            == (other.staged, other.counted, other.committed, other.skipped, other.refusals)
+            and all(self.progress_of(rank) == other.progress_of(rank) for rank in ranks)
         )
 
     def like(self, current: Buffer | ScatterList, previous: Buffer | ScatterList | None) -> SliceLog:
@@ -261,15 +251,15 @@ class SliceLog:
             self,
             current=current,
             previous=previous,
-            staged=dict(self.staged),
-            counted=dict(self.counted),
-            committed=dict(self.committed),
-            skipped=dict(self.skipped),
-            refusals=dict(self.refusals),
-            taken=dict(self.taken),
+            progress={rank: replace(progress) for rank, progress in self.progress.items()},
             _rounds={},
             _arrived=[],
         )
+
+    def take_later_requests(self, other: SliceLog) -> None:
+        """Of each rank, remembers the later of the pushes that both logs took last."""
+        for rank, progress in other.progress.items():
+            self._progress_to_change(rank).take_later_request(progress)
 
     def part(self, current: ScatterList, previous: ScatterList | None, offset: int, nbytes: int) -> SliceLog:
         """The log of a range of the bytes, with what is staged for it. Not while a round is being applied."""
@@ -295,3 +285,25 @@ class SliceLog:
     def staged_bytes(self, nbytes: int) -> int:
         """Bytes held for rounds that are open."""
         return nbytes * (len(self._arrived) + sum(len(contributions) for contributions in self._rounds.values()))
+
+    # ── invariants ──
+
+    def validate(self) -> None:
+        """Raises AssertionError if an invariant is broken: those of `WorkerProgress`, and
+
+        closed = version, plus 1 while a round is being applied
+        a staged contribution has a clock that is staged, not skipped, and not in a closed round
+        no worker has more than `rounds_ahead` contributions staged
+        """
+        assert self.closed == self.version + (self.closing is not None), f"rounds {self.closed} of {self.version}"
+        for progress in self.progress.values():
+            progress.validate(sync=self.sync)
+        staged = [entry for contributions in self._rounds.values() for entry in contributions.values()]
+        counts: dict[int, int] = {}
+        for entry in staged + self._arrived:
+            progress = self.progress_of(entry.rank)
+            assert progress.skipped < entry.clock <= progress.staged, f"{entry} is staged, but {progress}"
+            assert entry.clock > self.counted_clock(entry.rank), f"{entry} is staged, its round is closed"
+            counts[entry.rank] = counts.get(entry.rank, 0) + 1
+        assert max(counts.values(), default=0) <= self.rounds_ahead, f"too far ahead: {counts}"
+        assert WorkerProgress() == NO_PROGRESS, "somebody wrote to the progress that all new ranks share"

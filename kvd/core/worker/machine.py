@@ -212,8 +212,8 @@ class WorkerMachine(Transfers, KeyDirectory):
 
         def answered(entry: Entry, event: Received) -> None:
             self._settled(None, entry)
-            if isinstance(event.message, Clocks) and not self.session.predecessor:
-                self.session.predecessor = DEAD  # so it was: the scheduler was started without its record
+            if isinstance(event.message, Clocks):
+                self.session.succeeded_the_dead()
             if isinstance(event.message, Refused) and event.message.error is ErrorCode.REPLACED:
                 self.session.replaced(event.message.text)
                 self._out.extend(self.session.take_effects())

@@ -1,4 +1,4 @@
-"""The file that says where a daemon listens, and by being there that it is ready."""
+"""The file that says where a daemon listens. Its existence says that the daemon is ready."""
 
 from __future__ import annotations
 
@@ -13,54 +13,54 @@ logger = logging.getLogger("kvd.node")
 
 
 class ReadyFile:
-    """It appears when the daemon is ready, with its whole content, and goes when the daemon ends."""
+    """Appears with its whole content when the daemon is ready, and disappears when the daemon ends."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._aside = path.with_name(path.name + ".part")
+        self._temporary = path.with_name(path.name + ".part")
 
     def check(self) -> None:
-        """Find out whether it can be written, before anyone has been told that there is a daemon.
+        """Find out whether it can be written, before anyone is told of the daemon.
 
         Raises:
             KvdError: it cannot.
         """
         try:
-            self._aside.write_text("\n")  # not nothing, for which even a full disk has room
+            self._temporary.write_text("\n")  # not empty: even a full disk has room for an empty file
         except OSError as error:
             raise self._problem(error) from None
         finally:
-            self._tidy()
+            self._remove_temporary()
 
     def write(self, address: str) -> None:
-        """Say that the daemon is ready, and where.
+        """Say that the daemon is ready, and where it listens.
 
         Raises:
             KvdError: it cannot be written.
         """
         try:
-            self._aside.write_text(address + "\n")
-            self._aside.rename(self._path)
+            self._temporary.write_text(address + "\n")
+            self._temporary.rename(self._path)
         except OSError as error:
             raise self._problem(error) from None
         finally:
-            self._tidy()
+            self._remove_temporary()
 
     def remove(self) -> None:
-        """Take it away. What cannot be removed is told: whoever finds it would think that the daemon is there."""
+        """Remove it. Warns if that fails: its readers would believe that the daemon is there."""
         try:
             self._path.unlink(missing_ok=True)
         except NotADirectoryError:
-            pass  # it never was there
+            pass  # it was never there
         except OSError as error:
             event(logger, logging.WARNING, f"cannot remove {self._path}: {error.strerror or error}; remove it by hand")
 
-    def _tidy(self) -> None:
+    def _remove_temporary(self) -> None:
         with contextlib.suppress(OSError):
-            self._aside.unlink(missing_ok=True)
+            self._temporary.unlink(missing_ok=True)
 
     def _problem(self, error: OSError) -> KvdError:
         return KvdError(
             f"cannot write the ready file {self._path}: {error.strerror or error}; "
-            "give --ready-file a name in a folder that exists, may be written, and has room"
+            "give --ready-file a name in a writable directory that has room"
         )

@@ -15,7 +15,7 @@ from kvd.compute.tensors import named_dtype
 from kvd.core.machine import Apply, Contribution, Create, Export, Extent, Load, ScatterList, Span
 from kvd.errors import KvdError
 from kvd.node.jobs import JobRunner
-from kvd.node.statebook import StateBook
+from kvd.node.optimizer_states import OptimizerStates
 from kvd.optimizer import SGD, Adam
 from kvd.protocol.messages import ABSENT, ADD, ASSIGN
 from kvd.protocol.specs import padded
@@ -278,7 +278,7 @@ def test_a_state_of_the_wrong_dtype_does_not_spread_to_the_slices_it_is_fused_wi
     assert server.state("b")[0] == 2
 
 
-# ── the book itself ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the states themselves ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def layout_of(*sizes: int) -> tuple[Extent, ...]:
@@ -296,16 +296,16 @@ def state(step: int, *values: float) -> SliceState:
 
 
 def test_states_that_agree_become_one_and_what_lies_between_is_zero() -> None:
-    book = StateBook()
+    states = OptimizerStates()
     for number, size in enumerate((1, 2, 1)):
-        book.put((f"k{number}", 0), state(3, *[number + 1.0] * size), size)
-    (piece,) = book.of_unit(1, layout_of(1, 2, 1), 4)
+        states.put((f"k{number}", 0), state(3, *[number + 1.0] * size), size)
+    (piece,) = states.of_group(1, layout_of(1, 2, 1), 4)
     assert (piece.start, piece.stop, piece.state.step) == (0, 5, 3)
     assert piece.state.slots["momentum"].tolist() == [1, 0, 2, 2, 3]
-    assert book.of_unit(1, layout_of(1, 2, 1), 4)[0].state is piece.state
-    assert book.of_slice(("k1", 0)).slots["momentum"].tolist() == [2, 2]
-    assert np.shares_memory(book.of_slice(("k1", 0)).slots["momentum"], piece.state.slots["momentum"])
-    assert book.of_slice(("unknown", 0)) == SliceState()
+    assert states.of_group(1, layout_of(1, 2, 1), 4)[0].state is piece.state
+    assert states.of_slice(("k1", 0)).slots["momentum"].tolist() == [2, 2]
+    assert np.shares_memory(states.of_slice(("k1", 0)).slots["momentum"], piece.state.slots["momentum"])
+    assert states.of_slice(("unknown", 0)) == SliceState()
 
 
 @pytest.mark.parametrize(
@@ -319,55 +319,55 @@ def test_states_that_agree_become_one_and_what_lies_between_is_zero() -> None:
     ],
 )
 def test_states_that_do_not_agree_stay_pieces(other: SliceState) -> None:
-    book = StateBook()
-    book.put(("k0", 0), state(3, 1.0), 1)
-    book.put(("k1", 0), other, 1)
-    pieces = book.of_unit(1, layout_of(1, 1), 4)
+    states = OptimizerStates()
+    states.put(("k0", 0), state(3, 1.0), 1)
+    states.put(("k1", 0), other, 1)
+    pieces = states.of_group(1, layout_of(1, 1), 4)
     assert [(piece.start, piece.stop) for piece in pieces] == [(0, 1), (2, 3)]
     assert pieces[1].state is other
 
 
 def test_a_state_that_is_put_into_the_middle_leaves_the_others_theirs() -> None:
-    book = StateBook()
+    states = OptimizerStates()
     layout = layout_of(2, 2, 2)
     for number in range(3):
-        book.put((f"k{number}", 0), state(3, number, number), 2)
-    book.of_unit(1, layout, 4)
-    book.put(("k1", 0), state(9, 7.0, 8.0), 2)
-    pieces = book.of_unit(1, layout, 4)
+        states.put((f"k{number}", 0), state(3, number, number), 2)
+    states.of_group(1, layout, 4)
+    states.put(("k1", 0), state(9, 7.0, 8.0), 2)
+    pieces = states.of_group(1, layout, 4)
     assert [(piece.start, piece.stop, piece.state.step) for piece in pieces] == [(0, 2, 3), (2, 4, 9), (4, 6, 3)]
-    assert [book.of_slice((f"k{number}", 0)).slots["momentum"].tolist() for number in range(3)] == [
+    assert [states.of_slice((f"k{number}", 0)).slots["momentum"].tolist() for number in range(3)] == [
         [0, 0],
         [7, 8],
         [2, 2],
     ]
-    book.put(("k1", 0), state(3, 5.0, 5.0), 2)
-    (piece,) = book.of_unit(1, layout, 4)  # they agree again: one update for all of them
+    states.put(("k1", 0), state(3, 5.0, 5.0), 2)
+    (piece,) = states.of_group(1, layout, 4)  # they agree again: one update for all of them
     assert piece.state.slots["momentum"].tolist() == [0, 0, 5, 5, 2, 2]
 
 
 def test_empty_slices_take_states_again_and_again_and_no_memory() -> None:
-    book = StateBook()
+    states = OptimizerStates()
     layout = layout_of(0, 2, 0, 0, 2, 0)
-    book.of_unit(1, layout, 4)
+    states.of_group(1, layout, 4)
     for step in range(40):
         for number in (0, 2, 3, 5):
-            book.put((f"k{number}", 0), state(step), 0)
-    assert len(book.of_unit(1, layout, 4)) <= 6
-    assert book.of_slice(("k0", 0)).step == 39
-    book.put(("k1", 0), state(7, 1.0, 2.0), 2)
-    assert [book.of_slice((f"k{number}", 0)).step for number in (0, 1, 4)] == [39, 7, 0]
+            states.put((f"k{number}", 0), state(step), 0)
+    assert len(states.of_group(1, layout, 4)) <= 6
+    assert states.of_slice(("k0", 0)).step == 39
+    states.put(("k1", 0), state(7, 1.0, 2.0), 2)
+    assert [states.of_slice((f"k{number}", 0)).step for number in (0, 1, 4)] == [39, 7, 0]
 
 
 def test_who_parts_takes_its_own_bytes_and_keeps_nobody_elses() -> None:
     """A key that is not pushed any more must not hold the memory of all that it was once together with."""
-    book = StateBook()
+    states = OptimizerStates()
     for number in range(3):
-        book.put((f"k{number}", 0), state(3, *[number] * 4), 4)
-    (whole,) = book.of_unit(1, layout_of(4, 4, 4), 4)
-    (alone,) = book.of_unit(2, (Extent("k1", 0, 0, 16),), 4)
+        states.put((f"k{number}", 0), state(3, *[number] * 4), 4)
+    (whole,) = states.of_group(1, layout_of(4, 4, 4), 4)
+    (alone,) = states.of_group(2, (Extent("k1", 0, 0, 16),), 4)
     assert alone.state.slots["momentum"].tolist() == [1] * 4
-    kept = [book.of_slice((f"k{number}", 0)).slots["momentum"] for number in range(3)]
+    kept = [states.of_slice((f"k{number}", 0)).slots["momentum"] for number in range(3)]
     assert [array.tolist() for array in kept] == [[0] * 4, [1] * 4, [2] * 4]
     for array in kept:
         assert not np.shares_memory(array, whole.state.slots["momentum"])
@@ -375,24 +375,24 @@ def test_who_parts_takes_its_own_bytes_and_keeps_nobody_elses() -> None:
 
 
 def test_a_slice_that_is_made_anew_starts_anew_and_the_others_go_on() -> None:
-    book = StateBook()
+    states = OptimizerStates()
     for number in range(2):
-        book.put((f"k{number}", 0), state(3, number), 1)
-    book.of_unit(1, layout_of(1, 1), 4)
-    book.drop(("k0", 0))
-    book.drop(("never", 0))
-    assert book.of_slice(("k0", 0)) == SliceState()
-    assert book.of_slice(("k1", 0)).step == 3
-    pieces = book.of_unit(2, layout_of(1, 1), 4)
+        states.put((f"k{number}", 0), state(3, number), 1)
+    states.of_group(1, layout_of(1, 1), 4)
+    states.drop(("k0", 0))
+    states.drop(("never", 0))
+    assert states.of_slice(("k0", 0)) == SliceState()
+    assert states.of_slice(("k1", 0)).step == 3
+    pieces = states.of_group(2, layout_of(1, 1), 4)
     assert [piece.state.step for piece in pieces] == [0, 3]
 
 
 def test_a_unit_that_is_renewed_is_one_piece_with_nothing_in_it() -> None:
-    book = StateBook()
+    states = OptimizerStates()
     for number in range(2):
-        book.put((f"k{number}", 0), state(3 + number, number), 1)
-    book.renew(1, layout_of(1, 1), 4)
-    (piece,) = book.of_unit(1, layout_of(1, 1), 4)
+        states.put((f"k{number}", 0), state(3 + number, number), 1)
+    states.renew(1, layout_of(1, 1), 4)
+    (piece,) = states.of_group(1, layout_of(1, 1), 4)
     assert (piece.start, piece.stop, piece.state) == (0, 3, SliceState())
-    book.clear()
-    assert book.of_unit(1, layout_of(1, 1), 4)[0].state is not piece.state
+    states.clear()
+    assert states.of_group(1, layout_of(1, 1), 4)[0].state is not piece.state

@@ -1,0 +1,95 @@
+"""Values that must agree: what is wrong between settings, or with one that is more than a number or a word.
+
+Each check gets the values it compares, and yields for each problem the setting to change and what to do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+from kvd.config.addresses import host_and_port, parse_address
+from kvd.config.values import KiB, size_text
+from kvd.errors import ConfigError
+
+Problem = tuple[str, str]
+
+
+def address_problems(scheduler: str, bind: str, metrics_bind: str) -> Iterator[Problem]:
+    """What is wrong with the addresses. Empty `bind` and `metrics_bind` are the defaults."""
+    for name, text in (("scheduler", scheduler), ("bind", bind)):
+        try:
+            address = parse_address(text) if text or name == "scheduler" else None
+        except ConfigError as error:
+            yield name, f"{name} = {text!r}: {error}"
+            return
+        if name == "scheduler" and address is not None and address.scheme == "tcp":
+            if address.port == 0:
+                yield name, f"scheduler = {text!r}: nobody can find port 0; name the port, or give port 0 to bind"
+            if address.is_wildcard:
+                yield name, f"scheduler = {text!r}: name the address that others connect to; give {text} to bind"
+    if metrics_bind:
+        try:
+            host_and_port(metrics_bind)
+        except ConfigError as error:
+            yield "metrics_bind", f"metrics_bind = {metrics_bind!r}: {error}"
+
+
+def size_problems(*, slice_bytes: int, credit_bytes: int, memory_limit_bytes: int) -> Iterator[Problem]:
+    """What is wrong with the sizes."""
+    if slice_bytes % 64:
+        better = max(4 * KiB, slice_bytes // 64 * 64)
+        yield "slice_bytes", f"slice_bytes = {slice_bytes} is not a multiple of 64: {better} is"
+    if credit_bytes < slice_bytes:
+        yield (
+            "credit_bytes",
+            f"credit_bytes = {size_text(credit_bytes)} does not let one slice through: "
+            f"set it to slice_bytes = {size_text(slice_bytes)} or more",
+        )
+    if 0 < memory_limit_bytes < credit_bytes:
+        yield (
+            "memory_limit_bytes",
+            f"memory_limit_bytes = {size_text(memory_limit_bytes)} is less than one worker may have in flight: "
+            f"set it to credit_bytes = {size_text(credit_bytes)} or more, or to 0 for the default",
+        )
+
+
+def time_problems(
+    *, heartbeat_interval_s: float, server_timeout_s: float, worker_timeout_s: float, request_timeout_s: float
+) -> Iterator[Problem]:
+    """What is wrong with the intervals and timeouts."""
+    beat = heartbeat_interval_s
+    for name, limit in (("server_timeout_s", server_timeout_s), ("worker_timeout_s", worker_timeout_s)):
+        if limit < 2 * beat:
+            yield (
+                name,
+                f"{name} = {limit:g} would take one late heartbeat for a death: set it to {2 * beat:g} or more "
+                f"(two heartbeats, heartbeat_interval_s = {beat:g})",
+            )
+        if request_timeout_s <= limit + beat:
+            yield (
+                "request_timeout_s",
+                f"request_timeout_s = {request_timeout_s:g} ends before a death is known: set it to more than "
+                f"{limit + beat:g} ({name} + heartbeat_interval_s)",
+            )
+
+
+def identity_problems(node_id: str, keyfile: str) -> Iterator[Problem]:
+    """What is wrong with this node's name and keys. Empty ones were not given."""
+    if node_id and not re.fullmatch(r"[!-~]{1,128}", node_id):
+        yield "node_id", f"node_id = {node_id!r}: use up to 128 printable ASCII characters without spaces"
+    if keyfile and not (os.path.isfile(keyfile) and os.access(keyfile, os.R_OK)):
+        yield "keyfile", f"keyfile = {keyfile!r} is not a file that this process may read: check path and owner"
+
+
+def unavailable_problems(replicas: int, on_worker_loss: str) -> Iterator[Problem]:
+    """Values that have a meaning, but not in this version."""
+    if replicas == 2:
+        yield (
+            "replicas",
+            "replicas = 2: this version keeps one copy of every value; set replicas = 1 and save checkpoints in the "
+            "program",
+        )
+    if on_worker_loss == "shrink":
+        yield "on_worker_loss", "on_worker_loss = shrink is not available in this version: set it to fail or wait"

@@ -1,0 +1,65 @@
+"""What the environment says besides the settings: systemd, colours, and what child processes inherit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+from kvd.config.values import read_integer
+
+
+@dataclass(frozen=True, slots=True)
+class SystemdEnvironment:
+    """What systemd tells a service of ``Type=notify``.
+
+    Attributes:
+        notify_socket: path of the socket, or ``@`` and its abstract name; empty if nobody listens.
+        watchdog_usec: microseconds of silence after which systemd kills the service; 0 if it is not watched.
+    """
+
+    notify_socket: str = ""
+    watchdog_usec: int = 0
+
+
+def systemd_environment(environ: Mapping[str, str] | None = None, *, pid: int | None = None) -> SystemdEnvironment:
+    """Read ``NOTIFY_SOCKET``, ``WATCHDOG_USEC`` and ``WATCHDOG_PID``. What cannot be read counts as not set.
+
+    Args:
+        environ: the variables; ``None``: those of this process.
+        pid: the process that asks; ``None``: this one. A watchdog set up for another process does not watch it.
+    """
+    environ = os.environ if environ is None else environ
+    usec = read_integer(environ.get("WATCHDOG_USEC", "")) or 0
+    watched = environ.get("WATCHDOG_PID", "").strip()
+    if watched and watched != str(os.getpid() if pid is None else pid):
+        usec = 0
+    socket = environ.get("NOTIFY_SOCKET", "")
+    return SystemdEnvironment(socket if socket[:1] in ("/", "@") else "", max(0, usec))
+
+
+def child_environment(changes: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of a child process: this process's with `changes`, without what systemd told this one only."""
+    environ = os.environ if environ is None else environ
+    own = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+    return {name: value for name, value in environ.items() if name not in own} | dict(changes)
+
+
+def python_path(environ: Mapping[str, str] | None = None) -> str:
+    """Where this process looks for Python modules beside the installed ones (``PYTHONPATH``); empty if not set."""
+    environ = os.environ if environ is None else environ
+    return environ.get("PYTHONPATH", "")
+
+
+def terminal_colour(environ: Mapping[str, str] | None, stream: TextIO | None) -> bool:
+    """Whether to write colours to a stream: it is a terminal that can show them, and ``NO_COLOR`` is not set.
+
+    Args:
+        environ: the variables; ``None``: those of this process.
+        stream: where the text goes; ``None``: nowhere, which is what Python has for a closed stream.
+    """
+    environ = os.environ if environ is None else environ
+    if stream is None or stream.closed or environ.get("NO_COLOR") or environ.get("TERM") == "dumb":
+        return False
+    return stream.isatty()

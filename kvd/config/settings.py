@@ -1,0 +1,224 @@
+"""Every setting, declared once: the fields of `Config`.
+
+A field gives the keyword, the key in the file, the flag and the ``KVD_*`` variable. `kvd.config.sources` finds
+its value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from kvd.config import checks
+from kvd.config.addresses import parse_address
+from kvd.config.memory import machine_memory_bytes
+from kvd.config.setting import ROLES, Role, Setting, declare, setting_of
+from kvd.config.values import KiB, MiB
+from kvd.errors import ConfigError
+
+MOST_NODES: Final = 200
+"""Servers and workers of one cluster: what one announcement can name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The settings of one process, checked. An instance that exists is consistent.
+
+    One field per setting is the purpose of this class, so it has many. Values may be given as text
+    (``slice_bytes="1MiB"``); the fields hold numbers.
+
+    Raises:
+        ConfigError: a value is wrong, or two disagree; ``.setting`` names the one to change.
+    """
+
+    # Addresses and files
+    scheduler: str = declare(
+        "tcp://127.0.0.1:9191",
+        "address of the scheduler: tcp://HOST:PORT or ipc://PATH",
+        fallback=("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"),
+    )
+    bind: str = declare(
+        "",
+        "address to listen on; empty: a free port of 127.0.0.1, or for the scheduler its own address",
+        used_by=("scheduler", "server"),
+    )
+    node_id: str = declare("", "name of this node, by which it gets its rank back after a restart")
+    keyfile: str = declare("", "readable file with the keys of this node")
+    state_dir: str = declare("", "directory for state that survives a restart", used_by=("scheduler", "server"))
+    insecure: bool = declare(
+        False, "listen on other addresses than loopback without keys", used_by=("scheduler", "server")
+    )
+
+    # The cluster
+    num_workers: int = declare(
+        0,
+        "number of workers in the job; 0: whatever the cluster has",
+        minimum=0,
+        fallback=("DMLC_NUM_WORKER", "WORLD_SIZE"),
+    )
+    num_servers: int = declare(
+        0, "number of servers in the job; 0: whatever the cluster has", minimum=0, fallback=("DMLC_NUM_SERVER",)
+    )
+    replicas: int = declare(1, "number of copies of every value", minimum=1, maximum=2)
+    num_shards: int = declare(840, "number of placement slots", minimum=1, maximum=4096)
+    merge: str = declare("sum", "how contributions are merged", choices=("sum", "mean", "weighted"))
+    staleness: int | None = declare(
+        None, "clocks by which a worker may lead the slowest one in dist_async; none: no limit", minimum=0
+    )
+    rounds_ahead: int = declare(2, "rounds by which a worker may lead the open one in dist_sync", minimum=1)
+
+    # Data in flight and in memory
+    slice_bytes: int = declare(
+        4 * MiB,
+        "largest slice of a value, a multiple of 64; the default shrinks with several servers",
+        unit="bytes",
+        minimum=4 * KiB,
+        maximum=16 * MiB,
+    )
+    credit_bytes: int = declare(
+        32 * MiB, "most bytes in flight to each server", unit="bytes", minimum=4 * KiB, used_by=("server", "worker")
+    )
+    memory_limit_bytes: int = declare(
+        0,
+        "memory that a daemon may use; 0: three quarters of the machine's",
+        unit="bytes",
+        minimum=0,
+        used_by=("server", "worker"),
+    )
+    shared_memory: str = declare(
+        "auto", "shared memory between processes on one host", choices=("auto", "off"), used_by=("server", "worker")
+    )
+    check_bound: bool = declare(
+        False, "report writes to gradients of kv.bind before their push is done", used_by=("worker",)
+    )
+    cpu_affinity: str = declare(
+        "off",
+        "auto: the launcher gives each server a core of its own if each worker still has one",
+        choices=("off", "auto"),
+        used_by=(),
+    )
+
+    # Liveness and deadlines
+    heartbeat_interval_s: float = declare(1.0, "time between two heartbeats", unit="s", minimum=0.01)
+    server_timeout_s: float = declare(5.0, "silence after which a server counts as dead", unit="s", minimum=0.02)
+    worker_timeout_s: float = declare(20.0, "silence after which a worker counts as dead", unit="s", minimum=0.02)
+    request_timeout_s: float = declare(60.0, "deadline of a call that sets none", unit="s", minimum=0.02)
+    on_worker_loss: str = declare(
+        "fail", "what happens to calls that wait for a dead worker", choices=("wait", "fail", "shrink")
+    )
+
+    # Metrics and log
+    metrics_bind: str = declare("", "HOST:PORT of the metrics page; empty: no page")
+    log_format: str = declare(
+        "auto", "format of the log; auto: text on a terminal, else json", choices=("auto", "text", "json")
+    )
+    log_level: str = declare("info", "lowest level that is logged", choices=("debug", "info", "warning", "error"))
+
+    # This process
+    preferred_rank: int | None = declare(None, "rank to ask for", minimum=0, used_by=("worker",), fallback=("RANK",))
+    local_rank: int = declare(
+        0, "number of this worker on its host", minimum=0, used_by=("worker",), fallback=("LOCAL_RANK",)
+    )
+    role: str = declare("", "role of this process", choices=("", *ROLES), fallback=("DMLC_ROLE",))
+    parent_pid: int = declare(0, "exit when the process with this pid ends; 0: never", minimum=0)
+
+    def __post_init__(self) -> None:
+        for setting in all_settings():
+            object.__setattr__(self, setting.name, setting.parse(getattr(self, setting.name)))
+        for name, problem in self._problems():
+            raise ConfigError(problem, setting=name)
+
+    def _problems(self) -> Iterator[checks.Problem]:
+        yield from checks.address_problems(self.scheduler, self.bind, self.metrics_bind)
+        yield from checks.size_problems(
+            slice_bytes=self.slice_bytes,
+            credit_bytes=self.credit_bytes,
+            memory_limit_bytes=self.memory_limit_bytes,
+        )
+        yield from checks.time_problems(
+            heartbeat_interval_s=self.heartbeat_interval_s,
+            server_timeout_s=self.server_timeout_s,
+            worker_timeout_s=self.worker_timeout_s,
+            request_timeout_s=self.request_timeout_s,
+        )
+        yield from checks.unavailable_problems(self.replicas, self.on_worker_loss)
+        yield from checks.identity_problems(self.node_id, self.keyfile)
+
+    def listen_address(self, role: Role) -> str:
+        """Where a daemon of this role listens: `bind`, or the default of the role."""
+        return self.bind or (self.scheduler if role == "scheduler" else "tcp://127.0.0.1:0")
+
+    def check_role(self, role: Role) -> None:
+        """Check what only a daemon of this role needs.
+
+        Raises:
+            ConfigError: the scheduler does not know the size of the cluster, or cannot announce so large a one.
+        """
+        if role != "scheduler":
+            return
+        for name in ("num_workers", "num_servers"):
+            if getattr(self, name) < 1:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{name} = 0: the scheduler needs the number; give {flag} N, N ≥ 1", setting=name)
+        if self.num_workers + self.num_servers > MOST_NODES:
+            raise ConfigError(
+                f"num_workers = {self.num_workers} and num_servers = {self.num_servers}: a cluster has at most "
+                f"{MOST_NODES} nodes in all",
+                setting="num_workers",
+            )
+
+    def check_exposure(self, address: str) -> None:
+        """Refuse to listen where strangers can connect, unless the settings allow it.
+
+        Args:
+            address: where a daemon is about to listen.
+
+        Raises:
+            ConfigError: other hosts can reach it, and `insecure` is not set.
+        """
+        if self.insecure or parse_address(address).is_local:
+            return
+        # Connections are not encrypted yet, with or without keys: a key file alone must not allow them.
+        keys = "the keyfile does not protect connections in this version; " if self.keyfile else ""
+        raise ConfigError(
+            f"{address} can be reached from other machines, and nothing checks who connects: {keys}"
+            f"listen on 127.0.0.1, or give --insecure (KVD_INSECURE=1) if the network is trusted",
+            setting="insecure",
+        )
+
+    def memory_bound_bytes(self) -> int:
+        """The memory that a daemon may use, in bytes: `memory_limit_bytes`, or three quarters of the machine's."""
+        return self.memory_limit_bytes or machine_memory_bytes() * 3 // 4
+
+    def slice_bytes_for(self, num_servers: int, *, given: bool) -> int:
+        """The size of a slice in a cluster of `num_servers`, in bytes.
+
+        It is `slice_bytes` if that was `given`. Else the servers share that size, at least 512 KiB each, so that a
+        model spreads evenly over many servers.
+        """
+        if given:
+            return self.slice_bytes
+        return max(self.slice_bytes // max(1, num_servers), 512 * KiB) & -64
+
+    def environment(self) -> dict[str, str]:
+        """The ``KVD_*`` variables that give a child process the values that differ from the default.
+
+        They include what belongs to one process only (`node_id`, `bind`, `role`, the ranks, `parent_pid`): a caller
+        that starts several children sets those for each.
+        """
+        changed = [setting for setting in all_settings() if getattr(self, setting.name) != setting.default]
+        return {setting.env: setting.show(getattr(self, setting.name)) for setting in changed}
+
+
+@functools.cache
+def all_settings() -> tuple[Setting, ...]:
+    """All settings, in the order of their declaration."""
+    return tuple(setting_of(field) for field in dataclasses.fields(Config))
+
+
+def named_setting(name: str) -> Setting:
+    """The setting with this name, which has to be one."""
+    return next(setting for setting in all_settings() if setting.name == name)

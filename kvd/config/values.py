@@ -1,0 +1,130 @@
+"""The values of settings as text: how each kind is read and shown.
+
+Sizes are whole bytes, or numbers with ``KiB``, ``MiB``, ``GiB``, ``TiB`` (``8M`` is ``8MiB``: powers of 1024 only).
+Durations are seconds, or numbers with ``ms``, ``s``, ``m``, ``h``. Whole numbers and sizes are read exactly, never
+through a float, and have at most `MOST_DIGITS` digits.
+
+Each reader returns None for what it cannot read: its caller knows the setting and its origin, and raises.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Final, Literal
+
+Kind = Literal["text", "boolean", "integer", "size", "duration"]
+Value = str | int | float | bool | None
+
+KiB: Final = 1 << 10
+MiB: Final = 1 << 20
+
+MOST_DIGITS: Final = 18
+"""Digits of a whole number or of a size in bytes: any such number fits 64 bits."""
+
+ACCEPTED: Final[Mapping[Kind, str]] = {
+    "text": "text",
+    "boolean": "true or false (also 1 0, yes no, on off)",
+    "integer": f"a whole number of up to {MOST_DIGITS} digits",
+    "size": f"a whole number of bytes, of up to {MOST_DIGITS} digits, or a number with KiB, MiB or GiB, such as 512KiB",
+    "duration": "seconds, or a number with ms, s, m or h, such as 500ms",
+}
+"""What each kind accepts, in words."""
+
+_LIMIT: Final = 10**MOST_DIGITS
+_INTEGER: Final = re.compile(rf"[+-]?[0-9]{{1,{MOST_DIGITS}}}")
+_SIZE: Final = re.compile(
+    rf"([0-9]{{1,{MOST_DIGITS}}})(?:\.([0-9]{{1,{MOST_DIGITS}}}))?\s*(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE
+)
+_SIZE_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*(ms|s|m|h)?", re.IGNORECASE)
+_BOOLEANS: Final = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+
+
+def read_text(raw: object) -> str | None:
+    """A text, or a path as text. No text holds a zero byte."""
+    text = os.fspath(raw) if isinstance(raw, os.PathLike) else raw
+    return text.strip() if isinstance(text, str) and "\0" not in text else None
+
+
+def read_boolean(raw: object) -> bool | None:
+    """A boolean, or one of the words for it."""
+    if isinstance(raw, bool):
+        return raw
+    return _BOOLEANS.get(raw.strip().lower()) if isinstance(raw, str) else None
+
+
+def read_integer(raw: object) -> int | None:
+    """A whole number of at most `MOST_DIGITS` digits, exactly."""
+    if isinstance(raw, str):
+        text = raw.strip()
+        return int(text) if _INTEGER.fullmatch(text) else None
+    return raw if isinstance(raw, int) and not isinstance(raw, bool) and abs(raw) < _LIMIT else None
+
+
+def read_size(raw: object) -> int | None:
+    """A number of bytes, exactly. A fraction is accepted if it comes to whole bytes: ``0.5KiB``."""
+    if not isinstance(raw, str):
+        return read_integer(raw)
+    match = _SIZE.fullmatch(raw.strip())
+    if match is None:
+        return None
+    digits, decimals, unit = match[1], match[2] or "", (match[3] or "").upper()
+    size, rest = divmod(int(digits + decimals) * _SIZE_UNITS[unit], 10 ** len(decimals))
+    return size if rest == 0 and size < _LIMIT else None
+
+
+def read_duration(raw: object) -> float | None:
+    """Seconds, finite."""
+    if isinstance(raw, str):
+        match = _DURATION.fullmatch(raw.strip())
+        if match is None:
+            return None
+        number = float(match[1])
+        unit = (match[2] or "s").lower()
+        # 300 / 1000 is exactly the float 0.3; 300 * 0.001 need not be
+        seconds = number / 1000 if unit == "ms" else number * {"s": 1, "m": 60, "h": 3600}[unit]
+    elif isinstance(raw, int | float) and not isinstance(raw, bool):
+        try:
+            seconds = float(raw)
+        except OverflowError:  # an integer beyond every float
+            return None
+    else:
+        return None
+    return seconds if math.isfinite(seconds) else None
+
+
+READERS: Final[Mapping[Kind, Callable[[object], str | int | float | bool | None]]] = {
+    "text": read_text,
+    "boolean": read_boolean,
+    "integer": read_integer,
+    "size": read_size,
+    "duration": read_duration,
+}
+
+
+def size_text(size: int) -> str:
+    """The text of a size, with the largest unit that divides it."""
+    for suffix, unit in (("GiB", 1 << 30), ("MiB", MiB), ("KiB", KiB)):
+        if size and size % unit == 0:
+            return f"{size // unit}{suffix}"
+    return str(size)
+
+
+def quoted(raw: object) -> str:
+    """A value as an error quotes it: as Python writes it, but not page after page."""
+    if isinstance(raw, int) and abs(raw) >= _LIMIT:
+        return f"an integer of {raw.bit_length()} bits"  # Python refuses to print the longest ones
+    text = repr(raw)
+    return text if len(text) <= 200 else f"{text[:200]}…"

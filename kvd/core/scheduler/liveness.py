@@ -1,0 +1,81 @@
+"""Liveness: when each member was last heard, and who has been silent for too long."""
+
+from __future__ import annotations
+
+from kvd.core.scheduler.roster import Roster, Seat
+from kvd.protocol.messages import Quiet
+
+
+class Liveness:
+    """Judges the living members of a roster by their silence. Changes nothing in the roster."""
+
+    def __init__(
+        self, roster: Roster, heartbeat_interval_s: float, server_timeout_s: float, worker_timeout_s: float, now: float
+    ) -> None:
+        self._roster = roster
+        self._interval_s = heartbeat_interval_s
+        self._timeouts_s = {"server": server_timeout_s, "worker": worker_timeout_s}
+        self._heard_at = {seat.place: now for seat in roster.seats()}
+        self._ended: dict[tuple[str, int], str] = {}  # how a process ended whose member is not declared dead yet
+        self._last_step = now
+
+    # ── what is known ──
+
+    def joined(self, seat: Seat, now: float) -> None:
+        """A new incarnation took this seat: nothing that was known of the one before counts."""
+        self._heard_at[seat.place] = now
+        self._ended.pop(seat.place, None)
+
+    def heard(self, seat: Seat, now: float) -> None:
+        self._heard_at[seat.place] = now
+
+    def process_ended(self, seat: Seat, reason: str, now: float) -> float:
+        """The seat's process has ended. Returns the seconds that are left to start it again, from 0."""
+        self._ended[seat.place] = reason
+        return max(0.0, self._deadline(seat) - now)
+
+    def forgive_after_pause(self, now: float) -> bool:
+        """Called at each step. True: this scheduler was paused, so that everyone has a full timeout from now on.
+
+        Whoever was silent meanwhile may have sent heartbeats that are still unread.
+        """
+        deadline = self.next_deadline() if now - self._last_step > 2 * self._interval_s else None
+        self._last_step = now
+        if deadline is None or now - deadline <= self._interval_s:
+            return False
+        self._heard_at = dict.fromkeys(self._heard_at, now)
+        return True
+
+    # ── what follows ──
+
+    def silence_s(self, seat: Seat, now: float) -> float:
+        """Seconds since the seat's holder was last heard, to the millisecond."""
+        return round(now - self._heard_at[seat.place], 3)
+
+    def known_end(self, seat: Seat) -> str:
+        """How the seat's process ended; "" if nothing is known of its end."""
+        return self._ended.get(seat.place, "")
+
+    def overdue(self, now: float) -> list[tuple[Seat, str]]:
+        """The living members that must be declared dead, each with the reason."""
+        return [
+            (seat, self.known_end(seat) or f"no heartbeat for {self._timeouts_s[seat.member.role]:g} s")
+            for seat in self._roster.living()
+            if now >= self._deadline(seat)
+        ]
+
+    def next_deadline(self) -> float | None:
+        """When the next member is overdue if it stays silent; None if nobody lives."""
+        return min((self._deadline(seat) for seat in self._roster.living()), default=None)
+
+    def quiet(self, now: float) -> tuple[Quiet, ...]:
+        """The living members that have missed heartbeats, and for how long."""
+        limit_s = 2 * self._interval_s
+        return tuple(
+            Quiet(seat.member.role, seat.member.rank, self.silence_s(seat, now))
+            for seat in self._roster.living()
+            if now - self._heard_at[seat.place] > limit_s
+        )
+
+    def _deadline(self, seat: Seat) -> float:
+        return self._heard_at[seat.place] + self._timeouts_s[seat.member.role]

@@ -1,0 +1,209 @@
+"""The roster: which process holds which rank, and the state of each member.
+
+A member's state changes only in `Roster.transition`, along TRANSITIONS.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvd.core.machine import Peer
+from kvd.core.membership import name_of
+from kvd.protocol.messages import Join, Member, MemberState
+
+MAX_REPLACED = 1024  # replaced incarnations remembered
+MAX_REASON_CHARS = 80
+
+
+class MemberEvent(Enum):
+    """What can happen to a member."""
+
+    HEARD = "was heard"
+    LEFT_ROUNDS = "left the rounds"
+    LEFT = "left"
+    DECLARED_DEAD = "was declared dead"
+
+
+TRANSITIONS: dict[MemberState, dict[MemberEvent, MemberState]] = {
+    MemberState.ACTIVE: {
+        MemberEvent.HEARD: MemberState.ACTIVE,
+        MemberEvent.LEFT_ROUNDS: MemberState.DONE,
+        MemberEvent.LEFT: MemberState.LEFT,
+        MemberEvent.DECLARED_DEAD: MemberState.DEAD,
+    },
+    MemberState.DONE: {
+        MemberEvent.HEARD: MemberState.DONE,
+        MemberEvent.LEFT_ROUNDS: MemberState.DONE,
+        MemberEvent.LEFT: MemberState.LEFT,
+        MemberEvent.DECLARED_DEAD: MemberState.GONE,
+    },
+    MemberState.LEFT: {  # final: messages that arrive late change nothing
+        MemberEvent.HEARD: MemberState.LEFT,
+        MemberEvent.LEFT_ROUNDS: MemberState.LEFT,
+        MemberEvent.LEFT: MemberState.LEFT,
+    },
+    MemberState.DEAD: {MemberEvent.HEARD: MemberState.ACTIVE},  # it was paused or cut off, and nobody took its rank
+    MemberState.GONE: {MemberEvent.HEARD: MemberState.DONE},
+}
+LIVING = (MemberState.ACTIVE, MemberState.DONE)
+
+# What the next holder of a rank is told of the one before: a holder that is replaced while it lives counts as dead.
+AS_PREDECESSOR = {
+    MemberState.ACTIVE: MemberState.DEAD,
+    MemberState.DONE: MemberState.DONE,
+    MemberState.LEFT: MemberState.LEFT,
+    MemberState.DEAD: MemberState.DEAD,
+    MemberState.GONE: MemberState.DONE,
+}
+
+
+@dataclass(slots=True)
+class Seat:
+    """One rank of one role, and its latest holder."""
+
+    member: Member
+    host: str
+    pid: int
+    peer: Peer | None = None  # where the holder was last heard from
+    predecessor: MemberState | None = None
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.member.role, self.member.rank
+
+    @property
+    def name(self) -> str:
+        return name_of(self.member.role, self.member.rank)
+
+    @property
+    def is_living(self) -> bool:
+        return self.member.state in LIVING
+
+
+class Roster:
+    """All seats of a cluster, and the incarnations that lost theirs to another process."""
+
+    def __init__(
+        self,
+        num_servers: int,
+        num_workers: int,
+        seats: Iterable[Seat] = (),
+        replaced: Iterable[tuple[int, str]] = (),
+    ) -> None:
+        """`seats` and `replaced` come from a record. Seats beyond the cluster's size are dropped."""
+        self._sizes = {"server": num_servers, "worker": num_workers}
+        self._seats = {seat.place: seat for seat in seats if seat.member.rank < self._sizes[seat.member.role]}
+        self._replaced = OrderedDict(replaced)  # incarnation → the name of the place that it lost
+
+    # ── who is where ──
+
+    def seats(self) -> Collection[Seat]:
+        """In the order in which the places were first taken."""
+        return self._seats.values()
+
+    def living(self) -> list[Seat]:
+        return [seat for seat in self._seats.values() if seat.is_living]
+
+    def seat_of(self, incarnation: int) -> Seat | None:
+        return next((seat for seat in self._seats.values() if seat.member.incarnation == incarnation), None)
+
+    def has_seat(self, role: str, rank: int) -> bool:
+        return (role, rank) in self._seats
+
+    def lost_place(self, incarnation: int) -> str | None:
+        """The name of the place that this incarnation lost to another process; None if it lost none."""
+        return self._replaced.get(incarnation)
+
+    def replaced(self) -> list[tuple[int, str]]:
+        """All incarnations that lost their place, with its name, the oldest first."""
+        return list(self._replaced.items())
+
+    def missing(self) -> list[str]:
+        """The names of places that nobody has taken yet."""
+        return [
+            name_of(role, rank)
+            for role, size in self._sizes.items()
+            for rank in range(size)
+            if (role, rank) not in self._seats
+        ]
+
+    def barrier_ranks(self) -> list[int]:
+        """The ranks of the workers that barriers wait for: those that have not left, joined or not."""
+        workers = self._holders("worker")
+        return [
+            rank
+            for rank in range(self._sizes["worker"])
+            if rank not in workers or workers[rank].state is not MemberState.LEFT
+        ]
+
+    def dead_ranks(self) -> list[int]:
+        """The ranks of the dead workers, also of those that had left the rounds."""
+        return [
+            rank
+            for rank, member in self._holders("worker").items()
+            if member.state in (MemberState.DEAD, MemberState.GONE)
+        ]
+
+    # ── taking a place ──
+
+    def rank_for(self, join: Join) -> int | None:
+        """The rank for a new incarnation: its own by node id, else the one it asks for, else the first that is free.
+
+        None: every rank has a living holder.
+        """
+        holders = self._holders(join.role)
+        for rank, member in holders.items():
+            if member.node_id == join.node_id:
+                return rank
+        ranks = range(self._sizes[join.role])
+        free = [rank for rank in ranks if rank not in holders]
+        left = [rank for rank in ranks if rank in holders and holders[rank].state is MemberState.LEFT]
+        if join.rank in free or join.rank in left:
+            return join.rank
+        dead = [
+            rank for rank in ranks if rank in holders and holders[rank].state in (MemberState.DEAD, MemberState.GONE)
+        ]
+        candidates = free or left or dead
+        return candidates[0] if candidates else None
+
+    def take_seat(self, join: Join, rank: int, incarnation: int, peer: Peer) -> tuple[Seat, Seat | None]:
+        """Gives the rank to a new incarnation. Returns its seat, and the seat of the holder that it replaces."""
+        place = (join.role, rank)
+        earlier = self._seats.get(place)
+        predecessor = None
+        if earlier is not None:
+            predecessor = AS_PREDECESSOR[earlier.member.state]
+            self._replaced[earlier.member.incarnation] = earlier.name
+            while len(self._replaced) > MAX_REPLACED:
+                self._replaced.popitem(last=False)
+        member = Member(join.role, rank, join.node_id, incarnation, join.address, MemberState.ACTIVE, "", 0.0)
+        seat = self._seats[place] = Seat(member, join.host, join.pid, peer, predecessor)
+        return seat, earlier
+
+    # ── what happens to a member ──
+
+    def heard(self, seat: Seat, peer: Peer) -> bool:
+        """Its holder sent something. True: it was dead, and is back."""
+        seat.peer = peer
+        return self.transition(seat, MemberEvent.HEARD)
+
+    def transition(self, seat: Seat, event: MemberEvent, reason: str = "", silence_s: float = 0.0) -> bool:
+        """Changes the member's state as TRANSITIONS says; True if the state is now another.
+
+        Raises:
+            ValueError: this cannot happen to a member in its state.
+        """
+        before = seat.member.state
+        after = TRANSITIONS[before].get(event)
+        if after is None:
+            raise ValueError(f"{seat.name} is {before}, and a member in this state never {event.value}")
+        if after is before:
+            return False
+        seat.member = seat.member._replace(state=after, reason=reason[:MAX_REASON_CHARS], last_seen_s=silence_s)
+        return True
+
+    def _holders(self, role: str) -> dict[int, Member]:
+        return {seat.member.rank: seat.member for seat in self._seats.values() if seat.member.role == role}

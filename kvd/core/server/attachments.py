@@ -1,0 +1,128 @@
+"""Which worker processes a server serves: an incarnation attaches, is named by a view, and is replaced by another."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from kvd.core.machine import LogEntry, Peer, PeerKind, PeerPath, Received
+from kvd.core.membership import ViewState, name_of
+from kvd.core.server.effects import ServerEffects
+from kvd.core.server.keys import KeyTable
+from kvd.protocol.messages import Attach, Clocks, Done, ErrorCode, NotYetReason, PathKind
+
+MAX_ATTACHING = 1024
+MAX_REPLACED = 1 << 16
+LINK_GONE = PeerPath(PathKind.ZMQ, "the link is gone")
+
+
+class Attachments:
+    """The workers that have attached, by incarnation and by rank."""
+
+    def __init__(self, view: ViewState, table: KeyTable, effects: ServerEffects) -> None:
+        self._view = view
+        self._table = table
+        self._effects = effects
+        self._ranks: dict[int, int] = {}  # incarnation → rank
+        self._holders: dict[int, int] = {}  # rank → incarnation
+        self._successors: set[int] = set()  # incarnations whose rank was here before they came
+        self._replaced: OrderedDict[int, None] = OrderedDict()  # incarnations of workers that change nothing any more
+        self._attaching: dict[int, tuple[Peer, Attach]] = {}  # incarnations that no view has named yet
+        self._paths: dict[int, PeerPath] = {}  # rank → how its messages travel, as its Attach said
+        self._came_over: dict[int, Peer] = {}  # rank → the connection of its last message
+
+    # ── who is it? ──
+
+    def find(self, incarnation: int) -> int | None:
+        """The rank of a worker; None for anyone else."""
+        return self._ranks.get(incarnation)
+
+    def is_replaced(self, incarnation: int) -> bool:
+        """It was a worker, and another incarnation has its rank: it is no observer either."""
+        return incarnation in self._replaced
+
+    def rank_of(self, event: Received, request: int) -> int | None:
+        """The rank of the sender. Anyone who is no worker here is told to attach."""
+        rank = self._ranks.get(event.sender)
+        if rank is None:
+            text = "this server does not know the sender as a worker"
+            self._effects.not_yet(event.peer, request, NotYetReason.NOT_ATTACHED, text)
+        else:
+            self._came_over[rank] = event.peer
+        return rank
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that are attached."""
+        return sorted(self._holders)
+
+    def path_of(self, rank: int) -> str:
+        """How a worker's messages travel, for people: as its Attach said, unless it said a link and they do not come
+        over one any more."""
+        said = self._paths[rank]
+        is_link = said.kind in (PathKind.SHARED_MEMORY, PathKind.UNIX_SOCKET)
+        return (LINK_GONE if is_link and self._came_over[rank].kind is not PeerKind.LINK else said).describe()
+
+    # ── attaching ──
+
+    def attach(self, event: Received, attach: Attach) -> None:
+        rank = self._ranks.get(event.sender)
+        if rank is not None:
+            self._welcome(event.sender, rank, event.peer, attach)
+            return
+        if event.sender in self._replaced:
+            text = "another process took this one's place: stop it"
+            self._effects.refuse(event.peer, attach.request, ErrorCode.REPLACED, text)
+            return
+        member = self._view.by_incarnation(event.sender)
+        if member is not None and member.role == "worker":
+            self._welcome(event.sender, member.rank, event.peer, attach)
+        elif len(self._attaching) < MAX_ATTACHING:
+            self._attaching[event.sender] = (event.peer, attach)  # its view is on the way to us
+
+    def _welcome(self, incarnation: int, rank: int, peer: Peer, attach: Attach) -> None:
+        """A successor, whose rank pushed or made keys here before it came, is answered with Clocks: a scheduler without
+        its record may not know that there was a predecessor."""
+        counted = [group.log.own_clock(rank) for group in self._table.groups.values()]
+        if incarnation not in self._ranks and (any(counted) or (rank == 0 and counted)):
+            self._successors.add(incarnation)
+        self._ranks[incarnation] = rank
+        self._holders[rank] = incarnation
+        self._paths[rank] = PeerPath(attach.path, attach.path_reason)
+        self._came_over[rank] = peer
+        if incarnation in self._successors:
+            versions = [group.log.version for group in self._table.groups.values()]
+            clocks = Clocks(attach.request, min(counted), max(counted), min(versions), max(versions))
+            self._effects.send(peer, clocks)
+        else:
+            self._effects.send(peer, Done(attach.request))
+
+    # ── the view ──
+
+    def detach_replaced(self) -> list[tuple[int, int]]:
+        """Detaches the workers whose rank another incarnation has now: (rank, incarnation) of each."""
+        detached = []
+        for member in self._view.members.values():
+            if member.role != "worker" or member.incarnation in self._replaced:  # a scheduler without its record
+                continue  # may take a process for new that has long had a successor
+            holder = self._holders.get(member.rank)
+            if holder is not None and holder != member.incarnation:
+                self._detach(member.rank, holder)
+                detached.append((member.rank, holder))
+        return detached
+
+    def _detach(self, rank: int, incarnation: int) -> None:
+        self._ranks.pop(incarnation, None)
+        self._holders.pop(rank, None)
+        self._successors.discard(incarnation)
+        self._replaced[incarnation] = None
+        while len(self._replaced) > MAX_REPLACED:
+            self._replaced.popitem(last=False)
+        text = f"{name_of('worker', rank)} was replaced; its open contributions are dropped"
+        self._effects.emit(LogEntry("info", text))
+
+    def welcome_named(self) -> None:
+        """Answers those who attached before a view named them."""
+        for incarnation in list(self._attaching):
+            member = self._view.by_incarnation(incarnation)
+            if member is not None and member.role == "worker" and incarnation not in self._replaced:
+                self._welcome(incarnation, member.rank, *self._attaching.pop(incarnation))

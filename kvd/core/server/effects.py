@@ -1,0 +1,53 @@
+"""What the parts of a server want done: the effects of one step, and the jobs whose ends come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvd.core.machine import Effect, Job, JobDone, Peer, Send, Span
+from kvd.protocol.messages import ErrorCode, Message, NotYet, NotYetReason, Refused
+
+
+class ServerEffects:
+    """Collects effects in their order until the machine takes them."""
+
+    def __init__(self) -> None:
+        self._effects: list[Effect] = []
+        self._jobs: dict[int, Callable[[JobDone], None]] = {}
+        self._last_job = 0
+
+    def emit(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def extend(self, effects: list[Effect]) -> None:
+        self._effects.extend(effects)
+
+    def take(self) -> list[Effect]:
+        """The effects so far. The list is the caller's: it refers to memory that others wait for."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    # ── messages ──
+
+    def send(self, peer: Peer, message: Message, payload: tuple[Span, ...] = ()) -> None:
+        self._effects.append(Send(peer, message, payload))
+
+    def refuse(self, peer: Peer, request: int, error: ErrorCode, text: str, key: str = "") -> None:
+        self.send(peer, Refused(request, error, text, key))
+
+    def not_yet(self, peer: Peer, request: int, reason: NotYetReason, text: str, key: str = "") -> None:
+        self.send(peer, NotYet(request, reason, text, key))
+
+    # ── jobs ──
+
+    def start_job(self, make: Callable[[int], Job], done: Callable[[JobDone], None]) -> None:
+        """Emits the job that `make` gives for its number; `done` is called with its end."""
+        self._last_job += 1
+        self._jobs[self._last_job] = done
+        self._effects.append(make(self._last_job))
+
+    def end_job(self, event: JobDone) -> None:
+        """A job has ended. One that is not known any more is ignored."""
+        done = self._jobs.pop(event.job, None)
+        if done is not None:
+            done(event)

@@ -1,0 +1,58 @@
+"""Who takes part in the rounds, as the view says, and what becomes of those who wait for a dead worker."""
+
+from __future__ import annotations
+
+from kvd.core.membership import ViewState, name_of
+from kvd.core.server.groups import FusedGroup
+from kvd.core.server.waiting import Waiters
+from kvd.protocol.messages import ErrorCode, NodeName, Refused
+
+
+class Participants:
+    """The ranks that a round waits for, and which of them are dead.
+
+    Attributes:
+        required: ranks that have not left the rounds, whether they are there yet or not.
+        dead: rank → seconds of silence before it was declared dead; empty if waiting calls are not to fail.
+    """
+
+    def __init__(self, waiters: Waiters, *, fail_on_loss: bool) -> None:
+        self.required: list[int] = []
+        self.dead: dict[int, float] = {}
+        self._waiters = waiters
+        self._fail_on_loss = fail_on_loss
+
+    def update(self, view: ViewState) -> None:
+        self.required = view.required_ranks()
+        self.dead = {}
+        if self._fail_on_loss:
+            self.dead = {rank: member.last_seen_s for rank, member in view.dead_workers().items()}
+
+    def blockers(self, group: FusedGroup) -> list[int]:
+        """The ranks that the group's waiting requests wait for."""
+        log = group.log
+        if not group.waiting or log.closing is not None:
+            return []
+        if log.sync:
+            return log.missing(log.closed + 1, self.required)
+        if log.staleness < 0:
+            return []
+        slowest = log.slowest(self.required)
+        return [rank for rank in self.required if log.staged_clock(rank) == slowest]
+
+    def fail_blocked(self, group: FusedGroup) -> None:
+        """Tells those who wait for a dead worker. What they pushed stays staged, in case it comes back."""
+        if not self.dead:
+            return
+        lost = [rank for rank in self.blockers(group) if rank in self.dead]
+        if not lost:
+            return
+        waiting, group.waiting = group.waiting, []
+        nodes = tuple(NodeName("worker", rank) for rank in lost)
+        names = ", ".join(name_of(*node) for node in nodes)
+        text = f"key {group.key!r} waits for {names}, which died: restart it under its node id"
+        last_seen_s = self.dead[lost[0]]
+        for entry in waiting:
+            request = entry.pending.request
+            refusal = Refused(request, ErrorCode.NODE_LOST, text, group.key, nodes=nodes, last_seen_s=last_seen_s)
+            self._waiters.fail(entry.pending, refusal)

@@ -1,0 +1,61 @@
+"""A pull on the server: resolve what it is about, then wait for the version and be answered (`waiting`)."""
+
+from __future__ import annotations
+
+from kvd.core.machine import Received
+from kvd.core.server.attachments import Attachments
+from kvd.core.server.effects import ServerEffects
+from kvd.core.server.participants import Participants
+from kvd.core.server.pending import MAX_PENDING, Pending
+from kvd.core.server.targets import PushTarget, TargetResolver
+from kvd.core.server.waiting import Waiters
+from kvd.protocol.messages import ANY_CLOCK, ErrorCode, Pull, PullBatch
+
+NO_WORKER = -1  # the rank of an observer, which pulls whatever is committed
+
+
+class Pulls:
+    """The pulls of workers and observers."""
+
+    def __init__(
+        self,
+        effects: ServerEffects,
+        attachments: Attachments,
+        targets: TargetResolver,
+        waiters: Waiters,
+        participants: Participants,
+    ) -> None:
+        self._effects = effects
+        self._attachments = attachments
+        self._targets = targets
+        self._waiters = waiters
+        self._participants = participants
+
+    def pull(self, event: Received, pull: Pull) -> None:
+        if self._waiters.joins_open(event, pull.request):
+            return
+        rank = self._attachments.find(event.sender)
+        if rank is None and any(part.clock != ANY_CLOCK for part in pull.parts):
+            self._attachments.rank_of(event, pull.request)  # which tells the sender to attach
+            return
+        targets = self._targets.of_parts(event, pull)
+        if targets is not None:
+            self._give(event, pull.request, NO_WORKER if rank is None else rank, targets)
+
+    def pull_batch(self, event: Received, pull: PullBatch) -> None:
+        rank = self._attachments.rank_of(event, pull.request)
+        if rank is None or self._waiters.joins_open(event, pull.request):
+            return
+        targets = self._targets.of_batch(event, pull)
+        if targets is not None:
+            self._give(event, pull.request, rank, targets)
+
+    def _give(self, event: Received, request: int, rank: int, targets: list[PushTarget]) -> None:
+        if self._waiters.pending.is_full:
+            text = f"{MAX_PENDING} requests wait already: try again"
+            self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, text)
+            return
+        self._waiters.wait(Pending(event.peer, event.sender, request, False, True, len(targets)), rank, targets)
+        if self._participants.dead:
+            for target in targets:
+                self._participants.fail_blocked(target.group)

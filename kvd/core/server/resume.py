@@ -1,0 +1,62 @@
+"""Where a rank stands in a key, for a successor that goes on there, and taking part in the rounds again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvd.core.machine import Received
+from kvd.core.server.attachments import Attachments
+from kvd.core.server.effects import ServerEffects
+from kvd.core.server.groups import FusedGroup
+from kvd.core.server.keys import KeyTable
+from kvd.core.server.targets import TargetResolver
+from kvd.protocol.messages import Activate, ClockQuery, Clocks, Done, ErrorCode, NotYetReason
+
+
+class Resumption:
+    """Answers ClockQuery and Activate. `advance` closes the next round of a group if it is complete."""
+
+    def __init__(
+        self,
+        table: KeyTable,
+        effects: ServerEffects,
+        attachments: Attachments,
+        targets: TargetResolver,
+        advance: Callable[[FusedGroup], None],
+    ) -> None:
+        self._table = table
+        self._effects = effects
+        self._attachments = attachments
+        self._targets = targets
+        self._advance = advance
+
+    def clocks(self, event: Received, query: ClockQuery) -> None:
+        rank = self._attachments.rank_of(event, query.request)
+        if rank is None:
+            return
+        logs = [slice_.log for slice_ in self._table.of_key(query.key)]
+        if not logs:
+            text = f"no slice of {query.key!r} is here"
+            self._effects.refuse(event.peer, query.request, ErrorCode.KEY_NOT_FOUND, text, query.key)
+            return
+        if any(log.is_closing_of(rank) for log in logs):
+            # The update may yet fail. A worker that took the clock for counted would then wait for its own push.
+            text = "a push of this rank is being applied"
+            self._effects.not_yet(event.peer, query.request, NotYetReason.UPDATING, text, query.key)
+            return
+        clocks = [max(log.counted_clock(rank), log.resume_clock(rank)) for log in logs]
+        versions = [log.version for log in logs]
+        self._effects.send(event.peer, Clocks(query.request, min(clocks), max(clocks), min(versions), max(versions)))
+
+    def activate(self, event: Received, activate: Activate) -> None:
+        rank = self._attachments.rank_of(event, activate.request)
+        if rank is None:
+            return
+        slices = self._table.of_key(activate.key)
+        targets = self._targets.of_slices(event, activate.request, slices, [activate.clock] * len(slices), push=True)
+        if targets is None:
+            return
+        for target in targets:
+            target.group.log.activate(rank, activate.clock)
+            self._advance(target.group)
+        self._effects.send(event.peer, Done(activate.request))

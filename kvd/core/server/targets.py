@@ -1,0 +1,101 @@
+"""What a request is about: its slices, each by itself or as one fused group. The first step of a push and of a pull."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvd.core.machine import Received
+from kvd.core.server.batches import Batch, BatchTable
+from kvd.core.server.effects import ServerEffects
+from kvd.core.server.groups import FusedGroup, Slice
+from kvd.core.server.keys import KeyTable
+from kvd.core.session import SchedulerSession
+from kvd.protocol.messages import ErrorCode, NotYetReason, Part, Pull, PullBatch, Push, PushBatch, SliceId
+
+
+class PushTarget(NamedTuple):
+    """What a part of a push, or of a pull, is about."""
+
+    group: FusedGroup
+    slice: Slice | None  # None: all of the group
+    clock: int
+    nbytes: int
+
+
+class TargetResolver:
+    """Finds the targets of requests, and tells the sender when there are none.
+
+    A push of a batch fuses its slices, if they are equally far; a push of a slice without the others of its group parts
+    them for good.
+    """
+
+    def __init__(self, session: SchedulerSession, table: KeyTable, batches: BatchTable, effects: ServerEffects) -> None:
+        self._session = session
+        self._table = table
+        self._batches = batches
+        self._effects = effects
+
+    def of_parts(self, event: Received, message: Push | Pull) -> list[PushTarget] | None:
+        """The slices that the message names; None if it was answered here."""
+        slices = self._slices(event, message.request, message.parts)
+        if slices is None:
+            return None
+        clocks = [part.clock for part in message.parts]
+        return self.of_slices(event, message.request, slices, clocks, push=isinstance(message, Push))
+
+    def of_batch(self, event: Received, message: PushBatch | PullBatch) -> list[PushTarget] | None:
+        """The group of the batch that the message names, or its slices one by one; None if it was answered here."""
+        batch = self._batches.find(event.sender, message.batch)
+        if batch is None:
+            text = f"batch {message.batch} is not known here, or not any more"
+            self._effects.not_yet(event.peer, message.request, NotYetReason.UNKNOWN_BATCH, text)
+            return None
+        group = batch.group
+        if group is not None and not group.is_gone:
+            return [PushTarget(group, None, message.clock, group.nbytes)]
+        return self._of_unfused(event, message, batch)
+
+    def _of_unfused(self, event: Received, message: PushBatch | PullBatch, batch: Batch) -> list[PushTarget] | None:
+        batch.is_apart = batch.is_apart or batch.group is not None
+        slices = self._slices(event, message.request, batch.slice_ids)
+        if slices is None:
+            return None
+        push = isinstance(message, PushBatch)
+        if push and not batch.is_apart and len(set(slices)) == len(slices):
+            batch.group = self._table.fuse(slices)
+            if batch.group is not None:
+                return [PushTarget(batch.group, None, message.clock, batch.group.nbytes)]
+        return self.of_slices(event, message.request, slices, [message.clock] * len(slices), push=push)
+
+    def of_slices(
+        self, event: Received, request: int, slices: Sequence[Slice], clocks: Sequence[int], *, push: bool
+    ) -> list[PushTarget] | None:
+        """Each slice by itself; None if the sender was told that this cannot be."""
+        if push and len(set(slices)) < len(slices):
+            text = "a push brings a slice once"
+            self._effects.refuse(event.peer, request, ErrorCode.PROTOCOL_ERROR, text, slices[0].key)
+            return None
+        for slice_ in slices:
+            if push and len(slice_.group.slices) > 1:
+                if not slice_.group.is_quiescent:
+                    text = "the slice is being updated together with others"
+                    self._effects.not_yet(event.peer, request, NotYetReason.UPDATING, text, slice_.key)
+                    return None
+                self._table.part(slice_.group)
+        return [
+            PushTarget(slice_.group, slice_, clock, slice_.nbytes) for slice_, clock in zip(slices, clocks, strict=True)
+        ]
+
+    def _slices(
+        self, event: Received, request: int, slice_ids: Sequence[Part] | Sequence[SliceId]
+    ) -> list[Slice] | None:
+        slices = []
+        for slice_id in slice_ids:
+            slice_ = self._table.slices.get((slice_id[0], slice_id[1]))
+            if slice_ is None:
+                text = f"{self._session.name} has no slice {slice_id[1]} of key {slice_id[0]!r}"
+                self._effects.refuse(event.peer, request, ErrorCode.KEY_NOT_FOUND, text, slice_id[0])
+                return None
+            slices.append(slice_)
+        return slices

@@ -1,0 +1,108 @@
+"""Requests that wait for a group to commit a push or to reach a version, and their answers.
+
+A push waits for its commit, a pull for its version, a pushpull for both. This is the one place where the answer to a
+request that was let in is decided: Done, Values, or a refusal that ends the waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from kvd.core.machine import Received, Span, spans_of
+from kvd.core.server.effects import ServerEffects
+from kvd.core.server.groups import FusedGroup, Waiting
+from kvd.core.server.pending import Pending, PendingTable
+from kvd.core.server.targets import PushTarget
+from kvd.protocol.messages import ANY_CLOCK, Done, ErrorCode, Message, Refused, Staged, Taken, Values
+
+
+class Waiters:
+    """Lets requests wait at the groups that they are about, and answers them."""
+
+    def __init__(self, effects: ServerEffects) -> None:
+        self.pending = PendingTable()
+        self._effects = effects
+
+    def joins_open(self, event: Received, request: int) -> bool:
+        """Whether the request is open already: its answer then goes to where it was asked first, and last."""
+        pending = self.pending.find(event.sender, request)
+        if pending is None:
+            return False
+        pending.asked_again(event.peer)
+        if pending.push:
+            self._effects.send(event.peer, Staged(request))
+        return True
+
+    def wait(self, pending: Pending, rank: int, targets: Sequence[PushTarget]) -> None:
+        """Lets the request wait for each of its targets, or takes what is there already."""
+        pending.spans = [()] * len(targets)
+        pending.versions = [0] * len(targets)
+        self.pending.open(pending)
+        for position, target in enumerate(targets):
+            waiting = Waiting(pending, position, rank, target.clock, target.slice)
+            if not self._settle(target.group, waiting):
+                target.group.waiting.append(waiting)
+            if pending.closed:
+                return
+
+    def settle(self, group: FusedGroup) -> None:
+        """The group has a new version: what that answers is answered."""
+        waiting, group.waiting = group.waiting, []
+        for entry in waiting:
+            if not self._settle(group, entry):
+                group.waiting.append(entry)
+
+    def _settle(self, group: FusedGroup, waiting: Waiting) -> bool:
+        """Takes the group's part of the answer if it is there; answers when it was the last. True: waits no more."""
+        pending, log = waiting.pending, group.log
+        if pending.closed:
+            return True
+        if waiting.clock != ANY_CLOCK and log.committed_clock(waiting.rank) < waiting.clock:
+            return False
+        if pending.pull:
+            exact = log.sync and waiting.clock != ANY_CLOCK
+            version = waiting.clock if exact else log.version
+            buffer = log.at_version(version)
+            if buffer is None:
+                self._version_is_gone(group, pending, version)
+                return True
+            slice_ = waiting.slice
+            spans = spans_of(buffer, group.nbytes) if slice_ is None else (slice_.span(buffer),)
+            pending.spans[waiting.position] = spans
+            pending.versions[waiting.position] = version
+        pending.remaining -= 1
+        if pending.remaining == 0:
+            self._answer(pending)
+        return True
+
+    def _version_is_gone(self, group: FusedGroup, pending: Pending, version: int) -> None:
+        text = (
+            f"version {version} of {group.key!r} is not kept any more, the store is at {group.log.version}: "
+            f"rewind to a step that is"
+        )
+        taken = Taken.PART if pending.push else Taken.NOTHING
+        self.fail(pending, Refused(pending.request, ErrorCode.NOT_ALLOWED, text, group.key, taken))
+
+    def _answer(self, pending: Pending) -> None:
+        spans: tuple[Span, ...] = ()
+        answer: Message = Done(pending.request)
+        if pending.pull:
+            spans = pending.spans[0] if len(pending.spans) == 1 else tuple(chain.from_iterable(pending.spans))
+            answer = Values(pending.request, tuple(pending.versions))
+        for peer in pending.peers():
+            self._effects.send(peer, answer, spans)
+        self.pending.close(pending)
+
+    def fail(self, pending: Pending, refusal: Refused) -> None:
+        """Ends the waiting with a refusal."""
+        if not pending.closed:
+            for peer in pending.peers():
+                self._effects.send(peer, refusal)
+            self.pending.close(pending)
+
+    def drop_sender(self, incarnation: int, groups: Sequence[FusedGroup]) -> None:
+        """The sender was replaced: nobody waits for its answers."""
+        self.pending.drop_sender(incarnation)
+        for group in groups:
+            group.waiting = [waiting for waiting in group.waiting if not waiting.pending.closed]

@@ -1,0 +1,46 @@
+"""Files that are replaced atomically: a reader finds the old content or the new one, even after a crash."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+
+def write_atomically(path: Path, save: Callable[[BinaryIO], object]) -> None:
+    """Write a temporary file beside `path`, sync it and rename it.
+
+    An existing file keeps its mode, and its owner where the system allows it. A symbolic link stays, and its target is
+    replaced.
+
+    Args:
+        path: the file.
+        save: writes the content to the file object that it is given.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name[:60]}.{secrets.token_hex(4)}.part")
+    try:
+        with temporary.open("xb") as file:
+            with suppress(FileNotFoundError):
+                _copy_owner_and_mode(target.stat(), file.fileno())
+            save(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(target)
+    except BaseException:
+        with suppress(OSError):  # the first error is the one to report
+            temporary.unlink()
+        raise
+
+
+def _copy_owner_and_mode(old: os.stat_result, descriptor: int) -> None:
+    with suppress(OSError):  # only root may give a file to another user
+        os.fchown(descriptor, old.st_uid, old.st_gid)
+    os.fchmod(descriptor, stat.S_IMODE(old.st_mode))

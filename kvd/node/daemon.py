@@ -1,0 +1,152 @@
+"""A daemon in the foreground, from its settings to its exit code. What its role adds is a `DaemonRole`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Protocol
+
+from kvd.config import Config, Role, systemd_environment
+from kvd.core.machine import Machine
+from kvd.errors import KvdError
+from kvd.node.driver import Driver
+from kvd.node.exit_codes import ExitCode, exit_code_of
+from kvd.node.ready_file import ReadyFile
+from kvd.node.watch import ProcessWatch
+from kvd.observe.log import event
+from kvd.observe.systemd import Notifier
+from kvd.transport.host import HostTransport
+
+logger = logging.getLogger("kvd.node")
+
+
+class DaemonRole(Protocol):
+    """What a scheduler and a server do differently."""
+
+    @property
+    def name(self) -> Role:
+        """The role."""
+
+    def make_driver(
+        self, address: str, transport: HostTransport, executor: Executor, on_halt: Callable[[KvdError], None]
+    ) -> Driver:
+        """The driver of the role's machine. The transport listens at `address` already."""
+
+    async def until_ready(self) -> None:
+        """Return once the node can do its work.
+
+        Raises:
+            KvdError: it never will.
+        """
+
+    def say_goodbye(self) -> None:
+        """Tell the cluster that this node is leaving."""
+
+    def tasks(self, watch: ProcessWatch) -> list[asyncio.Task[None]]:
+        """Start what the role does beside its machine. The daemon cancels these tasks at its end."""
+
+
+class Daemon:
+    """What all daemons do: listen, report that they are ready, feed the watchdog, notice signals and a dead parent.
+
+    Attributes:
+        address: where it listens, once it does.
+        transport: its connections.
+
+    Raises:
+        ConfigError: the settings do not suit the role, or would let strangers connect.
+    """
+
+    def __init__(self, config: Config, role: DaemonRole) -> None:
+        self.address = ""
+        self._role = role
+        self._parent_pid = config.parent_pid
+        config.check_role(role.name)
+        self._listen_address = config.listen_address(role.name)
+        config.check_exposure(self._listen_address)
+        self._executor = ThreadPoolExecutor(1, "kvd-jobs")
+        self.transport = HostTransport(
+            shared_memory=config.shared_memory == "auto" and role.name == "server",
+            arena_limit_bytes=config.memory_bound_bytes(),
+        )
+        systemd = systemd_environment()
+        self._notifier = Notifier(systemd.notify_socket, systemd.watchdog_usec)
+        self._driver: Driver | None = None
+        self._ended: asyncio.Future[int] | None = None
+
+    @property
+    def machine(self) -> Machine | None:
+        """The machine of the role, once the daemon runs."""
+        return None if self._driver is None else self._driver.machine
+
+    async def run(self, ready: ReadyFile | None = None, *, signals: bool = True) -> int:
+        """Run until `end` is called, and return the exit code. Without `signals` it can run in any thread."""
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        if signals:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.end, ExitCode.OK, f"received {number.name}")
+        watch = ProcessWatch(loop)
+        if self._parent_pid:
+            watch.watch(self._parent_pid, lambda: self.end(ExitCode.OK, "the parent process is gone"))
+        background: list[asyncio.Task[None]] = []
+        try:
+            address = self.transport.listen(self._listen_address)
+            self._driver = self._role.make_driver(address, self.transport, self._executor, self._halted)
+            self._driver.start()
+            self.address = address
+            background += [loop.create_task(self._feed_watchdog()), loop.create_task(self._announce(address, ready))]
+            background += self._role.tasks(watch)
+            for task in background:
+                task.add_done_callback(self._background_ended)
+            return await self._ended
+        finally:
+            self._notifier.stopping("stopping")
+            for task in background:
+                task.cancel()
+            watch.close()
+            if self._driver is not None:
+                self._driver.stop()
+            else:
+                self.transport.close(0)
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            self._notifier.close()
+
+    def end(self, code: int, why: str) -> None:
+        """End the daemon with this exit code."""
+        if self._ended is not None and not self._ended.done():
+            if code == ExitCode.OK:
+                self._role.say_goodbye()
+            event(logger, logging.INFO if code == ExitCode.OK else logging.ERROR, f"stopping: {why}")
+            self._ended.set_result(code)
+
+    def _background_ended(self, task: asyncio.Task[None]) -> None:
+        """End the daemon if one of its tasks failed: it would look alive, but tell nobody whether it is ready."""
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        if not isinstance(error, KvdError):
+            logger.error("a part of this daemon failed; this is a bug in kvd", exc_info=error)
+            error = KvdError(f"{type(error).__name__}: {error}")
+        self._role.say_goodbye()
+        self._halted(error)
+
+    def _halted(self, error: KvdError) -> None:
+        self.end(exit_code_of(error), str(error))
+
+    async def _announce(self, address: str, ready: ReadyFile | None) -> None:
+        """Tell those who wait for the daemon that it is ready, and where it listens."""
+        await self._role.until_ready()
+        if ready is not None:
+            ready.write(address)
+        self._notifier.ready(f"{self._role.name} at {address}")
+
+    async def _feed_watchdog(self) -> None:
+        """Feed systemd's watchdog from the driver's loop: a loop that hangs starves it."""
+        interval_s = self._notifier.watchdog_interval_s
+        while interval_s is not None:
+            self._notifier.watchdog()
+            await asyncio.sleep(interval_s)

@@ -1,0 +1,90 @@
+"""One process of a job: started in a session of its own, signalled, and waited for in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from typing import Final
+
+from kvd.errors import KvdError
+from kvd.node.affinity import running_on
+from kvd.node.launch.output import OutputRelay, Sink, SinkError
+from kvd.node.launch.plan import ProcessSpec
+from kvd.node.parent import exit_code, kill_session
+
+LAST_WORDS_S: Final = 1.0
+"""How long the last output of a process may delay the report of its end."""
+
+
+class Child:
+    """A running process. Made on the event loop that is told of its end.
+
+    Attributes:
+        name: its node id.
+        pid: its process id, which is also the id of its session.
+        exited: done when it has ended, with its exit code.
+        output: hands its output on.
+
+    Raises:
+        KvdError: it cannot be started.
+    """
+
+    def __init__(self, spec: ProcessSpec, sink: Sink, on_sink_error: SinkError) -> None:
+        self.name = spec.name
+        self._is_guard = spec.is_guard
+        self._reaping = threading.Lock()  # held to take the exit code, which frees the pid for another process
+        self._loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[int] = self._loop.create_future()
+        try:
+            with running_on(spec.cores):
+                self._process = subprocess.Popen(
+                    spec.command,
+                    env=dict(spec.environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise KvdError(f"cannot start {spec.name}: {error}") from None
+        self.pid = self._process.pid
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        pipes = {"stdout": self._process.stdout, "stderr": self._process.stderr}
+        self.output = OutputRelay(spec.name, pipes, sink, on_sink_error)  # type: ignore[arg-type]
+        threading.Thread(target=self._wait, name=f"wait for {spec.name}", daemon=True).start()
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it at once. A guard first ends its command and all that the command left behind."""
+        self._signal(signal.SIGQUIT if self._is_guard else signal.SIGKILL)
+
+    def kill_session(self) -> None:
+        """End it and everything in its session, without asking anyone."""
+        with self._reaping:
+            if self._process.returncode is None:
+                kill_session(self.pid)
+
+    def _signal(self, number: signal.Signals) -> None:
+        # Not with `Popen.send_signal`: it would take the exit code of a process that has just ended away from `_wait`.
+        with self._reaping:
+            if self._process.returncode is None:
+                os.kill(self.pid, number)
+
+    def _wait(self) -> None:
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        # The pid cannot belong to another process until the exit code is taken. A guard that did its work has left
+        # nothing behind; one that was killed has.
+        kill_session(self.pid)
+        with self._reaping:
+            code = exit_code(self._process.wait())
+        self.output.join(LAST_WORDS_S)  # so that its last words come before the report of its end
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.exited.set_result, code)

@@ -1,0 +1,51 @@
+"""The description of a job."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvd.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to run.
+
+    Attributes:
+        command: program and arguments of each worker.
+        workers: how many, at least 1.
+        servers: how many, at least 1.
+        environment: variables for all processes: the settings of the cluster, and what the workers need. The launcher
+            itself acts on two settings: each daemon gets a directory of its own below ``KVD_STATE_DIR``, and with
+            ``KVD_CPU_AFFINITY=auto`` each server gets a core of its own, if there are enough.
+        restarts: how often each worker that failed is started again, under the same node id.
+        grace_s: how long processes may take to end after SIGTERM.
+        startup_s: how long the scheduler may take to be ready.
+        daemon: the command line of kvd, to which ``scheduler`` or ``server`` is added.
+
+    Raises:
+        ConfigError: there is no command, no worker or no server.
+    """
+
+    command: Sequence[str]
+    workers: int
+    servers: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    restarts: int = 0
+    grace_s: float = 10.0
+    startup_s: float = 60.0
+    daemon: Sequence[str] = (sys.executable, "-m", "kvd_cli.main")
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ConfigError("a job needs the command of its workers: … -- python train.py")
+        for name in ("workers", "servers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"a job needs at least one of its {name}", setting=f"num_{name}")
+
+    def names(self) -> list[str]:
+        """The node ids of all processes, in the order in which they start."""
+        servers = [f"server-{index}" for index in range(self.servers)]
+        return ["scheduler", *servers, *(f"worker-{rank}" for rank in range(self.workers))]

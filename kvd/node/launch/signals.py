@@ -1,0 +1,43 @@
+"""The signals that end a job, while it runs and after it has its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from typing import Final
+
+ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def handlers_restored() -> Iterator[None]:
+    """Put back the handlers that `signals_handled` replaces and leaves without effect. Only in the main thread."""
+    old = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signals_handled(loop: asyncio.AbstractEventLoop, on_signal: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Call `on_signal` on the loop for every signal that ends a job. Only in the main thread."""
+    for number in ENDING_SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield
+    finally:
+        # The job has its exit code: a signal that comes now has nothing to end, and must not end this process with
+        # another code. Signals are held back meanwhile: between the two calls the default handler is in place.
+        held_back = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+        for number in ENDING_SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, _do_nothing)
+        signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
+
+
+def _do_nothing(*_: object) -> None:
+    """The handler of a signal that comes too late."""

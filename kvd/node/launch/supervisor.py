@@ -1,0 +1,224 @@
+"""The story of one run: start everything, wait for what ends the job, and end the rest in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Final
+
+from kvd.errors import RequestTimeout
+from kvd.node.exit_codes import ExitCode
+from kvd.node.launch.child import Child
+from kvd.node.launch.job import Job
+from kvd.node.launch.output import Sink, Stream, say
+from kvd.node.launch.plan import JobPlan, ProcessSpec
+from kvd.node.launch.ready_socket import ReadySocket
+from kvd.node.launch.stop_request import StopRequest, Urgency
+from kvd.node.parent import exit_code
+
+KILL_GRACE_S: Final = 1.0
+"""How long a guard that was told to kill its command may take, before it is killed itself."""
+
+
+class Supervisor:
+    """One run of one job. Used on the loop on which it was made, except where it says otherwise.
+
+    Attributes:
+        scheduler: the address of the scheduler, once it is ready.
+    """
+
+    def __init__(self, job: Job, sink: Sink) -> None:
+        self.scheduler = ""
+        self._job = job
+        self._sink = sink
+        self._loop = asyncio.get_running_loop()
+        self._stop = StopRequest(self._loop)
+        self._plan = JobPlan(job)
+        self._daemons: list[Child] = []  # the scheduler first
+        self._workers: dict[int, Child] = {}  # by rank, those that have not ended well
+        self._ended: list[Child] = []
+        self._restarts: dict[int, int] = {}  # by rank
+
+    async def run(self, folder: Path) -> int:
+        """Run the job; return its exit code.
+
+        Args:
+            folder: an empty directory for this run.
+        """
+        try:
+            code = await self._start(folder / "scheduler")
+            return await self._outcome() if code is None else code
+        finally:
+            await self._end()
+
+    def stop(self, code: int) -> None:
+        """End the job with this exit code; if it is ending already, at once. May be called from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the job has ended
+            self._loop.call_soon_threadsafe(self._stop.make, code)
+
+    def on_signal(self, number: signal.Signals) -> None:
+        """End the job as `stop` does, and say so."""
+        again = self._stop.urgency is not Urgency.NOT_ASKED
+        self._stop.make(128 + number)
+        if again:
+            self._say(f"{number.name} again: killing everything")
+        else:
+            self._say(f"{number.name}: ending the job; a second one kills it")
+
+    def pid_of(self, name: str) -> int | None:
+        """The pid of a running process: a daemon's own, or that of a worker's guard."""
+        children = [child for child in (*self._daemons, *self._workers.values()) if not child.exited.done()]
+        return next((child.pid for child in children if child.name == name), None)
+
+    # --- starting -----------------------------------------------------------------------------------------------------
+
+    async def _start(self, ready_file: Path) -> int | None:
+        """Start everything. The exit code if that was not possible."""
+        for remark in self._plan.remarks:
+            self._say(remark)
+        with ReadySocket(self._loop) as ready:
+            self._daemons.append(self._child(self._plan.scheduler(ready_file, ready.name)))
+            code = await self._scheduler_ready(ready.reported)
+            if code is not None:
+                return code
+        self.scheduler = _address_in(ready_file)
+        for index in range(self._job.servers):
+            self._daemons.append(self._child(self._plan.server(index, self.scheduler)))
+        for rank in range(self._job.workers):
+            self._start_worker(rank)
+        return None
+
+    async def _scheduler_ready(self, ready: asyncio.Future[None]) -> int | None:
+        """Wait for the scheduler. The exit code if it does not become ready."""
+        process, stop = self._daemons[0], self._stop.code
+        events: set[asyncio.Future[Any]] = {ready, process.exited, stop}
+        await asyncio.wait(events, timeout=self._job.startup_s, return_when=asyncio.FIRST_COMPLETED)
+        if stop.done():
+            return stop.result()
+        if process.exited.done():
+            return self._daemon_died(process)
+        if not ready.done():
+            limit = f"{self._job.startup_s:g} s"
+            raise RequestTimeout(f"the scheduler was not ready within {limit}", waiting_for=("scheduler",))
+        return None
+
+    def _start_worker(self, rank: int) -> None:
+        self._workers[rank] = self._child(self._plan.worker(rank, self.scheduler))
+
+    def _child(self, spec: ProcessSpec) -> Child:
+        return Child(spec, self._sink, self._on_sink_error)
+
+    # --- what ends the job --------------------------------------------------------------------------------------------
+
+    async def _outcome(self) -> int:
+        """Wait until the workers are done or something goes wrong; the exit code."""
+        stop = self._stop.code
+        while self._workers:
+            children = [*self._daemons, *self._workers.values()]
+            await asyncio.wait({stop, *(c.exited for c in children)}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done():
+                return stop.result()
+            dead = next((daemon for daemon in self._daemons if daemon.exited.done()), None)
+            if dead is not None:
+                return self._daemon_died(dead)
+            for rank, worker in list(self._workers.items()):
+                code = self._worker_ended(rank, worker) if worker.exited.done() else 0
+                if code:
+                    return code
+        return ExitCode.OK
+
+    def _worker_ended(self, rank: int, worker: Child) -> int:
+        """Handle the end of a worker. The exit code of the job, or 0 if the job continues."""
+        code = worker.exited.result()
+        if code == ExitCode.OK:
+            self._ended.append(self._workers.pop(rank))
+            return 0
+        used = self._restarts.get(rank, 0)
+        if used >= self._job.restarts:
+            self._say(f"{worker.name} failed ({_in_words(code)}): ending the job")
+            return code
+        self._restarts[rank] = used + 1
+        self._say(f"{worker.name} failed ({_in_words(code)}): restart {used + 1} of {self._job.restarts}")
+        self._ended.append(worker)
+        self._start_worker(rank)
+        return 0
+
+    def _daemon_died(self, daemon: Child) -> int:
+        code = daemon.exited.result()
+        self._say(f"{daemon.name} ended ({_in_words(code)}): ending the job")
+        return ExitCode.USAGE if code == ExitCode.USAGE else ExitCode.FAILED  # its settings are ours
+
+    def _on_sink_error(self, stream: Stream, error: OSError) -> None:
+        """End the job because its output goes nowhere: as a program does that writes to a closed pipe or a full disk.
+
+        Called from any thread.
+        """
+
+        def end() -> None:
+            if self._stop.urgency is not Urgency.NOT_ASKED:
+                return
+            if isinstance(error, BrokenPipeError):
+                self._stop.make(exit_code(-signal.SIGPIPE))
+            else:
+                self._say(f"cannot write {stream} ({error.strerror or error}): ending the job")
+                self._stop.make(ExitCode.FAILED)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the job has ended
+            self._loop.call_soon_threadsafe(end)
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    async def _end(self) -> None:
+        """End what runs: workers, servers, scheduler, in this order, for each needs those after it."""
+        await self._end_all(self._workers.values())
+        await self._end_all(self._daemons[1:])
+        await self._end_all(self._daemons[:1])
+        outputs = [child.output for child in (*self._workers.values(), *self._ended, *self._daemons)]
+        limit_s = KILL_GRACE_S if self._stop.at_once.done() else self._job.grace_s
+        # all() stops at the first that is stuck: those who read the output have stopped reading
+        await self._loop.run_in_executor(None, lambda: all(output.join(limit_s) for output in outputs))
+
+    async def _end_all(self, children: Collection[Child]) -> None:
+        """End these processes: SIGTERM, then SIGKILL after the grace or at the second request."""
+        at_once = self._stop.at_once
+        running = [child for child in children if not child.exited.done()]
+        if running and not at_once.done():
+            for child in running:
+                child.terminate()
+            events: set[asyncio.Future[Any]] = {asyncio.gather(*(child.exited for child in running)), at_once}
+            await asyncio.wait(events, timeout=self._job.grace_s, return_when=asyncio.FIRST_COMPLETED)
+            running = [child for child in running if not child.exited.done()]
+            if running and not at_once.done():
+                names = ", ".join(child.name for child in running)
+                self._say(f"killing {names}: still running {self._job.grace_s:g} s after SIGTERM")
+        if running:
+            await _kill(running)
+
+    def _say(self, text: str) -> None:
+        say(self._sink, text)
+
+
+def _address_in(ready_file: Path) -> str:
+    return ready_file.read_text(encoding="utf-8").strip()
+
+
+async def _kill(running: Collection[Child]) -> None:
+    for child in running:
+        child.kill()
+    exits = {child.exited for child in running}
+    _, stuck = await asyncio.wait(exits, timeout=KILL_GRACE_S)
+    for child in running:
+        if child.exited in stuck:
+            child.kill_session()
+    await asyncio.wait(exits)
+
+
+def _in_words(code: int) -> str:
+    """An exit code as people read it."""
+    if code > 128:
+        with contextlib.suppress(ValueError):
+            return signal.Signals(code - 128).name
+    return f"exit code {code}"

@@ -1,0 +1,179 @@
+"""The optimizer states of a server's slices. Slices that are updated together share one state while they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from kvd.compute.optimizers import SliceState
+from kvd.core.machine import Extent
+
+Array: TypeAlias = np.ndarray[Any, Any]
+SliceId: TypeAlias = tuple[str, int]
+"""Key and index of a slice."""
+
+
+class StateRange(NamedTuple):
+    """The state of a range of a group's elements, from `start` to before `stop`."""
+
+    start: int
+    stop: int
+    state: SliceState
+
+
+@dataclass(slots=True, eq=False)
+class _GroupStates:
+    """The states of one group: one range for all of it, or several whose steps differ."""
+
+    group: int
+    ranges: list[StateRange]
+    slices: set[SliceId] = field(default_factory=set)
+    has_changed: bool = False  # a slice was given another state: perhaps they agree now
+
+
+class OptimizerStates:
+    """States by group and by slice. A slice takes its state with it when it joins another group."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, _GroupStates] = {}
+        self._homes: dict[SliceId, tuple[_GroupStates, int, int]] = {}  # its group, first and last element of a slice
+
+    def clear(self) -> None:
+        """Every slice starts with a new state."""
+        self._groups = {}
+        self._homes = {}
+
+    def drop(self, slice_id: SliceId) -> None:
+        """Forget the state of a slice, which is created again."""
+        self._leave(slice_id)
+
+    def of_group(self, group: int, layout: Sequence[Extent], itemsize: int) -> list[StateRange]:
+        """The states of all elements of a group, in order.
+
+        Args:
+            group: its number.
+            layout: the slices of the group and where their bytes lie.
+            itemsize: bytes of an element.
+        """
+        states = self._groups.get(group)
+        if states is None:
+            states = self._groups[group] = _GroupStates(group, [])
+            ranges = []
+            for key, index, offset, nbytes in layout:
+                start, stop = offset // itemsize, (offset + nbytes) // itemsize
+                ranges.append(StateRange(start, stop, self._leave((key, index))))
+                self._homes[key, index] = (states, start, stop)
+                states.slices.add((key, index))
+            states.ranges = _joined(ranges)
+        elif states.has_changed:
+            states.ranges = _joined(states.ranges)
+        states.has_changed = False
+        return states.ranges
+
+    def keep(self, group: int, ranges: Sequence[StateRange]) -> None:
+        """Take the ranges of `of_group` back after an update, which was made on copies of their states."""
+        self._groups[group].ranges = list(ranges)
+
+    def renew(self, group: int, layout: Sequence[Extent], itemsize: int) -> None:
+        """All slices of the group start with a new state. The arguments are those of `of_group`."""
+        ranges = self.of_group(group, layout, itemsize)
+        self._groups[group].ranges = [StateRange(ranges[0].start, ranges[-1].stop, SliceState())]
+
+    def of_slice(self, slice_id: SliceId) -> SliceState:
+        """The state of one slice: views of the arrays of its group."""
+        home = self._homes.get(slice_id)
+        return SliceState() if home is None else _cut(*home)
+
+    def put(self, slice_id: SliceId, state: SliceState, count: int) -> None:
+        """Give a slice of `count` elements another state; the others of its group keep theirs."""
+        home = self._homes.get(slice_id)
+        if home is None:
+            states = _GroupStates(0, [StateRange(0, count, state)], {slice_id})  # the first update gives it a group
+            self._homes[slice_id] = (states, 0, count)
+            return
+        states, start, stop = home
+        others = [each for each in states.ranges if (each.start, each.stop) != (start, stop)]
+        before = [each for each in others if each.stop <= start]
+        after = [each for each in others if each.stop > start and each.start >= stop]
+        for each in states.ranges:
+            if each.start < start < each.stop:
+                before.append(_part(each, each.start, start))
+            if each.start < stop < each.stop:
+                after.insert(0, _part(each, stop, each.stop))
+        states.ranges = [*before, StateRange(start, stop, state), *after]
+        states.has_changed = True
+
+    def _leave(self, slice_id: SliceId) -> SliceState:
+        """Take a slice out of its group, with its state.
+
+        The group dissolves: the other slices get a copy of their parts each, so that none keeps the memory of all.
+        """
+        home = self._homes.pop(slice_id, None)
+        if home is None:
+            return SliceState()
+        states, start, stop = home
+        self._groups.pop(states.group, None)
+        states.slices.discard(slice_id)
+        for other in states.slices:
+            _, first, last = self._homes[other]
+            own = StateRange(0, last - first, copied(_cut(states, first, last)))
+            self._homes[other] = (_GroupStates(0, [own], {other}), 0, last - first)
+        state = _cut(states, start, stop)
+        return copied(state) if states.slices else state
+
+
+def copied(state: SliceState) -> SliceState:
+    """The same state in arrays of its own."""
+    master = None if state.master is None else state.master.copy()
+    return SliceState(state.step, master, {name: slot.copy() for name, slot in state.slots.items()})
+
+
+def _cut(states: _GroupStates, start: int, stop: int) -> SliceState:
+    for each in states.ranges:
+        if (each.start, each.stop) == (start, stop):
+            return each.state
+    for each in states.ranges:
+        if each.start <= start and stop <= each.stop:
+            return _part(each, start, stop).state
+    return SliceState()
+
+
+def _part(whole: StateRange, start: int, stop: int) -> StateRange:
+    """A part of a range: views of its arrays."""
+    if (start, stop) == (whole.start, whole.stop):
+        return whole
+    state, low, high = whole.state, start - whole.start, stop - whole.start
+    master = None if state.master is None else state.master[low:high]
+    slots = {name: slot[low:high] for name, slot in state.slots.items()}
+    return StateRange(start, stop, SliceState(state.step, master, slots))
+
+
+def _joined(ranges: list[StateRange]) -> list[StateRange]:
+    """One range of them all, if they are alike: the same number of steps, and the same arrays."""
+    first = ranges[0].state
+    kind = _kind(first)
+    if len(ranges) == 1 or any(_kind(state) != kind for _, _, state in ranges):
+        return ranges
+    total = ranges[-1].stop
+    state = SliceState(first.step)
+    if first.master is not None:
+        state.master = _side_by_side(total, [(each, each.state.master) for each in ranges])
+    for name in first.slots:
+        state.slots[name] = _side_by_side(total, [(each, each.state.slots[name]) for each in ranges])
+    return [StateRange(0, total, state)]
+
+
+def _kind(state: SliceState) -> tuple[int, bool, dict[str, np.dtype[Any]]]:
+    return state.step, state.master is None, {name: slot.dtype for name, slot in state.slots.items()}
+
+
+def _side_by_side(total: int, parts: Sequence[tuple[StateRange, Array | None]]) -> Array:
+    dtype = next((array.dtype for _, array in parts if array is not None), np.dtype(np.float32))
+    whole = np.zeros(total, dtype)  # zeros also in the padding between two slices
+    for each, array in parts:
+        if array is not None:
+            whole[each.start : each.stop] = array
+    return whole

@@ -1,0 +1,27 @@
+"""Where a pulled value is collected while its size is unknown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvd.core.machine import Span
+
+
+class ReassemblyBuffer:
+    """Keeps received bytes where they arrived, without a copy, until they are put into an array."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[int, Span]] = []
+
+    def add(self, offset: int, span: Span) -> None:
+        """Keep the bytes of the span, which begin at byte `offset` of the value."""
+        self._parts.append((offset, span))
+
+    def move_to(self, target: Any) -> None:
+        """Copy all bytes into the target, a contiguous writable buffer, and forget them."""
+        whole = memoryview(target).cast("B")
+        for offset, span in self._parts:
+            if span.nbytes:
+                part = memoryview(span.buffer).cast("B")[span.offset : span.offset + span.nbytes]
+                whole[offset : offset + span.nbytes] = part
+        self._parts = []

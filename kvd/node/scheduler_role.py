@@ -1,0 +1,125 @@
+"""What makes a daemon a scheduler: its machine, its saved state, and the processes of this host that it watches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+from pathlib import Path
+
+from kvd.config import Loaded, Role
+from kvd.core.machine import PeerLost
+from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
+from kvd.errors import KvdError
+from kvd.node.driver import Driver
+from kvd.node.identity import host_id, new_incarnation, reachable
+from kvd.node.state_file import SchedulerStateFile
+from kvd.node.watch import ProcessWatch
+from kvd.observe.log import event
+from kvd.protocol.messages import Settings
+from kvd.transport.host import HostTransport
+
+logger = logging.getLogger("kvd.node")
+
+
+class SchedulerRole:
+    """A scheduler. With a ``state_dir``, its view survives a restart."""
+
+    name: Role = "scheduler"
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._config = loaded.config
+        self._origin = loaded.origin
+        self._machine: SchedulerMachine | None = None
+        self._driver: Driver | None = None
+
+    def make_driver(
+        self, address: str, transport: HostTransport, executor: Executor, on_halt: Callable[[KvdError], None]
+    ) -> Driver:
+        """The driver of the scheduler's machine.
+
+        Raises:
+            ConfigError: its state cannot be read or saved.
+        """
+        config = self._config
+        settings = SchedulerSettings(
+            self._cluster_settings(),
+            config.heartbeat_interval_s,
+            config.server_timeout_s,
+            config.worker_timeout_s,
+            break_on_loss=config.on_worker_loss == "fail",
+        )
+        state = SchedulerStateFile(Path(config.state_dir)) if config.state_dir else None
+        self._machine = _new_machine(settings, state)
+        if state is not None:
+            state.save_first(self._machine.record())
+        event(
+            logger,
+            logging.INFO,
+            f"scheduler at {address}; join it with KVD_SCHEDULER={reachable(address)}",
+            servers=config.num_servers,
+            workers=config.num_workers,
+            generation=self._machine.epoch.generation,
+        )
+        persist = None if state is None else state.save
+        self._driver = Driver(self._machine, transport, executor=executor, on_halt=on_halt, persist=persist)
+        return self._driver
+
+    async def until_ready(self) -> None:
+        """A scheduler is ready once it listens."""
+
+    def say_goodbye(self) -> None:
+        """Nobody to tell: the nodes continue without a scheduler, and join the next one."""
+
+    def tasks(self, watch: ProcessWatch) -> list[asyncio.Task[None]]:
+        """Watch the processes of this host."""
+        return [asyncio.get_running_loop().create_task(self._watch_nodes(watch))]
+
+    async def _watch_nodes(self, watch: ProcessWatch) -> None:
+        """Nodes on this host need no timeout: the kernel reports the end of their processes."""
+        assert self._machine is not None, "make_driver makes it"
+        here = host_id()
+        while True:
+            for incarnation, host, pid in self._machine.watched():
+                if host == here:
+                    lost = PeerLost(incarnation, f"its process {pid} ended")
+                    watch.watch(pid, partial(self._feed, lost), token=incarnation)
+            await asyncio.sleep(self._config.heartbeat_interval_s)
+
+    def _feed(self, lost: PeerLost) -> None:
+        if self._driver is not None:
+            self._driver.feed(lost)
+
+    def _cluster_settings(self) -> Settings:
+        """What the scheduler announces. Merge and slice size are the workers' to choose if they were not given here."""
+        config = self._config
+        slices_given = self._was_given("slice_bytes")
+        return Settings(
+            "" if config.staleness is None else "async",
+            config.merge if self._was_given("merge") else "",
+            -1 if config.staleness is None else config.staleness,
+            config.rounds_ahead,
+            config.slice_bytes_for(config.num_servers, given=slices_given),
+            config.num_workers,
+            config.num_servers,
+            config.num_shards,
+        )
+
+    def _was_given(self, setting: str) -> bool:
+        return self._origin.get(setting, "default") != "default"
+
+
+def _new_machine(settings: SchedulerSettings, state: SchedulerStateFile | None) -> SchedulerMachine:
+    """A machine that continues from the saved state."""
+    now = asyncio.get_running_loop().time()
+    if state is None:
+        return SchedulerMachine(settings, new_incarnation(), 1, now, None)
+    state.prepare()
+    saved = state.load()
+    try:
+        generation = 1 if saved is None else int(saved["generation"]) + 1
+        return SchedulerMachine(settings, new_incarnation(), generation, now, saved)
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise state.unusable(error) from None

@@ -1,0 +1,114 @@
+"""What makes a daemon a server: its machine, its jobs, and the way into the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvd.config import Config, Role
+from kvd.core.machine import LocalCall
+from kvd.core.requests import LeaveRounds
+from kvd.core.server.machine import ServerMachine, ServerSettings
+from kvd.core.session import Identity, SchedulerSession
+from kvd.errors import ConnectError, KvdError
+from kvd.node.driver import Driver
+from kvd.node.identity import host_id, new_incarnation, reachable
+from kvd.node.jobs import JobRunner
+from kvd.node.memory import keep_freed_memory
+from kvd.node.watch import ProcessWatch
+from kvd.observe.log import event
+from kvd.protocol.messages import NO_RANK, Departure, Settings
+from kvd.transport.frames import INLINE_BELOW_BYTES
+from kvd.transport.host import HostTransport
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+logger = logging.getLogger("kvd.node")
+
+JOIN_POLL_S = 0.02
+
+
+class ServerRole:
+    """A server."""
+
+    name: Role = "server"
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._session: SchedulerSession | None = None
+        self._driver: Driver | None = None
+
+    def make_driver(
+        self, address: str, transport: HostTransport, executor: Executor, on_halt: Callable[[KvdError], None]
+    ) -> Driver:
+        """The driver of the server's machine, which joins the scheduler once it runs."""
+        config = self._config
+        keep_freed_memory()
+        identity = Identity(
+            "server",
+            config.node_id or f"server-{secrets.token_hex(6)}",
+            new_incarnation(),
+            reachable(address),
+            host_id(),
+            os.getpid(),
+            NO_RANK if config.preferred_rank is None else config.preferred_rank,
+        )
+        own = Settings("", "", -1, 0, 0, config.num_workers, config.num_servers, 0)
+        self._session = SchedulerSession(identity, own, config.scheduler, config.heartbeat_interval_s)
+        settings = ServerSettings(config.memory_bound_bytes(), config.on_worker_loss == "fail")
+        event(logger, logging.INFO, f"server at {address}; joining the scheduler at {config.scheduler}")
+        transport.listen_links(identity.incarnation)
+        self._driver = Driver(
+            ServerMachine(settings, self._session),
+            transport,
+            jobs=JobRunner(allocate=partial(_memory_of_version, transport)),
+            executor=executor,
+            on_halt=on_halt,
+        )
+        return self._driver
+
+    async def until_ready(self) -> None:
+        """Return once the server has joined.
+
+        Raises:
+            ConnectError: no scheduler answered within ``request_timeout_s``.
+        """
+        session = self._session
+        assert session is not None, "make_driver makes it"
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.request_timeout_s
+        while not session.joined:
+            if loop.time() > deadline and not session.heard:
+                where = self._config.scheduler
+                text = (
+                    f"no scheduler answers at {where} after {self._config.request_timeout_s:g} s: start one there "
+                    f"(kvd scheduler --scheduler {where}), or set KVD_SCHEDULER to where it is"
+                )
+                raise ConnectError(text, address=where)
+            await asyncio.sleep(JOIN_POLL_S)
+
+    def say_goodbye(self) -> None:
+        """Leave the rounds of the cluster."""
+        if self._driver is not None:
+            self._driver.feed(LocalCall(1, LeaveRounds(Departure.LEFT), 0.0))
+
+    def tasks(self, watch: ProcessWatch) -> list[asyncio.Task[None]]:
+        """None: all that a server does comes from its machine."""
+        return []
+
+
+def _memory_of_version(transport: HostTransport, nbytes: int) -> Array:
+    """Memory for a version, as a uint8 array: shared with the workers of this host, if there are any."""
+    if nbytes > INLINE_BELOW_BYTES and transport.has_links:
+        block = transport.arena.allocate(nbytes)
+        if block is not None:
+            return block
+    return np.empty(nbytes, np.uint8)

@@ -1,0 +1,92 @@
+"""The scheduler's own restart: what it takes from its record, and from nodes if the record is lost."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvd.core.machine import CallerPeer
+from kvd.core.scheduler.barriers import Barriers, Verdict
+from kvd.core.scheduler.machine import SchedulerMachine
+from kvd.core.scheduler.record import Record
+from kvd.core.scheduler.roster import Seat
+from kvd.protocol.messages import Heartbeat, HeartbeatAck, Join, MemberState, View, Welcome
+from tests.core.fakes import OPEN, member, said, server_id, worker_id
+from tests.core.scheduler_harness import BARE, Harness, answer
+
+
+def test_a_restarted_scheduler_knows_its_nodes_from_its_record() -> None:
+    harness = Harness()
+    harness.join("server", server_id(0), "s", settings=OPEN)
+    harness.join("worker", worker_id(0), "worker-0", settings=OPEN._replace(mode="async", merge="mean"))
+    harness.worker(1)
+    harness.kill(worker_id(1))
+    SchedulerMachine.check_record(harness.disk)
+    again = Harness(saved=harness.disk, generation=2)
+    assert again.machine.epoch == (2, 1)
+    assert again.states() == {"server 0": "active", "worker 0": "active", "worker 1": "dead"}
+    assert again.machine.explain(0.0)["settings"]["merge"] == "mean"  # type: ignore[index]
+    effects = again.say(worker_id(0), Heartbeat("worker", 0), view=(1, 9))
+    assert [type(message) for message in said(effects)] == [HeartbeatAck, View]
+    assert answer(again.worker(1, life=1), Welcome) == Welcome(1, 1, MemberState.DEAD)
+
+
+def test_seats_in_the_record_beyond_the_cluster_s_new_size_are_dropped() -> None:
+    harness = Harness()
+    harness.worker(0)
+    harness.worker(1)
+    again = Harness(BARE._replace(num_workers=1, mode="sync", merge="sum"), saved=harness.disk, generation=2)
+    assert again.states() == {"worker 0": "active"}
+
+
+def test_a_scheduler_without_a_record_continues_after_the_epochs_that_nodes_know() -> None:
+    harness = Harness()
+    effects = harness.say(51, Join(1, "worker", "a", "", "h", 1, 1, OPEN), view=(4, 7))
+    assert answer(effects, Welcome).rank == 1
+    assert harness.machine.epoch > (4, 7)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"generation": 0},
+        {"generation": "x"},
+        {"settings": [1]},
+        {"seats": [[["worker"], "h", 1, ""]]},
+        {"seats": [["worker"]]},
+        {"seats": 5},
+    ],
+)
+def test_a_damaged_record_is_noticed(damage: dict[str, Any]) -> None:
+    harness = Harness()
+    harness.worker(0)
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        SchedulerMachine.check_record({**harness.disk, **damage})
+    with pytest.raises(KeyError):
+        SchedulerMachine.check_record({})
+
+
+def test_a_record_comes_back_from_json_as_it_was() -> None:
+    barriers = Barriers()
+    barriers.enter("b", 0, 0, CallerPeer(b"peer"), 1)
+    barriers.settle([0, 1], [1])
+    seats = [
+        Seat(member("server", 0), "host", 7, CallerPeer(b"peer")),
+        Seat(member("worker", 0, "done"), "host", 8, None, MemberState.DEAD),
+    ]
+    written = Record(3, 9, BARE, seats, [(41, "worker 0")], barriers).to_plain()
+    read = Record.from_plain(json.loads(json.dumps(written)))
+    assert (read.generation, read.epoch, read.settings, read.replaced) == (3, 9, BARE, [(41, "worker 0")])
+    assert [(seat.member, seat.host, seat.pid, seat.peer, seat.predecessor) for seat in read.seats] == [
+        (seats[0].member, "host", 7, None, None),
+        (seats[1].member, "host", 8, None, MemberState.DEAD),
+    ]
+    assert all(isinstance(seat.member.state, MemberState) for seat in read.seats)
+    assert read.barriers.enter("b", 0, 0, CallerPeer(b"peer"), 1) == Verdict((1,))
+
+
+def test_a_record_of_the_time_before_barriers_and_replaced_nodes_were_in_it_is_read() -> None:
+    read = Record.from_plain({"generation": 1, "settings": list(BARE), "seats": []})
+    assert (read.seats, read.replaced, read.barriers.open()) == ([], [], {})

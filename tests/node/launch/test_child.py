@@ -1,0 +1,36 @@
+"""One process of a job."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from kvd.node.launch.child import Child
+from kvd.node.launch.plan import ProcessSpec
+from tests.node.launch.harness import DEADLINE_S, Lines
+
+
+def test_a_process_that_has_just_ended_may_be_killed(monkeypatch: pytest.MonkeyPatch, lines: Lines) -> None:
+    """Its exit code is still there, for the thread that waits for it to take, and must not be taken by the kill."""
+    children: list[Child] = []
+    killed = threading.Event()
+    wait_for_end = os.waitid
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.3)  # it has ended by now
+        children[0].kill()
+        killed.set()
+        return wait_for_end(*arguments)
+
+    async def main() -> int:
+        monkeypatch.setattr(os, "waitid", slow)
+        children.append(Child(ProcessSpec("x", ["true"], os.environ), lines.take, lambda *_: None))
+        return await asyncio.wait_for(children[0].exited, DEADLINE_S)
+
+    assert asyncio.run(main()) == 0
+    assert killed.is_set()

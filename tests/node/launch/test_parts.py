@@ -1,0 +1,112 @@
+"""The parts of the launcher alone: the request to stop, the plan, the relay of output, the ready socket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvd.node.launch import Job
+from kvd.node.launch.output import OutputRelay, Stream, say
+from kvd.node.launch.plan import JobPlan
+from kvd.node.launch.ready_socket import ReadySocket
+from kvd.node.launch.stop_request import NEXT, StopRequest, Urgency
+from tests.node.launch.harness import DEADLINE_S, Lines
+
+
+def test_each_request_to_stop_is_more_urgent_and_the_first_code_counts() -> None:
+    async def main() -> None:
+        stop = StopRequest(asyncio.get_running_loop())
+        assert stop.urgency is Urgency.NOT_ASKED
+        stop.make(3)
+        assert (stop.urgency, stop.code.result(), stop.at_once.done()) == (Urgency.IN_ORDER, 3, False)
+        stop.make(4)
+        assert (stop.urgency, stop.code.result(), stop.at_once.done()) == (Urgency.AT_ONCE, 3, True)
+        stop.make(5)
+        assert (stop.urgency, stop.code.result()) == (Urgency.AT_ONCE, 3)
+
+    asyncio.run(main())
+    assert set(NEXT) == set(Urgency)
+
+
+def test_a_plan_gives_each_process_its_own_settings() -> None:
+    environment = {"KVD_STATE_DIR": "/state", "KVD_NODE_ID": "mine", "KVD_BIND": "tcp://0.0.0.0:1", "OTHER": "1"}
+    plan = JobPlan(Job(command=["train"], workers=2, servers=3, environment=environment, daemon=["kvd"]))
+    assert plan.remarks == ()
+
+    scheduler = plan.scheduler(Path("/run/ready"), "@socket")
+    assert scheduler.name == scheduler.environment["KVD_NODE_ID"] == "scheduler"
+    assert list(scheduler.command)[-4:] == ["kvd", "scheduler", "--ready-file", "/run/ready"]
+    assert scheduler.environment["NOTIFY_SOCKET"] == "@socket"
+    assert scheduler.environment["KVD_STATE_DIR"] == "/state/scheduler"
+    assert scheduler.environment["KVD_PARENT_PID"] == str(os.getpid())
+    assert not scheduler.is_guard
+
+    server = plan.server(1, "tcp://a:1")
+    assert list(server.command)[-2:] == ["kvd", "server"]
+    assert server.environment["KVD_SCHEDULER"] == "tcp://a:1"
+    assert server.environment["KVD_STATE_DIR"] == "/state/server-1"
+    assert (server.environment["KVD_PREFERRED_RANK"], server.environment["KVD_BIND"]) == ("1", "")
+
+    worker = plan.worker(1, "tcp://a:1")
+    assert list(worker.command)[-1] == "train"
+    assert worker.is_guard
+    assert worker.environment["OTHER"] == "1"
+    assert [worker.environment[f"KVD_{name}"] for name in ("ROLE", "LOCAL_RANK", "NUM_WORKERS", "NUM_SERVERS")] == [
+        "worker",
+        "1",
+        "2",
+        "3",
+    ]
+    assert {spec.cores for spec in (scheduler, server, worker)} == {None}
+
+
+def test_a_relay_hands_lines_on_and_is_joined_at_their_end(lines: Lines) -> None:
+    read, write = os.pipe()
+    relay = OutputRelay("node", {"stdout": os.fdopen(read, "rb")}, lines.take, lambda *_: None)
+    os.write(write, b"one\ntwo")
+    lines.wait_for("node", "one")
+    assert not relay.join(0.01)
+    os.close(write)
+    assert relay.join(DEADLINE_S)
+    assert lines.of("node") == ["one", "two"]
+
+
+def test_a_relay_reads_on_when_its_sink_is_broken_and_tells_it_once() -> None:
+    read, write = os.pipe()
+    told: list[tuple[Stream, OSError]] = []
+    full = OSError(28, "No space left on device")
+
+    def broken(node: str, stream: Stream, line: bytes) -> None:
+        raise full
+
+    relay = OutputRelay("node", {"stderr": os.fdopen(read, "rb")}, broken, lambda *error: told.append(error))
+    writer = threading.Thread(target=lambda: [os.write(write, b"x" * 1023 + b"\n") for _ in range(1000)])
+    writer.start()
+    writer.join(DEADLINE_S)
+    assert not writer.is_alive(), "the pipe was not read"
+    os.close(write)
+    assert relay.join(DEADLINE_S)
+    assert told == [("stderr", full)]
+    say(broken, "nobody hears this, and nothing is raised")
+
+
+@pytest.mark.parametrize("message", [b"READY=1", b"STATUS=up\nREADY=1\n"])
+def test_a_ready_socket_waits_for_ready(message: bytes) -> None:
+    async def main() -> None:
+        with (
+            ReadySocket(asyncio.get_running_loop()) as ready,
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
+        ):
+            sender.sendto(b"STATUS=READY=1 soon", f"\0{ready.name[1:]}")
+            await asyncio.sleep(0.05)
+            assert not ready.reported.done()
+            sender.sendto(message, f"\0{ready.name[1:]}")
+            sender.sendto(message, f"\0{ready.name[1:]}")
+            await asyncio.wait_for(ready.reported, DEADLINE_S)
+
+    asyncio.run(main())
