@@ -20,7 +20,7 @@ logger = logging.getLogger("kvd.node")
 
 
 class MessageSender:
-    """Runs on the thread that carries out effects, see `kvd.node.threads`."""
+    """Runs on the thread that carries out effects or that received an invalid frame, see `kvd.node.threads`."""
 
     def __init__(self, machine: Machine, transport: Transport, stepper: Stepper) -> None:
         self._machine = machine
