@@ -1,7 +1,8 @@
-"""A worker (or observer) at work: its machine, transport and event loop, in a thread of their own.
+"""A worker (or observer) at work: its machine, its transport, and an event loop in a thread of its own.
 
-The thread keeps the heartbeats and transfers going whatever the program does: it may block its own event loop, or hold
-a lock for minutes. Calls go in through `submit`; their results come back as futures.
+`submit` steps the machine on the program's thread, and `wait` may read the answer there. The engine thread runs the
+loop for everything else: it keeps heartbeats, timers and transfers going, even if the program blocks its own event
+loop. `kvd.node.threads` says what runs on which thread.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import numpy as np
 from kvd.client import checks
 from kvd.client.interrupts import Uninterrupted
 from kvd.client.promise import Promise
-from kvd.client.waiting import Waiter
 from kvd.config import Config
 from kvd.core.machine import Complete, LocalCall
 from kvd.core.requests import JoinCluster, LeaveRounds, Request, TakeBack
@@ -31,6 +31,7 @@ from kvd.errors import ConnectError, KvdError, RequestTimeout, StoreClosed
 from kvd.node.driver import Driver
 from kvd.node.identity import host_id, new_incarnation
 from kvd.node.memory import keep_freed_memory
+from kvd.node.threads import LinkWaiter
 from kvd.protocol.messages import NO_RANK, Departure, Settings
 from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
@@ -70,7 +71,7 @@ class Engine:
             arena_limit_bytes=config.memory_bound_bytes(),
         )
         self._driver = Driver(self.machine, self.transport, on_complete=self._completed, on_halt=self._halted)
-        self._waiter = Waiter(self.transport)
+        self._waiter = LinkWaiter(self.transport)
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name="kvd-engine", daemon=True)
         self._thread.start()
@@ -79,7 +80,8 @@ class Engine:
     # ── calls ──
 
     def submit(self, request: Request, timeout: float | None = None) -> Promise:
-        """Hands a call to the machine. Calls reach it in the order of their submits."""
+        """Gives the machine a call and, unless another thread is stepping it, steps it at once on this thread. Calls
+        reach the machine in the order of their submits."""
         seconds = self._seconds(timeout)
         promise = Promise()
         with Uninterrupted(), self._order:
@@ -93,7 +95,7 @@ class Engine:
         return promise
 
     async def call(self, request: Request, timeout: float | None = None) -> Any:
-        """For coroutines on the engine's own loop, see `run`."""
+        """The same for coroutines on the engine's loop, see `run`."""
         return await self.submit(request, timeout)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Promise:
@@ -103,7 +105,7 @@ class Engine:
         async def work() -> None:
             try:
                 result = await coroutine
-            except BaseException as error:  # noqa: BLE001  it belongs to the one who asks the promise
+            except BaseException as error:  # noqa: BLE001  whoever asks the promise gets it
                 promise.set_exception(error)
             else:
                 promise.set_result(result)
@@ -123,24 +125,27 @@ class Engine:
         return promise
 
     def wait(self, promise: Promise, timeout_s: float | None) -> None:
-        """Waits for the end of a call, and reads the links to the servers of this host meanwhile."""
-        if threading.get_ident() != self._thread.ident:
-            self._waiter.wait(promise, timeout_s)
+        """Reads the links to the servers of this host until the call ends or the time is up. Returns early if there
+        are no links, or another thread reads them: the caller then waits on the promise."""
+        if threading.get_ident() == self._thread.ident or promise.done() or not self.transport.has_links:
+            return
+        with Uninterrupted(self._waiter.nudge) as ctrl_c:
+            self._waiter.wait(promise, timeout_s, ctrl_c)
 
     def take_back(self, sources: Sequence[Array]) -> None:
-        """Returns when the program may write to these arrays, which a call was given to send: what of them is still to
-        be sent is sent from copies, and a call that has not ended ends."""
+        """Returns when the program may write to these arrays again. Bytes of them that have yet to be sent are sent
+        from copies; calls that use them end."""
 
         async def work() -> None:
-            with suppress(KvdError):  # this node is out: it says nothing more, but for what is under way
+            with suppress(KvdError):  # the node has failed: nothing more is sent, except what is queued already
                 await self.call(TakeBack(tuple((source, source.copy()) for source in sources)))
-            await self.transport.keep()
+            await self.transport.detach_buffers()
 
-        with suppress(StoreClosed):  # nothing is sent any more
+        with suppress(StoreClosed):  # nothing more is sent
             self.run(work()).result()
 
     def memory(self, nbytes: int) -> Array:
-        """Memory for what is to be sent, uint8: such that servers of this host can read, if there is any."""
+        """A uint8 array of `nbytes` bytes to send from: in shared memory if servers of this host can read it there."""
         if nbytes > INLINE_BELOW_BYTES and self.transport.has_links:
             block = self.transport.arena.allocate(nbytes)
             if block is not None:
@@ -151,7 +156,7 @@ class Engine:
         return self.config.request_timeout_s if timeout is None else checks.seconds(timeout)
 
     def check_usable(self) -> None:
-        """Raises StoreClosed after close, and in a child process."""
+        """Raises StoreClosed after `stop`, and in a child process."""
         if self._pid != os.getpid():
             raise checks.belongs_to_parent()
         if self._closed:
@@ -160,12 +165,15 @@ class Engine:
     # ── life ──
 
     def join(self, timeout: float | None = None) -> int:
-        """Waits until the cluster is there, and gives the rank.
+        """Waits until the cluster is complete. Returns the rank.
+
+        Args:
+            timeout: in seconds; None: `request_timeout_s`.
 
         Raises:
-            ConnectError: nobody answers at the scheduler's address.
-            RequestTimeout: the scheduler is there, but not all servers.
-            ConfigError, NotAllowed: the cluster does not take this node.
+            ConnectError: nothing answers at the scheduler's address.
+            RequestTimeout: the scheduler answers, but nodes are missing.
+            ConfigError, NotAllowed: the cluster refuses this node.
         """
         seconds = self.config.request_timeout_s if timeout is None else timeout
         try:
@@ -191,13 +199,13 @@ class Engine:
         return time.monotonic() - self.session.heard_at
 
     def stop(self, leave_s: float = STOP_TIMEOUT_S, *, failed: bool = False) -> None:
-        """Ends the thread. For up to `leave_s` the scheduler is told first: that this node goes for good, or that its
-        program failed, which counts as a death that is known at once."""
+        """Stops the engine thread, after telling the scheduler that this node leaves or, if `failed`, that its program
+        failed. The latter counts as a death. Telling takes `leave_s` seconds at most."""
         if self._pid != os.getpid():
             return
         try:
             if self.session.joined and self.session.failure is None:
-                with suppress(KvdError, TimeoutError):  # an unreachable scheduler finds out by itself
+                with suppress(KvdError, TimeoutError):  # an unreachable scheduler will notice the silence
                     self.submit(LeaveRounds(Departure.FAILED if failed else Departure.LEFT), leave_s).result(
                         leave_s + 1
                     )
@@ -217,23 +225,23 @@ class Engine:
             self._loop.run_forever()
         finally:
             with self._order:
-                self._closed = True  # no call comes in any more
+                self._closed = True  # `submit` and `run` refuse calls from now on
             self._driver.stop(linger_s=0.5)
             self._fail_all(StoreClosed("the store was closed before this call was done"))
-            self._loop.run_until_complete(asyncio.sleep(0))  # what was handed to `run` begins
-            while self._tasks:  # and ends, with the error of its next call
+            self._loop.run_until_complete(asyncio.sleep(0))  # coroutines given to `run` start
+            while self._tasks:  # and end with the error of their next call
                 self._loop.run_until_complete(asyncio.wait(self._tasks))
             self._loop.close()
 
     def _halted(self, error: KvdError) -> None:
-        """This node cannot go on: whoever waits is told, and whoever calls from now on."""
+        """This node cannot go on: its open calls fail, and so does each later one."""
         with self._order:
             self._failure = self._failure or error
         self._fail_all(error)
 
     def _fail_all(self, error: KvdError) -> None:
         while self._promises:
-            with suppress(KeyError):  # the last was taken by another thread
+            with suppress(KeyError):  # another thread has just taken the last one
                 self._promises.popitem()[1].set_exception(error)
         self._waiter.wake()
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at the wrong moment."""
+"""Holds Ctrl-C back while a step is under way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from signal import SIGINT
 from types import FrameType, TracebackType
 from typing import Any
 
-try:  # what the module `signal` wraps: the wrapping, into enums, takes longer than the calls
+try:  # `signal` converts to enums around these two, which takes longer than the calls themselves
     from _signal import getsignal as _getsignal
     from _signal import signal as _signal
 except ImportError:
@@ -20,12 +20,12 @@ _MAIN_THREAD = threading.main_thread().ident
 
 
 class Uninterrupted:
-    """Holds Ctrl-C back until the end of the block, on the main thread, the only one that it interrupts.
+    """Holds Ctrl-C back until the end of the block. Only the main thread gets Ctrl-C; on others this does nothing.
 
-    A KeyboardInterrupt in the middle of a step would leave the machine of this worker half changed.
+    A KeyboardInterrupt in the middle of a step would leave this worker's machine half changed.
 
     Args:
-        tell: called when it comes, in the signal handler: for a block that waits for something.
+        tell: called in the signal handler when Ctrl-C comes, so that a block that waits can end early.
     """
 
     __slots__ = ("_before", "_came", "_tell")
@@ -37,7 +37,7 @@ class Uninterrupted:
 
     @property
     def came(self) -> bool:
-        """Whether Ctrl-C was pressed meanwhile."""
+        """Whether Ctrl-C was pressed since the block began."""
         return self._came is not None
 
     def __enter__(self) -> Uninterrupted:

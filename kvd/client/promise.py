@@ -1,5 +1,7 @@
-"""What a call will end with. As a future of the standard library, without what this package does not use of it: that
-one takes longer to make and to set than a small push takes on the wire."""
+"""The future result of a call: `concurrent.futures.Future` without the parts that this package does not use.
+
+That one takes longer to create and to set than a small push takes on the wire.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from typing import Any
 
 
 class Promise:
-    """Set once, by any thread; asked by any number of threads and event loops. It cannot be cancelled: whoever waits
-    may give up, the call goes on and can be asked again."""
+    """Set once, on any thread. Any number of threads and event loops may wait for it. It cannot be cancelled: a waiter
+    may give up, but the call goes on and can be waited for again."""
 
     __slots__ = ("_done", "_error", "_event", "_lock", "_result", "_told")
 
@@ -21,11 +23,11 @@ class Promise:
         self._done = False
         self._result: Any = None
         self._error: BaseException | None = None
-        self._event: threading.Event | None = None  # made by the first who waits
+        self._event: threading.Event | None = None  # created by the first waiter
         self._told: list[Callable[[Promise], None]] = []
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with a result or an error."""
         return self._done
 
     def set_result(self, result: Any) -> None:
@@ -46,7 +48,7 @@ class Promise:
             tell(self)
 
     def on_end(self, tell: Callable[[Promise], None]) -> None:
-        """Calls `tell` when it has ended, in whatever thread that happens; at once if it has."""
+        """Calls `tell` on the thread that ends it, or at once if it has ended."""
         with self._lock:
             if not self._done:
                 self._told.append(tell)
@@ -54,14 +56,16 @@ class Promise:
         tell(self)
 
     def result(self, timeout: float | None = None) -> Any:
-        """The result; its error is raised. TimeoutError: not within so many seconds."""
+        """Waits up to `timeout` seconds and returns the result. Raises the error that the call ended with, or
+        TimeoutError if it has not ended."""
         error = self.exception(timeout)
         if error is not None:
             raise error
         return self._result
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The error that it ended with, None if it ended well. TimeoutError: not within so many seconds."""
+        """Waits up to `timeout` seconds and returns the error that the call ended with, None if it succeeded. Raises
+        TimeoutError if it has not ended."""
         if not self._done and not self._wait(timeout):
             raise TimeoutError
         return self._error
@@ -84,7 +88,7 @@ class Promise:
                 here.set_result(None)
 
         def ended(_: Promise) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits there
+            with suppress(RuntimeError):  # the loop is closed, so nothing waits there
                 loop.call_soon_threadsafe(wake)
 
         self.on_end(ended)

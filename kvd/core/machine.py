@@ -6,17 +6,76 @@ A machine is a deterministic function of its events: the same state and the same
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 from kvd.core.requests import Request
 from kvd.errors import KvdError
-from kvd.protocol.messages import Epoch, Message
+from kvd.protocol.messages import Epoch, Message, PathKind
 
-Peer: TypeAlias = Hashable  # how the transport names the other end of a connection
 Buffer: TypeAlias = Any  # memory that machines pass on and never read
 
-SCHEDULER: Peer = "scheduler"
+
+# ── peers ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class PeerKind(Enum):
+    """Which side opened a connection, and to what."""
+
+    SCHEDULER = "scheduler"  # this node connected to the scheduler
+    SERVER = "server"  # this node connected to a server
+    CALLER = "caller"  # the other end connected to this node, over ZeroMQ
+    LINK = "link"  # the other end connected to this node, over a link within the host
+
+
+class SchedulerPeer(str):
+    """The scheduler. There is only `SCHEDULER`."""
+
+    __slots__ = ()
+    kind: ClassVar[Literal[PeerKind.SCHEDULER]] = PeerKind.SCHEDULER
+
+
+class ServerPeer(int):
+    """A server, by its incarnation."""
+
+    __slots__ = ()
+    kind: ClassVar[Literal[PeerKind.SERVER]] = PeerKind.SERVER
+
+
+class CallerPeer(bytes):
+    """A node that connected to this one over ZeroMQ, by its routing id."""
+
+    __slots__ = ()
+    kind: ClassVar[Literal[PeerKind.CALLER]] = PeerKind.CALLER
+
+
+class LinkPeer(str):
+    """A node that connected to this one over a link, by a name that is unique in this process."""
+
+    __slots__ = ()
+    kind: ClassVar[Literal[PeerKind.LINK]] = PeerKind.LINK
+
+
+Peer: TypeAlias = SchedulerPeer | ServerPeer | CallerPeer | LinkPeer
+"""The other end of a connection, told apart by `kind`. Every message looks peers up in dictionaries, so each is a plain
+value with a tag: it hashes and compares without a Python call."""
+
+SCHEDULER = SchedulerPeer("scheduler")
+
+
+class PeerPath(NamedTuple):
+    """How messages travel to a peer, and why not on a faster path."""
+
+    kind: PathKind
+    reason: str = ""
+
+    def describe(self) -> str:
+        """For people: "KIND", or "KIND: REASON"."""
+        return f"{self.kind}: {self.reason}" if self.reason else str(self.kind)
+
+
+# ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Span(NamedTuple):

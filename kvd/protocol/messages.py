@@ -310,6 +310,15 @@ class Refused:
 # ── values: worker ↔ server ───────────────────────────────────────────────────────────────────────────────────────────
 
 
+class PathKind(StrEnum):
+    """How messages travel between two nodes."""
+
+    UNKNOWN = ""
+    SHARED_MEMORY = "shared memory"  # over a link, large payloads by reference
+    UNIX_SOCKET = "unix socket"  # over a link, all payloads inline
+    ZMQ = "zmq"
+
+
 @dataclass(frozen=True, slots=True)
 class Attach:
     """First message to a server: I am `rank`, my messages travel by `path`; drop what my predecessor had staged.
@@ -320,7 +329,8 @@ class Attach:
     KIND: ClassVar[int] = 32
     request: Number
     rank: Number
-    path: Text = ""  # for people: "shared memory", "unix socket: REASON" or "zmq: REASON"
+    path: PathKind = PathKind.UNKNOWN
+    path_reason: Text = ""  # why not by a faster path, for people
 
 
 @dataclass(frozen=True, slots=True)

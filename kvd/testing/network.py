@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from kvd.core.machine import Peer
+from kvd.core.machine import CallerPeer, Peer
 from kvd.testing.process import Process
 
 Deliver = Callable[[Process, Peer, bytes, "bytes | None"], None]
+NO_ROUTE = CallerPeer(b"")
 At = Callable[[float, Callable[[], None]], None]
 
 
@@ -48,10 +49,10 @@ class _Connection:
     client: Process
     peer: Peer  # what the client calls the other end
     address: str
-    route: bytes = b""  # what the listening end calls the client; a new one after each break
+    route: CallerPeer = NO_ROUTE  # what the listening end calls the client; a new one after each break
     server: Process | None = None
-    cut_at: dict[bytes, float] = field(default_factory=dict)  # of earlier routes: what arrives later is lost
-    arrival: dict[tuple[bytes, bool], float] = field(default_factory=dict)
+    cut_at: dict[Peer, float] = field(default_factory=dict)  # of earlier routes: what arrives later is lost
+    arrival: dict[tuple[Peer, bool], float] = field(default_factory=dict)
 
 
 class Network:
@@ -67,7 +68,7 @@ class Network:
         self._at = at
         self._deliver = deliver
         self._listeners: dict[str, Process] = {}
-        self._routes: dict[bytes, _Connection] = {}
+        self._routes: dict[Peer, _Connection] = {}
 
     def listen(self, process: Process) -> None:
         """The process takes what is sent to its address, in place of one that did before."""
@@ -87,7 +88,7 @@ class Network:
             self._reconnect_if_dead(connection)
             self._carry(connection, connection.route, True, header, payload)
             return
-        connection = self._routes.get(peer) if isinstance(peer, bytes) else None
+        connection = self._routes.get(peer)
         if connection is not None and connection.route == peer:
             self._carry(connection, connection.route, False, header, payload)
         else:
@@ -102,12 +103,12 @@ class Network:
         """A new route. A random part of what is on the old one still arrives."""
         if connection.route:
             connection.cut_at[connection.route] = self._clock() + self._random.uniform(0.0, self.faults.delay_s[1])
-        connection.route = b"%016x" % self._random.getrandbits(64)
+        connection.route = CallerPeer(b"%016x" % self._random.getrandbits(64))
         connection.server = server
         self._routes[connection.route] = connection
 
     def _carry(
-        self, connection: _Connection, route: bytes, to_server: bool, header: bytes, payload: bytes | None
+        self, connection: _Connection, route: CallerPeer, to_server: bool, header: bytes, payload: bytes | None
     ) -> None:
         faults, chance = self.faults, self._random.random
         if faults.breaks and chance() < faults.breaks:
@@ -124,7 +125,7 @@ class Network:
             self._at(arrival, lambda: self._arrive(connection, route, to_server, header, payload))
 
     def _arrive(
-        self, connection: _Connection, route: bytes, to_server: bool, header: bytes, payload: bytes | None
+        self, connection: _Connection, route: CallerPeer, to_server: bool, header: bytes, payload: bytes | None
     ) -> None:
         target = connection.server if to_server else connection.client
         cut = route != connection.route and self._clock() > connection.cut_at.get(route, 0.0)

@@ -10,13 +10,13 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 from unittest import mock
 
 from kvd.client import engine
-from kvd.core.machine import Span
+from kvd.core.machine import Peer, PeerPath, Span
 from kvd.node.driver import Driver
 from kvd.transport.base import OnGarbage, OnMessage, Transport
 
@@ -68,7 +68,7 @@ class SlowLink:
 
     def __init__(self, inner: Transport, bytes_per_s: float, queue_bytes: int = QUEUE_BYTES) -> None:
         self._inner = inner
-        self._pipe: Pipe[tuple[Hashable, bytes, Sequence[Span]]] = Pipe(bytes_per_s, queue_bytes)
+        self._pipe: Pipe[tuple[Peer, bytes, Sequence[Span]]] = Pipe(bytes_per_s, queue_bytes)
         self._lock = threading.Lock()  # around the pipe: sends come from several threads
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the loop's thread
@@ -82,13 +82,13 @@ class SlowLink:
     def listen(self, address: str) -> str:
         return self._inner.listen(address)
 
-    def connect(self, peer: Hashable, address: str) -> None:
+    def connect(self, peer: Peer, address: str) -> None:
         self._inner.connect(peer, address)
 
-    def disconnect(self, peer: Hashable) -> None:
+    def disconnect(self, peer: Peer) -> None:
         self._inner.disconnect(peer)
 
-    def send(self, peer: Hashable, header: bytes, payload: Sequence[Span]) -> bool:
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
         """Queues the message. False: too much is queued."""
         nbytes = len(header) + sum(span.nbytes for span in payload)
         with self._lock:
@@ -99,6 +99,9 @@ class SlowLink:
             with suppress(RuntimeError):  # the loop is closed: nothing is sent any more
                 self._loop.call_soon_threadsafe(self._let_go)
         return True
+
+    def paths(self) -> Mapping[Peer, PeerPath]:
+        return self._inner.paths()
 
     def close(self, linger_s: float) -> None:
         with self._lock:

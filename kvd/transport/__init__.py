@@ -1,1 +1,1 @@
-"""How it moves: frames between nodes, and nothing about what they mean."""
+"""Moves messages between nodes, without knowing what they mean."""

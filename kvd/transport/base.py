@@ -1,53 +1,56 @@
-"""What a transport does for a driver: connections by name, frames in, frames out."""
+"""What a driver needs of a transport: named connections, messages in, messages out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
-from kvd.core.machine import Span
+from kvd.core.machine import Peer, PeerPath, Span
 
 Piece: TypeAlias = memoryview
 
-OnMessage: TypeAlias = Callable[[Hashable, bytes, memoryview | None], None]
-"""(peer, header, payload): the payload keeps its memory alive, and nobody else writes to it."""
+OnMessage: TypeAlias = Callable[[Peer, bytes, memoryview | None], None]
+"""(peer, header, payload). The payload keeps its memory alive, and nothing writes to it."""
 
-OnGarbage: TypeAlias = Callable[[Hashable, str], None]
-"""(peer, what was wrong): frames that are no message."""
+OnGarbage: TypeAlias = Callable[[Peer, str], None]
+"""(peer, what was wrong): frames arrived that are not a message."""
 
 NOTHING = memoryview(b"")
 _PADDING = [bytes(-rest % 8) for rest in range(8)]
 
 MAX_PAYLOAD_BYTES = 128 << 20
-DRAIN_LIMIT = 64  # messages taken from a socket before the loop gets its turn
+DRAIN_LIMIT = 64  # messages taken from a socket before the loop runs other callbacks
 
 
 class Transport(Protocol):
-    """One node's connections. Peers that connected to us are named by the transport, those we connect to by us."""
+    """The connections of one node. The transport names the peers that connect to it, the caller names the others."""
 
     def start(self, on_message: OnMessage, on_garbage: OnGarbage) -> None:
-        """Begins to deliver, on the loop of the caller."""
+        """Starts to deliver, on the running loop."""
 
     def listen(self, address: str) -> str:
-        """Listens there; gives the address with its real port. Raises ConnectError if it is taken."""
+        """Listens at the address. Returns it with its real port. Raises ConnectError if it is taken."""
 
-    def connect(self, peer: Hashable, address: str) -> None:
-        """Opens a connection called `peer`, in the background; it comes back by itself if it breaks."""
+    def connect(self, peer: Peer, address: str) -> None:
+        """Opens a connection called `peer` in the background, and opens it again whenever it breaks."""
 
-    def disconnect(self, peer: Hashable) -> None: ...
+    def disconnect(self, peer: Peer) -> None: ...
 
-    def send(self, peer: Hashable, header: bytes, payload: Sequence[Span]) -> bool:
-        """Sends without waiting. False: not possible now (the peer is gone, or too much is queued for it).
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
+        """Sends without waiting. False: the peer is gone, or too much is queued for it.
 
-        Nobody may write to the spans' memory until the receiver has let go of the payload.
+        The spans' memory must not change until the receiver has dropped the payload.
         """
 
+    def paths(self) -> Mapping[Peer, PeerPath]:
+        """How messages travel to the peers, as far as the transport knows."""
+
     def close(self, linger_s: float) -> None:
-        """Stops, after at most so long for what is queued."""
+        """Stops. Queued messages get up to `linger_s` to leave."""
 
 
 def pieces_of(payload: Sequence[Span]) -> list[Piece]:
-    """The bytes of each span, not copied."""
+    """The bytes of each span, without a copy."""
     pieces = []
     for buffer, offset, nbytes in payload:
         if not nbytes:
@@ -61,14 +64,14 @@ def pieces_of(payload: Sequence[Span]) -> list[Piece]:
 
 
 def joined(pieces: Sequence[Piece]) -> bytes | memoryview:
-    """One payload of several pieces, each starting at a multiple of 8; a single piece stays as it is."""
+    """All pieces as one payload, each starting at a multiple of 8. A single piece is not copied."""
     if len(pieces) == 1:
         return pieces[0]
     return b"".join(padded(pieces))
 
 
 def padded(pieces: Sequence[Piece]) -> list[bytes | memoryview]:
-    """The pieces, with what is between them so that each starts at a multiple of 8."""
+    """The pieces, with zeros in between so that each starts at a multiple of 8."""
     parts: list[bytes | memoryview] = []
     for piece in pieces:
         parts.append(piece)

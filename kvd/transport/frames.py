@@ -1,27 +1,26 @@
-"""What goes over a link: prefix, numbers of released frames, header, inline payload.
+"""The frames of a link: a prefix, the numbers of released frames, a header, and for INLINE a payload.
 
-One prefix serves all kinds. Both ends are the same machine, so numbers are in its own order.
+All kinds of frames have the same prefix. Numbers are little-endian.
 """
 
 from __future__ import annotations
 
 from struct import Struct
-from typing import NamedTuple
 
 MAGIC = int.from_bytes(b"kvd link", "little")
 VERSION = 1
 
-HELLO = 1  # first of all: offset is MAGIC, segment is VERSION
+HELLO = 1  # the first frame: offset is MAGIC, segment is VERSION
 MESSAGE = 2  # a header, no payload
 INLINE = 3  # a header and its payload
-REFERENCE = 4  # a header; the payload lies in a segment. The n-th of a connection has the number n
-SEGMENT = 5  # the descriptor of a segment travels with it; offset is its size
-RELEASE = 6  # nothing but released numbers
-GOODBYE = 7  # the sender neither sends nor takes messages any more
+REFERENCE = 4  # a header; the payload lies in a segment. The n-th REFERENCE of a link has the number n, from 0
+SEGMENT = 5  # carries the descriptor of a segment; offset is the size of the segment
+RELEASE = 6  # only released numbers
+GOODBYE = 7  # the sender has stopped sending and taking messages
 
 MAX_HEADER_BYTES = 64 << 10
-MAX_RELEASED = 255  # numbers in one frame
-INLINE_BELOW_BYTES = 16 << 10  # payloads up to this are cheaper to copy than to lend
+MAX_RELEASED = 255  # in one frame
+INLINE_BELOW_BYTES = 16 << 10  # payloads up to this are cheaper to copy than to lease
 
 PREFIX = Struct("<BBHIIIQ")  # kind, released numbers, 0, header bytes, payload bytes, segment, offset
 LARGEST_SMALL_FRAME = PREFIX.size + 8 * MAX_RELEASED + MAX_HEADER_BYTES + INLINE_BELOW_BYTES
@@ -29,20 +28,8 @@ LARGEST_SMALL_FRAME = PREFIX.size + 8 * MAX_RELEASED + MAX_HEADER_BYTES + INLINE
 _NUMBERS = [Struct(f"<{count}Q") for count in range(MAX_RELEASED + 1)]
 
 
-class BadFrameError(Exception):
-    """The other end does not keep to the protocol."""
-
-
-class Prefix(NamedTuple):
-    """The fields of a prefix, in their order."""
-
-    kind: int
-    released: int
-    zero: int
-    header_nbytes: int
-    payload_nbytes: int
-    segment: int
-    offset: int
+class InvalidFrameError(Exception):
+    """The other end broke the protocol of links."""
 
 
 def prefix_of(

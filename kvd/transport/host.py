@@ -1,7 +1,7 @@
-"""ZeroMQ to everyone, and beside it links to those of this host, which are used as long as they are up.
+"""ZeroMQ to every peer, and in addition a link to each peer on this host, used while it is up.
 
-A server listens for links under a name made of its incarnation. Such names belong to the network namespace: where the
-name is not known, the server is on another host, or in a container of its own, and ZeroMQ is the way.
+A server listens for links under a name made of its incarnation. Such names belong to a network namespace. If the name
+is unknown, the server is on another host or in another container, and messages go over ZeroMQ.
 """
 
 from __future__ import annotations
@@ -13,23 +13,21 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
-from typing import NamedTuple
 
-from kvd.core.machine import Span
+from kvd.core.machine import LinkPeer, Peer, PeerKind, PeerPath, Span
+from kvd.protocol.messages import PathKind
 from kvd.transport.base import OnGarbage, OnMessage
-from kvd.transport.gate import Gate
 from kvd.transport.link import Link, Sink
+from kvd.transport.link_reader import LinkReader
 from kvd.transport.segments import Arena
 from kvd.transport.zmq import ZmqTransport
 
-SHARED_MEMORY, UNIX_SOCKET, ZMQ = "shared memory", "unix socket", "zmq"
-
 ARENA_LIMIT_BYTES = 1 << 30
 MAX_ACCEPTED = 1024
-BACKLOG = 128  # who finds it full goes on without a link
+BACKLOG = 128  # a peer that finds it full uses ZeroMQ
 ACCEPTS_AT_A_TIME = 16
 RELEASE_INTERVAL_S = 1.0
 RETRY_ACCEPT_S = 1.0
@@ -38,20 +36,14 @@ _ELSEWHERE = "no link at this host: the peer is on another host, in another netw
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
-class Path(NamedTuple):
-    """How messages go to a peer, and why not in a quicker way."""
-
-    kind: str
-    reason: str = ""
-
-
 class HostTransport:
-    """Everything but `send`, `pause_loop`, `resume_loop` and `poll_links` belongs to the thread that runs the loop.
+    """Any thread may call `send`, `paths`, `has_links`, `pause_loop`, `resume_loop` and `poll_links`. The rest belongs
+    to the loop's thread.
 
     Args:
-        shared_memory: False turns links off: all goes over ZeroMQ.
-        arena_limit_bytes: how much memory this process may lend to others at a time. What does not fit goes through
-            the socket.
+        shared_memory: False turns links off, so that all messages go over ZeroMQ.
+        arena_limit_bytes: how much shared memory this process may own. Payloads that do not fit go through the socket.
+        io_threads: of ZeroMQ.
     """
 
     def __init__(
@@ -65,13 +57,13 @@ class HostTransport:
         self._shared_memory = shared_memory
         self._zmq = ZmqTransport(io_threads)
         self._sink = Sink()
-        self._gate = Gate(self._notice)
+        self._reader = LinkReader(self._notice)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self._listener: socket.socket | None = None
-        self._links: dict[Hashable, Link] = {}  # those that are up, ours and accepted ones
-        self._why_not: dict[Hashable, str] = {}  # the peers that we connected to, without a link
-        self._lock = threading.Lock()  # around changes of those two
+        self._links: dict[Peer, Link] = {}  # those that are up, opened by us or accepted
+        self._zmq_reasons: dict[Peer, str] = {}  # why a peer that we connected to has no link
+        self._lock = threading.Lock()  # held to change the two above
         self._names = count(1)
         self._releasing: asyncio.TimerHandle | None = None
 
@@ -83,7 +75,7 @@ class HostTransport:
         self._sink.on_message = on_message
         self._sink.on_garbage = on_garbage
         self._zmq.start(on_message, on_garbage)
-        self._loop.add_reader(self._gate.fileno(), self._gate.read)
+        self._loop.add_reader(self._reader.fileno(), self._reader.read)
         if self._listener is not None:
             self._loop.add_reader(self._listener, self._accept, self._listener)
 
@@ -91,52 +83,53 @@ class HostTransport:
         return self._zmq.listen(address)
 
     def listen_links(self, incarnation: int) -> None:
-        """Takes links from processes of this host that know the incarnation of this node."""
+        """Accepts links from processes of this host that know this node's incarnation."""
         if not self._shared_memory:
             return
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             listener.bind(_link_name(incarnation))
             listener.listen(BACKLOG)
-        except OSError:  # only if the name is taken: then there are no links, and all works
+        except OSError:  # the name is taken: everything works without links
             listener.close()
             return
         self._listener = listener
         if self._loop is not None:
             self._loop.add_reader(listener, self._accept, listener)
 
-    def connect(self, peer: Hashable, address: str) -> None:
-        """Opens the connection by ZeroMQ and, if the peer is named by its incarnation, a link beside it if there can
-        be one."""
+    def connect(self, peer: Peer, address: str) -> None:
+        """Opens a ZeroMQ connection and, if the peer is a server on this host, a link."""
         self.disconnect(peer)
         self._zmq.connect(peer, address)
-        self._why_not[peer] = ""
+        self._zmq_reasons[peer] = ""
         reason = self._try_link(peer)
         if reason:
-            self._why_not[peer] = reason
+            self._zmq_reasons[peer] = reason
 
-    def disconnect(self, peer: Hashable) -> None:
-        self._why_not.pop(peer, None)
+    def disconnect(self, peer: Peer) -> None:
+        self._zmq_reasons.pop(peer, None)
         with self._lock:
             link = self._links.pop(peer, None)
         if link is not None:
             link.leave("disconnected")
         self._zmq.disconnect(peer)
 
-    def paths(self) -> dict[Hashable, Path]:
-        """How messages go to each peer that we connected to, and to each that has a link to us."""
-        kind = Path(SHARED_MEMORY) if self.arena.usable else Path(UNIX_SOCKET, self.arena.problem)
+    def paths(self) -> dict[Peer, PeerPath]:
+        """How messages travel to each peer that we connected to, and to each that has a link to us."""
+        path = PeerPath(PathKind.SHARED_MEMORY)
+        if not self.arena.usable:
+            path = PeerPath(PathKind.UNIX_SOCKET, self.arena.problem)
         with self._lock:
-            paths = {peer: Path(ZMQ, reason) for peer, reason in self._why_not.items()}
-            paths.update(dict.fromkeys(self._links, kind))
+            paths = {peer: PeerPath(PathKind.ZMQ, reason) for peer, reason in self._zmq_reasons.items()}
+            paths.update(dict.fromkeys(self._links, path))
         return paths
 
     def close(self, linger_s: float) -> None:
-        if self._gate.is_closed:
+        if self._reader.is_closed:
             return
         until = time.monotonic() + linger_s
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._gate.fileno())
+            self._loop.remove_reader(self._reader.fileno())
             if self._listener is not None:
                 self._loop.remove_reader(self._listener)
         if self._releasing is not None:
@@ -144,69 +137,69 @@ class HostTransport:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        for link in self._gate.links:
+        for link in self._reader.links:
             link.leave("closed")
         with self._lock:
             self._links = {}
-        self._gate.flush(until)
-        self._gate.close("closed")
+        self._reader.flush(until)
+        self._reader.close("closed")
         self.arena.close()
         self._zmq.close(max(0.0, until - time.monotonic()))
 
     # ── sending ──
 
-    def send(self, peer: Hashable, header: bytes, payload: Sequence[Span]) -> bool:
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
         link = self._links.get(peer)
         if link is not None:
             if link.send(header, payload):
                 return True
             if link.is_up:
-                return False  # too much is queued: on another way it would overtake
+                return False  # its queue is full; over ZeroMQ the message would overtake others
             self._forget(link)
         return self._zmq.send(peer, header, payload)
 
-    async def keep(self) -> None:
-        """Returns when nothing is sent any more from the memory that payloads were given in. What waits there is sent
-        from copies, or is lost with its connection. What lies in the arena stays lent."""
-        for link in self._gate.links:
-            link.keep()
-        await self._zmq.keep()
+    async def detach_buffers(self) -> None:
+        """Returns when no queued message refers to the memory of its sender. It is sent from a copy, or lost with its
+        connection. Memory in the arena stays leased."""
+        for link in self._reader.links:
+            link.copy_queued()
+        await self._zmq.detach_buffers()
 
     @property
     def has_links(self) -> bool:
-        """Whether there is a link at the moment."""
+        """Whether any link is up."""
         return bool(self._links)
 
     # ── receiving on another thread ──
 
     def pause_loop(self) -> None:
-        """The loop does not read the links until `resume_loop`: the thread that calls this will, with `poll_links`."""
-        self._gate.pause()
+        """Stops the loop from reading the links until `resume_loop`. The caller reads them with `poll_links`."""
+        self._reader.pause_loop()
 
     def resume_loop(self) -> None:
-        """The loop reads again, also what came meanwhile."""
-        self._gate.resume()
+        """Lets the loop read the links again, including what arrived meanwhile."""
+        self._reader.resume_loop()
 
     def poll_links(self, timeout_s: float, wake_fd: int) -> bool:
-        """Waits until a link or the descriptor is readable, and delivers the messages of links on this thread.
+        """Waits until a link or `wake_fd` is readable, and delivers the links' messages on this thread.
 
-        What came by ZeroMQ is delivered by the loop all the same. False: time is up, `wake_fd` is readable (nobody
-        reads it here), or the transport is closed.
+        The loop still delivers what arrives over ZeroMQ. False: the time is up, `wake_fd` is readable (the caller
+        should read it), or the transport is closed.
         """
-        return self._gate.wait(timeout_s, wake_fd)
+        return self._reader.wait(timeout_s, wake_fd)
 
     # ── links ──
 
-    def _try_link(self, peer: Hashable) -> str:
-        """Opens a link to the peer; gives the reason why there is none, or nothing."""
+    def _try_link(self, peer: Peer) -> str:
+        """Opens a link to the peer. Returns why there is none, or an empty text."""
         if not self._shared_memory:
             return "turned off"
-        if not isinstance(peer, int):
+        if peer.kind is not PeerKind.SERVER:
             return "links lead to servers only"
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             connection.connect(_link_name(peer))
-            reason = _stranger(connection)
+            reason = _untrusted(connection)
         except OSError as error:
             reason = _ELSEWHERE if error.errno == errno.ECONNREFUSED else f"no link: {error.strerror}"
         if reason:
@@ -221,13 +214,13 @@ class HostTransport:
                 connection, _ = listener.accept()
             except (BlockingIOError, ConnectionError):
                 return
-            except OSError:  # no descriptors: those who ask meanwhile find another way
+            except OSError:  # no descriptors left: peers use ZeroMQ meanwhile
                 self._accept_later(listener)
                 return
-            if len(self._gate.links) >= MAX_ACCEPTED or _stranger(connection):
+            if len(self._reader.links) >= MAX_ACCEPTED or _untrusted(connection):
                 connection.close()
             else:
-                self._add(("link", next(self._names)), connection)
+                self._add(LinkPeer(f"link {next(self._names)}"), connection)
 
     def _accept_later(self, listener: socket.socket) -> None:
         assert self._loop is not None
@@ -238,54 +231,54 @@ class HostTransport:
         if listener is self._listener and self._loop is not None:
             self._loop.add_reader(listener, self._accept, listener)
 
-    def _add(self, peer: Hashable, connection: socket.socket) -> None:
-        link = Link(peer, connection, self.arena, self._gate.epoll, self._sink)
+    def _add(self, peer: Peer, connection: socket.socket) -> None:
+        link = Link(peer, connection, self.arena, self._reader.epoll, self._sink)
         with self._lock:
             self._links[peer] = link
-        self._gate.add(link)
+        self._reader.add(link)
 
     def _notice(self, link: Link) -> None:
-        """A link went down, or has lent us something that we must give back in time. On any thread."""
+        """A link went down, or has payloads that must be released in time. On any thread."""
         if not link.is_up:
             self._forget(link)
         if link.has_ended:
-            self._gate.remove(link)
-        elif link.holds and not self._gate.watches_payloads:
-            self._gate.watches_payloads = True
+            self._reader.remove(link)
+        elif link.has_unreleased and not self._reader.watches_payloads:
+            self._reader.watches_payloads = True
             if threading.get_ident() == self._thread:
                 self._release_later()
             elif self._loop is not None:
-                with suppress(RuntimeError):  # the loop is closed: so are the links, soon
+                with suppress(RuntimeError):  # the loop is closed, and the links soon will be
                     self._loop.call_soon_threadsafe(self._release_later)
 
     def _forget(self, link: Link) -> None:
-        """The link is down: from now on the peer is reached by ZeroMQ, or not at all."""
+        """The link is down: from now on the peer is reached over ZeroMQ, or not at all."""
         with self._lock:
             if self._links.get(link.peer) is link:
                 del self._links[link.peer]
-                if link.peer in self._why_not:
-                    self._why_not[link.peer] = link.reason
+                if link.peer in self._zmq_reasons:
+                    self._zmq_reasons[link.peer] = link.reason
 
     def _release_later(self) -> None:
         assert self._loop is not None
         self._releasing = self._loop.call_later(RELEASE_INTERVAL_S, self._release)
 
     def _release(self) -> None:
-        """Gives back what nobody uses any more, where there is no traffic that would take the word along."""
-        for link in self._gate.links:
+        """Releases payloads on links that have no traffic to take the release along."""
+        for link in self._reader.links:
             link.release_gone()
-        self._gate.watches_payloads = any(link.holds for link in self._gate.links)
-        if self._gate.watches_payloads:
+        self._reader.watches_payloads = any(link.has_unreleased for link in self._reader.links)
+        if self._reader.watches_payloads:
             self._release_later()
 
 
 def _link_name(incarnation: int) -> str:
-    """The name that a node listens at; it is in no file system."""
+    """The name at which a node listens. It is abstract: no file has it."""
     return f"\0kvd/{incarnation:016x}"
 
 
-def _stranger(connection: socket.socket) -> str:
-    """Why the other end is not to be trusted, or nothing."""
+def _untrusted(connection: socket.socket) -> str:
+    """Why the other end cannot be trusted, or an empty text."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(packed)
     return "" if uid == os.geteuid() else f"the peer runs as user {uid}, this process as {os.geteuid()}"

@@ -1,4 +1,4 @@
-"""The receiving half of a link: bytes become frames. Large inline payloads are read into their place."""
+"""The receiving half of a link: bytes become frames. Large inline payloads are read into their own memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvd.transport.frames import (
     MESSAGE,
     PREFIX,
     REFERENCE,
-    BadFrameError,
+    InvalidFrameError,
     unpack_numbers,
 )
 
 BUFFER_BYTES = 128 << 10
-MOST_DESCRIPTORS = 2  # that came, and whose frame has not come yet
+MOST_DESCRIPTORS = 2  # received, but not yet claimed by a frame
 
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
 _CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
@@ -37,7 +37,7 @@ assert BUFFER_BYTES > LARGEST_SMALL_FRAME
 
 
 class Frame(NamedTuple):
-    """One frame. `payload` is what came inline, `nbytes` its size or that of what is referred to."""
+    """One frame. `payload` is an inline payload, `nbytes` the size of the payload, inline or not."""
 
     kind: int
     released: tuple[int, ...]
@@ -49,19 +49,24 @@ class Frame(NamedTuple):
 
 
 class Incoming:
-    """Not for two threads at once."""
+    """Belongs to the thread that reads the link."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
-        self._start = self._end = 0  # what is in the buffer and not taken yet
-        self._large: Frame | None = None  # the frame whose payload is being read
-        self._missing = memoryview(b"")  # the part of its payload that has not come yet
+        self._start = self._end = 0  # the range of the buffer that has not been taken yet
+        self._large: Frame | None = None  # the frame whose payload is arriving
+        self._missing = memoryview(b"")  # the part of its payload that has not arrived yet
         self._descriptors: deque[int] = deque()
 
     def fill(self) -> bool:
-        """Reads once. To be called when `take` gives no more. False: the stream has ended. Raises OSError."""
+        """Reads once; to be called when `take` returns None. False: the stream has ended.
+
+        Raises:
+            OSError: the connection is broken.
+            InvalidFrameError: descriptors arrived without a frame.
+        """
         if self._large is None:
             if self._start:
                 rest = self._end - self._start
@@ -77,7 +82,7 @@ class Incoming:
         if ancillary:
             self._keep_descriptors(ancillary)
         if flags & _CUT_OFF or len(self._descriptors) > MOST_DESCRIPTORS:
-            raise BadFrameError("descriptors that belong to no frame")
+            raise InvalidFrameError("descriptors arrived without a frame")
         if self._large is None:
             self._end += nbytes
         else:
@@ -85,7 +90,7 @@ class Incoming:
         return nbytes > 0
 
     def take(self) -> Frame | None:
-        """The next frame that is there as a whole."""
+        """The next frame, None if it has not arrived completely. Raises InvalidFrameError."""
         if self._large is not None:
             return self._take_large()
         at, end = self._start, self._end
@@ -93,9 +98,9 @@ class Incoming:
             return None
         kind, released, zero, header_nbytes, nbytes, segment, offset = PREFIX.unpack_from(self._buffer, at)
         if not HELLO <= kind <= GOODBYE or zero or header_nbytes > MAX_HEADER_BYTES or nbytes > MAX_PAYLOAD_BYTES:
-            raise BadFrameError("what arrived is no frame of a link")
+            raise InvalidFrameError("the bytes are not a frame of a link")
         if header_nbytes and kind not in _WITH_HEADER:
-            raise BadFrameError(f"a frame of kind {kind} has no header")
+            raise InvalidFrameError(f"a frame of kind {kind} must not have a header")
         numbers_at = at + PREFIX.size
         header_at = numbers_at + 8 * released
         body_at = header_at + header_nbytes
@@ -113,9 +118,9 @@ class Incoming:
         return self._begin_large(Frame(kind, numbers, header, None, nbytes, segment, offset))
 
     def take_descriptor(self) -> int:
-        """The descriptor that came with a frame; it is the caller's from now on."""
+        """The descriptor that came with a frame. The caller owns it from now on. Raises InvalidFrameError."""
         if not self._descriptors:
-            raise BadFrameError("a segment without its descriptor")
+            raise InvalidFrameError("a segment came without its descriptor")
         return self._descriptors.popleft()
 
     def close(self) -> None:
@@ -124,12 +129,12 @@ class Incoming:
         self._large = None
 
     def _begin_large(self, frame: Frame) -> Frame | None:
-        """Takes what is in the buffer already; the rest will be read into its place."""
+        """Takes what the buffer already has of the payload. The rest is read into the payload's own memory."""
         payload = np.empty(frame.nbytes, np.uint8).data
-        here = min(frame.nbytes, self._end - self._start)
-        payload[:here] = self._view[self._start : self._start + here]
-        self._start += here
-        self._missing = payload[here:]
+        arrived = min(frame.nbytes, self._end - self._start)
+        payload[:arrived] = self._view[self._start : self._start + arrived]
+        self._start += arrived
+        self._missing = payload[arrived:]
         self._large = frame._replace(payload=payload.toreadonly())
         return self._take_large()
 

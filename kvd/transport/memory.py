@@ -1,18 +1,18 @@
-"""A transport within one process and one event loop, for tests of everything above it."""
+"""A transport within one process and one event loop, for tests of the layers above."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 
-from kvd.core.machine import Span
+from kvd.core.machine import CallerPeer, Peer, PeerPath, Span
 from kvd.errors import ConnectError
 from kvd.transport.base import OnGarbage, OnMessage, joined, pieces_of
 
 
 class MemoryNetwork:
-    """Where the transports of one test find each other."""
+    """The addresses at which the transports of one test listen."""
 
     def __init__(self) -> None:
         self.listeners: dict[str, MemoryTransport] = {}
@@ -20,12 +20,12 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """Delivers through the loop's queue, in order."""
+    """Delivers in order, through the loop's queue."""
 
     def __init__(self, network: MemoryNetwork) -> None:
         self._network = network
-        self._links: dict[Hashable, tuple[MemoryTransport, Hashable]] = {}
-        self._opened: dict[Hashable, str] = {}  # the connections that we open, with their addresses
+        self._connections: dict[Peer, tuple[MemoryTransport, Peer]] = {}
+        self._opened: dict[Peer, str] = {}  # the connections that we open, with their addresses
         self._addresses: list[str] = []
         self._on_message: OnMessage | None = None
         self._names = count(1)
@@ -42,48 +42,52 @@ class MemoryTransport:
         self._addresses.append(address)
         return address
 
-    def connect(self, peer: Hashable, address: str) -> None:
+    def connect(self, peer: Peer, address: str) -> None:
         self._opened[peer] = address
         self._try_connect(peer)
 
-    def _try_connect(self, peer: Hashable) -> bool:
+    def _try_connect(self, peer: Peer) -> bool:
         other = self._network.listeners.get(self._opened[peer])
         if other is None:
             return False
-        theirs = ("memory", id(self), next(other._names))
-        self._links[peer] = (other, theirs)
-        other._links[theirs] = (self, peer)
+        theirs = CallerPeer(b"%d" % next(other._names))
+        self._connections[peer] = (other, theirs)
+        other._connections[theirs] = (self, peer)
         return True
 
-    def disconnect(self, peer: Hashable) -> None:
+    def disconnect(self, peer: Peer) -> None:
         self._opened.pop(peer, None)
         self._cut(peer)
 
-    def _cut(self, peer: Hashable) -> None:
-        """Ends the link on both sides. One that we opened comes back when somebody listens there again."""
-        link = self._links.pop(peer, None)
-        if link is not None:
-            link[0]._links.pop(link[1], None)
+    def _cut(self, peer: Peer) -> None:
+        """Ends the connection on both sides. One that we opened comes back when its address is listened at again."""
+        connection = self._connections.pop(peer, None)
+        if connection is not None:
+            other, theirs = connection
+            other._connections.pop(theirs, None)
 
-    def send(self, peer: Hashable, header: bytes, payload: Sequence[Span]) -> bool:
-        if peer in self._opened and peer not in self._links and not self._try_connect(peer):
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
+        if peer in self._opened and peer not in self._connections and not self._try_connect(peer):
             return False
-        link = self._links.get(peer)
-        if link is None:
+        connection = self._connections.get(peer)
+        if connection is None:
             return False
         body = memoryview(bytes(joined(pieces_of(payload)))) if payload else None
-        other, name = link
+        other, name = connection
         asyncio.get_running_loop().call_soon(other._deliver, name, header, body)
         return True
 
-    def _deliver(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
-        if self._on_message is not None and peer in self._links:
+    def _deliver(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
+        if self._on_message is not None and peer in self._connections:
             self._on_message(peer, header, payload)
+
+    def paths(self) -> Mapping[Peer, PeerPath]:
+        return {}
 
     def close(self, linger_s: float) -> None:
         self._on_message = None
         for address in self._addresses:
             self._network.listeners.pop(address, None)
         self._opened = {}
-        for peer in list(self._links):
+        for peer in list(self._connections):
             self._cut(peer)

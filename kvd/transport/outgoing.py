@@ -1,4 +1,4 @@
-"""The sending half of a link: what the socket does not take at once waits here."""
+"""The sending half of a link. Bytes for which the socket has no room wait here."""
 
 from __future__ import annotations
 
@@ -11,67 +11,67 @@ from typing import TypeAlias
 from kvd.transport.base import MAX_PAYLOAD_BYTES
 
 QUEUE_LIMIT_BYTES = 2 * MAX_PAYLOAD_BYTES
-COST_OF_ENTRY_BYTES = 256  # what a queued piece takes besides its bytes
+COST_OF_ENTRY_BYTES = 256  # memory that a queued piece takes besides its bytes
 WRITES_AT_A_TIME = 64
 
-_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # a plain number: quicker than the enum
+_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # a plain number: faster than the enum
 
-Entry: TypeAlias = tuple["bytes | memoryview", "int | None"]  # bytes, and the descriptor that goes with the first
+Entry: TypeAlias = tuple["bytes | memoryview", "int | None"]  # bytes, and the descriptor to send with the first of them
 
 
 class Outgoing:
-    """Not for two threads at once: the link has the lock. Raises OSError when the connection is broken."""
+    """Belongs to the thread that has the link's lock. Raises OSError when the connection is broken."""
 
     def __init__(self, connection: socket.socket, epoll: select.epoll) -> None:
         self._socket = connection
         self._epoll = epoll
-        self._waiting: deque[Entry] = deque()
-        self._waiting_bytes = 0
+        self._queue: deque[Entry] = deque()
+        self._queued_bytes = 0
 
     @property
     def is_full(self) -> bool:
-        return self._waiting_bytes > QUEUE_LIMIT_BYTES
+        return self._queued_bytes > QUEUE_LIMIT_BYTES
 
     @property
     def is_empty(self) -> bool:
-        return not self._waiting
+        return not self._queue
 
     def push(self, data: bytes | memoryview, descriptor: int | None = None) -> None:
-        """Sends after what waits, now if possible. The bytes must stay as they are."""
-        if not self._waiting:
+        """Sends at once, or queues what the socket does not take. The bytes must not change until they are sent."""
+        if not self._queue:
             sent = self._write(data, descriptor)
             if sent == len(data):
                 return
             if sent:
                 data, descriptor = memoryview(data)[sent:], None
             self._epoll.modify(self._socket, select.EPOLLIN | select.EPOLLOUT)
-        self._waiting.append((data, descriptor))
-        self._waiting_bytes += len(data) + COST_OF_ENTRY_BYTES
+        self._queue.append((data, descriptor))
+        self._queued_bytes += len(data) + COST_OF_ENTRY_BYTES
 
     def flush(self) -> None:
-        """Sends of what waits as much as the socket takes, but leaves the others their turn."""
+        """Sends as much of the queue as the socket takes, in at most `WRITES_AT_A_TIME` writes."""
         for _ in range(WRITES_AT_A_TIME):
-            if not self._waiting:
+            if not self._queue:
                 self._epoll.modify(self._socket, select.EPOLLIN)
                 return
-            data, descriptor = self._waiting[0]
+            data, descriptor = self._queue[0]
             sent = self._write(data, descriptor)
             if not sent:
                 return
-            self._waiting_bytes -= sent
+            self._queued_bytes -= sent
             if sent < len(data):
-                self._waiting[0] = (memoryview(data)[sent:], None)
+                self._queue[0] = (memoryview(data)[sent:], None)
             else:
-                self._waiting.popleft()
-                self._waiting_bytes -= COST_OF_ENTRY_BYTES
+                self._queue.popleft()
+                self._queued_bytes -= COST_OF_ENTRY_BYTES
 
-    def keep(self) -> None:
-        """Copies what waits and belongs to somebody else, who takes it back."""
-        self._waiting = deque((bytes(data), descriptor) for data, descriptor in self._waiting)
+    def copy_queued(self) -> None:
+        """Replaces the queued bytes by copies: the program takes its memory back."""
+        self._queue = deque((bytes(data), descriptor) for data, descriptor in self._queue)
 
     def clear(self) -> None:
-        self._waiting.clear()
-        self._waiting_bytes = 0
+        self._queue.clear()
+        self._queued_bytes = 0
 
     def _write(self, data: bytes | memoryview, descriptor: int | None) -> int:
         try:

@@ -1,8 +1,8 @@
-"""Memory that this process owns, that only it writes, and that other processes of this host may map to read.
+"""Shared memory that this process owns and writes, and that other processes of this host may map to read.
 
-A segment is a memfd whose pages are there from the start, and which is sealed against shrinking: whoever maps it gets
-no SIGBUS, whatever its owner does, and a machine without memory says so here instead of killing somebody later.
-Segments are cut into blocks. A block is an ordinary array; it comes back when nobody refers to it, nor to any view.
+A segment is a memfd whose pages are allocated at once, and which is sealed against shrinking. So a process that maps it
+never gets a SIGBUS, and a machine without memory fails here instead of killing a process later. Segments are cut into
+blocks. A block is an ordinary array; it returns to the arena when nothing refers to it or to a view of it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 Bytes: TypeAlias = NDArray[np.uint8]
 
 ALIGNMENT = 64
-SMALLEST_SEGMENT_BYTES = 4 << 20  # the first: a process that sends little takes little
-LARGEST_SEGMENT_BYTES = 64 << 20  # each new segment doubles the arena up to this; larger blocks get one of their own
-STEPS_PER_DOUBLING = 8  # size classes: at most an eighth is wasted
-RETRY_AFTER_S = 1.0  # between attempts to get memory that was refused
+SMALLEST_SEGMENT_BYTES = 4 << 20  # the first one: a process that sends little takes little
+LARGEST_SEGMENT_BYTES = 64 << 20  # a new segment doubles the arena up to this; a larger block gets its own segment
+STEPS_PER_DOUBLING = 8  # of the size classes: at most an eighth is wasted
+RETRY_AFTER_S = 1.0  # after the system refused memory
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -45,16 +45,17 @@ class Segment:
             os.close(self.descriptor)
             raise
         self.address = address_of(np.frombuffer(self.map, np.uint8))
-        self.carved = 0  # bytes from the start that belong, or belonged, to blocks
-        self.blocks = 0  # those in use
+        self.carved = 0  # bytes from the start that have been cut into blocks
+        self.blocks = 0  # in use
 
     def close(self) -> None:
-        """Gives the descriptor back; the map goes with its last block."""
+        """Closes the descriptor. The map goes with its last block."""
         os.close(self.descriptor)
 
 
 class _Block(weakref.ref[Bytes]):
-    """Notices that a block's array is gone. The callback appends it to a deque: no code of ours runs in a finalizer."""
+    """Notices when a block's array is gone. Its callback only appends it to a deque: finalizers run on any thread, at
+    any time."""
 
     __slots__ = ("nbytes", "offset", "segment")
     segment: Segment
@@ -63,14 +64,14 @@ class _Block(weakref.ref[Bytes]):
 
 
 class Arena:
-    """The segments of one process, at most `limit_bytes` together. All methods may be called from any thread."""
+    """The segments of one process, at most `limit_bytes` in total. Any thread may call its methods."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.problem = ""  # why there was no memory the last time that there was none
+        self.problem = ""  # why the last attempt to get memory failed
         self._total_bytes = 0
         self._segments: list[Segment] = []
-        self._by_address: tuple[list[int], list[Segment]] = ([], [])  # replaced as a whole
+        self._by_address: tuple[list[int], list[Segment]] = ([], [])  # always replaced as a whole
         self._free: dict[int, list[tuple[Segment, int]]] = {}  # by size class
         self._used: dict[int, _Block] = {}  # by id: keeps the weak references alive
         self._returned: deque[_Block] = deque()
@@ -80,7 +81,7 @@ class Arena:
 
     @property
     def usable(self) -> bool:
-        """Whether there is memory, or could be. Tries it the first time."""
+        """Whether there is shared memory. Allocates the first segment if there is none."""
         if not self._segments and not self._closed:
             with self._lock:
                 self._grow(1)
@@ -91,14 +92,14 @@ class Arena:
         return self._total_bytes
 
     def allocate(self, nbytes: int) -> Bytes | None:
-        """A block that nobody else has; its content is whatever it was. None: no memory, see `problem`."""
+        """A free block as a uint8 array, not cleared. None: no memory, see `problem`."""
         size = _size_class(nbytes)
         with self._lock:
             self._collect()
-            place = None if self._closed else self._place(size)
-            if place is None:
+            found = None if self._closed else self._find_free(size)
+            if found is None:
                 return None
-            segment, offset, size = place
+            segment, offset, size = found
             array: Bytes = np.frombuffer(segment.map, np.uint8, nbytes, offset)
             block = _Block(array, self._returned.append)
             block.segment, block.offset, block.nbytes = segment, offset, size
@@ -107,15 +108,15 @@ class Arena:
         return array
 
     def locate(self, array: NDArray[Any]) -> tuple[int, int] | None:
-        """(segment number, offset) of the first byte of an array that lies in this arena, whatever view it is."""
+        """(segment number, offset) of the first byte of an array or view in this arena; None if it lies elsewhere."""
         starts, segments = self._by_address
         if not starts:
             return None
         address = address_of(array)
-        place = bisect_right(starts, address) - 1
-        if place < 0:
+        index = bisect_right(starts, address) - 1
+        if index < 0:
             return None
-        segment = segments[place]
+        segment = segments[index]
         offset = address - segment.address
         return (segment.number, offset) if offset < segment.nbytes else None
 
@@ -123,7 +124,7 @@ class Arena:
         return self._segments[number]
 
     def close(self) -> None:
-        """Gives out no memory any more. What was given out stays valid."""
+        """Hands out no more memory. Blocks in use stay valid."""
         with self._lock:
             if not self._closed:
                 self._closed, self.problem = True, "closed"
@@ -133,17 +134,17 @@ class Arena:
                 self._segments, self._free, self._used = [], {}, {}
                 self._returned.clear()
 
-    # ── inside the lock ──
+    # ── with the lock held ──
 
     def _collect(self) -> None:
-        """Takes back the blocks that nobody refers to any more."""
+        """Takes back the blocks that nothing refers to."""
         while self._returned:
             block = self._returned.popleft()
             del self._used[id(block)]
             block.segment.blocks -= 1
             self._free.setdefault(block.nbytes, []).append((block.segment, block.offset))
 
-    def _place(self, size: int) -> tuple[Segment, int, int] | None:
+    def _find_free(self, size: int) -> tuple[Segment, int, int] | None:
         free = self._free.get(size)
         if free:
             return (*free.pop(), size)
@@ -154,7 +155,7 @@ class Arena:
         return self._larger(size) if carved is None else (*carved, size)
 
     def _carve(self, size: int) -> tuple[Segment, int] | None:
-        """A new block from the end of a segment."""
+        """Cuts a new block from the rest of a segment."""
         for segment in reversed(self._segments):
             if segment.nbytes - segment.carved >= size:
                 segment.carved += size
@@ -162,12 +163,12 @@ class Arena:
         return None
 
     def _recut(self) -> None:
-        """Forgets the blocks of segments that are all free, so that they can be cut into other sizes."""
+        """Forgets the blocks of segments that are entirely free, so that they can be cut into other sizes."""
         empty = {segment.number for segment in self._segments if segment.carved and not segment.blocks}
         if not empty:
             return
         for size, free in list(self._free.items()):
-            self._free[size] = [place for place in free if place[0].number not in empty]
+            self._free[size] = [block for block in free if block[0].number not in empty]
         for number in empty:
             self._segments[number].carved = 0
 
@@ -192,26 +193,26 @@ class Arena:
         return True
 
     def _larger(self, size: int) -> tuple[Segment, int, int] | None:
-        """The smallest free block that is large enough: wasteful, but there is no other."""
+        """The smallest free block that is large enough. Wasteful, so the last resort."""
         larger = min((other for other, free in self._free.items() if free and other >= size), default=None)
         return None if larger is None else (*self._free[larger].pop(), larger)
 
 
 def address_of(array: NDArray[Any]) -> int:
-    """Where the first element is in memory."""
-    if array.flags.carray and array.nbytes:  # the quick way, for memory that may be written
+    """The address of the first element."""
+    if array.flags.carray and array.nbytes:  # faster, but only for writable memory
         return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
     return int(array.__array_interface__["data"][0])
 
 
 def _size_class(nbytes: int) -> int:
-    below = 1 << max(0, (nbytes - 1).bit_length() - 1)  # the power of two below
+    below = 1 << max(0, (nbytes - 1).bit_length() - 1)  # a power of two
     step = max(ALIGNMENT, below // STEPS_PER_DOUBLING)
     return max(step, (nbytes + step - 1) // step * step)
 
 
 def _sealed_memory(nbytes: int) -> int:
-    """A descriptor of memory that exists and can change its size no more."""
+    """A descriptor of allocated memory whose size can no longer change."""
     create = getattr(os, "memfd_create", None)
     if create is None:
         raise OSError(0, "this system has no memfd_create")

@@ -1,8 +1,8 @@
 """ZeroMQ over TCP and ipc: one ROUTER to listen, one DEALER per connection.
 
-The descriptor of a zmq socket is edge-triggered: it becomes readable when the state of the socket changed, not as long
-as there is something to read. So the socket is asked for its EVENTS after every read and every send, and drained a
-bounded number of messages at a time.
+The descriptor of a ZeroMQ socket is edge-triggered: it becomes readable when the state of the socket changes, and does
+not stay readable while messages wait. So the socket is asked for its EVENTS after every read and every send, and
+drained a bounded number of messages at a time.
 """
 
 from __future__ import annotations
@@ -13,47 +13,47 @@ import socket as unix
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import zmq
 
-from kvd.core.machine import Span
+from kvd.core.machine import CallerPeer, Peer, PeerKind, PeerPath, Span
 from kvd.errors import ConnectError
 from kvd.transport.base import DRAIN_LIMIT, MAX_PAYLOAD_BYTES, OnGarbage, OnMessage, joined, pieces_of
 
-# Plain numbers: combining members of zmq's enums costs more than a system call.
+# Plain numbers: combining members of zmq's enums takes longer than a system call.
 NOBLOCK, SNDMORE, POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN)
 FD, EVENTS = int(zmq.FD), int(zmq.EVENTS)
 
-HIGH_WATER_MARK = 100_000  # messages; the credit of the outbox bounds the bytes long before
+HIGH_WATER_MARK = 100_000  # messages; the outbox's credit bounds the bytes long before
 COPY_BELOW_BYTES = 64 << 10  # smaller payloads are cheaper to copy than to track
 RECONNECT_FIRST_MS = 50
 RECONNECT_LIMIT_MS = 2000
 HEARTBEAT_MS = 5000
-LONGEST_KEEP_S = 2.0
-KEEP_POLL_S = 0.001
+DETACH_LIMIT_S = 2.0
+DETACH_POLL_S = 0.001
 MOST_FRAMES = 3  # routing id, header, payload
 
 
 class ZmqTransport:
-    """The sockets of one node. Everything but `send` must be called on the thread that runs the loop."""
+    """The sockets of one node. Any thread may call `send`; the rest belongs to the loop's thread."""
 
     def __init__(self, io_threads: int = 1) -> None:
         self._context = zmq.Context(io_threads=io_threads)
         self._context.max_sockets = 4096
         self._router: zmq.Socket[bytes] | None = None
-        self._dealers: dict[Hashable, zmq.Socket[bytes]] = {}
-        self._addresses: dict[Hashable, str] = {}  # of the dealers
-        self._lent: dict[Hashable, deque[zmq.MessageTracker]] = {}  # payloads that a dealer sends without a copy
+        self._dealers: dict[Peer, zmq.Socket[bytes]] = {}
+        self._addresses: dict[Peer, str] = {}  # of the dealers
+        self._uncopied: dict[Peer, deque[zmq.MessageTracker]] = {}  # payloads being sent without a copy
         self._readers: dict[int, zmq.Socket[bytes]] = {}
         self._on_message: OnMessage | None = None
         self._on_garbage: OnGarbage | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled: set[int] = set()
         self._thread = 0
-        self._lock = threading.Lock()  # around every use of a socket: sends may come from other threads
+        self._lock = threading.Lock()  # held to use a socket: other threads send
 
     # ── connections ──
 
@@ -69,8 +69,9 @@ class ZmqTransport:
 
     def listen(self, address: str) -> str:
         if address.startswith("ipc://") and _someone_listens(address.removeprefix("ipc://")):
-            raise ConnectError(  # libzmq would take the path over from whoever listens there
-                f"cannot listen at {address}: another process does; stop it, or choose another address", address=address
+            raise ConnectError(  # libzmq would silently take the path over
+                f"cannot listen at {address}: another process listens there; stop it, or choose another address",
+                address=address,
             )
         router = self._context.socket(zmq.ROUTER)
         self._set_limits(router, address)
@@ -85,7 +86,7 @@ class ZmqTransport:
         bound: bytes = router.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
         return bound.rstrip(b"\0").decode()
 
-    def connect(self, peer: Hashable, address: str) -> None:
+    def connect(self, peer: Peer, address: str) -> None:
         self.disconnect(peer)
         dealer = self._context.socket(zmq.DEALER)
         self._set_limits(dealer, address)
@@ -93,32 +94,37 @@ class ZmqTransport:
             dealer.connect(address)
         except zmq.ZMQError as error:
             dealer.close(linger=0)
-            raise ConnectError(f"{address} is no address to connect to: {error.strerror}", address=address) from None
+            raise ConnectError(
+                f"{address} is not an address to connect to: {error.strerror}", address=address
+            ) from None
         self._dealers[peer] = dealer
         self._addresses[peer] = address
         self._watch(dealer, peer)
 
-    def disconnect(self, peer: Hashable) -> None:
+    def disconnect(self, peer: Peer) -> None:
         with self._lock:
             dealer = self._dealers.pop(peer, None)
             self._addresses.pop(peer, None)
-            self._lent.pop(peer, None)
+            self._uncopied.pop(peer, None)
             if dealer is not None:
                 self._unwatch(dealer)
                 dealer.close(linger=0)
 
-    async def keep(self) -> None:
-        """Returns when nothing is sent any more from the memory that payloads were given in, or after two seconds. A
-        connection that has some queued is made anew: what it had queued is lost, and is let go within milliseconds."""
+    async def detach_buffers(self) -> None:
+        """Returns when no queued message refers to the memory of its sender, or after two seconds. A connection with
+        such messages is opened again: its queued messages are lost, and libzmq drops them within milliseconds."""
         for peer, address in list(self._addresses.items()):
             with self._lock:
-                lent = self._book(peer)
-            if lent:
+                uncopied = self._uncopied_to(peer)
+            if uncopied:
                 self.connect(peer, address)
-            until = time.monotonic() + LONGEST_KEEP_S
-            while lent and time.monotonic() < until:
-                await asyncio.sleep(KEEP_POLL_S)
-                _let_go(lent)
+            until = time.monotonic() + DETACH_LIMIT_S
+            while uncopied and time.monotonic() < until:
+                await asyncio.sleep(DETACH_POLL_S)
+                _drop_sent(uncopied)
+
+    def paths(self) -> Mapping[Peer, PeerPath]:
+        return {}
 
     def close(self, linger_s: float) -> None:
         with self._lock:
@@ -145,7 +151,7 @@ class ZmqTransport:
 
     # ── receiving ──
 
-    def _watch(self, socket: zmq.Socket[bytes], peer: Hashable) -> None:
+    def _watch(self, socket: zmq.Socket[bytes], peer: Peer | None) -> None:
         if self._loop is None:
             return
         descriptor = int(socket.getsockopt(FD))
@@ -161,30 +167,30 @@ class ZmqTransport:
                 if self._loop is not None and not self._loop.is_closed():
                     self._loop.remove_reader(descriptor)
 
-    def _drain_soon(self, descriptor: int, socket: zmq.Socket[bytes], peer: Hashable) -> None:
+    def _drain_soon(self, descriptor: int, socket: zmq.Socket[bytes], peer: Peer | None) -> None:
         if descriptor not in self._scheduled and self._loop is not None:
             self._scheduled.add(descriptor)
             self._loop.call_soon(self._drain, descriptor, socket, peer)
 
-    def _drain(self, descriptor: int, socket: zmq.Socket[bytes], peer: Hashable) -> None:
+    def _drain(self, descriptor: int, socket: zmq.Socket[bytes], peer: Peer | None) -> None:
         self._scheduled.discard(descriptor)
         empty = False
         try:
             for _ in range(DRAIN_LIMIT):
                 with self._lock:
-                    # What we delivered may have closed it.
+                    # The message just delivered may have closed it.
                     empty = self._readers.get(descriptor) is not socket or not _is_readable(socket)
                     if empty:
                         return
                     frames = self._receive(socket)
                 self._deliver(frames, socket, peer)
         finally:
-            if not empty:  # also after an error: no edge would announce what is left
+            if not empty:  # also after an error: no edge would announce the rest
                 self._drain_soon(descriptor, socket, peer)
 
     @staticmethod
     def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
-        """The frames of one message. Of those that are too many only the first is kept, to show for them."""
+        """The frames of one message. Of those beyond the limit only the first is kept, to show that there were more."""
         frames = [socket.recv(NOBLOCK, copy=False)]
         more = frames[0].more
         while more:
@@ -194,43 +200,44 @@ class ZmqTransport:
                 frames.append(frame)
         return frames
 
-    def _deliver(self, frames: list[zmq.Frame], socket: zmq.Socket[bytes], peer: Hashable) -> None:
+    def _deliver(self, frames: list[zmq.Frame], socket: zmq.Socket[bytes], peer: Peer | None) -> None:
         """One message: [routing id] header [payload]."""
         assert self._on_message is not None
         assert self._on_garbage is not None
         if socket is self._router:
-            peer = frames.pop(0).bytes
+            peer = CallerPeer(frames.pop(0).bytes)
+        assert peer is not None
         if not 1 <= len(frames) <= 2:
-            what = "nothing" if not frames else "too many frames"
-            self._on_garbage(peer, f"a message of {what}: a header and a payload are all there is")
+            what = "no frames" if not frames else "too many frames"
+            self._on_garbage(peer, f"a message of {what}: it must be a header and at most one payload")
             return
         payload = frames[1].buffer if len(frames) == 2 else None
         self._on_message(peer, frames[0].bytes, payload)
 
     # ── sending ──
 
-    def send(self, peer: Hashable, header: bytes, payload: Sequence[Span]) -> bool:
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
         body = joined(pieces_of(payload)) if payload else None
         with self._lock:
             socket = self._dealers.get(peer)
             routed = socket is None
             if socket is None:
                 socket = self._router
-                if socket is None or not isinstance(peer, bytes):
+                if socket is None or peer.kind is not PeerKind.CALLER:
                     return False
             sent = self._send_frames(
-                socket, peer if routed else None, header, body, None if routed else self._book(peer)
+                socket, peer if routed else None, header, body, None if routed else self._uncopied_to(peer)
             )
             # A send, also one that failed, may swallow the edge that announces a message.
             if _is_readable(socket):
                 self._look_again(socket, None if routed else peer)
         return sent
 
-    def _book(self, peer: Hashable) -> deque[zmq.MessageTracker]:
-        """What the peer is sent without a copy, but for what has gone out."""
-        lent = self._lent.setdefault(peer, deque())
-        _let_go(lent)
-        return lent
+    def _uncopied_to(self, peer: Peer) -> deque[zmq.MessageTracker]:
+        """The payloads that are still being sent to the peer without a copy."""
+        uncopied = self._uncopied.setdefault(peer, deque())
+        _drop_sent(uncopied)
+        return uncopied
 
     @staticmethod
     def _send_frames(
@@ -238,7 +245,7 @@ class ZmqTransport:
         route: Any,
         header: bytes,
         body: bytes | memoryview | None,
-        lent: deque[zmq.MessageTracker] | None,
+        uncopied: deque[zmq.MessageTracker] | None,
     ) -> bool:
         try:
             if route is not None:
@@ -247,28 +254,28 @@ class ZmqTransport:
             if body is None:
                 return True
             copied = len(body) < COPY_BELOW_BYTES
-            tracker = socket.send(body, NOBLOCK, copy=copied, track=not copied and lent is not None)
-            if tracker is not None and lent is not None:
-                lent.append(tracker)
+            tracker = socket.send(body, NOBLOCK, copy=copied, track=not copied and uncopied is not None)
+            if tracker is not None and uncopied is not None:
+                uncopied.append(tracker)
         except zmq.ZMQError:
             return False
         return True
 
-    def _look_again(self, socket: zmq.Socket[bytes], peer: Hashable) -> None:
-        """Drains the socket once the loop is free."""
+    def _look_again(self, socket: zmq.Socket[bytes], peer: Peer | None) -> None:
+        """Drains the socket in the next turn of the loop."""
         assert self._loop is not None
         descriptor = next((number for number, watched in self._readers.items() if watched is socket), -1)
         if threading.get_ident() == self._thread:
             self._drain_soon(descriptor, socket, peer)
         else:
-            with suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            with suppress(RuntimeError):  # the loop is closed, so nothing is read any more
                 self._loop.call_soon_threadsafe(self._drain_soon, descriptor, socket, peer)
 
 
-def _let_go(lent: deque[zmq.MessageTracker]) -> None:
-    """Forgets what has gone out."""
-    while lent and lent[0].done:
-        lent.popleft()
+def _drop_sent(uncopied: deque[zmq.MessageTracker]) -> None:
+    """Forgets the payloads that have been sent."""
+    while uncopied and uncopied[0].done:
+        uncopied.popleft()
 
 
 def _is_readable(socket: zmq.Socket[bytes]) -> bool:
@@ -277,23 +284,23 @@ def _is_readable(socket: zmq.Socket[bytes]) -> bool:
 
 def _why_not(error: zmq.ZMQError) -> str:
     """Why an address cannot be listened on, and what to do."""
-    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):  # the second one is said of a name or an interface
+    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):  # ENODEV: a name or an interface is unknown
         return (
-            "this machine has no such address; give one that it has (`ip address` lists them), or tcp://0.0.0.0:PORT "
+            "this machine has no such address; use one that it has (`ip address` lists them), or tcp://0.0.0.0:PORT "
             "for all of them"
         )
-    what = error.strerror
+    reason = error.strerror
     if error.errno == errno.EADDRINUSE:
-        return f"{what}; stop what listens there, or choose another address (port 0 takes any free port)"
+        return f"{reason}; stop what listens there, or choose another address (port 0 takes any free port)"
     if error.errno == errno.EACCES:
-        return f"{what}; choose another address: ports below 1024 are for root, and a path needs a folder of this user"
-    return f"{what}; choose another address"
+        return f"{reason}; choose another address: ports below 1024 need root, and a path needs a folder of this user"
+    return f"{reason}; choose another address"
 
 
 def _someone_listens(path: str) -> bool:
-    """Whether a process accepts connections at this path. A path left behind by one that died is free."""
+    """Whether a process accepts connections at this path. A path that a dead process left behind is free."""
     if path.startswith("@"):
-        return False  # a name outside the file system: the kernel refuses a second one
+        return False  # an abstract name: the kernel refuses to bind it twice
     with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import priority
 from benchmarks.priority import Model, Step, Training, lines, medians
-from kvd.core.machine import Span
+from kvd.core.machine import SCHEDULER, Peer, Span
 from kvd.testing.cluster import LocalCluster
 from kvd.testing.slowlink import Pipe, SlowLink, slow_links
 from kvd.transport.memory import MemoryNetwork, MemoryTransport
@@ -61,13 +61,13 @@ class Ends:
         self._receiver = MemoryTransport(network)
         self._receiver.start(self._take, self._garbage)
         self.slow.start(self._take, self._garbage)
-        self.slow.connect("them", self._receiver.listen("memory:0"))
+        self.slow.connect(SCHEDULER, self._receiver.listen("memory:0"))
 
-    def _take(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+    def _take(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
         self.received.append((header, b"" if payload is None else bytes(payload)))
         self.arrived.set()
 
-    def _garbage(self, peer: Hashable, text: str) -> None:
+    def _garbage(self, peer: Peer, text: str) -> None:
         raise AssertionError(text)
 
     async def until(self, count: int) -> None:
@@ -94,7 +94,7 @@ PART = np.arange(100, dtype=np.uint8)
 def test_messages_arrive_in_order_also_from_other_threads() -> None:
     def send_all(ends: Ends) -> None:
         for number in range(20):
-            assert ends.slow.send("them", b"%d" % number, [Span(PART, number, 3)])
+            assert ends.slow.send(SCHEDULER, b"%d" % number, [Span(PART, number, 3)])
 
     async def body(ends: Ends) -> None:
         sender = threading.Thread(target=send_all, args=(ends,))
@@ -111,15 +111,15 @@ def test_what_the_link_cannot_take_is_refused_by_the_size_of_its_spans() -> None
 
     async def body(ends: Ends) -> None:
         spans: Sequence[Span] = [Span(PART, 0, 50), Span(PART, 50, 40)]
-        assert ends.slow.send("them", b"head", spans)
-        assert ends.slow.send("them", b"head", spans)
-        assert not ends.slow.send("them", b"head", [*spans, Span(PART, 0, 1)])
-        assert ends.slow.send("them", b"", [Span(PART, 0, 12)])  # 200 bytes in all
-        assert not ends.slow.send("them", b"x", [])
+        assert ends.slow.send(SCHEDULER, b"head", spans)
+        assert ends.slow.send(SCHEDULER, b"head", spans)
+        assert not ends.slow.send(SCHEDULER, b"head", [*spans, Span(PART, 0, 1)])
+        assert ends.slow.send(SCHEDULER, b"", [Span(PART, 0, 12)])  # 200 bytes in all
+        assert not ends.slow.send(SCHEDULER, b"x", [])
 
     ends = in_loop(1e-3, 200, body)
     assert ends.received == []
-    assert not ends.slow.send("them", b"", [])  # closed
+    assert not ends.slow.send(SCHEDULER, b"", [])  # closed
 
 
 def test_a_link_that_is_started_late_sends_what_was_queued_before() -> None:
@@ -128,8 +128,8 @@ def test_a_link_that_is_started_late_sends_what_was_queued_before() -> None:
         receiver = MemoryTransport(network)
         receiver.start(lambda peer, header, payload: got.set_result([header]), lambda peer, text: None)
         slow = SlowLink(MemoryTransport(network), 1e6)
-        slow.connect("them", receiver.listen("memory:0"))
-        assert slow.send("them", b"early", [])
+        slow.connect(SCHEDULER, receiver.listen("memory:0"))
+        assert slow.send(SCHEDULER, b"early", [])
         slow.start(lambda peer, header, payload: None, lambda peer, text: None)
         headers: list[bytes] = await got
         return headers

@@ -68,7 +68,7 @@ def test_a_link_that_breaks_is_not_shown_as_one(kvd: Kvd, cluster: LocalCluster,
     engine = stores[0]._backend._engine  # type: ignore[attr-defined]
     home = engine.machine.view.server_of("w", 0)
     broken = engine.machine.view.servers()[home].incarnation
-    for link in engine.transport._gate.links:
+    for link in engine.transport._reader.links:
         if link.peer == broken:
             engine._loop.call_soon_threadsafe(link.end, "the cable was cut")
             wait_until(lambda link=link: link.has_ended, "the link has ended")  # type: ignore[misc]

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import kvd
+from kvd.core.machine import PeerKind
+from kvd.protocol.messages import PathKind
 from kvd.testing.cluster import PATHS, LocalCluster
 from kvd.transport.frames import INLINE_BELOW_BYTES
-from kvd.transport.host import SHARED_MEMORY, ZMQ
 
 FLOATS = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 INT64 = np.dtype(np.int64)
@@ -98,8 +99,8 @@ def digests_of(workers: int, servers: int, *, bound: bool, rounds: int = 1, **ho
 
         def program(kv: kvd.KVStore) -> str:
             digest = Training(kv, bound=bound, rounds=rounds).digest()
-            kinds = {path.kind for peer, path in paths_of(kv).items() if isinstance(peer, int)}
-            assert kinds == {SHARED_MEMORY if cluster.path == "shm" else ZMQ}
+            kinds = {path.kind for peer, path in paths_of(kv).items() if peer.kind is PeerKind.SERVER}
+            assert kinds == {PathKind.SHARED_MEMORY if cluster.path == "shm" else PathKind.ZMQ}
             return digest
 
         return set(cluster.run(program))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvd.core.machine import Effect, PeerLost, Persist, Persisted, Received, Tick
+from kvd.core.machine import Effect, PeerLost, Persist, Persisted, Received, ServerPeer, Tick
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
 from kvd.protocol.messages import Epoch, Heartbeat, Join, Settings
 from tests.core.fakes import OPEN, cluster, of, one, said, worker_id
@@ -31,7 +31,8 @@ class Harness:
         return effects
 
     def say(self, who: int, message: Any, *, peer: Any = None, view: tuple[int, int] = (0, 0)) -> list[Effect]:
-        return self.step(Received(who if peer is None else peer, who, Epoch(*view), message))
+        peer = ServerPeer(who) if peer is None else peer  # a node is known by its incarnation here
+        return self.step(Received(peer, who, Epoch(*view), message))
 
     def join(self, role: str, who: int, node_id: str, *, rank: int = -1, settings: Settings = OPEN) -> list[Effect]:
         return self.say(who, Join(1, role, node_id, "", "host", 70 + who % 10, rank, settings))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvd.core.machine import Apply, Create, Effect, Export, JobDone, Load, Received, Run, Send, Span, Tick
+from kvd.core.machine import Apply, Create, Effect, Export, JobDone, Load, Received, Run, Send, ServerPeer, Span, Tick
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.errors import KvdError
 from kvd.protocol.messages import (
@@ -116,7 +116,8 @@ class Harness:
         who = worker_id(rank, life)
         self._request = max(self._request, getattr(message, "request", 0))
         nbytes = 0 if payload is None else len(payload)
-        return self.step(Received(who if peer is None else peer, who, Epoch(1, 1), message, payload, nbytes))
+        peer = ServerPeer(who) if peer is None else peer  # a node is known by its incarnation here
+        return self.step(Received(peer, who, Epoch(1, 1), message, payload, nbytes))
 
     def attach(self, rank: int, life: int = 0) -> list[Effect]:
         return self.say(rank, Attach(1, rank), life=life)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import Send, Span
+from kvd.core.machine import Send, ServerPeer, Span
 from kvd.core.worker.outbox import (
     QUEUED,
     RETRY_FIRST_S,
@@ -21,6 +21,8 @@ from kvd.core.worker.outbox import (
 )
 from kvd.protocol.messages import Command, Part, Pull, Push, SliceId
 
+S0, S1 = ServerPeer(1 << 40), ServerPeer(1 << 41)
+
 
 def ignore(entry: Entry, event: Any) -> None: ...
 
@@ -28,11 +30,11 @@ def ignore(entry: Entry, event: Any) -> None: ...
 def push(request: int, clock: int, *, key: str = "w", index: int = 0, nbytes: int = 10, **more: Any) -> Entry:
     message = Push(request, (Part(key, index, clock),), 0, 1, False)
     payload = (Span(f"bytes {request}", 0, nbytes),)
-    return Entry(more.pop("peer", "s0"), message, ignore, payload, nbytes, pushes=(SliceId(key, index),), **more)
+    return Entry(more.pop("peer", S0), message, ignore, payload, nbytes, pushes=(SliceId(key, index),), **more)
 
 
 def pull(request: int, *, key: str = "w", **more: Any) -> Entry:
-    return Entry(more.pop("peer", "s0"), Pull(request, (Part(key, 0, 1),)), ignore, **more)
+    return Entry(more.pop("peer", S0), Pull(request, (Part(key, 0, 1),)), ignore, **more)
 
 
 def requests(sends: Sequence[Send]) -> list[int]:
@@ -65,7 +67,7 @@ def test_the_order_of_a_slice_outranks_priority() -> None:
 
 
 def test_a_push_of_many_slices_waits_for_all_of_them() -> None:
-    both = Entry("s0", Push(3, (Part("a", 0, 2), Part("b", 0, 2)), 0, 1, False), ignore, (), 10)
+    both = Entry(S0, Push(3, (Part("a", 0, 2), Part("b", 0, 2)), 0, 1, False), ignore, (), 10)
     outbox = filled(push(1, 1, key="a"), push(2, 1, key="b"), both, push(4, 3, key="b"), credit=10)
     first, second, third, fourth = outbox.entries()
     for entry in (first, second, third, fourth):
@@ -75,7 +77,7 @@ def test_a_push_of_many_slices_waits_for_all_of_them() -> None:
 
 
 def test_lanes_do_not_wait_for_each_other() -> None:
-    outbox = filled(push(1, 1, nbytes=1000), push(2, 1, key="x"), push(3, 1, key="y", peer="s1"), credit=1000)
+    outbox = filled(push(1, 1, nbytes=1000), push(2, 1, key="x"), push(3, 1, key="y", peer=S1), credit=1000)
     assert requests(outbox.pump(0.0)) == [1, 3]
 
 
@@ -126,7 +128,7 @@ def test_once_staged_a_probe_without_bytes_is_enough() -> None:
     outbox.staged(entry, 1.0)
     assert outbox.next_deadline() == 1.0 + RETRY_FIRST_S
     (probe,) = outbox.due(1.0 + RETRY_FIRST_S)
-    assert probe == Send("s0", Push(1, (Part("w", 0, 1),), 0, 1, False, probe=True))
+    assert probe == Send(S0, Push(1, (Part("w", 0, 1),), 0, 1, False, probe=True))
     assert outbox.unstaged == 0
 
 
@@ -226,7 +228,7 @@ def test_an_answer_to_what_was_not_sent_yet_starts_no_retry() -> None:
 
 
 def test_a_command_takes_credit_until_it_is_answered() -> None:
-    command = Entry("s0", Command(1, "head"), ignore, (Span("body", 0, 90),), 90)
+    command = Entry(S0, Command(1, "head"), ignore, (Span("body", 0, 90),), 90)
     outbox = filled(command, push(2, 1, nbytes=90), credit=100)
     assert requests(outbox.pump(0.0)) == [1]
     assert not command.is_push
@@ -281,7 +283,7 @@ def test_a_small_push_waits_for_the_one_before_it_like_any_other() -> None:
 
 def test_who_asks_whether_all_is_staged_probes_the_small_pushes() -> None:
     sent, staged, large = push(1, 1), push(2, 1, key="x"), push(3, 1, key="y", nbytes=90)
-    blocked, command = push(4, 1, key="z", nbytes=90), Entry("s0", Command(5, "head"), ignore)
+    blocked, command = push(4, 1, key="z", nbytes=90), Entry(S0, Command(5, "head"), ignore)
     outbox = filled(sent, staged, large, blocked, command, credit=100, small=10)
     outbox.pump(0.0)
     outbox.staged(staged, 0.0)

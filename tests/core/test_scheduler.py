@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import InvalidFrame, LogEntry, PeerLost, Persist, Persisted, Send, Tick
+from kvd.core.machine import CallerPeer, InvalidFrame, LogEntry, PeerLost, Persist, Persisted, Send, Tick
 from kvd.core.scheduler import machine
 from kvd.protocol.messages import (
     Departure,
@@ -53,7 +53,7 @@ def test_nodes_get_ranks_in_the_order_of_joining_and_all_get_the_view() -> None:
     assert answer(harness.worker(0), Welcome) == Welcome(1, 0, None)
     effects = harness.worker(1)
     assert answer(effects, Welcome) == Welcome(1, 1, None)
-    views = {send.peer: send.message for send in of(Send, effects) if isinstance(send.message, View)}
+    views: dict[Any, View] = {send.peer: send.message for send in of(Send, effects) if isinstance(send.message, View)}
     assert set(views) == {1000, worker_id(0), worker_id(1)}
     view = views[1000]
     assert [(member.role, member.rank, member.state) for member in view.members] == [
@@ -297,7 +297,7 @@ def test_messages_for_servers_are_refused_and_answers_are_not_answered() -> None
     )
     assert answer(harness.say(51, View(OPEN, (), ())), Refused).request == 0
     assert harness.say(51, Refused(0, ErrorCode.PROTOCOL_ERROR, "what?")) == []
-    assert harness.step(InvalidFrame("peer", "junk")) == []
+    assert harness.step(InvalidFrame(CallerPeer(b"peer"), "junk")) == []
     assert harness.step(PeerLost(12345, "who?")) == []
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import LogEntry, PeerLost, Persist, Persisted, Send, Tick
+from kvd.core.machine import LogEntry, PeerLost, Persist, Persisted, Send, ServerPeer, Tick
 from kvd.protocol.messages import Departure, Done, Enter, ErrorCode, Leave, NodeName, Refused, View
 from tests.core.fakes import of, one, said, server_id, worker_id
 from tests.core.scheduler_harness import BARE, Harness
@@ -150,8 +150,8 @@ def test_all_workers_at_a_barrier_are_told_of_its_release() -> None:
     harness = two_workers()
     assert enter(harness, 0, 11) == []
     assert harness.machine.explain(0.0)["barriers"] == {"b": [0]}
-    assert enter(harness, 1, 22) == [Send(worker_id(0), Done(11)), Send(worker_id(1), Done(22))]
-    assert enter(harness, 0, 12) == [Send(worker_id(0), Done(12))]  # settled: the same answer for ever
+    assert enter(harness, 1, 22) == [Send(ServerPeer(worker_id(0)), Done(11)), Send(ServerPeer(worker_id(1)), Done(22))]
+    assert enter(harness, 0, 12) == [Send(ServerPeer(worker_id(0)), Done(12))]  # settled: the same answer for ever
     assert enter(harness, 0, 13, generation=1) == []
 
 
@@ -163,7 +163,7 @@ def test_a_release_is_persisted_before_it_is_answered_and_outlives_the_scheduler
     assert said(effects) == []
     assert enter(harness, 0, 11) == []  # asked again in between: not yet
     again = Harness(saved=one(of(Persist, effects)).record, generation=2)
-    assert enter(again, 0, 11) == [Send(worker_id(0), Done(11))]
+    assert enter(again, 0, 11) == [Send(ServerPeer(worker_id(0)), Done(11))]
     told = said(harness.step(Persisted(one(of(Persist, effects)).token)))
     assert told.count(Done(11)) >= 1
     assert told.count(Done(22)) == 1

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvd.core.machine import CallerPeer
 from kvd.core.scheduler import roster as module
 from kvd.core.scheduler.roster import AS_PREDECESSOR, LIVING, TRANSITIONS, MemberEvent, Roster, Seat
 from kvd.protocol.messages import Join, MemberState
@@ -32,6 +33,8 @@ ROWS = [
 OUTSIDE = [
     (state, event) for state in MemberState for event in MemberEvent if (state, event) not in [row[:2] for row in ROWS]
 ]
+
+PEER, NEW_PEER, NEWER_PEER = CallerPeer(b"peer"), CallerPeer(b"new"), CallerPeer(b"newer")
 
 
 def seat(state: str = "active", rank: int = 0, role: str = "worker", **more: Any) -> Seat:
@@ -90,10 +93,10 @@ def test_a_reason_is_cut_to_the_length_that_a_view_may_carry() -> None:
 
 def test_a_dead_member_that_is_heard_is_back_without_the_reason_of_its_death() -> None:
     there = seat("dead")
-    assert Roster(1, 1, [there]).heard(there, "new peer")
-    assert (there.member.state, there.member.reason, there.peer) == (ACTIVE, "", "new peer")
-    assert not Roster(1, 1, [there]).heard(there, "newer peer")
-    assert there.peer == "newer peer"
+    assert Roster(1, 1, [there]).heard(there, NEW_PEER)
+    assert (there.member.state, there.member.reason, there.peer) == (ACTIVE, "", NEW_PEER)
+    assert not Roster(1, 1, [there]).heard(there, NEWER_PEER)
+    assert there.peer == NEWER_PEER
 
 
 # ── seats ──
@@ -128,15 +131,15 @@ def test_a_new_node_gets_the_rank_it_asks_for_or_the_first_free_one(
 def test_a_successor_is_told_how_its_predecessor_ended(state: str, told: MemberState) -> None:
     there = roster(state)
     before = there.seat_of(5000)
-    seat, replaced = there.take_seat(join(), 0, 42, "peer")
+    seat, replaced = there.take_seat(join(), 0, 42, PEER)
     assert replaced is before
-    assert (seat.predecessor, seat.member.state, seat.member.incarnation, seat.peer) == (told, ACTIVE, 42, "peer")
+    assert (seat.predecessor, seat.member.state, seat.member.incarnation, seat.peer) == (told, ACTIVE, 42, PEER)
     assert (there.seat_of(42), there.seat_of(5000)) == (seat, None)
     assert (there.lost_place(5000), there.lost_place(42)) == ("worker 0", None)
 
 
 def test_the_first_holder_of_a_rank_has_no_predecessor() -> None:
-    seat, replaced = Roster(1, 1).take_seat(join(), 0, 42, "peer")
+    seat, replaced = Roster(1, 1).take_seat(join(), 0, 42, PEER)
     assert (seat.predecessor, replaced) == (None, None)
 
 
@@ -144,7 +147,7 @@ def test_the_oldest_replaced_incarnations_are_forgotten(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "MAX_REPLACED", 2)
     there = Roster(1, 1)
     for incarnation in (1, 2, 3, 4):
-        there.take_seat(join(), 0, incarnation, "peer")
+        there.take_seat(join(), 0, incarnation, PEER)
     assert there.replaced() == [(2, "worker 0"), (3, "worker 0")]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from kvd.core.machine import Send
+from kvd.core.machine import CallerPeer, Send
 from kvd.core.scheduler.views import Views
 from kvd.protocol.messages import Done, Epoch, View, Welcome
 from tests.core.fakes import OPEN
 
+A, B = CallerPeer(b"a"), CallerPeer(b"b")
 FIRST, SECOND, THIRD = (View(OPEN._replace(num_workers=count), (), ()) for count in (1, 2, 3))
 
 
@@ -14,41 +15,41 @@ def test_a_view_is_announced_when_it_is_saved() -> None:
     views = Views(4, 0, FIRST)
     token = views.change(SECOND)
     assert (views.epoch, views.announced) == (Epoch(4, 0), FIRST)
-    assert views.saved(token, ["a", "b"]) == [Send("a", SECOND), Send("b", SECOND)]
+    assert views.saved(token, [A, B]) == [Send(A, SECOND), Send(B, SECOND)]
     assert (views.epoch, views.announced) == (Epoch(4, token), SECOND)
-    assert views.saved(token, ["a"]) == []  # reported twice
+    assert views.saved(token, [A]) == []  # reported twice
 
 
 def test_only_the_newest_view_is_announced_and_each_answer_comes_with_its_own() -> None:
     views = Views(1, 0, FIRST)
-    second = views.change(SECOND, [Send("a", Done(1))])
-    third = views.change(THIRD, [Send("a", Done(2))])
-    assert views.saved(second, ["a"]) == [Send("a", Done(1))]
+    second = views.change(SECOND, [Send(A, Done(1))])
+    third = views.change(THIRD, [Send(A, Done(2))])
+    assert views.saved(second, [A]) == [Send(A, Done(1))]
     assert views.announced == SECOND
-    assert views.saved(third, ["a"]) == [Send("a", THIRD), Send("a", Done(2))]
+    assert views.saved(third, [A]) == [Send(A, THIRD), Send(A, Done(2))]
 
 
 def test_a_record_that_is_saved_out_of_order_takes_the_earlier_ones_with_it() -> None:
     views = Views(1, 0, FIRST)
-    second = views.change(SECOND, [Send("a", Done(1))])
-    third = views.change(THIRD, [Send("a", Done(2))])
-    assert views.saved(third, []) == [Send("a", Done(1)), Send("a", Done(2))]
-    assert views.saved(second, ["a"]) == []
+    second = views.change(SECOND, [Send(A, Done(1))])
+    third = views.change(THIRD, [Send(A, Done(2))])
+    assert views.saved(third, []) == [Send(A, Done(1)), Send(A, Done(2))]
+    assert views.saved(second, [A]) == []
     assert views.epoch == Epoch(1, third)
 
 
 def test_an_answer_that_depends_on_an_unsaved_view_is_withheld() -> None:
     views = Views(1, 0, FIRST)
-    assert views.when_saved(Send("a", Done(1))) == [Send("a", Done(1))]
+    assert views.when_saved(Send(A, Done(1))) == [Send(A, Done(1))]
     token = views.change(SECOND)
-    assert views.when_saved(Send("a", Done(2))) == []
-    assert views.when_saved(Send("b", Welcome(1, 0, None))) == []
-    assert views.saved(token, ["b"]) == [Send("b", SECOND), Send("a", Done(2)), Send("b", Welcome(1, 0, None))]
+    assert views.when_saved(Send(A, Done(2))) == []
+    assert views.when_saved(Send(B, Welcome(1, 0, None))) == []
+    assert views.saved(token, [B]) == [Send(B, SECOND), Send(A, Done(2)), Send(B, Welcome(1, 0, None))]
 
 
 def test_a_welcome_that_waits_for_nothing_brings_the_view() -> None:
-    welcome = Send("a", Welcome(1, 0, None))
-    assert Views(1, 0, FIRST).when_saved(welcome) == [welcome, Send("a", FIRST)]
+    welcome = Send(A, Welcome(1, 0, None))
+    assert Views(1, 0, FIRST).when_saved(welcome) == [welcome, Send(A, FIRST)]
 
 
 def test_it_continues_after_a_later_view_that_a_node_knows() -> None:

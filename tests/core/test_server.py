@@ -7,6 +7,7 @@ import pytest
 from kvd.core.machine import (
     SCHEDULER,
     Apply,
+    CallerPeer,
     Complete,
     Create,
     Halt,
@@ -73,7 +74,7 @@ def test_so_many_strangers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_server_or_a_stranger_is_no_worker() -> None:
     harness = Harness(attach=False)
-    assert harness.step(Received("x", 1000, Epoch(0, 0), Attach(1, 0))) == []
+    assert harness.step(Received(CallerPeer(b"x"), 1000, Epoch(0, 0), Attach(1, 0))) == []
     for message in (
         Init(3, "w", uint8(1), 0),
         Publish(3, "w", uint8(1)),
@@ -301,7 +302,7 @@ def test_what_a_server_does_not_take() -> None:
     assert harness.say(0, Done(4)) == []
     assert harness.say(0, Refused(4, ErrorCode.REMOTE_ERROR, "y")) == []
     assert harness.step(JobDone(999)) == []
-    assert harness.step(InvalidFrame("someone", "junk")) == []
+    assert harness.step(InvalidFrame(CallerPeer(b"someone"), "junk")) == []
     assert said(harness.say(0, StatusQuery(5))) == [StatusReport(5)]
 
 

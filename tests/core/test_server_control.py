@@ -6,7 +6,20 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import Apply, Export, JobDone, Load, LogEntry, Received, ResetState, Run, Send, Span
+from kvd.core.machine import (
+    Apply,
+    CallerPeer,
+    Export,
+    JobDone,
+    Load,
+    LogEntry,
+    Received,
+    ResetState,
+    Run,
+    Send,
+    ServerPeer,
+    Span,
+)
 from kvd.core.server.command_answers import CommandAnswers
 from kvd.errors import NotAllowed
 from kvd.optimizer import SGD, Adam, to_wire
@@ -122,7 +135,7 @@ def test_async_and_from_outside_a_change_takes_effect_at_once() -> None:
     harness = ready(cluster(mode="async"), SGD(0.5))
     harness.say(0, UpdateOptimizer(51, {"learning_rate": 0.25}))
     harness.push(1, 1, ONE)
-    harness.step(Received("cli", 77, Epoch(0, 0), UpdateOptimizer(51, {"learning_rate": 0.125})))
+    harness.step(Received(CallerPeer(b"cli"), 77, Epoch(0, 0), UpdateOptimizer(51, {"learning_rate": 0.125})))
     harness.push(1, 2, ONE)
     assert rates(harness) == [0.25, 0.125]
 
@@ -218,9 +231,9 @@ def test_a_command_is_run_once_and_answered_as_often_as_it_is_asked() -> None:
     assert (run.head, run.body) == ("ping", Span(b"body", 0, 4))
     assert harness.say(0, Command(70, "ping"), b"body") == []
     effects = harness.finish(run)
-    assert effects == [Send(worker_id(0), CommandResult(70), (Span(b"answer", 0, 6),))]
-    again = harness.say(0, Command(70, "ping"), b"body", peer="elsewhere")
-    assert again == [Send("elsewhere", CommandResult(70), (Span(b"answer", 0, 6),))]
+    assert effects == [Send(ServerPeer(worker_id(0)), CommandResult(70), (Span(b"answer", 0, 6),))]
+    again = harness.say(0, Command(70, "ping"), b"body", peer=CallerPeer(b"elsewhere"))
+    assert again == [Send(CallerPeer(b"elsewhere"), CommandResult(70), (Span(b"answer", 0, 6),))]
     assert len(of(Run, harness.say(0, Command(71, "ping"), b"body"))) == 1
     assert len(of(Run, harness.say(1, Command(70, "ping"), b"body"))) == 1  # of another sender
 

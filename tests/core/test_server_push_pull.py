@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import Apply, Effect, LogEntry, Received
+from kvd.core.machine import Apply, CallerPeer, Effect, LogEntry, Received
 from kvd.errors import NotAllowed
 from kvd.protocol.messages import (
     Done,
@@ -69,9 +69,9 @@ def test_a_pull_waits_for_its_version_and_gets_exactly_it() -> None:
 
 def test_who_is_no_worker_pulls_what_is_committed() -> None:
     harness = ready(b"a")
-    anyone = Received("cli", 77, Epoch(0, 0), Pull(3, (Part("w", 0, -1),)))
+    anyone = Received(CallerPeer(b"cli"), 77, Epoch(0, 0), Pull(3, (Part("w", 0, -1),)))
     assert values(harness.step(anyone)) == ((0,), [b"a"])
-    exact = Received("cli", 77, Epoch(0, 0), Pull(3, (Part("w", 0, 1),)))
+    exact = Received(CallerPeer(b"cli"), 77, Epoch(0, 0), Pull(3, (Part("w", 0, 1),)))
     assert not_yet(harness.step(exact)).reason is NotYetReason.NOT_ATTACHED
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.core import requests
-from kvd.core.machine import Copy, Halt, InvalidFrame
+from kvd.core.machine import SCHEDULER, CallerPeer, Copy, Halt, InvalidFrame
 from kvd.errors import NodeLost, ProtocolError, RequestTimeout
 from kvd.protocol.messages import (
     Command,
@@ -217,8 +217,8 @@ def test_other_servers_keys_live_on() -> None:
 def test_a_scheduler_that_speaks_another_language_ends_it() -> None:
     harness = Harness(joined=False)
     call = harness.call(requests.JoinCluster())
-    assert of(Halt, harness.step(InvalidFrame("someone", "junk"))) == []
-    harness.step(InvalidFrame("scheduler", "junk"))
+    assert of(Halt, harness.step(InvalidFrame(CallerPeer(b"someone"), "junk"))) == []
+    harness.step(InvalidFrame(SCHEDULER, "junk"))
     assert isinstance(harness.error(call), ProtocolError)
     assert isinstance(harness.error(harness.call(requests.Flush())), ProtocolError)
 
@@ -226,6 +226,6 @@ def test_a_scheduler_that_speaks_another_language_ends_it() -> None:
 def test_garbage_from_a_scheduler_that_was_understood_ends_nothing() -> None:
     harness = ready()
     call = harness.push("w")
-    harness.step(InvalidFrame("scheduler", "junk"))
+    harness.step(InvalidFrame(SCHEDULER, "junk"))
     harness.settle()
     assert harness.result(call) == [None]

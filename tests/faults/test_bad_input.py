@@ -195,7 +195,7 @@ def test_the_log_gets_one_line_of_many(
                     raw.send(b"garbage")
                 for _ in range(500):
                     assert isinstance(raw.answer(), Refused)
-    lines = [record for record in caplog.records if "no message" in record.getMessage()]
+    lines = [record for record in caplog.records if "invalid frame" in record.getMessage()]
     assert len(lines) == 2
 
 
@@ -250,7 +250,7 @@ def test_strangers_do_not_push(cluster: LocalCluster, stores: list[kvd.KVStore])
 def test_frames_that_are_recorded_and_sent_again_count_once(cluster: LocalCluster, stores: list[kvd.KVStore]) -> None:
     """Every message of a worker to the servers is sent once more from another socket, some before its own answer."""
     engine = stores[0]._backend._engine  # type: ignore[attr-defined]
-    transport = engine._driver._transport
+    transport = engine.transport
     recorded: list[tuple[int, bytes, bytes]] = []
     send = transport.send
     by_incarnation = {member.incarnation: member.address for member in engine.machine.view.servers()}

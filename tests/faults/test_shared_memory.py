@@ -33,6 +33,7 @@ TRAINS = """
 import hashlib, json, pathlib, sys, time
 import numpy as np
 import kvd
+from kvd.core.machine import PeerKind
 from kvd.errors import NodeLost
 
 def wait_to_be_let_go():
@@ -62,7 +63,7 @@ try:
             wait_to_be_let_go()
         result["digest"] = hashlib.sha256(b"".join(weight.tobytes() for weight in weights)).hexdigest()
         paths = kv._backend._engine.transport.paths()
-        texts = {": ".join(filter(None, path)) for peer, path in paths.items() if isinstance(peer, int)}
+        texts = {path.describe() for peer, path in paths.items() if peer.kind is PeerKind.SERVER}
         result["paths"] = sorted(texts)
 except NodeLost as error:
     result["lost"] = error.node

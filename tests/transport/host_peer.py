@@ -1,36 +1,36 @@
-"""A process with a HostTransport, for tests that need a real second one: it does what the headers say.
+"""A process with a HostTransport, which does what the headers of messages say.
 
-Started as a script with an incarnation to listen under. Its address is the first line it prints.
+The script takes the incarnation under which it listens. Its address is the first line that it prints.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Hashable
 
-from kvd.core.machine import Span
+from kvd.core.machine import Peer, Span
 from kvd.transport.host import HostTransport
 
 
-class Peer:
-    """`keep` keeps the payload, `drop` drops what is kept, `lend` answers with its own memory; the rest is echoed."""
+class PeerProcess:
+    """`keep` keeps the payload, `drop` drops all kept ones, `leaseN` answers with N bytes of its own shared memory. All
+    other messages are echoed."""
 
     def __init__(self) -> None:
         self.transport = HostTransport()
         self.kept: list[memoryview | None] = []
 
-    def take(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+    def take(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
         if header == b"keep":
             self.kept.append(payload)
             self.transport.send(peer, b"kept", [])
         elif header == b"drop":
             self.kept.clear()
-        elif header.startswith(b"lend"):
-            block = self.transport.arena.allocate(int(header[4:]))
+        elif header.startswith(b"lease"):
+            block = self.transport.arena.allocate(int(header[5:]))
             assert block is not None
             block[:] = 77
-            self.transport.send(peer, b"lent", [Span(block, 0, block.nbytes)])
+            self.transport.send(peer, b"leased", [Span(block, 0, block.nbytes)])
         else:
             spans = [] if payload is None else [Span(payload, 0, payload.nbytes)]
             self.transport.send(peer, header, spans)
@@ -45,4 +45,4 @@ class Peer:
 
 
 if __name__ == "__main__":
-    asyncio.run(Peer().run(int(sys.argv[1])))
+    asyncio.run(PeerProcess().run(int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""What every transport promises: over TCP, over ipc, over links beside TCP, and within one process."""
+"""What every transport guarantees: over TCP, ipc, links in addition to TCP, and within one process."""
 
 from __future__ import annotations
 
@@ -6,30 +6,27 @@ import asyncio
 import os
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvd.core.machine import Span
+from kvd.core.machine import SCHEDULER, CallerPeer, Peer, ServerPeer
 from kvd.errors import ConnectError
 from kvd.transport.base import Transport
 from kvd.transport.host import HostTransport
 from kvd.transport.memory import MemoryNetwork, MemoryTransport
 from kvd.transport.zmq import ZmqTransport
+from tests.transport.host_harness import eventually
+from tests.transport.link_harness import spans
 
-SERVER = secrets.randbits(60)  # the peer's name: an incarnation, so that there can be links to it
+SERVER = ServerPeer(secrets.randbits(60))  # its name is an incarnation, so that links to it are possible
 
-Message = tuple[Hashable, bytes, bytes | None]
-
-
-def spans(*pieces: bytes | bytearray) -> list[Span]:
-    return [Span(piece, 0, len(piece)) for piece in pieces]
+Message = tuple[Peer, bytes, bytes | None]
 
 
 class Kind:
-    """One kind of transport: how to make it, and where it can listen."""
+    """One kind of transport: how to create it, and where it can listen."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
@@ -49,19 +46,19 @@ class Kind:
 
 
 class Node:
-    """A transport that is started, and what it has received."""
+    """A started transport and what it has received."""
 
     def __init__(self, kind: Kind, address: str | None = None) -> None:
         self.transport = kind.make()
         self.messages: list[Message] = []
-        self.garbage: list[tuple[Hashable, str]] = []
+        self.garbage: list[tuple[Peer, str]] = []
         self.address = "" if address is None else kind.listen(self.transport, address)
         self.transport.start(self._take, lambda peer, text: self.garbage.append((peer, text)))
 
-    def _take(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+    def _take(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
         self.messages.append((peer, header, None if payload is None else bytes(payload)))
 
-    def send(self, peer: Hashable, header: bytes, *pieces: bytes) -> bool:
+    def send(self, peer: Peer, header: bytes, *pieces: bytes) -> bool:
         return self.transport.send(peer, header, spans(*pieces))
 
     async def received(self, count: int) -> list[Message]:
@@ -73,15 +70,8 @@ class Node:
         self.transport.close(0.2)
 
 
-async def eventually(holds: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    while not holds():
-        assert asyncio.get_running_loop().time() < deadline, "it did not happen"
-        await asyncio.sleep(0.002)
-
-
-async def greet(client: Node, server: Node) -> Hashable:
-    """Sends until the server has heard the client; gives the server's name for it."""
+async def greet(client: Node, server: Node) -> Peer:
+    """Sends until the server has received a message. Returns the server's name for the client."""
     before = len(server.messages)
     while len(server.messages) == before:
         client.send(SERVER, b"hello")
@@ -97,7 +87,7 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
     return Kind(request.param, tmp_path)
 
 
-def with_pair(kind: Kind, program: Callable[[Node, Node, Hashable], Awaitable[None]]) -> None:
+def with_pair(kind: Kind, program: Callable[[Node, Node, Peer], Awaitable[None]]) -> None:
     async def main() -> None:
         server, client = Node(kind, kind.any_address), Node(kind)
         try:
@@ -111,7 +101,7 @@ def with_pair(kind: Kind, program: Callable[[Node, Node, Hashable], Awaitable[No
 
 
 def test_messages_arrive_in_order_and_are_answered(kind: Kind) -> None:
-    async def program(server: Node, client: Node, peer: Hashable) -> None:
+    async def program(server: Node, client: Node, peer: Peer) -> None:
         for number in range(500):
             assert client.send(SERVER, b"%d" % number, *([b"body %d" % number] if number % 2 else []))
         messages = await server.received(500)
@@ -126,7 +116,7 @@ def test_messages_arrive_in_order_and_are_answered(kind: Kind) -> None:
 
 
 def test_payloads_of_several_pieces_are_padded_to_8(kind: Kind) -> None:
-    async def program(server: Node, client: Node, peer: Hashable) -> None:
+    async def program(server: Node, client: Node, peer: Peer) -> None:
         client.send(SERVER, b"h", b"abc", b"", b"12345678", b"xy")
         client.send(SERVER, b"h", b"abc")
         client.send(SERVER, b"h", b"")
@@ -138,7 +128,7 @@ def test_payloads_of_several_pieces_are_padded_to_8(kind: Kind) -> None:
 
 
 def test_large_payloads(kind: Kind) -> None:
-    async def program(server: Node, client: Node, peer: Hashable) -> None:
+    async def program(server: Node, client: Node, peer: Peer) -> None:
         large = os.urandom(1 << 20) * 9 + b"end"
         for _ in range(3):
             client.send(SERVER, b"up", large)
@@ -150,8 +140,8 @@ def test_large_payloads(kind: Kind) -> None:
     with_pair(kind, program)
 
 
-def test_what_was_sent_may_be_forgotten_and_received_may_be_kept(kind: Kind) -> None:
-    """A payload that was received keeps its memory, whatever comes after it."""
+def test_senders_may_drop_and_receivers_may_keep_a_payload(kind: Kind) -> None:
+    """A received payload keeps its memory, whatever arrives later."""
 
     async def main() -> None:
         kept: list[memoryview] = []
@@ -174,10 +164,10 @@ def test_what_was_sent_may_be_forgotten_and_received_may_be_kept(kind: Kind) -> 
     asyncio.run(main())
 
 
-def test_sending_to_a_peer_that_is_gone_or_unknown_says_so(kind: Kind) -> None:
-    async def program(server: Node, client: Node, peer: Hashable) -> None:
-        assert not client.send("somebody else", b"h")
-        assert not server.send(b"nobody", b"h")
+def test_send_returns_false_if_the_peer_is_gone_or_unknown(kind: Kind) -> None:
+    async def program(server: Node, client: Node, peer: Peer) -> None:
+        assert not client.send(SCHEDULER, b"h")
+        assert not server.send(CallerPeer(b"nobody"), b"h")
         client.transport.disconnect(SERVER)
         assert not client.send(SERVER, b"h")
         await eventually(lambda: not server.send(peer, b"h"))
@@ -185,8 +175,8 @@ def test_sending_to_a_peer_that_is_gone_or_unknown_says_so(kind: Kind) -> None:
     with_pair(kind, program)
 
 
-def test_a_taken_address_is_refused_and_left_alone(kind: Kind) -> None:
-    async def program(server: Node, client: Node, peer: Hashable) -> None:
+def test_listening_at_a_taken_address_fails_and_does_no_harm(kind: Kind) -> None:
+    async def program(server: Node, client: Node, peer: Peer) -> None:
         other = kind.make()
         with pytest.raises(ConnectError) as caught:
             other.listen(server.address)
@@ -198,8 +188,8 @@ def test_a_taken_address_is_refused_and_left_alone(kind: Kind) -> None:
     with_pair(kind, program)
 
 
-def test_a_connection_comes_back_when_the_listener_does(kind: Kind) -> None:
-    async def program(server: Node, client: Node, peer: Hashable) -> None:
+def test_a_connection_comes_back_with_its_listener(kind: Kind) -> None:
+    async def program(server: Node, client: Node, peer: Peer) -> None:
         address = server.address
         server.close()
         await asyncio.sleep(0.1)
@@ -235,11 +225,11 @@ def test_a_connection_may_be_opened_before_there_is_a_listener(kind: Kind) -> No
     asyncio.run(main())
 
 
-def test_closing_gives_everything_back(kind: Kind) -> None:
+def test_closing_leaks_nothing(kind: Kind) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    async def noop(server: Node, client: Node, peer: Hashable) -> None:
+    async def noop(server: Node, client: Node, peer: Peer) -> None:
         client.send(SERVER, b"h", bytes(200_000))
         await server.received(1)
 
@@ -251,8 +241,8 @@ def test_closing_gives_everything_back(kind: Kind) -> None:
     assert threading.active_count() <= threads
 
 
-def test_a_flood_leaves_the_loop_its_turns(kind: Kind) -> None:
-    async def program(server: Node, client: Node, peer: Hashable) -> None:
+def test_a_flood_does_not_starve_the_loop(kind: Kind) -> None:
+    async def program(server: Node, client: Node, peer: Peer) -> None:
         turns = 0
         most = 0
         seen = 0
@@ -270,7 +260,7 @@ def test_a_flood_leaves_the_loop_its_turns(kind: Kind) -> None:
             client.send(SERVER, b"flood")
         await eventually(lambda: len(server.messages) == 3000)
         counting.cancel()
-        if kind.name != "memory":  # that one delivers through the queue of the loop itself
+        if kind.name != "memory":  # it delivers through the loop's own queue
             assert turns > 10
             assert most <= 200
 
@@ -278,7 +268,7 @@ def test_a_flood_leaves_the_loop_its_turns(kind: Kind) -> None:
 
 
 def test_nothing_is_delivered_after_close(kind: Kind) -> None:
-    async def program(server: Node, client: Node, peer: Hashable) -> None:
+    async def program(server: Node, client: Node, peer: Peer) -> None:
         client.send(SERVER, b"late")
         server.close()
         await asyncio.sleep(0.1)

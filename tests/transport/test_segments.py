@@ -1,4 +1,4 @@
-"""Memory to lend: blocks come back when nobody refers to them, and a machine without memory says so."""
+"""The arena: blocks return when nothing refers to them, and a machine without memory gives a reason."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_blocks_in_use_never_overlap_and_memory_does_not_grow_without_end() -> N
     assert arena.total_bytes <= 128 * MIB
 
 
-def test_free_segments_are_cut_anew_before_more_memory_is_taken() -> None:
+def test_free_segments_are_cut_again_before_more_memory_is_taken() -> None:
     arena = Arena(64 * MIB)
     for nbytes in (100, 3000, 50_000, 700_000):
         blocks = [taken(arena, nbytes) for _ in range(3 * MIB // max(nbytes, 4096))]
@@ -90,7 +90,7 @@ def test_free_segments_are_cut_anew_before_more_memory_is_taken() -> None:
     assert arena.total_bytes == SMALLEST_SEGMENT_BYTES
 
 
-def test_segments_grow_and_large_blocks_get_one_of_their_own() -> None:
+def test_segments_grow_and_large_blocks_get_their_own() -> None:
     arena = Arena(512 * MIB)
     blocks = [taken(arena, 2 * MIB) for _ in range(100)]
     sizes = [arena.segment(number).nbytes for number in range(7)]
@@ -186,7 +186,7 @@ def memfds() -> tuple[int, int]:
     return descriptors, maps
 
 
-def test_nothing_is_left_behind_and_what_is_in_use_stays_valid() -> None:
+def test_closing_leaks_nothing_and_blocks_in_use_stay_valid() -> None:
     gc.collect()
     before = memfds()
     arena = Arena(64 * MIB)

@@ -1,29 +1,28 @@
-"""What is special about ZeroMQ: edges, frames, limits, sends from several threads."""
+"""What only concerns ZeroMQ: edges, frames, addresses, sends from several threads."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
-from kvd.core.machine import Span
+from kvd.core.machine import SCHEDULER, CallerPeer, Peer, Span
 from kvd.errors import ConnectError
 from kvd.transport.zmq import ZmqTransport
 
 
 class Listener:
-    """A transport that listens, with a plain DEALER of the test connected to it."""
+    """A transport that listens, and a plain DEALER socket connected to it."""
 
     def __init__(self) -> None:
         self.transport = ZmqTransport()
         self.address = self.transport.listen("tcp://127.0.0.1:0")
-        self.messages: list[tuple[Hashable, bytes, bytes | None]] = []
+        self.messages: list[tuple[Peer, bytes, bytes | None]] = []
         self.garbage: list[str] = []
         self.fail_on: bytes | None = None
         self.transport.start(self._take, lambda peer, text: self.garbage.append(text))
@@ -32,10 +31,10 @@ class Listener:
         self.dealer.linger = 0
         self.dealer.connect(self.address)
 
-    def _take(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+    def _take(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
         self.messages.append((peer, header, None if payload is None else bytes(payload)))
         if header == self.fail_on:
-            raise RuntimeError("the one above failed")
+            raise RuntimeError("the callback failed")
 
     async def until(self, count: int) -> None:
         for _ in range(2000):
@@ -61,20 +60,20 @@ def run(program: Any) -> None:
     asyncio.run(main())
 
 
-def test_a_send_that_fails_does_not_lose_the_edge_of_a_message() -> None:
+def test_a_failed_send_does_not_swallow_the_edge_of_a_message() -> None:
     async def program(listener: Listener) -> None:
         listener.dealer.send(b"first")
         await listener.until(1)
         await asyncio.sleep(0.05)
         listener.dealer.send(b"second")
         time.sleep(0.1)  # noqa: ASYNC251  it arrives while the loop is busy
-        assert not listener.transport.send(b"nobody", b"h", [])
+        assert not listener.transport.send(CallerPeer(b"nobody"), b"h", [])
         await listener.until(2)
 
     run(program)
 
 
-def test_an_error_above_does_not_stop_the_reading() -> None:
+def test_an_error_in_the_callback_does_not_stop_reading() -> None:
     async def program(listener: Listener) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         listener.fail_on = b"2"
@@ -127,7 +126,7 @@ def test_sends_from_several_threads_keep_their_frames_together() -> None:
     run(program)
 
 
-def test_addresses_that_are_none() -> None:
+def test_invalid_addresses_raise() -> None:
     transport = ZmqTransport()
     for address in ("nonsense", "tcp://127.0.0.1", "ipc://" + "x" * 300, "http://a:1"):
         with pytest.raises(ConnectError) as caught:
@@ -135,7 +134,7 @@ def test_addresses_that_are_none() -> None:
         assert caught.value.address == address
     for address in ("nonsense", "tcp://127.0.0.1", "ipc://" + "x" * 300):
         with pytest.raises(ConnectError):
-            transport.connect("peer", address)
+            transport.connect(SCHEDULER, address)
     transport.close(0)
 
 
@@ -163,13 +162,13 @@ def test_connections_opened_before_the_start_are_read_too() -> None:
         got: list[bytes] = []
         address = server.listen("tcp://127.0.0.1:0")
 
-        def answer(peer: Hashable, header: bytes, body: memoryview | None) -> None:
+        def answer(peer: Peer, header: bytes, body: memoryview | None) -> None:
             server.send(peer, b"answer", [])
 
         server.start(answer, lambda *_: None)
-        client.connect("server", address)
+        client.connect(SCHEDULER, address)
         client.start(lambda peer, header, body: got.append(header), lambda *_: None)
-        client.send("server", b"h", [])
+        client.send(SCHEDULER, b"h", [])
         for _ in range(500):
             if got:
                 break

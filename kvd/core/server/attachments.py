@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvd.core.machine import LogEntry, Peer, Received
+from kvd.core.machine import LogEntry, Peer, PeerKind, PeerPath, Received
 from kvd.core.membership import ViewState, name_of
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.keys import KeyTable
-from kvd.protocol.messages import Attach, Clocks, Done, ErrorCode, NotYetReason
+from kvd.protocol.messages import Attach, Clocks, Done, ErrorCode, NotYetReason, PathKind
 
 MAX_ATTACHING = 1024
 MAX_REPLACED = 1 << 16
-LINK_GONE = "zmq: the link is gone"
+LINK_GONE = PeerPath(PathKind.ZMQ, "the link is gone")
 
 
 class Attachments:
@@ -27,7 +27,7 @@ class Attachments:
         self._successors: set[int] = set()  # incarnations whose rank was here before they came
         self._replaced: OrderedDict[int, None] = OrderedDict()  # incarnations of workers that change nothing any more
         self._attaching: dict[int, tuple[Peer, Attach]] = {}  # incarnations that no view has named yet
-        self._paths: dict[int, str] = {}  # rank → how its messages travel, as its Attach said
+        self._paths: dict[int, PeerPath] = {}  # rank → how its messages travel, as its Attach said
         self._came_over: dict[int, Peer] = {}  # rank → the connection of its last message
 
     # ── who is it? ──
@@ -56,10 +56,11 @@ class Attachments:
         return sorted(self._holders)
 
     def path_of(self, rank: int) -> str:
-        """How a worker's messages travel: as it said, as long as they still come that way."""
+        """How a worker's messages travel, for people: as its Attach said, unless it said a link and they do not come
+        over one any more."""
         said = self._paths[rank]
-        needs_link = said != "" and not said.startswith("zmq")
-        return LINK_GONE if needs_link and not isinstance(self._came_over[rank], tuple) else said
+        is_link = said.kind in (PathKind.SHARED_MEMORY, PathKind.UNIX_SOCKET)
+        return (LINK_GONE if is_link and self._came_over[rank].kind is not PeerKind.LINK else said).describe()
 
     # ── attaching ──
 
@@ -86,7 +87,7 @@ class Attachments:
             self._successors.add(incarnation)
         self._ranks[incarnation] = rank
         self._holders[rank] = incarnation
-        self._paths[rank] = attach.path
+        self._paths[rank] = PeerPath(attach.path, attach.path_reason)
         self._came_over[rank] = peer
         if incarnation in self._successors:
             versions = [group.log.version for group in self._table.groups.values()]

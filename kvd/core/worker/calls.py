@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 from kvd.core import requests
-from kvd.core.machine import SCHEDULER, Complete, Effect, LocalCall, Received, Span
+from kvd.core.machine import SCHEDULER, Complete, Effect, LocalCall, Received, ServerPeer, Span
 from kvd.core.membership import name_of
 from kvd.core.refusals import error_of
 from kvd.core.session import FIRST_REQUEST, SchedulerSession
@@ -64,7 +64,7 @@ class CallBook(ABC):
         self._outbox = Outbox(settings.credit_bytes, settings.small_push_bytes)
         self._calls: dict[int, Call] = {}
         self._deadlines: list[tuple[float, int]] = []
-        self._servers: dict[int, int] = {}  # rank → incarnation that we are connected to
+        self._servers: dict[int, ServerPeer] = {}  # rank → the incarnation that we are connected to
         self._gone_servers: list[Member] = []  # in the view, and dead or left
         self._joining: list[Call] = []
         self._waiting_staged: list[Call] = []

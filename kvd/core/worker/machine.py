@@ -23,6 +23,7 @@ from kvd.core.machine import (
     InvalidFrame,
     LocalCall,
     Received,
+    ServerPeer,
     Span,
 )
 from kvd.core.membership import ACTIVE, DEAD, DONE, LEFT, name_of
@@ -183,8 +184,8 @@ class WorkerMachine(Transfers, KeyDirectory):
             if dropped is not None:
                 self._forget_server(server.rank, dropped)
             if server.rank not in self._servers and server.state == ACTIVE:
-                self._servers[server.rank] = server.incarnation
-                self._out.append(Connect(server.incarnation, server.address))
+                self._servers[server.rank] = ServerPeer(server.incarnation)
+                self._out.append(Connect(self._servers[server.rank], server.address))
                 if self._observer:
                     self._ready_servers.add(server.incarnation)
                 else:
@@ -236,7 +237,7 @@ class WorkerMachine(Transfers, KeyDirectory):
                 self._complete(call, self.session.rank)
             self._joining = []
 
-    def _forget_server(self, rank: int, incarnation: int) -> None:
+    def _forget_server(self, rank: int, incarnation: ServerPeer) -> None:
         """The server was started anew: what it had is gone."""
         for key in self._keys.values():
             if key.state == READY and rank in key.incarnations:
@@ -245,7 +246,7 @@ class WorkerMachine(Transfers, KeyDirectory):
         del self._servers[rank]
         self._out.append(Disconnect(incarnation))
 
-    def _fail_requests_to(self, incarnation: int, rank: int) -> None:
+    def _fail_requests_to(self, incarnation: ServerPeer, rank: int) -> None:
         """Nobody will answer them, pushes included. What they held up goes to the server's successor."""
         self._fail_calls_to(incarnation, rank)
         for entry in self._outbox.entries():

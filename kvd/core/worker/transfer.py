@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from kvd import errors
 from kvd.core import requests
@@ -124,7 +125,7 @@ class Transfers(KeyQueue):
 
     def _declare(self, plan: MessagePlan, priority: int) -> None:
         """Tells the server what is in the batch, ahead of the message that names it."""
-        server = self._servers.get(plan.server)
+        server: Any = self._servers.get(plan.server)
         if plan.batch == 0:
             self._last_batch += 1
             plan.batch = self._last_batch
@@ -144,10 +145,11 @@ class Transfers(KeyQueue):
                     for item, (offset, nbytes) in zip(plan.items, plan.ranges, strict=True)
                 ]
             )
+        server: Any = self._servers.get(plan.server)
         self._post(
             call,
             Entry(
-                self._servers.get(plan.server),
+                server,
                 message,
                 partial(self._transfer_answered, call, transfer, plan),
                 payload,

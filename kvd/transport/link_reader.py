@@ -1,8 +1,8 @@
-"""Who reads the links: the loop, or a thread that waits for an answer and saves two hand-overs by reading itself.
+"""Reads the links, for the loop or for a thread that waits for an answer.
 
-All links are in one epoll object. The loop does not watch that one but another, the gate, which has the first in it.
-The gate is closed by one system call, and the loop sees nothing; when it is opened, the kernel looks again, so that
-nothing is overlooked: all of it is level-triggered.
+All links are in one epoll object. The loop watches a second one, which contains the first. To pause the loop, one
+system call masks the first in the second. To resume it, another unmasks it; the kernel then looks at it again, so that
+the loop misses nothing: both are level-triggered.
 """
 
 from __future__ import annotations
@@ -17,41 +17,45 @@ from kvd.transport.base import DRAIN_LIMIT
 from kvd.transport.link import Link
 
 TURNS_AT_A_TIME = 4
-BUSY_WAIT_S = 0.001  # until the one who reads at the moment is looked for again
-LONGEST_WAIT_S = 3600.0  # more than a poll of the system takes may be asked for
+BUSY_WAIT_S = 0.001  # before a thread that found another one reading tries again
+LONGEST_WAIT_S = 3600.0  # callers may ask for more than poll() accepts
 
 
-class Gate:
-    """The links of one transport, and those who wait for them.
+class LinkReader:
+    """All links of one transport. Any thread may call it; one at a time reads.
 
     Args:
-        notice: told of a link after it was read, if it is not up any more, or if payloads of it are out and
+        notice: called after a link was read, if it is no longer up, or if it has unreleased payloads and
             `watches_payloads` is not set.
+
+    Attributes:
+        epoll: where the links are registered.
+        watches_payloads: whether the transport looks for payloads to release anyway.
     """
 
     def __init__(self, notice: Callable[[Link], None]) -> None:
         self.epoll = select.epoll()
         self.watches_payloads = False
         self._notice = notice
-        self._gate = select.epoll()
-        self._gate.register(self.epoll.fileno(), select.EPOLLIN)
+        self._loop_epoll = select.epoll()
+        self._loop_epoll.register(self.epoll.fileno(), select.EPOLLIN)
         self._links: dict[int, Link] = {}
-        self._only: Link | None = None  # the link, if there is just one
-        self._unfinished: dict[int, Link] = {}  # their buffers have messages that were not delivered yet
-        self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable as long as there are such
+        self._only: Link | None = None  # the only link, if there is exactly one
+        self._unfinished: dict[int, Link] = {}  # links whose buffers contain undelivered messages
+        self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable while there are unfinished links
         self._closing = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.epoll.register(self._nudge, select.EPOLLIN)
         self.epoll.register(self._closing, select.EPOLLIN)
         self._reading = threading.Lock()
-        self._lock = threading.Lock()  # around what follows
+        self._lock = threading.Lock()  # held to change what follows
         self._paused = 0
         self._waiting = 0  # threads in `wait`
         self._local = threading.local()
         self._closed = False
 
     def fileno(self) -> int:
-        """What a loop watches."""
-        return self._gate.fileno()
+        """The descriptor that a loop should watch."""
+        return self._loop_epoll.fileno()
 
     @property
     def is_closed(self) -> bool:
@@ -59,25 +63,25 @@ class Gate:
 
     def add(self, link: Link) -> None:
         self._links[link.descriptor] = link
-        self._count()
+        self._find_only()
 
     def remove(self, link: Link) -> None:
-        """For a link that has ended."""
+        """Removes a link that has ended."""
         if self._links.get(link.descriptor) is link:
             del self._links[link.descriptor]
-            self._count()
+            self._find_only()
 
     @property
     def links(self) -> list[Link]:
         return list(self._links.values())
 
-    def _count(self) -> None:
+    def _find_only(self) -> None:
         self._only = next(iter(self._links.values())) if len(self._links) == 1 else None
 
     # ── reading ──
 
     def read(self) -> bool:
-        """Delivers what is there. False: another thread is at it."""
+        """Delivers what has arrived. False: another thread is reading."""
         if not self._reading.acquire(blocking=False):
             return False
         try:
@@ -87,7 +91,7 @@ class Gate:
             if only is not None and not self._unfinished:
                 self._serve(only)
             else:
-                # What comes while this is at work is taken along: a turn of the loop costs more than a look.
+                # Looking again for what arrived meanwhile is cheaper than another turn of the loop.
                 for _ in range(TURNS_AT_A_TIME):
                     if self._closed or not self._read_ready() or self._unfinished:
                         break
@@ -96,7 +100,7 @@ class Gate:
         return True
 
     def _read_ready(self) -> bool:
-        """Reads each link once that has something. False: none has."""
+        """Reads each link once that has something to read. False: none has."""
         ready = {descriptor for descriptor, _ in self.epoll.poll(0)}
         ready.update(self._unfinished)
         links = [link for link in map(self._links.get, ready) if link is not None]
@@ -105,20 +109,20 @@ class Gate:
         return bool(links)
 
     def _serve(self, link: Link) -> None:
-        """Reads a link once. What it has besides is for the next turn."""
-        more = True  # so it is when a delivery raises
+        """Reads a link once. The rest of its messages wait for the next turn."""
+        more = True  # this holds if a delivery raises
         try:
-            if link.has_waiting:
+            if link.has_queued:
                 link.flush()
             more = link.receive(DRAIN_LIMIT)
         finally:
             if more or self._unfinished:
                 self._mark(link, more and not link.has_ended)
-        if not link.is_up or (link.holds and not self.watches_payloads):
+        if not link.is_up or (link.has_unreleased and not self.watches_payloads):
             self._notice(link)
 
     def _mark(self, link: Link, unfinished: bool) -> None:
-        """No poll announces what is in a buffer already, so the nudge does."""
+        """Makes the nudge readable while there are unfinished links: no poll announces what a buffer contains."""
         before = bool(self._unfinished)
         if unfinished:
             self._unfinished[link.descriptor] = link
@@ -130,21 +134,22 @@ class Gate:
 
     # ── waiting ──
 
-    def pause(self) -> None:
-        """The loop sees nothing of the links until `resume`. Calls may be nested, and come from several threads."""
+    def pause_loop(self) -> None:
+        """Hides the links from the loop until `resume_loop`. Calls may nest, and come from several threads."""
         with self._lock:
             self._paused += 1
             if self._paused == 1 and not self._closed:
-                self._gate.modify(self.epoll.fileno(), 0)
+                self._loop_epoll.modify(self.epoll.fileno(), 0)
 
-    def resume(self) -> None:
+    def resume_loop(self) -> None:
         with self._lock:
             self._paused -= 1
             if self._paused == 0 and not self._closed:
-                self._gate.modify(self.epoll.fileno(), select.EPOLLIN)
+                self._loop_epoll.modify(self.epoll.fileno(), select.EPOLLIN)
 
     def wait(self, timeout_s: float, wake_fd: int) -> bool:
-        """Waits for the links and delivers what has come. False: time is up, `wake_fd` is readable, or it is closed."""
+        """Waits for the links and delivers what has arrived. False: the time is up, `wake_fd` is readable, or the
+        reader is closed."""
         with self._lock:
             if self._closed:
                 return False
@@ -163,7 +168,7 @@ class Gate:
                 self._close_if_done()
 
     def _poll_of_thread(self, wake_fd: int) -> select.poll:
-        """What this thread waits with: made once, as long as the descriptor is the same."""
+        """The poll object of this thread, kept while `wake_fd` stays the same."""
         kept: tuple[int, select.poll] | None = getattr(self._local, "kept", None)
         if kept is None or kept[0] != wake_fd:
             poll = select.poll()
@@ -175,20 +180,20 @@ class Gate:
     # ── the end ──
 
     def flush(self, until: float) -> None:
-        """Waits, until this time of the monotonic clock at most, for the sockets to take what is queued."""
+        """Waits until the sockets have taken all queued frames, or until this time of the monotonic clock."""
         while (left := until - time.monotonic()) > 0:
-            waiting = [link for link in self.links if link.has_waiting]
-            if not waiting:
+            queued = [link for link in self.links if link.has_queued]
+            if not queued:
                 return
             poll = select.poll()
-            for link in waiting:
+            for link in queued:
                 poll.register(link.descriptor, select.POLLOUT)
             poll.poll(left * 1000)
-            for link in waiting:
+            for link in queued:
                 link.flush()
 
     def close(self, reason: str) -> None:
-        """Ends all links, and wakes the threads that wait."""
+        """Ends all links and wakes the waiting threads."""
         with self._lock:
             if self._closed:
                 return
@@ -201,16 +206,16 @@ class Gate:
             self._close_if_done()
 
     def _close_if_done(self) -> None:
-        """The last one who waits closes what it waited at."""
+        """Closes the descriptors once no thread waits on them."""
         if self._closed and not self._waiting and not self.epoll.closed:
             for descriptor in (self._nudge, self._closing):
                 os.close(descriptor)
-            self._gate.close()
+            self._loop_epoll.close()
             self.epoll.close()
 
 
 def _wait_for_reader(timeout_s: float, wake_fd: int) -> None:
-    """Another thread delivers at the moment: what it delivers may be what our caller waits for."""
+    """Waits briefly while another thread delivers: its messages may be what the caller of this one waits for."""
     poll = select.poll()
     poll.register(wake_fd, select.POLLIN)
     poll.poll(max(0.0, timeout_s) * 1000)

@@ -1,4 +1,4 @@
-"""Two ends of a link in one process, read by hand."""
+"""Two ends of a link in one process, which the tests read by hand."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvd.core.machine import Span
+import numpy as np
+
+from kvd.core.machine import LinkPeer, Peer, Span
 from kvd.transport.frames import HELLO, MAGIC, VERSION, prefix_of
-from kvd.transport.gate import Gate
 from kvd.transport.link import Link, Sink
+from kvd.transport.link_reader import LinkReader
 from kvd.transport.segments import Arena
 
 MIB = 1 << 20
@@ -23,8 +25,13 @@ def spans(*pieces: Any) -> list[Span]:
     return [Span(piece, 0, memoryview(piece).nbytes) for piece in pieces]
 
 
+def pattern(nbytes: int, seed: int = 1) -> Any:
+    """Random bytes."""
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
 def memory_in_use() -> tuple[int, int, int]:
-    """How many descriptors this process has, how many of them of segments, and how many maps of segments."""
+    """The descriptors of this process, those of segments among them, and the maps of segments."""
     gc.collect()
     links = []
     for number in os.listdir("/proc/self/fd"):
@@ -38,7 +45,7 @@ def memory_in_use() -> tuple[int, int, int]:
 
 
 def until(holds: Callable[[], Any], *ends: End, timeout_s: float = 20.0) -> None:
-    """Reads the ends until it holds."""
+    """Reads the ends until the condition holds."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, "it did not happen"
@@ -48,29 +55,29 @@ def until(holds: Callable[[], Any], *ends: End, timeout_s: float = 20.0) -> None
 
 
 class End:
-    """One end, with what it has received. `keeps` says whether it keeps the payloads."""
+    """One end and what it has received. `keeps`: whether it keeps the payloads."""
 
     def __init__(self, connection: socket.socket, limit_bytes: int = 256 * MIB) -> None:
         self.messages: list[tuple[bytes, memoryview | None]] = []
         self.garbage: list[str] = []
         self.keeps = True
         self.arena = Arena(limit_bytes)
-        self.gate = Gate(self._notice)
+        self.reader = LinkReader(self._notice)
         sink = Sink()
         sink.on_message = self._take
         sink.on_garbage = lambda peer, text: self.garbage.append(text)
-        self.link = Link("peer", connection, self.arena, self.gate.epoll, sink)
-        self.gate.add(self.link)
+        self.link = Link(LinkPeer("link"), connection, self.arena, self.reader.epoll, sink)
+        self.reader.add(self.link)
 
-    def _take(self, peer: Hashable, header: bytes, payload: memoryview | None) -> None:
+    def _take(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
         self.messages.append((header, payload if self.keeps else None))
 
     def _notice(self, link: Link) -> None:
         if link.has_ended:
-            self.gate.remove(link)
+            self.reader.remove(link)
 
     def read(self) -> None:
-        self.gate.read()
+        self.reader.read()
 
     def send(self, header: bytes, *pieces: Any) -> bool:
         return self.link.send(header, spans(*pieces))
@@ -80,8 +87,16 @@ class End:
 
     def close(self) -> None:
         self.messages.clear()
-        self.gate.close("closed")
+        self.reader.close("closed")
         self.arena.close()
+
+
+def block_of(end: End, nbytes: int, seed: int = 1) -> Any:
+    """A block of the end's shared memory, filled with `pattern`."""
+    block = end.arena.allocate(nbytes)
+    assert block is not None
+    block[:] = pattern(nbytes, seed)
+    return block
 
 
 @contextmanager
@@ -96,7 +111,7 @@ def pair(left_limit_bytes: int = 256 * MIB, right_limit_bytes: int = 256 * MIB) 
 
 
 class Raw:
-    """An end that says what it likes."""
+    """An end that sends any bytes."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -106,7 +121,7 @@ class Raw:
         self.socket.sendall(prefix_of(HELLO, 0, 0, 0, VERSION, MAGIC))
 
     def is_cut_off(self) -> bool:
-        """Whether the other end has closed; what it sent before is skipped."""
+        """Whether the other end closes the connection. Bytes that it sent before are skipped."""
         self.socket.settimeout(5.0)
         try:
             while self.socket.recv(1 << 16):
@@ -118,7 +133,7 @@ class Raw:
 
 @contextmanager
 def raw_pair() -> Iterator[tuple[Raw, End]]:
-    """A raw end, and a proper one that has heard nothing yet."""
+    """A raw end, and a proper one that has received nothing yet."""
     one, other = socket.socketpair()
     raw, end = Raw(one), End(other)
     try:

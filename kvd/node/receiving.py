@@ -1,0 +1,46 @@
+"""Messages in: decoded, or answered and logged as invalid frames."""
+
+from __future__ import annotations
+
+import logging
+
+from kvd.core.machine import InvalidFrame, Peer, PeerKind, Received, Send
+from kvd.errors import ProtocolError
+from kvd.node.sending import MessageSender
+from kvd.node.threads import Stepper
+from kvd.observe.log import Throttle, event
+from kvd.protocol.codec import decode
+from kvd.protocol.messages import ErrorCode, Refused
+
+LOG_INTERVAL_S = 10.0
+
+logger = logging.getLogger("kvd.node")
+
+
+class MessageReceiver:
+    """Called by the transport, on the thread that reads: the loop, or a program thread that waits (see
+    `kvd.node.threads`)."""
+
+    def __init__(self, stepper: Stepper, sender: MessageSender) -> None:
+        self._stepper = stepper
+        self._sender = sender
+        self._throttle = Throttle(LOG_INTERVAL_S)
+
+    def receive(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
+        """Gives the machine one message. `payload` keeps its memory alive and is not written to."""
+        try:
+            decoded = decode(header)
+        except ProtocolError as error:
+            self.reject(peer, str(error))
+            return
+        nbytes = 0 if payload is None else payload.nbytes
+        self._stepper.feed(Received(peer, decoded.sender, decoded.epoch, decoded.message, payload, nbytes))
+
+    def reject(self, peer: Peer, text: str) -> None:
+        """Answers frames that are not a message with the reason, and logs them once per `LOG_INTERVAL_S`."""
+        if self._throttle.allow(self._stepper.now(), "garbage"):
+            swallowed = self._throttle.swallowed("garbage")
+            event(logger, logging.WARNING, "received an invalid frame", error=text, not_logged=swallowed)
+        if peer.kind is PeerKind.CALLER:
+            self._sender.send(Send(peer, Refused(0, ErrorCode.PROTOCOL_ERROR, text[:1000])))
+        self._stepper.feed(InvalidFrame(peer, text))

@@ -1,0 +1,250 @@
+"""What runs on which thread, and everything that runs without the event loop.
+
+===================  ==================================================================================================
+thread               what runs there
+===================  ==================================================================================================
+program thread       `Stepper.feed` with the program's calls: it steps the machine and sends. While it waits for a call
+                     it also reads the links to the servers of this host (`LinkWaiter.wait`), and so steps the machine
+                     with what arrives, copies pulled values and completes calls.
+engine thread        The event loop of a store or an observer (`kvd-engine`): the timer, ZeroMQ's sockets, the links
+                     while no program thread reads them, the coroutines of `Engine.run`, and the effects that only a
+                     loop may carry out (`_ONLY_ON_THE_LOOP`).
+main thread          The event loop of a scheduler or server: everything but the next two rows. There is no
+of a daemon          program thread, so each event is stepped, and each effect is carried out, on the loop.
+executor             Commands of a server and the scheduler's writes to disk, one at a time (`kvd-jobs`). Their results
+                     come back to the loop as events.
+zmq I/O thread       libzmq's own: moves bytes between its queues and the network. It runs no Python.
+`kvd-create`         `kvd.aio.create` waits here until the cluster is complete. It ends when the store exists.
+===================  ==================================================================================================
+
+A small push takes less time on the wire than a thread takes to wake another. So a call does not go through the loop:
+the program's thread steps the machine, sends, and reads the answer itself. Three rules make that safe:
+
+1. One thread at a time steps the machine: the one that holds the stepping lock. A thread that finds the lock taken
+   leaves its event in the queue and goes on; the holder takes it along. Nobody waits for the lock except `stop`.
+2. Effects are carried out in the order of their steps. If a step off the loop gives an effect that belongs to the loop,
+   its effects, and those of every later step, are deferred until the loop has carried them out.
+3. The links are read by the loop or by one waiting thread, never by both. The waiting thread pauses the loop's reading
+   with one system call, and resumes it when it stops waiting, whatever the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+
+from kvd.core.machine import (
+    Apply,
+    Complete,
+    Connect,
+    Create,
+    Disconnect,
+    Effect,
+    Event,
+    Export,
+    Halt,
+    Load,
+    LocalCall,
+    Machine,
+    Persist,
+    ResetState,
+    Run,
+    Tick,
+)
+from kvd.errors import KvdError
+from kvd.node.timer import DeadlineTimer
+from kvd.observe.log import event
+from kvd.transport.host import HostTransport
+
+FAILED_TICK_PAUSE_S = 1.0
+LONGEST_POLL_S = 60.0
+
+_ONLY_ON_THE_LOOP = frozenset({Connect, Disconnect, Persist, Halt, Create, Apply, Export, Load, Run, ResetState})
+
+logger = logging.getLogger("kvd.node")
+
+
+class Stepper:
+    """Steps one machine with the events of all threads, and carries out its effects.
+
+    Args:
+        machine: only the thread that holds the stepping lock touches it.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.now: Callable[[], float] = time.monotonic
+        """The clock of the machine, in seconds: the loop's, once it has started."""
+        self._machine = machine
+        self._actions: Mapping[type[Any], Callable[[Any], None]] = {}
+        self._events: deque[Event] = deque()
+        self._deferred: deque[list[Effect]] = deque()  # effects of steps off the loop, for the loop
+        self._stepping = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
+        self._timer = DeadlineTimer(lambda: self.feed(Tick()))
+        self._stopped = False
+
+    def start(self, actions: Mapping[type[Any], Callable[[Any], None]]) -> None:
+        """Starts on the running loop. `actions` carry the effects out, by type of effect."""
+        self._actions = actions
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self.now = self._loop.time
+        self._timer.start(self._loop)
+        self.feed(Tick())
+
+    def stop(self, close: Callable[[], None]) -> None:
+        """Takes no more events, and calls `close` once no other thread carries out effects. On the loop."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._timer.stop()
+        with self._stepping:
+            close()
+
+    # ── any thread ──
+
+    def feed(self, happened: Event) -> None:
+        """Gives the machine an event and carries out its effects, unless another thread is stepping: then that thread
+        does both."""
+        self._events.append(happened)
+        self._pump()
+
+    def queue(self, happened: Event) -> None:
+        """Adds an event that an effect caused; the step that is being carried out is followed by its step."""
+        self._events.append(happened)
+
+    def _pump(self) -> None:
+        on_loop = threading.get_ident() == self._loop_thread
+        # Looked at again after each release: another thread may have found the lock taken in between.
+        while not self._stopped and (self._events or (on_loop and self._deferred)):
+            if not self._stepping.acquire(blocking=False):
+                return
+            try:
+                while on_loop and self._deferred:
+                    self._carry_out(self._deferred.popleft())
+                while self._events and not self._stopped:
+                    self._step(self._events.popleft(), on_loop)
+                deadline = self._machine.next_deadline()
+                if deadline is not None and deadline < self._timer.due_at:
+                    if on_loop:
+                        self._timer.set(deadline)
+                    else:
+                        self._call_on_loop(self._timer.set, deadline)
+            finally:
+                self._stepping.release()
+            if self._deferred and not on_loop:
+                self._call_on_loop(self._pump)
+
+    def _call_on_loop(self, call: Callable[..., None], *arguments: Any) -> None:
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop is closed, and the driver with it
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    # ── the thread that holds the lock ──
+
+    def _step(self, happened: Event, on_loop: bool) -> None:
+        try:
+            effects = self._machine.step(happened, self.now())
+        except Exception as error:  # noqa: BLE001  a bug in the machine must not end the node, see _report_failed_step
+            self._report_failed_step(happened, error)
+            return
+        if on_loop or (not self._deferred and _ONLY_ON_THE_LOOP.isdisjoint(map(type, effects))):
+            self._carry_out(effects)
+        else:
+            self._deferred.append(effects)
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            try:
+                self._actions[type(effect)](effect)
+            except Exception as error:
+                event(logger, logging.ERROR, f"a {type(effect).__name__} could not be carried out", error=repr(error))
+                logger.debug("the traceback of the error above", exc_info=True)
+
+    def _report_failed_step(self, happened: Event, error: Exception) -> None:
+        """A step that raises is a bug in kvd. The node goes on; if a program made the call, the call fails."""
+        event(logger, logging.ERROR, f"a {type(happened).__name__} could not be handled", error=repr(error))
+        logger.debug("the traceback of the error above", exc_info=error)
+        if isinstance(happened, LocalCall):
+            text = f"{type(happened.request).__name__} failed inside kvd, please report it: {error!r}"
+            self._carry_out([Complete(happened.call, None, KvdError(text))])
+        elif isinstance(happened, Tick):
+            self._timer.hold_until(self.now() + FAILED_TICK_PAUSE_S)
+
+
+class Awaited(Protocol):
+    """What a thread waits for."""
+
+    def done(self) -> bool: ...
+
+
+class Interrupt(Protocol):
+    """What may end the wait early: Ctrl-C."""
+
+    @property
+    def came(self) -> bool: ...
+
+
+class LinkWaiter:
+    """Lets a thread that waits for a call read the links meanwhile: the answer then takes no hand-over between threads.
+
+    One thread at a time reads. Other threads, and calls whose answers come over ZeroMQ, wait on the promise.
+    """
+
+    def __init__(self, transport: HostTransport) -> None:
+        self._transport = transport
+        self._turn = threading.Lock()
+        self._reader = 0  # the thread that reads, or is about to
+        self._wake_fd = -1  # an eventfd that ends a poll of the reader
+
+    def wait(self, awaited: Awaited, timeout_s: float | None, interrupt: Interrupt) -> None:
+        """Reads until `awaited` is done, the time is up or `interrupt` came. Returns at once if another thread is the
+        reader."""
+        if not self._turn.acquire(blocking=False):
+            return
+        if self._wake_fd < 0:
+            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._reader = threading.get_ident()
+        self._transport.pause_loop()
+        try:
+            self._read_until(awaited, timeout_s, interrupt)
+        finally:
+            self._reader = 0
+            self._transport.resume_loop()
+            self._turn.release()
+
+    def _read_until(self, awaited: Awaited, timeout_s: float | None, interrupt: Interrupt) -> None:
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while not (awaited.done() or interrupt.came) and self._transport.has_links:
+            left_s = LONGEST_POLL_S if until is None else until - time.monotonic()
+            if left_s <= 0:
+                return
+            if not self._transport.poll_links(min(left_s, LONGEST_POLL_S), self._wake_fd):
+                with suppress(BlockingIOError):  # the poll timed out
+                    os.eventfd_read(self._wake_fd)
+
+    def wake(self) -> None:
+        """A call has ended on this thread: if another thread is the reader, it must look."""
+        reader = self._reader
+        if reader and reader != threading.get_ident():
+            self.nudge()
+
+    def nudge(self) -> None:
+        """Ends the reader's poll. May be called in a signal handler."""
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Call it after the last call has ended."""
+        with self._turn:
+            if self._wake_fd >= 0:
+                os.close(self._wake_fd)
+                self._wake_fd = -1

@@ -1,0 +1,24 @@
+"""Checks and settings that several tests of transports share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvd.transport import host
+from tests.transport.link_harness import memory_in_use
+
+
+@pytest.fixture
+def nothing_left_behind() -> Iterator[None]:
+    """Fails a test that leaks a descriptor or a map of a segment."""
+    before = memory_in_use()
+    yield
+    assert memory_in_use() == before
+
+
+@pytest.fixture
+def quick_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links without traffic release their payloads after 0.1 s."""
+    monkeypatch.setattr(host, "RELEASE_INTERVAL_S", 0.1)

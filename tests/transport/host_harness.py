@@ -1,0 +1,122 @@
+"""Host transports in this process, and processes with a transport of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from kvd.core.machine import Peer, ServerPeer
+from kvd.transport.host import HostTransport
+from tests.transport.link_harness import spans
+
+ROOT = Path(__file__).parents[2]
+PEER = [sys.executable, "-m", "tests.transport.host_peer"]
+
+
+class Node:
+    """A started transport in this process, and what it has received."""
+
+    def __init__(self, **options: Any) -> None:
+        self.transport = HostTransport(**options)
+        self.messages: list[tuple[Peer, bytes, memoryview | None]] = []
+        self.threads: set[int] = set()
+        self.garbage: list[str] = []
+        self.transport.start(self._take, lambda peer, text: self.garbage.append(text))
+
+    def _take(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
+        self.threads.add(threading.get_ident())
+        self.messages.append((peer, header, payload))
+
+    def send(self, peer: Peer, header: bytes, *pieces: Any) -> bool:
+        return self.transport.send(peer, header, spans(*pieces))
+
+    async def answer(self, peer: Peer, header: bytes, *pieces: Any) -> tuple[bytes, memoryview | None]:
+        """Sends a message and waits for the next one to arrive."""
+        assert self.send(peer, header, *pieces)
+        await eventually(lambda: self.messages)
+        return self.messages.pop(0)[1:]
+
+    def leases(self) -> int:
+        return sum(link.leases for link in self.transport._reader.links)
+
+    def close(self) -> None:
+        self.messages.clear()
+        self.transport.close(0.2)
+
+
+class Process:
+    """A second process that listens."""
+
+    def __init__(self, *prefix: str) -> None:
+        self.incarnation = ServerPeer(secrets.randbits(61) + 1)
+        self.process = subprocess.Popen(
+            [*prefix, *PEER, str(self.incarnation)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().strip()
+        assert self.address.startswith("tcp://"), "it did not start"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        finally:
+            self.process.kill()
+            self.process.stdout.close()
+
+
+async def eventually(holds: Callable[[], Any], timeout_s: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def two_nodes(**options: Any) -> AsyncIterator[tuple[Node, Node, ServerPeer]]:
+    """A client connected to a server, both in this process, and the server's incarnation."""
+    incarnation = ServerPeer(secrets.randbits(61) + 1)
+    client, server = Node(**options), Node()
+    try:
+        address = server.transport.listen("tcp://127.0.0.1:0")
+        server.transport.listen_links(incarnation)
+        client.transport.connect(incarnation, address)
+        yield client, server, incarnation
+    finally:
+        client.close()
+        server.close()
+
+
+def run(program: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(program(), 60))
+
+
+def with_process(program: Callable[[Node, Process], Awaitable[None]], *prefix: str, **options: Any) -> None:
+    process = Process(*prefix)
+
+    async def main() -> None:
+        node = Node(**options)
+        try:
+            node.transport.connect(process.incarnation, process.address)
+            await program(node, process)
+        finally:
+            node.close()
+
+    try:
+        run(main)
+    finally:
+        process.close()
