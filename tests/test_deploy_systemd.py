@@ -17,7 +17,7 @@ UNITS = DEPLOY / "systemd"
 SERVICES = ("kvd-scheduler.service", "kvd-server@.service", "kvd-worker@.service")
 DROP_INS = ("gpu", "jit", "network")
 OF_ONE_PROCESS = {"node_id", "state_dir", "preferred_rank", "local_rank", "role", "parent_pid"}
-"""Settings that say nothing in a file that all processes of a host read."""
+"""Settings that make no sense in a file that all processes of a host read."""
 
 
 def tool(name: str) -> str:
@@ -41,7 +41,7 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def units(tmp_path: Path) -> Path:
-    """The units with a program that exists: systemd checks that it does."""
+    """The units with a program that exists, which systemd checks."""
     for path in (*UNITS.glob("*.service"), *UNITS.glob("*.target")):
         (tmp_path / path.name).write_text(
             path.read_text().replace("ExecStart=/opt/kvd/bin/kvd ", "ExecStart=/bin/true ")

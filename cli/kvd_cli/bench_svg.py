@@ -1,4 +1,4 @@
-"""A line chart with two logarithmic axes, drawn as SVG: enough for the curves of a benchmark, and no dependency."""
+"""A line chart with two logarithmic axes, drawn as SVG without further dependencies."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LEFT, RIGHT, TOP, BOTTOM = 84, 28, 64, 68
 """The margins around the plotted area."""
 
 LEGEND_COLUMN: Final = 200
-"""What the legend takes on the right, where there is one."""
+"""The width of the legend on the right, if there is one."""
 
 COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
-"""Told apart by people who see colours differently, too; the shape of the markers tells series apart besides."""
+"""Colours that people with colour blindness can tell apart. The shapes of the markers differ, too."""
 
 INK: Final = "#222222"
 FAINT: Final = "#666666"
@@ -63,7 +63,7 @@ class Axis:
 
 
 def chart(title: str, subtitle: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
-    """The whole picture, as the text of an SVG file."""
+    """The whole chart, as the text of an SVG file."""
     chosen = list(series)
     drawing = _Drawing(x, y, legend=len(chosen) > 1)
     drawing.text(LEFT, 28, title, size=18, weight="bold")
@@ -77,7 +77,7 @@ def chart(title: str, subtitle: str, x: Axis, y: Axis, series: Sequence[Series])
 
 
 def decades(label: str, smallest: float, largest: float) -> Axis:
-    """An axis of plain numbers that holds these two: ticks at each 1, 2 and 5, or at powers alone if many."""
+    """An axis of plain numbers that includes these two. Ticks are at 1, 2 and 5, or at powers of ten if it is long."""
     low, high = _rounded(smallest, down=True), _rounded(largest, down=False)
     if not low < high:
         low, high = low / 10, high * 10
@@ -95,7 +95,7 @@ def decades(label: str, smallest: float, largest: float) -> Axis:
 
 
 def sizes(label: str, smallest: float, largest: float) -> Axis:
-    """An axis of bytes that holds these two, with a tick at every second power of two."""
+    """An axis of bytes that includes these two, with a tick at every second power of two."""
     first, last = math.floor(math.log2(smallest)), math.ceil(math.log2(largest))
     if first == last:
         first, last = first - 2, last + 2
@@ -114,7 +114,7 @@ def size_text(nbytes: int) -> str:
 
 
 def _rounded(value: float, *, down: bool) -> float:
-    """The next number of the kind 1, 2 or 5 times a power of ten."""
+    """The next number that is 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     steps = (1.0, 2.0, 5.0, 10.0)
     if down:
@@ -127,7 +127,7 @@ def _within(value: float, low: float, high: float) -> bool:
 
 
 class _Drawing:
-    """The picture while it is drawn."""
+    """The chart while it is drawn."""
 
     def __init__(self, x: Axis, y: Axis, *, legend: bool) -> None:
         self._x, self._y = x, y
@@ -181,7 +181,7 @@ class _Drawing:
             title.text = f"{series.name}: {size_text(int(value_x))}, {value_y:.4g}"
 
     def legend_of(self, series: Sequence[Series]) -> None:
-        """A sample of each curve with its name, right of the area."""
+        """A sample of each curve with its name, to the right of the area."""
         left = self._right + 20
         for number, curve in enumerate(series):
             height = TOP + 16 + 24 * number
@@ -201,7 +201,7 @@ class _Drawing:
         colour: str = INK,
         turned: bool = False,
     ) -> None:
-        """One line of text; `turned`: read from below."""
+        """One line of text; `turned`: it reads from bottom to top."""
         look: dict[str, object] = {"font_size": size, "text_anchor": anchor, "font_weight": weight, "fill": colour}
         if turned:
             look["transform"] = f"rotate(-90 {x:.1f} {y:.1f})"

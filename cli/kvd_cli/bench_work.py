@@ -1,4 +1,4 @@
-"""The works of `kvd bench` and how one is timed: as in every system that kvd is compared with."""
+"""The works of `kvd bench` and how they are timed: the same way for all systems that kvd is compared with."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SERVERS_FILE: Final = "servers.json"
 
 IN_FLIGHT: Final = 64
 IN_FLIGHT_NAME: Final = f"1KiBx{IN_FLIGHT}inflight"
-"""The rate of small keys: that many calls of 1 KiB are always on their way; one iteration is one call."""
+"""The rate of small keys: this many calls of 1 KiB are always in flight; one iteration is one call."""
 
 
 def resnet50_sizes() -> list[int]:
-    """How many values each of the 161 trainable tensors of ResNet-50 has, in the order of the model's layers.
+    """The number of values in each of the 161 trainable tensors of ResNet-50, in the order of the layers.
 
     A stem, then four stages of bottleneck blocks (1×1, 3×3 and 1×1 convolutions, each with a batch norm of two
     vectors; the first block of a stage has a 1×1 shortcut besides), then a linear layer to 1000 classes.
@@ -68,18 +68,18 @@ WORK: Final[dict[str, list[int]]] = {
     "1KiBx1000": [KIB // VALUE_NBYTES] * 1000,
     IN_FLIGHT_NAME: [KIB // VALUE_NBYTES] * IN_FLIGHT,
 }
-"""The works with a name of their own → the sizes of their float32 keys. `sizes_of` knows further ones."""
+"""The works with names of their own, and the sizes of their float32 keys. `sizes_of` knows more works."""
 
 _SIZED: Final = re.compile(r"([1-9][0-9]{0,5})(KiB|MiB)(?:x([1-9][0-9]{0,5}))?")
 MOST_BYTES: Final = 64 << 30
-"""Of one work: more is a slip of the keyboard."""
+"""The most bytes of one work: more is a typing mistake."""
 
 
 def sizes_of(name: str) -> list[int]:
-    """The sizes of the float32 keys of a work: one of `WORK`, or any ``SIZE`` or ``SIZExCOUNT``, as ``4MiBx64``.
+    """The sizes of the float32 keys of a work: one of `WORK`, or ``SIZE`` or ``SIZExCOUNT``, such as ``4MiBx64``.
 
     Raises:
-        ValueError: there is no such work; the text says which there are.
+        ValueError: there is no such work; the text lists the known ones.
     """
     if name in WORK:
         return WORK[name]
@@ -92,21 +92,21 @@ def sizes_of(name: str) -> list[int]:
 
 
 def row_sizes(name: str) -> list[int]:
-    """The sizes of the keys of one iteration: of the calls that overlap, one is an iteration."""
+    """The sizes of the keys of one iteration, which is one call where calls overlap."""
     return [KIB // VALUE_NBYTES] if name == IN_FLIGHT_NAME else sizes_of(name)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What every worker of one run is told.
+    """What all workers of a run are told.
 
     Attributes:
-        works: names of works, in the order in which they are done.
+        works: names of works, in order.
         mode: the optimizer on the servers, one of `MODES`.
         seconds: how long a repetition should take.
         repetitions: how many there are of each work.
-        folder: where the workers write rows and agree on counts; they share a machine.
-        bound: whether the values are the arrays of `kvd.KVStore.bind`, or the workers' own.
+        folder: the directory in which the workers, on one machine, write rows and agree on counts.
+        bound: whether the values are the arrays of `kvd.KVStore.bind`, not the workers' own.
     """
 
     works: tuple[str, ...]
@@ -129,7 +129,7 @@ def names_of(only: str) -> list[str]:
     """The works that a comma-separated list names.
 
     Raises:
-        ValueError: it names none, or one that does not exist; the text says which there are.
+        ValueError: it names no work, or an unknown one; the text lists the known ones.
     """
     names = [name.strip() for name in only.split(",") if name.strip()]
     if not names:
@@ -140,13 +140,13 @@ def names_of(only: str) -> list[str]:
 
 
 def iterations_for(trial_s: Sequence[float], seconds: float, calls_per_step: int = 1) -> int:
-    """How many iterations fill `seconds`, judged by the times of a few trial steps."""
+    """The number of iterations that take `seconds`, judged by the times of a few trial steps."""
     wanted = int(seconds * calls_per_step / max(statistics.median(trial_s), 1e-9))
     return max(MIN_ITERATIONS, min(MAX_ITERATIONS, wanted))
 
 
 def time_steps(step: Callable[[], object], count: int) -> tuple[list[float], float]:
-    """Do a step `count` times: how long each took, and all of them together, in seconds."""
+    """Do a step `count` times. Returns the seconds that each took, and the seconds of all together."""
     each = []
     begin = time.perf_counter()
     for _ in range(count):

@@ -1,6 +1,6 @@
-"""One worker of `kvd bench`: does each work in the public API, as a user's program would, and writes rows.
+"""One worker of `kvd bench`: does each work through the public API, as a user's program would, and writes rows.
 
-Started as ``python -m kvd_cli.bench_worker TASK`` with the task as JSON; the cluster is found from ``KVD_*``.
+Started as ``python -m kvd_cli.bench_worker TASK`` with the task as JSON; ``KVD_*`` says where the cluster is.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Values(NamedTuple):
 
 
 class Bench:
-    """The works of one worker, one after the other."""
+    """Does the works of one worker, one after the other."""
 
     def __init__(self, kv: kvd.KVStore, task: Task) -> None:
         self._kv = kv
@@ -63,7 +63,7 @@ class Bench:
             self._work(name)
 
     def tell_roles(self) -> None:
-        """What this process took; rank 0 asks the servers what they led, too."""
+        """Write the usage of this process. Rank 0 also writes how many bytes each server led."""
         usage = usage_of("self")
         if usage is not None:
             self._write(ROLES_FILE, {"role": "worker", "rank": self._kv.rank, **usage._asdict()})
@@ -72,12 +72,12 @@ class Bench:
         visitor = dataclasses.replace(load().config, node_id="", preferred_rank=None)
         with Observer(visitor) as cluster:
             for server in cluster.status()["servers"]:
-                # A server that did not answer led what it led, but we do not know it.
+                # Of a server that did not answer, we do not know it.
                 led = {"bytes_led": server["bytes_led"]} if "bytes_led" in server else {}
                 self._write(ROLES_FILE, {"role": "server", "rank": server["rank"], **led})
 
     def _set_optimizer(self) -> None:
-        # A rate of 0 does all the arithmetic and leaves the weights as they are: the same in every step, and checkable.
+        # A rate of 0 does all the arithmetic and keeps the weights, so that every step can be checked.
         if self._task.mode == "sgd":
             self._kv.set_optimizer(kvd.optimizer.SGD(learning_rate=0.0, momentum=0.9))
         elif self._task.mode == "adam":
@@ -100,7 +100,7 @@ class Bench:
             self._measure(name, step, lambda count: time_steps(step, count))
 
     def _values(self, name: str) -> Values:
-        """The keys of a work, made with ones, and arrays for them: the store's own if the task says so."""
+        """The keys of a work, created with ones, and arrays for them: the store's own if the task says so."""
         sizes = sizes_of(name)
         keys = [f"{name}/{number}" for number in range(len(sizes))]
         self._kv.init(keys, [np.ones(size, np.float32) for size in sizes])
@@ -113,11 +113,11 @@ class Bench:
         return Values(keys, gradients, weights)
 
     def _check(self, name: str, outs: list[NDArray[np.float32]]) -> None:
-        """A fast store that gives wrong sums is worth nothing."""
+        """Stop if the sums are wrong: the speed of a wrong result is worthless."""
         workers = self._kv.num_workers
         wanted = workers * (workers + 1) / 2 if self._task.mode == "none" else 1.0
         if not all(np.all(out == wanted) for out in outs):
-            sys.exit(f"{name}: the values after the first step are wrong, {wanted} was expected everywhere")
+            sys.exit(f"{name}: the values after the first step are wrong: expected {wanted} everywhere")
 
     def _measure(
         self,
@@ -142,14 +142,14 @@ class Bench:
         self._kv.barrier()
 
     def _servers_cpu_s(self) -> float | None:
-        """For rank 0 what all servers have taken so far; None for the others, and where it cannot be known."""
+        """On rank 0, the processor time of all servers so far; None on other ranks, or if it is unknown."""
         file = self._folder / SERVERS_FILE
         if self._kv.rank != 0 or not file.exists():
             return None
         return cpu_s_of(json.loads(file.read_text()))
 
     def _in_flight(self, mine: Values, count: int) -> tuple[list[float], float]:
-        """`count` calls of one key each, the next as soon as the oldest of `IN_FLIGHT` is done; as `time_steps`."""
+        """Make `count` calls of one key each, `IN_FLIGHT` of them always in flight. Returns times as `time_steps` does."""
         each: list[float] = []
         flying: deque[tuple[float, kvd.Handle]] = deque()
 
@@ -170,7 +170,7 @@ class Bench:
         return each, time.perf_counter() - begin
 
     def _agree(self, name: str, count: int) -> int:
-        """Rank 0's count, on all ranks: a synchronous step needs everyone."""
+        """The count of rank 0 on all ranks: a synchronous step needs all of them."""
         file = self._folder / f"{name}.count"
         if self._kv.rank == 0:
             unfinished = file.with_suffix(".tmp")
@@ -180,7 +180,7 @@ class Bench:
         return int(file.read_text())
 
     def _write(self, file: str, line: Row) -> None:
-        # One write to a file opened for appending: lines of several workers do not mix.
+        # One write to a file opened for appending does not mix with the lines of other workers.
         descriptor = os.open(self._folder / file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(descriptor, (json.dumps(line) + "\n").encode())
@@ -189,7 +189,7 @@ class Bench:
 
 
 def main() -> None:
-    """Join the cluster, do the task in ``argv[1]``, leave."""
+    """Join the cluster, do the task in ``argv[1]``, and leave."""
     task = Task.from_json(sys.argv[1])
     with kvd.create("dist_sync") as kv:
         bench = Bench(kv, task)

@@ -1,4 +1,4 @@
-"""The picture of `--plot`: valid XML, with everything at its place."""
+"""The chart of `--plot`: valid XML with everything in its place."""
 
 from __future__ import annotations
 

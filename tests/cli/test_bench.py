@@ -85,7 +85,7 @@ def test_a_work_of_any_size_has_the_bytes_that_its_name_says(name: str, keys: in
 
 
 def test_the_fixed_works_mean_what_their_names_would() -> None:
-    """The peers know the fixed works by name only."""
+    """The peers know the fixed works only by name."""
     assert WORK["1KiBx1000"] == [256] * 1000
     for name in ("1KiB", "4KiB", "64KiB", "1MiB", "4MiB", "64MiB"):
         assert WORK[name] == sizes_of(f"{name}x1")

@@ -46,7 +46,7 @@ def daemon(*arguments: str) -> subprocess.Popen[str]:
 
 
 def address_in(file: Path, process: subprocess.Popen[str]) -> str:
-    """What a daemon writes when it is ready. There is no event for a file, so this looks again and again."""
+    """What a daemon writes when it is ready. There is no event for a file, so this polls."""
     deadline = time.monotonic() + DEADLINE_S
     while not file.exists():
         assert process.poll() is None, process.communicate()[1]

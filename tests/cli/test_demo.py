@@ -101,7 +101,7 @@ def test_the_view_takes_what_workers_print(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_lines_and_the_live_picture_do_not_block_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    """Lines come while the picture is drawn: neither may wait for the other for ever."""
+    """Lines come while the picture is drawn: neither may wait forever for the other."""
     view = LiveView(workers=1, servers=1)
     start = {"event": "start", "worker": 0, "step": 0, "steps": 2000, "steps_per_epoch": 1000}
     with view:

@@ -1,4 +1,4 @@
-"""What ``kvd status`` makes of what it is told: the exit code, the advice, and the optimizer in words."""
+"""How ``kvd status`` judges a report: the exit code, the advice, and the optimizer in words."""
 
 from __future__ import annotations
 

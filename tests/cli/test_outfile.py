@@ -1,4 +1,4 @@
-"""``-o FILE`` where FILE is there already, as a file or as something else."""
+"""``-o FILE`` when FILE exists already, as a file or as something else."""
 
 from __future__ import annotations
 

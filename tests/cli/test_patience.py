@@ -1,4 +1,4 @@
-"""A cluster that does not answer: who waits for it is told so in time, and at once where it cannot."""
+"""A cluster that does not answer: commands say that they wait, and fail at once if waiting is in vain."""
 
 from __future__ import annotations
 

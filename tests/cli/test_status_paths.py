@@ -1,4 +1,4 @@
-"""``kvd status`` shows how the messages of each worker travel, and why not in a quicker way."""
+"""``kvd status`` shows how the messages of each worker travel, and why not faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""stdout and stderr that are closed, full or of a poor encoding, and interrupts at any time."""
+"""stdout and stderr that are closed, full or have a narrow encoding, and interrupts at any time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that a daemon is told to write, where it cannot write them: it says so and ends, before anyone counts on it."""
+"""Files that a daemon cannot write: it says so and ends before anyone relies on it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ sys.exit(run_daemon(load({}), "scheduler", ready_file=ready))
 
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Scheduler:
-    """Runs a scheduler that is expected to end by itself; its exit code, and what it said."""
+    """Run a scheduler that is expected to end by itself; returns its exit code and its stderr."""
 
     def run(ready: Path | str = "", state: Path | str = "", no_room: bool = False) -> tuple[int, str]:
         def limit() -> None:  # every write to a file fails, as on a full disk

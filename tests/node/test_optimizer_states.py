@@ -1,4 +1,4 @@
-"""Optimizer states of slices that are updated as one, part, and meet again: the bits of slices that never were."""
+"""Optimizer states of slices that are fused, parted and fused again: the same bits as without fusing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ADAM = Adam(learning_rate=0.01, wd=0.001)
 
 @dataclass
 class Server:
-    """The jobs of a server, given as its machine gives them. A list of keys is a group as long as it stays the same."""
+    """Gives a server its jobs as its machine does. A list of keys is a group while it stays the same."""
 
     dtype: str = "float32"
     runner: JobRunner = field(default_factory=JobRunner)
@@ -247,7 +247,7 @@ def test_steps_that_differ_stay_each_slice_s_own() -> None:
 
 
 def test_an_update_that_fails_in_one_slice_changes_no_other_slice_of_the_group() -> None:
-    """A state of the wrong dtype for c: the update of the group is refused, as often as it is made again."""
+    """A state of the wrong dtype for c: the update of the group is refused every time."""
     server = started()
     server.push(list("abcd"), gradients(1), optimizer=MOMENTUM)
     wrong = {"slot/momentum": np.zeros(SIZES["c"], np.float64)}
@@ -282,7 +282,7 @@ def test_a_state_of_the_wrong_dtype_does_not_spread_to_the_slices_it_is_fused_wi
 
 
 def layout_of(*sizes: int) -> tuple[Extent, ...]:
-    """Slices k0, k1 … of so many float32."""
+    """Slices k0, k1 … with these numbers of float32 values."""
     entries, offset = [], 0
     for number, size in enumerate(sizes):
         offset = padded(offset)
@@ -360,7 +360,7 @@ def test_states_of_empty_slices_do_not_accumulate() -> None:
 
 
 def test_a_slice_that_leaves_keeps_only_its_own_bytes() -> None:
-    """A key that is not pushed any more must not hold the memory of all that it was once together with."""
+    """A key that is no longer pushed must not hold the memory of all keys it was fused with."""
     states = OptimizerStates()
     for number in range(3):
         states.put((f"k{number}", 0), state(3, *[number] * 4), 4)

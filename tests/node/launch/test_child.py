@@ -16,7 +16,7 @@ from tests.node.launch.harness import DEADLINE_S, Lines
 
 
 def test_a_process_that_has_just_ended_may_be_killed(monkeypatch: pytest.MonkeyPatch, lines: Lines) -> None:
-    """Its exit code is still there, for the thread that waits for it to take, and must not be taken by the kill."""
+    """Its exit code belongs to the thread that waits for it: the kill must not take it."""
     children: list[Child] = []
     killed = threading.Event()
     wait_for_end = os.waitid

@@ -36,7 +36,7 @@ def test_the_job_ends_when_nobody_reads_its_output(daemon: Any, mark: dict[str, 
 
 
 def test_a_blocked_reader_does_not_stop_the_end(daemon: Any, lines: Lines, mark: dict[str, str]) -> None:
-    """Whoever reads slowly slows the nodes down, but the job can still be ended."""
+    """A slow reader slows the nodes down, but the job can still be ended."""
     entered, release = threading.Event(), threading.Event()
 
     def blocked(node: str, stream: str, line: bytes) -> None:
