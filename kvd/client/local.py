@@ -33,9 +33,11 @@ from kvd.client.values import (
 )
 from kvd.compute.optimizers import SliceState, apply_update
 from kvd.compute.tensors import contiguous_bytes, named_dtype
+from kvd.core.push_policy import push_error
 from kvd.errors import KeyExists, KvdError, NotAllowed
 from kvd.optimizer import Optimizer, with_hyperparameters
-from kvd.protocol.specs import DTYPES, MAX_SLICE_BYTES, KeySpec
+from kvd.protocol.messages import ADD
+from kvd.protocol.specs import MAX_SLICE_BYTES, KeySpec
 
 Updater = Callable[[str, Array, Array], None]
 
@@ -103,11 +105,9 @@ class LocalBackend:
     def _merge(self, names: list[str], sources: list[Source], samples: int) -> None:
         entries = self._fitting(names, [source.spec for source in sources])
         for name, entry in zip(names, entries, strict=True):
-            if self._optimizer is not None and not DTYPES[entry.spec.dtype].is_float:
-                text = f"key {name!r} is {entry.spec.dtype}: optimizers update float keys only"
-                raise NotAllowed(text, key=name)
-            if self.merge == "weighted" and not DTYPES[entry.spec.dtype].is_float:
-                text = f"key {name!r} is {entry.spec.dtype}: a weighted merge takes float keys only"
+            has_optimizer = self._optimizer is not None
+            text = push_error(name, entry.spec.dtype, ADD, has_optimizer=has_optimizer, merge=self.merge)
+            if text is not None:
                 raise NotAllowed(text, key=name)
         for name, entry, source in zip(names, entries, sources, strict=True):
             self._apply(name, entry, source.data.view(entry.value.dtype), samples)

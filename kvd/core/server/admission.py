@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvd.core.machine import Received
+from kvd.core.push_policy import push_error as policy_error
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.rounds import PushStatus, Refusal
-from kvd.protocol.messages import ABSENT, ADD, Push, PushBatch, Refused
-from kvd.protocol.specs import DTYPES, payload_nbytes
+from kvd.protocol.messages import ABSENT, Push, PushBatch, Refused
+from kvd.protocol.specs import payload_nbytes
 
 
 class PushTarget(NamedTuple):
@@ -58,18 +59,11 @@ def _clock_error(
 
 
 def _kind_error(push: Push | PushBatch, target: PushTarget, merge: str) -> Refused | None:
-    request, group = push.request, target.group
-    if group.log.mixes(target.clock, push.how):
-        text = f"key {group.key!r} is broadcast and pushed in the same round: all workers must do the same"
-        return Refused(request, "NotAllowed", text, (), group.key)
-    if push.how == ADD and not DTYPES[group.dtype].is_float:
-        if group.optimizer is not None:
-            text = f"key {group.key!r} is {group.dtype}: optimizers update float keys only"
-            return Refused(request, "NotAllowed", text, (), group.key)
-        if merge == "weighted":
-            text = f"key {group.key!r} is {group.dtype}: a weighted merge takes float keys only"
-            return Refused(request, "NotAllowed", text, (), group.key)
-    return None
+    group = target.group
+    mixes = group.log.mixes(target.clock, push.how)
+    has_optimizer = group.optimizer is not None
+    text = policy_error(group.key, group.dtype, push.how, has_optimizer=has_optimizer, merge=merge, mixes=mixes)
+    return None if text is None else Refused(push.request, "NotAllowed", text, (), group.key)
 
 
 def remembered(error: Refused, sender: int, rank: int, targets: Sequence[PushTarget]) -> Refused:
