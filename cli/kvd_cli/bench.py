@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import click
 
-from kvd.client.store import KVStore
+from kvd.client.facades.blocking import KVStore
 from kvd.node.launch import Job, Launch, Stream
 from kvd_cli.bench_plot import counted, is_plotted, throughput_chart
 from kvd_cli.bench_usage import Watch

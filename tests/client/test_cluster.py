@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.client.dist import DistBackend
-from kvd.client.values import Target
+from kvd.client.calls.values import Target
+from kvd.client.cluster.values import DistBackend
 from kvd.errors import (
     BarrierBroken,
     ConfigError,

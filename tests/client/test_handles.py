@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.client.handle import Handle
+from kvd.client.calls.handle import Handle
 from kvd.errors import KeyNotFound, NotAllowed, RequestTimeout, ShapeMismatch, StoreClosed
 from kvd.testing.cluster import LocalCluster
 
@@ -84,7 +84,7 @@ def test_a_handle_can_be_awaited_in_any_loop_and_cancelled_there(pair: tuple[kvd
 
 def test_a_promise_that_ends_while_the_wait_times_out_is_delivered() -> None:
     """The wait times out, and before that is noticed the call ends."""
-    from kvd.client.promise import Promise
+    from kvd.client.calls.promise import Promise
 
     class Late(Promise):
         def result(self, timeout: float | None = None) -> Any:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.client.handle import Handle
-from kvd.client.interrupts import Uninterrupted
+from kvd.client.calls.handle import Handle
+from kvd.client.cluster.interrupts import Uninterrupted
 from kvd.errors import ConnectError, KvdError, NotAllowed, RequestTimeout, StoreClosed
 from kvd.testing.cluster import LocalCluster, wait_until
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvd.client.values import Array, source_of, target_of
+from kvd.client.calls.values import Array, source_of, target_of
 from kvd.errors import DtypeMismatch, NotAllowed, ShapeMismatch
 from kvd.protocol.specs import KeySpec
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvd.client.admin import Observer
+from kvd.client.cluster.observer import Observer
 from kvd.config import load
 from kvd.testing.cluster import LocalCluster, ProcessNode, wait_until
 

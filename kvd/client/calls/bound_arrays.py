@@ -8,8 +8,8 @@ from zlib import crc32
 
 import numpy as np
 
-from kvd.client.promise import Promise
-from kvd.client.values import Source
+from kvd.client.calls.promise import Promise
+from kvd.client.calls.values import Source
 from kvd.compute.tensors import named_dtype
 from kvd.errors import NotAllowed
 from kvd.protocol.specs import KeySpec, padded

@@ -26,7 +26,7 @@ from kvd.protocol.messages import BIGGEST, FetchState, ListKeys, OptimizerQuery,
 from kvd.protocol.specs import DTYPES, KeySpec, padded
 
 if TYPE_CHECKING:
-    from kvd.client.engine import Engine
+    from kvd.client.cluster.engine import Engine
 
 SEPARATOR = "|"
 FORMAT = "kvd-optimizer-states-1"

@@ -10,8 +10,8 @@ import threading
 import time
 from contextlib import suppress
 
-from kvd.client.interrupts import Uninterrupted
-from kvd.client.promise import Promise
+from kvd.client.calls.promise import Promise
+from kvd.client.cluster.interrupts import Uninterrupted
 from kvd.transport.host import HostTransport
 
 LONGEST_POLL_S = 60.0

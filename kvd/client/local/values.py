@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from kvd.client import checks
-from kvd.client.backend import Node, StoreType
-from kvd.client.bound import Bound
-from kvd.client.exits import tell_at_exit
-from kvd.client.handle import Handle
-from kvd.client.promise import Promise
-from kvd.client.room import Ticket
-from kvd.client.states import StateFile
-from kvd.client.unheard import Unheard
-from kvd.client.values import (
+from kvd.client.calls import checks
+from kvd.client.calls.backend import Node, StoreType
+from kvd.client.calls.bound_arrays import Bound
+from kvd.client.calls.exits import tell_at_exit
+from kvd.client.calls.handle import Handle
+from kvd.client.calls.memory_budget import Ticket
+from kvd.client.calls.promise import Promise
+from kvd.client.calls.unobserved_errors import Unheard
+from kvd.client.calls.values import (
     Array,
     Source,
     Target,
@@ -31,6 +30,7 @@ from kvd.client.values import (
     source_of,
     target_of,
 )
+from kvd.client.cluster.optimizer_states import StateFile
 from kvd.compute.optimizers import SliceState, apply_update
 from kvd.compute.tensors import contiguous_bytes, named_dtype
 from kvd.core.push_policy import push_error

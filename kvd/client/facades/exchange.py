@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from kvd.client.dist import DistBackend
-from kvd.client.handle import Handle
-from kvd.client.local import LocalBackend
-from kvd.client.store import KVStore
-from kvd.client.values import Array, source_of
+from kvd.client.calls.handle import Handle
+from kvd.client.calls.values import Array, source_of
+from kvd.client.cluster.values import DistBackend
+from kvd.client.facades.blocking import KVStore
+from kvd.client.local.values import LocalBackend
 from kvd.config import Config
 from kvd.core import requests
 from kvd.core.requests import Item

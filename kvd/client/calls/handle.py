@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any
 
-from kvd.client.checks import patience
-from kvd.client.promise import Promise
+from kvd.client.calls.checks import patience
+from kvd.client.calls.promise import Promise
 from kvd.errors import RequestTimeout
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from kvd.client.values import Source
+from kvd.client.calls.values import Source
 from kvd.errors import RequestTimeout
 
 

@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kvd.client import checks
-from kvd.client.backend import Node, StoreType
-from kvd.client.bound import Bound, Seal, bound_together
-from kvd.client.engine import Engine
-from kvd.client.handle import Handle
-from kvd.client.promise import Promise
-from kvd.client.room import Room, Ticket
-from kvd.client.states import fetch_states, store_states
-from kvd.client.unheard import Unheard
-from kvd.client.values import Source, Target, fresh_target, key_list, key_name, paired, source_of, target_of
+from kvd.client.calls import checks
+from kvd.client.calls.backend import Node, StoreType
+from kvd.client.calls.bound_arrays import Bound, Seal, bound_together
+from kvd.client.calls.handle import Handle
+from kvd.client.calls.memory_budget import Room, Ticket
+from kvd.client.calls.promise import Promise
+from kvd.client.calls.unobserved_errors import Unheard
+from kvd.client.calls.values import Source, Target, fresh_target, key_list, key_name, paired, source_of, target_of
+from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.optimizer_states import fetch_states, store_states
 from kvd.config import Loaded
 from kvd.core import requests
 from kvd.core.membership import DEAD, GONE

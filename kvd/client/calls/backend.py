@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kvd.client.handle import Handle
-from kvd.client.room import Ticket
+from kvd.client.calls.handle import Handle
+from kvd.client.calls.memory_budget import Ticket
 from kvd.errors import ConfigError
 from kvd.optimizer import Optimizer
 
@@ -65,7 +65,7 @@ class Backend(Protocol):
     """A store, in this process or in a cluster. What is wrong with the arguments is raised by the call; what only the
     store can know, such as that there is no such key, by the handle.
 
-    With a ticket a push that finds no room ends at once, see `kvd.client.room`.
+    With a ticket a push that finds no room ends at once, see `kvd.client.calls.memory_budget`.
     """
 
     type: str

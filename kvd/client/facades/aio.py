@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
-from kvd.client.backend import CAPABILITIES, Backend, Node
-from kvd.client.create import open_backend
-from kvd.client.exits import forget, remember
-from kvd.client.handle import Handle
-from kvd.client.local import LocalBackend, Updater
-from kvd.client.room import Ticket
-from kvd.client.store import count_dead
+from kvd.client.calls.backend import CAPABILITIES, Backend, Node
+from kvd.client.calls.exits import forget, remember
+from kvd.client.calls.handle import Handle
+from kvd.client.calls.memory_budget import Ticket
+from kvd.client.facades.blocking import count_dead
+from kvd.client.facades.open import open_backend
+from kvd.client.local.values import LocalBackend, Updater
 from kvd.errors import NotAllowed, RequestTimeout
 from kvd.optimizer import Optimizer
 

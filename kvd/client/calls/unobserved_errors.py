@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvd.client.handle import Handle
-from kvd.client.promise import Promise
+from kvd.client.calls.handle import Handle
+from kvd.client.calls.promise import Promise
 from kvd.errors import KvdError
 
 

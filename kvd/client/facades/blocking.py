@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from kvd.client.backend import CAPABILITIES, Backend, Node
-from kvd.client.checks import node_number, seconds
-from kvd.client.create import open_backend
-from kvd.client.exits import forget, remember
-from kvd.client.handle import Handle
-from kvd.client.local import LocalBackend, Updater
+from kvd.client.calls.backend import CAPABILITIES, Backend, Node
+from kvd.client.calls.checks import node_number, seconds
+from kvd.client.calls.exits import forget, remember
+from kvd.client.calls.handle import Handle
+from kvd.client.facades.open import open_backend
+from kvd.client.local.values import LocalBackend, Updater
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
 

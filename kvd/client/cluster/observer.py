@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from kvd.client.backend import Node
-from kvd.client.checks import command_body, command_head
-from kvd.client.engine import Engine
-from kvd.client.values import fresh_target, key_name
+from kvd.client.calls.backend import Node
+from kvd.client.calls.checks import command_body, command_head
+from kvd.client.calls.values import fresh_target, key_name
+from kvd.client.cluster.engine import Engine
 from kvd.config import Config
 from kvd.core import requests
 from kvd.core.membership import ACTIVE, DEAD, EMPTY_SETTINGS, GONE

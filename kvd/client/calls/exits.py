@@ -13,9 +13,9 @@ import sys
 from contextlib import suppress
 from typing import Protocol
 
-from kvd.client.backend import Backend
-from kvd.client.handle import Handle
-from kvd.client.unheard import Unheard
+from kvd.client.calls.backend import Backend
+from kvd.client.calls.handle import Handle
+from kvd.client.calls.unobserved_errors import Unheard
 from kvd.errors import KvdError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvd.client.values import key_name
+from kvd.client.calls.values import key_name
 from kvd.errors import ConfigError, KvdError, NotAllowed, StoreClosed
 from kvd.optimizer import Optimizer, changes_to_wire
 from kvd.optimizer.fields import MAX_COUNT, number, shown

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvd.client.backend import Backend, store_type
-from kvd.client.dist import DistBackend
-from kvd.client.local import LocalBackend
+from kvd.client.calls.backend import Backend, store_type
+from kvd.client.cluster.values import DistBackend
+from kvd.client.local.values import LocalBackend
 from kvd.config import load
 
 
