@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import kvd
+from kvd.client.facades.blocking import backend_of
 from kvd.errors import KeyNotFound, NotAllowed, ShapeMismatch
-from kvd.testing.cluster import LocalCluster, PathName, ProcessNode
+from kvd.testing.cluster import LocalCluster, PathName, ProcessNode, engine_of
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LARGE = (600, 500)  # more than what goes through the socket in any case
@@ -36,7 +37,7 @@ def kv(cluster: LocalCluster) -> kvd.KVStore:
 
 
 def arena_of(kv: kvd.KVStore) -> Any:
-    return kv._backend._engine.transport.arena  # type: ignore[attr-defined]
+    return engine_of(kv).transport.arena
 
 
 @contextmanager
@@ -420,7 +421,9 @@ def test_a_bound_gradient_whose_pushpull_was_given_up_is_sent_as_it_was(path: An
         assert isinstance(server, ProcessNode)
         os.kill(server.process.pid, signal.SIGSTOP)
         try:
-            handle = kv._here().pushpull("w", gradient, weight, 0, 1, private=False)  # as the blocking call does
+            handle = backend_of(kv).values.pushpull(
+                "w", gradient, weight, 0, 1, False, None
+            )  # as the blocking call does
             with pytest.raises(kvd.RequestTimeout):
                 handle.wait(0.5)
             weight[:] = -2

@@ -16,7 +16,8 @@ import pytest
 
 import kvd
 from kvd.client.calls.values import Target
-from kvd.client.cluster.values import DistBackend
+from kvd.client.cluster.broadcast import ClusterAssignments
+from kvd.client.facades.blocking import backend_of
 from kvd.errors import (
     BarrierBroken,
     ConfigError,
@@ -27,7 +28,7 @@ from kvd.errors import (
     RequestTimeout,
     ShapeMismatch,
 )
-from kvd.testing.cluster import LocalCluster, wait_until
+from kvd.testing.cluster import LocalCluster, engine_of, wait_until
 
 QUICK: dict[str, Any] = {"server_timeout_s": 1.0, "worker_timeout_s": 1.0, "heartbeat_interval_s": 0.1}
 
@@ -115,12 +116,12 @@ def test_broadcast_gives_everyone_the_value_of_rank_0(kind: str) -> None:
 
 
 def test_async_broadcasts_one_after_the_other_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
-    pull = DistBackend._pull_items
+    pull = ClusterAssignments._pull
 
-    async def late(backend: DistBackend, names: list[str], targets: list[Target], priority: int) -> None:
-        if backend.rank == 1:
+    async def late(part: ClusterAssignments, names: list[str], targets: list[Target], priority: int) -> None:
+        if part._rank == 1:
             await asyncio.sleep(0.2)
-        await pull(backend, names, targets, priority)
+        await pull(part, names, targets, priority)
 
     def program(kv: kvd.KVStore) -> list[float]:
         out = np.empty(5, np.float32)
@@ -130,7 +131,7 @@ def test_async_broadcasts_one_after_the_other_do_not_mix(monkeypatch: pytest.Mon
             seen.append(float(out[0]))
         return seen
 
-    monkeypatch.setattr(DistBackend, "_pull_items", late)
+    monkeypatch.setattr(ClusterAssignments, "_pull", late)
     with LocalCluster(2, 1) as cluster:
         assert cluster.run(program, "dist_async") == [[0, 10, 20]] * 2
 
@@ -178,7 +179,7 @@ def test_broadcast_and_push_in_one_round_are_refused() -> None:
         for handle in handles:
             handle.wait()
         push = other.push("w", ones())
-        wait_until(lambda: other._backend._engine.machine._outbox.unstaged == 0, "the push is staged")  # type: ignore[attr-defined]
+        wait_until(lambda: engine_of(other).machine._outbox.unstaged == 0, "the push is staged")
         with pytest.raises(NotAllowed, match="broadcast and pushed in the same round"):
             one.broadcast("w", ones())
         assert not push.done()
@@ -224,7 +225,7 @@ def test_a_barrier_times_out_and_can_be_entered_again() -> None:
 def test_two_barriers_with_long_names_are_two() -> None:
     with LocalCluster(2, 1) as cluster:
         one, other = cluster.store(), cluster.store()
-        handle = one._backend.barrier("n" * 300 + "1", 30)
+        handle = backend_of(one).rounds.barrier("n" * 300 + "1", 30)
         with pytest.raises(RequestTimeout):
             other.barrier("n" * 300 + "2", timeout=0.3)
         assert not handle.done()
@@ -318,13 +319,13 @@ def test_node_ids_and_masks() -> None:
         gone = cluster.store(node_id="worker-1")
         assert [kv.num_dead_node(node_id) for node_id in (1, 2, 4, 7, 8, 9, 11)] == [0] * 7
         assert list(kv.dead_nodes()) == []
-        gone._backend._engine._driver.stop(0)  # type: ignore[attr-defined]
+        engine_of(gone)._driver.stop(0)
         dead = 9 + 2 * gone.rank
         wait_until(lambda: kv.num_dead_node(4), "the worker is declared dead")
         assert [kv.num_dead_node(node_id) for node_id in (1, 2, 3, 4, 5, 6, 7)] == [0, 0, 0, 1, 1, 1, 1]
         assert [kv.num_dead_node(node_id) for node_id in (8, 10, dead, 20 - dead)] == [0, 0, 1, 0]
         (node,) = kv.dead_nodes()
-        assert (node.role, node.rank, node.node_id) == ("worker", gone.rank, gone._backend._config.node_id)  # type: ignore[attr-defined]
+        assert (node.role, node.rank, node.node_id) == ("worker", gone.rank, engine_of(gone).config.node_id)
         with pytest.raises(BarrierBroken) as broken:
             kv.barrier("b")
         assert broken.value.missing == (f"worker {gone.rank}",)

@@ -14,7 +14,7 @@ import pytest
 import kvd
 from kvd.client.calls.handle import Handle
 from kvd.errors import KeyNotFound, NotAllowed, RequestTimeout, ShapeMismatch, StoreClosed
-from kvd.testing.cluster import LocalCluster
+from kvd.testing.cluster import LocalCluster, engine_of
 
 
 def ones(count: int = 4) -> Any:
@@ -240,7 +240,7 @@ def test_a_call_that_breaks_inside_is_told_and_the_store_goes_on(
     kv: kvd.KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kv.init("w", ones())
-    engine = kv._backend._engine  # type: ignore[attr-defined]
+    engine = engine_of(kv)
 
     def broken(call: Any, request: Any) -> None:
         raise RuntimeError("a bug")

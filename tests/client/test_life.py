@@ -18,8 +18,9 @@ import pytest
 import kvd
 from kvd.client.calls.handle import Handle
 from kvd.client.cluster.interrupts import Uninterrupted
+from kvd.client.facades.blocking import backend_of
 from kvd.errors import ConnectError, KvdError, NotAllowed, RequestTimeout, StoreClosed
-from kvd.testing.cluster import LocalCluster, wait_until
+from kvd.testing.cluster import LocalCluster, engine_of, wait_until
 
 SLOW_TO_JUDGE: dict[str, Any] = {"worker_timeout_s": 40.0, "request_timeout_s": 50.0}
 
@@ -33,7 +34,7 @@ def fail_after(_: Any) -> None:
 
 
 def worker_states(kv: kvd.KVStore) -> dict[int, str]:
-    members = kv._backend._engine.machine.view.members  # type: ignore[attr-defined]
+    members = engine_of(kv).machine.view.members
     return {rank: member.state for (role, rank), member in members.items() if role == "worker"}
 
 
@@ -160,9 +161,9 @@ def test_calls_under_way_end_when_the_store_is_closed() -> None:
             one.pull_async("w"),
             one.pull_async("w", out=ones()),
             one.broadcast_async("w", ones()),
-            one._backend.flush(None),
-            one._backend.barrier("b", None),
-            one._backend.join(),
+            backend_of(one).rounds.flush(None),
+            backend_of(one).rounds.barrier("b", None),
+            backend_of(one).rounds.join(),
         ]
         caught: list[BaseException] = []
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.testing.cluster import PATHS, LocalCluster
+from kvd.testing.cluster import PATHS, LocalCluster, engine_of
 from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import SHARED_MEMORY, ZMQ
 
@@ -106,7 +106,7 @@ def digests_of(workers: int, servers: int, *, bound: bool, rounds: int = 1, **ho
 
 
 def paths_of(kv: kvd.KVStore) -> dict[Any, Any]:
-    return dict(kv._backend._engine.transport.paths())  # type: ignore[attr-defined]
+    return dict(engine_of(kv).transport.paths())
 
 
 @pytest.mark.parametrize(("workers", "servers", "bound"), [(2, 1, True), (3, 2, False)])

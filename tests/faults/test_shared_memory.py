@@ -34,6 +34,7 @@ import hashlib, json, pathlib, sys, time
 import numpy as np
 import kvd
 from kvd.errors import NodeLost
+from kvd.testing.cluster import engine_of
 
 def wait_to_be_let_go():
     print("done", flush=True)
@@ -61,7 +62,7 @@ try:
         finally:
             wait_to_be_let_go()
         result["digest"] = hashlib.sha256(b"".join(weight.tobytes() for weight in weights)).hexdigest()
-        paths = kv._backend._engine.transport.paths()
+        paths = engine_of(kv).transport.paths()
         texts = {": ".join(filter(None, path)) for peer, path in paths.items() if isinstance(peer, int)}
         result["paths"] = sorted(texts)
 except NodeLost as error:

@@ -1,8 +1,8 @@
 """Programs that end without `close()`.
 
-The stores of a cluster are held here until they are closed, so that one which a program simply lets go of, as a script
-does that creates it in a function, leaves the cluster in good order when the process ends. A store without a cluster
-has nothing to leave, but what went wrong there unheard is told then as well.
+The stores of a cluster are kept here until they are closed. So a store that a program lets go of, as a script does that
+creates it in a function, leaves the cluster in good order when the process ends. A store without a cluster has nothing
+to leave, but its unobserved errors are raised then as well.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ import sys
 from contextlib import suppress
 from typing import Protocol
 
-from kvd.client.calls.backend import Backend
 from kvd.client.calls.handle import Handle
-from kvd.client.calls.unobserved_errors import Unheard
+from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.errors import KvdError
 
 
-class Leaving(Protocol):
-    """What the two façades have in common."""
+class Leaver(Protocol):
+    """An open store, see `kvd.client.facades.life`."""
 
-    _backend: Backend
-    _open: bool
-    _barrier_before_exit: bool
-
-
-_stores: set[Leaving] = set()
-_unheard: set[Unheard] = set()
-os.register_at_fork(after_in_child=_stores.clear)  # they are the parent's
-os.register_at_fork(after_in_child=_unheard.clear)
+    def claim_end(self) -> bool: ...
+    def begin_close(self) -> Handle: ...
+    def end_close(self, leaving: Handle) -> None: ...
+    def abandon(self, *, failed: bool) -> None: ...
 
 
-def remember(store: Leaving) -> None:
-    """Leaves the cluster when the process ends, unless `forget` comes first."""
+_stores: set[Leaver] = set()
+_errors: set[UnobservedErrors] = set()
+os.register_at_fork(after_in_child=_stores.clear)  # they belong to the parent
+os.register_at_fork(after_in_child=_errors.clear)
+
+
+def leave_at_exit(store: Leaver) -> None:
+    """Has the store leave its cluster when the process ends, unless `forget` comes first."""
     _stores.add(store)
 
 
-def forget(store: Leaving) -> None:
+def forget(store: Leaver) -> None:
     _stores.discard(store)
 
 
-def tell_at_exit(errors: Unheard) -> None:
-    """Raises them when the process ends well, if they are still unheard then."""
-    _unheard.add(errors)
+def raise_at_exit(errors: UnobservedErrors) -> None:
+    """Raises the errors that are still unobserved when the process ends well."""
+    _errors.add(errors)
 
 
 def _leave() -> None:
@@ -53,29 +53,27 @@ def _leave() -> None:
     All stores begin before the first is waited for: they may be workers that wait for each other.
     """
     failed = getattr(sys, "last_value", None) is not None
-    begun: list[tuple[Backend, Handle | None]] = []
+    begun: list[tuple[Leaver, Handle | None]] = []
     for store in list(_stores):
-        if store._open:
-            store._open = False
+        if store.claim_end():
             with suppress(KvdError):
-                leaving = None if failed else store._backend.begin_close(store._barrier_before_exit)
-                begun.append((store._backend, leaving))
-    errors = []
-    for backend, leaving in begun:
+                begun.append((store, None if failed else store.begin_close()))
+    raised = []
+    for store, leaving in begun:
         try:
             if leaving is None:
-                backend.abandon(failed=True)
+                store.abandon(failed=True)
             else:
-                backend.end_close(leaving)
+                store.end_close(leaving)
         except KvdError as error:
-            errors.append(error)
-    for unheard in [] if failed else list(_unheard):
+            raised.append(error)
+    for errors in [] if failed else list(_errors):
         try:
-            unheard.tell(None)
+            errors.raise_for(None)
         except KvdError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+            raised.append(error)
+    if raised:
+        raise raised[0]
 
 
 atexit.register(_leave)
