@@ -224,7 +224,7 @@ class KVStore(StoreProperties):
 
     def _blocking(self) -> Backend:
         """The backend, for a call that may block. Raises NotAllowed in an event loop."""
-        if _in_event_loop():
+        if asyncio._get_running_loop() is not None:
             raise NotAllowed("a blocking call would stop the running event loop: use kvd.aio there, and await it")
         return self._backend
 
@@ -253,10 +253,6 @@ def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the 
         RequestTimeout: servers are missing.
         NotAllowed: the cluster is full.
     """
-    if _in_event_loop():
+    if asyncio._get_running_loop() is not None:
         raise NotAllowed("kvd.create blocks, and would stop the running event loop: use await kvd.aio.create(...)")
     return KVStore(open_backend(type, settings))
-
-
-def _in_event_loop() -> bool:
-    return asyncio._get_running_loop() is not None
