@@ -14,7 +14,8 @@ from kvd.client.cluster.engine import Engine
 
 
 class Arguments:
-    """
+    """Resolves what a program passed, the same way for every call.
+
     Args:
         engine: gives the memory for copies, which servers of this host can read.
         bound: the gradients that need no copy.

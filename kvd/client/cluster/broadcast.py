@@ -19,7 +19,8 @@ from kvd.core.requests import Item
 
 
 class ClusterAssignments:
-    """
+    """Broadcasts take several requests, which a coroutine on the engine's loop makes; an assignment is one request.
+
     Args:
         rank: the rank of this worker.
         sync: whether the store has rounds that every worker takes part in.
@@ -41,7 +42,7 @@ class ClusterAssignments:
         self._rank = rank
         self._sync = sync
         self._absence_counts = absence_counts
-        self._replays: dict[str, int] = {}  # broadcasts by key
+        self._replays: dict[str, int] = {}  # how many broadcasts this process has made, by key
 
     def assign(self, values: Mapping[str, Array], absent: Sequence[str]) -> None:
         names, _ = self._arguments.names(list(values))

@@ -19,7 +19,8 @@ STATUS_TIMEOUT_S = 2.0
 
 
 class ClusterNodes:
-    """
+    """Asks the servers, and reads the view that the scheduler sends.
+
     Attributes:
         engine: what runs this worker.
     """

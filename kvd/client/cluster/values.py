@@ -20,7 +20,8 @@ from kvd.node.pieces import Pieces
 
 
 class ClusterValues:
-    """
+    """Each call becomes one request, submitted before the call returns: calls on a key keep their order.
+
     Args:
         rank: the rank of this worker; rank 0 makes the keys.
         check_bound: whether the end of a push tells if its bound gradients were written to.
