@@ -64,7 +64,7 @@ def test_capabilities() -> None:
 
 
 @pytest.mark.parametrize("barrier", [True, False])
-def test_a_store_is_closed_once_by_whoever_claims_its_end(barrier: bool) -> None:
+def test_the_end_of_a_store_is_claimed_once(barrier: bool) -> None:
     closing = Closing()
     life = life_of(closing, distributed=False)
     life.barrier_before_exit = barrier

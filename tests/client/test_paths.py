@@ -79,7 +79,7 @@ class Training:
             self._look_at(weights)
 
     def _draw(self, arrays: list[Any]) -> Iterator[None]:
-        """Fills the arrays with numbers that are this worker's, so many times."""
+        """Fills the arrays with this worker's own numbers, once per round."""
         for _ in range(self._rounds):
             self._draws += 1
             rng = np.random.default_rng([self._draws, self._kv.rank])

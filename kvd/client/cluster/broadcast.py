@@ -75,7 +75,7 @@ class ClusterAssignments:
         elif self._sync:
             await self._round(names, sources, targets, priority)
         else:
-            # The last clock of rank 0 may be that of an assignment that nobody has read yet.
+            # The last clock of rank 0 may be that of an assignment that no worker has read yet.
             passed = counted > replays + 1 if sources is not None else counted > 0 and replays == 0
             if sources is not None and counted <= replays:
                 await self._engine.call(assignment(names, sources, None, priority))

@@ -113,7 +113,7 @@ class Observer:
         """The key's value, all of it of one version.
 
         Raises:
-            KeyNotFound: nobody has made it.
+            KeyNotFound: nobody made it.
             NotAllowed: it changes too fast to be read in one version.
         """
         name = key_name(key)
