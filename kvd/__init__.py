@@ -1,9 +1,9 @@
 """kvd, a parameter server for Python: `create` gives a store of values that the workers of a job share."""
 
 from kvd import aio, errors, optimizer
-from kvd.client.backend import Node
-from kvd.client.handle import Handle
-from kvd.client.store import KVStore, create
+from kvd.client.calls.backend import Node
+from kvd.client.calls.handle import Handle
+from kvd.client.facades.blocking import KVStore, create
 from kvd.config import Config
 from kvd.errors import (
     BarrierBroken,

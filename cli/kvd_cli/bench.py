@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from kvd.client.store import KVStore
+from kvd.client.facades.blocking import KVStore
 from kvd_cli.bench_plot import counted, is_plotted, throughput_chart
 from kvd_cli.bench_report import HEADINGS, curve, table_lines
 from kvd_cli.bench_run import TRANSPORTS, JobFailed, make_job, measure

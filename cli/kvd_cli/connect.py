@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from kvd.client.admin import Observer
-from kvd.client.store import KVStore, create, leave_at_once
+from kvd.client.cluster.observer import Observer
+from kvd.client.facades.blocking import KVStore, create, leave_at_once
 from kvd_cli.options import current
 from kvd_cli.patience import check_host, told_when_slow
 

@@ -1,1 +1,1 @@
-"""The store as programs see it: `store` (blocking), `aio` (async), `local` (no cluster), `admin` (looking in)."""
+"""The store as programs see it. Imports go down: `facades` → `local` and `cluster` → `calls`."""

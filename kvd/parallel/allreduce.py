@@ -21,8 +21,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvd.client.exchange import Exchange
-from kvd.client.store import KVStore
+from kvd.client.facades.blocking import KVStore
+from kvd.client.facades.exchange import Exchange
 from kvd.compute.tensors import as_array, writable_view, write_back
 from kvd.errors import ConfigError, DtypeMismatch, NotAllowed, ShapeMismatch
 from kvd.parallel.blocks import Blocks, Wanted

@@ -5,8 +5,9 @@ and read by the one that owns the slice, and a key per partition for weights. Bi
 relies on the stages of Spark. Here the store and a header in every block give it:
 
 - In `dist_sync` writing a block is a round of its key, in which the writer assigns its bytes and all others are absent
-  (a header without bytes, see `kvd.client.exchange`). A reader names the version that its own clock says, so it gets
-  exactly the blocks of its own iteration, also if their writers are one ahead; it waits for those that are behind.
+  (a header without bytes, see `kvd.client.facades.exchange`). A reader names the version that its own clock says, so
+  it gets exactly the blocks of its own iteration, also if their writers are one ahead; it waits for those that are
+  behind.
 - In `dist_async` and in a store of this process writing replaces, and readers wait until what they look for is there.
   A writer cannot overtake a reader: it computes its next gradients from weights that their owners send after they
   have read its last ones. Whoever skips `get_weights` can; that is noticed.
@@ -28,8 +29,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvd.client.exchange import Exchange
-from kvd.client.handle import Handle
+from kvd.client.calls.handle import Handle
+from kvd.client.facades.exchange import Exchange
 from kvd.errors import KvdError, NodeLost, RequestTimeout
 from kvd.parallel.truncated import Bytes, Codec, Floats
 

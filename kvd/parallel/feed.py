@@ -18,7 +18,7 @@ from kvd.parallel.lanes import run_on_all
 from kvd.parallel.parameters import copy_out, host_arrays
 
 if TYPE_CHECKING:
-    from kvd.client.store import KVStore
+    from kvd.client.facades.blocking import KVStore
     from kvd.parallel.group import DataParallelExecutorGroup
 
 #: ``"server"``: what comes back is the weight. ``"local"``: it is the merged gradient, and each worker updates.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvd.client.handle import Handle
+from kvd.client.calls.handle import Handle
 from kvd.compute.optimizers import SliceState, apply_update
 from kvd.errors import InputMismatch
 from kvd.optimizer import Optimizer

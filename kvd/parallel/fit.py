@@ -23,7 +23,7 @@ from kvd.parallel.parameters import host_arrays
 from kvd.parallel.progress import Bar, bar_of
 
 if TYPE_CHECKING:
-    from kvd.client.store import KVStore
+    from kvd.client.facades.blocking import KVStore
     from kvd.parallel.group import DataParallelExecutorGroup
 
 #: What can be gone through once per epoch, or what gives that for an epoch (from 0): the same batches every time.

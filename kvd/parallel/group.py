@@ -24,7 +24,7 @@ from kvd.parallel.requests import RequestRules
 from kvd.parallel.split import SplitRule, common_batch_size, split_batch_axis
 
 if TYPE_CHECKING:
-    from kvd.client.store import KVStore
+    from kvd.client.facades.blocking import KVStore
 
 #: Called with (place of the device in the group, device, name, array) for the output of every layer.
 GroupMonitor: TypeAlias = Callable[[int, Device, str, Array], None]

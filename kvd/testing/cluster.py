@@ -18,6 +18,9 @@ from types import TracebackType
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import kvd
+from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.nodes import ClusterNodes
+from kvd.client.facades.blocking import backend_of
 from kvd.config import Role, child_environment, load
 from kvd.errors import BarrierBroken, NodeLost
 from kvd.node.daemon import Daemon
@@ -47,6 +50,13 @@ def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = START_TIM
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s} s: {what}")
         time.sleep(0.005)
+
+
+def engine_of(store: kvd.KVStore) -> Engine:
+    """The engine of a store of a cluster, for tests that look into its machine or break it."""
+    nodes = backend_of(store).nodes
+    assert isinstance(nodes, ClusterNodes), "a store without a cluster has no engine"
+    return nodes.engine
 
 
 class ThreadNode:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 from unittest import mock
 
-from kvd.client import engine
+from kvd.client.cluster import engine
 from kvd.core.machine import Peer, PeerPath, Span
 from kvd.node.driver import Driver
 from kvd.transport.base import OnGarbage, OnMessage, Transport

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import kvd
 from benchmarks.rows import from_objects, parse
-from kvd.client.create import open_backend
+from kvd.client.facades.open import open_backend
 from kvd.node.launch import Job
 from kvd_cli.bench_report import table_lines
 from kvd_cli.bench_run import JobFailed, make_job, measure, roles_of

@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 
 import kvd as package
-from kvd.testing.cluster import LocalCluster, ThreadNode, wait_until
+from kvd.testing.cluster import LocalCluster, ThreadNode, engine_of, wait_until
 from kvd.transport.segments import Arena
 
 Kvd = Callable[..., Result]
@@ -65,7 +65,7 @@ def test_each_worker_has_its_path(kvd: Kvd, cluster: LocalCluster, stores: list[
 
 
 def test_a_link_that_breaks_is_not_shown_as_one(kvd: Kvd, cluster: LocalCluster, stores: list[package.KVStore]) -> None:
-    engine = stores[0]._backend._engine  # type: ignore[attr-defined]
+    engine = engine_of(stores[0])
     home = engine.machine.view.server_of("w", 0)
     broken = engine.machine.view.servers()[home].incarnation
     for link in engine.transport._reader.links:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import os
 import subprocess
@@ -17,14 +16,11 @@ import pytest
 import kvd
 from kvd.errors import ConfigError, KeyExists, KeyNotFound, NotAllowed, ShapeMismatch, StoreClosed
 from kvd.testing.cluster import LocalCluster
+from tests.client.harness import FORKS, ones
 
 TYPES = ["local", "dist_sync", "dist_async"]
 HALF = "\ud800"  # of a surrogate pair: a str of Python, and nothing that UTF-8 can write
 HUGE = 10**5000  # which Python refuses to print
-
-
-def ones(count: int = 4) -> Any:
-    return np.ones(count, np.float32)
 
 
 @pytest.fixture(scope="module", params=TYPES)
@@ -179,9 +175,10 @@ def test_a_rewind_that_was_refused_leaves_no_trace(kv: kvd.KVStore) -> None:
 
 
 @pytest.mark.parametrize("kind", ["local", "dist_sync"])
-def test_the_async_facade_refuses_the_same(kind: str) -> None:
-    async def program(address: str) -> None:
-        async with await kvd.aio.create(kind, **({} if kind == "local" else {"scheduler": address})) as kv:
+@pytest.mark.asyncio
+async def test_the_async_facade_refuses_the_same(kind: str) -> None:
+    with LocalCluster(1, 1) as cluster:
+        async with await kvd.aio.create(kind, **({} if kind == "local" else {"scheduler": cluster.address})) as kv:
             await kv.init("w", ones())
             for wrong in (1.5, True, "a", -1):
                 with pytest.raises(NotAllowed, match="a clock counts pushes"):
@@ -195,9 +192,6 @@ def test_the_async_facade_refuses_the_same(kind: str) -> None:
             one: Any = np.int64(1)
             await kv.push("w", ones(), one, samples=one)
             assert (await kv.pull("w")).tolist() == [1] * 4
-
-    with LocalCluster(1, 1) as cluster:
-        asyncio.run(program(cluster.address))
 
 
 # ── what only the store can know is told by the handle ──
@@ -249,34 +243,10 @@ def test_a_list_with_one_wrong_value_changes_nothing(kv: kvd.KVStore) -> None:
     assert kv.pull("w").tolist() == [0] * 4
 
 
-FORKS = """
-import os, sys, numpy as np, kvd
-kv = kvd.create("local")
-kv.init("w", np.zeros(4, np.float32))
-child = os.fork()
-if child == 0:
-    calls = [lambda: kv.push("w", np.ones(4, np.float32)), lambda: kv.pull("w"), lambda: kv.flush(),
-             lambda: kv.barrier(), lambda: kv.dead_nodes(), lambda: kv.clock("w"), lambda: kv.close()]
-    for call in calls:
-        try:
-            call()
-        except kvd.StoreClosed as error:
-            assert "after the fork" in str(error), error
-        else:
-            print("a call in the child went through")
-    with kvd.create("local") as own:
-        own.init("w", np.zeros(4, np.float32))
-    sys.exit(0)
-_, status = os.waitpid(child, 0)
-assert os.waitstatus_to_exitcode(status) == 0
-assert kv.pull("w").tolist() == [0] * 4
-kv.close()
-print("fine")
-"""
-
-
 def test_a_forked_child_does_not_use_the_local_store_of_its_parent() -> None:
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS.format(type="local")], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stdout.splitlines() == ["fine"], done.stderr
 
 

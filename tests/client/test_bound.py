@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.errors import KeyNotFound, NotAllowed, ShapeMismatch
-from kvd.testing.cluster import LocalCluster, PathName, ProcessNode
+from kvd.client.facades.blocking import backend_of
+from kvd.errors import KeyNotFound, ShapeMismatch
+from kvd.testing.cluster import LocalCluster, PathName, ProcessNode, engine_of
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LARGE = (600, 500)  # more than what goes through the socket in any case
@@ -36,7 +37,7 @@ def kv(cluster: LocalCluster) -> kvd.KVStore:
 
 
 def arena_of(kv: kvd.KVStore) -> Any:
-    return kv._backend._engine.transport.arena  # type: ignore[attr-defined]
+    return engine_of(kv).transport.arena
 
 
 @contextmanager
@@ -234,9 +235,10 @@ def test_workers_add_up(kind: str) -> None:
         assert cluster.run(program, kind) == [[30, 30]] * 2
 
 
-def test_the_async_facade() -> None:
-    async def program(address: str) -> None:
-        async with await kvd.aio.create("dist_sync", scheduler=address) as kv:
+@pytest.mark.asyncio
+async def test_the_async_facade() -> None:
+    with LocalCluster(1, 1) as cluster:
+        async with await kvd.aio.create("dist_sync", scheduler=cluster.address) as kv:
             await kv.init(["a", "b"], [np.ones(LARGE, np.float32), np.ones(SMALL, np.float32)])
             gradients, weights = await kv.bind(["a", "b"])
             (gradient, _), (_, weight) = await asyncio.gather(kv.bind("a"), kv.bind("b"))
@@ -247,9 +249,6 @@ def test_the_async_facade() -> None:
             assert (weights[0] == 5).all()
             with pytest.raises(KeyNotFound):
                 await kv.bind("nobody")
-
-    with LocalCluster(1, 1) as cluster:
-        asyncio.run(program(cluster.address))
 
 
 def test_threads_that_bind_at_once_get_the_same(kv: kvd.KVStore) -> None:
@@ -290,119 +289,6 @@ def test_a_restarted_worker_binds_the_value_of_its_step() -> None:
         assert second.clock("w") == 3
 
 
-# ── check_bound ──
-
-
-@pytest.fixture(params=["shm", "tcp"])
-def checking(request: pytest.FixtureRequest) -> Iterator[tuple[kvd.KVStore, kvd.KVStore]]:
-    """A worker that checks its gradients, and another without which its pushes are not done."""
-    with LocalCluster(2, 2, path=request.param) as cluster:
-        checked, other = cluster.store(check_bound=True), cluster.store()
-        for handle in [kv.init_async(["w", "v"], [np.zeros(LARGE, np.float32)] * 2) for kv in (checked, other)]:
-            handle.wait()
-        yield checked, other
-
-
-def give(kv: kvd.KVStore, value: float = 0) -> None:
-    """The contribution that the other worker's rounds wait for."""
-    kv.push(["w", "v"], [np.full(LARGE, value, np.float32)] * 2)
-
-
-def test_gradients_that_are_left_alone_pass(checking: tuple[kvd.KVStore, kvd.KVStore]) -> None:
-    kv, other = checking
-    gradients, weights = kv.bind(["w", "v"])
-    for turn in range(3):
-        for gradient in gradients:
-            gradient[:] = turn
-        moved = kv.pushpull_async(["w", "v"], gradients, weights)
-        give(other, 1)
-        moved.wait()
-        assert all((weight == turn + 1).all() for weight in weights)
-    pushed = kv.push("w", gradients[0])
-    gradients[1][:] = 9  # it is not under way
-    give(other)
-    pushed.wait()
-    copied = kv.push("v", np.ones(LARGE, np.float32))
-    gradients[1][:] = 10
-    copied.wait()
-    kv.flush()
-    gradients[0][:] = 11  # after the end of its push
-    assert copied.exception() is None
-
-
-def test_a_gradient_that_is_written_to_too_early_is_named(checking: tuple[kvd.KVStore, kvd.KVStore]) -> None:
-    kv, other = checking
-    gradients, weights = kv.bind(["w", "v"])
-    for pulls in (False, True):
-        handle = kv.pushpull_async(["w", "v"], gradients, weights) if pulls else kv.push(["w", "v"], gradients)
-        gradients[1][-1, -1] += 1
-        give(other)
-        with pytest.raises(NotAllowed, match="the gradient of 'v' was written to before its push was done") as caught:
-            handle.wait()
-        assert caught.value.key == "v"
-        assert isinstance(handle.exception(), NotAllowed)
-    kv.flush()  # it has been told
-    again = kv.push(["w", "v"], gradients)
-    give(other)
-    again.wait()
-
-
-@pytest.mark.parametrize("asks", ["the next call", "flush", "close"])
-def test_a_handle_that_nobody_asks_is_not_forgotten(checking: tuple[kvd.KVStore, kvd.KVStore], asks: str) -> None:
-    kv, other = checking
-    gradient, weight = kv.bind("w")
-    push = kv.push("w", gradient)
-    gradient[0, 0] = 1
-    other.push("w", np.zeros(LARGE, np.float32)).wait()
-    while not push.done():
-        threading.Event().wait(0.01)
-    kv.pull("v")  # another key
-    for store in (kv, other):
-        store.set_barrier_before_exit(False)
-    with pytest.raises(NotAllowed, match="'w' was written to"):
-        {"the next call": lambda: kv.pull("w", weight), "flush": kv.flush, "close": kv.close}[asks]()
-
-
-def test_an_answer_that_is_written_into_the_gradient_is_no_mistake(
-    checking: tuple[kvd.KVStore, kvd.KVStore],
-) -> None:
-    kv, other = checking
-    gradient, _ = kv.bind("w")
-    gradient[:] = 1
-    moved = kv.pushpull_async("w", gradient)
-    other.push("w", np.full(LARGE, 2, np.float32))
-    assert moved.wait() is gradient
-    assert (gradient == 3).all()
-    kv.flush()
-
-
-def test_without_the_setting_nothing_is_checked() -> None:
-    with LocalCluster(2, 1, path="tcp") as cluster:
-        kv, other = cluster.store(), cluster.store()
-        for handle in [store.init_async("w", np.zeros(LARGE, np.float32)) for store in (kv, other)]:
-            handle.wait()
-        gradient, _ = kv.bind("w")
-        push = kv.push("w", gradient)
-        gradient[:] = 1
-        other.push("w", np.zeros(LARGE, np.float32))
-        push.wait()
-        kv.flush()
-
-
-def test_other_errors_of_a_push_come_first() -> None:
-    with LocalCluster(2, 1, path="shm") as cluster:
-        kv = cluster.store(check_bound=True)
-        other = cluster.store()
-        for handle in [store.init_async("w", np.zeros(LARGE, np.float32)) for store in (kv, other)]:
-            handle.wait()
-        gradient, _ = kv.bind("w")
-        push = kv.push("w", gradient)
-        gradient[:] = 1
-        kv.__exit__(RuntimeError, None, None)
-        with pytest.raises(kvd.StoreClosed):
-            push.wait(10)
-
-
 # ── calls that failed ──
 
 
@@ -420,7 +306,8 @@ def test_a_bound_gradient_whose_pushpull_was_given_up_is_sent_as_it_was(path: An
         assert isinstance(server, ProcessNode)
         os.kill(server.process.pid, signal.SIGSTOP)
         try:
-            handle = kv._here().pushpull("w", gradient, weight, 0, 1, private=False)  # as the blocking call does
+            # As the blocking call does.
+            handle = backend_of(kv).values.pushpull("w", gradient, weight, 0, 1, False, None)
             with pytest.raises(kvd.RequestTimeout):
                 handle.wait(0.5)
             weight[:] = -2

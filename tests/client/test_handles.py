@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,13 +14,10 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.client.handle import Handle
-from kvd.errors import KeyNotFound, NotAllowed, RequestTimeout, ShapeMismatch, StoreClosed
-from kvd.testing.cluster import LocalCluster
-
-
-def ones(count: int = 4) -> Any:
-    return np.ones(count, np.float32)
+from kvd.client.calls.handle import Handle
+from kvd.errors import KeyNotFound, KvdError, NotAllowed, RequestTimeout, ShapeMismatch, StoreClosed
+from kvd.testing.cluster import LocalCluster, engine_of
+from tests.client.harness import Pair, ones
 
 
 @pytest.fixture
@@ -32,18 +31,7 @@ def kv(cluster: LocalCluster) -> kvd.KVStore:
     return cluster.store()
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[kvd.KVStore, kvd.KVStore]]:
-    """Two workers of one cluster, with a key "w" of four zeros."""
-    with LocalCluster(2, 2) as cluster:
-        stores = cluster.store(), cluster.store()
-        handles = [store.init_async("w", np.zeros(4, np.float32)) for store in stores]
-        for handle in handles:
-            handle.wait()
-        yield stores
-
-
-def test_a_handle_waits_and_can_be_waited_for_again(pair: tuple[kvd.KVStore, kvd.KVStore]) -> None:
+def test_a_handle_waits_and_can_be_waited_for_again(pair: Pair) -> None:
     one, other = pair
     handle = one.pushpull_async("w", ones())
     for wait in (handle.wait, handle.result, handle.exception):
@@ -60,7 +48,7 @@ def test_a_handle_waits_and_can_be_waited_for_again(pair: tuple[kvd.KVStore, kvd
     assert handle.result(0).tolist() == [2] * 4
 
 
-def test_a_handle_can_be_awaited_in_any_loop_and_cancelled_there(pair: tuple[kvd.KVStore, kvd.KVStore]) -> None:
+def test_a_handle_can_be_awaited_in_any_loop_and_cancelled_there(pair: Pair) -> None:
     one, other = pair
 
     async def program(handle: Handle) -> Any:
@@ -84,7 +72,7 @@ def test_a_handle_can_be_awaited_in_any_loop_and_cancelled_there(pair: tuple[kvd
 
 def test_a_promise_that_ends_while_the_wait_times_out_is_delivered() -> None:
     """The wait times out, and before that is noticed the call ends."""
-    from kvd.client.promise import Promise
+    from kvd.client.calls.promise import Promise
 
     class Late(Promise):
         def result(self, timeout: float | None = None) -> Any:
@@ -163,7 +151,7 @@ def test_an_error_that_somebody_saw_is_not_raised_again(kv: kvd.KVStore) -> None
     kv.pull("w")
 
 
-def test_a_wait_that_gave_up_does_not_swallow_the_error(pair: tuple[kvd.KVStore, kvd.KVStore]) -> None:
+def test_a_wait_that_gave_up_does_not_swallow_the_error(pair: Pair) -> None:
     one, _ = pair
     handle = one.push("w", ones())
     with pytest.raises(RequestTimeout):
@@ -240,7 +228,7 @@ def test_a_call_that_breaks_inside_is_told_and_the_store_goes_on(
     kv: kvd.KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kv.init("w", ones())
-    engine = kv._backend._engine  # type: ignore[attr-defined]
+    engine = engine_of(kv)
 
     def broken(call: Any, request: Any) -> None:
         raise RuntimeError("a bug")
@@ -259,3 +247,11 @@ def test_a_key_that_is_unknown_to_a_pull_in_the_background(kv: kvd.KVStore) -> N
     for handle in handles:
         with pytest.raises(KeyNotFound):
             handle.wait(10)
+
+
+def test_handles_without_a_future_of_a_store() -> None:
+    assert Handle.of(3).wait() == 3
+    assert Handle.of(3).done()
+    assert issubclass(RequestTimeout, TimeoutError)
+    assert issubclass(StoreClosed, KvdError)
+    assert subprocess.run([sys.executable, "-c", "import kvd"], check=False, cwd="/").returncode in (0, 1)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -16,16 +13,10 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.client.handle import Handle
-from kvd.client.interrupts import Uninterrupted
-from kvd.errors import ConnectError, KvdError, NotAllowed, RequestTimeout, StoreClosed
-from kvd.testing.cluster import LocalCluster, wait_until
-
-SLOW_TO_JUDGE: dict[str, Any] = {"worker_timeout_s": 40.0, "request_timeout_s": 50.0}
-
-
-def ones(count: int = 4) -> Any:
-    return np.ones(count, np.float32)
+from kvd.client.facades.blocking import backend_of
+from kvd.errors import ConnectError, NotAllowed, StoreClosed
+from kvd.testing.cluster import LocalCluster, engine_of, wait_until
+from tests.client.harness import CALLS, FORKS, SLOW_TO_JUDGE, UNREACHABLE, Pair, failed_workers, ones
 
 
 def fail_after(_: Any) -> None:
@@ -33,40 +24,8 @@ def fail_after(_: Any) -> None:
 
 
 def worker_states(kv: kvd.KVStore) -> dict[int, str]:
-    members = kv._backend._engine.machine.view.members  # type: ignore[attr-defined]
+    members = engine_of(kv).machine.view.members
     return {rank: member.state for (role, rank), member in members.items() if role == "worker"}
-
-
-def failed_workers(cluster: LocalCluster) -> list[int]:
-    """Ranks of the workers whose programs ended with an error, as the scheduler knows."""
-    members: Any = cluster.scheduler._daemon.machine.explain(0.0)["members"]  # type: ignore[union-attr]
-    return [member["rank"] for member in members if "ended with an error" in member["reason"]]
-
-
-CALLS: dict[str, Any] = {
-    "init": lambda kv: kv.init("v", ones()),
-    "init_async": lambda kv: kv.init_async("v", ones()),
-    "push": lambda kv: kv.push("w", ones()),
-    "push_async": lambda kv: kv.push_async("w", ones()),
-    "pull": lambda kv: kv.pull("w"),
-    "pull into": lambda kv: kv.pull("w", out=ones()),
-    "pull_async": lambda kv: kv.pull_async("w"),
-    "pushpull": lambda kv: kv.pushpull("w", ones()),
-    "pushpull_async": lambda kv: kv.pushpull_async("w", ones()),
-    "broadcast": lambda kv: kv.broadcast("w", ones()),
-    "broadcast_async": lambda kv: kv.broadcast_async("w", ones()),
-    "flush": lambda kv: kv.flush(),
-    "barrier": lambda kv: kv.barrier(),
-    "join": lambda kv: kv.join(),
-    "clock": lambda kv: kv.clock("w"),
-    "version": lambda kv: kv.version("w"),
-    "command": lambda kv: kv.send_command_to_servers("ping", b""),
-    "set_optimizer": lambda kv: kv.set_optimizer(None),
-    "update_optimizer": lambda kv: kv.update_optimizer(learning_rate=1.0),
-    "save": lambda kv: kv.save_optimizer_states("nowhere"),
-    "num_dead_node": lambda kv: kv.num_dead_node(7),
-    "dead_nodes": lambda kv: kv.dead_nodes(),
-}
 
 
 @pytest.mark.parametrize("kind", ["local", "dist_sync"])
@@ -83,19 +42,17 @@ def test_a_closed_store_says_so(kind: str) -> None:
         assert kv.rank == 0
 
 
-def test_a_blocking_call_in_an_event_loop_names_the_other_facade() -> None:
-    async def program(kv: kvd.KVStore) -> None:
+@pytest.mark.asyncio
+async def test_a_blocking_call_in_an_event_loop_names_the_other_facade() -> None:
+    with LocalCluster(1, 1) as cluster:
+        kv = await asyncio.to_thread(cluster.store)
         for call in (*CALLS.values(), lambda kv: kv.close()):
             with pytest.raises(NotAllowed, match=r"kvd\.aio"):
                 call(kv)
         with pytest.raises(NotAllowed, match=r"kvd\.aio\.create"):
             kvd.create("local")
-
-    with LocalCluster(1, 1) as cluster:
-        kv = cluster.store()
-        asyncio.run(program(kv))
-        kv.init("w", ones())
-        kv.close()
+        await asyncio.to_thread(kv.init, "w", ones())
+        await asyncio.to_thread(kv.close)
 
 
 def test_close_waits_for_the_others_unless_told_not_to() -> None:
@@ -126,17 +83,13 @@ def test_the_others_do_not_wait_for_one_that_left() -> None:
         assert cluster.run(program) == [[2, 2, 1, 1], [2, 2]]
 
 
-def test_a_with_block_that_fails_leaves_at_once() -> None:
-    with LocalCluster(2, 1, **SLOW_TO_JUDGE) as cluster:
-        one, other = cluster.store(), cluster.store()
-        handles = [store.init_async("w", np.zeros(4, np.float32)) for store in (one, other)]
-        for handle in handles:
-            handle.wait()
-        begun = time.monotonic()
-        with pytest.raises(ZeroDivisionError), one:
-            fail_after(one.push("w", ones()))  # its round never closes: nobody waits for that
-        assert time.monotonic() - begun < 2
-        assert failed_workers(cluster) == [one.rank]
+def test_a_with_block_that_fails_leaves_at_once(slow_cluster: LocalCluster, slow_pair: Pair) -> None:
+    one, _ = slow_pair
+    begun = time.monotonic()
+    with pytest.raises(ZeroDivisionError), one:
+        fail_after(one.push("w", ones()))  # its round never closes: nobody waits for that
+    assert time.monotonic() - begun < 2
+    assert failed_workers(slow_cluster) == [one.rank]
 
 
 def test_leaving_by_an_error_does_not_wait_for_a_dead_scheduler() -> None:
@@ -149,38 +102,34 @@ def test_leaving_by_an_error_does_not_wait_for_a_dead_scheduler() -> None:
         assert time.monotonic() - begun < 3
 
 
-def test_calls_under_way_end_when_the_store_is_closed() -> None:
-    with LocalCluster(2, 1, **SLOW_TO_JUDGE) as cluster:
-        one, other = cluster.store(), cluster.store()
-        handles = [store.init_async("w", np.zeros(4, np.float32)) for store in (one, other)]
-        for handle in handles:
-            handle.wait()
-        waiting = [
-            one.pushpull_async("w", ones()),
-            one.pull_async("w"),
-            one.pull_async("w", out=ones()),
-            one.broadcast_async("w", ones()),
-            one._backend.flush(None),
-            one._backend.barrier("b", None),
-            one._backend.join(),
-        ]
-        caught: list[BaseException] = []
+def test_calls_under_way_end_when_the_store_is_closed(slow_pair: Pair) -> None:
+    one, _ = slow_pair
+    waiting = [
+        one.pushpull_async("w", ones()),
+        one.pull_async("w"),
+        one.pull_async("w", out=ones()),
+        one.broadcast_async("w", ones()),
+        backend_of(one).rounds.flush(None),
+        backend_of(one).rounds.barrier("b", None),
+        backend_of(one).rounds.join(),
+    ]
+    caught: list[BaseException] = []
 
-        def block() -> None:
-            try:
-                one.pull("w")
-            except BaseException as error:  # noqa: BLE001
-                caught.append(error)
+    def block() -> None:
+        try:
+            one.pull("w")
+        except BaseException as error:  # noqa: BLE001
+            caught.append(error)
 
-        thread = threading.Thread(target=block)
-        thread.start()
-        time.sleep(0.1)
-        one.__exit__(RuntimeError, None, None)
-        for handle in waiting:
-            with pytest.raises(StoreClosed):
-                handle.wait(5)
-        thread.join(5)
-        assert [type(error) for error in caught] == [StoreClosed]
+    thread = threading.Thread(target=block)
+    thread.start()
+    time.sleep(0.1)
+    one.__exit__(RuntimeError, None, None)
+    for handle in waiting:
+        with pytest.raises(StoreClosed):
+            handle.wait(5)
+    thread.join(5)
+    assert [type(error) for error in caught] == [StoreClosed]
 
 
 def test_calls_and_close_at_the_same_time_never_hang() -> None:
@@ -223,14 +172,7 @@ def test_nothing_stays_behind() -> None:
             kv.init("w", ones(100_000))
             kv.pull("w")
         with pytest.raises(ConnectError):
-            kvd.create(
-                "dist_sync",
-                scheduler="tcp://127.0.0.1:1",
-                server_timeout_s=0.2,
-                worker_timeout_s=0.2,
-                heartbeat_interval_s=0.05,
-                request_timeout_s=0.3,
-            )
+            kvd.create("dist_sync", **UNREACHABLE)
 
     cycle()
     before, threads = descriptors(), threading.active_count()
@@ -302,179 +244,7 @@ def test_an_async_script_that_forgets_close() -> None:
         assert (script.returncode, output) == (0, b"")
 
 
-FORKS = """
-import os, sys, numpy as np, kvd
-kv = kvd.create("dist_sync")
-kv.init("w", np.zeros(4, np.float32))
-handle = kv.push("w", np.ones(4, np.float32))
-child = os.fork()
-if child == 0:
-    calls = [lambda: kv.push("w", np.ones(4, np.float32)), lambda: kv.pull("w"), lambda: kv.flush(),
-             lambda: kv.barrier(), lambda: kv.dead_nodes(), lambda: kv.clock("w"), lambda: kv.close()]
-    for call in calls:
-        try:
-            call()
-        except kvd.StoreClosed as error:
-            assert "after the fork" in str(error), error
-        else:
-            print("a call in the child went through")
-    local = kvd.create("local")
-    local.init("w", np.zeros(4, np.float32))
-    sys.exit(0)
-_, status = os.waitpid(child, 0)
-assert os.waitstatus_to_exitcode(status) == 0
-assert kv.pull("w").tolist() == [1] * 4
-kv.close()
-print("fine")
-"""
-
-
 def test_a_forked_child_does_not_use_the_store_of_its_parent() -> None:
     with LocalCluster(1, 2) as cluster:
-        output, _ = cluster.script(FORKS, 0).communicate(timeout=30)
+        output, _ = cluster.script(FORKS.format(type="dist_sync"), 0).communicate(timeout=30)
         assert output.decode().splitlines() == ["fine"]
-
-
-# ── Ctrl-C ──
-
-
-def interrupt_after(seconds: float) -> threading.Timer:
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    return timer
-
-
-@pytest.mark.parametrize("what", ["pull", "pull into", "pushpull", "barrier", "flush", "wait", "close"])
-def test_ctrl_c_interrupts_a_blocking_call_at_once(what: str) -> None:
-    with LocalCluster(2, 1, **SLOW_TO_JUDGE) as cluster:
-        one, other = cluster.store(), cluster.store()
-        handles = [store.init_async("w", np.zeros(4, np.float32)) for store in (one, other)]
-        for handle in handles:
-            handle.wait()
-        push = one.push("w", ones())
-        call = {**CALLS, "wait": lambda kv: push.wait(), "close": lambda kv: kv.close()}[what]
-        begun = time.monotonic()
-        timer = interrupt_after(0.2)
-        with pytest.raises(KeyboardInterrupt), one:
-            call(one)
-        assert time.monotonic() - begun < 2.5
-        timer.join()
-        assert failed_workers(cluster) == [one.rank]
-
-
-def test_a_handle_survives_ctrl_c() -> None:
-    with LocalCluster(2, 1, **SLOW_TO_JUDGE) as cluster:
-        one, other = cluster.store(), cluster.store()
-        handles = [store.init_async("w", np.zeros(4, np.float32)) for store in (one, other)]
-        for handle in handles:
-            handle.wait()
-        handle = one.pushpull_async("w", ones())
-        interrupt_after(0.1)
-        with pytest.raises(KeyboardInterrupt):
-            handle.wait()
-        assert not handle.claimed
-        other.push("w", ones())
-        assert handle.wait(10).tolist() == [2] * 4
-        assert one.pull("w").tolist() == [2] * 4
-
-
-def test_ctrl_c_never_leaves_the_machine_half_changed() -> None:
-    """A flood of signals while calls go out: each call either was made or was not, and the store goes on."""
-    gc.collect()  # a signal in the finalizer of an earlier test's loop would be nobody's to catch
-    with LocalCluster(1, 1) as cluster:
-        kv = cluster.store()
-        kv.init("w", np.zeros(4, np.float32))
-        kv.set_optimizer(kvd.optimizer.SGD(1.0))
-        go, stop = threading.Event(), threading.Event()
-
-        def flood() -> None:
-            go.wait()
-            while not stop.is_set():
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.002)
-
-        thread = threading.Thread(target=flood)
-        interrupts = 0
-        thread.start()
-        deadline = time.monotonic() + 1.0
-        try:
-            go.set()
-            while time.monotonic() < deadline:
-                try:
-                    while time.monotonic() < deadline:
-                        kv.pushpull("w", np.full(4, -1, np.float32))
-                except KeyboardInterrupt:
-                    interrupts += 1
-        except KeyboardInterrupt:
-            pass
-        finally:
-            while True:
-                try:
-                    stop.set()
-                    thread.join()
-                    break
-                except KeyboardInterrupt:
-                    pass
-        assert interrupts > 5
-        kv.flush()
-        clock = kv.clock("w")
-        assert clock > 5
-        assert kv.pull("w").tolist() == [clock] * 4
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_ctrl_c_is_held_back_and_then_told() -> None:
-    turns = 0
-
-    def work() -> None:
-        nonlocal turns
-        with Uninterrupted(), Uninterrupted():
-            os.kill(os.getpid(), signal.SIGINT)
-            for _ in range(1000):
-                turns += 1
-        turns = -1
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert turns == 1000
-
-
-def test_ctrl_c_while_the_cluster_is_awaited() -> None:
-    timer = interrupt_after(0.3)
-    begun = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        kvd.create("dist_sync", scheduler="tcp://127.0.0.1:1")
-    timer.join()
-    assert time.monotonic() - begun < 2
-
-
-# ── the loop thread ──
-
-
-def test_the_engine_does_not_hold_the_interpreter() -> None:
-    """A program that ends while its store waits for somebody ends."""
-    code = "import kvd, sys\nkv = kvd.create('dist_sync')\nkv.set_barrier_before_exit(False)\n"
-    with LocalCluster(2, 1) as cluster:
-        output, _ = cluster.script(code, 0).communicate(timeout=20)
-        assert output == b""
-
-
-def test_a_scheduler_address_that_is_none_ends_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvd.transport.zmq import ZmqTransport
-
-    def refuse(self: Any, peer: Any, address: str) -> None:
-        raise ConnectError(f"{address} is no address to connect to", address=address)
-
-    monkeypatch.setattr(ZmqTransport, "connect", refuse)
-    begun = time.monotonic()
-    with pytest.raises(ConnectError, match="is no address"):
-        kvd.create("dist_sync", scheduler="tcp://127.0.0.1:1")
-    assert time.monotonic() - begun < 5
-
-
-def test_handles_without_a_future_of_a_store() -> None:
-    assert Handle.of(3).wait() == 3
-    assert Handle.of(3).done()
-    assert issubclass(RequestTimeout, TimeoutError)
-    assert issubclass(StoreClosed, KvdError)
-    assert subprocess.run([sys.executable, "-c", "import kvd"], check=False, cwd="/").returncode in (0, 1)

@@ -13,7 +13,7 @@ import pytest
 import kvd
 from kvd.core.machine import PeerKind
 from kvd.protocol.messages import PathKind
-from kvd.testing.cluster import PATHS, LocalCluster
+from kvd.testing.cluster import PATHS, LocalCluster, engine_of
 from kvd.transport.frames import INLINE_BELOW_BYTES
 
 FLOATS = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
@@ -80,7 +80,7 @@ class Training:
             self._look_at(weights)
 
     def _draw(self, arrays: list[Any]) -> Iterator[None]:
-        """Fills the arrays with numbers that are this worker's, so many times."""
+        """Fills the arrays with this worker's own numbers, once per round."""
         for _ in range(self._rounds):
             self._draws += 1
             rng = np.random.default_rng([self._draws, self._kv.rank])
@@ -107,7 +107,7 @@ def digests_of(workers: int, servers: int, *, bound: bool, rounds: int = 1, **ho
 
 
 def paths_of(kv: kvd.KVStore) -> dict[Any, Any]:
-    return dict(kv._backend._engine.transport.paths())  # type: ignore[attr-defined]
+    return dict(engine_of(kv).transport.paths())
 
 
 @pytest.mark.parametrize(("workers", "servers", "bound"), [(2, 1, True), (3, 2, False)])

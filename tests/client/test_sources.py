@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvd.client.values import Array, source_of, target_of
+from kvd.client.calls.values import Array, source_of, target_of
 from kvd.errors import DtypeMismatch, NotAllowed, ShapeMismatch
 from kvd.protocol.specs import KeySpec
 
@@ -38,13 +38,13 @@ def numbers(shape: tuple[int, ...], dtype: Any) -> Array:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_bytes_of_an_array_are_its_own_or_a_private_copy(shape: tuple[int, ...], dtype: Any) -> None:
     value, memory = numbers(shape, dtype), Memory()
-    data, spec = source_of(value, SLICE_BYTES, private=False, memory=memory)
+    data, spec = source_of(value, SLICE_BYTES, copy=False, memory=memory)
     assert spec == KeySpec(dtype.name, shape, SLICE_BYTES)
     assert data.tobytes() == value.tobytes()
     assert data.shape == (value.nbytes,)
     assert memory.given == []
     assert value.size == 0 or np.shares_memory(data, value)
-    copied = source_of(value, SLICE_BYTES, private=True, memory=memory)
+    copied = source_of(value, SLICE_BYTES, copy=True, memory=memory)
     assert copied.data is memory.given[0]  # what frees the memory when it is gone
     assert copied.data.tobytes() == value.tobytes()
     assert copied.spec is spec
@@ -58,36 +58,36 @@ def test_an_array_in_other_order_or_of_foreign_bytes_is_sent_as_it_reads() -> No
         np.ma.masked_array(value),
         np.repeat(value, 2, 1)[:, ::2],
     ):
-        for private in (False, True):
-            source = source_of(given, SLICE_BYTES, private=private)
+        for copy in (False, True):
+            source = source_of(given, SLICE_BYTES, copy=copy)
             assert source.spec == KeySpec("float32", (4, 6), SLICE_BYTES)
             assert source.data.tobytes() == value.tobytes()
-            assert not (private and np.shares_memory(source.data, np.asarray(given)))
+            assert not (copy and np.shares_memory(source.data, np.asarray(given)))
 
 
 def test_arrays_of_one_device_each_are_summed_into_the_memory_that_is_given() -> None:
     value = numbers((4, 6), np.float32)
-    for private in (False, True):
+    for copy in (False, True):
         memory = Memory()
-        source = source_of([value, torch.ones(4, 6), value], SLICE_BYTES, private=private, memory=memory)
+        source = source_of([value, torch.ones(4, 6), value], SLICE_BYTES, copy=copy, memory=memory)
         assert source.data is memory.given[0]
         assert len(memory.given) == 1
         np.testing.assert_array_equal(source.data.view(np.float32).reshape(4, 6), value * 2 + 1)
     with pytest.raises(ShapeMismatch, match="device 1"):
-        source_of([value, value[:1]], SLICE_BYTES, private=True)
+        source_of([value, value[:1]], SLICE_BYTES, copy=True)
 
 
 def test_a_list_of_one_device_is_what_it_holds() -> None:
     value, memory = numbers((3,), np.float32), Memory()
-    assert np.shares_memory(source_of([value], SLICE_BYTES, private=False, memory=memory).data, value)
-    assert source_of((value,), SLICE_BYTES, private=True, memory=memory).data is memory.given[0]
+    assert np.shares_memory(source_of([value], SLICE_BYTES, copy=False, memory=memory).data, value)
+    assert source_of((value,), SLICE_BYTES, copy=True, memory=memory).data is memory.given[0]
 
 
 @pytest.mark.parametrize("wrong", [np.zeros(2, bool), np.zeros(2, np.complex64), np.array(["a"]), np.array([None])])
 def test_arrays_that_no_key_can_hold(wrong: Any) -> None:
-    for private in (False, True):
+    for copy in (False, True):
         with pytest.raises(DtypeMismatch, match="is not supported"):
-            source_of(wrong, SLICE_BYTES, private=private)
+            source_of(wrong, SLICE_BYTES, copy=copy)
     with pytest.raises(DtypeMismatch, match="is not supported"):
         target_of(wrong, SLICE_BYTES)
 
@@ -97,7 +97,7 @@ def test_arrays_that_no_key_can_hold(wrong: Any) -> None:
 def test_an_array_in_one_piece_is_pulled_into_directly(shape: tuple[int, ...], dtype: Any) -> None:
     out = np.zeros(shape, dtype)
     target = target_of(out, SLICE_BYTES)
-    assert target.spec is source_of(out, SLICE_BYTES, private=False).spec
+    assert target.spec is source_of(out, SLICE_BYTES, copy=False).spec
     target.data[:] = np.frombuffer(numbers(shape, dtype).tobytes(), np.uint8)
     np.testing.assert_array_equal(out, numbers(shape, dtype))
     assert target.finish() is out

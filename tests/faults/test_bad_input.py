@@ -49,7 +49,7 @@ from kvd.protocol.messages import (
     View,
 )
 from kvd.protocol.specs import KeySpec
-from kvd.testing.cluster import LocalCluster
+from kvd.testing.cluster import LocalCluster, engine_of
 from kvd.transport.base import joined, pieces_of
 
 STRANGER = 0x1234
@@ -249,7 +249,7 @@ def test_strangers_do_not_push(cluster: LocalCluster, stores: list[kvd.KVStore])
 
 def test_frames_that_are_recorded_and_sent_again_count_once(cluster: LocalCluster, stores: list[kvd.KVStore]) -> None:
     """Every message of a worker to the servers is sent once more from another socket, some before its own answer."""
-    engine = stores[0]._backend._engine  # type: ignore[attr-defined]
+    engine: Any = engine_of(stores[0])
     transport = engine.transport
     recorded: list[tuple[int, bytes, bytes]] = []
     send = transport.send
@@ -287,7 +287,7 @@ def test_frames_that_are_recorded_and_sent_again_count_once(cluster: LocalCluste
 
 
 def test_a_worker_that_sends_the_wrong_bytes_is_refused(cluster: LocalCluster, stores: list[kvd.KVStore]) -> None:
-    engine = stores[0]._backend._engine  # type: ignore[attr-defined]
+    engine: Any = engine_of(stores[0])
     me = engine.machine.incarnation
     home = engine.machine.view.server_of("w", 0)
     clock = stores[0].clock("w")
@@ -310,7 +310,7 @@ def test_an_answer_that_would_be_too_large_is_refused(cluster: LocalCluster, sto
     made = [store.init_async("large", np.zeros(250_000, np.float32)) for store in stores]
     for handle in made:
         handle.wait()
-    engine = stores[0]._backend._engine  # type: ignore[attr-defined]
+    engine: Any = engine_of(stores[0])
     home = engine.machine.view.server_of("large", 0)
     with busy(stores), Raw(engine.machine.view.servers()[home].address) as raw:
         refused = raw.answers(Pull(5, (Part("large", 0, -1),) * 1024))

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvd.client.admin import Observer
+from kvd.client.cluster.observer import Observer
 from kvd.config import load
 from kvd.testing.cluster import LocalCluster, ProcessNode, wait_until
 
@@ -35,6 +35,7 @@ import numpy as np
 import kvd
 from kvd.core.machine import PeerKind
 from kvd.errors import NodeLost
+from kvd.testing.cluster import engine_of
 
 def wait_to_be_let_go():
     print("done", flush=True)
@@ -62,7 +63,7 @@ try:
         finally:
             wait_to_be_let_go()
         result["digest"] = hashlib.sha256(b"".join(weight.tobytes() for weight in weights)).hexdigest()
-        paths = kv._backend._engine.transport.paths()
+        paths = engine_of(kv).transport.paths()
         texts = {path.describe() for peer, path in paths.items() if peer.kind is PeerKind.SERVER}
         result["paths"] = sorted(texts)
 except NodeLost as error:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.client.admin import Observer
+from kvd.client.cluster.observer import Observer
 from kvd.config import load
 from kvd.errors import BarrierBroken, NodeLost
 from kvd.testing.cluster import LocalCluster, wait_until

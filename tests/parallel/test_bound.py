@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kvd
-from kvd.client.engine import Engine
+from kvd.client.cluster.engine import Engine
 from kvd.errors import ConfigError, DtypeMismatch, NotAllowed, ShapeMismatch
 from kvd.optimizer import SGD
 from kvd.parallel import (

@@ -19,9 +19,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvd.client import checks
-from kvd.client.interrupts import Uninterrupted
-from kvd.client.promise import Promise
+from kvd.client.calls import checks
+from kvd.client.calls.promise import Promise
+from kvd.client.cluster.interrupts import Uninterrupted
 from kvd.config import Config
 from kvd.core.machine import Complete, LocalCall
 from kvd.core.requests import JoinCluster, LeaveRounds, Request, TakeBack

@@ -1,4 +1,4 @@
-"""What an asynchronous call returns."""
+"""What a call returns that does not wait for its end."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any
 
-from kvd.client.checks import patience
-from kvd.client.promise import Promise
+from kvd.client.calls.checks import patience
+from kvd.client.calls.promise import Promise
 from kvd.errors import RequestTimeout
 
 
 class Handle:
     """The promise of a call's result. Thread-safe, and awaitable in any event loop.
 
-    The errors of a push whose handle nobody asks are raised by the next call on its key, by `flush` or by `close`.
+    The error of a push whose handle nobody asks is raised by the next call on its key, by `flush` or by `close`.
+
+    Args:
+        promise: the end of the call.
+        finish: makes the caller's result of the promise's; called once, in the thread that asks first.
+        what: what the text of an error calls it.
+        drive: does something useful for up to that many seconds, and returns early when the promise is done.
+        reclaim: called before an error reaches a caller that waits: it makes sure that nobody reads the caller's memory
+            any more.
     """
 
     def __init__(
@@ -24,16 +32,16 @@ class Handle:
         finish: Callable[[Any], Any] | None = None,
         what: str = "the call",
         drive: Callable[[Promise, float | None], None] | None = None,
-        given_up: Callable[[], None] | None = None,
+        reclaim: Callable[[], None] | None = None,
     ) -> None:
         self._promise = promise
-        self._given_up = given_up  # to be called before whoever waits hears of an error
-        self._drive = drive  # does something useful until it is done, or the time is up
+        self._reclaim = reclaim
+        self._drive = drive
         self._finish = finish
         self._what = what
         self._lock = threading.Lock()
         self._finished: tuple[Any] | None = None
-        self.claimed = False  # somebody has seen, or will see, how it ended
+        self.claimed = False  # whether a caller has seen, or will see, how the call ended
 
     @classmethod
     def of(cls, result: Any) -> Handle:
@@ -43,15 +51,15 @@ class Handle:
         return cls(promise)
 
     def wait(self, timeout: float | None = None) -> Any:
-        """The result, as soon as there is one.
+        """Waits for the result.
 
         Args:
-            timeout: seconds to wait here; None: until the call's own deadline ends it.
+            timeout: how many seconds to wait; None: until the call ends, at its own deadline at the latest.
 
         Raises:
-            RequestTimeout: not done within `timeout`; the call itself goes on, and can be waited for again.
-            NotAllowed: `timeout` is no number of seconds.
-            KvdError: whatever the call ended with.
+            RequestTimeout: not done within `timeout`; the call goes on, and its handle can be asked again.
+            NotAllowed: `timeout` is not a number of seconds.
+            KvdError: the call failed; see the call for its errors.
         """
         return self._deliver(self._ask(self._promise.result, timeout))
 
@@ -69,16 +77,16 @@ class Handle:
         return error
 
     def _ask(self, ask: Callable[[float | None], Any], timeout: float | None) -> Any:
-        """The answer of the future. Who gives up waiting, at the timeout or by Ctrl-C, has not seen how it ended."""
+        """The answer of the promise. A caller that gives up, at the timeout or by Ctrl-C, has not seen the end."""
         if timeout is not None:
             timeout = patience(timeout)
         self.claimed = True
         try:
             return self._drive_and_ask(ask, timeout)
         except BaseException:
-            if self._given_up is not None:
-                self.claimed = True  # whoever gave up knows how it ended
-                self._given_up()
+            if self._reclaim is not None:
+                self.claimed = True  # reclaiming ends the call, and the caller knows
+                self._reclaim()
             raise
 
     def _drive_and_ask(self, ask: Callable[[float | None], Any], timeout: float | None) -> Any:
@@ -98,7 +106,7 @@ class Handle:
             raise
 
     def on_end(self, told: Callable[[Promise], None]) -> None:
-        """Calls `told` when the call has ended, in whatever thread that happens."""
+        """Calls `told` when the call has ended, in the thread that ends it; at once if it has ended."""
         self._promise.on_end(told)
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -111,7 +119,7 @@ class Handle:
         return self._deliver(result)
 
     def _deliver(self, result: Any) -> Any:
-        """The result as the caller wants it; what is left to do for that is done once, in the thread that asks."""
+        """The result as the caller wants it; `finish` is called once, in the thread that asks first."""
         if self._finish is None:
             return result
         with self._lock:

@@ -1,4 +1,4 @@
-"""Looking into a cluster, and asking its servers, without being one of its workers."""
+"""Looks into a cluster and asks its servers, without being one of its workers."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from kvd.client.backend import Node
-from kvd.client.checks import command_body, command_head
-from kvd.client.engine import Engine
-from kvd.client.values import fresh_target, key_name
+from kvd.client.calls.backend import Node
+from kvd.client.calls.checks import command_body, command_head
+from kvd.client.calls.keys import key_name
+from kvd.client.calls.values import fresh_target
+from kvd.client.cluster.answers import answer_bytes, list_keys
+from kvd.client.cluster.engine import Engine
 from kvd.config import Config
 from kvd.core import requests
 from kvd.core.membership import ACTIVE, DEAD, EMPTY_SETTINGS, GONE
 from kvd.core.placement import shard_of
 from kvd.core.requests import Item
 from kvd.errors import ConnectError, KvdError, NotAllowed, RequestTimeout
-from kvd.protocol.messages import Command, ListKeys, StatusQuery
+from kvd.protocol.messages import Command, KeyEntry, StatusQuery
 from kvd.protocol.specs import DTYPES
 
 SAME_VERSION_TRIES = 20
 
 
 class Observer:
-    """A visitor: it takes no rank, and nobody waits for it.
+    """Looks into a cluster without a rank; no worker waits for it.
 
     Raises:
         ConnectError: no scheduler answers within `request_timeout_s`.
@@ -35,7 +37,7 @@ class Observer:
         self._config = config
         self._engine = Engine(config, "observer", EMPTY_SETTINGS)
         try:
-            self._scheduler_status()  # answered by any scheduler, also while servers are missing
+            self._scheduler_status()  # any scheduler answers that, even while servers are missing
             self._engine.join()
         except RequestTimeout:
             heard = self._engine.session.heard
@@ -45,7 +47,7 @@ class Observer:
             where = config.scheduler
             raise ConnectError(
                 f"no scheduler answers at {where} after {config.request_timeout_s:g} s: start one there "
-                f"(kvd scheduler --scheduler {where}), or say where it is with --scheduler or KVD_SCHEDULER",
+                f"(kvd scheduler --scheduler {where}), or name its address with --scheduler or KVD_SCHEDULER",
                 address=where,
             ) from None
         except BaseException:
@@ -64,7 +66,7 @@ class Observer:
         self._engine.stop()
 
     def status(self) -> dict[str, Any]:
-        """What the scheduler says of the cluster, with what each server that lives says of itself under "servers".
+        """The scheduler's status of the cluster; under "servers", the status of each server that is alive.
 
         A server that does not answer within the deadline has an entry with "error" in place of its figures.
         """
@@ -75,8 +77,8 @@ class Observer:
         status["servers"] = []
         for rank in ranks:
             try:
-                ((_, payload, nbytes),) = self._ask(requests.Control((StatusQuery(0),), (rank,)))
-                status["servers"].append(json.loads(bytes(payload[:nbytes])))
+                (answer,) = self._ask(requests.Control((StatusQuery(0),), (rank,)))
+                status["servers"].append(json.loads(answer_bytes(answer)))
             except KvdError as error:
                 status["servers"].append({"role": "server", "rank": rank, "error": str(error)})
         return status
@@ -84,17 +86,11 @@ class Observer:
     def keys(self) -> list[dict[str, Any]]:
         """Every key, by name: dtype, shape, version, slices, bytes, the shard of its first slice, and its servers."""
         rows: dict[str, dict[str, Any]] = {}
-        for server in self._engine.machine.view.servers():
-            after, more = "", True
-            while more:
-                ((page, _, _),) = self._ask(requests.Control((ListKeys(0, after),), (server.rank,)))
-                for entry in page.entries:
-                    self._add_entry(rows, server.rank, entry)
-                more = page.more
-                after = page.entries[-1].key if page.entries else after
+        for rank, entry in self._engine.run(list_keys(self._engine)).result():
+            self._add_entry(rows, rank, entry)
         return [rows[name] for name in sorted(rows)]
 
-    def _add_entry(self, rows: dict[str, dict[str, Any]], rank: int, entry: Any) -> None:
+    def _add_entry(self, rows: dict[str, dict[str, Any]], rank: int, entry: KeyEntry) -> None:
         itemsize = DTYPES[entry.dtype].itemsize
         row = rows.setdefault(
             entry.key,
@@ -117,8 +113,8 @@ class Observer:
         """The key's value, all of it of one version.
 
         Raises:
-            KeyNotFound: nobody has made it.
-            NotAllowed: it changed too fast to be read in one version.
+            KeyNotFound: nobody made it.
+            NotAllowed: it changes too fast to be read in one version.
         """
         name = key_name(key)
         spec = self._ask(requests.DescribeKey(name))
@@ -135,7 +131,7 @@ class Observer:
         """Runs the controller registered for `head` on every server; their answers in rank order."""
         name, data = command_head(head), command_body(body)
         control = requests.Control((Command(0, name),), payload=data, nbytes=len(data))
-        return [bytes(payload[:nbytes]) if nbytes else b"" for _, payload, nbytes in self._ask(control)]
+        return [answer_bytes(answer) for answer in self._ask(control)]
 
     def dead_nodes(self) -> list[Node]:
         """The servers and workers that are declared dead."""

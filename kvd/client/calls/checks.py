@@ -1,5 +1,8 @@
-"""What a program may say in a call besides keys and values. The same for every type of store: what a cluster would
-refuse, or could not be told, is refused at the call by the store in this process too."""
+"""What a program may say in a call besides keys and values.
+
+The rules are the same for every type of store: the store in this process also refuses, in the call, what a cluster
+would refuse or no message could say.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvd.client.values import key_name
+from kvd.client.calls.keys import key_name
 from kvd.errors import ConfigError, KvdError, NotAllowed, StoreClosed
 from kvd.optimizer import Optimizer, changes_to_wire
 from kvd.optimizer.fields import MAX_COUNT, number, shown
@@ -26,14 +29,14 @@ MAX_COMMAND_BYTES = 64 << 20
 
 
 def whole(what: str, value: object, low: int) -> int:
-    """The value as a plain int, which can be sent. Raises NotAllowed unless it is a whole number of at least `low`."""
+    """The value as a plain int, which a message can carry. Raises NotAllowed unless it is whole and at least `low`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= BIGGEST:
         raise NotAllowed(f"{what} is a whole number from {low} to {BIGGEST}, not {shown(value)}")
     return int(value)
 
 
 def priority_and_samples(priority: object, samples: object = 1) -> tuple[int, int]:
-    """Both as plain ints, which can be sorted by and sent. Raises NotAllowed."""
+    """Both as plain ints, which a message can carry. Raises NotAllowed."""
     if (
         type(priority) is int
         and type(samples) is int
@@ -50,7 +53,7 @@ def clock_number(clock: object) -> int:
 
 
 def seconds(timeout: object) -> float:
-    """A timeout that was given, not left out. Raises NotAllowed unless it is a number of at least 0."""
+    """A timeout that the program gave. Raises NotAllowed unless it is a number of seconds from 0 on."""
     if isinstance(timeout, int | float | np.integer | np.floating) and not isinstance(timeout, bool) and timeout >= 0:
         try:
             return float(timeout)
@@ -60,13 +63,13 @@ def seconds(timeout: object) -> float:
 
 
 def patience(timeout: float | None) -> float | None:
-    """The same for a thread that waits, which can wait for some centuries at most."""
+    """The same, limited to what the threads of Python can wait: some centuries."""
     return None if timeout is None else min(seconds(timeout), threading.TIMEOUT_MAX)
 
 
 def barrier_name(kind: str, name: object) -> str:
-    """The name that the scheduler knows a barrier by. One that is too long goes by its digest: cut off, two such names
-    could be the same. Raises NotAllowed unless the name is a text that can be sent, or a whole number."""
+    """The name under which the scheduler knows a barrier. A name that is too long is replaced by its digest: two names
+    that are cut off could be the same. Raises NotAllowed unless the name is text in UTF-8, or a whole number."""
     if isinstance(name, bool) or not isinstance(name, str | int | np.integer):
         raise NotAllowed(f"the name of a barrier is a str or an int, not {type(name).__name__}")
     full = f"{kind}:{name if isinstance(name, str) else whole('the name of a barrier', name, -BIGGEST)}"
@@ -75,7 +78,7 @@ def barrier_name(kind: str, name: object) -> str:
 
 
 def utf8(what: str, text: str) -> bytes:
-    """The text as it is sent. Raises NotAllowed if it has half a surrogate pair, which UTF-8 cannot write."""
+    """The text in UTF-8. Raises NotAllowed if it has half a surrogate pair, which UTF-8 cannot write."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -88,7 +91,7 @@ def command_head(head: object) -> str:
 
 
 def command_body(body: object) -> bytes:
-    """What a controller is given. Raises NotAllowed."""
+    """The bytes for a controller. Raises NotAllowed."""
     if not isinstance(body, str | bytes | bytearray | memoryview):
         raise NotAllowed(f"the body of a command is bytes or a str, not {type(body).__name__}")
     data = utf8("the body of a command", body) if isinstance(body, str) else bytes(body)
@@ -105,7 +108,7 @@ def node_number(node_id: object) -> int:
 
 
 def file_path(path: object) -> Path:
-    """Where a file is. Raises NotAllowed if it is nothing that the system could find."""
+    """The path of a file. Raises NotAllowed if the system could have no file of that name."""
     try:
         text = os.fsdecode(path)  # type: ignore[arg-type]
         usable = bool(text) and b"\0" not in os.fsencode(text)
@@ -117,7 +120,7 @@ def file_path(path: object) -> Path:
 
 
 def known_optimizer(optimizer: object) -> Optimizer | None:
-    """The optimizer to set. Raises ConfigError if it is none."""
+    """The optimizer to set, or None. Raises ConfigError for anything else."""
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         text = f"{shown(optimizer)} is no optimizer: pass one of kvd.optimizer, such as SGD(0.1), or None"
         raise ConfigError(text, setting="optimizer")
@@ -125,11 +128,11 @@ def known_optimizer(optimizer: object) -> Optimizer | None:
 
 
 def hyperparameters(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The changes with plain values, which can be sent: what else is a number becomes one of Python.
+    """The changes with plain values, which a message can carry: other kinds of numbers become those of Python.
 
     Raises:
-        ConfigError: a value is none that an optimizer can have.
-        NotAllowed: they cannot be sent.
+        ConfigError: no optimizer can have such a value.
+        NotAllowed: no message can carry them.
     """
     plain = {name: _plain_value(name, value) for name, value in changes.items()}
     check_sendable("the change of an optimizer", UpdateOptimizer(0, changes_to_wire(plain)))
@@ -145,7 +148,7 @@ def _plain_value(name: str, value: object) -> object:
 
 
 def check_sendable(what: str, message: SetOptimizer | UpdateOptimizer) -> None:
-    """Raises NotAllowed unless the message can be written: later there is nobody to tell."""
+    """Raises NotAllowed unless the message can be encoded: later, no call is there to raise the error."""
     try:
         encode(message, 0, Epoch(0, 0))
     except (KvdError, ValueError, TypeError, OverflowError, AttributeError) as error:
@@ -153,10 +156,10 @@ def check_sendable(what: str, message: SetOptimizer | UpdateOptimizer) -> None:
 
 
 def belongs_to_parent() -> StoreClosed:
-    """What a store says in a child of the process that opened it."""
+    """The error of a call in a child of the process that opened the store."""
     return StoreClosed("this store belongs to the parent process: create one after the fork, in the child")
 
 
 def is_closed() -> StoreClosed:
-    """What a store says after close."""
+    """The error of a call after close."""
     return StoreClosed("this store is closed: create another")

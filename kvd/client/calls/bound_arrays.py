@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 import numpy as np
 
-from kvd.client.promise import Promise
-from kvd.client.values import Source
+from kvd.client.calls.promise import Promise
+from kvd.client.calls.values import Source
 from kvd.compute.tensors import named_dtype
 from kvd.errors import NotAllowed
 from kvd.protocol.specs import KeySpec, padded
@@ -17,7 +17,7 @@ from kvd.protocol.specs import KeySpec, padded
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
-class Bound(NamedTuple):
+class BoundArrays(NamedTuple):
     """The arrays of one key, of its shape and dtype.
 
     Attributes:
@@ -33,49 +33,49 @@ class Bound(NamedTuple):
     address: int
 
     @classmethod
-    def of(cls, spec: KeySpec, memory: Array) -> Bound:
-        """Arrays for a key; the gradient, zeros at first, in this memory of as many bytes."""
+    def of(cls, spec: KeySpec, memory: Array) -> BoundArrays:
+        """Arrays for a key; the gradient, zeros at first, lies in `memory`, which has the key's size, as uint8."""
         memory.fill(0)
         dtype = named_dtype(spec.dtype)
         gradient = memory.view(dtype).reshape(spec.shape)
         return cls(gradient, np.empty(spec.shape, dtype), Source(memory, spec), memory.ctypes.data)
 
     def owns(self, data: Array) -> bool:
-        """Whether these bytes are the memory of the gradient, by whatever view they were given."""
+        """Whether these bytes are the memory of the gradient, whatever view they came from."""
         return data.nbytes == self.source.data.nbytes and data.ctypes.data == self.address
 
     def overlaps(self, data: Array | None) -> bool:
         """Whether these bytes, if there are any, lie in the memory of the gradient."""
         return data is not None and np.may_share_memory(data, self.source.data)
 
-    def digest(self) -> int:
-        """A checksum of the gradient, to tell whether it was written to."""
+    def checksum(self) -> int:
+        """A checksum of the gradient, to tell whether somebody wrote to it."""
         return crc32(self.source.data.data)
 
 
-class Seal:
-    """The gradients of one push as they were when it was made, to tell at its end whether somebody wrote to them."""
+class GradientChecksums:
+    """The gradients of one push as they were when it began, to tell at its end whether somebody wrote to them."""
 
-    def __init__(self, pushed: Mapping[str, Bound]) -> None:
-        self._pushed = {name: (bound, bound.digest()) for name, bound in pushed.items()}
+    def __init__(self, pushed: Mapping[str, BoundArrays]) -> None:
+        self._pushed = {name: (arrays, arrays.checksum()) for name, arrays in pushed.items()}
 
-    def checked(self, push: Promise) -> Promise:
-        """Ends as the push does, or with NotAllowed."""
-        checked = Promise()
+    def verified(self, push: Promise) -> Promise:
+        """A promise that ends as the push does, or with NotAllowed."""
+        verified = Promise()
 
         def ended(_: Promise) -> None:
-            error = push.exception() or self._broken()
+            error = push.exception() or self._mismatch()
             if error is None:
-                checked.set_result(push.result())
+                verified.set_result(push.result())
             else:
-                checked.set_exception(error)
+                verified.set_exception(error)
 
         push.on_end(ended)
-        return checked
+        return verified
 
-    def _broken(self) -> NotAllowed | None:
-        for name, (bound, digest) in self._pushed.items():
-            if bound.digest() != digest:
+    def _mismatch(self) -> NotAllowed | None:
+        for name, (arrays, checksum) in self._pushed.items():
+            if arrays.checksum() != checksum:
                 text = (
                     f"the gradient of {name!r} was written to before its push was done, so nobody knows what was sent"
                 )
@@ -83,12 +83,12 @@ class Seal:
         return None
 
 
-def bound_together(specs: Mapping[str, KeySpec], memory: Callable[[int], Array]) -> dict[str, Bound]:
-    """Arrays for several keys, their gradients side by side as in a message: what is pushed together then goes out in
-    one stretch.
+def adjacent_arrays(specs: Mapping[str, KeySpec], memory: Callable[[int], Array]) -> dict[str, BoundArrays]:
+    """Arrays for several keys. Their gradients lie side by side as in a message, so that a push of all of them goes out
+    as one stretch of memory.
 
     Args:
-        memory: gives so many bytes, as uint8.
+        memory: gives that many bytes, as uint8.
     """
     starts, end = [], 0
     for spec in specs.values():
@@ -96,6 +96,13 @@ def bound_together(specs: Mapping[str, KeySpec], memory: Callable[[int], Array])
         end = starts[-1] + spec.nbytes
     whole = memory(end)
     return {
-        name: Bound.of(spec, whole[start : start + spec.nbytes])
+        name: BoundArrays.of(spec, whole[start : start + spec.nbytes])
         for (name, spec), start in zip(specs.items(), starts, strict=True)
     }
+
+
+def bind_result(bound: Sequence[BoundArrays], many: bool) -> Any:
+    """What `bind` returns: (gradient, weight) of one key; of a list of keys, a list of each."""
+    if not many:
+        return bound[0].gradient, bound[0].weight
+    return [arrays.gradient for arrays in bound], [arrays.weight for arrays in bound]

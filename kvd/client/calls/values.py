@@ -1,4 +1,4 @@
-"""Keys and values as programs write them, made ready for the wire and back."""
+"""Values as programs write them, made ready for the wire and back."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from kvd.compute.tensors import (
     writable_view,
     write_back,
 )
-from kvd.errors import DtypeMismatch, KeyNotFound, NotAllowed, ShapeMismatch
-from kvd.protocol.specs import MAX_DIMENSIONS, MAX_KEY_CHARS, MAX_KEY_NBYTES, KeySpec
+from kvd.errors import DtypeMismatch, NotAllowed, ShapeMismatch
+from kvd.protocol.specs import MAX_DIMENSIONS, MAX_KEY_NBYTES, KeySpec
 
 Array: TypeAlias = np.ndarray[Any, Any]
-Key: TypeAlias = str | int
 
 BYTE: np.dtype[np.uint8] = np.dtype(np.uint8)
-SPECS_KEPT = 4096  # a list call asks for one per key: keys of like shape share it, and it is quick to compare
+SPECS_KEPT = 4096  # a call on a list asks for one per key: keys of the same shape share it, and `is` compares it
 
 
 class Source(NamedTuple):
@@ -37,51 +36,15 @@ class Source(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a pulled value goes: memory for its bytes, and what is left to do when they are there."""
+    """Where a pulled value goes: memory for its bytes, and what to do when they have arrived."""
 
     data: Array
     spec: KeySpec
     finish: Callable[[], Any]
 
 
-def key_name(key: object, what: str = "a key") -> str:
-    """The name of a key: a text, or the decimal digits of a whole number."""
-    if type(key) is str:
-        name = key
-    elif isinstance(key, bool) or not isinstance(key, str | int | np.integer):
-        raise NotAllowed(f"{what} is a str or an int, not {type(key).__name__}")
-    else:
-        name = _digits(key, what)
-    if not 0 < len(name) <= MAX_KEY_CHARS:
-        raise NotAllowed(f"{what} has 1 to {MAX_KEY_CHARS} characters, not {len(name)}", key=name[:40])
-    if not name.isascii():
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise NotAllowed(f"{what} is a text that UTF-8 can write, {name!r} is not") from None
-    return name
-
-
-def _digits(key: str | int | np.integer[Any], what: str) -> str:
-    try:
-        return str(key)
-    except ValueError:  # Python refuses to print integers of thousands of digits
-        raise NotAllowed(f"{what} has 1 to {MAX_KEY_CHARS} characters, not thousands") from None
-
-
-def key_list(key: object) -> tuple[list[str], bool]:
-    """The names of one key or of a list of keys, and whether it was a list. A key stands in a list once."""
-    if not isinstance(key, list | tuple):
-        return [key_name(key)], False
-    names = [key_name(entry) for entry in key]
-    if len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise NotAllowed(f"the list names {', '.join(map(repr, twice))} more than once: sum such values first")
-    return names, True
-
-
 def paired(names: Sequence[str], many: bool, values: Any, what: str) -> list[Any]:
-    """The values that belong to the keys: one per key."""
+    """The values of a call as a list, one per key. Raises NotAllowed if their number differs."""
     if not many:
         return [values]
     if not isinstance(values, list | tuple) or len(values) != len(names):
@@ -90,42 +53,40 @@ def paired(names: Sequence[str], many: bool, values: Any, what: str) -> list[Any
     return list(values)
 
 
-def private_memory(nbytes: int) -> Array:
-    """Memory for a copy of so many bytes."""
+def new_memory(nbytes: int) -> Array:
+    """Memory for a copy of `nbytes` bytes, as uint8."""
     return np.empty(nbytes, np.uint8)
 
 
-def source_of(
-    value: Any, slice_bytes: int, *, private: bool, memory: Callable[[int], Array] = private_memory
-) -> Source:
+def source_of(value: Any, slice_bytes: int, *, copy: bool, memory: Callable[[int], Array] = new_memory) -> Source:
     """The bytes of a value. A list holds one array per device: they are summed first.
 
     Args:
-        private: copy what the program could still write to.
-        memory: gives the memory for the copy, or for the sum, so many bytes as uint8.
+        copy: copy the bytes if the program could still write to them.
+        memory: gives the memory for the copy, or for the sum: that many bytes, as uint8.
 
     Raises:
-        DtypeMismatch, NotAllowed: the value is nothing that a key can have.
+        DtypeMismatch, NotAllowed: no key can have such a value.
         ShapeMismatch: the arrays of the devices disagree.
     """
     if type(value) is np.ndarray and value.flags.c_contiguous and value.dtype.isnative:  # by far the most common
         spec = _spec_of(value.dtype, value.shape, slice_bytes)
         data: Array = value.ravel().view(BYTE)
-        return Source(_copied(data, memory) if private else data, spec)
+        return Source(_copied(data, memory) if copy else data, spec)
     if isinstance(value, list | tuple) and _is_device_list(value):
         if len(value) == 1:
-            return source_of(value[0], slice_bytes, private=private, memory=memory)
+            return source_of(value[0], slice_bytes, copy=copy, memory=memory)
         return _sum_of(value, slice_bytes, memory)
     array = as_array(value)
     spec = _spec_of(array.dtype, array.shape, slice_bytes)
     data = contiguous_bytes(array)
-    if private and np.may_share_memory(data, array):
+    if copy and np.may_share_memory(data, array):
         data = _copied(data, memory)
     return Source(data, spec)
 
 
 def _sum_of(values: Sequence[Any], slice_bytes: int, memory: Callable[[int], Array]) -> Source:
-    """The sum of one array per device, which nobody else has."""
+    """The sum of one array per device, in memory of its own."""
     if summed_on_gpu(values):
         total = as_array(sum_devices(values))
         return Source(contiguous_bytes(total), _spec_of(total.dtype, total.shape, slice_bytes))
@@ -145,19 +106,24 @@ def _copied(data: Array, memory: Callable[[int], Array]) -> Array:
 
 @lru_cache(SPECS_KEPT)
 def _spec_of(dtype: np.dtype[Any], shape: tuple[int, ...], slice_bytes: int) -> KeySpec:
-    """Equal specs are the same object as long as they are remembered. Raises DtypeMismatch, and NotAllowed if it is
-    more than a message can say."""
+    """The spec of such arrays; equal specs are the same object while they are cached.
+
+    Raises:
+        DtypeMismatch: no key can have the dtype.
+        NotAllowed: the array is larger than a message can say.
+    """
     if len(shape) > MAX_DIMENSIONS:
         raise NotAllowed(f"an array has at most {MAX_DIMENSIONS} dimensions, not {len(shape)}: reshape it")
     spec = KeySpec(dtype_name(dtype), shape, slice_bytes)
     if max(spec.nbytes, *shape, 0) > MAX_KEY_NBYTES:
-        text = f"a key has at most {MAX_KEY_NBYTES >> 40} TiB and as many rows: cut the array of shape {shape} up"
+        text = f"a key has at most {MAX_KEY_NBYTES >> 40} TiB and as many rows: split the array of shape {shape} up"
         raise NotAllowed(text)
     return spec
 
 
 def target_of(out: Any, slice_bytes: int) -> Target:
-    """The memory to pull into: the array's own if it is on this host in one piece, else a buffer that is written back.
+    """The memory to pull into: the array's own if that is contiguous memory of this host, otherwise a buffer that is
+    written back.
 
     A list holds one array per device: each gets the value.
 
@@ -190,19 +156,19 @@ def target_of(out: Any, slice_bytes: int) -> Target:
 
 
 def _is_foreign(out: Any) -> bool:
-    """Whether an array is written in the byte order of other machines."""
+    """Whether an array has the byte order of other machines."""
     return isinstance(out, np.ndarray) and not out.dtype.isnative
 
 
 def _fill(out: Any, value: Array) -> None:
-    if _is_foreign(out):  # nothing is cast: the same numbers, the other way round
+    if _is_foreign(out):  # no cast: the same numbers in the other byte order
         np.copyto(out, value)
     else:
         write_back(out, value)
 
 
 def _checked_out(out: Any) -> Array:
-    """The memory of an `out`, or what is like it. Raises NotAllowed if it cannot be written to."""
+    """The memory of an `out`, or an array of the same shape and dtype. Raises NotAllowed if it is read-only."""
     if isinstance(out, np.generic | int | float | list | tuple):
         kind = "a list of numbers" if isinstance(out, list | tuple) else f"a number ({type(out).__name__})"
         raise NotAllowed(f"out is {kind}, into which no value can be written: pass an array, or a list of arrays")
@@ -225,9 +191,5 @@ def fresh_target(spec: KeySpec) -> Target:
 
 
 def _is_device_list(value: Sequence[Any]) -> bool:
-    """Whether a list holds arrays, one per device, rather than numbers."""
+    """Whether a list holds arrays, one per device, not numbers."""
     return len(value) > 0 and all(hasattr(entry, "shape") and not isinstance(entry, np.generic) for entry in value)
-
-
-def missing(name: str) -> KeyNotFound:
-    return KeyNotFound(f"no key is called {name!r}: init it first", key=name)

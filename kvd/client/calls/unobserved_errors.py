@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvd.client.handle import Handle
-from kvd.client.promise import Promise
+from kvd.client.calls.handle import Handle
+from kvd.client.calls.promise import Promise
 from kvd.errors import KvdError
 
 
-class Unheard:
-    """Told by the next call on one of the keys, by `flush` or by `close`."""
+class UnobservedErrors:
+    """Raised by the next call on one of the keys, by `flush` or by `close`."""
 
     def __init__(self) -> None:
         self._failed: list[tuple[frozenset[str], Handle, KvdError]] = []
@@ -22,12 +22,12 @@ class Unheard:
         return bool(self._failed)
 
     def clear(self) -> None:
-        """Nobody is to hear of them any more."""
+        """Forgets them all."""
         with self._lock:
             self._failed = []
 
     def watch(self, names: Sequence[str], handle: Handle) -> Handle:
-        """Remembers how the call on these keys ends badly, for the case that nobody asks its handle."""
+        """Keeps the error of the call on these keys, if it fails, until its handle or a later call raises it."""
         keys = frozenset(names)
 
         def ended(promise: Promise) -> None:
@@ -39,8 +39,8 @@ class Unheard:
         handle.on_end(ended)
         return handle
 
-    def tell(self, names: Sequence[str] | None) -> None:
-        """Raises the first error that nobody has seen of the calls on these keys (None: on any), with the others."""
+    def raise_for(self, names: Sequence[str] | None) -> None:
+        """Raises the first unobserved error of the calls on these keys (None: on any key), with the others as notes."""
         if not self._failed:
             return
         with self._lock:

@@ -1,0 +1,193 @@
+"""What the façades stand on: a store as parts by subject, in this process or in a cluster, each call giving a Handle.
+
+What is wrong with the arguments is raised by the call; what only the store can know, such as that a key does not exist,
+by the handle. `kvd.client.local` and `kvd.client.cluster` implement the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from kvd.client.calls.handle import Handle
+from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.values import Array
+from kvd.errors import ConfigError
+from kvd.optimizer import Optimizer
+
+Updater = Callable[[str, Array, Array], None]
+
+
+class StoreType(NamedTuple):
+    """What the name of a type means."""
+
+    name: str
+    mode: str  # "" for a store in this process; "any": the mode of the cluster
+    on_device: bool
+
+
+TYPES: dict[str, StoreType] = {
+    entry.name: entry
+    for entry in (
+        StoreType("local", "", False),
+        StoreType("device", "", True),
+        StoreType("dist", "any", False),
+        StoreType("dist_sync", "sync", False),
+        StoreType("dist_async", "async", False),
+        StoreType("dist_device_sync", "sync", True),
+        StoreType("dist_device_async", "async", True),
+    )
+}
+
+
+def store_type(name: str) -> StoreType:
+    """The type with this name. Raises ConfigError, which lists the types."""
+    kind = TYPES.get(name)
+    if kind is None:
+        known = ", ".join(other for other in TYPES if other != "dist")
+        raise ConfigError(f"no store has the type {name!r}; there are: {known}", setting="type")
+    return kind
+
+
+class StoreFacts(NamedTuple):
+    """What is known of a store from its creation on.
+
+    Attributes:
+        type: the name of its type.
+        rank: the number of this worker.
+        local_rank: its number on this host.
+        merge: "sum", "mean" or "weighted"; "" where there are no rounds.
+        restarted: whether this worker took the place of one that died.
+        distributed: whether the store belongs to a cluster.
+        versioned: whether a pull gives exactly the version of this worker's clock, so that all slices of a value are of
+            one round (synchronous stores, and those in this process). Otherwise they may be of several.
+        request_timeout_s: the deadline of its calls, in seconds.
+    """
+
+    type: str
+    rank: int
+    local_rank: int
+    num_workers: int
+    num_servers: int
+    merge: str
+    restarted: bool
+    distributed: bool
+    versioned: bool
+    request_timeout_s: float
+
+
+class Node(NamedTuple):
+    """A server or worker that is dead.
+
+    Attributes:
+        role: ``"server"`` or ``"worker"``.
+        rank: its number within the role.
+        node_id: its stable name.
+        reason: why the scheduler declared it dead.
+        last_seen_s: seconds of silence before that.
+    """
+
+    role: str
+    rank: int
+    node_id: str
+    reason: str
+    last_seen_s: float
+
+
+class Values(Protocol):
+    """Keys and their values.
+
+    A push that finds no room in the memory budget waits in its thread; with a reservation it raises at once, see
+    `kvd.client.calls.memory_budget`.
+    """
+
+    def init(self, key: Any, value: Any) -> Handle: ...
+
+    def push(self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None) -> Handle: ...
+
+    def pull(self, key: Any, out: Any, priority: int) -> Handle: ...
+
+    def pushpull(
+        self, key: Any, value: Any, out: Any, priority: int, samples: int, copy: bool, reservation: Reservation | None
+    ) -> Handle:
+        """`copy`: the program may write to the value as soon as this returns."""
+
+
+class Assignments(Protocol):
+    """Values that one worker has and all take."""
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int, reservation: Reservation | None) -> Handle: ...
+
+    def assign(self, values: Mapping[str, Array], absent: Sequence[str]) -> None:
+        """Sends values that replace the stored ones, and says for the keys in `absent` that this worker has none.
+
+        The arrays, uint8, must not be changed afterwards. Errors are raised by the next call on these keys, by `flush`
+        or by `close`.
+        """
+
+
+class Binding(Protocol):
+    """Arrays that a program keeps for a key."""
+
+    def bind(self, key: Any) -> Handle: ...
+
+
+class Rounds(Protocol):
+    """Where this worker is in its rounds, and where it meets the others."""
+
+    def flush(self, timeout: float | None) -> Handle: ...
+    def barrier(self, name: str, timeout: float | None) -> Handle: ...
+    def join(self) -> Handle: ...
+    def rewind(self, clock: int) -> Handle: ...
+    def clock(self, key: Any) -> Handle: ...
+    def version(self, key: Any) -> Handle: ...
+
+
+class Updates(Protocol):
+    """How values are updated."""
+
+    def set_optimizer(self, optimizer: Optimizer | None) -> Handle: ...
+    def set_updater(self, updater: Updater | None) -> None: ...
+    def update_optimizer(self, changes: dict[str, Any]) -> Handle: ...
+    def save_optimizer_states(self, path: Any, dump_optimizer: bool) -> Handle: ...
+    def load_optimizer_states(self, path: Any) -> Handle: ...
+
+
+class Nodes(Protocol):
+    """The other nodes of the cluster; there are none without a cluster."""
+
+    def send_command(self, head: int | str, body: bytes | str) -> Handle: ...
+
+    def dead_nodes(self, timeout_s: float) -> Sequence[Node]:
+        """The servers and workers that are declared dead, or silent for more than `timeout_s` (0: only the former)."""
+
+    def is_scheduler_dead(self, timeout_s: float) -> bool: ...
+
+    def late_workers(self) -> tuple[str, ...]:
+        """The workers that the servers wait for, such as ``"worker 1"``; empty if no server can say. Blocks."""
+
+    def gone_workers(self) -> dict[int, bool]:
+        """The ranks that write nothing any more: True for one that died, False for one that left the rounds."""
+
+
+class Closing(Protocol):
+    """How a store ends: `end_close(begin_close(…))`, or `abandon` at once."""
+
+    def begin_close(self, barrier: bool) -> Handle: ...
+    def end_close(self, leaving: Handle) -> None: ...
+    def abandon(self, *, failed: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A store, without the form in which a façade offers it."""
+
+    facts: StoreFacts
+    values: Values
+    assignments: Assignments
+    binding: Binding
+    rounds: Rounds
+    updates: Updates
+    nodes: Nodes
+    closing: Closing

@@ -1,0 +1,144 @@
+"""The memory that private copies of pushed values may take: a push that finds no room waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from kvd.client.calls.values import Source
+from kvd.errors import RequestTimeout
+
+
+class Reservation:
+    """For a call that must not block its thread: if the budget refuses it, it can queue with this.
+
+    Attributes:
+        budget: the budget that refused the call; None: none did.
+        nbytes: how much the call asked for.
+    """
+
+    __slots__ = ("_loop", "_woken", "budget", "nbytes")
+
+    def __init__(self) -> None:
+        self.budget: MemoryBudget | None = None
+        self.nbytes = 0
+        self._woken = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def wake(self) -> None:
+        """Tells the coroutine that waits to look again. From any thread."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: no coroutine waits there
+                self._loop.call_soon_threadsafe(self._woken.set)
+
+    def listen(self) -> None:
+        """Forgets earlier wake-ups; `wait_for_wake` waits for one that comes after this."""
+        self._loop = asyncio.get_running_loop()
+        self._woken.clear()
+
+    async def wait_for_wake(self) -> None:
+        await self._woken.wait()
+
+
+class MemoryBudget:
+    """First come, first served: threads and coroutines wait in one queue.
+
+    Args:
+        limit_bytes: the budget. A call that wants more than that gets it when no other call holds anything.
+        timeout_s: how long a call waits.
+    """
+
+    def __init__(self, limit_bytes: int, timeout_s: float) -> None:
+        self._limit_bytes = limit_bytes
+        self._timeout_s = timeout_s
+        self._held_bytes = 0
+        self._queue: deque[object] = deque()
+        self._changed = threading.Condition()
+
+    def take(self, sources: Sequence[Source], reservation: Reservation | None = None) -> None:
+        """Counts the memory of private copies until it is freed. All copies of one call come in one `take`, so that a
+        call never waits for itself. Without a reservation it waits for room, in this thread.
+
+        Raises:
+            RequestTimeout: there is no room; with a reservation, at once.
+        """
+        nbytes = sum(source.data.nbytes for source in sources)
+        with self._changed:
+            if self._queue or not self._fits(nbytes):
+                self._wait_in_queue(nbytes, reservation)
+            self._held_bytes += nbytes
+        for source in sources:
+            weakref.finalize(source.data, self._release, source.data.nbytes)
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._held_bytes == 0 or self._held_bytes + nbytes <= self._limit_bytes
+
+    def _is_turn_of(self, waiter: object, nbytes: int) -> bool:
+        return bool(self._queue) and self._queue[0] is waiter and self._fits(nbytes)
+
+    def _wait_in_queue(self, nbytes: int, reservation: Reservation | None) -> None:
+        if reservation is not None:
+            if not self._is_turn_of(reservation, nbytes):
+                reservation.budget, reservation.nbytes = self, nbytes
+                raise self._exceeded()
+            return
+        waiter = object()
+        self._queue.append(waiter)
+        try:
+            if not self._changed.wait_for(lambda: self._is_turn_of(waiter, nbytes), self._timeout_s):
+                raise self._exceeded()
+        finally:
+            self._queue.remove(waiter)
+            self._wake_next()
+
+    @asynccontextmanager
+    async def granted(self, reservation: Reservation) -> AsyncIterator[None]:
+        """Waits in the queue without blocking the event loop. Within the block there is room for the call with this
+        reservation.
+
+        Raises:
+            RequestTimeout: no room came free in time.
+        """
+        with self._changed:
+            self._queue.append(reservation)
+        try:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await self._wait_for_turn(reservation)
+            except TimeoutError:
+                raise self._exceeded() from None
+            yield
+        finally:
+            with self._changed:
+                self._queue.remove(reservation)
+                self._wake_next()
+
+    async def _wait_for_turn(self, reservation: Reservation) -> None:
+        while True:
+            reservation.listen()
+            with self._changed:
+                if self._is_turn_of(reservation, reservation.nbytes):
+                    return
+            await reservation.wait_for_wake()
+
+    def _release(self, nbytes: int) -> None:
+        with self._changed:
+            self._held_bytes -= nbytes
+            self._wake_next()
+
+    def _wake_next(self) -> None:
+        """Has the first in the queue look again: all threads wait on one condition, so all of them look."""
+        self._changed.notify_all()
+        if self._queue and isinstance(self._queue[0], Reservation):
+            self._queue[0].wake()
+
+    def _exceeded(self) -> RequestTimeout:
+        return RequestTimeout(
+            f"{self._held_bytes >> 20} MiB of pushes are under way, the limit is {self._limit_bytes >> 20} "
+            f"MiB: wait for their handles, or raise memory_limit_bytes",
+            outcome="not_sent",
+        )

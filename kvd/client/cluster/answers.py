@@ -1,0 +1,31 @@
+"""What the answers to requests carry besides their messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvd.client.cluster.engine import Engine
+from kvd.core import requests
+from kvd.protocol.messages import KeyEntry, ListKeys
+
+
+def answer_bytes(answer: Any) -> bytes:
+    """The payload of one answer to a Control request."""
+    _, payload, nbytes = answer
+    return bytes(payload[:nbytes]) if nbytes else b""
+
+
+async def list_keys(engine: Engine) -> list[tuple[int, KeyEntry]]:
+    """Every key of the cluster, once per server that has a part of it, with the rank of that server.
+
+    The servers answer in pages. For coroutines on the engine's loop, see `Engine.run`.
+    """
+    found = []
+    for server in engine.machine.view.servers():
+        after, more = "", True
+        while more:
+            ((page, _, _),) = await engine.call(requests.Control((ListKeys(0, after),), (server.rank,)))
+            found += [(server.rank, entry) for entry in page.entries]
+            more = page.more
+            after = page.entries[-1].key if page.entries else after
+    return found

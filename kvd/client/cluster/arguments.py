@@ -1,0 +1,71 @@
+"""The arguments of a call as the worker machine takes them: names, bytes to send, memory to write to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvd.client.calls.keys import key_list
+from kvd.client.calls.memory_budget import MemoryBudget, Reservation
+from kvd.client.calls.unobserved_errors import UnobservedErrors
+from kvd.client.calls.values import Array, Source, Target, paired, source_of, target_of
+from kvd.client.cluster.bound_keys import BoundKeys
+from kvd.client.cluster.engine import Engine
+
+
+class Arguments:
+    """Resolves what a program passed, the same way for every call.
+
+    Args:
+        engine: gives the memory for copies, which servers of this host can read.
+        bound: the gradients that need no copy.
+        budget: what the copies count against.
+        unobserved: errors of earlier calls on the same keys, which a call raises first.
+        slice_bytes: the size of the slices in this cluster.
+    """
+
+    def __init__(
+        self, engine: Engine, bound: BoundKeys, budget: MemoryBudget, unobserved: UnobservedErrors, slice_bytes: int
+    ) -> None:
+        self._engine = engine
+        self._bound = bound
+        self._budget = budget
+        self._unobserved = unobserved
+        self._slice_bytes = slice_bytes
+
+    def names(self, key: Any) -> tuple[list[str], bool]:
+        """The names of one key or of a list of keys, and whether it was a list. Raises unobserved errors of these."""
+        names, many = key_list(key)
+        self._unobserved.raise_for(names)
+        return names, many
+
+    def sources(
+        self, names: list[str], many: bool, value: Any, *, copy: bool, reservation: Reservation | None = None
+    ) -> list[Source]:
+        """The bytes to send. Copies count against the memory budget, see `MemoryBudget.take`."""
+        values = paired(names, many, value, "values")
+        sources, copies = [], []
+        for name, entry in zip(names, values, strict=True):
+            source = self._bound.source(name, entry, self._slice_bytes)
+            if source is None:
+                source = source_of(entry, self._slice_bytes, copy=copy, memory=self._engine.memory)
+                copies.append(source)
+            sources.append(source)
+        if copy and copies:
+            self._budget.take(copies, reservation)
+        return sources
+
+    def init_sources(self, names: list[str], many: bool, value: Any, *, copy: bool) -> list[Source]:
+        """The values to init keys with: copies of them do not count against the budget."""
+        return [source_of(entry, self._slice_bytes, copy=copy) for entry in paired(names, many, value, "values")]
+
+    def given_sources(self, values: Sequence[Array]) -> list[Source]:
+        """The bytes of arrays that the caller gives away. They count against the budget as copies do, one by one."""
+        sources = [source_of(value, self._slice_bytes, copy=False) for value in values]
+        for source in sources:
+            self._budget.take([source])
+        return sources
+
+    def targets(self, names: list[str], many: bool, out: Any) -> list[Target]:
+        """The memory to write to."""
+        return [target_of(entry, self._slice_bytes) for entry in paired(names, many, out, "outs")]

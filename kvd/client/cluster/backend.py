@@ -1,0 +1,95 @@
+"""A worker joins its cluster, and the parts of its store are put together."""
+
+from __future__ import annotations
+
+from kvd.client.calls.backend import Backend, StoreFacts, StoreType
+from kvd.client.calls.memory_budget import MemoryBudget
+from kvd.client.calls.unobserved_errors import UnobservedErrors
+from kvd.client.cluster.arguments import Arguments
+from kvd.client.cluster.binding import ClusterBinding
+from kvd.client.cluster.bound_keys import BoundKeys
+from kvd.client.cluster.broadcast import ClusterAssignments
+from kvd.client.cluster.closing import ClusterClosing
+from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.nodes import ClusterNodes
+from kvd.client.cluster.rounds import ClusterRounds
+from kvd.client.cluster.updates import ClusterUpdates
+from kvd.client.cluster.values import ClusterValues
+from kvd.config import Config, Loaded
+from kvd.core.membership import DEAD
+from kvd.errors import ConfigError
+from kvd.protocol.messages import Settings
+
+
+def cluster_settings(loaded: Loaded, kind: StoreType) -> Settings:
+    """What this worker insists on: its type, and the settings that it was given. The cluster decides the others."""
+    config = loaded.config
+
+    def given(name: str, value: int) -> int:
+        return value if loaded.origin.get(name, "default") != "default" else 0
+
+    if config.staleness is not None and kind.mode == "sync":
+        raise ConfigError("staleness bounds asynchronous workers: use it with dist_async", setting="staleness")
+    return Settings(
+        mode="" if kind.mode == "any" else kind.mode,
+        merge=config.merge if loaded.origin.get("merge", "default") != "default" else "",
+        staleness=-1 if config.staleness is None else config.staleness,
+        rounds_ahead=given("rounds_ahead", config.rounds_ahead),
+        slice_bytes=given("slice_bytes", config.slice_bytes),
+        num_workers=config.num_workers,
+        num_servers=config.num_servers,
+        num_shards=given("num_shards", config.num_shards),
+    )
+
+
+def open_cluster(kind: StoreType, loaded: Loaded) -> Backend:
+    """Joins the cluster as a worker, and waits until it is complete.
+
+    Raises:
+        ConnectError, RequestTimeout, ConfigError, NotAllowed: see `Engine.join`.
+    """
+    engine = Engine(loaded.config, "worker", cluster_settings(loaded, kind))
+    try:
+        rank = engine.join()
+    except BaseException:
+        engine.stop()
+        raise
+    return _parts(engine, loaded.config, _facts(engine, loaded.config, kind, rank))
+
+
+def _facts(engine: Engine, config: Config, kind: StoreType, rank: int) -> StoreFacts:
+    settings = engine.machine.view.settings
+    sync = settings.mode != "async"
+    return StoreFacts(
+        type=kind.name,
+        rank=rank,
+        local_rank=config.local_rank,
+        num_workers=settings.num_workers,
+        num_servers=settings.num_servers,
+        merge=(settings.merge or "sum") if sync else "",
+        restarted=engine.session.predecessor == DEAD,
+        distributed=True,
+        versioned=sync,
+        request_timeout_s=config.request_timeout_s,
+    )
+
+
+def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
+    settings = engine.machine.view.settings
+    sync = facts.versioned
+    unobserved = UnobservedErrors()
+    bound = BoundKeys()
+    budget = MemoryBudget(config.memory_bound_bytes(), config.request_timeout_s)
+    arguments = Arguments(engine, bound, budget, unobserved, settings.slice_bytes)
+    return Backend(
+        facts=facts,
+        values=ClusterValues(engine, arguments, bound, unobserved, facts.rank, config.check_bound),
+        assignments=ClusterAssignments(
+            engine, arguments, unobserved, facts.rank, sync, absence_counts=sync or settings.staleness >= 0
+        ),
+        binding=ClusterBinding(engine, arguments, bound),
+        rounds=ClusterRounds(engine, unobserved),
+        updates=ClusterUpdates(engine),
+        nodes=ClusterNodes(engine),
+        closing=ClusterClosing(engine, unobserved),
+    )

@@ -1,0 +1,35 @@
+"""`bind` in a cluster: arrays for a key whose gradient is sent without a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvd.client.calls.bound_arrays import BoundArrays, bind_result
+from kvd.client.calls.handle import Handle
+from kvd.client.cluster.arguments import Arguments
+from kvd.client.cluster.bound_keys import BoundKeys
+from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.transfers import pull_into
+from kvd.core import requests
+
+
+class ClusterBinding:
+    """New bound arrays begin with the key's value as their weight."""
+
+    def __init__(self, engine: Engine, arguments: Arguments, bound: BoundKeys) -> None:
+        self._engine = engine
+        self._arguments = arguments
+        self._bound = bound
+
+    def bind(self, key: Any) -> Handle:
+        names, many = self._arguments.names(key)
+        return Handle(self._engine.run(self._bind(names)), lambda bound: bind_result(bound, many), "bind")
+
+    async def _bind(self, names: list[str]) -> list[BoundArrays]:
+        specs = {name: await self._engine.call(requests.DescribeKey(name)) for name in names}
+        made = self._bound.add(specs, self._engine.memory)
+        if made:
+            weights = [arrays.weight for arrays in made.values()]
+            targets = self._arguments.targets(list(made), True, weights)
+            await self._engine.call(pull_into(list(made), targets, 0))
+        return self._bound.arrays(names)

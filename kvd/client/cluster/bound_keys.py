@@ -1,0 +1,59 @@
+"""The bound arrays of a worker, by key: which pushes come from them, and whether they stayed as they were."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvd.client.calls.bound_arrays import BoundArrays, GradientChecksums, adjacent_arrays
+from kvd.client.calls.promise import Promise
+from kvd.client.calls.values import Array, Source, source_of
+from kvd.core.requests import Transfer
+from kvd.protocol.specs import KeySpec
+
+
+class BoundKeys:
+    """Arrays are added once per key and stay."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, BoundArrays] = {}
+        self._lock = threading.Lock()
+
+    def add(self, specs: Mapping[str, KeySpec], memory: Callable[[int], Array]) -> dict[str, BoundArrays]:
+        """Makes arrays for the keys that have none, and returns those."""
+        with self._lock:
+            fresh = {name: spec for name, spec in specs.items() if name not in self._arrays}
+            made = adjacent_arrays(fresh, memory)
+            self._arrays.update(made)
+        return made
+
+    def arrays(self, names: Sequence[str]) -> list[BoundArrays]:
+        return [self._arrays[name] for name in names]
+
+    def source(self, name: str, value: Any, slice_bytes: int) -> Source | None:
+        """The bound gradient of the key, if the value is that array or any view of it; None if it is not."""
+        arrays = self._arrays.get(name)
+        if arrays is None or value is arrays.gradient:
+            return None if arrays is None else arrays.source
+        if isinstance(value, list | tuple):  # one array per device: their sum is another array
+            return None
+        source = source_of(value, slice_bytes, copy=False)
+        return source if arrays.owns(source.data) else None
+
+    def verified(self, submit: Callable[[Transfer], Promise]) -> Callable[[Transfer], Promise]:
+        """`submit`, such that its promise also tells whether the bound gradients of the push stayed as they were.
+
+        Gradients that the answer is written into are not checked.
+        """
+
+        def submit_verified(transfer: Transfer) -> Promise:
+            pushed = {}
+            for item in transfer.items:
+                arrays = self._arrays.get(item.key)
+                if arrays is not None and arrays.owns(item.source) and not arrays.overlaps(item.target):
+                    pushed[item.key] = arrays
+            checksums = GradientChecksums(pushed)
+            return checksums.verified(submit(transfer))
+
+        return submit_verified

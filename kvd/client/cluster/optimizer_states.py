@@ -1,0 +1,112 @@
+"""Saving and loading the optimizer states of a cluster: slices on the servers, whole keys in the file.
+
+The coroutines run on the engine's loop, see `Engine.run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvd.client.calls.optimizer_state_file import OptimizerStateFile
+from kvd.client.cluster.answers import list_keys
+from kvd.client.cluster.engine import Engine
+from kvd.core import requests
+from kvd.errors import NotAllowed
+from kvd.optimizer import from_wire, to_wire
+from kvd.protocol.messages import FetchState, OptimizerQuery, SetOptimizer, StoreState
+from kvd.protocol.specs import DTYPES, KeySpec, padded
+
+
+async def fetch_states(engine: Engine, path: Path, dump_optimizer: bool) -> None:
+    """Collects the state of every slice and writes the file. Call it between steps: all slices of a key must have had
+    the same number of updates.
+
+    Raises:
+        NotAllowed: there is no optimizer, or the slices of a key differ.
+        OSError: the file cannot be written.
+    """
+    content = OptimizerStateFile()
+    answers = await engine.call(requests.Control((OptimizerQuery(0),), (0,)))
+    wire = answers[0][0].optimizer
+    if wire is None:
+        raise NotAllowed("no optimizer is set, so there is no state to save: call set_optimizer first")
+    if dump_optimizer:
+        content.optimizer = from_wire(wire)
+    for key in sorted({entry.key for _, entry in await list_keys(engine)}):
+        spec: KeySpec = await engine.call(requests.DescribeKey(key))
+        messages = tuple(FetchState(0, key, index) for index in range(spec.num_slices))
+        states = await engine.call(requests.SliceControl(key, messages))
+        steps = {state.step for state, _, _ in states}
+        if len(steps) > 1:
+            raise NotAllowed(f"the slices of {key!r} are at different steps {sorted(steps)}: save between two steps")
+        content.steps[key] = steps.pop()
+        content.arrays[key] = _assemble(states)
+    await asyncio.to_thread(content.write, path)  # a large file takes a while, and the loop has heartbeats to send
+
+
+def _assemble(states: list[Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """Whole arrays, by slot, from the answers of the slices in their order."""
+    pieces: dict[str, list[np.ndarray[Any, Any]]] = {}
+    for state, payload, nbytes in states:
+        if not state.slots:
+            continue
+        sizes = [np.dtype(dtype).itemsize for _, dtype in state.slots]
+        count = _elements(nbytes, sizes)
+        offset = 0
+        for (slot, dtype), size in zip(state.slots, sizes, strict=True):
+            array = np.frombuffer(payload, dtype, count, offset) if count else np.empty(0, dtype)
+            pieces.setdefault(slot, []).append(array.copy())
+            offset += padded(count * size)
+    return {slot: np.concatenate(arrays) for slot, arrays in pieces.items()}
+
+
+def _elements(nbytes: int, sizes: list[int]) -> int:
+    """How many elements each array of a payload has: all have the same number, and all but the last are padded."""
+    count = nbytes // sum(sizes)
+    while count and sum(padded(count * size) for size in sizes[:-1]) + count * sizes[-1] > nbytes:
+        count -= 1
+    return count
+
+
+async def store_states(engine: Engine, path: Path) -> None:
+    """Gives every slice its part of the file. An optimizer in the file is set first.
+
+    Raises:
+        NotAllowed: the file does not fit the keys.
+        KeyNotFound: it has a key that nobody made.
+        OSError: it cannot be read.
+    """
+    content = OptimizerStateFile.read(path)
+    if content.optimizer is not None:
+        await engine.call(requests.Control((SetOptimizer(0, to_wire(content.optimizer)),)))
+    for key, step in content.steps.items():
+        spec: KeySpec = await engine.call(requests.DescribeKey(key))
+        slots = content.arrays.get(key, {})
+        _check_lengths(key, spec, slots)
+        messages, payloads, lengths = [], [], []
+        for index in range(spec.num_slices):
+            payload = _cut(spec, index, slots)
+            described = tuple((name, array.dtype.name) for name, array in slots.items())
+            messages.append(StoreState(0, key, index, step, described))
+            payloads.append(payload)
+            lengths.append(len(payload))
+        await engine.call(requests.SliceControl(key, tuple(messages), tuple(payloads), tuple(lengths)))
+
+
+def _check_lengths(key: str, spec: KeySpec, slots: dict[str, np.ndarray[Any, Any]]) -> None:
+    count = spec.nbytes // DTYPES[spec.dtype].itemsize
+    for name, array in slots.items():
+        if array.size != count:
+            raise NotAllowed(f"the file has {array.size} values of {name} for key {key!r}, which has {count}", key=key)
+
+
+def _cut(spec: KeySpec, index: int, slots: dict[str, np.ndarray[Any, Any]]) -> bytes:
+    itemsize = DTYPES[spec.dtype].itemsize
+    offset, nbytes = spec.span(index)
+    first, last = offset // itemsize, (offset + nbytes) // itemsize
+    pieces = [array[first:last].tobytes() for array in slots.values()]
+    return b"".join([piece + bytes(-len(piece) % 8) for piece in pieces[:-1]] + pieces[-1:])

@@ -1,0 +1,50 @@
+"""The Transfer requests that several calls make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvd.client.calls.values import Source, Target
+from kvd.core.requests import Item, Transfer
+from kvd.protocol.messages import ABSENT, ASSIGN
+
+
+def pull_into(names: Sequence[str], targets: Sequence[Target], priority: int) -> Transfer:
+    """Pulls the values into the targets."""
+    items = tuple(Item(name, spec, None, data) for name, (data, spec, _) in zip(names, targets, strict=True))
+    return Transfer(items, push=False, pull=True, priority=priority)
+
+
+def assignment(
+    names: Sequence[str], sources: Sequence[Source], targets: Sequence[Target] | None, priority: int
+) -> Transfer:
+    """Replaces the values by these; pulls the result into the targets, if there are any."""
+    places = [None] * len(names) if targets is None else [target.data for target in targets]
+    items = tuple(
+        Item(name, spec, data, place) for name, (data, spec), place in zip(names, sources, places, strict=True)
+    )
+    return Transfer(items, push=True, pull=targets is not None, priority=priority, how=ASSIGN)
+
+
+def absence(names: Sequence[str], targets: Sequence[Target] | None, priority: int) -> Transfer:
+    """Takes part in the round without a value; pulls the result into the targets, if there are any."""
+    if targets is None:
+        items = tuple(Item(name, None) for name in names)
+    else:
+        items = tuple(Item(name, spec, None, data) for name, (data, spec, _) in zip(names, targets, strict=True))
+    return Transfer(items, push=True, pull=targets is not None, priority=priority, how=ABSENT)
+
+
+def pulled(targets: Sequence[Target], many: bool) -> Callable[[Any], Any]:
+    """Makes the result of a call of its targets, when the bytes have arrived: the caller's arrays."""
+
+    def finish(_: Any) -> Any:
+        arrays = [target.finish() for target in targets]
+        return arrays if many else arrays[0]
+
+    return finish
+
+
+def nothing(_: Any) -> None:
+    """Makes the result of a call that has none."""

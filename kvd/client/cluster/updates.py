@@ -1,0 +1,43 @@
+"""How the servers update values: the optimizer, its hyperparameters and its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvd.client.calls import checks
+from kvd.client.calls.backend import Updater
+from kvd.client.calls.handle import Handle
+from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.optimizer_states import fetch_states, store_states
+from kvd.client.cluster.transfers import nothing
+from kvd.core import requests
+from kvd.errors import NotAllowed
+from kvd.optimizer import Optimizer, changes_to_wire, to_wire
+from kvd.protocol.messages import SetOptimizer, UpdateOptimizer
+
+
+class ClusterUpdates:
+    """Optimizers are data: no code crosses the wire."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def set_optimizer(self, optimizer: Optimizer | None) -> Handle:
+        known = checks.known_optimizer(optimizer)
+        message = SetOptimizer(0, None if known is None else to_wire(known))
+        checks.check_sendable("the optimizer", message)
+        return Handle(self._engine.submit(requests.Control((message,))), nothing, "set_optimizer")
+
+    def set_updater(self, updater: Updater | None) -> None:
+        raise NotAllowed("an updater is code, and no code crosses the wire: use set_optimizer with a cluster")
+
+    def update_optimizer(self, changes: dict[str, Any]) -> Handle:
+        message = UpdateOptimizer(0, changes_to_wire(checks.hyperparameters(changes)))
+        control = requests.Control((message,), staged_first=True)
+        return Handle(self._engine.submit(control), nothing, "update_optimizer")
+
+    def save_optimizer_states(self, path: Any, dump_optimizer: bool) -> Handle:
+        return Handle(self._engine.run(fetch_states(self._engine, checks.file_path(path), dump_optimizer)), what="save")
+
+    def load_optimizer_states(self, path: Any) -> Handle:
+        return Handle(self._engine.run(store_states(self._engine, checks.file_path(path))), what="load")

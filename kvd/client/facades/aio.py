@@ -1,0 +1,175 @@
+"""The async façade: every method of `kvd.KVStore` as a coroutine of the same name."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+from kvd.client.calls.backend import Backend, Node, Updater
+from kvd.client.calls.handle import Handle
+from kvd.client.calls.memory_budget import Reservation
+from kvd.client.facades.dead_nodes import count_dead
+from kvd.client.facades.life import StoreLife
+from kvd.client.facades.open import open_backend
+from kvd.client.facades.properties import StoreProperties
+from kvd.errors import RequestTimeout
+from kvd.optimizer import Optimizer
+
+_ErrorType = type[BaseException]  # in the class, `type` is the store's
+
+
+class KVStore(StoreProperties):
+    """The store for programs that run an event loop. See `kvd.KVStore` for what the methods do and raise.
+
+    The `_async` forms return a Handle at once, which can be awaited, or waited for in another thread.
+
+    No call blocks the loop. When the pushes under way take all of `memory_limit_bytes`, awaited pushes wait for room,
+    first come, first served, and the loop goes on; do not change their values until they return. The `_async` forms
+    cannot wait: they raise RequestTimeout with the outcome "not_sent" at once, and can be called again when a handle is
+    done.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend.facts)
+        self._backend = backend
+        self._life = StoreLife(backend)
+
+    async def init(self, key: Any, value: Any) -> None:
+        await self._backend.values.init(key, value)
+
+    def init_async(self, key: Any, value: Any) -> Handle:
+        return self._backend.values.init(key, value)
+
+    async def push(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1) -> Handle:
+        return await _when_there_is_room(lambda room: self._backend.values.push(key, value, priority, samples, room))
+
+    def push_async(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1) -> Handle:
+        return self._backend.values.push(key, value, priority, samples, Reservation())
+
+    async def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
+        return await self._backend.values.pull(key, out, priority)
+
+    def pull_async(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> Handle:
+        return self._backend.values.pull(key, out, priority)
+
+    async def bind(self, key: Any) -> Any:
+        return await self._backend.binding.bind(key)
+
+    async def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1) -> Any:
+        handle = await _when_there_is_room(
+            lambda room: self._backend.values.pushpull(key, value, out, priority, samples, True, room)
+        )
+        return await handle
+
+    def pushpull_async(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1) -> Handle:
+        return self._backend.values.pushpull(key, value, out, priority, samples, True, Reservation())
+
+    async def broadcast(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> Any:
+        return await (
+            await _when_there_is_room(lambda room: self._backend.assignments.broadcast(key, value, out, priority, room))
+        )
+
+    def broadcast_async(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> Handle:
+        return self._backend.assignments.broadcast(key, value, out, priority, Reservation())
+
+    async def flush(self, timeout: float | None = None) -> None:
+        await self._backend.rounds.flush(timeout)
+
+    async def barrier(self, name: str = "", timeout: float | None = None) -> None:
+        await self._backend.rounds.barrier(name, timeout)
+
+    async def join(self) -> None:
+        await self._backend.rounds.join()
+
+    async def rewind(self, clock: int) -> None:
+        await self._backend.rounds.rewind(clock)
+
+    async def clock(self, key: Any) -> int:
+        return int(await self._backend.rounds.clock(key))
+
+    async def version(self, key: Any) -> int:
+        return int(await self._backend.rounds.version(key))
+
+    async def send_command_to_servers(self, head: int | str, body: bytes | str) -> list[bytes]:
+        return list(await self._backend.nodes.send_command(head, body))
+
+    async def set_optimizer(self, optimizer: Optimizer | None) -> None:
+        await self._backend.updates.set_optimizer(optimizer)
+
+    async def update_optimizer(self, **hyperparameters: Any) -> None:
+        await self._backend.updates.update_optimizer(hyperparameters)
+
+    async def set_updater(self, updater: Updater | None) -> None:
+        self._backend.updates.set_updater(updater)
+
+    async def save_optimizer_states(self, path: Any, dump_optimizer: bool = False) -> None:
+        await self._backend.updates.save_optimizer_states(path, dump_optimizer)
+
+    async def load_optimizer_states(self, path: Any) -> None:
+        await self._backend.updates.load_optimizer_states(path)
+
+    async def num_dead_node(self, node_id: int, timeout: float = 60) -> int:
+        return count_dead(self._backend.nodes, node_id, timeout)
+
+    async def dead_nodes(self) -> Sequence[Node]:
+        return self._backend.nodes.dead_nodes(0)
+
+    async def set_barrier_before_exit(self, flag: bool) -> None:
+        self._life.barrier_before_exit = bool(flag)
+
+    async def close(self) -> None:
+        if self._life.claim_end():
+            await asyncio.to_thread(self._life.close)
+
+    async def __aenter__(self) -> KVStore:
+        return self
+
+    async def __aexit__(
+        self, kind: _ErrorType | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            await self.close()
+        else:
+            self._life.claim_end()
+            await asyncio.to_thread(self._life.abandon, failed=True)
+
+
+async def _when_there_is_room(begin: Callable[[Reservation], Handle]) -> Handle:
+    """Begins a push now, or when the memory budget has room for it."""
+    reservation = Reservation()
+    try:
+        return begin(reservation)
+    except RequestTimeout:
+        if reservation.budget is None:  # the error of an earlier call, which this one raises
+            raise
+    async with reservation.budget.granted(reservation):
+        return begin(reservation)
+
+
+async def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the name is part of the surface
+    """As `kvd.create`, for an event loop."""
+    return KVStore(await asyncio.wrap_future(_open_in_thread(type, settings)))
+
+
+def _open_in_thread(type_name: str, settings: dict[str, Any]) -> Future[Backend]:
+    """Opens the store in a thread of its own, so that a creation can be cancelled: it then leaves the cluster again."""
+    future: Future[Backend] = Future()
+
+    def work() -> None:
+        try:
+            backend = open_backend(type_name, settings)
+        except BaseException as error:  # noqa: BLE001  the future passes it on
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        else:
+            if future.set_running_or_notify_cancel():
+                future.set_result(backend)
+            else:
+                backend.closing.end_close(backend.closing.begin_close(False))
+
+    threading.Thread(target=work, name="kvd-create", daemon=True).start()
+    return future

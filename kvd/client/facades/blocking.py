@@ -1,0 +1,258 @@
+"""The blocking façade: `kvd.KVStore`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from kvd.client.calls.backend import Backend, Node, Updater
+from kvd.client.calls.handle import Handle
+from kvd.client.facades.dead_nodes import count_dead
+from kvd.client.facades.life import StoreLife
+from kvd.client.facades.open import open_backend
+from kvd.client.facades.properties import StoreProperties
+from kvd.errors import NotAllowed
+from kvd.optimizer import Optimizer
+
+Key = Any
+Value = Any
+_ErrorType = type[BaseException]  # in the class, `type` is the store's
+
+
+class KVStore(StoreProperties):
+    """A store of keys and their values, shared by the workers of a job. `kvd.create` makes one.
+
+    Keys are `str` or `int` (an int is the key of its decimal text). Values are anything that speaks DLPack or the
+    buffer protocol: NumPy, CuPy, torch, JAX. A call takes one key and its value, or a list of keys and a list of their
+    values. A value may also be a list of arrays, one per device, which are summed first. Every call returns or raises
+    before its deadline: its `timeout` in seconds, otherwise the setting `request_timeout_s`. Thread-safe: the order of
+    the clocks is the order of the calls.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend.facts)
+        self._backend = backend
+        self._life = StoreLife(backend)
+
+    # ── values ──
+
+    def init(self, key: Key, value: Value) -> None:
+        """Makes the key with rank 0's value; returns when every worker may pull it.
+
+        Raises:
+            KeyExists: it is live already (not after a restart of this worker with the same shape and dtype).
+            ShapeMismatch, DtypeMismatch: rank 0 made it with another shape or dtype.
+            NodeLost: rank 0 is gone.
+        """
+        self._blocking().values.init(key, value).wait()
+
+    def init_async(self, key: Key, value: Value) -> Handle:
+        """As `init`, without waiting."""
+        return self._blocking().values.init(key, value)
+
+    def push(self, key: Key, value: Value, priority: int = 0, *, samples: int = 1) -> Handle:
+        """Sends a value to be merged. Returns at once, and comes before later calls on the same key.
+
+        Args:
+            priority: higher ones leave this worker first.
+            samples: how many samples the value is the mean of; only a weighted merge uses it.
+        """
+        return self._blocking().values.push(key, value, priority, samples, None)
+
+    push_async = push
+
+    def pull(self, key: Key, out: Value = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
+        """Fills `out`, an array or one per device, with the key's value and returns it; None: a new NumPy array.
+
+        Raises:
+            KeyNotFound: nobody made the key.
+            ShapeMismatch, DtypeMismatch: `out` does not fit the key.
+            NodeLost: the value waits for a worker that died, or its server did.
+        """
+        return self._blocking().values.pull(key, out, priority).wait()
+
+    def pull_async(self, key: Key, out: Value = None, priority: int = 0, ignore_sparse: bool = True) -> Handle:
+        """As `pull`; `out` is filled when the handle is done."""
+        return self._blocking().values.pull(key, out, priority)
+
+    def bind(self, key: Key) -> Any:
+        """Arrays to keep for a key: (gradient, weight), the same in each call; of a list of keys, two lists.
+
+        `gradient`, zeros at first, lies in memory that a server of this host reads directly: a push of it copies
+        nothing. Do not write to it between a push and its end (its handle, or the return of `pushpull`). `weight` has
+        the key's value, and changes only in a `pull` or `pushpull` of the key with it as `out`. Servers on other hosts
+        get copies. After a call that failed, do not write to the bound gradient until `flush` has returned: messages
+        under way may still be read from it.
+
+        Raises:
+            KeyNotFound: nobody made the key.
+        """
+        return self._blocking().binding.bind(key).wait()
+
+    def pushpull(self, key: Key, value: Value, out: Value = None, priority: int = 0, *, samples: int = 1) -> Any:
+        """Push and pull in one round trip. Without `out` the result is written into `value`."""
+        return self._blocking().values.pushpull(key, value, out, priority, samples, False, None).wait()
+
+    def pushpull_async(
+        self, key: Key, value: Value, out: Value = None, priority: int = 0, *, samples: int = 1
+    ) -> Handle:
+        """As `pushpull`; `out` is filled when the handle is done."""
+        return self._blocking().values.pushpull(key, value, out, priority, samples, True, None)
+
+    def broadcast(self, key: Key, value: Value, out: Value = None, priority: int = 0) -> Any:
+        """Gives rank 0's value to everyone's `out` (None: into `value`), and makes the key if it is new.
+
+        All workers call it; only the value of rank 0 is read.
+        """
+        return self._blocking().assignments.broadcast(key, value, out, priority, None).wait()
+
+    def broadcast_async(self, key: Key, value: Value, out: Value = None, priority: int = 0) -> Handle:
+        """As `broadcast`, without waiting."""
+        return self._blocking().assignments.broadcast(key, value, out, priority, None)
+
+    # ── rounds and barriers ──
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Waits until every push so far is acknowledged, and raises their first unobserved error."""
+        self._blocking().rounds.flush(timeout).wait()
+
+    def barrier(self, name: str = "", timeout: float | None = None) -> None:
+        """Waits for all workers that have not left.
+
+        In a program that may be restarted, give the barrier of each place its own name: a restarted worker passes those
+        that its predecessor passed.
+
+        Raises:
+            BarrierBroken: its `missing` names the workers that died before they came.
+        """
+        self._blocking().rounds.barrier(name, timeout).wait()
+
+    def join(self) -> None:
+        """Leaves the rounds and stays: the others no longer wait for this worker's pushes (uneven data)."""
+        self._blocking().rounds.join().wait()
+
+    def rewind(self, clock: int) -> None:
+        """Goes back to the step after push number `clock` of each key: the step in which the predecessor died."""
+        self._blocking().rounds.rewind(clock).wait()
+
+    def clock(self, key: Key) -> int:
+        """How many pushes of this worker to the key count; after a restart, those of its predecessor."""
+        return int(self._blocking().rounds.clock(key).wait())
+
+    def version(self, key: Key) -> int:
+        """How many rounds (asynchronous stores: pushes) of the key are committed."""
+        return int(self._blocking().rounds.version(key).wait())
+
+    # ── servers and optimizer ──
+
+    def send_command_to_servers(self, head: int | str, body: bytes | str) -> list[bytes]:
+        """Runs the controller registered for `head` on every server, and returns their answers in rank order.
+
+        Raises:
+            NotAllowed: a server has no such controller, or it failed there.
+        """
+        return list(self._blocking().nodes.send_command(head, body).wait())
+
+    def set_optimizer(self, optimizer: Optimizer | None) -> None:
+        """The servers update the values with it from now on. The same optimizer again changes nothing; another one
+        starts with new state. None: a merged value replaces the stored one."""
+        self._blocking().updates.set_optimizer(optimizer).wait()
+
+    def update_optimizer(self, **hyperparameters: Any) -> None:
+        """Changes hyperparameters such as the learning rate on every server, from this worker's next push on. The state
+        stays."""
+        self._blocking().updates.update_optimizer(hyperparameters).wait()
+
+    def set_updater(self, updater: Updater | None) -> None:
+        """Types `local` and `device` only: `updater(key, received, stored)` changes `stored` in place.
+
+        Raises:
+            NotAllowed: the store belongs to a cluster.
+        """
+        self._blocking().updates.set_updater(updater)
+
+    def save_optimizer_states(self, path: Any, dump_optimizer: bool = False) -> None:
+        """Writes the optimizer's state of all keys to a safetensors file; with `dump_optimizer`, the optimizer too."""
+        self._blocking().updates.save_optimizer_states(path, dump_optimizer).wait()
+
+    def load_optimizer_states(self, path: Any) -> None:
+        """Reads such a file into the store."""
+        self._blocking().updates.load_optimizer_states(path).wait()
+
+    # ── who is dead ──
+
+    def num_dead_node(self, node_id: int, timeout: float = 60) -> int:
+        """How many of these nodes are dead: declared dead, or silent for `timeout` seconds (0: only the former).
+
+        Args:
+            node_id: as in ps-lite: group masks (scheduler 1, servers 2, workers 4, or a sum of them), or one node:
+                server r is 8 + 2r, worker r is 9 + 2r.
+        """
+        return count_dead(self._blocking().nodes, node_id, timeout)
+
+    def dead_nodes(self) -> Sequence[Node]:
+        """The servers and workers that are declared dead."""
+        return self._blocking().nodes.dead_nodes(0)
+
+    # ── the end ──
+
+    def set_barrier_before_exit(self, flag: bool) -> None:
+        """Whether `close` waits for all workers. True unless it is changed."""
+        self._life.barrier_before_exit = bool(flag)
+
+    def close(self) -> None:
+        """Leaves the cluster: flush, leave the rounds, wait for the other workers, go. They stop waiting for this one.
+
+        Raises:
+            KvdError: the first error of the way, or one that nobody observed; the store is closed all the same.
+        """
+        if self._life.is_open:
+            self._blocking()
+            if self._life.claim_end():
+                self._life.close()
+
+    def __enter__(self) -> KVStore:
+        return self
+
+    def __exit__(self, kind: _ErrorType | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._life.abandon(failed=True)
+
+    def _blocking(self) -> Backend:
+        """The backend, for a call that may block. Raises NotAllowed in an event loop."""
+        if asyncio._get_running_loop() is not None:
+            raise NotAllowed("a blocking call would stop the running event loop: use kvd.aio there, and await it")
+        return self._backend
+
+
+def backend_of(store: KVStore) -> Backend:
+    """What the store stands on, for `Exchange` and for tests. Raises NotAllowed in an event loop."""
+    return store._blocking()
+
+
+def leave_at_once(store: KVStore) -> None:
+    """Leaves in good order without flush and barrier: for a visitor whose request was refused."""
+    store._life.abandon(failed=False)
+
+
+def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the name is part of the public surface
+    """Makes a store.
+
+    Args:
+        type: `local` and `device` live in this process; `dist_sync`, `dist_async`, `dist_device_sync` and
+            `dist_device_async` join the cluster that KVD_* (or DMLC_*) variables, a file or `settings` name.
+        settings: fields of `kvd.Config`.
+
+    Raises:
+        ConfigError: a setting is wrong, or differs from the cluster's.
+        ConnectError: no scheduler answers.
+        RequestTimeout: servers are missing.
+        NotAllowed: the cluster is full.
+    """
+    if asyncio._get_running_loop() is not None:
+        raise NotAllowed("kvd.create blocks, and would stop the running event loop: use await kvd.aio.create(...)")
+    return KVStore(open_backend(type, settings))

@@ -1,0 +1,60 @@
+"""What both façades tell about their store without a call."""
+
+from __future__ import annotations
+
+from kvd.client.calls.backend import StoreFacts
+
+CAPABILITIES = {"optimizer": True, "compression": False, "row_sparse": False, "bind": True}
+
+
+class StoreProperties:
+    """The identity of a store, which never changes, and what every store is capable of."""
+
+    def __init__(self, facts: StoreFacts) -> None:
+        self._facts = facts
+
+    @property
+    def type(self) -> str:
+        """The type that the store was created with."""
+        return self._facts.type
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker, from 0 to `num_workers` - 1."""
+        return self._facts.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this worker on its host, from LOCAL_RANK; 0 without it."""
+        return self._facts.local_rank
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers of the job."""
+        return self._facts.num_workers
+
+    @property
+    def num_servers(self) -> int:
+        """The number of servers of the cluster; 0 without a cluster."""
+        return self._facts.num_servers
+
+    @property
+    def merge(self) -> str:
+        """How the contributions to a round become one: "sum", "mean" or "weighted"; "" where there are no rounds."""
+        return self._facts.merge
+
+    @property
+    def restarted(self) -> bool:
+        """Whether this worker took the place of one that died: its clocks continue those of its predecessor."""
+        return self._facts.restarted
+
+    @staticmethod
+    def is_capable(capability: str) -> bool:
+        """Whether the store has a capability: "optimizer", "compression", "row_sparse" or "bind".
+
+        Raises:
+            ValueError: there is no such capability.
+        """
+        if capability not in CAPABILITIES:
+            raise ValueError(f"no capability is called {capability!r}; there are: {', '.join(CAPABILITIES)}")
+        return CAPABILITIES[capability]

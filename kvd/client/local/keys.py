@@ -1,0 +1,114 @@
+"""The keys of a store in this process: their values, the lock, and the errors that nobody asked for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvd.client.calls import checks
+from kvd.client.calls.bound_arrays import BoundArrays
+from kvd.client.calls.exits import raise_at_exit
+from kvd.client.calls.handle import Handle
+from kvd.client.calls.keys import key_list, missing
+from kvd.client.calls.promise import Promise
+from kvd.client.calls.unobserved_errors import UnobservedErrors
+from kvd.client.calls.values import Array, Source
+from kvd.compute.optimizers import SliceState
+from kvd.compute.tensors import named_dtype
+from kvd.errors import KvdError
+from kvd.protocol.specs import KeySpec
+
+
+@dataclass(slots=True)
+class Entry:
+    """One key: its value as a flat array, and its optimizer state."""
+
+    spec: KeySpec
+    value: Array
+    state: SliceState = field(default_factory=SliceState)
+    version: int = 0
+    bound: BoundArrays | None = None
+
+
+class LocalKeys:
+    """Every call does its work at once, under one lock, so every handle is done.
+
+    As with a cluster, what only the store can know is told by the handle.
+
+    Attributes:
+        entries: the keys that were made.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._lock = threading.RLock()
+        self._unobserved = UnobservedErrors()
+        self._closed = False
+        self._pid = os.getpid()
+
+    def check_open(self) -> None:
+        """Raises StoreClosed after close, and in a child process."""
+        if self._pid != os.getpid():
+            raise checks.belongs_to_parent()
+        if self._closed:
+            raise checks.is_closed()
+
+    def close(self) -> None:
+        """No call works after this."""
+        self._closed = True
+
+    # ── calls ──
+
+    def names(self, key: Any) -> tuple[list[str], bool]:
+        """The names of one key or of a list of keys, and whether it was a list. Raises unobserved errors of these."""
+        self.check_open()
+        names, many = key_list(key)
+        self._unobserved.raise_for(names)
+        return names, many
+
+    def answered(self, work: Callable[[], Any]) -> Handle:
+        """The handle of work that is done here and now: it has the errors of kvd, others are raised at once."""
+        promise = Promise()
+        try:
+            with self._lock:
+                promise.set_result(work())
+        except KvdError as error:  # any other comes from an updater or from the file system
+            promise.set_exception(error)
+        return Handle(promise)
+
+    def watched(self, names: list[str], work: Callable[[], Any]) -> Handle:
+        """The same; an error that nobody asks the handle for is raised by a later call."""
+        handle = self._unobserved.watch(names, self.answered(work))
+        if self._unobserved:
+            raise_at_exit(self._unobserved)
+        return handle
+
+    def raise_unobserved(self) -> None:
+        self._unobserved.raise_for(None)
+
+    def forget_unobserved(self) -> None:
+        self._unobserved.clear()
+
+    # ── entries ──
+
+    def make(self, name: str, source: Source) -> Entry:
+        entry = Entry(source.spec, source.data.view(named_dtype(source.spec.dtype)))
+        self.entries[name] = entry
+        return entry
+
+    def entry(self, name: str) -> Entry:
+        """Raises KeyNotFound if nobody made the key."""
+        entry = self.entries.get(name)
+        if entry is None:
+            raise missing(name)
+        return entry
+
+    def matching(self, names: list[str], specs: list[KeySpec]) -> list[Entry]:
+        """The entries of these keys. Raises KeyNotFound, or ShapeMismatch or DtypeMismatch if a spec differs."""
+        entries = [self.entry(name) for name in names]
+        for name, entry, spec in zip(names, entries, specs, strict=True):
+            entry.spec.check_same(spec, name)
+        return entries

@@ -1,0 +1,121 @@
+"""How a pushed value changes the stored one: the merge, the optimizer and its state, or the program's own updater."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvd.client.calls import checks
+from kvd.client.calls.backend import Updater
+from kvd.client.calls.handle import Handle
+from kvd.client.calls.optimizer_state_file import OptimizerStateFile
+from kvd.client.calls.values import Array
+from kvd.client.local.keys import Entry, LocalKeys
+from kvd.compute.optimizers import SliceState, apply_update
+from kvd.core.push_policy import push_error
+from kvd.errors import NotAllowed
+from kvd.optimizer import Optimizer, with_hyperparameters
+from kvd.protocol.messages import ADD
+
+
+class LocalUpdates:
+    """The arithmetic is that of the servers.
+
+    Args:
+        merge: "sum", "mean" or "weighted".
+    """
+
+    def __init__(self, keys: LocalKeys, merge: str) -> None:
+        self._keys = keys
+        self._merge: Any = merge
+        self._optimizer: Optimizer | None = None
+        self._updater: Updater | None = None
+
+    # ── a push ──
+
+    def check(self, name: str, entry: Entry) -> None:
+        """Raises NotAllowed if the key takes no push."""
+        has_optimizer = self._optimizer is not None
+        text = push_error(name, entry.spec.dtype, ADD, has_optimizer=has_optimizer, merge=self._merge)
+        if text is not None:
+            raise NotAllowed(text, key=name)
+
+    def apply(self, name: str, entry: Entry, received: Array, samples: int) -> None:
+        """Updates the value of the key with a flat array of its dtype."""
+        if self._updater is not None:
+            shape = entry.spec.shape
+            self._updater(name, received.reshape(shape), entry.value.reshape(shape))
+        else:
+            out = np.empty_like(entry.value)
+            apply_update(self._optimizer, entry.state, entry.value, [received], out, self._merge, [samples])
+            entry.value = out
+        entry.version += 1
+
+    # ── the calls of a program ──
+
+    def set_optimizer(self, optimizer: Optimizer | None) -> Handle:
+        self._keys.check_open()
+        optimizer = checks.known_optimizer(optimizer)
+
+        def work() -> None:
+            if optimizer != self._optimizer:
+                self._optimizer = optimizer
+                for entry in self._keys.entries.values():
+                    entry.state = SliceState()
+
+        return self._keys.answered(work)
+
+    def set_updater(self, updater: Updater | None) -> None:
+        """`updater(key, received, stored)` changes `stored` in place; None: the optimizer or the merge does."""
+        self._keys.check_open()
+        if updater is not None and not callable(updater):
+            text = f"an updater is a function of a key, what was received and what is stored, not {updater!r:.40}"
+            raise NotAllowed(text)
+        self._updater = updater
+
+    def update_optimizer(self, changes: dict[str, Any]) -> Handle:
+        self._keys.check_open()
+        plain = checks.hyperparameters(changes)
+
+        def work() -> None:
+            if self._optimizer is None:
+                raise NotAllowed("no optimizer is set whose hyperparameters could change: call set_optimizer first")
+            self._optimizer = with_hyperparameters(self._optimizer, plain)
+
+        return self._keys.answered(work)
+
+    def save_optimizer_states(self, path: Any, dump_optimizer: bool) -> Handle:
+        self._keys.check_open()
+        place = checks.file_path(path)
+        content = OptimizerStateFile()
+
+        def work() -> None:
+            if self._optimizer is None:
+                raise NotAllowed("no optimizer is set, so there is no state to save: call set_optimizer first")
+            content.optimizer = self._optimizer if dump_optimizer else None
+            for name, entry in self._keys.entries.items():
+                arrays = entry.state.export()
+                content.steps[name] = int(arrays.pop("step"))
+                content.arrays[name] = arrays
+            content.write(place)
+
+        return self._keys.answered(work)
+
+    def load_optimizer_states(self, path: Any) -> Handle:
+        self._keys.check_open()
+        place = checks.file_path(path)
+        return self._keys.answered(lambda: self._load(OptimizerStateFile.read(place), place))
+
+    def _load(self, content: OptimizerStateFile, path: object) -> None:
+        states = {}
+        for name, step in content.steps.items():
+            arrays = {**content.arrays.get(name, {}), "step": np.asarray(step, np.int64)}
+            entry = self._keys.entry(name)
+            states[name] = SliceState.load(arrays)
+            if any(array.size != entry.value.size for slot, array in arrays.items() if slot != "step"):
+                raise NotAllowed(f"the state of {name!r} in {path} has another size than the key", key=name)
+        if content.optimizer is not None:
+            self._optimizer = content.optimizer
+        for name, state in states.items():
+            self._keys.entries[name].state = state

@@ -1,0 +1,34 @@
+"""What the tests of the client share: stores in clusters of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvd.testing.cluster import LocalCluster
+from tests.client.harness import SLOW_TO_JUDGE, Pair, init_all
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Two workers of one cluster, with a key "w" of four zeros."""
+    with LocalCluster(2, 2) as cluster:
+        stores = cluster.store(), cluster.store()
+        init_all(stores)
+        yield stores
+
+
+@pytest.fixture
+def slow_cluster() -> Iterator[LocalCluster]:
+    """Two workers and a server; a worker that dies is waited for longer than a test takes."""
+    with LocalCluster(2, 1, **SLOW_TO_JUDGE) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slow_pair(slow_cluster: LocalCluster) -> Pair:
+    """The two workers of the slow cluster, with a key "w" of four zeros."""
+    stores = slow_cluster.store(), slow_cluster.store()
+    init_all(stores)
+    return stores

@@ -1,0 +1,33 @@
+"""The engine: its thread, and an address that it cannot use."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+import kvd
+from kvd.errors import ConnectError
+from kvd.testing.cluster import LocalCluster
+
+
+def test_the_engine_does_not_hold_the_interpreter() -> None:
+    """A program that ends while its store waits for somebody ends."""
+    code = "import kvd, sys\nkv = kvd.create('dist_sync')\nkv.set_barrier_before_exit(False)\n"
+    with LocalCluster(2, 1) as cluster:
+        output, _ = cluster.script(code, 0).communicate(timeout=20)
+        assert output == b""
+
+
+def test_a_scheduler_address_that_is_none_ends_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvd.transport.zmq import ZmqTransport
+
+    def refuse(self: Any, peer: Any, address: str) -> None:
+        raise ConnectError(f"{address} is no address to connect to", address=address)
+
+    monkeypatch.setattr(ZmqTransport, "connect", refuse)
+    begun = time.monotonic()
+    with pytest.raises(ConnectError, match="is no address"):
+        kvd.create("dist_sync", scheduler="tcp://127.0.0.1:1")
+    assert time.monotonic() - begun < 5

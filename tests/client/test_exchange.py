@@ -1,0 +1,106 @@
+"""The exchange of values between writers: what it knows of its store, and assignments in each type."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvd
+from kvd.client.facades.exchange import Exchange
+from kvd.errors import NotAllowed, ShapeMismatch
+from kvd.testing.cluster import LocalCluster, wait_until
+from tests.client.harness import SLOW_TO_JUDGE, init_all
+
+SIZES = {"one": 3, "two": 5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "distributed", "versioned"),
+    [("local", False, True), ("dist_sync", True, True), ("dist_async", True, False)],
+)
+def test_what_it_knows_of_its_store(kind: str, distributed: bool, versioned: bool) -> None:
+    with LocalCluster(1, 1) as cluster:
+        settings = {"request_timeout_s": 50.0}
+        kv = cluster.store(kind, **settings) if distributed else kvd.create(kind, **settings)
+        exchange = Exchange(kv)
+        assert exchange.store is kv
+        assert (exchange.distributed, exchange.versioned, exchange.timeout_s) == (distributed, versioned, 50.0)
+        assert exchange.late_workers() == ()
+        assert exchange.gone_workers() == {}
+
+
+@pytest.mark.asyncio
+async def test_it_is_not_for_event_loops() -> None:
+    kv = await kvd.aio.create("local")
+    blocking = kvd.KVStore(kv._backend)
+    with pytest.raises(NotAllowed, match=r"kvd\.aio"):
+        Exchange(blocking)
+
+
+def test_keys_that_exist_keep_their_values() -> None:
+    with kvd.create("local") as kv:
+        exchange = Exchange(kv)
+        exchange.make(SIZES)
+        exchange.assign({"one": np.arange(3, dtype=np.uint8)}, ["two"])
+        exchange.make(SIZES)
+        assert kv.pull("one").tolist() == [0, 1, 2]
+        assert kv.pull("two").tolist() == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("dist_sync", {}), ("dist_async", {}), ("dist_async", {"staleness": 0})], ids=str
+)
+def test_every_worker_takes_what_the_writer_of_a_key_assigns(kind: str, settings: dict[str, int]) -> None:
+    """With an optimizer, too, the value replaces the stored one bit for bit."""
+
+    def program(kv: kvd.KVStore) -> list[list[int]]:
+        kv.set_optimizer(kvd.optimizer.SGD(0.5))
+        exchange = Exchange(kv)
+        exchange.make(SIZES)
+        mine, other = ("one", "two") if kv.rank == 0 else ("two", "one")
+        for turn in range(1, 4):
+            exchange.assign({mine: np.full(SIZES[mine], 10 * turn + kv.rank, np.uint8)}, [other])
+        kv.flush()
+        kv.barrier("assigned")
+        return [kv.pull(name).tolist() for name in SIZES]
+
+    with LocalCluster(2, 1) as cluster:
+        assert cluster.run(program, kind, **settings) == [[[30] * 3, [31] * 5]] * 2
+
+
+def test_an_assignment_that_does_not_fit_is_told_by_a_later_call() -> None:
+    for make in (lambda: kvd.create("local"), None):
+        with LocalCluster(1, 1) as cluster:
+            kv = cluster.store() if make is None else make()
+            exchange = Exchange(kv)
+            exchange.make(SIZES)
+            exchange.assign({"one": np.zeros(4, np.uint8)}, [])
+            with pytest.raises(ShapeMismatch):
+                kv.flush()
+
+
+def test_late_and_gone_workers_are_named() -> None:
+    with LocalCluster(2, 1, **{**SLOW_TO_JUDGE, "worker_timeout_s": 1.0}) as cluster:
+        zero, one = sorted((cluster.store(), cluster.store()), key=lambda store: store.rank)
+        init_all([zero, one])
+        exchange = Exchange(zero)
+        zero.push("w", np.ones(4, np.float32))
+        wait_until(lambda: exchange.late_workers() == ("worker 1",), "the server waits for worker 1")
+        assert exchange.gone_workers() == {}
+        one.__exit__(RuntimeError, None, None)
+        wait_until(lambda: exchange.gone_workers() == {1: True}, "worker 1 is declared dead")
+
+
+def test_a_worker_that_left_the_rounds_is_gone_and_not_dead() -> None:
+    with LocalCluster(2, 1) as cluster:
+        zero, one = sorted((cluster.store(), cluster.store()), key=lambda store: store.rank)
+        one.join()
+        wait_until(lambda: Exchange(zero).gone_workers() == {1: False}, "worker 1 has left the rounds")
+
+
+def test_nobody_can_say_who_is_late_when_the_servers_are_gone() -> None:
+    with LocalCluster(1, 1, worker_timeout_s=20.0, server_timeout_s=0.5) as cluster:
+        kv = cluster.store()
+        exchange = Exchange(kv)
+        cluster.servers[0].stop()
+        assert exchange.late_workers() == ()
