@@ -26,7 +26,7 @@ from kvd.parallel import (
     Tanh,
     TorchModel,
 )
-from kvd.parallel.feed import Update
+from kvd.parallel.group.pipeline import Update
 from kvd.testing.cluster import LocalCluster
 
 STEPS, SIZE, WIDTH, HIDDEN = 5, 8, 5, 1200  # the first weight is large enough for shared memory

@@ -29,7 +29,7 @@ from kvd.parallel import (
     Tanh,
     TorchModel,
 )
-from kvd.parallel.feed import Update
+from kvd.parallel.group.pipeline import Update
 from kvd.testing.cluster import LocalCluster
 
 F: Any = torch.nn.functional

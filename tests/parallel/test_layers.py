@@ -23,7 +23,7 @@ from kvd.parallel import (
     SoftmaxCrossEntropy,
     Tanh,
 )
-from kvd.parallel.layers import sum_by_id
+from kvd.parallel.models.numpy.layers import sum_by_id
 
 NET = (
     Conv2D(4, 3, stride=2, padding=1),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvd.errors import ConfigError, ShapeMismatch
-from kvd.parallel.truncated import Bytes, Codec, Floats, codec_named, fold
+from kvd.parallel.allreduce.codec import Bytes, Codec, Floats, codec_named, fold
 
 
 def compressed(codec: Codec, values: Floats) -> Bytes:

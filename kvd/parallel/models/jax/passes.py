@@ -13,10 +13,10 @@ import numpy as np
 from kvd.errors import ConfigError, DtypeMismatch, KeyNotFound, NotAllowed, ShapeMismatch
 from kvd.parallel.batch import DataDesc
 from kvd.parallel.device import Array, Device
-from kvd.parallel.executor import GradientHook, GradReq, MonitorHook, resolve_grad_req
+from kvd.parallel.models.model import GradientHook, GradReq, MonitorHook, resolve_grad_req
 
 if TYPE_CHECKING:
-    from kvd.parallel.jax import JaxModel
+    from kvd.parallel.models.jax.model import JaxModel
 
 
 class JaxExecutor:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvd.errors import ConfigError
 from kvd.parallel.device import Array, Device, HostArray, Shape
-from kvd.parallel.executor import GradientHook, GradReq
+from kvd.parallel.models.model import GradientHook, GradReq
 
 
 @dataclass(slots=True)

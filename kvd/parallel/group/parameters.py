@@ -9,9 +9,9 @@ import numpy as np
 
 from kvd.errors import InputMismatch
 from kvd.parallel.device import Array, HostArray
-from kvd.parallel.executor import Executor, ModelDescription
-from kvd.parallel.fitting import fitting, writable_target
-from kvd.parallel.lanes import Lane, run_on_all
+from kvd.parallel.device_threads import Lane, run_on_all
+from kvd.parallel.group.input_checks import fitting, writable_target
+from kvd.parallel.models.model import Executor, ModelDescription
 
 
 def copy_in(

@@ -12,9 +12,9 @@ import torch
 from kvd.errors import ConfigError
 from kvd.parallel.batch import DataDesc
 from kvd.parallel.device import Array, Device, HostArray
-from kvd.parallel.executor import GradReq, ModelDescription
-from kvd.parallel.torch_executor import TorchExecutor
-from kvd.parallel.torch_tensors import dtype_of, host_copy, outputs_of
+from kvd.parallel.models.model import GradReq, ModelDescription
+from kvd.parallel.models.torch.passes import TorchExecutor
+from kvd.parallel.models.torch.tensors import dtype_of, host_copy, outputs_of
 
 #: ``loss(outputs, labels)``: outputs as the module returned them; the label, or a list of them if there are several.
 LossFunction = Callable[[Any, Any], torch.Tensor]

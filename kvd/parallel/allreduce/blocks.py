@@ -31,7 +31,7 @@ import numpy as np
 from kvd.client.exchange import Exchange
 from kvd.client.handle import Handle
 from kvd.errors import KvdError, NodeLost, RequestTimeout
-from kvd.parallel.truncated import Bytes, Codec, Floats
+from kvd.parallel.allreduce.codec import Bytes, Codec, Floats
 
 _HEADER = Struct(">QQQ")  # which write of the key, which iteration since init, checksum of the rest (0: none)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02

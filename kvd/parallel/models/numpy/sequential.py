@@ -11,10 +11,10 @@ import numpy as np
 from kvd.errors import ConfigError
 from kvd.parallel.batch import DataDesc
 from kvd.parallel.device import Array, Device, HostArray, Shape
-from kvd.parallel.executor import GradReq, ModelDescription
-from kvd.parallel.layer import Layer
-from kvd.parallel.losses import Loss
-from kvd.parallel.sequential_executor import SequentialExecutor
+from kvd.parallel.models.model import GradReq, ModelDescription
+from kvd.parallel.models.numpy.layer import Layer
+from kvd.parallel.models.numpy.losses import Loss
+from kvd.parallel.models.numpy.passes import SequentialExecutor
 
 
 @dataclass(frozen=True)

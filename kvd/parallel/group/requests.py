@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvd.errors import ConfigError
-from kvd.parallel.executor import GradReq
+from kvd.parallel.models.model import GradReq
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import numpy as np
 from kvd.errors import ConfigError
 from kvd.parallel.batch import DataDesc
 from kvd.parallel.device import Array, Device, HostArray, Shape
-from kvd.parallel.executor import GradReq, ModelDescription
-from kvd.parallel.jax_executor import JaxExecutor, named_outputs
+from kvd.parallel.models.jax.passes import JaxExecutor, named_outputs
+from kvd.parallel.models.model import GradReq, ModelDescription
 
 #: ``loss(outputs, labels)``: outputs as ``apply`` returned them; the label, or a list of them if there are several.
 LossFunction = Callable[[Any, Any], Any]

@@ -9,8 +9,8 @@ import numpy as np
 
 from kvd.errors import ConfigError
 from kvd.parallel.device import Array, HostArray, Shape
-from kvd.parallel.layer import Frame, Layer, require_axes, require_positive
-from kvd.parallel.layers import Initializer, initial_weight, require_initializer
+from kvd.parallel.models.numpy.layer import Frame, Layer, require_axes, require_positive
+from kvd.parallel.models.numpy.layers import Initializer, initial_weight, require_initializer
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import numpy as np
 from kvd.errors import ConfigError, DtypeMismatch, KeyNotFound, NotAllowed, ShapeMismatch
 from kvd.parallel.batch import DataDesc
 from kvd.parallel.device import Array, Device, Shape
-from kvd.parallel.executor import GradientHook, GradReq, MonitorHook, resolve_grad_req
-from kvd.parallel.layer import Frame, Layer
+from kvd.parallel.models.model import GradientHook, GradReq, MonitorHook, resolve_grad_req
+from kvd.parallel.models.numpy.layer import Frame, Layer
 
 if TYPE_CHECKING:
-    from kvd.parallel.sequential import Sequential
+    from kvd.parallel.models.numpy.sequential import Sequential
 
 
 class SequentialExecutor:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvd.errors import ConfigError
 from kvd.parallel.device import Array, HostArray, Shape
-from kvd.parallel.layer import Frame, Layer, require_positive
+from kvd.parallel.models.numpy.layer import Frame, Layer, require_positive
 
 #: How weights start: ``"he"`` for layers that a ReLU follows, ``"glorot"`` for others.
 Initializer: TypeAlias = Literal["he", "glorot"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvd.errors import NotAllowed
 from kvd.parallel.batch import DataDesc
 from kvd.parallel.device import Array, Shape
-from kvd.parallel.executor import Executor, GradReq, ModelDescription
+from kvd.parallel.models.model import Executor, GradReq, ModelDescription
 
 
 @dataclass(frozen=True)

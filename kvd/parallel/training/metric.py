@@ -14,7 +14,7 @@ import numpy as np
 
 from kvd.errors import ConfigError, ShapeMismatch
 from kvd.parallel.device import HostArray
-from kvd.parallel.layers import whole_numbers
+from kvd.parallel.models.numpy.layers import whole_numbers
 
 #: An array (NumPy, CuPy, torch …), or a list or tuple of them, one per output.
 Arrays: TypeAlias = Any

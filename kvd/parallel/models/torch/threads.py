@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvd.parallel.lanes import cpu_lanes
+from kvd.parallel.device_threads import cpu_lanes
 
 
 @contextlib.contextmanager

@@ -12,14 +12,14 @@ from kvd.compute.arrays import sum_devices
 from kvd.errors import ConfigError, InputMismatch, KeyExists, NotAllowed
 from kvd.optimizer import Optimizer, with_hyperparameters
 from kvd.parallel.device import Array, HostArray
-from kvd.parallel.feed_cuda import Downloads
-from kvd.parallel.feed_slot import LocalUpdate, Slot
-from kvd.parallel.lanes import run_on_all
-from kvd.parallel.parameters import copy_out, host_arrays
+from kvd.parallel.device_threads import run_on_all
+from kvd.parallel.group.downloads import Downloads
+from kvd.parallel.group.parameters import copy_out, host_arrays
+from kvd.parallel.group.pipeline_slot import LocalUpdate, Slot
 
 if TYPE_CHECKING:
     from kvd.client.store import KVStore
-    from kvd.parallel.group import DataParallelExecutorGroup
+    from kvd.parallel.group.group import DataParallelExecutorGroup
 
 #: ``"server"``: what comes back is the weight. ``"local"``: it is the merged gradient, and each worker updates.
 Update: TypeAlias = Literal["server", "local"]

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvd.errors import ConfigError
 from kvd.parallel.device import Array, HostArray, Shape
-from kvd.parallel.layer import Frame, Layer
+from kvd.parallel.models.numpy.layer import Frame, Layer
 
 
 @dataclass(frozen=True)

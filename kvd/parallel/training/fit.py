@@ -15,16 +15,16 @@ import numpy as np
 from kvd.errors import ConfigError, NotAllowed
 from kvd.optimizer import Optimizer
 from kvd.parallel.batch import DataBatch
-from kvd.parallel.checkpoint import Checkpoint
-from kvd.parallel.feed import Feed, Update
-from kvd.parallel.fitting import batch_arrays, common_size
-from kvd.parallel.metric import Metric
-from kvd.parallel.parameters import host_arrays
-from kvd.parallel.progress import Bar, bar_of
+from kvd.parallel.group.input_checks import batch_arrays, common_size
+from kvd.parallel.group.parameters import host_arrays
+from kvd.parallel.group.pipeline import Feed, Update
+from kvd.parallel.training.checkpoint import Checkpoint
+from kvd.parallel.training.metric import Metric
+from kvd.parallel.training.progress import Bar, bar_of
 
 if TYPE_CHECKING:
     from kvd.client.store import KVStore
-    from kvd.parallel.group import DataParallelExecutorGroup
+    from kvd.parallel.group.group import DataParallelExecutorGroup
 
 #: What can be gone through once per epoch, or what gives that for an epoch (from 0): the same batches every time.
 Data: TypeAlias = Iterable[DataBatch] | Callable[[int], Iterable[DataBatch]]
@@ -96,7 +96,7 @@ def fit(
         optimizer, update: see `DataParallelExecutorGroup.bind_to`. Not looked at if the group is bound already.
         eval_data, eval_metric: evaluated after each epoch, by each worker for itself; None: a copy of ``metric``.
         checkpoint: a file, written after each epoch, and every ``checkpoint_steps`` batches; see
-            `kvd.parallel.checkpoint.Checkpoint`.
+            `kvd.parallel.training.checkpoint.Checkpoint`.
         resume: go on from ``checkpoint`` if that file exists.
         detect_anomaly: sets that of the group; None: as it is.
         progress: a bar on stderr; ``"auto"``: if that is a terminal.

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvd.parallel.device import Array, HostArray
-from kvd.parallel.lanes import Lane
+from kvd.parallel.device_threads import Lane
 
 Send = Callable[[str, Sequence[HostArray]], None]
 _Job = tuple[str, list[Any], list[HostArray]]

@@ -12,16 +12,24 @@ import numpy as np
 from kvd.errors import ConfigError, GradientAnomaly, InputMismatch, NotAllowed, ShapeMismatch
 from kvd.optimizer import Optimizer
 from kvd.parallel.batch import DataBatch, DataDesc
-from kvd.parallel.binding import Binding, Bound, names_of, shared_arrays
 from kvd.parallel.device import Array, Device, HostArray
-from kvd.parallel.executor import Executor, GradReq, Model
-from kvd.parallel.feed import Feed, Update
-from kvd.parallel.fitting import DescLike, as_descs, batch_arrays, checked_input, common_size, fitting, part_of
-from kvd.parallel.lanes import Lane, run_on_all
-from kvd.parallel.metric import Metric
-from kvd.parallel.parameters import copy_in, copy_out
-from kvd.parallel.requests import RequestRules
-from kvd.parallel.split import SplitRule, common_batch_size, split_batch_axis
+from kvd.parallel.device_threads import Lane, run_on_all
+from kvd.parallel.group.binding import Binding, Bound, names_of, shared_arrays
+from kvd.parallel.group.input_checks import (
+    DescLike,
+    as_descs,
+    batch_arrays,
+    checked_input,
+    common_size,
+    fitting,
+    part_of,
+)
+from kvd.parallel.group.parameters import copy_in, copy_out
+from kvd.parallel.group.pipeline import Feed, Update
+from kvd.parallel.group.requests import RequestRules
+from kvd.parallel.group.split import SplitRule, common_batch_size, split_batch_axis
+from kvd.parallel.models.model import Executor, GradReq, Model
+from kvd.parallel.training.metric import Metric
 
 if TYPE_CHECKING:
     from kvd.client.store import KVStore

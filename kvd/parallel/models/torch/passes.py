@@ -14,13 +14,13 @@ import torch
 from kvd.errors import ConfigError, DtypeMismatch, KeyNotFound, NotAllowed, ShapeMismatch
 from kvd.parallel.batch import DataDesc
 from kvd.parallel.device import Array, Device
-from kvd.parallel.executor import GradientHook, GradReq, MonitorHook, resolve_grad_req
-from kvd.parallel.torch_chance import Chance
-from kvd.parallel.torch_tensors import as_device_array, as_tensor, outputs_of, torch_device
-from kvd.parallel.torch_threads import share_of_threads
+from kvd.parallel.models.model import GradientHook, GradReq, MonitorHook, resolve_grad_req
+from kvd.parallel.models.torch.chance import Chance
+from kvd.parallel.models.torch.tensors import as_device_array, as_tensor, outputs_of, torch_device
+from kvd.parallel.models.torch.threads import share_of_threads
 
 if TYPE_CHECKING:
-    from kvd.parallel.torch import TorchModel
+    from kvd.parallel.models.torch.model import TorchModel
 
 
 class TorchExecutor:

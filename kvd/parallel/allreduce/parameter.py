@@ -8,7 +8,7 @@ One iteration of every worker, ZeRO-1 style: ::
     parameter.weight_partition -= rate * parameter.gradient_partition
     parameter.send_weight_partition()
 
-How the slices travel, and what keeps iterations apart, stands in `kvd.parallel.blocks`.
+How the slices travel, and what keeps iterations apart, stands in `kvd.parallel.allreduce.blocks`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvd.client.exchange import Exchange
 from kvd.client.store import KVStore
 from kvd.compute.tensors import as_array, writable_view, write_back
 from kvd.errors import ConfigError, DtypeMismatch, NotAllowed, ShapeMismatch
-from kvd.parallel.blocks import Blocks, Wanted
-from kvd.parallel.truncated import Floats, codec_named, fold
+from kvd.parallel.allreduce.blocks import Blocks, Wanted
+from kvd.parallel.allreduce.codec import Floats, codec_named, fold
 
 FoldRule: TypeAlias = Literal["float32", "truncating"]
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from kvd.errors import ConfigError, DtypeMismatch, InputMismatch, KeyNotFound, ShapeMismatch
 from kvd.parallel.batch import DataBatch, DataDesc
-from kvd.parallel.binding import Binding
 from kvd.parallel.device import Array, HostArray, Shape
+from kvd.parallel.group.binding import Binding
 
 #: A description, or what one is made from: (name, shape), (name, shape, dtype) or (name, shape, dtype, layout).
 DescLike: TypeAlias = "DataDesc | tuple[Any, ...]"
