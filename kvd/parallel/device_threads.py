@@ -18,9 +18,9 @@ T = TypeVar("T")
 _of_thread = threading.local()
 
 
-def cpu_lanes() -> int:
+def cpu_devices_in_group() -> int:
     """How many lanes of the group on whose lane this thread runs are on a CPU, and so share its cores; else 1."""
-    lanes: int = getattr(_of_thread, "cpu_lanes", 1)
+    lanes: int = getattr(_of_thread, "cpu_devices_in_group", 1)
     return lanes
 
 
@@ -40,7 +40,7 @@ class Lane:
         self.device = device
         self.index = index
         self._threads = ThreadPoolExecutor(
-            1, thread_name_prefix=f"kvd-{device}-{index}", initializer=_set_cpu_lanes, initargs=(on_cpu,)
+            1, thread_name_prefix=f"kvd-{device}-{index}", initializer=_set_cpu_devices_in_group, initargs=(on_cpu,)
         )
         self._stream: Any = None
         self._storage: dict[str, Array] = {}
@@ -79,8 +79,8 @@ class Lane:
                 self._stream.synchronize()
 
 
-def _set_cpu_lanes(count: int) -> None:
-    _of_thread.cpu_lanes = count
+def _set_cpu_devices_in_group(count: int) -> None:
+    _of_thread.cpu_devices_in_group = count
 
 
 def run_on_all(lanes: Sequence[Lane], task: Callable[[int], T]) -> list[T]:

@@ -157,7 +157,7 @@ def test_devices_share_nothing_with_each_other_nor_with_the_module() -> None:
     assert not np.shares_memory(arrays[0], arrays[1])
     assert float(module[3].bias.detach()[0]) != 9.0  # type: ignore[index]
     arrays[0][...] = 1.0
-    own: Any = group.executors[0].module  # type: ignore[attr-defined]
+    own: Any = group.executors[0].passes.module  # type: ignore[attr-defined]
     assert float(own[3].bias.detach()[0]) == 1.0  # the arrays are the parameters' memory
 
 
@@ -168,7 +168,7 @@ def test_a_shared_group_uses_the_same_arrays_and_reshape_keeps_them() -> None:
         assert all(mine.params[name] is theirs.params[name] for name in group.param_names)
         assert all(mine.grads[name] is theirs.grads[name] for name in group.param_names)
     group.set_params({"3.bias": np.full(3, 2.0)})
-    own: Any = other.executors[1].module  # type: ignore[attr-defined]
+    own: Any = other.executors[1].passes.module  # type: ignore[attr-defined]
     assert float(own[3].bias.detach()[0]) == 2.0
     before = group.param_arrays
     group.forward_backward(DataBatch([IMAGES[:5]], [CLASSES[:5]]))
@@ -341,7 +341,7 @@ def test_misuse_of_an_executor() -> None:
         TorchModel(convolutions()).bind(
             "cpu", [DataDesc("images", IMAGES.shape)], params={"3.bias": np.zeros(1, np.float32)}
         )
-    with pytest.raises(DtypeMismatch, match="the module float32"):
+    with pytest.raises(DtypeMismatch, match="the model float32"):
         TorchModel(convolutions()).bind("cpu", [DataDesc("images", IMAGES.shape)], grads={"3.bias": np.zeros(3)})
     with pytest.raises(ConfigError, match="int64, which has no gradient"):
         TorchModel(torch.nn.Embedding(3, 2)).bind("cpu", [DataDesc("ids", (4,), "int64")], grad_req={"ids": "write"})

@@ -1,6 +1,6 @@
-"""What a group drives: a model bound to one device.
+"""What a group can bind: the protocols of a model and of its executors.
 
-`Model` is a description without arrays (``Sequential``, ``TorchModel``, ``JaxModel``); ``model.bind(…)`` gives an
+A `Model` is a description without arrays (``Sequential``, ``TorchModel``, ``JaxModel``). ``model.bind(…)`` gives an
 `Executor`, which owns the arrays of one device and runs forward and backward on them.
 """
 
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias, get_args, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, TypedDict, Unpack, runtime_checkable
 
-from kvd.errors import ConfigError
 from kvd.parallel.batch import DataDesc
 from kvd.parallel.device import Array, Device, Shape
 
 #: What backward does with a gradient array: overwrite it, add to it, or not compute the gradient at all.
 GradReq: TypeAlias = Literal["write", "add", "null"]
-#: Called with (name, array) for the output of every layer, after it was computed. The array is live: read it at once.
+#: Called with (name, array) for the output of every layer, right after it is computed. The array is live: read it now.
 MonitorHook: TypeAlias = Callable[[str, Array], None]
 #: Called with the name of a parameter as soon as its gradient is complete.
 GradientHook: TypeAlias = Callable[[str], None]
@@ -24,13 +23,13 @@ GradientHook: TypeAlias = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What a model needs and gives for inputs of given shapes.
+    """What a model needs, and what it returns, for inputs of given shapes.
 
     Attributes:
         params: name → shape of each trainable parameter, in the order of the layers, first layer first.
-        aux: name → shape of each state that is not trained by gradients, such as running means.
+        aux: name → shape of each state that gradients do not train, such as running means.
         outputs: one description per output.
-        has_loss: whether the model ends in a loss, so that backward starts by itself.
+        has_loss: whether the model ends in a loss, so that backward needs no head gradients.
     """
 
     params: Mapping[str, Shape]
@@ -39,15 +38,38 @@ class ModelDescription:
     has_loss: bool
 
 
-class Executor(Protocol):
-    """A model bound to a device. It is used by one thread at a time, inside ``device.current()``.
+class BindOptions(TypedDict, total=False):
+    """The keyword arguments of `Model.bind`.
 
-    The mappings below always hold the same arrays, but for what `use_gradients` is given; their contents change in
+    Attributes:
+        for_training: default True. Without it there are no gradients, and backward raises.
+        grad_req: one request for all parameters, or a request by name (of parameters and data inputs). Default
+            ``"write"``. A mapping may leave names out: a parameter is then ``"write"`` and an input ``"null"``.
+        params, grads, aux: arrays to use as they are, by name; the others are allocated.
+        normalization: how many samples the loss is averaged over; None: those of this executor. A group passes the
+            size of the whole batch to each of its executors, so that the *sum* of their gradients is the gradient of
+            the mean loss of the whole batch.
+        seed: of any random numbers that the layers draw. Default 0.
+    """
+
+    for_training: bool
+    grad_req: GradReq | Mapping[str, GradReq]
+    params: Mapping[str, Array] | None
+    grads: Mapping[str, Array] | None
+    aux: Mapping[str, Array] | None
+    normalization: int | None
+    seed: int | tuple[int, ...]
+
+
+class Executor(Protocol):
+    """A model bound to a device. One thread at a time uses it, inside ``device.current()``.
+
+    The mappings always hold the same arrays, except for those passed to `use_gradients`. Their contents change in
     place.
 
     Attributes:
-        step: how many forward passes with ``is_train=True`` there were. Chance (dropout) depends on the seed and on
-            this number, so that whoever sets it back gets the chance of the same step again.
+        step: the number of forward passes with ``is_train=True`` so far. Random numbers (dropout) depend on the seed
+            and on this number, so setting it back draws the numbers of that step again.
     """
 
     step: int
@@ -93,7 +115,7 @@ class Executor(Protocol):
         ...
 
     def forward(self, inputs: Mapping[str, Array], is_train: bool) -> list[Array]:
-        """Compute the outputs from data (and labels) by name. The inputs must stay as they are until backward is done.
+        """Compute the outputs from data (and labels) by name. The inputs must not change before backward is done.
 
         Raises:
             KeyNotFound: a data input, or in training a bound label, is missing.
@@ -106,7 +128,7 @@ class Executor(Protocol):
         """Write the gradients of the last forward into `grads` and `input_grads`.
 
         ``on_gradient`` is called with each parameter's name once its gradient is complete (on CUDA: once the kernels
-        that make it complete are on the current stream), the last layer's first, while the pass goes on. An exception
+        that complete it are on the current stream), the last layer's first, while the pass goes on. An exception
         that it raises ends the pass.
 
         Raises:
@@ -117,11 +139,11 @@ class Executor(Protocol):
         ...
 
     def use_gradients(self, arrays: Mapping[str, Array]) -> None:
-        """From the next backward on write the gradients of these parameters into these arrays; `grads` holds them.
+        """From the next backward on, write the gradients of these parameters into these arrays; `grads` holds them.
 
         Raises:
             ConfigError: a name that has no gradient here.
-            ShapeMismatch, DtypeMismatch: an array does not fit. In both cases nothing has changed.
+            ShapeMismatch, DtypeMismatch: an array does not fit. In each case nothing has changed.
         """
         ...
 
@@ -135,7 +157,7 @@ class Model(Protocol):
     """What a group can bind."""
 
     def describe(self, data: Sequence[DataDesc], labels: Sequence[DataDesc] = ()) -> ModelDescription:
-        """Parameters, states and outputs for inputs described so. Raises ConfigError if the model cannot take them."""
+        """Parameters, states and outputs for such inputs. Raises ConfigError if the model cannot take them."""
         ...
 
     def bind(
@@ -143,55 +165,12 @@ class Model(Protocol):
         device: Device | str,
         data: Sequence[DataDesc],
         labels: Sequence[DataDesc] = (),
-        *,
-        for_training: bool = True,
-        grad_req: GradReq | Mapping[str, GradReq] = "write",
-        params: Mapping[str, Array] | None = None,
-        grads: Mapping[str, Array] | None = None,
-        aux: Mapping[str, Array] | None = None,
-        normalization: int | None = None,
-        seed: int | tuple[int, ...] = 0,
+        **options: Unpack[BindOptions],
     ) -> Executor:
-        """An executor on ``device`` for inputs described so.
-
-        Arguments:
-            for_training: without it there are no gradients, and backward raises.
-            grad_req: one request for all parameters, or a request by name (of parameters and data inputs). What a
-                mapping leaves out is ``"write"`` for a parameter and ``"null"`` for an input.
-            params, grads, aux: arrays to use as they are, by name; those left out are allocated.
-            normalization: how many samples the loss is averaged over; None: those of this executor. A group gives the
-                size of the whole batch to each of its executors, so that the *sum* of their gradients is the gradient
-                of the mean loss of the whole batch.
-            seed: of whatever chance the layers use.
+        """An executor on ``device`` for inputs of these descriptions; see `BindOptions` for the keyword arguments.
 
         Raises:
             ConfigError: inputs, names or requests that the model cannot take, or a device that does not exist.
             ShapeMismatch, DtypeMismatch: a given array does not fit.
         """
         ...
-
-
-def resolve_grad_req(
-    grad_req: GradReq | Mapping[str, GradReq], params: Sequence[str], inputs: Sequence[str], for_training: bool
-) -> dict[str, GradReq]:
-    """The request of every parameter and data input; see `Model.bind`. All ``"null"`` if not for training.
-
-    Raises:
-        ConfigError: a request that does not exist, or a name that is neither parameter nor input.
-    """
-    if isinstance(grad_req, str):
-        given: dict[str, GradReq] = dict.fromkeys(params, grad_req)
-    else:
-        given = dict(grad_req)
-    for name, request in given.items():
-        if request not in get_args(GradReq):
-            raise ConfigError(f'{name}: grad_req {request!r} is none of "write", "add", "null"', setting="grad_req")
-        if name not in params and name not in inputs:
-            known = ", ".join([*params, *inputs])
-            raise ConfigError(
-                f"grad_req names {name!r}, which the model does not have; it has {known}", setting="grad_req"
-            )
-    if not for_training:
-        return dict.fromkeys([*params, *inputs], "null")
-    resolved: dict[str, GradReq] = {name: given.get(name, "write") for name in params}
-    return resolved | {name: given.get(name, "null") for name in inputs}

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 
 from kvd.errors import ConfigError
 from kvd.parallel.batch import DataDesc
-from kvd.parallel.device import Array, Device, HostArray, Shape
-from kvd.parallel.models.jax.passes import JaxExecutor, named_outputs
-from kvd.parallel.models.model import GradReq, ModelDescription
-
-#: ``loss(outputs, labels)``: outputs as ``apply`` returned them; the label, or a list of them if there are several.
-LossFunction = Callable[[Any, Any], Any]
+from kvd.parallel.device import Device, HostArray, Shape
+from kvd.parallel.models.bind_plan import plan_bind
+from kvd.parallel.models.executor import DeviceExecutor
+from kvd.parallel.models.jax.passes import Functions, JaxPasses, LossFunction, outputs_of
+from kvd.parallel.models.model import BindOptions, ModelDescription
+from kvd.parallel.models.outputs import OutputDescriptions
 
 
 class JaxModel:
@@ -42,9 +41,10 @@ class JaxModel:
     """
 
     def __init__(self, apply: Callable[..., Any], params: Any, loss: LossFunction | None = None) -> None:
-        leaves, self.tree = jax.tree_util.tree_flatten_with_path(params)
+        leaves, tree = jax.tree_util.tree_flatten_with_path(params)
         self.apply = apply
         self.loss = loss
+        self._functions = Functions(apply, loss, tree)
         self._values: dict[str, HostArray] = {}
         for path, leaf in leaves:
             name = ".".join(_part(entry) for entry in path) or "params"
@@ -53,8 +53,7 @@ class JaxModel:
             self._values[name] = np.array(leaf)
         if len(self._values) != len(leaves) or not leaves:
             raise ConfigError("params: no arrays, or two of one name", setting="params")
-        self._described: dict[tuple[DataDesc, ...], tuple[DataDesc, ...]] = {}
-        self._lock = threading.Lock()
+        self._outputs = OutputDescriptions(self._output_shapes, "apply")
 
     def initial(self) -> dict[str, HostArray]:
         """Copies of the parameters that were given, by name."""
@@ -69,66 +68,29 @@ class JaxModel:
         """
         if labels and self.loss is None:
             raise ConfigError("labels are described, but the model has no loss", setting="label_shapes")
-        with self._lock:
-            key = tuple(data)
-            if key not in self._described:
-                self._described[key] = self._outputs(data)
         shapes: dict[str, Shape] = {name: value.shape for name, value in self._values.items()}
-        return ModelDescription(shapes, {}, self._described[key], has_loss=self.loss is not None)
+        return ModelDescription(shapes, {}, self._outputs.of(data), has_loss=self.loss is not None)
 
     def bind(
         self,
         device: Device | str,
         data: Sequence[DataDesc],
         labels: Sequence[DataDesc] = (),
-        *,
-        for_training: bool = True,
-        grad_req: GradReq | Mapping[str, GradReq] = "write",
-        params: Mapping[str, Array] | None = None,
-        grads: Mapping[str, Array] | None = None,
-        aux: Mapping[str, Array] | None = None,
-        normalization: int | None = None,
-        seed: int | tuple[int, ...] = 0,
-    ) -> JaxExecutor:
+        **options: Unpack[BindOptions],
+    ) -> DeviceExecutor[JaxPasses]:
         """See `kvd.parallel.Model.bind`. What is not given starts with the values given to the constructor."""
+        aux = options.get("aux")
         if aux:
             raise ConfigError(f"aux has {', '.join(aux)}: a pure function has no states", setting="aux")
-        return JaxExecutor(
-            self,
-            Device.parse(device),
-            data,
-            labels,
-            for_training=for_training,
-            grad_req=grad_req,
-            params=params or {},
-            grads=grads or {},
-            normalization=normalization,
-        )
+        plan = plan_bind(self.describe(data, labels), device, data, labels, **options)
+        return DeviceExecutor(plan, JaxPasses(self._functions, self.initial(), plan))
 
-    def _outputs(self, data: Sequence[DataDesc]) -> tuple[DataDesc, ...]:
-        sizes = {desc.batch_size for desc in data if desc.batch_size is not None}
-        size = next(iter(sizes), 1) or 1
-        here = self._shapes(data, size)
-        more = self._shapes(data, size + 1) if sizes else here
-        descs = []
-        for (name, output), (_, larger) in zip(here.items(), more.items(), strict=True):
-            changed = [axis for axis, (a, b) in enumerate(zip(output.shape, larger.shape, strict=True)) if a != b]
-            if len(changed) > 1 or any(output.shape[i] != size or larger.shape[i] != size + 1 for i in changed):
-                raise ConfigError(
-                    f"{name} has shape {output.shape} for {size} samples and {larger.shape} for {size + 1}: "
-                    "one axis of an output has to count the samples",
-                    setting="apply",
-                )
-            layout = "".join("N" if axis in changed else "." for axis in range(len(output.shape)))
-            descs.append(DataDesc(name, tuple(output.shape), np.dtype(output.dtype).name, layout))
-        return tuple(descs)
-
-    def _shapes(self, data: Sequence[DataDesc], size: int) -> dict[str, Any]:
-        descs = [desc.with_batch_size(size) for desc in data]
+    def _output_shapes(self, descs: Sequence[DataDesc]) -> Mapping[str, tuple[Shape, str]]:
         inputs = [jax.ShapeDtypeStruct(desc.shape, np.dtype(desc.dtype)) for desc in descs]
-        params = self.tree.unflatten([jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self._values.values()])
+        structs = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in self._values.values()]
+        params = self._functions.tree.unflatten(structs)
         try:
-            return named_outputs(jax.eval_shape(self.apply, params, *inputs))
+            outputs = outputs_of(jax.eval_shape(self.apply, params, *inputs))
         except ConfigError:
             raise
         except Exception as error:  # whatever the user's function raises: it says what it cannot take
@@ -136,6 +98,7 @@ class JaxModel:
             raise ConfigError(
                 f"apply cannot take {given}: {type(error).__name__}: {error}", setting="data_shapes"
             ) from error
+        return {name: (tuple(array.shape), np.dtype(array.dtype).name) for name, array in outputs.items()}
 
 
 def _part(entry: Any) -> str:

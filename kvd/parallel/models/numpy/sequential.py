@@ -5,16 +5,19 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Unpack
 
 import numpy as np
 
 from kvd.errors import ConfigError
 from kvd.parallel.batch import DataDesc
-from kvd.parallel.device import Array, Device, HostArray, Shape
-from kvd.parallel.models.model import GradReq, ModelDescription
+from kvd.parallel.device import Device, HostArray, Shape
+from kvd.parallel.models.bind_plan import plan_bind
+from kvd.parallel.models.executor import DeviceExecutor
+from kvd.parallel.models.model import BindOptions, ModelDescription
 from kvd.parallel.models.numpy.layer import Layer
 from kvd.parallel.models.numpy.losses import Loss
-from kvd.parallel.models.numpy.passes import SequentialExecutor
+from kvd.parallel.models.numpy.passes import SequentialPasses
 
 
 @dataclass(frozen=True)
@@ -113,35 +116,23 @@ class Sequential:
         data: Sequence[DataDesc],
         labels: Sequence[DataDesc] = (),
         *,
-        for_training: bool = True,
-        grad_req: GradReq | Mapping[str, GradReq] = "write",
-        params: Mapping[str, Array] | None = None,
-        grads: Mapping[str, Array] | None = None,
-        aux: Mapping[str, Array] | None = None,
-        normalization: int | None = None,
-        seed: int | tuple[int, ...] = 0,
         dtype: str = "float32",
-    ) -> SequentialExecutor:
+        **options: Unpack[BindOptions],
+    ) -> DeviceExecutor[SequentialPasses]:
         """See `kvd.parallel.Model.bind`. Parameters that are not given start as zeros, states as `initialize_aux`.
 
         Arguments:
             dtype: of the computation: ``"float32"`` or ``"float64"``. Data of another dtype is converted to it, except
                 ids for an `Embedding`.
         """
-        return SequentialExecutor(
-            self,
-            Device.parse(device),
-            data,
-            labels,
-            for_training=for_training,
-            grad_req=grad_req,
-            params=params,
-            grads=grads,
-            aux=aux,
-            normalization=normalization,
-            seed=seed,
-            dtype=dtype,
-        )
+        description = self.describe(data, labels)
+        (output,) = description.outputs
+        computed = _compute_dtype(dtype)
+        described = replace(description, outputs=(replace(output, dtype=computed.name),))
+        plan = plan_bind(described, device, data, labels, **options)
+        shape = data[0].batch_first_shape
+        shapes, aux = self.layer_shapes(shape), self.initialize_aux(shape)
+        return DeviceExecutor(plan, SequentialPasses(self.layers, self.loss, plan, shapes, aux, computed))
 
     def _tensors(self, data_shape: Shape, *, aux: bool) -> dict[str, _Tensor]:
         tensors: dict[str, _Tensor] = {}
@@ -196,3 +187,9 @@ def _initial(tensors: Mapping[str, _Tensor], seed: int) -> dict[str, HostArray]:
         generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
         values[name] = tensor.layer.initial(tensor.local_name, tensor.shape, generator)
     return values
+
+
+def _compute_dtype(dtype: str) -> np.dtype[Any]:
+    if dtype not in ("float32", "float64"):
+        raise ConfigError(f'dtype {dtype!r} is neither "float32" nor "float64"', setting="dtype")
+    return np.dtype(dtype)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Unpack
 
 import torch
 
 from kvd.errors import ConfigError
 from kvd.parallel.batch import DataDesc
-from kvd.parallel.device import Array, Device, HostArray
-from kvd.parallel.models.model import GradReq, ModelDescription
-from kvd.parallel.models.torch.passes import TorchExecutor
+from kvd.parallel.device import Device, HostArray, Shape
+from kvd.parallel.models.bind_plan import plan_bind
+from kvd.parallel.models.executor import DeviceExecutor
+from kvd.parallel.models.model import BindOptions, ModelDescription
+from kvd.parallel.models.outputs import OutputDescriptions
+from kvd.parallel.models.torch.module_copy import trained_and_states
+from kvd.parallel.models.torch.passes import LossFunction, TorchPasses
 from kvd.parallel.models.torch.tensors import dtype_of, host_copy, outputs_of
-
-#: ``loss(outputs, labels)``: outputs as the module returned them; the label, or a list of them if there are several.
-LossFunction = Callable[[Any, Any], torch.Tensor]
+from kvd.parallel.models.torch.threads import CpuThreads
 
 
 class TorchModel:
@@ -55,14 +56,12 @@ class TorchModel:
                 raise ConfigError(f"{name} has no shape yet: run the module once on a batch", setting="module")
         self.module = module
         self.loss = loss
-        self.threads = torch.get_num_threads()
-        self.turns = threading.BoundedSemaphore(self.threads)  # more at once would only take each other's cores
-        self._described: dict[tuple[DataDesc, ...], tuple[DataDesc, ...]] = {}
-        self._lock = threading.Lock()
+        self._threads = CpuThreads()
+        self._outputs = OutputDescriptions(self._output_shapes, "module")
 
     def initial(self) -> tuple[dict[str, HostArray], dict[str, HostArray]]:
         """Copies of the module's parameters and states, as `DataParallelExecutorGroup.set_params` takes them."""
-        params, aux = tensors_of(self.module)
+        params, aux = trained_and_states(self.module)
         return {name: host_copy(t) for name, t in params.items()}, {name: host_copy(t) for name, t in aux.items()}
 
     def describe(self, data: Sequence[DataDesc], labels: Sequence[DataDesc] = ()) -> ModelDescription:
@@ -77,15 +76,11 @@ class TorchModel:
         """
         if labels and self.loss is None:
             raise ConfigError("labels are described, but the model has no loss", setting="label_shapes")
-        params, aux = tensors_of(self.module)
-        with self._lock:  # the devices of a group describe at the same time
-            key = tuple(data)
-            if key not in self._described:
-                self._described[key] = self._outputs(data)
+        params, aux = trained_and_states(self.module)
         return ModelDescription(
             {name: tuple(tensor.shape) for name, tensor in params.items()},
             {name: tuple(tensor.shape) for name, tensor in aux.items()},
-            self._described[key],
+            self._outputs.of(data),
             has_loss=self.loss is not None,
         )
 
@@ -94,75 +89,28 @@ class TorchModel:
         device: Device | str,
         data: Sequence[DataDesc],
         labels: Sequence[DataDesc] = (),
-        *,
-        for_training: bool = True,
-        grad_req: GradReq | Mapping[str, GradReq] = "write",
-        params: Mapping[str, Array] | None = None,
-        grads: Mapping[str, Array] | None = None,
-        aux: Mapping[str, Array] | None = None,
-        normalization: int | None = None,
-        seed: int | tuple[int, ...] = 0,
-    ) -> TorchExecutor:
+        **options: Unpack[BindOptions],
+    ) -> DeviceExecutor[TorchPasses]:
         """See `kvd.parallel.Model.bind`. What is not given starts with the module's values."""
-        return TorchExecutor(
-            self,
-            Device.parse(device),
-            data,
-            labels,
-            for_training=for_training,
-            grad_req=grad_req,
-            params=params or {},
-            grads=grads or {},
-            aux=aux or {},
-            normalization=normalization,
-            seed=(seed,) if isinstance(seed, int) else tuple(seed),
-        )
+        plan = plan_bind(self.describe(data, labels), device, data, labels, **options)
+        return DeviceExecutor(plan, TorchPasses(self.module, self.loss, plan, self._threads))
 
-    def _outputs(self, data: Sequence[DataDesc]) -> tuple[DataDesc, ...]:
-        sizes = {desc.batch_size for desc in data if desc.batch_size is not None}
-        size = next(iter(sizes), 1) or 1
-        here = self._shapes(data, size)
-        more = self._shapes(data, size + 1) if sizes else here
-        descs = []
-        for (name, tensor), (_, larger) in zip(here.items(), more.items(), strict=True):
-            shape = tuple(tensor.shape)
-            changed = [axis for axis, (a, b) in enumerate(zip(shape, larger.shape, strict=True)) if a != b]
-            if len(changed) > 1 or any(shape[axis] != size or larger.shape[axis] != size + 1 for axis in changed):
-                raise ConfigError(
-                    f"{name} has shape {shape} for {size} samples and {tuple(larger.shape)} for {size + 1}: "
-                    "one axis of an output has to count the samples",
-                    setting="module",
-                )
-            layout = "".join("N" if axis in changed else "." for axis in range(len(shape)))
-            descs.append(DataDesc(name, shape, dtype_of(tensor.dtype).name, layout))
-        return tuple(descs)
-
-    def _shapes(self, data: Sequence[DataDesc], size: int) -> dict[str, torch.Tensor]:
-        """The outputs by name for ``size`` samples; their values mean nothing."""
-        descs = [desc.with_batch_size(size) for desc in data]
+    def _output_shapes(self, descs: Sequence[DataDesc]) -> Mapping[str, tuple[Shape, str]]:
         try:
-            return self._evaluate("meta", descs)
+            outputs = self._evaluate("meta", descs)
         except Exception:  # noqa: BLE001  whatever a module raises where there are no values to look at
             try:
-                return self._evaluate("cpu", descs)
+                outputs = self._evaluate("cpu", descs)
             except Exception as error:
                 given = ", ".join(f"{desc.name} {desc.shape} {desc.dtype}" for desc in descs)
                 raise ConfigError(
                     f"the module cannot take {given}: {type(error).__name__}: {error}", setting="data_shapes"
                 ) from error
+        return {name: (tuple(tensor.shape), dtype_of(tensor.dtype).name) for name, tensor in outputs.items()}
 
     def _evaluate(self, where: str, descs: Sequence[DataDesc]) -> dict[str, torch.Tensor]:
+        """The outputs by name; on ``"meta"`` they have no values."""
         module = copy.deepcopy(self.module).to(where).eval()
         inputs = [torch.zeros(desc.shape, dtype=getattr(torch, desc.dtype), device=where) for desc in descs]
         with torch.no_grad():
             return outputs_of(module(*inputs))
-
-
-def tensors_of(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Parameters that are trained, and states: parameters that are not, and persistent buffers."""
-    tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
-    params = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-    aux = {name: tensor for name, tensor in tensors.items() if not tensor.requires_grad}
-    kept = set(module.state_dict())
-    aux |= {name: buffer for name, buffer in module.named_buffers() if name in kept}
-    return params, aux

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch.utils.dlpack
 from kvd.errors import ConfigError
 from kvd.parallel.batch import BFLOAT16
 from kvd.parallel.device import Array, Device, HostArray
+from kvd.parallel.models.outputs import named_outputs
 
 
 def torch_device(device: Device) -> torch.device:
@@ -34,10 +34,20 @@ def dtype_of(dtype: torch.dtype) -> np.dtype[Any]:
     if dtype == torch.bfloat16:
         return BFLOAT16
     try:
-        known: np.dtype[Any] = np.dtype(str(dtype).removeprefix("torch."))
+        known: np.dtype[Any] = np.dtype(dtype_name(dtype))
     except TypeError as error:
         raise ConfigError(f"{dtype} has no NumPy dtype", setting="module") from error
     return known
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What NumPy, or ml_dtypes, calls this dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_stream(stream: Any, device: Device) -> torch.cuda.Stream:
+    """torch's handle of a stream of CuPy."""
+    return torch.cuda.ExternalStream(stream.ptr, device=device.index)  # type: ignore[no-untyped-call]
 
 
 def as_device_array(tensor: torch.Tensor, device: Device) -> Array:
@@ -72,14 +82,7 @@ def outputs_of(returned: Any) -> dict[str, torch.Tensor]:
     Raises:
         ConfigError: it is no tensor, and no tuple, list or dict of tensors.
     """
-    if isinstance(returned, torch.Tensor):
-        return {"output": returned}
-    if isinstance(returned, Mapping):
-        named = dict(returned)
-    elif isinstance(returned, tuple | list):
-        named = {f"output{index}": tensor for index, tensor in enumerate(returned)}
-    else:
-        named = {"output": returned}
+    named = named_outputs(returned)
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"the module's {name} is a {type(tensor).__name__}, no tensor", setting="module")

@@ -1,4 +1,4 @@
-"""Chance in torch modules, the same for each device and step however the devices' threads run."""
+"""Random numbers in torch modules that are the same for each device and step, in whatever order the devices run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ _locks: dict[torch.device, threading.Lock] = {}
 _locks_lock = threading.Lock()
 
 
-class Chance:
-    """The generator of one executor's device, seeded anew for every step.
+class StepSeed:
+    """Seeds the generator of one executor's device for every step.
 
-    The first forward for training looks whether anything was drawn; if not, later ones take no lock. A module that
-    draws in some steps only, and not in the first, shares the generator unseeded.
+    The first forward for training finds out whether anything is drawn; if not, later ones take no lock. A module that
+    draws in some steps but not in the first shares the generator unseeded.
+
+    Arguments:
+        where: the executor's device.
+        seed: of the executor.
     """
 
     def __init__(self, where: torch.device, seed: tuple[int, ...]) -> None:
@@ -29,7 +33,7 @@ class Chance:
             self._lock = _locks.setdefault(where, threading.Lock())
 
     @contextlib.contextmanager
-    def of_step(self, step: int, is_train: bool) -> Iterator[None]:
+    def during(self, step: int, is_train: bool) -> Iterator[None]:
         """What is drawn inside depends on the seed and ``step`` only; outside it is as if nothing had been drawn."""
         if not is_train or self._draws is False:
             yield
