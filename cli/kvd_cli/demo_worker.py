@@ -91,8 +91,8 @@ class Training:
     def enter(self) -> int:
         """Bind the group to the store: weights come from there, and gradients go there. The step to go on with."""
         rate = schedule.Cosine(LEARNING_RATE, steps=self.steps)
-        feed = self._group.bind_to(self._store, optimizer=SGD(rate, momentum=MOMENTUM, wd=WEIGHT_DECAY))
-        return feed.clock
+        pipeline = self._group.bind_to(self._store, optimizer=SGD(rate, momentum=MOMENTUM, wd=WEIGHT_DECAY))
+        return pipeline.clock
 
     def do(self, step: int) -> float:
         """One step: gradients of this worker's share, merged with the others', new weights. The mean loss."""

@@ -9,7 +9,8 @@ from kvd.parallel.allreduce.parameter import AllReduceParameter
 from kvd.parallel.batch import DataBatch, DataDesc
 from kvd.parallel.device import Device
 from kvd.parallel.group.group import DataParallelExecutorGroup
-from kvd.parallel.group.pipeline import Feed
+from kvd.parallel.group.monitoring import Metric
+from kvd.parallel.group.pipeline import GradientPipeline
 from kvd.parallel.models.model import Executor, GradReq, Model, ModelDescription
 from kvd.parallel.models.numpy.convolution import Conv2D
 from kvd.parallel.models.numpy.layer import Layer
@@ -18,8 +19,9 @@ from kvd.parallel.models.numpy.losses import Loss, MeanSquaredError, SoftmaxCros
 from kvd.parallel.models.numpy.normalization import BatchNorm
 from kvd.parallel.models.numpy.sequential import Sequential
 from kvd.parallel.training.checkpoint import Checkpoint
-from kvd.parallel.training.fit import EpochReport, fit
-from kvd.parallel.training.metric import MSE, Accuracy, Composite, CrossEntropy, Metric, Perplexity, TopK
+from kvd.parallel.training.fit import fit
+from kvd.parallel.training.metric import MSE, Accuracy, Composite, CrossEntropy, Perplexity, TopK
+from kvd.parallel.training.run import EpochReport
 from kvd.parallel.training.trainer import DataParallelTrainer, ModelUpdate, WorkerUpdate
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ __all__ = [
     "WorkerUpdate",
     "ModelUpdate",
     "AllReduceParameter",
-    "Feed",
+    "GradientPipeline",
     "fit",
     "EpochReport",
     "Checkpoint",

@@ -1,4 +1,4 @@
-"""The devices of one group side by side: a thread each and, on CUDA, a stream each; and their input buffers."""
+"""The devices of one group side by side: each has a thread, input buffers and, on CUDA, a stream."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _of_thread = threading.local()
 
 
 def cpu_devices_in_group() -> int:
-    """How many lanes of the group on whose lane this thread runs are on a CPU, and so share its cores; else 1."""
-    lanes: int = getattr(_of_thread, "cpu_devices_in_group", 1)
-    return lanes
+    """In a device's thread: how many devices of its group are CPUs, and so share the cores. In other threads: 1."""
+    count: int = getattr(_of_thread, "cpu_devices", 1)
+    return count
 
 
-class Lane:
-    """What runs on one device of a group, one task at a time.
+class DeviceThread:
+    """Runs tasks on one device of a group, one at a time.
 
     Attributes:
         device: where.
-        index: its place in the group, which tells apart two lanes on one device.
+        index: its place in the group, which tells two entries of one device apart.
 
     Arguments:
-        on_cpu: how many lanes of the group are on a CPU.
+        cpu_devices: how many devices of the group are CPUs.
     """
 
-    def __init__(self, device: Device, index: int, on_cpu: int = 1) -> None:
+    def __init__(self, device: Device, index: int, cpu_devices: int = 1) -> None:
         device.check()
         self.device = device
         self.index = index
-        self._threads = ThreadPoolExecutor(
-            1, thread_name_prefix=f"kvd-{device}-{index}", initializer=_set_cpu_devices_in_group, initargs=(on_cpu,)
+        self._pool = ThreadPoolExecutor(
+            1, thread_name_prefix=f"kvd-{device}-{index}", initializer=_set_cpu_devices, initargs=(cpu_devices,)
         )
         self._stream: Any = None
         self._storage: dict[str, Array] = {}
@@ -49,17 +49,18 @@ class Lane:
                 self._stream = device.xp.cuda.Stream()
 
     def run(self, task: Callable[[int], T]) -> T:
-        """``task(index)`` in this thread, with the device and its stream current; its kernels are done on return."""
+        """``task(index)`` in the calling thread, with the device and its stream current; on return its kernels ran."""
         with self._current():
             return task(self.index)
 
     def submit(self, task: Callable[[int], T]) -> Future[T]:
-        """`run` in the thread of the lane."""
-        return self._threads.submit(self.run, task)
+        """`run` in the thread of the device."""
+        return self._pool.submit(self.run, task)
 
     def buffer(self, desc: DataDesc) -> Array:
-        """An array for the input that ``desc`` describes; its memory is that of the last buffer of the name if it
-        was large enough, so that going back and forth between shapes allocates nothing.
+        """An array for the input that ``desc`` describes, in the memory of the last buffer of that name if it fits.
+
+        So switching between shapes allocates nothing.
         """
         dtype = np.dtype(desc.dtype)
         size = int(np.prod(desc.shape, dtype=np.int64)) * dtype.itemsize
@@ -79,24 +80,24 @@ class Lane:
                 self._stream.synchronize()
 
 
-def _set_cpu_devices_in_group(count: int) -> None:
-    _of_thread.cpu_devices_in_group = count
+def _set_cpu_devices(count: int) -> None:
+    _of_thread.cpu_devices = count
 
 
-def run_on_all(lanes: Sequence[Lane], task: Callable[[int], T]) -> list[T]:
-    """``task(index)`` on every lane at once; the results in the order of the lanes.
+def run_on_all(threads: Sequence[DeviceThread], task: Callable[[int], T]) -> list[T]:
+    """``task(index)`` on every device at once; the results in the order of the devices.
 
-    Returns when all are done, also when some failed: the error of the first such lane is raised, with a note that
-    names its device, and those of others are notes on it. A single lane runs in the caller's thread.
+    Returns when all are done, even if some failed: then the error of the first device that failed is raised, with a
+    note that names the device, and notes about the others' errors. A single device runs in the caller's thread.
     """
-    if len(lanes) == 1:
-        return [lanes[0].run(task)]
-    futures = [lane.submit(task) for lane in lanes]
+    if len(threads) == 1:
+        return [threads[0].run(task)]
+    futures = [thread.submit(task) for thread in threads]
     wait(futures)
-    failed = [(lane, error) for lane, future in zip(lanes, futures, strict=True) if (error := future.exception())]
+    failed = [(thread, error) for thread, future in zip(threads, futures, strict=True) if (error := future.exception())]
     if failed:
-        lane, first = failed[0]
-        first.add_note(f"on {lane.device} (device {lane.index} of the group)")
+        thread, first = failed[0]
+        first.add_note(f"on {thread.device} (device {thread.index} of the group)")
         for other, error in failed[1:]:
             first.add_note(f"also on {other.device} (device {other.index}): {type(error).__name__}: {error}")
         raise first

@@ -124,14 +124,14 @@ def test_copies_overlap_with_backward() -> None:
         group.bind_to(kv, optimizer=SGD(0.0))
         group.forward_backward(batch)
         order: list[str] = []
-        feed: Any = group.feed
-        send = feed._downloads._send
+        pipeline: Any = group.pipeline
+        send = pipeline._downloads._send
 
         def noted(name: str, hosts: Any) -> None:
             order.append(name)
             send(name, hosts)
 
-        feed._downloads._send = noted
+        pipeline._downloads._send = noted
         done = cupy.cuda.Event()
         pending: list[bool] = []
 

@@ -233,7 +233,7 @@ def test_keys_of_another_model_are_refused_and_the_gradients_stay_the_groups(
         own = [gradients[0] for gradients in gradients_of(group)]
         with pytest.raises(ShapeMismatch, match="dense0_bias"):
             group.bind_to(kv, optimizer=RULE, update=update)
-        assert group.feed is None
+        assert group.pipeline is None
         assert all(mine is before for (mine, *_), before in zip(gradients_of(group), own, strict=True))
 
 

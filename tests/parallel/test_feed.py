@@ -88,13 +88,13 @@ def train(model: Model, update: Update, sizes: Sequence[int] = (SIZE, SIZE)) -> 
         group = group_of(model, sizes[kv.rank])
         if isinstance(model, Sequential):
             group.set_params(PARAMS if kv.rank == 0 else {})  # the others get them
-        feed = group.bind_to(kv, optimizer=RULE, update=update)
-        assert feed.clock == 0
+        pipeline = group.bind_to(kv, optimizer=RULE, update=update)
+        assert pipeline.clock == 0
         for x, y in zip(X, Y, strict=True):
             group.forward_backward(DataBatch([x[own]], [y[own]]))
         weights = weights_of(group)
         assert all(np.array_equal(a, b) for arrays in group.param_arrays for a, b in itertools.pairwise(arrays))
-        assert kv.clock(feed.keys[group.param_names[0]]) == STEPS
+        assert kv.clock(pipeline.keys[group.param_names[0]]) == STEPS
         return weights
 
     return program
@@ -221,13 +221,13 @@ def test_fixed_parameters_and_states_come_from_rank_0_and_are_not_sent() -> None
         group = group_of(model, fixed_param_names=["dense0_weight"])
         group.set_params({name: value + kv.rank for name, value in params.items()})
         group.set_params({}, {"batchnorm0_running_mean": np.full(4, 3.0 + kv.rank)})
-        feed = group.bind_to(kv, optimizer=RULE)
+        pipeline = group.bind_to(kv, optimizer=RULE)
         assert float(group.aux_arrays[0][1][0]) == 3.0
         group.forward_backward(DataBatch([X[kv.rank, :SIZE]], [Y[kv.rank, :SIZE]]))
-        feed.receive()
+        pipeline.receive()
         np.testing.assert_array_equal(group.param_arrays[0][0], params["dense0_weight"])
         assert kv.clock("dense0_weight") == 0
-        feed.share_states()
+        pipeline.share_states()
         return [array.copy() for arrays in group.aux_arrays for array in arrays]
 
     with LocalCluster(WORKERS, 1) as cluster:
@@ -242,7 +242,7 @@ def test_groups_that_share_parameters_feed_one_store() -> None:
         group.set_params(PARAMS)
         group.bind_to(kv, optimizer=RULE)
         small = group_of(NETWORK, 4, shared_group=group)
-        assert small.feed is group.feed
+        assert small.pipeline is group.pipeline
         group.forward_backward(DataBatch([X[0, :SIZE]], [Y[0, :SIZE]]))
         small.forward_backward(DataBatch([X[1, :4]], [Y[1, :4]]))
         weights = weights_of(group)
@@ -321,8 +321,8 @@ def test_what_cannot_be_bound(
 def test_what_a_bound_group_refuses() -> None:
     with kvd.create("local") as kv:
         group = group_of(NETWORK)
-        assert group.feed is None
-        feed = group.bind_to(kv, optimizer=RULE, update="local")
+        assert group.pipeline is None
+        pipeline = group.bind_to(kv, optimizer=RULE, update="local")
         with pytest.raises(NotAllowed, match="before bind_to"):
             group.set_params(PARAMS)
         with pytest.raises(NotAllowed, match="before bind_to"):
@@ -330,7 +330,7 @@ def test_what_a_bound_group_refuses() -> None:
         with pytest.raises(NotAllowed, match="before bind_to"):
             group.bind_exec(group.data_shapes, group.label_shapes, group_of(NETWORK), reshape=True)
         with pytest.raises(NotAllowed, match="holds gradients"):
-            feed.pull()
+            pipeline.pull()
 
 
 @pytest.mark.parametrize("optimizer", [RULE, Adam(0.01)])
@@ -341,12 +341,12 @@ def test_the_state_of_a_local_update_can_be_saved_and_loaded(optimizer: Optimize
         with kvd.create("local") as kv:
             group = group_of(NETWORK)
             group.set_params(start)
-            feed = group.bind_to(kv, optimizer=optimizer, update="local")
+            pipeline = group.bind_to(kv, optimizer=optimizer, update="local")
             if states:
-                feed.load_local_states(states)
+                pipeline.load_local_states(states)
             for batch in steps:
                 group.forward_backward(batch)
-            return weights_of(group), feed.local_states()
+            return weights_of(group), pipeline.local_states()
 
     whole, _ = run(PARAMS, None, batches)
     half, states = run(PARAMS, None, batches[:3])

@@ -283,14 +283,14 @@ def data(epoch):
     global seen
     for batch in batches(8, X[kv.rank::2], Y[kv.rank::2]):
         if seen == die_at:
-            send = group.feed._send
+            send = group.pipeline._send
             def dying(name, gradients):  # the last layer's gradients have gone, the first layer's have not
                 if name.startswith("dense0"):
                     time.sleep(0.3)
                     print("dying", flush=True)
                     time.sleep(600)
                 send(name, gradients)
-            group.feed._send = dying
+            group.pipeline._send = dying
         seen += 1
         yield batch
 reports = fit(group, kv, data, 3, optimizer=RULE)

@@ -1,19 +1,22 @@
-"""What a group is bound to: descriptions, slices and executors; and which arrays a new binding takes over."""
+"""A model bound to the devices of a group."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvd.errors import NotAllowed
+from kvd.errors import ConfigError, NotAllowed
 from kvd.parallel.batch import DataDesc
-from kvd.parallel.device import Array, Shape
-from kvd.parallel.models.model import Executor, GradReq, ModelDescription
+from kvd.parallel.device import Array
+from kvd.parallel.device_threads import DeviceThread, run_on_all
+from kvd.parallel.group.requests import RequestRules
+from kvd.parallel.group.split import SplitRule, common_batch_size, split_batch_axis
+from kvd.parallel.models.model import BindOptions, Executor, GradReq, Model, ModelDescription
 
 
 @dataclass(frozen=True)
 class Binding:
-    """What one bind makes; replaced as a whole, so that a bind that fails changes nothing.
+    """The result of one bind. It is replaced as a whole, so that a bind that fails changes nothing.
 
     Attributes:
         data, labels: the descriptions, of the whole batch.
@@ -31,99 +34,126 @@ class Binding:
     executors: list[Executor]
 
     @property
-    def inputs(self) -> tuple[DataDesc, ...]:
-        """Data, then labels."""
-        return self.data + self.labels
+    def arg_names(self) -> list[str]:
+        """Data, parameters and labels, in this order."""
+        return [*_names(self.data), *self.description.params, *_names(self.labels)]
+
+    @property
+    def trained(self) -> list[str]:
+        """The parameters that have gradients, the first layer's first."""
+        return list(self.executors[0].grads)
+
+    def descs_for(self, batch_size: int) -> tuple[list[DataDesc], list[DataDesc]]:
+        """The descriptions of data and labels for another number of samples."""
+        data, labels = ([desc.with_batch_size(batch_size) for desc in descs] for descs in (self.data, self.labels))
+        return data, labels
+
+    def arrays(self, name: str) -> list[Array]:
+        """The array of this parameter or state on each device."""
+        if name in self.description.params:
+            return [executor.params[name] for executor in self.executors]
+        return [executor.aux[name] for executor in self.executors]
+
+    def gradients(self, name: str) -> list[Array | None]:
+        """The gradient array of this parameter on each device; None where there is no gradient."""
+        return [executor.grads.get(name) for executor in self.executors]
 
 
-class Bound:
-    """What can be read of a group: the part of `DataParallelExecutorGroup` that changes nothing."""
+class BoundModel:
+    """How a group binds its model, and the binding of the moment.
 
-    _binding: Binding | None = None
+    Attributes:
+        threads: of the devices.
+        current: the binding; None before the first.
+
+    Arguments:
+        model, workload, split, seed: see `kvd.parallel.DataParallelExecutorGroup`.
+        rules: which gradients are computed.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        threads: Sequence[DeviceThread],
+        workload: Sequence[float],
+        split: SplitRule,
+        rules: RequestRules,
+        seed: int,
+    ) -> None:
+        self.threads = list(threads)
+        self.current: Binding | None = None
+        self._model = model
+        self._workload = workload
+        self._split: SplitRule = split
+        self._rules = rules
+        self._seed = seed
 
     @property
     def binding(self) -> Binding:
-        """Descriptions, slices and executors as the last bind or reshape made them."""
-        return self._bound
-
-    @property
-    def description(self) -> ModelDescription:
-        """Parameters, states and outputs for the whole batch."""
-        return self._bound.description
-
-    @property
-    def data_shapes(self) -> tuple[DataDesc, ...]:
-        """The descriptions of the data, of the whole batch."""
-        return self._bound.data
-
-    @property
-    def label_shapes(self) -> tuple[DataDesc, ...]:
-        """The descriptions of the labels, of the whole batch; empty if none are bound."""
-        return self._bound.labels
-
-    @property
-    def slices(self) -> list[slice]:
-        """Which samples of the batch each device computes."""
-        return list(self._bound.slices)
+        """The binding of the moment. Raises NotAllowed before the first."""
+        if self.current is None:
+            raise NotAllowed("not bound")
+        return self.current
 
     @property
     def executors(self) -> list[Executor]:
-        """The executor of each device."""
-        return list(self._bound.executors)
+        """Those of the binding of the moment."""
+        return self.binding.executors
 
-    @property
-    def arg_names(self) -> list[str]:
-        """Data, parameters and labels: the names that a list as ``grad_req`` is for."""
-        binding = self._bound
-        return [*names_of(binding.data), *binding.description.params, *names_of(binding.labels)]
+    def bind(self, data: Sequence[DataDesc], labels: Sequence[DataDesc], shared: BoundModel | None = None) -> None:
+        """Replace the binding by one for these descriptions, of the whole batch.
 
-    @property
-    def param_names(self) -> list[str]:
-        """The names of the parameters, the first layer's first."""
-        return list(self._bound.description.params)
+        Arguments:
+            shared: whose parameter, gradient and state arrays of the same names are used here too; None: those of the
+                binding that is replaced.
 
-    @property
-    def param_arrays(self) -> list[list[Array]]:
-        """For each name of `param_names` the array of each device: live."""
-        return [[executor.params[name] for executor in self.executors] for name in self.param_names]
-
-    @property
-    def grad_arrays(self) -> list[list[Array | None]]:
-        """For each name of `param_names` the gradient array of each device: live; None where there is no gradient.
-
-        Bound to a store they are only read from a backward to the next forward: it may still be sending them.
+        Raises:
+            InputMismatch, ConfigError, ShapeMismatch, DtypeMismatch: see `kvd.parallel.DataParallelExecutorGroup`.
+            The binding is then what it was.
         """
-        return [[executor.grads.get(name) for executor in self.executors] for name in self.param_names]
+        batch_size = common_batch_size([*data, *labels])
+        slices = split_batch_axis(batch_size, self._workload, self._split)
+        description = self._model.describe(data, labels)
+        requests = self._rules.resolve(_names(data), list(description.params), _names(labels))
+        previous = None if self.current is None else self.current.executors
+        kept = previous if shared is None else self._executors_of(shared)
 
-    @property
-    def aux_names(self) -> list[str]:
-        """The names of the states that gradients do not train."""
-        return list(self._bound.description.aux)
+        def bind(index: int) -> Executor:
+            samples = slices[index].stop - slices[index].start
+            options: BindOptions = {
+                **_arrays_to_keep(kept[index] if kept else None, description, requests),
+                "for_training": self._rules.for_training,
+                "grad_req": requests,
+                "normalization": batch_size,
+                "seed": (self._seed, index),
+            }
+            return self._model.bind(
+                self.threads[index].device,
+                [desc.with_batch_size(samples) for desc in data],
+                [desc.with_batch_size(samples) for desc in labels],
+                **options,
+            )
 
-    @property
-    def aux_arrays(self) -> list[list[Array]]:
-        """For each name of `aux_names` the array of each device: live."""
-        return [[executor.aux[name] for executor in self.executors] for name in self.aux_names]
+        executors = run_on_all(self.threads, bind)
+        if previous is not None:
+            for executor, old in zip(executors, previous, strict=True):
+                executor.step = old.step
+        self.current = Binding(tuple(data), tuple(labels), batch_size, slices, description, executors)
 
-    def get_batch_size(self) -> int:
-        """How many samples the whole batch has."""
-        return self._bound.batch_size
-
-    def get_output_shapes(self) -> list[tuple[str, Shape]]:
-        """Name and shape of each output, of the whole batch."""
-        return [(desc.name, desc.shape) for desc in self._bound.description.outputs]
-
-    @property
-    def _bound(self) -> Binding:
-        if self._binding is None:
-            raise NotAllowed("not bound")
-        return self._binding
+    def _executors_of(self, shared: BoundModel) -> list[Executor]:
+        theirs, ours = ([thread.device for thread in bound.threads] for bound in (shared, self))
+        if theirs != ours:
+            raise ConfigError(
+                f"shared_group is on {', '.join(map(str, theirs))}, this group on {', '.join(map(str, ours))}",
+                setting="shared_group",
+            )
+        return shared.executors
 
 
-def shared_arrays(
+def _arrays_to_keep(
     source: Executor | None, description: ModelDescription, requests: Mapping[str, GradReq]
-) -> dict[str, dict[str, Array]]:
-    """The arrays of ``source`` that an executor of this description needs too, as arguments of `Model.bind`."""
+) -> BindOptions:
+    """The arrays of ``source`` that an executor of this description needs too."""
     if source is None:
         return {}
     wanted = [name for name in description.params if requests.get(name, "write") != "null"]
@@ -134,6 +164,5 @@ def shared_arrays(
     }
 
 
-def names_of(descs: Sequence[DataDesc]) -> list[str]:
-    """Their names, in order."""
+def _names(descs: Sequence[DataDesc]) -> list[str]:
     return [desc.name for desc in descs]

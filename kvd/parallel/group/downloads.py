@@ -1,9 +1,9 @@
-"""Gradients on their way from GPUs to the host, beside the backward pass that makes the next ones.
+"""Copies of gradients from GPUs to the host, while backward computes the next ones.
 
 Each device has a copy stream besides the stream that it computes on. When a gradient is complete, the copy stream waits
 for the kernels that make it (an event, so no thread waits) and copies into pinned memory. For the ``…device…`` types of
-the store the devices' gradients are first summed on device 0, in the order of the devices, so that one copy crosses the
-bus. A thread waits for the copies, in order, and hands them to the store.
+the store the devices' gradients are first summed on device 0, in the order of the devices, so that only one copy
+crosses the bus. A thread waits for the copies, in order, and hands them to the store.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import Any
 import numpy as np
 
 from kvd.parallel.device import Array, HostArray
-from kvd.parallel.device_threads import Lane
+from kvd.parallel.device_threads import DeviceThread
 
 Send = Callable[[str, Sequence[HostArray]], None]
 _Job = tuple[str, list[Any], list[HostArray]]
 
 
 class Downloads:
-    """The copies of one feed.
+    """The copies of one gradient pipeline.
 
     Arguments:
-        lanes: of the group; those on a CPU need no copy.
+        threads: of the group's devices; those of CPUs need no copy.
         sum_on_device: sum on the first device before the copy; only where all devices are GPUs.
-        send: told the name and the host arrays, one per device or one sum, when they are complete.
+        send: called with the name and the host arrays, one per device or one sum, when they are complete.
     """
 
-    def __init__(self, lanes: Sequence[Lane], sum_on_device: bool, send: Send) -> None:
-        self._lanes = list(lanes)
-        self._sums = sum_on_device and len(lanes) > 1 and all(lane.device.is_cuda for lane in lanes)
+    def __init__(self, threads: Sequence[DeviceThread], sum_on_device: bool, send: Send) -> None:
+        self._threads = list(threads)
+        self._sums = sum_on_device and len(threads) > 1 and all(thread.device.is_cuda for thread in threads)
         self._send = send
-        self._streams = [_new_stream(lane) for lane in lanes]
+        self._streams = [_new_stream(thread) for thread in threads]
         self._pinned: dict[tuple[str, int], HostArray] = {}
         self._totals: dict[str, tuple[Array, Array]] = {}
         self._under_way: dict[str, dict[int, tuple[Any, HostArray | None]]] = {}
@@ -63,11 +63,11 @@ class Downloads:
         with self._idle:
             parts = self._under_way.setdefault(name, {})
             parts[index] = part
-            if len(parts) < len(self._lanes):
+            if len(parts) < len(self._threads):
                 return
             del self._under_way[name]
             self._open_jobs += 1
-        ordered = [parts[place] for place in range(len(self._lanes))]
+        ordered = [parts[place] for place in range(len(self._threads))]
         if self._sums:
             done, host = self._sum(name, gradients, [event for event, _ in ordered])
             self._jobs.put((name, [done], [host]))
@@ -76,13 +76,13 @@ class Downloads:
             self._jobs.put((name, [event for event, _ in ordered if event is not None], hosts))
 
     def drain(self) -> None:
-        """Return when everything that was completed is handed to the store. Raises what that raised."""
+        """Return when the store has all completed gradients. Raises what handing them over raised."""
         with self._idle:
             self._idle.wait_for(lambda: self._open_jobs == 0)
         self._raise_error()
 
     def run(self, job: _Job) -> None:
-        """Wait for the copies of one gradient and hand it over; in the thread of the downloads."""
+        """Wait for the copies of one gradient and hand it to the store; runs in the thread of the downloads."""
         name, events, hosts = job
         try:
             for event in events:
@@ -98,21 +98,21 @@ class Downloads:
 
     def _start(self, index: int, name: str, gradient: Array) -> tuple[Any, HostArray | None]:
         """An event after which the gradient is there, and where: on the host, or (None) where it was made."""
-        lane, stream = self._lanes[index], self._streams[index]
+        thread, stream = self._threads[index], self._streams[index]
         if stream is None:
             return None, None
-        cupy = lane.device.xp
-        with lane.device.current():
+        cupy = thread.device.xp
+        with thread.device.current():
             made = cupy.cuda.Event(disable_timing=True)
-            made.record()  # on the stream of the lane, which is current
+            made.record()  # on the stream of the device's thread, which is current
             if self._sums:
                 return made, None
             stream.wait_event(made)
             return self._copy(name, index, gradient)
 
     def _copy(self, name: str, index: int, array: Array) -> tuple[Any, HostArray]:
-        """Queue the copy of a device array on the copy stream of its lane."""
-        cupy, stream = self._lanes[index].device.xp, self._streams[index]
+        """Queue the copy of a device array on the copy stream of its device."""
+        cupy, stream = self._threads[index].device.xp, self._streams[index]
         host = self._pinned.get((name, index))
         if host is None:
             host = self._pinned[name, index] = _pinned(array)
@@ -123,7 +123,7 @@ class Downloads:
 
     def _sum(self, name: str, gradients: Sequence[Array], made: Sequence[Any]) -> tuple[Any, HostArray]:
         """The sum over the devices on the first, as ``((g0 + g1) + g2) + …``; halves are summed in float32."""
-        device, stream = self._lanes[0].device, self._streams[0]
+        device, stream = self._threads[0].device, self._streams[0]
         cupy = device.xp
         with device.current(), stream:
             for event in made:
@@ -155,11 +155,11 @@ def _send_all(downloads: weakref.ref[Downloads], jobs: queue.SimpleQueue[_Job | 
         del owner
 
 
-def _new_stream(lane: Lane) -> Any:
-    if not lane.device.is_cuda:
+def _new_stream(thread: DeviceThread) -> Any:
+    if not thread.device.is_cuda:
         return None
-    with lane.device.current():
-        return lane.device.xp.cuda.Stream(non_blocking=True)
+    with thread.device.current():
+        return thread.device.xp.cuda.Stream(non_blocking=True)
 
 
 def _pinned(array: Array) -> HostArray:

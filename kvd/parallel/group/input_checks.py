@@ -1,4 +1,4 @@
-"""Whether arrays that somebody gives to a group fit what was bound."""
+"""Whether the arrays given to a group fit what was bound."""
 
 from __future__ import annotations
 
@@ -34,8 +34,30 @@ def fitting(name: str, value: Any, shape: Shape) -> Array:
     return array
 
 
-def checked_input(desc: DataDesc, array: Array) -> Array:
-    """``array``, which must have the shape that was bound and a dtype that can become the bound one."""
+def fit_batch(
+    batch: DataBatch, binding: Binding, needs_labels: bool, may_resize: bool
+) -> tuple[list[tuple[DataDesc, Array]], int]:
+    """The arrays of a batch with their descriptions, and the number of samples to bind to before they can be used.
+
+    Arguments:
+        may_resize: take a batch of another size than bound, with the descriptions for that size.
+
+    Raises:
+        InputMismatch: the number of arrays differs from the bound one, or labels are needed and missing.
+        ShapeMismatch, DtypeMismatch: an array does not have the bound shape, or no dtype that can become the bound one.
+    """
+    descs, arrays = batch_arrays(batch, binding, needs_labels)
+    size = common_size(descs, arrays) if may_resize else None
+    if size is None:
+        size = binding.batch_size
+    if size != binding.batch_size:
+        descs = [desc.with_batch_size(size) for desc in descs]
+    for desc, array in zip(descs, arrays, strict=True):
+        _check_input(desc, array)
+    return list(zip(descs, arrays, strict=True)), size
+
+
+def _check_input(desc: DataDesc, array: Array) -> None:
     axis = desc.batch_axis
     if array.shape != desc.shape:
         others_agree = array.ndim == len(desc.shape) and all(
@@ -47,7 +69,6 @@ def checked_input(desc: DataDesc, array: Array) -> Array:
         )
     if not np.can_cast(array.dtype, np.dtype(desc.dtype), casting="same_kind"):
         raise DtypeMismatch(f"{desc.name} has dtype {array.dtype}, but was bound with {desc.dtype}", key=desc.name)
-    return array
 
 
 def batch_arrays(batch: DataBatch, binding: Binding, needs_labels: bool) -> tuple[list[DataDesc], list[Array]]:

@@ -1,48 +1,44 @@
-"""Between a group and a store: gradients leave while backward still runs, weights are back for the next forward."""
+"""The gradient pipeline: gradients leave while backward still runs, weights are back for the next forward.
+
+Where a gradient waits: for the other devices' gradients in `GradientPipeline.completed`; for its turn and for credit in
+the outbox of the store's worker (`kvd.core.worker.outbox`); for the store's answer, which brings the weights, in
+`ParameterSlot.wait`, called by `GradientPipeline.receive`.
+"""
 
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias, get_args
 
+from kvd.client.store import KVStore
 from kvd.compute.arrays import sum_devices
-from kvd.errors import ConfigError, InputMismatch, KeyExists, NotAllowed
+from kvd.errors import ConfigError, InputMismatch, NotAllowed
 from kvd.optimizer import Optimizer, with_hyperparameters
 from kvd.parallel.device import Array, HostArray
-from kvd.parallel.device_threads import run_on_all
+from kvd.parallel.group.binding import Binding, BoundModel
 from kvd.parallel.group.downloads import Downloads
-from kvd.parallel.group.parameters import copy_out, host_arrays
-from kvd.parallel.group.pipeline_slot import LocalUpdate, Slot
-
-if TYPE_CHECKING:
-    from kvd.client.store import KVStore
-    from kvd.parallel.group.group import DataParallelExecutorGroup
+from kvd.parallel.group.parameter_keys import ParameterKeys
+from kvd.parallel.group.parameter_slot import make_slot
+from kvd.parallel.group.parameters import host_arrays, put_on_devices, write_means
 
 #: ``"server"``: what comes back is the weight. ``"local"``: it is the merged gradient, and each worker updates.
 Update: TypeAlias = Literal["server", "local"]
 
 
-#: The stores that this process has fed: what they counted for this worker since is its own work. For each, the feed
-#: that has the bound arrays of a key: a second one would write into what the first has sent.
-_fed: weakref.WeakKeyDictionary[KVStore, weakref.WeakValueDictionary[str, Feed]] = weakref.WeakKeyDictionary()
-
-
-class Feed:
+class GradientPipeline:
     """A group bound to a store; `DataParallelExecutorGroup.bind_to` makes it.
 
     **When it is made**, every parameter becomes a key with rank 0's value, and all workers pull it; so do states
-    (``aux:NAME``). A key that is there already keeps its value. A worker that is started anew under its old node id
-    goes back to the step in which its predecessor died.
+    (``aux:NAME``). A key that exists already keeps its value. A worker that is restarted under its old node id goes
+    back to the step in which its predecessor died.
 
     **In backward**, a parameter whose gradient is complete on all devices is sent, with ``-i`` as the priority of the
     i-th parameter: the last layer is ready first, but the first layer, which the next forward needs first, overtakes
-    it. With ``detect_anomaly`` nothing is sent before all gradients are known to be finite. On CUDA the way to the
-    host is a stream of its own, see `kvd.parallel.feed_cuda`. Gradients of CPUs are not copied to be sent: backward
-    writes them, or their sum over several devices, where the servers of this host read them (``kv.bind``). The
-    `grad_arrays` of a single CPU are those arrays: only read them between a backward and the next forward.
+    it. With ``detect_anomaly`` nothing is sent before all gradients are known to be finite. On CUDA the copies to the
+    host have a stream of their own, see `kvd.parallel.group.downloads`. Gradients of CPUs are not copied to be sent:
+    backward writes them, or their sum over several devices, where the servers of this host read them (``kv.bind``).
+    The `grad_arrays` of a single CPU are those arrays: only read them between a backward and the next forward.
 
     **In the next forward** (and in ``get_params``) the weights are waited for and copied to every device. Until then
     those on the devices are the old ones: a store may answer while backward still reads them. A backward without a
@@ -57,7 +53,7 @@ class Feed:
         kv: the store.
         keys: parameter → key, of all parameters.
         clock: how many steps of this worker the store had counted when this was made: 0, unless the worker was
-            started anew, or trained with these keys before.
+            restarted, or trained with these keys before.
         done_before: of these, the steps of a predecessor that died: the program goes on after them.
         update: as given.
 
@@ -72,18 +68,19 @@ class Feed:
 
     def __init__(
         self,
-        group: DataParallelExecutorGroup,
+        bound: BoundModel,
         kv: KVStore,
         names: Mapping[str, str | int],
         optimizer: Optimizer | None,
         update: Update,
     ) -> None:
+        binding = bound.binding
         self.kv = kv
-        self.keys = _keys(group.param_names, names)
-        _check_request(group, optimizer, update)
-        self._group = group
+        self._parameter_keys = ParameterKeys(kv, binding, names)
+        self.keys = self._parameter_keys.params
+        _check_request(binding, optimizer, update)
+        self._bound = bound
         self._lock = threading.Lock()
-        self._aux_keys = {name: f"aux:{name}" for name in group.aux_names}
         self._in_step = self._has_sent = False
         self._samples = 1
         self._sends_when_ready = True
@@ -92,53 +89,70 @@ class Feed:
             optimizer = with_hyperparameters(optimizer, {"rescale_grad": optimizer.rescale_grad * scale})
         if update == "server" and optimizer is not None:
             kv.set_optimizer(optimizer)
-        self._init_keys()
+        self._parameter_keys.init(binding)
         self.clock = self._find_step(update)
-        has_gpu = any(device.is_cuda for device in group.devices)
-        bound = {} if has_gpu else self._bound_arrays()
-        self._slots = self._make_slots(bound, optimizer if update == "local" else None)
-        self._pull_all()  # and then nothing that was sent before is on its way any more
+        trained = set(binding.trained)
+        has_gpu = any(thread.device.is_cuda for thread in bound.threads)
+        arrays = {} if has_gpu else self._parameter_keys.bind(binding.trained)
+        self._slots = {
+            name: make_slot(
+                self.keys[name],
+                -index,
+                own,
+                arrays.get(name),
+                optimizer if update == "local" else None,
+                name in trained,
+            )
+            for index, (name, own) in enumerate(host_arrays(binding, list(self.keys)).items())
+        }
+        self._pull_all()  # after it, nothing that was sent before is still on its way
         self.update: Update = update
-        self.done_before = self.clock if kv.restarted and kv not in _fed else 0
-        self._take_over(bound)
-        self._downloads = Downloads(group.lanes, "device" in kv.type, self._send) if has_gpu else None
+        self.done_before = self.clock if kv.restarted and not self._parameter_keys.was_used_here() else 0
+        if len(binding.executors) == 1:  # a single device computes its gradients in the memory of the store
+            binding.executors[0].use_gradients({name: gradient for name, (gradient, _) in arrays.items()})
+        self._parameter_keys.claim(list(arrays), self)
+        self._downloads = Downloads(bound.threads, "device" in kv.type, self._send) if has_gpu else None
 
-    def check_covers(self, group: DataParallelExecutorGroup) -> None:
-        """Raises NotAllowed if the group has a parameter or state without a key here."""
-        unknown = [name for name in group.param_names if name not in self._slots]
-        unknown += [name for name in group.aux_names if name not in self._aux_keys]
+    def check_covers(self, binding: Binding) -> None:
+        """Raises NotAllowed if the binding has a parameter or state without a key here."""
+        described = binding.description
+        unknown = [name for name in described.params if name not in self.keys]
+        unknown += [name for name in described.aux if name not in self._parameter_keys.states]
         if unknown:
             raise NotAllowed(f"shared_group is bound to a store without {', '.join(unknown)}: bind the larger group")
 
     # ── one step ──
 
-    def begin(self, group: DataParallelExecutorGroup, when_ready: bool) -> None:
-        """Backward of ``group`` starts; with ``when_ready`` gradients are sent at once, else by `end`.
+    def begin(self, bound: BoundModel, when_ready: bool) -> None:
+        """Backward of a group starts; with ``when_ready`` gradients are sent at once, else by `end`.
 
         Raises:
-            NotAllowed: the backward before failed when some of its gradients had gone.
+            NotAllowed: the last backward failed after some of its gradients had been sent.
             As `receive`, where there was no forward since the backward before.
         """
         self._check_whole()
         for slot in self._slots.values():
             slot.wait()  # its gradient is read until then
-        self._in_step, self._has_sent, self._group = True, False, group
+        self._in_step, self._has_sent, self._bound = True, False, bound
         self._sends_when_ready = when_ready
-        self._samples = group.get_batch_size()
+        self._samples = bound.binding.batch_size
         for slot in self._slots.values():
             slot.ready = 0
 
     def completed(self, index: int, name: str) -> None:
-        """The gradient of parameter ``name`` is complete on device ``index``. Called from the devices' threads."""
+        """The gradient of parameter ``name`` is complete on device ``index``. Called from the devices' threads.
+
+        The last device to complete it sends it, so a gradient waits here for those of the other devices.
+        """
         with self._lock:
             slot = self._slots[name]
             slot.ready += 1
-            is_last = slot.ready == len(self._group.devices)
+            is_last = slot.ready == len(self._bound.threads)
         if self._sends_when_ready:
             self._hand_over(index, name, is_last)
 
     def end(self) -> None:
-        """Backward is done on all devices; on return every gradient is on its way."""
+        """Backward is done on all devices; on return the store has every gradient to send."""
         if not self._sends_when_ready:
             for name, slot in self._slots.items():
                 for index in range(slot.ready):
@@ -148,7 +162,7 @@ class Feed:
         self._in_step = False
 
     def receive(self) -> None:
-        """Returns when the weights of the last step are on every device.
+        """Wait for the weights of the last step; they are on every device on return.
 
         Raises:
             What the store raises for them: NodeLost, RequestTimeout and the like; again when it is called again.
@@ -166,7 +180,7 @@ class Feed:
     # ── besides the steps ──
 
     def pull(self) -> None:
-        """Take the store's newest weights, as a worker does that left the rounds.
+        """Take the store's newest weights, as a worker that left the rounds does.
 
         Raises:
             NotAllowed: ``update="local"``: the store holds no weights.
@@ -181,17 +195,17 @@ class Feed:
 
         All workers call it, at the same point of their programs; it is a round of the store.
         """
-        if not self._aux_keys:
+        states = list(self._parameter_keys.states)
+        if not states:
             return
         self.receive()
-        executors, names = self._group.executors, list(self._aux_keys)
-        own = host_arrays(executors, names)
-        copy_out(executors, replace(self._group.description, params={}), {}, own)
-        self.kv.broadcast(list(self._aux_keys.values()), [own[name] for name in names])
-        self._to_devices(own)
+        values = host_arrays(self._bound.binding, states)
+        write_means(self._bound.binding, values)
+        self._parameter_keys.broadcast_states(values)
+        self._to_devices(values)
 
     def local_states(self) -> dict[str, HostArray]:
-        """What the workers' own optimizer remembers, as arrays ``NAME|…``; empty with ``update="server"``."""
+        """The state of the worker's own optimizer, as arrays ``NAME|…``; empty with ``update="server"``."""
         return {
             f"{name}|{part}": array
             for name, slot in self._slots.items()
@@ -221,56 +235,8 @@ class Feed:
                 "the last backward failed after it had sent some gradients: restart this worker to redo it"
             )
 
-    def _bound_arrays(self) -> dict[str, tuple[HostArray, HostArray]]:
-        """Name → the store's arrays for gradient and weight, of each trained parameter whose no other feed has."""
-        taken: Collection[str] = _fed.get(self.kv, ())
-        names = [name for name in self._group.executors[0].grads if self.keys[name] not in taken]
-        gradients, weights = self.kv.bind([self.keys[name] for name in names])
-        return dict(zip(names, zip(gradients, weights, strict=True), strict=True))
-
-    def _make_slots(self, bound: Mapping[str, tuple[HostArray, HostArray]], local: Optimizer | None) -> dict[str, Slot]:
-        executors, slots = self._group.executors, {}
-        for index, (name, own) in enumerate(host_arrays(executors, self._group.param_names).items()):
-            is_trained = name in executors[0].grads
-            gradient, incoming = bound.get(name, (None, own))
-            if (incoming.shape, incoming.dtype) != (own.shape, own.dtype):
-                incoming = own  # a key of another model: the pull that comes next says so
-            if local is not None and is_trained:
-                slots[name] = Slot(
-                    self.keys[name], -index, own, gradient, LocalUpdate.of(local, own, incoming), is_trained
-                )
-            else:
-                slots[name] = Slot(self.keys[name], -index, incoming, gradient, None, is_trained)
-        return slots
-
-    def _take_over(self, bound: Mapping[str, tuple[HostArray, HostArray]]) -> None:
-        """From now on gradients are made in the memory of the store: by a single device itself."""
-        executors = self._group.executors
-        if len(executors) == 1:
-            executors[0].use_gradients({name: gradient for name, (gradient, _) in bound.items()})
-        taken = _fed.setdefault(self.kv, weakref.WeakValueDictionary())
-        taken.update(dict.fromkeys([self.keys[name] for name in bound], self))
-
-    def _init_keys(self) -> None:
-        own = host_arrays(self._group.executors, [*self.keys, *self._aux_keys])
-        params = {name: own[name] for name in self.keys}
-        states = {name: own[name] for name in self._aux_keys}
-        copy_out(self._group.executors, self._group.description, params, states)
-        keys = {**self.keys, **self._aux_keys}
-        errors: list[BaseException | None] = []
-        handles = []
-        for name, value in own.items():
-            try:
-                handles.append(self.kv.init_async(keys[name], value))
-            except KeyExists as error:  # a store in this process answers at once
-                errors.append(error)
-        errors += [handle.exception() for handle in handles]
-        for failure in errors:  # a key that is live keeps its value, whoever made it
-            if failure is not None and not isinstance(failure, KeyExists):
-                raise failure
-
     def _find_step(self, update: Update) -> int:
-        clocks = [self.kv.clock(self.keys[name]) for name in self._group.executors[0].grads]
+        clocks = self._parameter_keys.clocks(self._bound.binding.trained)
         step = min(clocks, default=0)
         if update == "local" and max(clocks, default=0) > 0:
             raise NotAllowed(
@@ -283,15 +249,12 @@ class Feed:
 
     def _pull_all(self) -> None:
         values: dict[str, HostArray] = {name: slot.weights for name, slot in self._slots.items()}
-        values |= host_arrays(self._group.executors, list(self._aux_keys))
-        keys = {**self.keys, **self._aux_keys}
-        handles = [self.kv.pull_async(keys[name], out=value) for name, value in values.items()]
-        for handle in handles:
-            handle.wait()
+        values |= host_arrays(self._bound.binding, list(self._parameter_keys.states))
+        self._parameter_keys.pull(values)
         self._to_devices(values)
 
     def _hand_over(self, index: int, name: str, is_last: bool) -> None:
-        gradients: list[Array] = [executor.grads[name] for executor in self._group.executors]
+        gradients: list[Array] = [executor.grads[name] for executor in self._bound.executors]
         if self._downloads is not None:
             self._downloads.completed(index, name, gradients)
         elif is_last:
@@ -308,37 +271,17 @@ class Feed:
         )
 
     def _to_devices(self, values: Mapping[str, HostArray]) -> None:
-        executors = self._group.executors
-
-        def copy(index: int) -> None:
-            executor = executors[index]
-            for name, value in values.items():
-                target = executor.params.get(name)
-                if target is None:
-                    target = executor.aux.get(name)
-                if target is not None:  # of a group that shares a part of the parameters only
-                    executor.device.put(target, value)
-
-        run_on_all(self._group.lanes, copy)
+        """A group that shares a part of the parameters only has not all of the names."""
+        put_on_devices(self._bound.threads, self._bound.executors, values)
 
 
-def _keys(params: Sequence[str], names: Mapping[str, str | int]) -> dict[str, str]:
-    unknown = [name for name in names if name not in params]
-    if unknown:
-        raise InputMismatch(f"names has {', '.join(unknown)}, no parameter of the model", setting="names")
-    keys = {name: str(names.get(name, name)) for name in params}
-    if len(set(keys.values())) < len(keys):
-        raise ConfigError("two parameters have one key", setting="names")
-    return keys
-
-
-def _check_request(group: DataParallelExecutorGroup, optimizer: Optimizer | None, update: Update) -> None:
+def _check_request(binding: Binding, optimizer: Optimizer | None, update: Update) -> None:
     if update not in get_args(Update):
         raise ConfigError(f'update={update!r} is neither "server" nor "local"', setting="update")
     if update == "local" and optimizer is None:
         raise ConfigError('update="local" needs the optimizer to update with', setting="optimizer")
-    requests = group.executors[0].grad_req
-    added = [name for name in group.param_names if requests[name] == "add"]
+    requests = binding.executors[0].grad_req
+    added = [name for name in binding.description.params if requests[name] == "add"]
     if added:
         raise ConfigError(
             f'{", ".join(added)}: gradients of grad_req="add" are sums whose end only the program knows; '

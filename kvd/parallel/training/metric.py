@@ -8,29 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any
 
 import numpy as np
 
 from kvd.errors import ConfigError, ShapeMismatch
 from kvd.parallel.device import HostArray
+from kvd.parallel.group.monitoring import Arrays, Metric
 from kvd.parallel.models.numpy.layers import whole_numbers
-
-#: An array (NumPy, CuPy, torch …), or a list or tuple of them, one per output.
-Arrays: TypeAlias = Any
-
-
-@runtime_checkable
-class Metric(Protocol):
-    """What a group can update and `fit` can show; objects of torchmetrics' shape fit when wrapped in these two."""
-
-    def update(self, labels: Arrays, outputs: Arrays) -> None:
-        """Take in the labels and outputs of a batch or of a device's part of it."""
-        ...
-
-    def get(self) -> Any:
-        """(name, value); for several, (names, values)."""
-        ...
 
 
 class Mean:

@@ -1,4 +1,4 @@
-"""One parameter on its way between a group and a store."""
+"""One parameter between a group and a store: its gradient on the way there, its weights on the way back."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class LocalUpdate:
 
     Attributes:
         optimizer: the rule, its ``rescale_grad`` included.
-        gradient: shaped and typed as the parameter; receives what the workers' gradients were merged into.
+        gradient: shaped and typed as the parameter; receives the merged gradient of all workers.
         spare: a second array for the weights, which an update writes while it reads the first.
-        state: what the optimizer remembers.
+        state: of the optimizer.
     """
 
     optimizer: Optimizer
@@ -30,26 +30,21 @@ class LocalUpdate:
     spare: HostArray
     state: SliceState = field(default_factory=SliceState)
 
-    @classmethod
-    def of(cls, optimizer: Optimizer, like: HostArray, gradient: HostArray | None = None) -> LocalUpdate:
-        """For a parameter shaped and typed as ``like``, and so the ``gradient``; None: a new array."""
-        return cls(optimizer, np.empty_like(like) if gradient is None else gradient, np.empty_like(like))
-
 
 @dataclass
-class Slot:
-    """One parameter.
+class ParameterSlot:
+    """The place of one parameter in a gradient pipeline.
 
     Attributes:
         key: in the store.
         priority: of its pushes and pulls.
-        weights: on the host, as of the last step that was waited for.
+        weights: on the host, as of the last step that `wait` has returned for.
         gradient: the sum over the devices, in memory that the store sends without a copy: not to be written to from
             the push until `wait` has returned. None: the store copies what it is given.
-        local: None where the store updates.
+        local: the worker's own update; None where the store updates.
         is_trained: whether gradients are sent.
         ready: on how many devices the gradient of this step is complete.
-        handle: of the step that is under way, None between steps.
+        handle: of the step under way; None between steps.
     """
 
     key: str
@@ -63,11 +58,15 @@ class Slot:
 
     @property
     def incoming(self) -> HostArray:
-        """Where the store's answer goes."""
+        """Where the store's answer goes: the weights, or the merged gradient for a local update."""
         return self.weights if self.local is None else self.local.gradient
 
     def wait(self) -> None:
-        """Return when `weights` are those after the step. Raises what the store raised."""
+        """Wait for the store's answer to this step's gradient. On return `weights` are those after the step.
+
+        Raises:
+            What the store raised for the pushpull of the gradient, such as NodeLost or RequestTimeout.
+        """
         if self.handle is None:
             return
         self.handle.wait()
@@ -85,3 +84,28 @@ class Slot:
         if any(slot.size != self.weights.size for slot in state.slots.values()):
             raise InputMismatch(f"the optimizer's state of {self.key} is of another size", setting=self.key)
         self.local.state = state
+
+
+def make_slot(
+    key: str,
+    priority: int,
+    own: HostArray,
+    bound: tuple[HostArray, HostArray] | None,
+    optimizer: Optimizer | None,
+    is_trained: bool,
+) -> ParameterSlot:
+    """The slot of one parameter.
+
+    Arguments:
+        own: a host array shaped and typed as the parameter.
+        bound: the store's arrays for its gradient and its weights (``kv.bind``), if this pipeline may use them.
+        optimizer: of the local update; None: the store updates.
+    """
+    gradient, incoming = (None, own) if bound is None else bound
+    if (incoming.shape, incoming.dtype) != (own.shape, own.dtype):
+        incoming = own  # a key of another model: the pull that comes next says so
+    if optimizer is None or not is_trained:
+        return ParameterSlot(key, priority, incoming, gradient, None, is_trained)
+    merged = np.empty_like(own) if incoming is own else incoming
+    local = LocalUpdate(optimizer, merged, np.empty_like(own))
+    return ParameterSlot(key, priority, own, gradient, local, is_trained)
