@@ -11,6 +11,7 @@ import torch
 
 from kvd.errors import ConfigError, DtypeMismatch, KeyNotFound, NotAllowed, ShapeMismatch
 from kvd.parallel import DataBatch, DataDesc, DataParallelExecutorGroup, Device, TorchModel
+from tests.parallel.group_harness import Groups, summed_gradients
 
 F: Any = torch.nn.functional
 GENERATOR = np.random.default_rng(5)
@@ -29,20 +30,11 @@ def convolutions() -> torch.nn.Module:
 def group_of(
     module: torch.nn.Module, devices: int = 3, loss: Any = None, **arguments: Any
 ) -> DataParallelExecutorGroup:
-    return DataParallelExecutorGroup(
-        TorchModel(module, loss or torch.nn.CrossEntropyLoss()),
-        [f"cpu:{i}" for i in range(devices)],
-        [DataDesc("images", IMAGES.shape)],
-        [DataDesc("classes", (SIZE,), "int64")],
-        **arguments,
-    )
+    model = TorchModel(module, loss or torch.nn.CrossEntropyLoss())
+    return Groups(model, IMAGES.shape[1:], size=SIZE, names=("images", "classes"))(devices=devices, **arguments)
 
 
 BATCH = DataBatch([IMAGES], [CLASSES])
-
-
-def gradients(group: DataParallelExecutorGroup) -> dict[str, Any]:
-    return {name: sum(arrays) for name, arrays in zip(group.param_names, group.grad_arrays, strict=True)}
 
 
 @pytest.mark.parametrize("devices", [1, 3, 5])
@@ -56,7 +48,7 @@ def test_gradients_equal_those_of_torch_on_the_whole_batch_in_float64(devices: i
     group.forward_backward(BATCH)
     assert group.param_names == [name for name, _ in module.named_parameters()]
     for name, parameter in reference.named_parameters():
-        np.testing.assert_allclose(gradients(group)[name], parameter.grad.numpy(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(summed_gradients(group)[name], parameter.grad.numpy(), rtol=1e-5, atol=1e-6)
     assert x.grad is not None
     np.testing.assert_allclose(group.get_input_grads_merged()[0], x.grad.numpy(), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(group.get_outputs_merged()[0], reference(x).detach().numpy(), rtol=1e-5, atol=1e-5)
@@ -84,7 +76,7 @@ def test_data_whose_batch_axis_is_not_the_first() -> None:
         np.testing.assert_allclose(merged, output.detach().numpy(), rtol=1e-5, atol=1e-6)
     for name, parameter in reference.named_parameters():
         assert parameter.grad is not None
-        np.testing.assert_allclose(gradients(group)[name], parameter.grad.numpy(), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(summed_gradients(group)[name], parameter.grad.numpy(), rtol=1e-5, atol=1e-5)
 
 
 class TwoTowers(torch.nn.Module):
@@ -132,8 +124,8 @@ def test_several_inputs_outputs_and_labels(devices: int) -> None:
     towers_loss(outputs, [torch.from_numpy(label).double() for label in labels]).backward()  # type: ignore[no-untyped-call]
     for name, parameter in reference.named_parameters():
         if parameter.grad is not None:
-            np.testing.assert_allclose(gradients(group)[name], parameter.grad.numpy(), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(gradients(group)["idle"], 0)
+            np.testing.assert_allclose(summed_gradients(group)[name], parameter.grad.numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(summed_gradients(group)["idle"], 0)
 
 
 def test_the_last_layers_gradient_is_announced_first_and_complete() -> None:
@@ -179,7 +171,7 @@ def test_a_shared_group_uses_the_same_arrays_and_reshape_keeps_them() -> None:
     whole: Any = copy.deepcopy(convolutions()).double()
     whole[3].bias.data[:] = 2.0
     F.cross_entropy(whole(torch.from_numpy(IMAGES[:5]).double()), torch.from_numpy(CLASSES[:5])).backward()
-    np.testing.assert_allclose(gradients(group)["0.weight"], whole[0].weight.grad.numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(summed_gradients(group)["0.weight"], whole[0].weight.grad.numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_requests() -> None:
@@ -299,7 +291,7 @@ def test_modules_of_other_dtypes(dtype: torch.dtype) -> None:
     assert group.grad_arrays[0][0].dtype.name == name
     (module(torch.from_numpy(x).to(dtype)).float() ** 2).mean().backward()
     np.testing.assert_allclose(
-        np.asarray(gradients(group)["bias"], np.float64), module.bias.grad.double().numpy(), rtol=0.02, atol=0.02
+        np.asarray(summed_gradients(group)["bias"], np.float64), module.bias.grad.double().numpy(), rtol=0.02, atol=0.02
     )
 
 

@@ -28,6 +28,7 @@ from kvd.parallel import (
 )
 from kvd.parallel.group.pipeline import Update
 from kvd.testing.cluster import LocalCluster
+from tests.parallel.group_harness import Groups, assert_close, assert_same, torch_network, torch_weights, weights_of
 
 STEPS, SIZE, WIDTH, HIDDEN = 5, 8, 5, 1200  # the first weight is large enough for shared memory
 GENERATOR = np.random.default_rng(3)
@@ -37,20 +38,7 @@ BATCHES = [DataBatch([x], [y]) for x, y in zip(X, Y, strict=True)]
 NETWORK = Sequential(Dense(HIDDEN), Tanh(), Dense(3), SoftmaxCrossEntropy())
 PARAMS = NETWORK.initialize((SIZE, WIDTH), seed=2)
 RULE = SGD(0.2, momentum=0.9, wd=0.01)
-
-
-def module() -> torch.nn.Module:
-    """The same network with the same weights."""
-    made: Any = torch.nn.Sequential(torch.nn.Linear(WIDTH, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, 3))
-    with torch.no_grad():
-        for parameter, value in zip(made.parameters(), PARAMS.values(), strict=True):
-            parameter.copy_(torch.from_numpy(value))
-    return made  # type: ignore[no-any-return]
-
-
-def float64_module() -> tuple[Any, Any]:
-    """It, and its loss."""
-    return module().double(), torch.nn.functional.cross_entropy
+group_of = Groups(NETWORK, (WIDTH,), PARAMS, devices=1, size=SIZE)
 
 
 def jax_model() -> Model:
@@ -69,24 +57,9 @@ def jax_model() -> Model:
 
 MODELS: dict[str, Callable[[], Model]] = {
     "sequential": lambda: NETWORK,
-    "torch": lambda: TorchModel(module(), torch.nn.CrossEntropyLoss()),
+    "torch": lambda: TorchModel(torch_network(PARAMS), torch.nn.CrossEntropyLoss()),
     "jax": jax_model,
 }
-
-
-def group_of(model: Model = NETWORK, devices: int = 1, size: int = SIZE, **arguments: Any) -> DataParallelExecutorGroup:
-    """A group that starts with `PARAMS`."""
-    data, labels = [DataDesc("data", (size, WIDTH))], [DataDesc("label", (size,), "int64")]
-    group = DataParallelExecutorGroup(model, ["cpu"] * devices, data, labels, **arguments)
-    if isinstance(model, Sequential) and "shared_group" not in arguments:
-        group.set_params(PARAMS)
-    return group
-
-
-def weights_of(group: DataParallelExecutorGroup) -> list[Any]:
-    values = {name: np.empty(shape, np.float32) for name, shape in group.description.params.items()}
-    group.get_params(values, {})
-    return list(values.values())
 
 
 def gradients_of(group: DataParallelExecutorGroup) -> list[list[Any]]:
@@ -95,20 +68,8 @@ def gradients_of(group: DataParallelExecutorGroup) -> list[list[Any]]:
 
 
 def expected(batches: list[DataBatch]) -> list[Any]:
-    """The weights after these steps in float64, by torch and torch.optim."""
-    net, cross_entropy = float64_module()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
-    for batch in batches:
-        assert batch.label is not None
-        optimizer.zero_grad()
-        cross_entropy(net(torch.from_numpy(batch.data[0]).double()), torch.from_numpy(batch.label[0])).backward()
-        optimizer.step()
-    return [parameter.detach().numpy() for parameter in net.parameters()]
-
-
-def assert_near(weights: list[Any], wanted: list[Any]) -> None:
-    for got, value in zip(weights, wanted, strict=True):
-        np.testing.assert_allclose(got, value, rtol=0, atol=2e-6)
+    """The weights after these steps."""
+    return torch_weights(PARAMS, [(batch.data[0], batch.label[0]) for batch in batches if batch.label], RULE)
 
 
 class Copies:
@@ -152,16 +113,15 @@ def test_pushes_copy_nothing_and_the_weights_are_those_of_pushes_that_do(
         with LocalCluster(1, 2) as cluster, monkeypatch.context() as patch:
             if not is_bound:
                 without_bind(patch)
-            group = group_of(MODELS[kind](), devices)
+            group = group_of(MODELS[kind](), devices=devices)
             group.bind_to(cluster.store(), optimizer=RULE, update=update)
             copies = Copies(patch)
             for batch in BATCHES:
                 group.forward_backward(batch)
             results.append(weights_of(group))
             assert copies.count == (0 if is_bound else len(PARAMS) * STEPS)
-    for bound, copied in zip(*results, strict=True):
-        np.testing.assert_array_equal(bound, copied)
-    assert_near(results[0], expected(BATCHES))
+    assert_same(*results)
+    assert_close(results[0], expected(BATCHES))
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -304,9 +264,11 @@ def test_backward_waits_until_the_gradients_of_the_step_before_are_read(update: 
 
 def step_of(batch: DataBatch) -> list[Any]:
     """The gradients at `PARAMS`, in float64."""
-    net, cross_entropy = float64_module()
+    net = torch_network(PARAMS).double()
     assert batch.label is not None
-    cross_entropy(net(torch.from_numpy(batch.data[0]).double()), torch.from_numpy(batch.label[0])).backward()
+    x, y = torch.from_numpy(batch.data[0]).double(), torch.from_numpy(batch.label[0])
+    loss: Any = torch.nn.functional.cross_entropy(net(x), y)
+    loss.backward()
     return [parameter.grad.numpy() for parameter in net.parameters()]
 
 
@@ -323,7 +285,7 @@ def test_a_backward_that_was_refused_changes_nothing(kv: kvd.KVStore) -> None:
     with pytest.raises(NotAllowed, match="needs a forward"):
         group.backward()
     group.forward_backward(BATCHES[1])
-    assert_near(weights_of(group), expected(BATCHES[:2]))
+    assert_close(weights_of(group), expected(BATCHES[:2]))
 
 
 def test_gradients_outlive_the_store() -> None:

@@ -1,8 +1,7 @@
-"""A group bound to a store: the weights of several workers are those of one process on the whole batches."""
+"""The gradient pipeline: several workers end with the weights of one process on the whole batches."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import threading
 import time
@@ -20,8 +19,6 @@ from kvd.optimizer import SGD, Adam, Optimizer
 from kvd.parallel import (
     BatchNorm,
     DataBatch,
-    DataDesc,
-    DataParallelExecutorGroup,
     Dense,
     Model,
     Sequential,
@@ -31,8 +28,8 @@ from kvd.parallel import (
 )
 from kvd.parallel.group.pipeline import Update
 from kvd.testing.cluster import LocalCluster
+from tests.parallel.group_harness import Groups, assert_close, assert_same, torch_network, torch_weights, weights_of
 
-F: Any = torch.nn.functional
 WORKERS, DEVICES, STEPS, SIZE = 2, 2, 6, 8
 GENERATOR = np.random.default_rng(11)
 X = GENERATOR.normal(size=(STEPS, WORKERS * SIZE, 5)).astype(np.float32)
@@ -40,43 +37,7 @@ Y = GENERATOR.integers(0, 3, (STEPS, WORKERS * SIZE))
 NETWORK = Sequential(Dense(16), Tanh(), Dense(3), SoftmaxCrossEntropy())
 PARAMS = NETWORK.initialize((SIZE, 5), seed=2)
 RULE = SGD(0.2, momentum=0.9, wd=0.01)
-
-
-def module() -> torch.nn.Module:
-    """The same network with the same weights."""
-    made: Any = torch.nn.Sequential(torch.nn.Linear(5, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-    with torch.no_grad():
-        for parameter, value in zip(made.parameters(), PARAMS.values(), strict=True):
-            parameter.copy_(torch.from_numpy(value))
-    return made  # type: ignore[no-any-return]
-
-
-def group_of(model: Model, size: int = SIZE, devices: int = DEVICES, **arguments: Any) -> DataParallelExecutorGroup:
-    return DataParallelExecutorGroup(
-        model, ["cpu"] * devices, [DataDesc("data", (size, 5))], [DataDesc("label", (size,), "int64")], **arguments
-    )
-
-
-def weights_of(group: DataParallelExecutorGroup) -> list[Any]:
-    values = {
-        n: np.empty(arrays[0].shape, np.float32)
-        for n, arrays in zip(group.param_names, group.param_arrays, strict=True)
-    }
-    group.get_params(
-        values, {n: np.empty(arrays[0].shape) for n, arrays in zip(group.aux_names, group.aux_arrays, strict=True)}
-    )
-    return list(values.values())
-
-
-def expected(batches: Sequence[tuple[Any, Any]], scale: float = 1.0) -> list[Any]:
-    """One process in float64: torch and torch.optim on the whole batches."""
-    net: Any = copy.deepcopy(module()).double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
-    for x, y in batches:
-        optimizer.zero_grad()
-        (F.cross_entropy(net(torch.from_numpy(x).double()), torch.from_numpy(y)) * scale).backward()
-        optimizer.step()
-    return [parameter.detach().numpy() for parameter in net.parameters()]
+group_of = Groups(NETWORK, (5,), devices=DEVICES, size=SIZE)
 
 
 def train(model: Model, update: Update, sizes: Sequence[int] = (SIZE, SIZE)) -> Any:
@@ -85,7 +46,7 @@ def train(model: Model, update: Update, sizes: Sequence[int] = (SIZE, SIZE)) -> 
     def program(kv: kvd.KVStore) -> Any:
         starts = np.cumsum([0, *sizes])
         own = slice(starts[kv.rank], starts[kv.rank + 1])
-        group = group_of(model, sizes[kv.rank])
+        group = group_of(model, size=sizes[kv.rank])
         if isinstance(model, Sequential):
             group.set_params(PARAMS if kv.rank == 0 else {})  # the others get them
         pipeline = group.bind_to(kv, optimizer=RULE, update=update)
@@ -106,23 +67,24 @@ def train(model: Model, update: Update, sizes: Sequence[int] = (SIZE, SIZE)) -> 
 def test_two_workers_with_two_devices_equal_one_process_and_repeat_bit_for_bit(
     kind: str, merge: str, update: Update
 ) -> None:
+    whole = torch_weights(PARAMS, zip(X, Y, strict=True), RULE)
     results = []
     for _ in range(2):
-        model: Model = NETWORK if kind == "sequential" else TorchModel(module(), torch.nn.CrossEntropyLoss())
+        model: Model = (
+            NETWORK if kind == "sequential" else TorchModel(torch_network(PARAMS), torch.nn.CrossEntropyLoss())
+        )
         with LocalCluster(WORKERS, 2, merge=merge) as cluster:
             results += cluster.run(train(model, update))
     for weights in results:
-        for got, wanted, first in zip(weights, expected(list(zip(X, Y, strict=True))), results[0], strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
-            np.testing.assert_array_equal(got, first)
+        assert_close(weights, whole, atol=1e-6)
+        assert_same(weights, results[0])
 
 
 def test_unequal_batches_of_the_workers_merged_by_samples() -> None:
     with LocalCluster(WORKERS, 1, merge="weighted") as cluster:
         results = cluster.run(train(NETWORK, "server", sizes=(11, 5)))
     for weights in results:
-        for got, wanted in zip(weights, expected(list(zip(X, Y, strict=True))), strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+        assert_close(weights, torch_weights(PARAMS, zip(X, Y, strict=True), RULE), atol=1e-6)
 
 
 def test_device_types_and_asynchronous_stores_take_a_group_too() -> None:
@@ -144,8 +106,7 @@ def test_device_types_and_asynchronous_stores_take_a_group_too() -> None:
         with kvd.create(kind) as kv:
             results.append(program(kv))
     for weights in results:
-        for got, wanted in zip(weights, expected(whole), strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+        assert_close(weights, torch_weights(PARAMS, whole, RULE), atol=1e-6)
 
 
 class Recorder(kvd.KVStore):
@@ -232,8 +193,7 @@ def test_fixed_parameters_and_states_come_from_rank_0_and_are_not_sent() -> None
 
     with LocalCluster(WORKERS, 1) as cluster:
         first, second = cluster.run(program)
-    for mine, theirs in zip(first, second, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    assert_same(first, second)
 
 
 def test_groups_that_share_parameters_feed_one_store() -> None:
@@ -241,7 +201,7 @@ def test_groups_that_share_parameters_feed_one_store() -> None:
         group = group_of(NETWORK)
         group.set_params(PARAMS)
         group.bind_to(kv, optimizer=RULE)
-        small = group_of(NETWORK, 4, shared_group=group)
+        small = group_of(size=4, shared_group=group)
         assert small.pipeline is group.pipeline
         group.forward_backward(DataBatch([X[0, :SIZE]], [Y[0, :SIZE]]))
         small.forward_backward(DataBatch([X[1, :4]], [Y[1, :4]]))
@@ -250,8 +210,7 @@ def test_groups_that_share_parameters_feed_one_store() -> None:
         with pytest.raises(NotAllowed, match="without dense2_weight, dense2_bias"):
             group_of(larger, shared_group=group)
     batches = [(X[0, :SIZE], Y[0, :SIZE]), (X[1, :4], Y[1, :4])]
-    for got, wanted in zip(weights, expected(batches), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+    assert_close(weights, torch_weights(PARAMS, batches, RULE), atol=1e-6)
 
 
 def test_a_second_group_takes_over_what_the_store_has() -> None:
@@ -262,10 +221,22 @@ def test_a_second_group_takes_over_what_the_store_has() -> None:
         first.forward_backward(DataBatch([X[0, :SIZE]], [Y[0, :SIZE]]))
         second = group_of(NETWORK)
         assert second.bind_to(kv).clock == 1
-        for mine, theirs in zip(weights_of(second), weights_of(first), strict=True):
-            np.testing.assert_array_equal(mine, theirs)
+        assert_same(weights_of(second), weights_of(first))
         with pytest.raises(NotAllowed, match="the store holds no weights"):
             group_of(NETWORK).bind_to(kv, optimizer=RULE, update="local")
+
+
+def test_two_local_updates_on_the_same_keys_each_have_a_gradient_and_weights_of_their_own() -> None:
+    with kvd.create("local") as kv:
+        first, second = group_of(), group_of()
+        first.set_params(PARAMS)
+        for group in (first, second):
+            group.bind_to(kv, optimizer=RULE, update="local")
+        for x, y in zip(X[:2], Y[:2], strict=True):
+            second.forward_backward(DataBatch([x[:SIZE]], [y[:SIZE]]))
+        weights = weights_of(second)
+    batches = [(x[:SIZE], y[:SIZE]) for x, y in zip(X[:2], Y[:2], strict=True)]
+    assert_close(weights, torch_weights(PARAMS, batches, RULE), atol=1e-6)
 
 
 def test_nothing_leaves_when_a_gradient_is_not_finite() -> None:
@@ -280,8 +251,7 @@ def test_nothing_leaves_when_a_gradient_is_not_finite() -> None:
     assert kv.calls == []
     group.forward_backward(DataBatch([X[0, :SIZE]], [Y[0, :SIZE]]))
     assert len(kv.calls) == 4
-    for got, wanted in zip(weights_of(group), expected([(X[0, :SIZE], Y[0, :SIZE])]), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+    assert_close(weights_of(group), torch_weights(PARAMS, [(X[0, :SIZE], Y[0, :SIZE])], RULE), atol=1e-6)
 
 
 def test_a_backward_that_fails_halfway_is_not_followed_by_another() -> None:
@@ -351,7 +321,6 @@ def test_the_state_of_a_local_update_can_be_saved_and_loaded(optimizer: Optimize
     whole, _ = run(PARAMS, None, batches)
     half, states = run(PARAMS, None, batches[:3])
     rest, _ = run(dict(zip(PARAMS, half, strict=True)), states, batches[3:])
-    for mine, theirs in zip(rest, whole, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    assert_same(rest, whole)
     with pytest.raises(InputMismatch, match="not those of this group"):
         run(PARAMS, {"other|step": np.asarray(3)}, [])
