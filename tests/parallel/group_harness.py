@@ -10,7 +10,16 @@ import numpy as np
 import torch
 
 from kvd.optimizer import SGD
-from kvd.parallel import DataDesc, DataParallelExecutorGroup, Model
+from kvd.parallel import (
+    DataBatch,
+    DataDesc,
+    DataParallelExecutorGroup,
+    Dense,
+    Model,
+    ReLU,
+    Sequential,
+    SoftmaxCrossEntropy,
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,21 @@ class Groups:
         data, label = self.names
         labels = [] if self.label is None else [DataDesc(label, (size,), self.label)]
         return [DataDesc(data, (size, *self.features))], labels
+
+
+#: A small classifier and a batch of 11 samples, which divides evenly over no number of devices but 1 and 11.
+MODEL = Sequential(Dense(4), ReLU(), Dense(3), SoftmaxCrossEntropy())
+GENERATOR = np.random.default_rng(0)
+X = GENERATOR.normal(size=(11, 2)).astype(np.float32)
+Y = GENERATOR.integers(0, 3, 11)
+BATCH = DataBatch([X], [Y])
+PARAMS = MODEL.initialize(X.shape, seed=1)
+group_of = Groups(MODEL, (2,), PARAMS, devices=3, size=11)
+
+
+def descs(size: int = 11) -> tuple[list[DataDesc], list[DataDesc]]:
+    """Of the data and labels of `group_of`."""
+    return group_of.descs(size)
 
 
 def weights_of(group: DataParallelExecutorGroup) -> list[Any]:

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvd.errors import DtypeMismatch, ShapeMismatch
+from kvd.errors import ShapeMismatch
 from kvd.parallel import (
-    Accuracy,
     BatchNorm,
     Conv2D,
     DataBatch,
@@ -24,26 +23,14 @@ from kvd.parallel import (
     Dropout,
     Flatten,
     InputMismatch,
-    MeanSquaredError,
     ModelDescription,
-    ReLU,
     Sequential,
     SoftmaxCrossEntropy,
     Tanh,
 )
-from tests.parallel.group_harness import Groups, summed_gradients
+from tests.parallel.group_harness import BATCH, MODEL, PARAMS, X, Y, descs, group_of, summed_gradients
 
-MODEL = Sequential(Dense(4), ReLU(), Dense(3), SoftmaxCrossEntropy())
-GENERATOR = np.random.default_rng(0)
-X = GENERATOR.normal(size=(11, 2)).astype(np.float32)
-Y = GENERATOR.integers(0, 3, 11)
-BATCH = DataBatch([X], [Y])
-PARAMS = MODEL.initialize(X.shape, seed=1)
-group_of = Groups(MODEL, (2,), PARAMS, devices=3, size=11)
-
-
-def descs(size: int = 11) -> tuple[list[DataDesc], list[DataDesc]]:
-    return group_of.descs(size)
+GENERATOR = np.random.default_rng(1)
 
 
 @pytest.mark.parametrize("devices", [1, 3, 5])
@@ -239,102 +226,6 @@ def test_get_params_is_the_mean_in_place() -> None:
     assert np.array_equal(equal["dense0_weight"], group.param_arrays[2][0])  # the mean of equals is exactly that
 
 
-def test_reshape_there_and_back() -> None:
-    group = group_of(devices=3)
-    group.forward_backward(BATCH)
-    first, arrays, executors = summed_gradients(group), group.param_arrays, group.executors
-    group.reshape(*descs())
-    assert group.executors == executors  # nothing changed, nothing done
-    group.reshape(*descs(7))
-    assert group.get_batch_size() == 7
-    assert [part.stop - part.start for part in group.slices] == [3, 2, 2]
-    group.forward_backward(DataBatch([X[:7]], [Y[:7]]))
-    assert group.get_outputs_merged()[0].shape == (7, 3)
-    group.reshape(*descs())
-    group.forward_backward(BATCH)
-    for name, gradient in summed_gradients(group).items():
-        assert np.array_equal(gradient, first[name])
-    for before, after in zip(arrays, group.param_arrays, strict=True):
-        assert all(x is y for x, y in zip(before, after, strict=True))
-    assert [executor.step for executor in group.executors] == [3, 3, 3]
-
-
-def test_reshape_to_more_samples() -> None:
-    group, expected = group_of(devices=3, size=4), group_of(devices=3)
-    group.forward_backward(DataBatch([X[:4]], [Y[:4]]))
-    group.reshape(*descs())
-    for either in (group, expected):
-        either.forward_backward(BATCH)
-    for name, gradient in summed_gradients(group).items():
-        assert np.array_equal(gradient, summed_gradients(expected)[name])
-
-
-def test_reshape_notices_dtype_and_layout() -> None:
-    group = group_of(devices=2)
-    with pytest.raises(DtypeMismatch, match="label has dtype float64, but was bound with int64"):
-        group.forward(DataBatch([X], [Y.astype(np.float64)]))
-    group.reshape(descs()[0], [DataDesc("label", (11,), "float64")])
-    group.forward(DataBatch([X], [Y.astype(np.float64)]))
-    group.reshape([DataDesc("data", (2, 11), layout="CN")], descs()[1])
-    group.forward(DataBatch([X.T], [Y]))
-    (moved,) = group.get_outputs_merged()
-    group.reshape(*descs())
-    group.forward(BATCH)
-    assert np.array_equal(group.get_outputs_merged()[0], moved)
-
-
-def test_reshape_that_fails_changes_nothing() -> None:
-    group = group_of(devices=3)
-    for data, label, message in (
-        ([DataDesc("data", (2, 2))], [DataDesc("label", (2,))], "Too many slices"),
-        ([DataDesc("data", (11, 2))], [DataDesc("label", (7,))], "disagree"),
-        ([DataDesc("data", (11, 3))], None, r"dense0_weight has shape \(4, 2\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            group.reshape(data, label)
-        assert group.get_batch_size() == 11
-    group.forward_backward(BATCH)
-
-
-def test_automatic_reshape() -> None:
-    group, expected = group_of(devices=3, reshape="auto"), group_of(devices=3, size=8)
-    group.forward(BATCH)
-    group.forward_backward(DataBatch([X[:8]], [Y[:8]]))
-    expected.forward_backward(DataBatch([X[:8]], [Y[:8]]))
-    assert group.get_batch_size() == 8
-    for name, gradient in summed_gradients(group).items():
-        assert np.array_equal(gradient, summed_gradients(expected)[name])
-    with pytest.raises(ShapeMismatch):
-        group.forward(DataBatch([X[:7]], [Y[:8]]))
-    with pytest.raises(InputMismatch, match="Too many slices"):
-        group.forward(DataBatch([X[:2]], [Y[:2]]))
-    assert group.get_batch_size() == 8
-
-
-def test_shared_groups_use_the_same_arrays() -> None:
-    long = group_of(devices=2, grad_req="add")
-    short = group_of(devices=2, size=4, shared_group=long, grad_req="add")
-    for mine, other in ((short.param_arrays, long.param_arrays), (short.grad_arrays, long.grad_arrays)):
-        assert all(x is y for a, b in zip(mine, other, strict=True) for x, y in zip(a, b, strict=True))
-    long.forward(BATCH)
-    short.forward_backward(DataBatch([X[:4]], [Y[:4]]))  # buckets have inputs of their own
-    long.backward()
-    separate = group_of(devices=2), group_of(devices=2, size=4)
-    separate[0].forward_backward(BATCH)
-    separate[1].forward_backward(DataBatch([X[:4]], [Y[:4]]))
-    for name, gradient in summed_gradients(long).items():
-        expected = summed_gradients(separate[0])[name] + summed_gradients(separate[1])[name]
-        np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
-
-
-def test_binding_again_to_another_groups_arrays() -> None:
-    group, other = group_of(devices=2), group_of(devices=2)
-    group.bind_exec(*descs(4), reshape=True)
-    assert group.param_arrays[0][0] is not other.param_arrays[0][0]
-    group.bind_exec(*descs(4), shared_group=other, reshape=True)
-    assert group.param_arrays[0][0] is other.param_arrays[0][0]
-
-
 def test_threads_end_with_the_group() -> None:
     def own_threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvd-cpu:77")]
@@ -349,16 +240,6 @@ def test_threads_end_with_the_group() -> None:
     while own_threads() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not own_threads()
-
-
-def test_a_bucket_may_have_other_parameters_too() -> None:
-    longer = Sequential(Dense(4), Dense(4, name="extra"), Dense(3), SoftmaxCrossEntropy())
-    first = DataParallelExecutorGroup(longer, ["cpu"], *descs())
-    second = DataParallelExecutorGroup(
-        Sequential(Dense(4), Dense(5, name="new")), ["cpu"], descs()[0], shared_group=first
-    )
-    assert second.param_arrays[0][0] is first.param_arrays[0][0]
-    assert second.param_names == ["dense0_weight", "dense0_bias", "new_weight", "new_bias"]
 
 
 def test_arrays_without_a_batch_axis_go_whole_to_every_device() -> None:
@@ -395,53 +276,6 @@ def test_arrays_without_a_batch_axis_go_whole_to_every_device() -> None:
     assert merged[1] is group.get_outputs()[1][0]
     with pytest.raises(ShapeMismatch, match=r"scale has shape \(3,\), but was bound with \(2,\)$"):
         group.forward(DataBatch([X, np.ones(3, np.float32)]))
-
-
-def test_monitor_names_the_device() -> None:
-    group, seen = DataParallelExecutorGroup(MODEL, ["cpu:4", "cpu:4"], *descs()), []
-    group.install_monitor(lambda index, device, name, array: seen.append((index, str(device), name, len(array))))
-    group.forward(BATCH, is_train=False)
-    assert sorted(seen)[:4] == [
-        (0, "cpu:4", "dense0_output", 6),
-        (0, "cpu:4", "dense1_output", 6),
-        (0, "cpu:4", "relu0_output", 6),
-        (0, "cpu:4", "softmaxcrossentropy0_output", 6),
-    ]
-    assert [entry[0] for entry in sorted(seen)] == [0] * 4 + [1] * 4
-    group.reshape(*descs(4))
-    group.forward(DataBatch([X[:4]], [Y[:4]]), is_train=False)
-    assert len(seen) == 16
-    group.install_monitor(None)
-    group.forward(DataBatch([X[:4]], [Y[:4]]), is_train=False)
-    assert len(seen) == 16
-
-
-@pytest.mark.parametrize("devices", [1, 4])
-def test_update_metric(devices: int) -> None:
-    group, metric = group_of(devices=devices), Accuracy()
-    group.forward(BATCH, is_train=False)
-    group.update_metric(metric, [Y])
-    assert metric.get()[1] == np.mean(group.get_outputs_merged()[0].argmax(axis=1) == Y)
-    assert metric.count == 11
-
-
-def test_update_metric_with_labels_whose_batch_is_not_first() -> None:
-    model = Sequential(Flatten(), Dense(2), MeanSquaredError())
-    labels = GENERATOR.normal(size=(2, 11)).astype(np.float32)
-    group = DataParallelExecutorGroup(model, ["cpu"] * 3, descs()[0], [DataDesc("label", (2, 11), layout="CN")])
-    group.forward_backward(DataBatch([X], [labels]))
-
-    class Seen:
-        shapes: list[Any] = []  # noqa: RUF012
-
-        def update(self, labels: Any, outputs: Any) -> None:
-            self.shapes.append((labels[0].shape, outputs[0].shape))
-
-        def get(self) -> Any:
-            return "shapes", self.shapes
-
-    group.update_metric(Seen(), [labels])
-    assert Seen.shapes == [((4, 2), (4, 2)), ((4, 2), (4, 2)), ((3, 2), (3, 2))]
 
 
 def test_two_devices_of_one_name_are_two_devices() -> None:
