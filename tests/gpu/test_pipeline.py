@@ -11,38 +11,19 @@ import pytest
 import torch
 
 import kvd
-from kvd.errors import ConfigError
 from kvd.optimizer import SGD
-from kvd.parallel import (
-    DataBatch,
-    DataDesc,
-    DataParallelExecutorGroup,
-    Dense,
-    Device,
-    Model,
-    Sequential,
-    SoftmaxCrossEntropy,
-    Tanh,
-    TorchModel,
-)
+from kvd.parallel import DataBatch, DataDesc, DataParallelExecutorGroup, Model, Sequential, TorchModel
+from kvd.parallel.models.numpy.layers import Dense, Tanh
+from kvd.parallel.models.numpy.losses import SoftmaxCrossEntropy
 from kvd.testing.cluster import LocalCluster
-
-CUDA = Device.parse("cuda:0")
-
-
-def why_not() -> str:
-    try:
-        CUDA.check()
-    except ConfigError as error:
-        return str(error)
-    return ""
+from tests.gpu.cuda_harness import CUDA, NEEDS_CUDA
 
 
 def why_not_torch() -> str:
     return "" if torch.cuda.is_available() else "this torch finds no CUDA device"
 
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+pytestmark = NEEDS_CUDA
 
 STEPS, SIZE = 5, 16
 GENERATOR = np.random.default_rng(1)

@@ -15,18 +15,10 @@ import kvd
 from kvd.client.engine import Engine
 from kvd.errors import ConfigError, DtypeMismatch, NotAllowed, ShapeMismatch
 from kvd.optimizer import SGD
-from kvd.parallel import (
-    DataBatch,
-    DataDesc,
-    DataParallelExecutorGroup,
-    Dense,
-    Model,
-    Sequential,
-    SoftmaxCrossEntropy,
-    Tanh,
-    TorchModel,
-)
+from kvd.parallel import DataBatch, DataDesc, DataParallelExecutorGroup, Model, Sequential, TorchModel
 from kvd.parallel.group.pipeline import Update
+from kvd.parallel.models.numpy.layers import Dense, Tanh
+from kvd.parallel.models.numpy.losses import SoftmaxCrossEntropy
 from kvd.testing.cluster import LocalCluster
 from tests.parallel.group_harness import Groups, assert_close, assert_same, torch_network, torch_weights, weights_of
 

@@ -18,16 +18,13 @@ from kvd.parallel import (
     DataBatch,
     DataDesc,
     DataParallelExecutorGroup,
-    Dense,
     Device,
-    Dropout,
-    Flatten,
     InputMismatch,
     ModelDescription,
     Sequential,
-    SoftmaxCrossEntropy,
-    Tanh,
 )
+from kvd.parallel.models.numpy.layers import Dense, Dropout, Flatten, Tanh
+from kvd.parallel.models.numpy.losses import SoftmaxCrossEntropy
 from tests.parallel.group_harness import BATCH, MODEL, PARAMS, X, Y, descs, group_of, summed_gradients
 
 GENERATOR = np.random.default_rng(1)

@@ -14,14 +14,12 @@ from kvd.parallel import (
     DataBatch,
     DataDesc,
     DataParallelExecutorGroup,
-    Dense,
-    Embedding,
     GradientAnomaly,
     InputMismatch,
-    ReLU,
     Sequential,
-    SoftmaxCrossEntropy,
 )
+from kvd.parallel.models.numpy.layers import Dense, Embedding, ReLU
+from kvd.parallel.models.numpy.losses import SoftmaxCrossEntropy
 from tests.parallel.group_harness import Groups
 
 MODEL = Sequential(Dense(4), ReLU(), Dense(3), SoftmaxCrossEntropy())

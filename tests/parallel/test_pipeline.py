@@ -16,17 +16,10 @@ import torch
 import kvd
 from kvd.errors import ConfigError, GradientAnomaly, InputMismatch, NotAllowed
 from kvd.optimizer import SGD, Adam, Optimizer
-from kvd.parallel import (
-    BatchNorm,
-    DataBatch,
-    Dense,
-    Model,
-    Sequential,
-    SoftmaxCrossEntropy,
-    Tanh,
-    TorchModel,
-)
+from kvd.parallel import BatchNorm, DataBatch, Model, Sequential, TorchModel
 from kvd.parallel.group.pipeline import Update
+from kvd.parallel.models.numpy.layers import Dense, Tanh
+from kvd.parallel.models.numpy.losses import SoftmaxCrossEntropy
 from kvd.testing.cluster import LocalCluster
 from tests.parallel.group_harness import Groups, assert_close, assert_same, torch_network, torch_weights, weights_of
 

@@ -8,37 +8,12 @@ import numpy as np
 import pytest
 
 from kvd.errors import ConfigError
-from kvd.parallel import (
-    Accuracy,
-    BatchNorm,
-    Conv2D,
-    DataBatch,
-    DataDesc,
-    DataParallelExecutorGroup,
-    Dense,
-    Device,
-    Dropout,
-    Embedding,
-    Flatten,
-    MeanSquaredError,
-    ReLU,
-    Sequential,
-    SoftmaxCrossEntropy,
-    Tanh,
-)
+from kvd.parallel import Accuracy, BatchNorm, Conv2D, DataBatch, DataDesc, DataParallelExecutorGroup, Device, Sequential
+from kvd.parallel.models.numpy.layers import Dense, Dropout, Embedding, Flatten, ReLU, Tanh
+from kvd.parallel.models.numpy.losses import MeanSquaredError, SoftmaxCrossEntropy
+from tests.gpu.cuda_harness import CUDA, NEEDS_CUDA
 
-CUDA = Device.parse("cuda:0")
-
-
-def why_not() -> str:
-    try:
-        CUDA.check()
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+pytestmark = NEEDS_CUDA
 
 GENERATOR = np.random.default_rng(0)
 IMAGES = GENERATOR.normal(size=(12, 2, 6, 6)).astype(np.float32)
