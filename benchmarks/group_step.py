@@ -26,14 +26,12 @@ from kvd.parallel import (
     DataBatch,
     DataDesc,
     DataParallelExecutorGroup,
-    Dense,
-    Flatten,
     Model,
-    ReLU,
     Sequential,
     SoftmaxCrossEntropy,
     TorchModel,
 )
+from kvd.parallel.models.numpy.layers import Dense, Flatten, ReLU
 
 CLASSES = 10
 

@@ -63,7 +63,7 @@ def train(kv: kvd.KVStore, epochs: int, batch: int, devices: int) -> float:
     """Trains, and gives the accuracy on the digits that were kept for testing. `batch` is that of one worker."""
     data = digits.load()
     group = make_group(devices, batch)
-    feed = group.bind_to(kv, optimizer=SGD(0.1, momentum=0.9))
+    pipeline = group.bind_to(kv, optimizer=SGD(0.1, momentum=0.9))
     mine = slice(kv.rank, None, kv.num_workers)  # every worker sees its own part of the images
     images, labels = data.train_images[mine], data.train_labels[mine]
     steps = len(data.train_labels) // kv.num_workers // batch  # the same number everywhere
@@ -72,7 +72,7 @@ def train(kv: kvd.KVStore, epochs: int, batch: int, devices: int) -> float:
         for step in range(steps):
             part = order[step * batch : (step + 1) * batch]
             group.forward_backward(DataBatch([images[part]], [labels[part]]))
-        feed.share_states()  # the running means of BatchNorm, which every worker has its own of
+        pipeline.share_states()  # the running means of BatchNorm, which every worker has its own of
         if kv.rank == 0:
             print(f"epoch {epoch + 1}: accuracy {accuracy(group, data.test_images, data.test_labels):.3f}", flush=True)
     return accuracy(group, data.test_images, data.test_labels)

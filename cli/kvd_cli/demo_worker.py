@@ -21,17 +21,8 @@ import numpy.typing as npt
 import kvd
 from kvd.data import digits
 from kvd.optimizer import SGD, schedule
-from kvd.parallel import (
-    Conv2D,
-    DataBatch,
-    DataDesc,
-    DataParallelExecutorGroup,
-    Dense,
-    Flatten,
-    ReLU,
-    Sequential,
-    SoftmaxCrossEntropy,
-)
+from kvd.parallel import Conv2D, DataBatch, DataDesc, DataParallelExecutorGroup, Sequential, SoftmaxCrossEntropy
+from kvd.parallel.models.numpy.layers import Dense, Flatten, ReLU
 
 REPORT_INTERVAL_S: Final = 0.1
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.05, 0.9, 5e-4
@@ -91,8 +82,8 @@ class Training:
     def enter(self) -> int:
         """Bind the group to the store: weights come from there, and gradients go there. The step to go on with."""
         rate = schedule.Cosine(LEARNING_RATE, steps=self.steps)
-        feed = self._group.bind_to(self._store, optimizer=SGD(rate, momentum=MOMENTUM, wd=WEIGHT_DECAY))
-        return feed.clock
+        pipeline = self._group.bind_to(self._store, optimizer=SGD(rate, momentum=MOMENTUM, wd=WEIGHT_DECAY))
+        return pipeline.clock
 
     def do(self, step: int) -> float:
         """One step: gradients of this worker's share, merged with the others', new weights. The mean loss."""

@@ -4,27 +4,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvd.errors import GradientAnomaly, InputMismatch
-from kvd.parallel.allreduce import AllReduceParameter
+from kvd.parallel.allreduce.blocks import MissingBlock
+from kvd.parallel.allreduce.parameter import AllReduceParameter
 from kvd.parallel.batch import DataBatch, DataDesc
-from kvd.parallel.blocks import MissingBlock
-from kvd.parallel.checkpoint import Checkpoint
-from kvd.parallel.convolution import Conv2D
 from kvd.parallel.device import Device
-from kvd.parallel.executor import Executor, GradReq, Model, ModelDescription
-from kvd.parallel.feed import Feed
-from kvd.parallel.fit import EpochReport, fit
-from kvd.parallel.group import DataParallelExecutorGroup
-from kvd.parallel.layer import Layer
-from kvd.parallel.layers import Dense, Dropout, Embedding, Flatten, ReLU, Tanh
-from kvd.parallel.losses import Loss, MeanSquaredError, SoftmaxCrossEntropy
-from kvd.parallel.metric import MSE, Accuracy, Composite, CrossEntropy, Metric, Perplexity, TopK
-from kvd.parallel.normalization import BatchNorm
-from kvd.parallel.sequential import Sequential
-from kvd.parallel.trainer import DataParallelTrainer, ModelUpdate, WorkerUpdate
+from kvd.parallel.group.group import DataParallelExecutorGroup
+from kvd.parallel.group.monitoring import Metric
+from kvd.parallel.group.pipeline import GradientPipeline
+from kvd.parallel.models.model import Executor, GradReq, Model, ModelDescription
+from kvd.parallel.models.numpy.convolution import Conv2D
+from kvd.parallel.models.numpy.layer import Layer
+from kvd.parallel.models.numpy.layers import Dense, Dropout, Embedding, Flatten, ReLU, Tanh
+from kvd.parallel.models.numpy.losses import Loss, MeanSquaredError, SoftmaxCrossEntropy
+from kvd.parallel.models.numpy.normalization import BatchNorm
+from kvd.parallel.models.numpy.sequential import Sequential
+from kvd.parallel.training.checkpoint import Checkpoint
+from kvd.parallel.training.fit import fit
+from kvd.parallel.training.metric import MSE, Accuracy, Composite, CrossEntropy, Perplexity, TopK
+from kvd.parallel.training.run import EpochReport
+from kvd.parallel.training.trainer import DataParallelTrainer, ModelUpdate, WorkerUpdate
 
 if TYPE_CHECKING:
-    from kvd.parallel.jax import JaxModel
-    from kvd.parallel.torch import TorchModel
+    from kvd.parallel.models.jax.model import JaxModel
+    from kvd.parallel.models.torch.model import TorchModel
 
 __all__ = [
     "DataParallelExecutorGroup",
@@ -61,7 +63,7 @@ __all__ = [
     "WorkerUpdate",
     "ModelUpdate",
     "AllReduceParameter",
-    "Feed",
+    "GradientPipeline",
     "fit",
     "EpochReport",
     "Checkpoint",
@@ -70,7 +72,10 @@ __all__ = [
     "MissingBlock",
 ]
 
-_LAZY = {"TorchModel": ("torch", "kvd.parallel.torch"), "JaxModel": ("jax", "kvd.parallel.jax")}
+_LAZY = {
+    "TorchModel": ("torch", "kvd.parallel.models.torch.model"),
+    "JaxModel": ("jax", "kvd.parallel.models.jax.model"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,8 +12,8 @@ import torch
 
 import kvd
 from kvd.optimizer import SGD
-from kvd.parallel.allreduce import AllReduceParameter
-from kvd.parallel.blocks import MissingBlock
+from kvd.parallel.allreduce.blocks import MissingBlock
+from kvd.parallel.allreduce.parameter import AllReduceParameter
 
 
 def truncated(values: Any) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -12,8 +12,8 @@ import pytest
 
 import kvd
 from kvd.optimizer import SGD
-from kvd.parallel.allreduce import AllReduceParameter
-from kvd.parallel.blocks import MissingBlock
+from kvd.parallel.allreduce.blocks import MissingBlock
+from kvd.parallel.allreduce.parameter import AllReduceParameter
 from kvd.testing.cluster import LocalCluster
 
 DISTRIBUTED = ["dist_sync", "dist_async"]
@@ -203,7 +203,7 @@ def test_a_worker_that_left_the_rounds_is_named(kind: str) -> None:
 
 WORKER = """
 import sys, time, numpy as np, kvd
-from kvd.parallel.allreduce import AllReduceParameter
+from kvd.parallel.allreduce.parameter import AllReduceParameter
 parameter = AllReduceParameter(kv := kvd.create(sys.argv[1]), 0, 2, 4)
 parameter.init(np.zeros(4))
 parameter.get_weights(np.empty(4, np.float32)).result()

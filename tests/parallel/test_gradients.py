@@ -9,20 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvd.parallel import (
-    BatchNorm,
-    Conv2D,
-    DataDesc,
-    Dense,
-    Dropout,
-    Embedding,
-    Flatten,
-    MeanSquaredError,
-    ReLU,
-    Sequential,
-    SoftmaxCrossEntropy,
-    Tanh,
-)
+from kvd.parallel import BatchNorm, Conv2D, DataDesc, Sequential
+from kvd.parallel.models.numpy.layers import Dense, Dropout, Embedding, Flatten, ReLU, Tanh
+from kvd.parallel.models.numpy.losses import MeanSquaredError, SoftmaxCrossEntropy
 
 NumberArray = np.ndarray[Any, Any]
 

@@ -14,27 +14,21 @@ from kvd.parallel import (
     DataBatch,
     DataDesc,
     DataParallelExecutorGroup,
-    Dense,
-    Embedding,
     GradientAnomaly,
     InputMismatch,
-    ReLU,
     Sequential,
-    SoftmaxCrossEntropy,
 )
+from kvd.parallel.models.numpy.layers import Dense, Embedding, ReLU
+from kvd.parallel.models.numpy.losses import SoftmaxCrossEntropy
+from tests.parallel.group_harness import Groups
 
 MODEL = Sequential(Dense(4), ReLU(), Dense(3), SoftmaxCrossEntropy())
 DATA, LABEL = [DataDesc("data", (6, 2))], [DataDesc("label", (6,))]
 X = np.random.default_rng(0).normal(size=(6, 2)).astype(np.float32)
 Y = np.array([0, 1, 2, 0, 1, 2], np.float32)
 BATCH = DataBatch([X], [Y])
+group_of = Groups(MODEL, (2,), MODEL.initialize((6, 2)), size=6, label="float32")
 NAMES = ["dense0_weight", "dense0_bias", "dense1_weight", "dense1_bias"]
-
-
-def group_of(devices: int = 2, **arguments: Any) -> DataParallelExecutorGroup:
-    group = DataParallelExecutorGroup(MODEL, ["cpu"] * devices, DATA, LABEL, **arguments)
-    group.set_params(MODEL.initialize((6, 2)))
-    return group
 
 
 @pytest.mark.parametrize(
@@ -126,10 +120,10 @@ def test_descriptions_that_do_not_fit(data: Any, label: Any, message: str) -> No
 
 
 def test_mxnets_split_and_its_errors() -> None:
-    assert group_of(2, split="mxnet").slices == [slice(0, 3), slice(3, 6)]
+    assert group_of(devices=2, split="mxnet").slices == [slice(0, 3), slice(3, 6)]
     with pytest.raises(ValueError, match="Some splits are empty"):
-        group_of(4, split="mxnet")
-    assert len(group_of(4).slices) == 4
+        group_of(devices=4, split="mxnet")
+    assert len(group_of(devices=4).slices) == 4
 
 
 def test_bind_exec_twice() -> None:
@@ -142,10 +136,10 @@ def test_bind_exec_twice() -> None:
 
 def test_shared_group_misused() -> None:
     with pytest.raises(ConfigError, match="shared_group is on cpu, cpu, cpu, this group on cpu, cpu"):
-        group_of(2, shared_group=group_of(3))
+        group_of(devices=2, shared_group=group_of(devices=3))
     wider = Sequential(Dense(5), ReLU(), Dense(3), SoftmaxCrossEntropy())
     with pytest.raises(ShapeMismatch, match=r"dense0_weight has shape \(4, 2\), the model wants \(5, 2\)"):
-        DataParallelExecutorGroup(wider, ["cpu"] * 2, DATA, LABEL, shared_group=group_of(2))
+        DataParallelExecutorGroup(wider, ["cpu"] * 2, DATA, LABEL, shared_group=group_of(devices=2))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import kvd
 from kvd.errors import ConfigError, DtypeMismatch, KeyNotFound, NotAllowed, ShapeMismatch
 from kvd.optimizer import SGD
 from kvd.parallel import DataBatch, DataDesc, DataParallelExecutorGroup
+from tests.parallel.group_harness import Groups, summed_gradients
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'kvd-ps[jax]'")
 
@@ -44,10 +45,8 @@ def losses(outputs: Any, labels: Any) -> Any:
 
 
 def group_of(devices: int = 3, function: Any = loss, **arguments: Any) -> DataParallelExecutorGroup:
-    labels = [DataDesc("label", (SIZE,), "int32")] if function else None
-    return DataParallelExecutorGroup(
-        JaxModel(apply, PARAMS, function), ["cpu"] * devices, [DataDesc("data", X.shape)], labels, **arguments
-    )
+    model = JaxModel(apply, PARAMS, function)
+    return Groups(model, (5,), size=SIZE, label="int32" if function else None)(devices=devices, **arguments)
 
 
 def expected(heads: Any = None) -> tuple[dict[str, Any], Any, Any]:
@@ -65,10 +64,6 @@ def expected(heads: Any = None) -> tuple[dict[str, Any], Any, Any]:
     return {n: t.grad.numpy() for n, t in tensors.items() if t.grad is not None}, x.grad, outputs.detach().numpy()
 
 
-def gradients(group: DataParallelExecutorGroup) -> dict[str, Any]:
-    return {name: sum(arrays) for name, arrays in zip(group.param_names, group.grad_arrays, strict=True)}
-
-
 @pytest.mark.parametrize("function", [loss, losses])
 @pytest.mark.parametrize("devices", [1, 3, 5])
 def test_gradients_equal_those_of_torch_on_the_whole_batch(devices: int, function: Any) -> None:
@@ -77,7 +72,7 @@ def test_gradients_equal_those_of_torch_on_the_whole_batch(devices: int, functio
     assert group.param_names == NAMES
     wanted, of_data, outputs = expected()
     for name in NAMES:
-        np.testing.assert_allclose(gradients(group)[name], wanted[name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(summed_gradients(group)[name], wanted[name], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(group.get_input_grads_merged()[0], of_data, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(group.get_outputs_merged()[0], outputs, rtol=1e-5, atol=1e-5)
     total = sum(executor.loss for executor in group.executors)  # type: ignore[attr-defined]
@@ -92,7 +87,7 @@ def test_head_gradients_where_there_is_no_loss() -> None:
     group.backward(heads, lambda index, name: told.append(name) if index == 0 else None)
     wanted, _, _ = expected(heads)
     for name in NAMES:
-        np.testing.assert_allclose(gradients(group)[name], wanted[name], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(summed_gradients(group)[name], wanted[name], rtol=1e-5, atol=1e-5)
     assert told == NAMES[::-1]
 
 
@@ -111,7 +106,7 @@ def test_several_inputs_and_outputs_with_the_batch_elsewhere() -> None:
     group.forward(DataBatch([x, y]))
     np.testing.assert_allclose(group.get_outputs_merged()[0], x * y * 2, rtol=1e-6)
     group.backward([np.ones((3, SIZE), np.float32), np.ones(SIZE, np.float32)])
-    np.testing.assert_allclose(gradients(group)["params"], (x * y).sum() + SIZE, rtol=1e-5)
+    np.testing.assert_allclose(summed_gradients(group)["params"], (x * y).sum() + SIZE, rtol=1e-5)
 
 
 def test_requests_and_shared_arrays() -> None:

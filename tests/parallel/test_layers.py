@@ -9,21 +9,9 @@ import numpy as np
 import pytest
 
 from kvd.errors import ConfigError
-from kvd.parallel import (
-    BatchNorm,
-    Conv2D,
-    DataDesc,
-    Dense,
-    Dropout,
-    Embedding,
-    Flatten,
-    MeanSquaredError,
-    ReLU,
-    Sequential,
-    SoftmaxCrossEntropy,
-    Tanh,
-)
-from kvd.parallel.layers import sum_by_id
+from kvd.parallel import BatchNorm, Conv2D, DataDesc, Sequential
+from kvd.parallel.models.numpy.layers import Dense, Dropout, Embedding, Flatten, ReLU, Tanh, sum_by_id
+from kvd.parallel.models.numpy.losses import MeanSquaredError, SoftmaxCrossEntropy
 
 NET = (
     Conv2D(4, 3, stride=2, padding=1),

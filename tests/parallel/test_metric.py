@@ -11,7 +11,7 @@ import torch
 
 from kvd.errors import ConfigError, ShapeMismatch
 from kvd.parallel import MSE, Accuracy, Composite, CrossEntropy, Metric, Perplexity, TopK
-from kvd.parallel.metric import Mean
+from kvd.parallel.training.metric import Mean
 
 SCORES = np.array(
     [

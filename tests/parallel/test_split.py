@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvd.errors import ConfigError, InputMismatch
 from kvd.parallel import DataDesc
-from kvd.parallel.split import common_batch_size, split_batch_axis
+from kvd.parallel.group.split import common_batch_size, split_batch_axis
 
 
 def counts(batch_size: int, workload: Any, rule: Any) -> list[int]:

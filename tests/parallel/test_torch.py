@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from kvd.errors import ConfigError, DtypeMismatch, KeyNotFound, NotAllowed, ShapeMismatch
 from kvd.parallel import DataBatch, DataDesc, DataParallelExecutorGroup, Device, TorchModel
+from tests.parallel.group_harness import Groups, summed_gradients
 
 F: Any = torch.nn.functional
 GENERATOR = np.random.default_rng(5)
@@ -29,20 +31,11 @@ def convolutions() -> torch.nn.Module:
 def group_of(
     module: torch.nn.Module, devices: int = 3, loss: Any = None, **arguments: Any
 ) -> DataParallelExecutorGroup:
-    return DataParallelExecutorGroup(
-        TorchModel(module, loss or torch.nn.CrossEntropyLoss()),
-        [f"cpu:{i}" for i in range(devices)],
-        [DataDesc("images", IMAGES.shape)],
-        [DataDesc("classes", (SIZE,), "int64")],
-        **arguments,
-    )
+    model = TorchModel(module, loss or torch.nn.CrossEntropyLoss())
+    return Groups(model, IMAGES.shape[1:], size=SIZE, names=("images", "classes"))(devices=devices, **arguments)
 
 
 BATCH = DataBatch([IMAGES], [CLASSES])
-
-
-def gradients(group: DataParallelExecutorGroup) -> dict[str, Any]:
-    return {name: sum(arrays) for name, arrays in zip(group.param_names, group.grad_arrays, strict=True)}
 
 
 @pytest.mark.parametrize("devices", [1, 3, 5])
@@ -56,7 +49,7 @@ def test_gradients_equal_those_of_torch_on_the_whole_batch_in_float64(devices: i
     group.forward_backward(BATCH)
     assert group.param_names == [name for name, _ in module.named_parameters()]
     for name, parameter in reference.named_parameters():
-        np.testing.assert_allclose(gradients(group)[name], parameter.grad.numpy(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(summed_gradients(group)[name], parameter.grad.numpy(), rtol=1e-5, atol=1e-6)
     assert x.grad is not None
     np.testing.assert_allclose(group.get_input_grads_merged()[0], x.grad.numpy(), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(group.get_outputs_merged()[0], reference(x).detach().numpy(), rtol=1e-5, atol=1e-5)
@@ -84,7 +77,7 @@ def test_data_whose_batch_axis_is_not_the_first() -> None:
         np.testing.assert_allclose(merged, output.detach().numpy(), rtol=1e-5, atol=1e-6)
     for name, parameter in reference.named_parameters():
         assert parameter.grad is not None
-        np.testing.assert_allclose(gradients(group)[name], parameter.grad.numpy(), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(summed_gradients(group)[name], parameter.grad.numpy(), rtol=1e-5, atol=1e-5)
 
 
 class TwoTowers(torch.nn.Module):
@@ -132,8 +125,8 @@ def test_several_inputs_outputs_and_labels(devices: int) -> None:
     towers_loss(outputs, [torch.from_numpy(label).double() for label in labels]).backward()  # type: ignore[no-untyped-call]
     for name, parameter in reference.named_parameters():
         if parameter.grad is not None:
-            np.testing.assert_allclose(gradients(group)[name], parameter.grad.numpy(), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(gradients(group)["idle"], 0)
+            np.testing.assert_allclose(summed_gradients(group)[name], parameter.grad.numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(summed_gradients(group)["idle"], 0)
 
 
 def test_the_last_layers_gradient_is_announced_first_and_complete() -> None:
@@ -157,7 +150,7 @@ def test_devices_share_nothing_with_each_other_nor_with_the_module() -> None:
     assert not np.shares_memory(arrays[0], arrays[1])
     assert float(module[3].bias.detach()[0]) != 9.0  # type: ignore[index]
     arrays[0][...] = 1.0
-    own: Any = group.executors[0].module  # type: ignore[attr-defined]
+    own: Any = group.executors[0].passes.module  # type: ignore[attr-defined]
     assert float(own[3].bias.detach()[0]) == 1.0  # the arrays are the parameters' memory
 
 
@@ -168,7 +161,7 @@ def test_a_shared_group_uses_the_same_arrays_and_reshape_keeps_them() -> None:
         assert all(mine.params[name] is theirs.params[name] for name in group.param_names)
         assert all(mine.grads[name] is theirs.grads[name] for name in group.param_names)
     group.set_params({"3.bias": np.full(3, 2.0)})
-    own: Any = other.executors[1].module  # type: ignore[attr-defined]
+    own: Any = other.executors[1].passes.module  # type: ignore[attr-defined]
     assert float(own[3].bias.detach()[0]) == 2.0
     before = group.param_arrays
     group.forward_backward(DataBatch([IMAGES[:5]], [CLASSES[:5]]))
@@ -179,7 +172,7 @@ def test_a_shared_group_uses_the_same_arrays_and_reshape_keeps_them() -> None:
     whole: Any = copy.deepcopy(convolutions()).double()
     whole[3].bias.data[:] = 2.0
     F.cross_entropy(whole(torch.from_numpy(IMAGES[:5]).double()), torch.from_numpy(CLASSES[:5])).backward()
-    np.testing.assert_allclose(gradients(group)["0.weight"], whole[0].weight.grad.numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(summed_gradients(group)["0.weight"], whole[0].weight.grad.numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_requests() -> None:
@@ -299,7 +292,7 @@ def test_modules_of_other_dtypes(dtype: torch.dtype) -> None:
     assert group.grad_arrays[0][0].dtype.name == name
     (module(torch.from_numpy(x).to(dtype)).float() ** 2).mean().backward()
     np.testing.assert_allclose(
-        np.asarray(gradients(group)["bias"], np.float64), module.bias.grad.double().numpy(), rtol=0.02, atol=0.02
+        np.asarray(summed_gradients(group)["bias"], np.float64), module.bias.grad.double().numpy(), rtol=0.02, atol=0.02
     )
 
 
@@ -316,6 +309,66 @@ def test_what_a_module_cannot_take() -> None:
         DataParallelExecutorGroup(TorchModel(torch.nn.Flatten(0)), ["cpu"], [("x", (4, 3))])
     with pytest.raises(ConfigError, match="one number, or one per sample"):
         group_of(convolutions(), 1, lambda outputs, labels: outputs).forward(BATCH)
+
+
+class Unsteady(torch.nn.Module):
+    """Two outputs of shape (batch, 2) when it is evaluated, as for the description; others when it is trained."""
+
+    def __init__(self, trained: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.dense = torch.nn.Linear(3, 2)
+        self.trained = trained
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.dense(x)
+        return self.trained(y) if self.training else (y, y)
+
+
+@pytest.mark.parametrize(
+    ("trained", "error", "message"),
+    [
+        (lambda y: (y, y[:, :1]), ShapeMismatch, r"returned .*'output1', \(4, 1\).* was described as .*\(4, 2\)"),
+        (lambda y: (y, y.sum()), ShapeMismatch, r"returned .*'output1', \(\).* was described as"),
+        (lambda y: (y,), ShapeMismatch, r"returned \[\('output0', \(4, 2\)\)\], but was described as .*output1"),
+        (lambda y: (y, y, y), ShapeMismatch, r"returned .*'output2', .* was described as"),
+        (lambda y: y, ShapeMismatch, r"returned \[\('output', .* was described as \[\('output0'"),
+        (lambda y: {"output1": y, "output0": y}, ShapeMismatch, r"returned \[\('output1', .* as \[\('output0'"),
+        (lambda y: (y, 3.0), ConfigError, "the module's output1 is a float, no tensor"),
+    ],
+    ids=["shape", "number of axes", "too few", "too many", "no tuple", "order", "no tensor"],
+)
+def test_outputs_that_are_not_as_described_are_refused(
+    trained: Callable[[torch.Tensor], Any], error: type[Exception], message: str
+) -> None:
+    executor = TorchModel(Unsteady(trained)).bind("cpu", [DataDesc("x", (4, 3))])
+    inputs = {"x": np.ones((4, 3), np.float32)}
+    assert [output.shape for output in executor.forward(inputs, False)] == [(4, 2), (4, 2)]
+    with pytest.raises(error, match=message):
+        executor.forward(inputs, True)
+    with pytest.raises(NotAllowed, match="needs a forward"):
+        executor.backward([np.ones((4, 2), np.float32)] * 2)
+    assert executor.step == 0
+
+
+def test_autocast_may_give_outputs_another_dtype_than_described() -> None:
+    """It is not in force where the module runs to be described."""
+
+    class Mixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = torch.nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.dense(x)
+
+    executor = TorchModel(Mixed()).bind("cpu", [DataDesc("x", (4, 3))])
+    assert executor.output_descs[0].dtype == "float32"
+    (output,) = executor.forward({"x": np.ones((4, 3), np.float32)}, True)
+    assert output.dtype.name == "bfloat16"
+    executor.backward([np.ones((4, 2), np.float32)])
+    assert executor.grads["dense.bias"].dtype == np.float32
+    np.testing.assert_array_equal(executor.grads["dense.bias"], 4.0)
 
 
 def test_misuse_of_an_executor() -> None:
@@ -341,7 +394,7 @@ def test_misuse_of_an_executor() -> None:
         TorchModel(convolutions()).bind(
             "cpu", [DataDesc("images", IMAGES.shape)], params={"3.bias": np.zeros(1, np.float32)}
         )
-    with pytest.raises(DtypeMismatch, match="the module float32"):
+    with pytest.raises(DtypeMismatch, match="the model float32"):
         TorchModel(convolutions()).bind("cpu", [DataDesc("images", IMAGES.shape)], grads={"3.bias": np.zeros(3)})
     with pytest.raises(ConfigError, match="int64, which has no gradient"):
         TorchModel(torch.nn.Embedding(3, 2)).bind("cpu", [DataDesc("ids", (4,), "int64")], grad_req={"ids": "write"})

@@ -1,0 +1,1 @@
+"""`AllReduceParameter`: a vector of parameters of which every worker owns one slice."""

@@ -1,0 +1,1 @@
+"""One model on several devices, and the way of its gradients to a store and of the weights back."""

@@ -1,0 +1,93 @@
+"""The parameters and states of a group as keys of a store."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+
+from kvd.client.facades.blocking import KVStore
+from kvd.errors import ConfigError, InputMismatch, KeyExists
+from kvd.parallel.device import HostArray
+from kvd.parallel.group.binding import Binding
+from kvd.parallel.group.parameters import host_arrays, write_means
+
+#: For each store that this process has trained with: key → the pipeline that has the bound arrays of the key. Two
+#: pipelines with the same arrays would each write into what the other has sent.
+_owners: weakref.WeakKeyDictionary[KVStore, weakref.WeakValueDictionary[str, object]] = weakref.WeakKeyDictionary()
+
+
+class ParameterKeys:
+    """Names the keys, makes them, and reads them.
+
+    Attributes:
+        params: parameter → key.
+        states: state → key, ``aux:NAME``.
+
+    Arguments:
+        binding: whose parameters and states they are.
+        names: parameter → key, of those whose key is not their name.
+
+    Raises:
+        InputMismatch: ``names`` has a name that is no parameter.
+        ConfigError: two parameters with one key.
+    """
+
+    def __init__(self, kv: KVStore, binding: Binding, names: Mapping[str, str | int]) -> None:
+        params = binding.description.params
+        unknown = [name for name in names if name not in params]
+        if unknown:
+            raise InputMismatch(f"names has {', '.join(unknown)}, no parameter of the model", setting="names")
+        self.params = {name: str(names.get(name, name)) for name in params}
+        if len(set(self.params.values())) < len(self.params):
+            raise ConfigError("two parameters have one key", setting="names")
+        self.states = {name: f"aux:{name}" for name in binding.description.aux}
+        self._kv = kv
+        self._keys = {**self.params, **self.states}
+
+    def init(self, binding: Binding) -> None:
+        """Make every key with rank 0's value, the mean over its devices. A key that is live keeps its value."""
+        values = host_arrays(binding, list(self._keys))
+        write_means(binding, values)
+        errors: list[BaseException | None] = []
+        handles = []
+        for name, value in values.items():
+            try:
+                handles.append(self._kv.init_async(self._keys[name], value))
+            except KeyExists as error:  # a store in this process answers at once
+                errors.append(error)
+        errors += [handle.exception() for handle in handles]
+        for failure in errors:
+            if failure is not None and not isinstance(failure, KeyExists):
+                raise failure
+
+    def pull(self, values: Mapping[str, HostArray]) -> None:
+        """Fill these arrays, by parameter or state, with the values that the store has now."""
+        handles = [self._kv.pull_async(self._keys[name], out=value) for name, value in values.items()]
+        for handle in handles:
+            handle.wait()
+
+    def broadcast_states(self, values: Mapping[str, HostArray]) -> None:
+        """Fill these arrays, by state, with those of rank 0."""
+        self._kv.broadcast([self.states[name] for name in values], list(values.values()))
+
+    def clocks(self, names: Sequence[str]) -> list[int]:
+        """How many steps of this worker the store has counted for each of these parameters."""
+        return [self._kv.clock(self.params[name]) for name in names]
+
+    # ── the store's own arrays ──
+
+    def was_used_here(self) -> bool:
+        """Whether a pipeline of this process has trained with the store: then its counted steps are our own work."""
+        return self._kv in _owners
+
+    def bind(self, names: Sequence[str]) -> dict[str, tuple[HostArray, HostArray]]:
+        """Name → the store's arrays for gradient and weight, of those parameters that no other pipeline owns."""
+        owned: Collection[str] = _owners.get(self._kv, ())
+        free = [name for name in names if self.params[name] not in owned]
+        gradients, weights = self._kv.bind([self.params[name] for name in free])
+        return dict(zip(free, zip(gradients, weights, strict=True), strict=True))
+
+    def claim(self, names: Sequence[str], owner: object) -> None:
+        """From now on, and while it exists, ``owner`` alone writes into the store's arrays of these parameters."""
+        owners = _owners.setdefault(self._kv, weakref.WeakValueDictionary())
+        owners.update(dict.fromkeys([self.params[name] for name in names], owner))

@@ -1,0 +1,109 @@
+"""Any pure function of JAX as a model that a group can bind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
+
+import jax
+import numpy as np
+
+from kvd.errors import ConfigError
+from kvd.parallel.batch import DataDesc
+from kvd.parallel.device import Device, HostArray, Shape
+from kvd.parallel.models.bind_plan import plan_bind
+from kvd.parallel.models.executor import DeviceExecutor
+from kvd.parallel.models.jax.passes import Functions, JaxPasses, LossFunction, outputs_of
+from kvd.parallel.models.model import BindOptions, ModelDescription
+from kvd.parallel.models.outputs import OutputDescriptions
+
+
+class JaxModel:
+    """``apply(params, *inputs)`` and its parameters, and optionally a loss.
+
+    - ``params`` is a pytree of arrays. Its leaves are called after their place, joined by dots (``"dense.weight"``,
+      ``"0.bias"``), in the order of `jax.tree_util`; a leaf alone is ``"params"``.
+    - The data arrays are the inputs, in the order of their descriptions; no axis is moved. ``apply`` returns an array,
+      or a tuple, list or dict of arrays, called as those of a `kvd.parallel.TorchModel`. It has to be pure: what is
+      like a running mean or a dropout key goes in as data.
+    - The loss has to be a mean over the samples (or one value per sample); each device's is scaled by samples of the
+      device / samples of the batch.
+    - Both are compiled (``jax.jit``) for each shape of the inputs. A forward for training computes outputs and
+      gradients at once where there is a loss, and keeps them for backward, which announces the last parameter first.
+
+    Arguments:
+        apply: see above; the same in training and evaluation.
+        params: the values to start with. They are copied.
+        loss: see `LossFunction`; without it, backward takes head gradients.
+
+    Raises:
+        ConfigError: ``params`` holds something that is no array, or nothing.
+    """
+
+    def __init__(self, apply: Callable[..., Any], params: Any, loss: LossFunction | None = None) -> None:
+        leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+        self.apply = apply
+        self.loss = loss
+        self._functions = Functions(apply, loss, tree)
+        self._values: dict[str, HostArray] = {}
+        for path, leaf in leaves:
+            name = ".".join(_part(entry) for entry in path) or "params"
+            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+                raise ConfigError(f"params: {name} is a {type(leaf).__name__}, no array", setting="params")
+            self._values[name] = np.array(leaf)
+        if len(self._values) != len(leaves) or not leaves:
+            raise ConfigError("params: no arrays, or two of one name", setting="params")
+        self._outputs = OutputDescriptions(self._output_shapes, "apply")
+
+    def initial(self) -> dict[str, HostArray]:
+        """Copies of the parameters that were given, by name."""
+        return {name: value.copy() for name, value in self._values.items()}
+
+    def describe(self, data: Sequence[DataDesc], labels: Sequence[DataDesc] = ()) -> ModelDescription:
+        """See `kvd.parallel.Model.describe`. ``apply`` is traced for it, not computed.
+
+        Raises:
+            ConfigError: ``apply`` cannot take such data; labels without a loss; an output without one axis that counts
+                the samples.
+        """
+        if labels and self.loss is None:
+            raise ConfigError("labels are described, but the model has no loss", setting="label_shapes")
+        shapes: dict[str, Shape] = {name: value.shape for name, value in self._values.items()}
+        return ModelDescription(shapes, {}, self._outputs.of(data), has_loss=self.loss is not None)
+
+    def bind(
+        self,
+        device: Device | str,
+        data: Sequence[DataDesc],
+        labels: Sequence[DataDesc] = (),
+        **options: Unpack[BindOptions],
+    ) -> DeviceExecutor[JaxPasses]:
+        """See `kvd.parallel.Model.bind`. What is not given starts with the values given to the constructor."""
+        aux = options.get("aux")
+        if aux:
+            raise ConfigError(f"aux has {', '.join(aux)}: a pure function has no states", setting="aux")
+        plan = plan_bind(self.describe(data, labels), device, data, labels, **options)
+        return DeviceExecutor(plan, JaxPasses(self._functions, self.initial(), plan))
+
+    def _output_shapes(self, descs: Sequence[DataDesc]) -> Mapping[str, tuple[Shape, str]]:
+        inputs = [jax.ShapeDtypeStruct(desc.shape, np.dtype(desc.dtype)) for desc in descs]
+        structs = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in self._values.values()]
+        params = self._functions.tree.unflatten(structs)
+        try:
+            outputs = outputs_of(jax.eval_shape(self.apply, params, *inputs))
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever the user's function raises: it says what it cannot take
+            given = ", ".join(f"{desc.name} {desc.shape} {desc.dtype}" for desc in descs)
+            raise ConfigError(
+                f"apply cannot take {given}: {type(error).__name__}: {error}", setting="data_shapes"
+            ) from error
+        return {name: (tuple(array.shape), np.dtype(array.dtype).name) for name, array in outputs.items()}
+
+
+def _part(entry: Any) -> str:
+    """One step of a path through a pytree: a key, an index or the name of an attribute."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)

@@ -1,0 +1,1 @@
+"""Networks of layers that compute with NumPy or CuPy."""

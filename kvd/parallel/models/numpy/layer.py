@@ -1,0 +1,139 @@
+"""What every layer of a `Sequential` is, and the frame in which it runs.
+
+A layer is a frozen description without arrays. Bound to a device it gets a `Frame`, which holds its parameters,
+its gradient arrays and what forward leaves for backward. Inside a model the batch is always axis 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvd.errors import ConfigError
+from kvd.parallel.device import Array, Device, HostArray, Shape
+from kvd.parallel.models.model import GradientHook, GradReq
+
+
+@dataclass(slots=True)
+class Frame:
+    """One layer of one executor: its arrays, and how it writes gradients.
+
+    Attributes:
+        name: the layer's name within its model.
+        device: where the arrays live.
+        dtype: of parameters, activations and gradients: float32 or float64.
+        params, aux: the arrays by the layer's own names (``"weight"``, not ``"dense0_weight"``).
+        grads: those of the parameters whose request is not ``"null"``.
+        grad_req: the request of each parameter.
+        generator: makes the random generator of this layer and step; the same one however often it is called.
+        saved: what forward leaves for backward; emptied by backward.
+        needs_input_gradient: whether backward has to return the gradient of the layer's input.
+        on_gradient: told the full name of a parameter once its gradient is complete.
+    """
+
+    name: str
+    device: Device
+    dtype: np.dtype[Any]
+    params: dict[str, Array]
+    aux: dict[str, Array]
+    grads: dict[str, Array]
+    grad_req: dict[str, GradReq]
+    generator: Callable[[], np.random.Generator]
+    is_train: bool = False
+    needs_input_gradient: bool = True
+    saved: dict[str, Any] = field(default_factory=dict)
+    on_gradient: GradientHook | None = None
+
+    @property
+    def xp(self) -> Any:
+        """The array module of the device."""
+        return self.device.xp
+
+    def compute_gradient(self, name: str, compute: Callable[[Array | None], Array]) -> None:
+        """Fill the gradient of parameter ``name``, unless nobody asked for it.
+
+        ``compute(out)`` computes the gradient into ``out``, or into a new array if ``out`` is None. Thus ``"write"``
+        costs no copy and ``"add"`` one temporary array.
+        """
+        request = self.grad_req[name]
+        if request == "null":
+            return
+        if request == "write":
+            compute(self.grads[name])
+        else:
+            self.grads[name] += compute(None)
+        self._complete(name)
+
+    def store_gradient(self, name: str, gradient: Array) -> None:
+        """As `compute_gradient`, for a gradient that had to be computed anyway."""
+        request = self.grad_req[name]
+        if request == "null":
+            return
+        if request == "write":
+            self.grads[name][...] = gradient
+        else:
+            self.grads[name] += gradient
+        self._complete(name)
+
+    def _complete(self, name: str) -> None:
+        if self.on_gradient is not None:
+            self.on_gradient(f"{self.name}_{name}")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The description of a layer. All shapes have the batch first; subclasses override what they need.
+
+    Attributes:
+        name: the prefix of its parameters' names; None: the kind and a number, such as ``"dense0"``.
+    """
+
+    _: KW_ONLY
+    name: str | None = None
+
+    kind: ClassVar[str] = "layer"
+    #: Whether the layer has a gradient with respect to its input; one that has none can only be the first.
+    is_differentiable: ClassVar[bool] = True
+
+    def output_shape(self, shape: Shape) -> Shape:
+        """The shape of the output for an input of ``shape``. Raises ConfigError if the layer cannot take it."""
+        return shape
+
+    def parameter_shapes(self, shape: Shape) -> dict[str, Shape]:
+        """The layer's own names → shapes of its parameters for an input of ``shape``."""
+        return {}
+
+    def aux_shapes(self, shape: Shape) -> dict[str, Shape]:
+        """The layer's own names → shapes of its states for an input of ``shape``."""
+        return {}
+
+    def initial(self, name: str, shape: Shape, generator: np.random.Generator) -> HostArray:
+        """Initial values, float32, of the parameter or state ``name``."""
+        return np.zeros(shape, np.float32)
+
+    def forward(self, frame: Frame, x: Array) -> Array:
+        """The output for input ``x``, which must stay as it is."""
+        raise NotImplementedError
+
+    def backward(self, frame: Frame, grad: Array) -> Array | None:
+        """Write the parameters' gradients, given that of the output; return that of the input.
+
+        None may be returned if ``frame.needs_input_gradient`` is not set.
+        """
+        raise NotImplementedError
+
+
+def require_positive(layer: Layer, **values: int) -> None:
+    """Raise ConfigError unless every one of the named values is a whole number above zero."""
+    for name, value in values.items():
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{layer.kind}: {name} must be a whole number above 0, not {value!r}", setting=name)
+
+
+def require_axes(layer: Layer, shape: Shape, count: int, meaning: str) -> None:
+    """Raise ConfigError unless ``shape`` has ``count`` axes; ``meaning`` says which."""
+    if len(shape) != count:
+        raise ConfigError(f"{layer.name or layer.kind} takes {meaning}, but its input has shape {shape}")

@@ -1,0 +1,273 @@
+"""Layers on the last axis, on each element or on the shape: Dense, Embedding, ReLU, Tanh, Flatten, Dropout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import numpy as np
+
+from kvd.errors import ConfigError
+from kvd.parallel.device import Array, HostArray, Shape
+from kvd.parallel.models.numpy.layer import Frame, Layer, require_positive
+
+#: How weights start: ``"he"`` for layers that a ReLU follows, ``"glorot"`` for others.
+Initializer: TypeAlias = Literal["he", "glorot"]
+
+
+def initial_weight(
+    initializer: Initializer, shape: Shape, fan_in: int, fan_out: int, generator: np.random.Generator
+) -> HostArray:
+    """A float32 array drawn from U(-b, b).
+
+    ``"he"``: b = √(6 / fan_in), He et al. 2015 (arXiv:1502.01852), eq. 10 as a uniform distribution.
+    ``"glorot"``: b = √(6 / (fan_in + fan_out)), Glorot and Bengio 2010, eq. 16.
+    """
+    bound = math.sqrt(6.0 / (fan_in if initializer == "he" else fan_in + fan_out))
+    return generator.uniform(-bound, bound, shape).astype(np.float32)
+
+
+def require_initializer(layer: Layer, initializer: str) -> None:
+    """Raise ConfigError unless ``initializer`` is one that there is."""
+    if initializer not in ("he", "glorot"):
+        raise ConfigError(
+            f'{layer.kind}: initializer {initializer!r} is neither "he" nor "glorot"', setting="initializer"
+        )
+
+
+@dataclass(frozen=True)
+class Dense(Layer):
+    """y = x Wᵀ + b on the last axis: (batch, …, in) → (batch, …, units). Images need a `Flatten` before it.
+
+    Parameters: ``weight`` (units, in), as in MXNet and torch, and ``bias`` (units,) unless ``use_bias`` is False.
+
+    Raises:
+        ConfigError: ``units`` is not above 0, an unknown initializer, or an input without a feature axis.
+    """
+
+    units: int
+    use_bias: bool = True
+    initializer: Initializer = "he"
+
+    kind: ClassVar[str] = "dense"
+
+    def __post_init__(self) -> None:
+        require_positive(self, units=self.units)
+        require_initializer(self, self.initializer)
+
+    def output_shape(self, shape: Shape) -> Shape:
+        if len(shape) < 2:
+            raise ConfigError(f"{self.name or self.kind} takes (batch, …, features), but its input has shape {shape}")
+        return (*shape[:-1], self.units)
+
+    def parameter_shapes(self, shape: Shape) -> dict[str, Shape]:
+        shapes: dict[str, Shape] = {"weight": (self.units, shape[-1])}
+        return shapes | {"bias": (self.units,)} if self.use_bias else shapes
+
+    def initial(self, name: str, shape: Shape, generator: np.random.Generator) -> HostArray:
+        if name == "bias":
+            return np.zeros(shape, np.float32)
+        return initial_weight(self.initializer, shape, shape[1], shape[0], generator)
+
+    def forward(self, frame: Frame, x: Array) -> Array:
+        rows = x.reshape(-1, x.shape[-1])
+        frame.saved["rows"] = rows
+        y = frame.xp.matmul(rows, frame.params["weight"].T)
+        if self.use_bias:
+            y += frame.params["bias"]
+        return y.reshape(*x.shape[:-1], self.units)
+
+    def backward(self, frame: Frame, grad: Array) -> Array | None:
+        xp, weight = frame.xp, frame.params["weight"]
+        rows = frame.saved.pop("rows")
+        grad_rows = grad.reshape(-1, self.units)
+        frame.compute_gradient("weight", lambda out: xp.matmul(grad_rows.T, rows, out=out))
+        if self.use_bias:
+            frame.compute_gradient("bias", lambda out: xp.sum(grad_rows, axis=0, out=out))
+        if not frame.needs_input_gradient:
+            return None
+        return xp.matmul(grad_rows, weight).reshape(*grad.shape[:-1], weight.shape[1])
+
+
+@dataclass(frozen=True)
+class Embedding(Layer):
+    """Rows of a table: ids (batch, …) of any dtype with whole values → (batch, …, dimensions).
+
+    Parameter: ``weight`` (vocabulary, dimensions), initially U(-√(3/dimensions), √(3/dimensions)): rows of expected
+    squared length 1. The ids have no gradient, so this can only be the first layer.
+
+    Raises:
+        ConfigError: ``vocabulary`` or ``dimensions`` is not above 0.
+        ValueError: in forward, an id that is not a whole number in [0, vocabulary).
+    """
+
+    vocabulary: int
+    dimensions: int
+
+    kind: ClassVar[str] = "embedding"
+    is_differentiable: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        require_positive(self, vocabulary=self.vocabulary, dimensions=self.dimensions)
+
+    def output_shape(self, shape: Shape) -> Shape:
+        return (*shape, self.dimensions)
+
+    def parameter_shapes(self, shape: Shape) -> dict[str, Shape]:
+        return {"weight": (self.vocabulary, self.dimensions)}
+
+    def initial(self, name: str, shape: Shape, generator: np.random.Generator) -> HostArray:
+        bound = math.sqrt(3.0 / self.dimensions)
+        return generator.uniform(-bound, bound, shape).astype(np.float32)
+
+    def forward(self, frame: Frame, x: Array) -> Array:
+        ids = whole_numbers(frame.xp, x, self.vocabulary, f"{frame.name}: id")
+        frame.saved["ids"] = ids
+        return frame.params["weight"][ids]
+
+    def backward(self, frame: Frame, grad: Array) -> Array | None:
+        ids = frame.saved.pop("ids").reshape(-1)
+        if frame.grad_req["weight"] == "null":
+            return None
+        rows, sums = sum_by_id(frame.xp, ids, grad.reshape(-1, self.dimensions))
+
+        def scatter(out: Array | None) -> Array:
+            if out is None:
+                out = frame.xp.zeros_like(frame.params["weight"])
+            else:
+                out[...] = 0
+            out[rows] = sums
+            return out
+
+        frame.compute_gradient("weight", scatter)
+        return None
+
+
+@dataclass(frozen=True)
+class ReLU(Layer):
+    """max(x, 0); its derivative at 0 is 0, as in torch."""
+
+    kind: ClassVar[str] = "relu"
+
+    def forward(self, frame: Frame, x: Array) -> Array:
+        y = frame.xp.maximum(x, 0)
+        frame.saved["y"] = y
+        return y
+
+    def backward(self, frame: Frame, grad: Array) -> Array | None:
+        return grad * (frame.saved.pop("y") > 0)
+
+
+@dataclass(frozen=True)
+class Tanh(Layer):
+    """tanh(x), with derivative 1 - tanh²(x)."""
+
+    kind: ClassVar[str] = "tanh"
+
+    def forward(self, frame: Frame, x: Array) -> Array:
+        y = frame.xp.tanh(x)
+        frame.saved["y"] = y
+        return y
+
+    def backward(self, frame: Frame, grad: Array) -> Array | None:
+        y = frame.saved.pop("y")
+        return grad * (1 - y * y)
+
+
+@dataclass(frozen=True)
+class Flatten(Layer):
+    """(batch, …) → (batch, the product of the rest), in C order."""
+
+    kind: ClassVar[str] = "flatten"
+
+    def output_shape(self, shape: Shape) -> Shape:
+        return (shape[0], math.prod(shape[1:]))
+
+    def forward(self, frame: Frame, x: Array) -> Array:
+        frame.saved["shape"] = x.shape
+        return x.reshape(self.output_shape(x.shape))
+
+    def backward(self, frame: Frame, grad: Array) -> Array | None:
+        return grad.reshape(frame.saved.pop("shape"))
+
+
+@dataclass(frozen=True)
+class Dropout(Layer):
+    """In training, each element becomes 0 with probability ``rate``, else it is divided by 1 - rate.
+
+    This is "inverted" dropout, as in torch and MXNet: without training it does nothing. The mask is drawn on the
+    host from a generator that the seed, the layer's place and the number of the step determine, so it is the same on
+    every kind of device, and a step that is done again gets the mask it had.
+
+    Raises:
+        ConfigError: ``rate`` is not in [0, 1).
+    """
+
+    rate: float
+
+    kind: ClassVar[str] = "dropout"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.rate < 1.0:
+            raise ConfigError(f"dropout: rate must be in [0, 1), not {self.rate!r}", setting="rate")
+
+    def forward(self, frame: Frame, x: Array) -> Array:
+        if not frame.is_train or self.rate == 0.0:
+            frame.saved["factor"] = None
+            return x
+        kept = frame.generator().random(x.shape, dtype=np.float32) >= np.float32(self.rate)
+        factor = frame.device.array(kept, dtype=frame.dtype)
+        factor *= 1.0 / (1.0 - self.rate)
+        frame.saved["factor"] = factor
+        return x * factor
+
+    def backward(self, frame: Frame, grad: Array) -> Array | None:
+        factor = frame.saved.pop("factor")
+        return grad if factor is None else grad * factor
+
+
+def whole_numbers(xp: Any, values: Array, limit: int, what: str) -> Array:
+    """``values`` as int64, each of which must be a whole number in [0, limit).
+
+    MXNet's data and labels are float32 whatever they mean, so floats are welcome; what is no index is refused, since
+    a negative one would silently count from the end.
+
+    Raises:
+        ValueError: some value is not such a number; the message starts with ``what`` and names the first.
+    """
+    with np.errstate(invalid="ignore"):  # NaN and infinities are caught below, not warned about
+        whole = values.astype(np.int64)
+    wrong = (whole < 0) | (whole >= limit)
+    if values.dtype.kind not in "iu":
+        wrong |= whole != values
+    if bool(wrong.any()):
+        first = values[wrong].reshape(-1)[0].item()
+        raise ValueError(f"{what} {first} is not a whole number in [0, {limit})")
+    return whole
+
+
+def sum_by_id(xp: Any, ids: Array, rows: Array) -> tuple[Array, Array]:
+    """The distinct ids in rising order, and for each the sum of its rows, always added in the same order.
+
+    A segmented scan over the rows sorted by id: after the pass with distance s, a row holds the sum of the 2s rows
+    of its id from it on. Scatter-add with atomics, the usual way on a GPU, would add in another order each time.
+
+    Arguments:
+        ids: (n,) int64. rows: (n, d).
+    """
+    if ids.size == 0:
+        return ids, rows
+    order = xp.argsort(ids, kind="stable")
+    ids, rows = ids[order], rows[order]
+    longest = int(xp.bincount(ids).max())
+    distance = 1
+    while distance < longest:
+        same = (ids[distance:] == ids[:-distance])[:, None]
+        # the right side is a new array, so every row adds what its partner held before this pass; a product with
+        # `same` would let a NaN of one id reach another
+        rows[:-distance] += xp.where(same, rows[distance:], 0)
+        distance *= 2
+    is_first = xp.ones(ids.shape, dtype=bool)
+    is_first[1:] = ids[1:] != ids[:-1]
+    return ids[is_first], rows[is_first]

@@ -1,0 +1,116 @@
+"""Any `torch.nn.Module` as a model that a group can bind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Unpack
+
+import torch
+
+from kvd.errors import ConfigError
+from kvd.parallel.batch import DataDesc
+from kvd.parallel.device import Device, HostArray, Shape
+from kvd.parallel.models.bind_plan import plan_bind
+from kvd.parallel.models.executor import DeviceExecutor
+from kvd.parallel.models.model import BindOptions, ModelDescription
+from kvd.parallel.models.outputs import OutputDescriptions
+from kvd.parallel.models.torch.module_copy import trained_and_states
+from kvd.parallel.models.torch.passes import LossFunction, TorchPasses
+from kvd.parallel.models.torch.tensors import dtype_of, host_copy, outputs_of
+from kvd.parallel.models.torch.threads import CpuThreads
+
+
+class TorchModel:
+    """A module, and optionally a loss. Every device gets a deep copy, of which it shares nothing with the others.
+
+    - Parameters are those of ``named_parameters()`` that require a gradient, states (aux) those that do not and the
+      persistent buffers. They start with the module's values. The module itself is never changed.
+    - The data arrays are the positional arguments of ``forward``, in the order of their descriptions, as they are
+      described: no axis is moved. It returns a tensor, or a tuple, list or dict of tensors, called ``"output"``,
+      ``"output0"``, ``"output1"`` …, or as the dict has them. Their batch axes are found by describing two sizes.
+    - The loss is computed in a forward for training. It has to be a plain mean over the samples, as the losses of
+      torch are by default: each device's is scaled by samples of the device / samples of the batch, so that the sum
+      of the devices' gradients is that of the mean over the batch. A sum (``loss.reduction == "sum"``), or a tensor
+      with one value per sample, is divided by the samples of the batch. Weights of classes or an ``ignore_index`` make
+      the mean of torch one over weights, which parts of a batch cannot reproduce: use a sum there.
+    - BatchNorm sees each device's part of the batch, as in ``torch.nn.DataParallel``.
+    - Chance (dropout) is drawn from torch's generator, seeded for each device and step, and put back afterwards. If a
+      module draws, its devices that share a generator, as all CPU devices do, run their forwards one after another.
+    - Each of n CPU devices of a group computes with an n-th of the threads that torch had when the model was made,
+      at least with one; no more devices than threads compute at once.
+
+    Arguments:
+        module: copied when it is bound, so that later changes of it are seen by later binds only.
+        loss: see `LossFunction`; a module such as ``torch.nn.CrossEntropyLoss()`` is one.
+
+    Raises:
+        ConfigError: ``module`` is no module or has lazy parameters that are not made yet.
+    """
+
+    def __init__(self, module: torch.nn.Module, loss: LossFunction | None = None) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(f"module is a {type(module).__name__}, no torch.nn.Module", setting="module")
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+                raise ConfigError(f"{name} has no shape yet: run the module once on a batch", setting="module")
+        self.module = module
+        self.loss = loss
+        self._threads = CpuThreads()
+        self._outputs = OutputDescriptions(self._output_shapes, "module")
+
+    def initial(self) -> tuple[dict[str, HostArray], dict[str, HostArray]]:
+        """Copies of the module's parameters and states, as `DataParallelExecutorGroup.set_params` takes them."""
+        params, aux = trained_and_states(self.module)
+        return {name: host_copy(t) for name, t in params.items()}, {name: host_copy(t) for name, t in aux.items()}
+
+    def describe(self, data: Sequence[DataDesc], labels: Sequence[DataDesc] = ()) -> ModelDescription:
+        """See `kvd.parallel.Model.describe`.
+
+        The module runs for it on torch's ``meta`` device, which has shapes but no values, or, if it cannot, on the
+        CPU with zeros, in both cases as for evaluation.
+
+        Raises:
+            ConfigError: the module cannot take such data; labels without a loss; an output whose batch axis grows by
+                more than one per sample, or on several axes.
+        """
+        if labels and self.loss is None:
+            raise ConfigError("labels are described, but the model has no loss", setting="label_shapes")
+        params, aux = trained_and_states(self.module)
+        return ModelDescription(
+            {name: tuple(tensor.shape) for name, tensor in params.items()},
+            {name: tuple(tensor.shape) for name, tensor in aux.items()},
+            self._outputs.of(data),
+            has_loss=self.loss is not None,
+        )
+
+    def bind(
+        self,
+        device: Device | str,
+        data: Sequence[DataDesc],
+        labels: Sequence[DataDesc] = (),
+        **options: Unpack[BindOptions],
+    ) -> DeviceExecutor[TorchPasses]:
+        """See `kvd.parallel.Model.bind`. What is not given starts with the module's values."""
+        plan = plan_bind(self.describe(data, labels), device, data, labels, **options)
+        return DeviceExecutor(plan, TorchPasses(self.module, self.loss, plan, self._threads))
+
+    def _output_shapes(self, descs: Sequence[DataDesc]) -> Mapping[str, tuple[Shape, str]]:
+        try:
+            outputs = self._evaluate("meta", descs)
+        except Exception:  # noqa: BLE001  whatever a module raises where there are no values to look at
+            try:
+                outputs = self._evaluate("cpu", descs)
+            except Exception as error:
+                given = ", ".join(f"{desc.name} {desc.shape} {desc.dtype}" for desc in descs)
+                raise ConfigError(
+                    f"the module cannot take {given}: {type(error).__name__}: {error}", setting="data_shapes"
+                ) from error
+        return {name: (tuple(tensor.shape), dtype_of(tensor.dtype).name) for name, tensor in outputs.items()}
+
+    def _evaluate(self, where: str, descs: Sequence[DataDesc]) -> dict[str, torch.Tensor]:
+        """The outputs by name; on ``"meta"`` they have no values."""
+        module = copy.deepcopy(self.module).to(where).eval()
+        inputs = [torch.zeros(desc.shape, dtype=getattr(torch, desc.dtype), device=where) for desc in descs]
+        with torch.no_grad():
+            return outputs_of(module(*inputs))

@@ -1,0 +1,190 @@
+"""fit goes on: from a checkpoint, and after the death of a worker."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvd
+from kvd.errors import ConfigError, NotAllowed
+from kvd.optimizer import Adam, Optimizer
+from kvd.parallel import (
+    BatchNorm,
+    Checkpoint,
+    DataBatch,
+    Dense,
+    Dropout,
+    Sequential,
+    SoftmaxCrossEntropy,
+    Tanh,
+    fit,
+)
+from kvd.testing.cluster import LocalCluster
+from tests.parallel.fit_harness import RULE, X, Y, batches, group_of, run_two
+from tests.parallel.group_harness import assert_same, weights_of
+
+
+@pytest.mark.parametrize("optimizer", [RULE, Adam(0.02)])
+@pytest.mark.parametrize(("stop", "update"), [(2, "server"), (5, "server"), (9, "server"), (5, "local")])
+def test_resume_ends_with_the_same_bits(tmp_path: Path, stop: int, update: Any, optimizer: Optimizer) -> None:
+    """A run that stops after `stop` batches, in the middle of an epoch of 4, and one on a new cluster that goes on."""
+    model = Sequential(Dense(12), BatchNorm(), Tanh(), Dropout(0.3), Dense(3), SoftmaxCrossEntropy())
+    params = model.initialize((8, 5), seed=1)
+    path = tmp_path / "model.safetensors"
+
+    class Stopped(Exception):
+        pass
+
+    def program(stop: int | None, checkpoint: Path | None) -> Callable[[kvd.KVStore], Any]:
+        def run(kv: kvd.KVStore) -> Any:
+            group = group_of(model, seed=kv.rank)
+            group.set_params(params)
+            own, seen = batches(7, X[kv.rank :: 2], Y[kv.rank :: 2]), 0
+
+            def data(epoch: int) -> Iterator[DataBatch]:
+                nonlocal seen
+                for batch in own:
+                    if seen == stop:
+                        raise Stopped
+                    seen += 1
+                    yield batch
+
+            arguments: dict[str, Any] = {"checkpoint": checkpoint, "checkpoint_steps": 1 if checkpoint else None}
+            try:
+                reports = fit(
+                    group, kv, data, 3, optimizer=optimizer, update=update, resume=checkpoint is not None, **arguments
+                )
+            except Stopped:
+                return None
+            return weights_of(group), [report.steps for report in reports]
+
+        return run
+
+    whole = run_two(program(None, None))
+    run_two(program(stop, path))
+    saved = Checkpoint.read(path)
+    assert (saved.epoch, saved.batch, saved.step) == (stop // 4, stop % 4, stop)
+    assert set(saved.params) == set(params)
+    assert set(saved.aux) == {"batchnorm0_running_mean", "batchnorm0_running_var"}
+    assert len(list(tmp_path.iterdir())) == (2 if update == "server" else 1)  # with the optimizer's state beside it
+    resumed = run_two(program(None, path))
+    for (mine, steps), (theirs, _) in zip(resumed, whole, strict=True):
+        assert_same(mine, theirs)
+        assert sum(steps) == 12 - stop
+
+
+def test_a_finished_checkpoint_leaves_nothing_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    weights = []
+    for _ in range(2):
+        with kvd.create("local") as kv:
+            group = group_of()
+            reports = fit(group, kv, batches(8), 2, optimizer=RULE, checkpoint=path, resume=True)
+            weights.append(weights_of(group))
+    assert reports == []
+    assert_same(*weights)
+
+
+def test_asynchronous_workers_write_checkpoints_after_epochs(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+
+    def program(kv: kvd.KVStore) -> Any:
+        group = group_of()
+        fit(group, kv, batches(8), 2, optimizer=RULE, checkpoint=path)
+        with pytest.raises(ConfigError, match="after epochs only"):
+            fit(group, kv, batches(8), 2, checkpoint=path, checkpoint_steps=1)
+        return weights_of(group)
+
+    with LocalCluster(2, 1) as cluster:
+        cluster.run(program, "dist_async")
+    assert Checkpoint.read(path).step == 14
+
+
+TRAINS = """
+import sys, json, hashlib, time, kvd
+from kvd.parallel import Dense, Dropout, Sequential, SoftmaxCrossEntropy, Tanh, fit
+from tests.parallel.fit_harness import RULE, X, Y, batches, group_of
+from tests.parallel.group_harness import weights_of
+kv = kvd.create("dist_sync")
+die_at = int(sys.argv[1])
+model = Sequential(Dense(12), Tanh(), Dropout(0.3), Dense(3), SoftmaxCrossEntropy())
+group = group_of(model, seed=kv.rank)
+group.set_params(model.initialize((8, 5), seed=1))
+seen = 0
+def data(epoch):
+    global seen
+    for batch in batches(8, X[kv.rank::2], Y[kv.rank::2]):
+        if seen == die_at:
+            send = group.pipeline._send
+            def dying(name, gradients):  # the last layer's gradients have gone, the first layer's have not
+                if name.startswith("dense0"):
+                    time.sleep(0.3)
+                    print("dying", flush=True)
+                    time.sleep(600)
+                send(name, gradients)
+            group.pipeline._send = dying
+        seen += 1
+        yield batch
+reports = fit(group, kv, data, 3, optimizer=RULE)
+digest = hashlib.sha256(b"".join(value.tobytes() for value in weights_of(group))).hexdigest()
+kv.close()
+print(json.dumps({"rank": kv.rank, "digest": digest, "steps": sum(report.steps for report in reports)}), flush=True)
+"""
+
+
+def finish(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, output.decode()
+    result: dict[str, Any] = json.loads(output.decode().strip().splitlines()[-1])
+    return result
+
+
+def test_a_worker_that_died_in_a_step_redoes_it_and_ends_with_the_same_bits() -> None:
+    settings: dict[str, Any] = {"worker_timeout_s": 20.0, "merge": "weighted"}
+    with LocalCluster(2, 2, **settings) as cluster:
+        undisturbed = [finish(process) for process in [cluster.script(TRAINS, n, "-1") for n in (0, 1)]]
+    assert undisturbed[0]["digest"] == undisturbed[1]["digest"]
+    with LocalCluster(2, 2, **settings) as cluster:
+        other = cluster.script(TRAINS, 0, "-1")
+        victim = cluster.script(TRAINS, 1, "6")
+        assert victim.stdout is not None
+        assert victim.stdout.readline().decode().strip() == "dying"
+        victim.kill()
+        victim.wait()
+        victim.stdout.close()
+        results = [finish(cluster.script(TRAINS, 1, "-1")), finish(other)]
+    assert [result["digest"] for result in results] == [undisturbed[0]["digest"]] * 2
+    assert [result["steps"] for result in results] == [6, 12]
+
+
+def test_what_resume_refuses(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    path.write_bytes(b"no checkpoint")
+    with kvd.create("local") as kv:
+        with pytest.raises(NotAllowed, match=r"model: this is no checkpoint"):
+            fit(group_of(), kv, batches(8), 1, optimizer=RULE, checkpoint=path, resume=True)
+        group = group_of()
+        group.bind_to(kv, optimizer=RULE)
+        with pytest.raises(NotAllowed, match="let fit bind the group"):
+            fit(group, kv, batches(8), 1, checkpoint=path, resume=True)
+        with kvd.create("local") as other, pytest.raises(NotAllowed, match="another store"):
+            fit(group, other, batches(8), 1)
+
+
+def test_a_checkpoint_keeps_every_dtype_and_shape(tmp_path: Path) -> None:
+    import ml_dtypes
+
+    params = {"half": np.ones((2, 3), ml_dtypes.bfloat16), "whole": np.arange(4.0)[::2]}
+    Checkpoint(params, {"count": np.asarray(7)}, 1, 2, 3).write(tmp_path / "file")
+    read = Checkpoint.read(tmp_path / "file")
+    assert (read.epoch, read.batch, read.step, read.server_states) == (1, 2, 3, "")
+    assert read.params["half"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(read.params["whole"], [0.0, 2.0])
+    assert read.aux["count"].shape == ()
+    assert not (tmp_path / "file.part").exists()
