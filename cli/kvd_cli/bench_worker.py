@@ -149,7 +149,7 @@ class Bench:
         return cpu_s_of(json.loads(file.read_text()))
 
     def _in_flight(self, mine: Values, count: int) -> tuple[list[float], float]:
-        """Make `count` calls of one key each, always `IN_FLIGHT` of them at once. Returns times as `time_steps` does."""
+        """Make `count` calls of one key each, always `IN_FLIGHT` at once. Returns times as `time_steps` does."""
         each: list[float] = []
         flying: deque[tuple[float, kvd.Handle]] = deque()
 
