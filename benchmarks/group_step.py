@@ -21,17 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from kvd.parallel import (
-    Conv2D,
-    DataBatch,
-    DataDesc,
-    DataParallelExecutorGroup,
-    Model,
-    Sequential,
-    SoftmaxCrossEntropy,
-    TorchModel,
-)
-from kvd.parallel.models.numpy.layers import Dense, Flatten, ReLU
+from kvd import parallel
 
 CLASSES = 10
 
@@ -40,7 +30,7 @@ class Work(NamedTuple):
     """One model in both spellings, and the shape of a sample."""
 
     module: Callable[[], torch.nn.Module]
-    layers: Sequential
+    layers: parallel.Sequential
     sample: tuple[int, ...]
     batch: int
 
@@ -54,7 +44,14 @@ WORK = {
             torch.nn.ReLU(),
             torch.nn.Linear(512, CLASSES),
         ),
-        Sequential(Dense(512), ReLU(), Dense(512), ReLU(), Dense(CLASSES), SoftmaxCrossEntropy()),
+        parallel.Sequential(
+            parallel.Dense(512),
+            parallel.ReLU(),
+            parallel.Dense(512),
+            parallel.ReLU(),
+            parallel.Dense(CLASSES),
+            parallel.SoftmaxCrossEntropy(),
+        ),
         (784,),
         1024,
     ),
@@ -67,14 +64,14 @@ WORK = {
             torch.nn.Flatten(),
             torch.nn.Linear(32 * 7 * 7, CLASSES),
         ),
-        Sequential(
-            Conv2D(16, 3, stride=2, padding=1),
-            ReLU(),
-            Conv2D(32, 3, stride=2, padding=1),
-            ReLU(),
-            Flatten(),
-            Dense(CLASSES),
-            SoftmaxCrossEntropy(),
+        parallel.Sequential(
+            parallel.Conv2D(16, 3, stride=2, padding=1),
+            parallel.ReLU(),
+            parallel.Conv2D(32, 3, stride=2, padding=1),
+            parallel.ReLU(),
+            parallel.Flatten(),
+            parallel.Dense(CLASSES),
+            parallel.SoftmaxCrossEntropy(),
         ),
         (1, 28, 28),
         512,
@@ -153,13 +150,13 @@ def _sides(work: Work, kind: str, devices: list[str]) -> tuple[Callable[[], Any]
         if where.type == "cuda":
             torch.cuda.synchronize(where)
 
-    model: Model = TorchModel(made, loss) if kind == "TorchModel" else work.layers
-    group = DataParallelExecutorGroup(
-        model, devices, [DataDesc("data", x.shape)], [DataDesc("label", y.shape, "int64")]
+    model: parallel.Model = parallel.TorchModel(made, loss) if kind == "TorchModel" else work.layers
+    group = parallel.DataParallelExecutorGroup(
+        model, devices, [parallel.DataDesc("data", x.shape)], [parallel.DataDesc("label", y.shape, "int64")]
     )
-    if isinstance(model, Sequential):
+    if isinstance(model, parallel.Sequential):
         group.set_params(model.initialize(x.shape))
-    batch = DataBatch([x], [y])
+    batch = parallel.DataBatch([x], [y])
     return bare, lambda: group.forward_backward(batch)
 
 

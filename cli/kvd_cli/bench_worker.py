@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 import kvd
 import kvd.optimizer
-from kvd.client.cluster.observer import Observer
+from kvd.client.admin import Observer
 from kvd.config import load
 from kvd_cli.bench_usage import cpu_s_of, usage_of
 from kvd_cli.bench_work import (
@@ -149,7 +149,7 @@ class Bench:
         return cpu_s_of(json.loads(file.read_text()))
 
     def _in_flight(self, mine: Values, count: int) -> tuple[list[float], float]:
-        """Make `count` calls of one key each, `IN_FLIGHT` of them in flight. Returns times as `time_steps` does."""
+        """Make `count` calls of one key each, always `IN_FLIGHT` at once. Returns times as `time_steps` does."""
         each: list[float] = []
         flying: deque[tuple[float, kvd.Handle]] = deque()
 

@@ -164,7 +164,7 @@ def test_a_worker_stops_at_a_wrong_sum(tmp_path: Path) -> None:
 
     with kvd.create("local") as kv:
         kv.set_updater(wrong)
-        with pytest.raises(SystemExit, match=r"1KiB: .* wrong, 1\.0 was expected"):
+        with pytest.raises(SystemExit, match=r"1KiB: .* wrong: expected 1\.0 everywhere"):
             Bench(kv, task(tmp_path, "1KiB")).run()
     assert not (tmp_path / ROWS_FILE).exists()
 
