@@ -70,6 +70,9 @@ class Scripted:
     def explain(self, now: float) -> dict[str, object]:
         return {"role": "scripted"}
 
+    def validate(self) -> None:
+        """It has no invariants."""
+
 
 class Wire:
     """A transport that remembers."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import Contribution, Received
+from kvd.core.scheduler.machine import SchedulerMachine
 from kvd.core.server import groups as groups_module
 from kvd.core.server.batches import BatchTable
 from kvd.core.server.groups import FusedGroup
@@ -19,10 +20,11 @@ from kvd.core.worker.machine import WorkerMachine
 from kvd.core.worker.outbox import Entry, Outbox
 from kvd.node.statebook import StateBook
 from kvd.protocol.messages import SliceId
-from kvd.testing.campaign import CAMPAIGNS, Campaign, undisturbed_bits
+from kvd.testing.campaign import CAMPAIGNS, Campaign, undisturbed_weights
 from kvd.testing.mishaps import Mishaps
 from kvd.testing.network import NASTY, Faults
-from kvd.testing.simulator import Violation
+from kvd.testing.settings import ShellSettings
+from kvd.testing.trace import Violation
 
 SEEDS = 25
 CALM_BUT_OUT_OF_ORDER = Faults(delay_s=(0.0005, 0.2), duplicates=0.3, ordered=False)
@@ -237,6 +239,18 @@ def changes_are_lost_at_parting(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("kvd.core.server.keys.parted", forgetful)
 
 
+def counts_views_that_are_not_saved(patch: pytest.MonkeyPatch) -> None:
+    """The scheduler takes the view after the one that was saved for saved, too."""
+    announce = SchedulerMachine._announce
+
+    def hasty(scheduler: SchedulerMachine, epoch: int) -> None:
+        announce(scheduler, epoch)
+        if scheduler._persisted == scheduler._epoch:
+            scheduler._persisted += 1
+
+    patch.setattr(SchedulerMachine, "_announce", hasty)
+
+
 QUIET = Mishaps(within_s=4.0)
 LATE_SUCCESSORS = Campaign("mixed", mishaps=Mishaps(within_s=6.0, crashes=4, restart_after_s=(11.0, 15.0)))
 NASTY_TRAINING = Campaign("list training", mishaps=Mishaps(within_s=25.0), faults=NASTY)
@@ -266,13 +280,18 @@ PUSHY = Campaign("ledger", mishaps=Mishaps(pauses=3), faults=CALM_BUT_OUT_OF_ORD
         (parting_mixes_up_the_bytes, Campaign("mixed"), "other bits"),
         (parting_mixes_up_the_bytes, Campaign("list training", mishaps=QUIET), "undisturbed"),
         (fusing_ignores_the_logs, LATE_SUCCESSORS, "other bits"),
-        (parting_in_the_middle_of_an_update, Campaign("lists", mode="async", job_s=(0.0, 0.5)), ""),
+        (
+            parting_in_the_middle_of_an_update,
+            Campaign("lists", mode="async", shell=ShellSettings(job_s=(0.0, 0.5))),
+            "",
+        ),
         (pack_numbers_are_used_again, Campaign("mixed"), ""),
         (units_start_with_new_states, Campaign("list training", mishaps=QUIET), "undisturbed"),
         (small_pushes_are_taken_for_staged, NASTY_TRAINING, "undisturbed"),
         (changes_are_lost_at_parting, Campaign("list training"), "undisturbed"),
         (sources_are_not_kept, CAMPAIGNS["refusals, timeouts"], "the key holds|has an ack"),
         (refusals_are_forgotten, CAMPAIGNS["refusals, nasty"], "has an ack"),
+        (counts_views_that_are_not_saved, Campaign("ledger"), "is saved, the latest is"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
@@ -280,17 +299,42 @@ def test_broken_build_is_caught(
     mutate: Callable[[pytest.MonkeyPatch], None], campaign: Campaign, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if campaign.workload.endswith("training"):
-        undisturbed_bits(campaign.workload)  # of the unbroken build
+        undisturbed_weights(campaign.workload)  # of the unbroken build
     mutate(monkeypatch)
     violation = caught(campaign)
     assert violation
     assert not complaint or any(word in violation for word in complaint.split("|")), violation
 
 
+@pytest.mark.parametrize("machine", [SchedulerMachine, ServerMachine, WorkerMachine], ids=lambda kind: kind.__name__)
+def test_invariants_are_checked_after_every_step(machine: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An invariant that is broken for a single step is noticed in that step."""
+    steps, checks = [], []
+    step = machine.step
+
+    def counting(self: Any, event: Any, now: float) -> Any:
+        steps.append(now)
+        return step(self, event, now)
+
+    def breaks_once(self: Any) -> None:
+        checks.append(len(steps))
+        assert len(checks) != 20, f"step {len(steps)} broke it"
+
+    monkeypatch.setattr(machine, "step", counting)
+    monkeypatch.setattr(machine, "validate", breaks_once)
+    with pytest.raises(Violation, match=r"seed 4, .* s: (scheduler|server \d|worker \d): step 20 broke it"):
+        Campaign("ledger").run(4)
+    assert checks == list(range(1, 21))
+
+
 def test_whole_build_is_not_caught() -> None:
     assert caught(PUSHY) == ""
     assert caught(HAUNTED) == ""
-    for campaign in (NASTY_TRAINING, LATE_SUCCESSORS, Campaign("lists", mode="async", job_s=(0.0, 0.5))):
+    for campaign in (
+        NASTY_TRAINING,
+        LATE_SUCCESSORS,
+        Campaign("lists", mode="async", shell=ShellSettings(job_s=(0.0, 0.5))),
+    ):
         assert caught(campaign, seeds=10) == ""
     with pytest.raises(Violation):
         Campaign("ledger").run(0).fail("checkers can complain")

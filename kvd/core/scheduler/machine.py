@@ -510,6 +510,10 @@ class SchedulerMachine:
         request = getattr(message, "request", 0)
         self._out.append(Send(peer, Refused(request, error, text)))
 
+    def validate(self) -> None:
+        """No view counts as saved that was not made yet."""
+        assert self._persisted <= self._epoch, f"view {self._persisted} is saved, the latest is {self._epoch}"
+
 
 def _member(fields: list[Any]) -> Member:
     """A member as a record has it; ValueError or TypeError if it is none."""

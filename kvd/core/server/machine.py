@@ -406,6 +406,10 @@ class ServerMachine(ServerTransfers):
     def _status(self, event: Received, query: StatusQuery) -> None:
         self._send(event.peer, StatusReport(query.request))
 
+    def validate(self) -> None:
+        """Each slice is where its group says."""
+        assert all(entry.group.slices[entry.position] is entry for entry in self._table.slices.values()), "slice astray"
+
 
 def _in_use(key: str) -> tuple[ErrorCode, str]:
     return ErrorCode.KEY_EXISTS, f"key {key!r} is in use here already: take another name, or restart the cluster"
