@@ -16,6 +16,8 @@ from kvd.testing.network import CALM, NASTY, Network
 from kvd.testing.process import Process
 from kvd.testing.trace import Violation
 
+pytestmark = pytest.mark.no_cover  # thousands of runs of the same lines: coverage would triple their time
+
 SEEDS = 20  # of each campaign in `make test`
 SOAK_SEEDS = 1000  # of each campaign under -m soak
 CHUNK = 10
