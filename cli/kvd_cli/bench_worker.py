@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 import kvd
 import kvd.optimizer
-from kvd.client.admin import Observer
+from kvd.client.cluster.observer import Observer
 from kvd.config import load
 from kvd_cli.bench_usage import cpu_s_of, usage_of
 from kvd_cli.bench_work import (

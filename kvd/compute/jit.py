@@ -1,10 +1,13 @@
 """The loops that numba compiles: merge, update and write-out of one element after the other, in one pass over memory.
 
+Over 400 lines because numba's cache on disk notices changes of the file that defines a loop, and of no other file: the
+loops and the functions that they inline belong together.
+
 This is the only module that imports numba, and only :mod:`kvd.compute.compiled` imports it, when a loop is worth its
 compilation. The formulas stand in :mod:`kvd.optimizer.rules`; the order of the roundings is that of
 :mod:`kvd.compute.kernels` and :mod:`kvd.compute.merge`, operation by operation, so that both give the same bits.
-LLVM keeps it: without fast-math flags it neither reorders nor contracts to fused multiply-adds. (Only which of two
-NaN survives an addition is left open, here as there: their payloads are nobody's promise.)
+LLVM keeps it: without fast-math flags it neither reorders nor contracts to fused multiply-adds. (Which of two
+NaNs survives an addition is left open, here as there: no promise is made about their payloads.)
 
 Every loop but ``merge`` takes, in this order:
 
@@ -68,7 +71,8 @@ def wide_bfloat16(bits: Any) -> Any:
 def narrow_bfloat16(value: Any) -> Any:
     """The bits of the bfloat16 that is nearest to a float32, ties to even; NaN keeps its sign and loses its payload.
 
-    Adding 0x7fff, or 0x8000 above an odd result, carries into the upper half exactly if it has to be rounded up.
+    Adding 0x7fff, or 0x8000 above an odd result, carries into the upper half exactly when the result is to be rounded
+    up.
     """
     bits = np.float32(value).view(np.uint32)
     rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
@@ -78,9 +82,9 @@ def narrow_bfloat16(value: Any) -> Any:
 
 @_inlined
 def wide_float16(bits: Any) -> Any:
-    """The float32 of the bits of a float16: exponent and fraction are moved, and the exponent is biased anew.
+    """The float32 of the bits of a float16: exponent and fraction are moved, and the exponent gets the bias of float32.
 
-    A subnormal gets the exponent of 2⁻¹⁴ and an implicit one, which a subtraction takes away again: exact. (F. Giesen,
+    A subnormal gets the exponent of 2⁻¹⁴ and an implicit leading one, which an exact subtraction removes. (F. Giesen,
     "Float → half conversions", 2012.)
     """
     half = np.uint32(np.uint16(bits))
@@ -118,7 +122,7 @@ def narrow_float16(value: Any) -> Any:
 
 
 # What numba does with an element depends on its dtype: each of these three stands for one of two or three functions. An
-# implementation has to have the very signature of what chooses it, annotations and all.
+# implementation must have the same signature as the function that chooses it, annotations included.
 
 
 def _wide(bits: Any) -> Any:
@@ -459,7 +463,7 @@ def compile_loop(name: str, source: str, target: str) -> Callable[..., None]:
 def _compiled(function: Callable[..., None], signature: tuple[Any, ...], cache: bool) -> Callable[..., None]:
     dispatcher = _njit(**_OPTIONS, cache=cache)(function)
     dispatcher.compile(signature)
-    dispatcher.disable_compile()  # a call that does not fit shall fail, not compile
+    dispatcher.disable_compile()  # a call with other types must fail, not compile
     return cast(Callable[..., None], dispatcher)
 
 
@@ -478,5 +482,5 @@ def _signature(name: str, source: str, target: str) -> tuple[Any, ...]:
 
 
 def _array(dtype: Any, readonly: bool) -> Any:
-    # A writable or aligned array is taken for one that need not be: one signature serves all.
+    # A read-only, unaligned signature also takes arrays that are writable or aligned.
     return types.Array(dtype, 1, "C", readonly=readonly, aligned=False)

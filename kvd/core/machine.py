@@ -326,3 +326,6 @@ class Machine(Protocol):
 
     def explain(self, now: float) -> dict[str, object]:
         """What `kvd status` shows, as plain data ready for JSON."""
+
+    def validate(self) -> None:
+        """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""

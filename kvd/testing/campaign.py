@@ -1,95 +1,96 @@
-"""Campaigns: a workload, a cluster and a set of mishaps, of which every seed is another run."""
+"""Campaigns: a workload, a cluster and a set of mishaps; each seed is another run of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Protocol
 
 from kvd.testing.mishaps import Mishaps, live_through
 from kvd.testing.network import CALM, NASTY, ROUGH, Faults
-from kvd.testing.refusals import RefusalLedger
-from kvd.testing.settings import Cluster
-from kvd.testing.simulator import World
-from kvd.testing.workloads import (
-    Ledger,
-    LifeLedger,
-    ListLedger,
-    ListLives,
-    ListTraining,
-    MixedRounds,
-    Rounds,
-    Training,
-)
+from kvd.testing.process import Coroutine
+from kvd.testing.settings import ClusterSettings, ShellSettings
+from kvd.testing.simulator import Me, World
+from kvd.testing.workloads.ledger import Ledger, list_ledger
+from kvd.testing.workloads.lives import LifeLedger, ListLives
+from kvd.testing.workloads.refusals import RefusalLedger
+from kvd.testing.workloads.rounds import Rounds, mixed_rounds
+from kvd.testing.workloads.steps import mostly_together, one_by_one
+from kvd.testing.workloads.training import Training, list_training
 
 WORKERS = 3
 STEPS = 8
 HARD = Mishaps(within_s=6.0, crashes=2, pauses=2, cuts=2, ghosts=2, scheduler_restarts=1)
-LASTING = replace(HARD, within_s=25.0)  # so long takes a run in a nasty network, of which joining is a good part
+LASTING = replace(HARD, within_s=25.0)  # runs in a nasty network take this long; joining is a good part of it
 LONG_PAUSES = Mishaps(within_s=6.0, crashes=1, pauses=3, cuts=1, scheduler_restarts=1, longest_pause_s=18.0)
+
+
+class Workload(Protocol):
+    """A program for every worker, and what must hold when all have run it."""
+
+    def program(self, me: Me) -> Coroutine: ...
+
+    def check(self, world: World) -> None:
+        """Raises Violation if a promise was broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """What `run` does with a seed; Violation if a promise is broken."""
+    """What `run` does with a seed.
 
-    workload: (
-        str  # "ledger" | "lives" | "rounds" | "training"; "lists", "list lives", "mixed", "list training", "refusals"
-    )
+    Attributes:
+        workload: a name in WORKLOADS.
+        timeout_s: of the pushes of a ledger; None: the cluster's.
+    """
+
+    workload: str
     mode: str = "sync"
     staleness: int = -1
     mishaps: Mishaps = HARD
     faults: Faults = ROUGH
     rounds_ahead: int = 2
-    job_s: tuple[float, float] = (0.0, 0.01)
-    timeout_s: float | None = None  # of the pushes of a ledger
-    state_dir: bool = True  # the scheduler has a record to start from
-    failing_updates: float = 0.0  # so many of 1; for "refusals"
+    timeout_s: float | None = None
+    shell: ShellSettings = field(default_factory=ShellSettings)
 
     def run(self, seed: int) -> World:
-        cluster = Cluster(
+        """The world at the end of a run. Raises Violation if a promise was broken."""
+        cluster = ClusterSettings(
             workers=WORKERS,
             mode=self.mode,
             staleness=self.staleness,
             rounds_ahead=self.rounds_ahead,
-            job_s=self.job_s,
-            state_dir=self.state_dir,
-            failing_updates=self.failing_updates,
+            shell=self.shell,
         )
         world = World(seed, cluster, self.faults)
-        if self.workload in ("training", "list training"):
-            training = Training(STEPS) if self.workload == "training" else ListTraining(STEPS, seed=seed)
-            live_through(world, training.program, self.mishaps)
-            if training.bits(world) != undisturbed_bits(self.workload):
-                world.fail("the weights differ from those of an undisturbed run")
-            return world
-        workload = self._workload(seed)
+        workload = WORKLOADS[self.workload](self, seed)
         live_through(world, workload.program, self.mishaps)
         workload.check(world)
         return world
 
-    def _workload(self, seed: int) -> Ledger | Rounds | RefusalLedger:
-        if self.workload == "refusals":
-            return RefusalLedger(WORKERS, STEPS, timeout_s=self.timeout_s)
-        if self.workload == "rounds":
-            return Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0)
-        if self.workload == "mixed":
-            return MixedRounds(WORKERS, STEPS, pushpull=seed % 2 == 0, seed=seed)
-        if self.workload == "lives":
-            return LifeLedger(WORKERS, STEPS)
-        if self.workload == "list lives":
-            return ListLives(WORKERS, STEPS, seed=seed)
-        if self.workload == "lists":
-            return ListLedger(WORKERS, STEPS, timeout_s=self.timeout_s, seed=seed)
-        return Ledger(WORKERS, STEPS, timeout_s=self.timeout_s)
-
 
 @cache
-def undisturbed_bits(workload: str = "training") -> bytes:
+def undisturbed_weights(workload: str) -> bytes:
     """The weights at the end of a training that nothing happens to, and whose keys are pushed one by one."""
-    world = World(0, Cluster(workers=WORKERS), CALM)
-    training = Training(STEPS) if workload == "training" else ListTraining(STEPS, apart=True)
+    world = World(0, ClusterSettings(workers=WORKERS), CALM)
+    training = Training(STEPS) if workload == "training" else list_training(STEPS, one_by_one)
     live_through(world, training.program, Mishaps())
-    return training.bits(world)
+    return training.weights(world)
+
+
+WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
+    "ledger": lambda campaign, seed: Ledger(WORKERS, STEPS, timeout_s=campaign.timeout_s),
+    "lives": lambda campaign, seed: LifeLedger(WORKERS, STEPS),
+    "lists": lambda campaign, seed: list_ledger(WORKERS, STEPS, seed, campaign.timeout_s),
+    "list lives": lambda campaign, seed: ListLives(WORKERS, STEPS, grouping=mostly_together(seed)),
+    "refusals": lambda campaign, seed: RefusalLedger(WORKERS, STEPS, timeout_s=campaign.timeout_s),
+    "rounds": lambda campaign, seed: Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0),
+    "mixed": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0),
+    "training": lambda campaign, seed: Training(STEPS, expected=undisturbed_weights("training")),
+    "list training": lambda campaign, seed: list_training(
+        STEPS, mostly_together(seed), undisturbed_weights("list training")
+    ),
+}
 
 
 CAMPAIGNS: dict[str, Campaign] = {
@@ -97,41 +98,59 @@ CAMPAIGNS: dict[str, Campaign] = {
     "ledger, nasty": Campaign("ledger", mishaps=LASTING, faults=NASTY),
     "ledger, long pauses": Campaign("ledger", mishaps=LONG_PAUSES),
     "ledger, timeouts": Campaign("ledger", mishaps=LASTING, faults=NASTY, timeout_s=0.4),
-    "ledger, far ahead": Campaign("ledger", rounds_ahead=5, job_s=(0.0, 0.3)),
+    "ledger, far ahead": Campaign("ledger", rounds_ahead=5, shell=ShellSettings(job_s=(0.0, 0.3))),
     "ledger, async": Campaign("ledger", mode="async"),
     "ledger, stale by 1": Campaign("ledger", mode="async", staleness=1),
     "ledger, stale by 0, nasty": Campaign("ledger", mode="async", staleness=0, mishaps=LASTING, faults=NASTY),
-    "ledger, no record": Campaign("ledger", state_dir=False),
+    "ledger, no record": Campaign("ledger", shell=ShellSettings(state_dir=False)),
     "lives": Campaign("lives"),
-    "lives, no record": Campaign("lives", mishaps=LASTING, faults=NASTY, state_dir=False),
+    "lives, no record": Campaign("lives", mishaps=LASTING, faults=NASTY, shell=ShellSettings(state_dir=False)),
     "lives, nasty": Campaign("lives", mishaps=LASTING, faults=NASTY),
-    "lives, async, slow jobs": Campaign("lives", mode="async", job_s=(0.0, 0.5), mishaps=LASTING, faults=NASTY),
+    "lives, async, slow jobs": Campaign(
+        "lives", mode="async", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.5))
+    ),
     "rounds": Campaign("rounds"),
-    "rounds, no record": Campaign("rounds", state_dir=False),
-    "rounds, nasty": Campaign("rounds", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.2)),
+    "rounds, no record": Campaign("rounds", shell=ShellSettings(state_dir=False)),
+    "rounds, nasty": Campaign("rounds", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
     "rounds, long pauses": Campaign("rounds", mishaps=LONG_PAUSES),
     "mixed": Campaign("mixed"),
-    "mixed, nasty": Campaign("mixed", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.2)),
+    "mixed, nasty": Campaign("mixed", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
     "mixed, long pauses": Campaign("mixed", mishaps=LONG_PAUSES),
     "lists": Campaign("lists"),
-    "lists, nasty": Campaign("lists", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.2)),
-    "lists, far ahead": Campaign("lists", rounds_ahead=5, job_s=(0.0, 0.3)),
-    "lists, async, slow jobs": Campaign("lists", mode="async", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.5)),
+    "lists, nasty": Campaign("lists", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
+    "lists, far ahead": Campaign("lists", rounds_ahead=5, shell=ShellSettings(job_s=(0.0, 0.3))),
+    "lists, async, slow jobs": Campaign(
+        "lists", mode="async", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.5))
+    ),
     "lists, stale by 1": Campaign("lists", mode="async", staleness=1),
     "list lives": Campaign("list lives", mishaps=LASTING, faults=NASTY),
     "list training": Campaign("list training"),
-    "list training, nasty": Campaign("list training", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.2)),
-    "refusals": Campaign("refusals", failing_updates=0.3),
-    "refusals, nasty": Campaign("refusals", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.5), failing_updates=0.3),
+    "list training, nasty": Campaign(
+        "list training", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))
+    ),
+    "refusals": Campaign("refusals", shell=ShellSettings(failing_updates=0.3)),
+    "refusals, nasty": Campaign(
+        "refusals", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.5), failing_updates=0.3)
+    ),
     "refusals, async": Campaign(
-        "refusals", mode="async", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.5), failing_updates=0.3
+        "refusals",
+        mode="async",
+        mishaps=LASTING,
+        faults=NASTY,
+        shell=ShellSettings(job_s=(0.0, 0.5), failing_updates=0.3),
     ),
     "refusals, timeouts": Campaign(
-        "refusals", mishaps=LASTING, faults=NASTY, job_s=(0.0, 0.5), failing_updates=0.2, timeout_s=0.4
+        "refusals",
+        mishaps=LASTING,
+        faults=NASTY,
+        timeout_s=0.4,
+        shell=ShellSettings(job_s=(0.0, 0.5), failing_updates=0.2),
     ),
-    "refusals, stale by 1": Campaign("refusals", mode="async", staleness=1, job_s=(0.0, 0.5), failing_updates=0.3),
+    "refusals, stale by 1": Campaign(
+        "refusals", mode="async", staleness=1, shell=ShellSettings(job_s=(0.0, 0.5), failing_updates=0.3)
+    ),
     "training": Campaign("training"),
-    "training, no record": Campaign("training", state_dir=False),
+    "training, no record": Campaign("training", shell=ShellSettings(state_dir=False)),
     "training, nasty": Campaign("training", mishaps=LASTING, faults=NASTY),
     "training, long pauses": Campaign("training", mishaps=LONG_PAUSES),
 }

@@ -1,4 +1,4 @@
-"""What must hold at every moment of a simulated run, whatever happens to it."""
+"""What must hold at every moment of a simulated run, whatever happens in it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from kvd.testing.simulator import World, slices_of
 
 def watch_everything(world: World) -> None:
     """Checks the bounds after every step."""
-    world.watchers.append(check_staging)
-    world.watchers.append(StalenessCheck())
+    world.step_watchers.append(check_staging)
+    world.step_watchers.append(StalenessCheck())
 
 
 def check_staging(world: World, process: Process) -> None:
@@ -26,7 +26,7 @@ def check_staging(world: World, process: Process) -> None:
 
 
 class StalenessCheck:
-    """With a bounded staleness nothing is counted that is more clocks ahead than that of the slowest active worker."""
+    """No push is counted that is ahead of the slowest active worker by more clocks than the staleness allows."""
 
     def __init__(self) -> None:
         self._counted: dict[tuple[str, int], dict[int, int]] = {}
@@ -48,12 +48,11 @@ class StalenessCheck:
 
 
 def check_everything_ended(world: World) -> None:
-    """After the faults: every program ran to its end, and no call is open."""
+    """After the faults every process lives, and every program has run to its end without an error."""
     for process in world.processes.values():
         if not process.alive:
             world.fail(f"{process.name} is not there")
         if process.error is not None:
             world.fail(f"{process.name} ended with {type(process.error).__name__}: {process.error}")
         if process.program is not None and not process.finished:
-            waits = [type(ticket.request).__name__ for ticket in process.tickets.values()]
-            world.fail(f"{process.name} has not finished, it waits for {waits}")
+            world.fail(f"{process.name} has not finished, it waits for {process.calls.requests()}")

@@ -1,8 +1,9 @@
-"""What happens to the nodes of a simulated cluster, drawn by seed; and the healing afterwards."""
+"""Mishaps of a simulated cluster, drawn by seed, and the time after them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from kvd.core.machine import SCHEDULER
@@ -16,14 +17,14 @@ SUPERVISION_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Mishaps:
-    """How often what happens within `within_s`.
+    """How often each mishap happens within `within_s`.
 
     Attributes:
         crashes: workers that die between two effects, and are started again by their supervisor.
         pauses: nodes of any role that stop for a while; `longest_pause_s` may be longer than their timeout.
-        cuts: nodes that nothing reaches for a while.
-        ghosts: workers that stop, or cannot reach the scheduler, are replaced, and are there again, or all the time,
-            while their successor is at work.
+        cuts: nodes that no message reaches for a while.
+        ghosts: workers that stop, or cannot reach the scheduler, and are replaced; they live on, or come back, while
+            their successor works.
         scheduler_restarts: the scheduler dies and is started from its record.
     """
 
@@ -39,51 +40,50 @@ class Mishaps:
 
 def plan(world: World, mishaps: Mishaps) -> None:
     """Draws the times and the victims from the seed of the world."""
-    random = Random(world.seed * 31 + 7)
+    random, at = Random(world.seed * 31 + 7), world.clock.at
     workers = [f"worker {number}" for number in range(world.cluster.workers)]
-    servers = [f"server {rank}" for rank in range(world.cluster.servers)]
+    nodes = [*workers, *[f"server {rank}" for rank in range(world.cluster.servers)], "scheduler"]
     for _ in range(mishaps.crashes):
         time, victim, effects = random.uniform(0.0, mishaps.within_s), random.choice(workers), random.randrange(4)
-        pause = random.uniform(*mishaps.restart_after_s)
-        world.at(time, lambda name=victim, count=effects, pause=pause: _doom(world, name, count, pause))  # type: ignore[misc]
+        restart_after_s = random.uniform(*mishaps.restart_after_s)
+        at(time, partial(_crash, world, victim, effects, restart_after_s))
     for _ in range(mishaps.pauses):
-        victim = random.choice([*workers, *servers, "scheduler"])
-        time, length = random.uniform(0.0, mishaps.within_s), random.uniform(0.0, mishaps.longest_pause_s)
-        world.at(time, lambda name=victim, length=length: world.pause(name, length))  # type: ignore[misc]
+        victim = random.choice(nodes)
+        time, length_s = random.uniform(0.0, mishaps.within_s), random.uniform(0.0, mishaps.longest_pause_s)
+        at(time, partial(world.pause, victim, length_s))
     for _ in range(mishaps.ghosts):
         time, victim = random.uniform(0.0, mishaps.within_s), random.choice(workers)
-        replaced_after_s, length = random.uniform(0.1, 2.0), random.uniform(0.1, 4.0)
-        world.at(time, lambda name=victim, length=length, after=replaced_after_s: _haunt(world, name, length, after))  # type: ignore[misc]
+        replaced_after_s, length_s = random.uniform(0.1, 2.0), random.uniform(0.1, 4.0)
+        at(time, partial(_haunt, world, victim, length_s, replaced_after_s))
     for _ in range(mishaps.cuts):
-        victim = random.choice([*workers, *servers, "scheduler"])
-        time, length = random.uniform(0.0, mishaps.within_s), random.uniform(0.0, mishaps.longest_pause_s)
-        world.at(time, lambda name=victim: world.network.cut_off.add(name))  # type: ignore[misc]
-        world.at(time + length, lambda name=victim: world.network.cut_off.discard(name))  # type: ignore[misc]
+        victim = random.choice(nodes)
+        time, length_s = random.uniform(0.0, mishaps.within_s), random.uniform(0.0, mishaps.longest_pause_s)
+        at(time, partial(world.network.cut_off.add, victim))
+        at(time + length_s, partial(world.network.cut_off.discard, victim))
     for _ in range(mishaps.scheduler_restarts):
-        time, down = random.uniform(0.0, mishaps.within_s), random.uniform(0.0, 2.0)
-        world.at(time, lambda: world.kill("scheduler"))
-        world.at(time + down, lambda: _revive_scheduler(world))
+        time, down_s = random.uniform(0.0, mishaps.within_s), random.uniform(0.0, 2.0)
+        at(time, partial(world.kill, "scheduler"))
+        at(time + down_s, partial(_revive_scheduler, world))
 
 
-def _doom(world: World, name: str, effects: int, pause_s: float) -> None:
-    """The worker dies after so many effects of its next steps, and comes back later."""
+def _crash(world: World, name: str, effects: int, restart_after_s: float) -> None:
+    """The worker dies after it has carried out a few more effects, and is started again later."""
     process = world.processes[name]
     if not process.alive or process.finished:
         return
-    process.doom = effects
-    number = int(name.split()[1])
+    process.effects_left = effects
 
     def restart() -> None:
         if world.processes[name] is process:
             if process.alive:
                 world.kill(name)
-            world.start_worker(number)
+            world.start_worker(_number_of(name))
 
-    world.after(pause_s, restart)
+    world.clock.after(restart_after_s, restart)
 
 
 def _haunt(world: World, name: str, pause_s: float, replaced_after_s: float) -> None:
-    """The worker stops, or stops to hear of the scheduler, and a successor starts. It has joined before."""
+    """A worker that has joined stops, or no longer hears the scheduler, and a successor starts."""
     process = world.processes[name]
     machine = process.machine
     if process.finished or not isinstance(machine, WorkerMachine) or not machine.session.joined:
@@ -92,23 +92,30 @@ def _haunt(world: World, name: str, pause_s: float, replaced_after_s: float) -> 
         world.pause(name, pause_s)
     else:
         process.cut_off_from.add(SCHEDULER)
-        world.after(pause_s + 4.0, process.cut_off_from.clear)
+        world.clock.after(pause_s + 4.0, process.cut_off_from.clear)
 
     def replace() -> None:
         if world.processes[name] is process and not process.finished:
-            world.start_worker(int(name.split()[1]))
+            world.start_worker(_number_of(name))
 
-    world.after(replaced_after_s, replace)
+    world.clock.after(replaced_after_s, replace)
+
+
+def _number_of(name: str) -> int:
+    return int(name.split()[1])
 
 
 def _supervise(world: World) -> None:
-    """A worker that was told to stop has ended; its supervisor starts it again. So two that were mixed up on their way
-    to the scheduler, where the one that died came last, do not leave the place to the dead."""
+    """Starts workers again that were told to stop.
+
+    Two incarnations can overtake each other on their way to the scheduler, so that the dead one comes last and holds
+    the rank. The supervisor then starts the living one again.
+    """
     for process in list(world.processes.values()):
         if isinstance(process.machine, WorkerMachine) and process.alive and process.halted is not None:
             process.alive = False
-            world.start_worker(int(process.name.split()[1]))
-    world.after(SUPERVISION_S, lambda: _supervise(world))
+            world.start_worker(_number_of(process.name))
+    world.clock.after(SUPERVISION_S, lambda: _supervise(world))
 
 
 def _revive_scheduler(world: World) -> None:
@@ -117,11 +124,11 @@ def _revive_scheduler(world: World) -> None:
 
 
 def live_through(world: World, program: Program, mishaps: Mishaps, patience_s: float = 240.0) -> None:
-    """Runs a program on all workers through the mishaps; then all is well again, and everything has to end."""
+    """Runs a program on all workers through the mishaps, and then without any until every program has ended."""
     watch_everything(world)
     world.start_all(program)
     plan(world, mishaps)
-    world.after(SUPERVISION_S, lambda: _supervise(world))
+    world.clock.after(SUPERVISION_S, lambda: _supervise(world))
     world.run(mishaps.within_s)
     world.network.faults = CALM
     world.network.cut_off.clear()

@@ -1,6 +1,6 @@
-"""A virtual network: connections that keep the order while they live, break, and lose what was on its way.
+"""A virtual network: connections keep the order of messages while they live, break, and lose what was under way.
 
-In the nasty mode there is no order at all: every message is lost, doubled and delayed on its own.
+In the nasty mode there is no order at all: each message is lost, doubled and delayed on its own.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from random import Random
 from typing import Any
 
 from kvd.core.machine import CallerPeer, Peer
+from kvd.testing.clock import VirtualClock
 from kvd.testing.process import Process
 
 Deliver = Callable[[Process, Peer, bytes, "bytes | None"], None]
 NO_ROUTE = CallerPeer(b"")
-At = Callable[[float, Callable[[], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class Faults:
     """How bad the network is.
 
     Attributes:
-        delay_s: the shortest and the longest way of a message.
-        breaks: the chance, per message, that its connection breaks: what is on its way is lost from some point on, and
-            the other side sees a new connection, which may overtake what is left of the old one.
+        delay_s: the shortest and the longest time that a message takes.
+        breaks: the chance, per message, that its connection breaks: what is under way is lost from some point on, and
+            the other side sees a new connection, which may overtake the rest of the old one.
         loss, duplicates: chances per message, whatever the connection does.
-        ordered: messages of a connection arrive in their order.
+        ordered: messages of a connection arrive in order.
     """
 
     delay_s: tuple[float, float] = (0.0005, 0.005)
@@ -44,34 +44,48 @@ NASTY = Faults(delay_s=(0.0005, 0.6), breaks=0.005, loss=0.03, duplicates=0.15, 
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """From the process that opened it to whoever listens at the address."""
+    """From the process that opened it to the one that listens at the address.
+
+    Attributes:
+        peer: the client's name for the other end.
+        route: the listener's name for the client; a new one after each break.
+        cut_at: of earlier routes: what arrives after this time is lost.
+        arrival: of (route, to the server): when the latest message arrives.
+    """
 
     client: Process
-    peer: Peer  # what the client calls the other end
+    peer: Peer
     address: str
-    route: CallerPeer = NO_ROUTE  # what the listening end calls the client; a new one after each break
+    route: CallerPeer = NO_ROUTE
     server: Process | None = None
-    cut_at: dict[Peer, float] = field(default_factory=dict)  # of earlier routes: what arrives later is lost
+    cut_at: dict[Peer, float] = field(default_factory=dict)
     arrival: dict[tuple[Peer, bool], float] = field(default_factory=dict)
 
 
 class Network:
-    """All connections. `at` schedules, `deliver` gives a message to a process that may have died meanwhile."""
+    """All connections.
 
-    def __init__(self, random: Random, faults: Faults, clock: Callable[[], float], at: At, deliver: Deliver) -> None:
+    Attributes:
+        cut_off: names of nodes that no message reaches and no message leaves.
+    """
+
+    def __init__(self, random: Random, faults: Faults, clock: VirtualClock) -> None:
         self.faults = faults
         self.sent = 0
         self.lost = 0
-        self.cut_off: set[str] = set()  # names of nodes that nothing reaches and nothing leaves
+        self.cut_off: set[str] = set()
         self._random = random
         self._clock = clock
-        self._at = at
-        self._deliver = deliver
+        self._deliver: Deliver = lambda *message: None
         self._listeners: dict[str, Process] = {}
         self._routes: dict[Peer, _Connection] = {}
 
+    def start(self, deliver: Deliver) -> None:
+        """From now on `deliver` gives messages to their process, which may have died in the meantime."""
+        self._deliver = deliver
+
     def listen(self, process: Process) -> None:
-        """The process takes what is sent to its address, in place of one that did before."""
+        """The process takes what is sent to its address, in place of an earlier one."""
         self._listeners[process.address] = process
 
     def connect(self, client: Process, peer: Peer, address: str) -> None:
@@ -81,7 +95,7 @@ class Network:
         client.connections.pop(peer, None)
 
     def send(self, sender: Process, peer: Peer, header: bytes, payload: bytes | None) -> None:
-        """Sends to a peer as the sender calls it: the name of a connection it opened, or a route that came in."""
+        """Sends to a peer by the sender's name for it: that of a connection it opened, or a route that came in."""
         self.sent += 1
         connection: Any = sender.connections.get(peer)
         if connection is not None:
@@ -100,9 +114,9 @@ class Network:
             self._renew(connection, listener)
 
     def _renew(self, connection: _Connection, server: Process | None) -> None:
-        """A new route. A random part of what is on the old one still arrives."""
+        """Opens a new route. Some of the messages on the old one still arrive."""
         if connection.route:
-            connection.cut_at[connection.route] = self._clock() + self._random.uniform(0.0, self.faults.delay_s[1])
+            connection.cut_at[connection.route] = self._clock.now + self._random.uniform(0.0, self.faults.delay_s[1])
         connection.route = CallerPeer(b"%016x" % self._random.getrandbits(64))
         connection.server = server
         self._routes[connection.route] = connection
@@ -118,17 +132,17 @@ class Network:
             return
         copies = 2 if faults.duplicates and chance() < faults.duplicates else 1
         for _ in range(copies):
-            arrival = self._clock() + self._random.uniform(*faults.delay_s)
+            arrival = self._clock.now + self._random.uniform(*faults.delay_s)
             if faults.ordered:
                 arrival = max(arrival, connection.arrival.get((route, to_server), 0.0))
                 connection.arrival[route, to_server] = arrival
-            self._at(arrival, lambda: self._arrive(connection, route, to_server, header, payload))
+            self._clock.at(arrival, lambda: self._arrive(connection, route, to_server, header, payload))
 
     def _arrive(
         self, connection: _Connection, route: CallerPeer, to_server: bool, header: bytes, payload: bytes | None
     ) -> None:
         target = connection.server if to_server else connection.client
-        cut = route != connection.route and self._clock() > connection.cut_at.get(route, 0.0)
+        cut = route != connection.route and self._clock.now > connection.cut_at.get(route, 0.0)
         unreachable = connection.client.name in self.cut_off or (target is not None and target.name in self.cut_off)
         unreachable = unreachable or connection.peer in connection.client.cut_off_from
         if target is None or cut or unreachable or not target.alive:

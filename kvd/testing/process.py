@@ -1,4 +1,4 @@
-"""What the simulator runs: a process is one incarnation of a node, with its program if it is a worker."""
+"""A simulated process: one incarnation of a node, with its open calls and, if it is a worker, its program."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from kvd.core.machine import Event, Machine, Peer
-from kvd.core.requests import Request
+from kvd.core.requests import Request, Transfer
 from kvd.errors import KvdError
 from kvd.node.jobs import JobRunner
 
@@ -19,17 +19,17 @@ class Sleep(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A program starts a call and goes on; it is given the Ticket."""
+    """A program starts a call and goes on; it receives the PendingCall."""
 
     request: Request
     timeout_s: float | None = None
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class PendingCall:
     """A call that was started. A program that yields it waits for its end, and gets its result or its error."""
 
-    call: int
+    number: int
     request: Request
     deadline: float
     done: bool = False
@@ -38,8 +38,76 @@ class Ticket:
     waiter: Callable[[], None] | None = None
 
 
-Step: TypeAlias = "Request | Start | Ticket | Sleep"
+Step: TypeAlias = "Request | Start | PendingCall | Sleep"
 Coroutine: TypeAlias = Generator[Any, Any, None]
+
+
+class OpenCalls:
+    """The calls of a process that have not ended, and the memory that they may write to."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, PendingCall] = {}
+        self._writers: dict[int, int] = {}  # id of a target buffer → open calls that write there
+        self._last_number = 0
+
+    def open(self, request: Request, deadline: float) -> PendingCall:
+        """Registers a new call."""
+        self._last_number += 1
+        call = self._pending[self._last_number] = PendingCall(self._last_number, request, deadline)
+        self._count_writers(request, 1)
+        return call
+
+    def close(self, number: int) -> PendingCall | None:
+        """Removes a call that has ended; None if it is not open."""
+        call = self._pending.pop(number, None)
+        if call is not None:
+            self._count_writers(call.request, -1)
+        return call
+
+    def may_write(self, target: Any) -> bool:
+        """Whether an open call named this memory as a target."""
+        return self._writers.get(id(target), 0) > 0
+
+    def requests(self) -> list[str]:
+        """The names of the open requests."""
+        return [type(call.request).__name__ for call in self._pending.values()]
+
+    def _count_writers(self, request: Request, change: int) -> None:
+        if isinstance(request, Transfer):
+            for item in request.items:
+                if item.target is not None:
+                    self._writers[id(item.target)] = self._writers.get(id(item.target), 0) + change
+
+
+@dataclass(slots=True, eq=False)
+class Suspension:
+    """What SIGSTOP does to a process.
+
+    Attributes:
+        active: the process is stopped; the events that reach it wait in `backlog`.
+        ended_at: when it last woke up.
+    """
+
+    active: bool = False
+    backlog: list[Event] = field(default_factory=list)
+    ended_at: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Timer:
+    """The next Tick of a process: due at `tick_at`, and out of date once `number` has moved on."""
+
+    tick_at: float | None = None
+    number: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class RunningProgram:
+    """A worker's program. `error` is what ended it, if it did not end well."""
+
+    coroutine: Coroutine
+    finished: bool = False
+    error: BaseException | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -48,12 +116,13 @@ class Process:
 
     Attributes:
         name: "scheduler", "server 0", "worker 1": the same for all incarnations of the node.
-        life: how many incarnations of the node there were before.
-        paused: stopped by a signal; what happens to it meanwhile waits in `backlog`.
-        doom: how many more effects it carries out before it dies; None: it is well.
-        tick_at: when the next Tick is due; it is out of date if `timer` has moved on.
-        finished: the program has ended.
-        cut_off_from: connections on which nothing comes or goes for a while.
+        life: the number of earlier incarnations of the node.
+        address: where it listens; "" if it does not.
+        effects_left: how many more effects it carries out before it dies; None: it is well.
+        connections: those that it opened, by the name of the peer.
+        cut_off_from: peers that it does not reach, and that do not reach it, for a while.
+        last_persist_at: when its latest write to disk ends.
+        halted: why its machine told it to stop.
     """
 
     name: str
@@ -62,19 +131,22 @@ class Process:
     address: str = ""
     jobs: JobRunner | None = None
     alive: bool = True
-    paused: bool = False
-    backlog: list[Event] = field(default_factory=list)
-    doom: int | None = None
-    tick_at: float | None = None
-    timer: int = 0
+    effects_left: int | None = None
+    suspension: Suspension = field(default_factory=Suspension)
+    timer: Timer = field(default_factory=Timer)
     connections: dict[Peer, Any] = field(default_factory=dict)
-    tickets: dict[int, Ticket] = field(default_factory=dict)
-    targets: dict[int, int] = field(default_factory=dict)  # id of a target buffer → calls under way that write there
     cut_off_from: set[Peer] = field(default_factory=set)
-    last_call: int = 0
+    calls: OpenCalls = field(default_factory=OpenCalls)
     last_persist_at: float = 0.0
-    woke_at: float = 0.0
-    program: Coroutine | None = None
-    finished: bool = False
-    error: BaseException | None = None  # what ended the program
+    program: RunningProgram | None = None
     halted: KvdError | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Its program has ended."""
+        return self.program is not None and self.program.finished
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended its program, if it did not end well."""
+        return None if self.program is None else self.program.error

@@ -1,15 +1,42 @@
-"""The sizes, settings and patience of a simulated cluster."""
+"""The sizes, settings and timeouts of a simulated cluster."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvd.protocol.messages import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
-    """What its nodes are started with. Slices and credit are small, so that little data takes many messages."""
+class Timeouts:
+    """How long the nodes wait, in seconds."""
+
+    heartbeat_interval_s: float = 1.0
+    server_timeout_s: float = 10.0
+    worker_timeout_s: float = 10.0
+    call_timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShellSettings:
+    """How the simulated shell carries effects out.
+
+    Attributes:
+        job_s: the shortest and the longest time that a job takes.
+        persist_s: the shortest and the longest time that saving the scheduler's record takes.
+        failing_updates: the fraction of updates that fail.
+        state_dir: the scheduler saves its record.
+    """
+
+    job_s: tuple[float, float] = (0.0, 0.01)
+    persist_s: tuple[float, float] = (0.001, 0.03)
+    failing_updates: float = 0.0
+    state_dir: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """What the nodes are started with. Slices and credit are small, so that even little data takes many messages."""
 
     servers: int = 2
     workers: int = 3
@@ -22,20 +49,14 @@ class Cluster:
     credit_bytes: int = 16 << 10
     small_push_bytes: int = 512
     memory_limit_bytes: int = 16 << 20
-    heartbeat_interval_s: float = 1.0
-    server_timeout_s: float = 10.0
-    worker_timeout_s: float = 10.0
-    call_timeout_s: float = 120.0
     fail_on_worker_loss: bool = True
-    job_s: tuple[float, float] = (0.0, 0.01)
-    persist_s: tuple[float, float] = (0.001, 0.03)
-    failing_updates: float = 0.0  # so many of 1
-    state_dir: bool = True  # the scheduler saves its record
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    shell: ShellSettings = field(default_factory=ShellSettings)
 
-    def settings(self, mode: str | None = None) -> Settings:
-        """As the scheduler is given them, or a worker that insists on a mode."""
+    def wire(self) -> Settings:
+        """The settings as nodes exchange them."""
         return Settings(
-            self.mode if mode is None else mode,
+            self.mode,
             self.merge,
             self.staleness,
             self.rounds_ahead,

@@ -50,6 +50,9 @@ class Scripted:
     def explain(self, now: float) -> dict[str, object]:
         return {"role": "scripted"}
 
+    def validate(self) -> None:
+        """It has no invariants."""
+
 
 class RecordingTransport:
     """A transport that records what it is asked to do."""

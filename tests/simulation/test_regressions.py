@@ -28,9 +28,11 @@ from kvd.testing.checkers import check_everything_ended
 from kvd.testing.mishaps import Mishaps, live_through
 from kvd.testing.network import CALM, NASTY, Faults
 from kvd.testing.process import Coroutine, Sleep, Start
-from kvd.testing.settings import Cluster
+from kvd.testing.settings import ClusterSettings, ShellSettings, Timeouts
 from kvd.testing.simulator import Me, World, slices_of
-from kvd.testing.workloads import SIZE, Floats, Ledger, Rounds, item, worker_of
+from kvd.testing.workloads.ledger import Ledger
+from kvd.testing.workloads.rounds import Rounds
+from kvd.testing.workloads.steps import SIZE, Floats, item
 
 
 def full(value: float, size: int = SIZE) -> Floats:
@@ -73,7 +75,7 @@ def test_push_taken_in_part_keeps_its_clock(monkeypatch: pytest.MonkeyPatch) -> 
         yield push("w", 1.0)
         yield push("w", 2.0)
 
-    world = World(2, Cluster(workers=2))
+    world = World(2, ClusterSettings(workers=2))
     world.start_all(program)
     world.run(20)
     check_everything_ended(world)
@@ -94,11 +96,11 @@ def test_paused_worker_does_not_take_its_place_back(asks: Any, seed: int) -> Non
         else:
             yield Sleep(60.0)
 
-    world = World(seed, Cluster(workers=2))
+    world = World(seed, ClusterSettings(workers=2))
     world.start_all(program)
     world.run(1.999)
     old = world.processes["worker 1"]
-    world.at(2.0002, lambda: world.pause("worker 1", 5.0))
+    world.clock.at(2.0002, lambda: world.pause("worker 1", 5.0))
     world.run(2.0)
     new = world.start_worker(1)
     world.run(4)
@@ -107,7 +109,7 @@ def test_paused_worker_does_not_take_its_place_back(asks: Any, seed: int) -> Non
     world.run(20)
     assert isinstance(old.halted, NotAllowed)
     assert new.halted is None
-    assert worker_of(world, 0).view.worker(1).incarnation == new.machine.incarnation  # type: ignore[union-attr]
+    assert world.worker(0).view.worker(1).incarnation == new.machine.incarnation  # type: ignore[union-attr]
 
 
 def test_barriers_outlive_the_scheduler() -> None:
@@ -141,7 +143,7 @@ def test_scheduler_without_record_takes_its_nodes_back(seed: int) -> None:
         yield from rounds.program(me)
         yield Barrier("end")
 
-    world = World(seed, Cluster(state_dir=False))
+    world = World(seed, ClusterSettings(shell=ShellSettings(state_dir=False)))
     world.start_all(program)
     world.run(1.5)
     world.kill("scheduler")
@@ -152,7 +154,7 @@ def test_scheduler_without_record_takes_its_nodes_back(seed: int) -> None:
     rounds.check(world)
     world.kill("worker 2", noticed=True)
     world.run(30)
-    assert {worker_of(world, rank).view.worker(2).state for rank in range(2)} == {"gone"}  # type: ignore[union-attr]
+    assert {world.worker(rank).view.worker(2).state for rank in range(2)} == {"gone"}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
@@ -185,7 +187,7 @@ def test_init_that_arrives_twice_makes_a_slice_once(seed: int) -> None:
     """A second Create of a slice, still under way when the first is pushed to, must not take the pushes away."""
     ledger = Ledger(2, 6, pace_s=0.05)
     faults = Faults(delay_s=(0.0005, 0.02), duplicates=0.5, ordered=False)
-    world = World(seed, Cluster(workers=2, job_s=(0.0, 1.0)), faults)
+    world = World(seed, ClusterSettings(workers=2, shell=ShellSettings(job_s=(0.0, 1.0))), faults)
     live_through(world, ledger.program, Mishaps(within_s=20.0))
     ledger.check(world)
 
@@ -197,18 +199,20 @@ def test_pull_is_not_overtaken_by_rounds(together: bool) -> None:
 
     def program(me: Me) -> Coroutine:
         yield from begun(me, "w")
-        tickets = []
+        calls = []
         for clock in range(1, 9):
             first = (item("w", full(clock), targets[clock] if me.rank == 0 else full(0.0)),)
             if together:
-                tickets.append((yield Start(Transfer(first, push=True, pull=True))))
+                calls.append((yield Start(Transfer(first, push=True, pull=True))))
             else:
-                tickets.append((yield Start(push("w", clock, priority=1))))
-                tickets.append((yield Start(pull("w", targets[clock] if me.rank == 0 else full(0.0), priority=-1))))
-        for ticket in tickets:  # noqa: UP028  a list takes no results
-            yield ticket
+                calls.append((yield Start(push("w", clock, priority=1))))
+                calls.append((yield Start(pull("w", targets[clock] if me.rank == 0 else full(0.0), priority=-1))))
+        for call in calls:  # noqa: UP028  a list takes no results
+            yield call
 
-    world = World(5, Cluster(workers=2, rounds_ahead=4, credit_bytes=4096), Faults(delay_s=(0.0005, 0.2), breaks=0.05))
+    world = World(
+        5, ClusterSettings(workers=2, rounds_ahead=4, credit_bytes=4096), Faults(delay_s=(0.0005, 0.2), breaks=0.05)
+    )
     world.start_all(program)
     world.run(60)
     check_everything_ended(world)
@@ -233,10 +237,10 @@ def test_flush_does_not_wait_for_a_push_that_never_began() -> None:
             yield late
         assert caught.value.outcome == "not_sent"
         yield control
-        ends.append(me.world.now)
+        ends.append(me.world.clock.now)
         yield flush
 
-    world = World(6, Cluster(workers=2))
+    world = World(6, ClusterSettings(workers=2))
     world.start_all(program)
     world.run(200)
     check_everything_ended(world)
@@ -260,7 +264,12 @@ def test_push_that_timed_out_in_the_queue_may_still_arrive() -> None:
         yield Flush()
         assert (yield ClockOf("w")) == 2
 
-    world = World(7, Cluster(workers=1, servers=1, credit_bytes=4096, call_timeout_s=5.0, worker_timeout_s=60))
+    world = World(
+        7,
+        ClusterSettings(
+            workers=1, servers=1, credit_bytes=4096, timeouts=Timeouts(call_timeout_s=5.0, worker_timeout_s=60.0)
+        ),
+    )
     world.start_all(program)
     world.run(100)
     check_everything_ended(world)
@@ -286,7 +295,7 @@ def test_key_that_is_found_twice_is_taken_up_once(seed: int) -> None:
         yield init
         yield pull("w", sums)
 
-    world = World(seed, Cluster(workers=1), Faults(delay_s=(0.0005, 0.2)))
+    world = World(seed, ClusterSettings(workers=1), Faults(delay_s=(0.0005, 0.2)))
     world.start_all(program)
     world.run(5)
     world.kill("worker 0")
@@ -303,7 +312,7 @@ def test_key_twice_in_one_call_is_refused() -> None:
             yield Transfer((item("w", full(1.0)), item("w", full(1.0))), push=True, pull=False)
         yield push("w", 1.0)
 
-    world = World(8, Cluster(workers=1))
+    world = World(8, ClusterSettings(workers=1))
     world.start_all(program)
     world.run(20)
     check_everything_ended(world)
@@ -320,7 +329,7 @@ def test_optimizer_that_was_replaced_does_not_return(seed: int) -> None:
         yield Sleep(2.0)
         yield push("w", -1.0)
 
-    world = World(seed, Cluster(workers=1), Faults(delay_s=(0.0005, 0.5), duplicates=0.5, ordered=False))
+    world = World(seed, ClusterSettings(workers=1), Faults(delay_s=(0.0005, 0.5), duplicates=0.5, ordered=False))
     world.start_all(program)
     world.run(60)
     check_everything_ended(world)
@@ -342,7 +351,7 @@ def test_activation_that_arrives_twice_counts_nothing(seed: int) -> None:
             return
         yield from ledger.program(me)
 
-    world = World(seed, Cluster(workers=2, mode="async", job_s=(0.0, 0.5)), NASTY)
+    world = World(seed, ClusterSettings(workers=2, mode="async", shell=ShellSettings(job_s=(0.0, 0.5))), NASTY)
     world.start_all(program)
     world.run(30, lambda: world.processes["worker 1"].finished)
     world.start_worker(1)
@@ -357,7 +366,7 @@ def test_activation_that_arrives_twice_counts_nothing(seed: int) -> None:
 def test_restart_that_a_new_scheduler_knows_nothing_of(seed: int) -> None:
     """Scheduler without a record and worker die together: the worker must still find the clocks of its rank."""
     ledger = Ledger(2, 10, pace_s=0.3)
-    world = World(seed, Cluster(workers=2, state_dir=False))
+    world = World(seed, ClusterSettings(workers=2, shell=ShellSettings(state_dir=False)))
     world.start_all(ledger.program)
     world.run(2.0)
     world.kill("scheduler")

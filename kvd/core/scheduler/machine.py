@@ -355,6 +355,10 @@ class SchedulerMachine:
         shards = initial_shards(settings.num_shards, settings.num_servers) if settings.num_servers else ()
         return View(settings, tuple(seat.member for seat in self._roster.seats()), shards)
 
+    def validate(self) -> None:
+        """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
+        self._views.validate()
+
     # ── words ──
 
     def _full_text(self, role: str) -> str:

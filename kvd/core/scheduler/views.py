@@ -58,3 +58,9 @@ class Views:
         if isinstance(answer.message, Welcome):
             return [answer, Send(answer.peer, self.announced)]
         return [answer]
+
+    def validate(self) -> None:
+        """Raises AssertionError if a view counts as saved that was not made, or something waits for a saved one."""
+        assert self._saved <= self.newest, f"view {self._saved} is saved, the newest is {self.newest}"
+        waiting = [*self._unsaved, *self._withheld]
+        assert all(change > self._saved for change in waiting), f"{waiting} wait for view {self._saved}"

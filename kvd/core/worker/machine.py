@@ -355,3 +355,7 @@ class WorkerMachine(Transfers, KeyDirectory):
         payload = () if request.payload is None else (Span(request.payload, 0, request.nbytes),)
         peers = [self._servers.get(rank) for rank in ranks]
         self._gather(call, list(zip(peers, messages, [payload] * len(peers), strict=True)))
+
+    def validate(self) -> None:
+        """Each push that was settled had been opened."""
+        assert all(key.open_pushes >= 0 for key in self._keys.values()), "a key has fewer than no open pushes"

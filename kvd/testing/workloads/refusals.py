@@ -1,4 +1,4 @@
-"""A ledger of pushes whose updates fail at times: what was refused never counts, and its clock is for the next push."""
+"""A ledger of pushes whose updates fail at times: a refused push never counts, and leaves its clock to the next."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from kvd.core.requests import ClockOf, Flush, LeaveRounds, TakeBack, Transfer
 from kvd.errors import KvdError, RemoteError
 from kvd.optimizer import SGD
 from kvd.protocol.messages import Departure
-from kvd.testing.process import Coroutine, Process, Sleep, Start, Ticket
-from kvd.testing.simulator import UPDATE_FAILS, Me, World
-from kvd.testing.workloads import Floats, begin, insist, item
+from kvd.testing.process import Coroutine, PendingCall, Process, Sleep, Start
+from kvd.testing.shell import UPDATE_FAILS
+from kvd.testing.simulator import Me, World
+from kvd.testing.workloads.steps import Floats, begin, insist, item
 
 KEY = "a"
 SIZE = 1000  # one slice: what is refused is refused as a whole
@@ -31,13 +32,13 @@ class RefusalLedger:
     pace_s: float = 0.05
     timeout_s: float | None = None  # of a push
     refused: set[int] = field(default_factory=set)  # places
-    _slice_ids: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
-    _pushes: dict[Ticket, int] = field(default_factory=dict)
+    _places: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
+    _pushes: dict[PendingCall, int] = field(default_factory=dict)
 
     def program(self, me: Me) -> Coroutine:
         """Pushes each clock until it counts; then leaves the rounds."""
-        if self.ended not in me.world.on_end:
-            me.world.on_end.append(self.ended)
+        if self.ended not in me.world.call_watchers:
+            me.world.call_watchers.append(self.ended)
         step = yield from begin(me, [KEY], np.zeros(SIZE, np.float32), SGD(learning_rate=1.0))
         for clock in range(step + 1, self.steps + 1):
             yield from self._push(me, clock)
@@ -46,15 +47,15 @@ class RefusalLedger:
 
     def _push(self, me: Me, clock: int) -> Generator[Any, Any, None]:
         for attempt in range(MAX_ATTEMPTS):
-            place = self._slice_ids.setdefault((me.rank, clock, me.life, attempt), len(self._slice_ids))
+            place = self._places.setdefault((me.rank, clock, me.life, attempt), len(self._places))
             gradient = np.zeros(SIZE, np.float32)
             gradient[place] = -1.0
             pushed = item(KEY, gradient)
-            ticket = yield Start(Transfer((pushed,), push=True, pull=False), self.timeout_s)
-            self._pushes[ticket] = place
+            call = yield Start(Transfer((pushed,), push=True, pull=False), self.timeout_s)
+            self._pushes[call] = place
             with suppress(KvdError):
-                yield ticket
-            if ticket.error is None:
+                yield call
+            if call.error is None:
                 return
             yield TakeBack(((pushed.source, pushed.source.copy()),))
             gradient[:] = -1000.0  # it is the program's again
@@ -65,14 +66,14 @@ class RefusalLedger:
             yield Sleep(self.pace_s)
         raise AssertionError(f"{MAX_ATTEMPTS} attempts at push {clock} failed")
 
-    def ended(self, world: World, process: Process, ticket: Ticket) -> None:
+    def ended(self, world: World, process: Process, call: PendingCall) -> None:
         """A push that is acknowledged counts by then."""
-        place = self._pushes.get(ticket)
+        place = self._pushes.get(call)
         if place is None:
             return
-        if ticket.error is None and world.value(KEY)[place] != 1:
+        if call.error is None and world.value(KEY)[place] != 1:
             world.fail(f"{process.name} has an ack for a push to place {place}, which is not there")
-        if UPDATE_FAILS in str(ticket.error):  # the push of a node that was replaced may count
+        if UPDATE_FAILS in str(call.error):  # the push of a node that was replaced may count
             self.refused.add(place)
 
     def check(self, world: World) -> None:
@@ -81,7 +82,7 @@ class RefusalLedger:
         if not np.isin(value, (0.0, 1.0)).all():
             world.fail(f"the key holds {sorted(set(value.tolist()))}")
         counts = np.zeros((self.workers, self.steps), np.float32)
-        for (rank, clock, _, _), place in self._slice_ids.items():
+        for (rank, clock, _, _), place in self._places.items():
             counts[rank, clock - 1] += value[place]
         if not (counts == 1).all():
             world.fail(f"pushes count {counts.tolist()} times")

@@ -1,0 +1,58 @@
+"""The machines of a simulated cluster, with the settings that the daemons and the client library would give them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
+from kvd.core.server.machine import ServerMachine, ServerSettings
+from kvd.core.session import Identity, SchedulerSession
+from kvd.core.worker.machine import WorkerMachine, WorkerSettings
+from kvd.protocol.messages import Settings
+from kvd.testing.settings import ClusterSettings
+
+SCHEDULER_ADDRESS = "sim://scheduler"
+
+
+class MachineFactory:
+    """Builds machines; each gets an incarnation of its own from `random`."""
+
+    def __init__(self, cluster: ClusterSettings, random: Random) -> None:
+        self._cluster = cluster
+        self._random = random
+
+    def scheduler(self, now: float, record: Mapping[str, Any] | None) -> SchedulerMachine:
+        """A scheduler that starts from the record of an earlier one, if there is one."""
+        cluster, timeouts = self._cluster, self._cluster.timeouts
+        settings = SchedulerSettings(
+            cluster.wire(),
+            timeouts.heartbeat_interval_s,
+            timeouts.server_timeout_s,
+            timeouts.worker_timeout_s,
+            break_on_loss=cluster.fail_on_worker_loss,
+        )
+        generation = 1 if record is None else int(record["generation"]) + 1
+        return SchedulerMachine(settings, self._incarnation(), generation, now, record)
+
+    def server(self, rank: int, address: str) -> ServerMachine:
+        """A server that listens at `address`."""
+        cluster = self._cluster
+        wanted = Settings("", "", -1, 0, 0, cluster.workers, cluster.servers, 0)
+        settings = ServerSettings(
+            cluster.memory_limit_bytes, cluster.fail_on_worker_loss, small_push_bytes=cluster.small_push_bytes
+        )
+        return ServerMachine(settings, self._session("server", rank, address, wanted))
+
+    def worker(self, number: int, wanted: Settings) -> WorkerMachine:
+        """A worker that insists on the settings `wanted`."""
+        settings = WorkerSettings(self._cluster.credit_bytes, self._cluster.small_push_bytes)
+        return WorkerMachine(settings, self._session("worker", number, "", wanted))
+
+    def _session(self, role: str, number: int, address: str, wanted: Settings) -> SchedulerSession:
+        identity = Identity(role, f"{role}-{number}", self._incarnation(), address, "sim", 1000 + number, number)
+        return SchedulerSession(identity, wanted, SCHEDULER_ADDRESS, self._cluster.timeouts.heartbeat_interval_s)
+
+    def _incarnation(self) -> int:
+        return self._random.getrandbits(61) + 1

@@ -1,0 +1,240 @@
+"""The simulated shell: it plays `kvd.node.driver` for the real machines.
+
+It gives a machine its events, checks the machine's invariants, and carries the effects out, late: messages go through
+the codec and the virtual network, jobs run in the real kernels. A process can die between any two effects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any, TypeAlias
+
+from kvd.core.machine import (
+    Apply,
+    Complete,
+    Connect,
+    Copy,
+    Disconnect,
+    Event,
+    Halt,
+    JobDone,
+    LogEntry,
+    Peer,
+    Persist,
+    Persisted,
+    Received,
+    ResetState,
+    Send,
+    Tick,
+)
+from kvd.core.requests import InitKeys, Request, Transfer
+from kvd.errors import NotAllowed
+from kvd.node.driver import copy_rows
+from kvd.node.jobs import JobRunner
+from kvd.protocol.codec import decode, encode
+from kvd.protocol.messages import StatusReport, Values
+from kvd.protocol.specs import padded
+from kvd.testing.clock import VirtualClock
+from kvd.testing.network import Network
+from kvd.testing.process import PendingCall, Process
+from kvd.testing.settings import ShellSettings
+from kvd.testing.trace import Trace
+
+POISON = 0xAB
+SLACK_S = 0.01  # between a deadline and the Tick that notices it
+UPDATE_FAILS = "the simulator lets this update fail"
+
+OnStep: TypeAlias = Callable[[Process], None]
+OnEnd: TypeAlias = Callable[[Process, PendingCall], None]
+
+
+class RecordFile:
+    """The scheduler's record on its disk, replaced as a whole. Without a state directory nothing is kept."""
+
+    def __init__(self, keep: bool) -> None:
+        self.record: dict[str, Any] | None = None
+        self._keep = keep
+
+    def save(self, text: str) -> None:
+        """Replaces the record with this JSON."""
+        if self._keep:
+            self.record = json.loads(text)
+
+
+class Shell:
+    """Steps the machines of all processes.
+
+    Args:
+        settings: how long effects take and which fail.
+        random: draws those times.
+        on_step: called after each step of a process.
+        on_end: called when a call of a program ends.
+
+    Attributes:
+        record_file: the scheduler's.
+    """
+
+    def __init__(
+        self,
+        settings: ShellSettings,
+        clock: VirtualClock,
+        random: Random,
+        network: Network,
+        trace: Trace,
+        on_step: OnStep,
+        on_end: OnEnd,
+    ) -> None:
+        self.record_file = RecordFile(settings.state_dir)
+        self._settings = settings
+        self._clock = clock
+        self._random = random
+        self._network = network
+        self._trace = trace
+        self._on_step = on_step
+        self._on_end = on_end
+        self._carry_out: dict[type[Any], Callable[[Process, Any], None]] = {
+            Send: self._send,
+            Connect: lambda process, effect: network.connect(process, effect.peer, effect.address),
+            Disconnect: lambda process, effect: network.disconnect(process, effect.peer),
+            ResetState: lambda process, effect: _runner(process).reset(),
+            Persist: self._persist,
+            Copy: self._copy,
+            Complete: self._complete,
+            Halt: self._halt,
+            LogEntry: lambda process, effect: trace.note(f"{process.name}: {effect.text}"),
+        }
+        network.start(self._deliver)
+
+    # ── events in ──
+
+    def feed(self, process: Process, event: Event) -> None:
+        """Gives a process an event, unless it is dead; a suspended one finds it when it wakes up."""
+        if not process.alive:
+            return
+        if process.suspension.active:
+            process.suspension.backlog.append(event)
+            return
+        self._trace.record(f"{process.name} {type(event).__name__}")
+        effects = process.machine.step(event, self._clock.now)
+        self._validate(process)
+        for effect in effects:
+            if process.effects_left is not None:
+                if process.effects_left == 0:
+                    process.alive = False
+                    self._trace.record(f"{process.name} dies")
+                    return
+                process.effects_left -= 1
+            self._carry_out.get(type(effect), self._start_job)(process, effect)
+        self._on_step(process)
+        if isinstance(event, Received) and isinstance(event.message, Values) and event.nbytes:
+            event.payload[:] = bytes([POISON]) * event.nbytes
+        self._set_timer(process)
+
+    def _validate(self, process: Process) -> None:
+        try:
+            process.machine.validate()
+        except AssertionError as error:
+            self._trace.fail(f"{process.name}: {error}")
+
+    def _set_timer(self, process: Process) -> None:
+        deadline, timer = process.machine.next_deadline(), process.timer
+        if deadline is None or (timer.tick_at is not None and timer.tick_at <= deadline):
+            return
+        timer.number += 1
+        timer.tick_at = max(deadline, self._clock.now + 0.001)
+        self._clock.at(timer.tick_at, partial(self._tick, process, timer.number))
+
+    def _tick(self, process: Process, number: int) -> None:
+        if process.timer.number == number:
+            process.timer.tick_at = None
+            self.feed(process, Tick())
+
+    def _deliver(self, process: Process, peer: Peer, header: bytes, payload: bytes | None) -> None:
+        decoded = decode(header)
+        self._trace.record_header(header)
+        buffer = None if payload is None else bytearray(payload)
+        nbytes = 0 if payload is None else len(payload)
+        self.feed(process, Received(peer, decoded.sender, decoded.epoch, decoded.message, buffer, nbytes))
+
+    # ── effects out ──
+
+    def _send(self, process: Process, effect: Send) -> None:
+        payload: bytearray | None = None
+        for buffer, offset, nbytes in effect.payload:
+            if payload is None:
+                payload = bytearray()
+            payload.extend(bytes(padded(len(payload)) - len(payload)))
+            if nbytes:
+                payload.extend(memoryview(buffer).cast("B")[offset : offset + nbytes])
+        if isinstance(effect.message, StatusReport):
+            payload = bytearray(json.dumps(process.machine.explain(self._clock.now)).encode())
+        header = encode(effect.message, process.machine.incarnation, process.machine.epoch)
+        self._network.send(process, effect.peer, header, None if payload is None else bytes(payload))
+
+    def _start_job(self, process: Process, job: Any) -> None:
+        """Jobs end in any order; the kernel runs when they end."""
+        self._clock.after(self._random.uniform(*self._settings.job_s), lambda: self._end_job(process, job))
+
+    def _end_job(self, process: Process, job: Any) -> None:
+        if not process.alive:
+            return
+        if isinstance(job, Apply) and self._settings.failing_updates > self._random.random():
+            self.feed(process, JobDone(job.job, None, NotAllowed(UPDATE_FAILS)))
+            return
+        done = _runner(process).run(job)
+        assert isinstance(done, JobDone)
+        self.feed(process, done)
+
+    def _persist(self, process: Process, effect: Persist) -> None:
+        """Writes come one after the other, as in the driver."""
+        record = json.dumps(effect.record)
+        start = max(self._clock.now, process.last_persist_at)
+        process.last_persist_at = start + self._random.uniform(*self._settings.persist_s)
+        self._clock.at(process.last_persist_at, lambda: self._persisted(process, effect.token, record))
+
+    def _persisted(self, process: Process, token: int, record: str) -> None:
+        if process.alive:
+            self.record_file.save(record)
+            self.feed(process, Persisted(token))
+
+    def _copy(self, process: Process, effect: Copy) -> None:
+        if not all(process.calls.may_write(target) for target in effect.targets if target is not None):
+            self._trace.fail(f"{process.name}: a Copy into memory that no open call named")
+        copy_rows(effect)
+
+    def _halt(self, process: Process, effect: Halt) -> None:
+        process.halted = effect.error
+        self._trace.record(f"{process.name} halts: {effect.error}")
+
+    def _complete(self, process: Process, effect: Complete) -> None:
+        call = process.calls.close(effect.call)
+        if call is None:
+            self._trace.fail(f"{process.name}: call {effect.call} is answered twice")
+        call.done, call.result, call.error = True, effect.result, effect.error
+        self._trace.record(f"{process.name} call {effect.call}: {type(effect.error).__name__} {effect.error}")
+        if effect.error is None:
+            _poison(call.request)
+        if self._clock.now > max(call.deadline, process.suspension.ended_at) + SLACK_S:
+            late_s = self._clock.now - call.deadline
+            self._trace.fail(f"{process.name}: {type(call.request).__name__} ended {late_s:.3f} s late")
+        self._on_end(process, call)
+        if call.waiter is not None:
+            self._clock.after(0.0, call.waiter)
+
+
+def _runner(process: Process) -> JobRunner:
+    assert process.jobs is not None
+    return process.jobs
+
+
+def _poison(request: Request) -> None:
+    """The call has ended well: its sources belong to the program again, which writes something else there."""
+    if not isinstance(request, Transfer | InitKeys):
+        return
+    targets = {id(item.target) for item in request.items}
+    for item in request.items:
+        if item.source is not None and id(item.source) not in targets:
+            memoryview(item.source).cast("B")[:] = bytes([POISON]) * memoryview(item.source).nbytes

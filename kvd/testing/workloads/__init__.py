@@ -1,0 +1,1 @@
+"""Programs for simulated workers; each checks that nothing was lost, counted twice or mixed up."""

@@ -1,0 +1,127 @@
+"""Ledgers: nothing that was acknowledged is lost, and nothing counts twice."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvd.core.requests import Flush, Item, LeaveRounds, Transfer
+from kvd.errors import KvdError, RequestTimeout
+from kvd.optimizer import SGD
+from kvd.protocol.messages import Departure
+from kvd.testing.process import Coroutine, PendingCall, Process, Sleep
+from kvd.testing.simulator import Me, World
+from kvd.testing.workloads.steps import (
+    MANY_KEYS,
+    SIZE,
+    Floats,
+    Grouping,
+    Keys,
+    begin,
+    begin_push,
+    item,
+    mostly_together,
+    one_by_one,
+)
+
+
+@dataclass
+class Ledger:
+    """Each push adds 1 to its own place, which belongs to (rank, clock), in both slices of the key.
+
+    Attributes:
+        grouping: which keys of a step go into one push.
+        timeout_s: of a push; None: the cluster's.
+        outcomes: what became of the pushes, by key and place.
+    """
+
+    workers: int
+    steps: int
+    keys: Keys = ("a", "b")
+    grouping: Grouping = one_by_one
+    timeout_s: float | None = None
+    pace_s: float = 0.25
+    size: int = SIZE
+    outcomes: dict[tuple[str, int], set[str]] = field(default_factory=dict)
+    _pushes: dict[PendingCall, tuple[Keys, int]] = field(default_factory=dict)
+
+    def place(self, me: Me, clock: int) -> int:
+        return me.rank * self.steps + clock - 1
+
+    def gradient(self, place: int) -> Floats:
+        values = np.zeros(self.size, np.float32)
+        values[[place, self.size - 1 - place]] = -1.0
+        return values
+
+    def program(self, me: Me) -> Coroutine:
+        """Pushes without waiting for each, so that several are under way; then flushes and leaves the rounds."""
+        self.watch(me.world)
+        step = yield from begin(me, self.keys, np.zeros(self.size, np.float32), SGD(learning_rate=1.0))
+        yield from self.begun(me)
+        calls: list[PendingCall] = []
+        for clock in range(step + 1, self.steps + 1):
+            for keys in self.grouping(self.keys, me.rank, clock):
+                place = self.place(me, clock)
+                for key in keys:
+                    self.note(key, place, "begun")
+                push = Transfer(tuple([self.item(key, place) for key in keys]), push=True, pull=False)
+                call = yield from begin_push(push, clock, self.timeout_s)
+                self._pushes[call] = (keys, place)
+                calls.append(call)
+            yield Sleep(self.pace_s)
+        for call in calls:
+            with suppress(KvdError):
+                yield call
+        yield Flush()
+        yield LeaveRounds(Departure.DONE)
+
+    def begun(self, me: Me) -> Generator[Any, Any, None]:
+        """What a kind of ledger does before its first push."""
+        yield from ()
+
+    def item(self, key: str, place: int) -> Item:
+        return item(key, self.gradient(place))
+
+    def note(self, key: str, place: int, outcome: str) -> None:
+        self.outcomes.setdefault((key, place), set()).add(outcome)
+
+    def watch(self, world: World) -> None:
+        """Looks at each push when it ends: what is acknowledged must be there by then."""
+        if self.ended not in world.call_watchers:
+            world.call_watchers.append(self.ended)
+
+    def ended(self, world: World, process: Process, call: PendingCall) -> None:
+        keys, place = self._pushes.get(call, ((), 0))
+        for key in keys:
+            if call.error is None:
+                self.note(key, place, "acked")
+                self.check_acked(world, process, key, place)
+            elif isinstance(call.error, RequestTimeout):
+                self.note(key, place, call.error.outcome)
+            else:
+                self.note(key, place, "unknown")
+
+    def check_acked(self, world: World, process: Process, key: str, place: int) -> None:
+        if not world.value(key)[[place, self.size - 1 - place]].all():
+            world.fail(f"{process.name} has an ack for a push to place {place} of {key!r}, which is not there")
+
+    def check(self, world: World) -> None:
+        """An acknowledged push counts once, any other at most once, and a place that nobody pushed to is 0."""
+        for key in self.keys:
+            for place, count in enumerate(world.value(key)[: self.workers * self.steps]):
+                outcomes = self.outcomes.get((key, place), set())
+                low = 1 if "acked" in outcomes else 0
+                high = 0 if outcomes in (set(), {"begun", "not_sent"}) else 1
+                if not low <= count <= high:
+                    world.fail(f"place {place} of {key!r}, {sorted(outcomes)}, counts {count} times")
+            if not np.isin(world.value(key), (0.0, 1.0)).all():
+                world.fail(f"key {key!r} holds {sorted(set(world.value(key).tolist()))}")
+
+
+def list_ledger(workers: int, steps: int, seed: int, timeout_s: float | None = None) -> Ledger:
+    """A ledger of many small keys, which servers fuse while they are pushed together."""
+    return Ledger(workers, steps, MANY_KEYS, mostly_together(seed), timeout_s, size=61)
