@@ -1,4 +1,4 @@
-"""Layers: shapes, initial values, chance, states, and arguments that make no sense."""
+"""Layers: shapes, initial values, random numbers, states, and invalid arguments."""
 
 from __future__ import annotations
 

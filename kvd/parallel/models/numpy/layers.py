@@ -12,7 +12,7 @@ from kvd.errors import ConfigError
 from kvd.parallel.device import Array, HostArray, Shape
 from kvd.parallel.models.numpy.layer import Frame, Layer, require_positive
 
-#: How weights start: ``"he"`` for layers that a ReLU follows, ``"glorot"`` for others.
+#: The initial distribution of weights: ``"he"`` for layers before a ReLU, ``"glorot"`` for others.
 Initializer: TypeAlias = Literal["he", "glorot"]
 
 
@@ -29,7 +29,7 @@ def initial_weight(
 
 
 def require_initializer(layer: Layer, initializer: str) -> None:
-    """Raise ConfigError unless ``initializer`` is one that there is."""
+    """Raise ConfigError for an unknown initializer."""
     if initializer not in ("he", "glorot"):
         raise ConfigError(
             f'{layer.kind}: initializer {initializer!r} is neither "he" nor "glorot"', setting="initializer"
@@ -196,9 +196,9 @@ class Flatten(Layer):
 class Dropout(Layer):
     """In training, each element becomes 0 with probability ``rate``, else it is divided by 1 - rate.
 
-    This is "inverted" dropout, as in torch and MXNet: without training it does nothing. The mask is drawn on the
-    host from a generator that the seed, the layer's place and the number of the step determine, so it is the same on
-    every kind of device, and a step that is done again gets the mask it had.
+    This is "inverted" dropout, as in torch and MXNet: outside training it does nothing. The mask is drawn on the host
+    from a generator that depends on the seed, the layer's place and the step only, so it is the same on every kind of
+    device, and a repeated step gets the same mask.
 
     Raises:
         ConfigError: ``rate`` is not in [0, 1).
@@ -230,8 +230,8 @@ class Dropout(Layer):
 def whole_numbers(xp: Any, values: Array, limit: int, what: str) -> Array:
     """``values`` as int64, each of which must be a whole number in [0, limit).
 
-    MXNet's data and labels are float32 whatever they mean, so floats are welcome; what is no index is refused, since
-    a negative one would silently count from the end.
+    MXNet's data and labels are always float32, so floats are accepted. Values that are not valid ids are refused: a
+    negative one would silently count from the end.
 
     Raises:
         ValueError: some value is not such a number; the message starts with ``what`` and names the first.
@@ -248,10 +248,10 @@ def whole_numbers(xp: Any, values: Array, limit: int, what: str) -> Array:
 
 
 def sum_by_id(xp: Any, ids: Array, rows: Array) -> tuple[Array, Array]:
-    """The distinct ids in rising order, and for each the sum of its rows, always added in the same order.
+    """The distinct ids in ascending order, and for each the sum of its rows, always added in the same order.
 
     A segmented scan over the rows sorted by id: after the pass with distance s, a row holds the sum of the 2s rows
-    of its id from it on. Scatter-add with atomics, the usual way on a GPU, would add in another order each time.
+    of its id from it on. Scatter-add with atomics, the usual method on a GPU, would add in a different order each time.
 
     Arguments:
         ids: (n,) int64. rows: (n, d).
