@@ -10,7 +10,8 @@ import pytest
 
 from kvd.errors import ConfigError
 from kvd.parallel import BatchNorm, Conv2D, DataDesc, Sequential
-from kvd.parallel.models.numpy.layers import Dense, Dropout, Embedding, Flatten, ReLU, Tanh, sum_by_id
+from kvd.parallel.models.numpy.ids import sum_by_id
+from kvd.parallel.models.numpy.layers import Dense, Dropout, Embedding, Flatten, ReLU, Tanh
 from kvd.parallel.models.numpy.losses import MeanSquaredError, SoftmaxCrossEntropy
 
 NET = (

@@ -15,7 +15,7 @@ import numpy as np
 from kvd.errors import ConfigError, ShapeMismatch
 from kvd.parallel.device import HostArray
 from kvd.parallel.group.monitoring import Arrays, Metric
-from kvd.parallel.models.numpy.layers import whole_numbers
+from kvd.parallel.models.numpy.ids import whole_numbers
 
 
 class Mean:

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from kvd.errors import ConfigError, ShapeMismatch
 from kvd.parallel.device import Array, Shape
+from kvd.parallel.models.numpy.ids import whole_numbers
 from kvd.parallel.models.numpy.layer import Frame
-from kvd.parallel.models.numpy.layers import whole_numbers
 
 
 @dataclass(frozen=True)
