@@ -161,7 +161,7 @@ def _sides(work: Work, kind: str, devices: list[str]) -> tuple[Callable[[], Any]
 
 
 def _seconds(step: Callable[[], Any], count: int) -> float:
-    """The median time of this number of steps."""
+    """The median of this many steps."""
     times = []
     for _ in range(count):
         begun = time.perf_counter()

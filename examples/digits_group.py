@@ -37,7 +37,7 @@ IMAGE = (8, 8)
 
 
 def make_group(devices: int, batch: int) -> DataParallelExecutorGroup:
-    """A small network on so many CPU devices, with the same first weights in every worker."""
+    """A small network on this many CPU devices, with the same first weights in every worker."""
     model = Sequential(Flatten(), Dense(64), BatchNorm(), ReLU(), Dense(10), SoftmaxCrossEntropy())
     group = DataParallelExecutorGroup(
         model,
@@ -72,7 +72,7 @@ def train(kv: kvd.KVStore, epochs: int, batch: int, devices: int) -> float:
         for step in range(steps):
             part = order[step * batch : (step + 1) * batch]
             group.forward_backward(DataBatch([images[part]], [labels[part]]))
-        pipeline.share_states()  # the running means of BatchNorm, which every worker has its own of
+        pipeline.share_states()  # BatchNorm's running means, which differ between workers
         if kv.rank == 0:
             print(f"epoch {epoch + 1}: accuracy {accuracy(group, data.test_images, data.test_labels):.3f}", flush=True)
     return accuracy(group, data.test_images, data.test_labels)

@@ -1,4 +1,4 @@
-"""``kvd demo``: a whole cluster on this machine learns to read handwritten digits."""
+"""``kvd demo``: a whole cluster on this machine, shown live as it learns to read handwritten digits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvd_cli.options import OF_ONE_PROCESS, current
 from kvd_cli.output import print_json
 
 ENOUGH: Final = 0.96
-"""The test accuracy from which the demo counts as having learned."""
+"""The test accuracy that the demo must reach."""
 
 _RESTARTS: Final = 3
 
@@ -74,9 +74,9 @@ def _environment(loaded: Loaded) -> dict[str, str]:
 
 
 def _finish(view: DemoView, code: int, seconds: float, as_json: bool) -> None:
-    """Show the result, and exit."""
+    """Print the result, and exit."""
     if code:
-        if code < 128:  # no signal asked for it
+        if code < 128:  # not ended by a signal
             view.print_last_words()
         click.get_current_context().exit(code)
     accuracy, digests = view.final_accuracy(), view.digests()

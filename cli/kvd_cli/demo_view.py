@@ -1,4 +1,4 @@
-"""What ``kvd demo`` shows: a live picture on a terminal, a line per epoch elsewhere."""
+"""The display of ``kvd demo``: a live picture on a terminal, a line per epoch elsewhere."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class DemoView:
             else:
                 self._take_log(node, printable(line.decode("utf-8", "replace")))
             news, self._news = self._news, []
-        # without the lock: the thread that draws holds the console, and waits for the lock
+        # without the lock: the thread that draws a picture holds the console, and wants the lock
         for text in news:
             self.say(text)
 

@@ -1,7 +1,7 @@
-"""One worker of ``kvd demo``: trains a network on handwritten digits, and tells how it goes in JSON lines on stdout.
+"""One worker of ``kvd demo``: trains a network on handwritten digits, and reports in JSON lines on stdout.
 
-A worker that was killed and is started again under its node id goes on with the step that it died in: what a step
-calculates depends on the seed and the number of the step only, and the store knows the number.
+A worker that was killed and is restarted under its node id continues with the step in which it died: a step depends on
+the seed and its number only, and the store knows the number.
 """
 
 from __future__ import annotations

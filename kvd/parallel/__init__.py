@@ -1,4 +1,4 @@
-"""The side that computes gradients: models bound to devices, and what feeds the store with them."""
+"""What computes gradients: models bound to devices, the pipeline to the store, and the training loop."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -79,7 +79,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Models of libraries that kvd does not need are imported when they are asked for."""
+    """Imports the models of libraries that kvd does not need when they are first used."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     extra, module = _LAZY[name]

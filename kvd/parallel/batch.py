@@ -1,4 +1,4 @@
-"""What a group is fed: the description of an array, and one batch of arrays."""
+"""The input of a group: the description of an array, and one batch of arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from kvd.errors import ConfigError
 from kvd.parallel.device import Shape
 
-#: Naming it is what makes NumPy know the name, which it does once ml_dtypes is imported.
+#: NumPy knows the name once ml_dtypes is imported.
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -28,8 +28,8 @@ class DataDesc:
         shape: of the whole batch, the batch axis included.
         dtype: its NumPy name.
         layout: one letter per axis; the batch axis is where the ``N`` stands. As in MXNet the default is ``"NCHW"``
-            whatever the number of axes, and only the place of the ``N`` counts. ``None`` means axis 0. A layout
-            without ``N`` says that the array has no batch axis: it goes whole to every device.
+            whatever the number of axes, and only the position of the ``N`` matters. ``None`` means axis 0. A layout
+            without ``N`` means that the array has no batch axis: every device gets all of it.
 
     Raises:
         ConfigError: a negative length, an unknown dtype, or a batch axis outside of the shape.
@@ -47,7 +47,7 @@ class DataDesc:
         try:
             dtype = np.dtype(self.dtype).name
         except TypeError as error:
-            raise ConfigError(f"{self.name}: {self.dtype!r} is no dtype", setting=self.name) from error
+            raise ConfigError(f"{self.name}: {self.dtype!r} is not a dtype", setting=self.name) from error
         if self.batch_axis >= len(shape):
             raise ConfigError(
                 f"{self.name}: layout {self.layout!r} puts the batch on axis {self.batch_axis}, "
@@ -86,7 +86,7 @@ class DataDesc:
 class DataBatch:
     """One batch: the data arrays and, for training, the label arrays, each in the order of its descriptions.
 
-    The arrays are whatever NumPy can read without a copy (or CuPy arrays for CUDA devices).
+    The arrays may be of any kind that NumPy reads without a copy, or CuPy arrays for CUDA devices.
     """
 
     data: Sequence[Any]

@@ -40,19 +40,19 @@ class Device:
 
     @classmethod
     def parse(cls, text: str | Device) -> Device:
-        """The device that ``text`` names (a device stands for itself).
+        """The device that ``text`` names (a `Device` is returned as it is).
 
-        Only the spelling is checked, so that a configuration can be read on a host without the device;
-        `check` (which `xp`, `array` and `current` imply) looks for the device itself.
+        Only the spelling is checked, so that a configuration can be read on a host without the device. `check`, which
+        `xp`, `array` and `current` call, looks for the device itself.
 
         Raises:
-            ConfigError: ``text`` is no spelling of a device.
+            ConfigError: ``text`` does not name a device.
         """
         if isinstance(text, Device):
             return text
         match = _SPELLING.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise ConfigError(f'{text!r} is no device: write "cpu", "cpu:1" or "cuda:0"', setting="devices")
+            raise ConfigError(f'{text!r} is not a device: write "cpu", "cpu:1" or "cuda:0"', setting="devices")
         return cls("cpu" if match[1] == "cpu" else "cuda", int(match[2] or 0))
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class Device:
     def put(self, target: Array, source: Array) -> None:
         """Copy ``source``, which may lie on the host or on any device, into ``target``, an array of this device."""
         if not self.is_cuda:
-            # whatever speaks the buffer protocol is read in place; an array of a GPU has to be fetched
+            # what has the buffer protocol is read in place; an array of a GPU has to be fetched
             np.copyto(target, source.get() if hasattr(source, "get") else np.asarray(source), casting="same_kind")
             return
         with self.current():
@@ -133,7 +133,7 @@ class Device:
 
 
 def _cupy() -> Any:
-    """CuPy, imported when a CUDA device is first asked for: a host without GPUs need not have it."""
+    """CuPy, imported when a CUDA device is first used: a host without GPUs does not need it."""
     try:
         return importlib.import_module("cupy")
     except ImportError as error:

@@ -142,7 +142,7 @@ def test_a_block_that_was_overwritten_raises(local: kvd.KVStore) -> None:
     assert (caught.value.partition, caught.value.node) == (1, "partition 1")
 
 
-def test_a_second_init_starts_anew(local: kvd.KVStore) -> None:
+def test_a_second_init_starts_over(local: kvd.KVStore) -> None:
     parameter = AllReduceParameter(local, 0, 1, 2)
     for value in (1.0, 2.0):
         parameter.init(np.full(2, value))

@@ -240,7 +240,7 @@ def test_a_dead_worker_is_named(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", DISTRIBUTED)
-def test_a_worker_that_was_started_anew_does_not_pass_for_its_predecessor(kind: str) -> None:
+def test_a_restarted_worker_does_not_pass_for_its_predecessor(kind: str) -> None:
     """Its slice in full precision died with that one, so the weights that it would send are those of the start."""
     with LocalCluster(2, 1, on_worker_loss="wait") as cluster:
         other = cluster.script(WORKER, 1, kind)
@@ -258,5 +258,5 @@ def test_a_worker_that_was_started_anew_does_not_pass_for_its_predecessor(kind: 
         successor.init(np.zeros(4))
         parameter.send_weight_partition()
         for one in (parameter, successor):
-            with pytest.raises(MissingBlock, match="started anew cannot go on"):
+            with pytest.raises(MissingBlock, match="restarted worker cannot continue"):
                 one.get_weights(np.empty(4, np.float32)).result()

@@ -52,7 +52,7 @@ def test_equality_sees_dtype_and_layout() -> None:
     ("arguments", "message"),
     [
         ({"shape": (-1, 3)}, "negative"),
-        ({"shape": (2,), "dtype": "float33"}, "no dtype"),
+        ({"shape": (2,), "dtype": "float33"}, "is not a dtype"),
         ({"shape": (2,), "layout": "TN"}, "has 1 axes"),
         ({"shape": ()}, "has 0 axes"),
     ],

@@ -35,7 +35,7 @@ def test_spellings(text: str, kind: str, index: int, shown: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "gpu", "gpu:0", "cpu:", "cpu:-1", "cpu:x", "CPU", "cuda:0 ", "cuda:1.0", None, 0])
 def test_other_spellings_are_refused(text: Any) -> None:
-    with pytest.raises(ConfigError, match="is no device"):
+    with pytest.raises(ConfigError, match="is not a device"):
         Device.parse(text)
 
 

@@ -1,4 +1,4 @@
-"""fit: epochs, uneven batches and data, metrics, progress, and arguments that make no sense."""
+"""fit: epochs, uneven batches and data, metrics, progress, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -164,13 +164,13 @@ def test_progress_is_shown_where_it_is_wanted(capsys: pytest.CaptureFixture[str]
     ("arguments", "message"),
     [
         ({"epochs": -1}, "epochs must be"),
-        ({"data": iter(batches(8))}, "gone through only once"),
+        ({"data": iter(batches(8))}, "iterated only once"),
         ({"resume": True}, "need a checkpoint"),
         ({"checkpoint_steps": 3}, "need a checkpoint"),
         ({"checkpoint_steps": 0, "checkpoint": "x"}, "above 0"),
     ],
 )
-def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments(arguments: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"data": batches(8), "epochs": 1, "optimizer": RULE, **arguments}
     with kvd.create("local") as kv, pytest.raises(ConfigError, match=message):
         fit(group_of(), kv, given.pop("data"), given.pop("epochs"), **given)

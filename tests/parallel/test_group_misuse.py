@@ -79,7 +79,7 @@ def test_write_and_add_over_two_steps() -> None:
         ({"grad_req": ["write"] * 6}, "label is a label"),
         ({"grad_req": {"label": "write"}}, "label is a label"),
         ({"grad_req": {"dense7_bias": "write"}}, "'dense7_bias', which the model does not have"),
-        ({"fixed_param_names": ["dense7_bias"]}, "dense7_bias, no parameter of the model; it has dense0_weight"),
+        ({"fixed_param_names": ["dense7_bias"]}, "dense7_bias, not a parameter of the model; it has dense0_weight"),
         ({"workload": [1, 2, 3]}, "3 workloads for 2 devices"),
         ({"workload": [1, 0]}, "workload must be positive"),
         ({"split": "scala"}, "split='scala'"),
@@ -96,7 +96,7 @@ def test_bad_arguments(arguments: Any, message: str) -> None:
     [
         ([], "at least one device"),
         ("cpu", "must be a list"),
-        (["gpu"], "'gpu' is no device"),
+        (["gpu"], "'gpu' is not a device"),
         (["cuda:99"], "cuda|CUDA"),
     ],
 )
@@ -155,9 +155,9 @@ def test_shared_group_misused() -> None:
         (DataBatch([X.T], [Y]), ShapeMismatch, r"data has shape \(2, 6\), but was bound with \(6, 2\)$"),
         (DataBatch([X[:, 0]], [Y]), ShapeMismatch, r"data has shape \(6,\)"),
         (DataBatch([X.astype(complex)], [Y]), DtypeMismatch, "data has dtype complex128"),
-        (DataBatch([], [Y]), InputMismatch, "0 data arrays, bound are 1"),
-        (DataBatch([X, X], [Y]), InputMismatch, "2 data arrays, bound are 1"),
-        (DataBatch([X], [Y, Y]), InputMismatch, "2 labels, bound are 1"),
+        (DataBatch([], [Y]), InputMismatch, "0 data arrays, 1 are bound"),
+        (DataBatch([X, X], [Y]), InputMismatch, "2 data arrays, 1 are bound"),
+        (DataBatch([X], [Y, Y]), InputMismatch, "2 labels, 1 are bound"),
         (DataBatch([X]), InputMismatch, "labels are bound"),
     ],
 )

@@ -151,7 +151,7 @@ def test_the_same_bits_every_time_and_a_monitor() -> None:
 
 
 def test_what_it_refuses() -> None:
-    with pytest.raises(ConfigError, match="no array"):
+    with pytest.raises(ConfigError, match="not an array"):
         JaxModel(apply, {"a": "text"})
     with pytest.raises(ConfigError, match="no arrays"):
         JaxModel(apply, {})

@@ -1,4 +1,4 @@
-"""Layers: shapes, initial values, chance, states, and arguments that make no sense."""
+"""Layers: shapes, initial values, random numbers, states, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from kvd.errors import ConfigError
 from kvd.parallel import BatchNorm, Conv2D, DataDesc, Sequential
-from kvd.parallel.models.numpy.layers import Dense, Dropout, Embedding, Flatten, ReLU, Tanh, sum_by_id
+from kvd.parallel.models.numpy.ids import sum_by_id
+from kvd.parallel.models.numpy.layers import Dense, Dropout, Embedding, Flatten, ReLU, Tanh
 from kvd.parallel.models.numpy.losses import MeanSquaredError, SoftmaxCrossEntropy
 
 NET = (

@@ -183,7 +183,7 @@ def test_given_arrays_are_used_as_they_are() -> None:
             r"dense0_weight has shape \(4, 3\)",
         ),
         ({"params": {"dense0_weight": np.zeros((4, 2))}}, DtypeMismatch, "dtype float64"),
-        ({"params": {"dense0_weight": [[0.0] * 2] * 4}}, ConfigError, "no array of cpu"),
+        ({"params": {"dense0_weight": [[0.0] * 2] * 4}}, ConfigError, "not an array of cpu"),
         ({"params": {"dense9_weight": np.zeros(1)}}, ConfigError, "'dense9_weight', which the model does not need"),
         ({"grads": {"dense0_weight": np.zeros((2, 4), np.float32).T}}, ConfigError, "not C-contiguous"),
         ({"grads": {"dense0_bias": np.zeros(4, np.float32)}, "grad_req": "null"}, ConfigError, "does not need"),

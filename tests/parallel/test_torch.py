@@ -297,7 +297,7 @@ def test_modules_of_other_dtypes(dtype: torch.dtype) -> None:
 
 
 def test_what_a_module_cannot_take() -> None:
-    with pytest.raises(ConfigError, match=r"no torch\.nn\.Module"):
+    with pytest.raises(ConfigError, match=r"not a torch\.nn\.Module"):
         TorchModel("net")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="has no shape yet"):
         TorchModel(torch.nn.LazyLinear(3))
@@ -333,7 +333,7 @@ class Unsteady(torch.nn.Module):
         (lambda y: (y, y, y), ShapeMismatch, r"returned .*'output2', .* was described as"),
         (lambda y: y, ShapeMismatch, r"returned \[\('output', .* was described as \[\('output0'"),
         (lambda y: {"output1": y, "output0": y}, ShapeMismatch, r"returned \[\('output1', .* as \[\('output0'"),
-        (lambda y: (y, 3.0), ConfigError, "the module's output1 is a float, no tensor"),
+        (lambda y: (y, 3.0), ConfigError, "the module's output1 is a float, not a tensor"),
     ],
     ids=["shape", "number of axes", "too few", "too many", "no tuple", "order", "no tensor"],
 )

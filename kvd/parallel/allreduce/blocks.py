@@ -1,22 +1,22 @@
-"""The blocks of `AllReduceParameter`: who may read what when, over any store.
+"""The blocks of `AllReduceParameter`: which block may be read when, over any store.
 
-What travels are *blocks*: a key per pair of partitions for gradients, written by the partition that has computed them
-and read by the one that owns the slice, and a key per partition for weights. BigDL has no ordering of its own and
-relies on the stages of Spark. Here the store and a header in every block give it:
+Vectors travel as *blocks*. For gradients there is a key per pair of partitions, written by the partition that computed
+them and read by the owner of the slice; for weights there is a key per partition. BigDL relies on the stages of Spark
+for their order. Here the store and a header in every block give it:
 
 - In `dist_sync` writing a block is a round of its key, in which the writer assigns its bytes and all others are absent
-  (a header without bytes, see `kvd.client.facades.exchange`). A reader names the version that its own clock says, so
-  it gets exactly the blocks of its own iteration, also if their writers are one ahead; it waits for those that are
+  (a header without bytes, see `kvd.client.facades.exchange`). A reader asks for the version of its own clock, so it
+  gets exactly the blocks of its own iteration, even if their writers are one ahead, and waits for those that are
   behind.
-- In `dist_async` and in a store of this process writing replaces, and readers wait until what they look for is there.
+- In `dist_async` and in a store of this process writing replaces, and readers wait until their block is there.
   A writer cannot overtake a reader: it computes its next gradients from weights that their owners send after they
-  have read its last ones. Whoever skips `get_weights` can; that is noticed.
-- The header says which write of the key it is (over the life of the key, so that another object with the same id,
-  or a second `init`, goes on counting) and which iteration since `init` (which tells a worker that was started anew).
-  Where slices of a block may be of different writes, a checksum tells. A block is used only if all three fit; if one
-  of them is missing, nothing is aggregated.
+  have read its last ones. A worker that skips `get_weights` can; the header shows it.
+- The header has the number of the write of the key (over the life of the key, so that another object with the same id,
+  or a second `init`, continues counting) and the iteration since `init` (which reveals a restarted worker). Where
+  slices of a block may come from different writes, a checksum detects it. A block is used only if all three fit; if one
+  block is missing, nothing is aggregated.
 
-The sum of bytes is what an all-reduce needs: a worker sends each of its gradients once and its weights once.
+The number of bytes is that of an all-reduce: a worker sends each of its gradients once and its weights once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvd.client.calls.handle import Handle
 from kvd.client.facades.exchange import Exchange
+from kvd.client.handle import Handle
 from kvd.errors import KvdError, NodeLost, RequestTimeout
 from kvd.parallel.allreduce.codec import Bytes, Codec, Floats
 
@@ -40,11 +40,11 @@ _LEFT = "it has left the rounds"
 
 
 class MissingBlock(KvdError):
-    """A block that should be there is not, and will not come: nothing was aggregated.
+    """A block is missing and will not come: nothing was aggregated.
 
     Attributes:
         partition: whose block it is.
-        node: who should have written it, such as ``"worker 1"``.
+        node: which should have written it, such as ``"worker 1"``.
     """
 
     def __init__(self, message: str, *, partition: int, node: str) -> None:
@@ -80,26 +80,26 @@ class Blocks:
         self._timeout_s = timeout_s
 
     def make(self, lengths: Mapping[str, int]) -> None:
-        """Makes the keys for vectors of these lengths, see `Exchange.make`."""
+        """Make the keys for vectors of these lengths; see `Exchange.make`."""
         self._exchange.make({key: self._nbytes(length) for key, length in lengths.items()})
 
     def written(self, key: str) -> int:
-        """How often this worker has written the key, over the key's life."""
+        """The number of writes of this worker to the key, over the key's life."""
         return self._exchange.store.clock(key)
 
     def write(self, mine: Mapping[str, Floats], others: Sequence[str], write: int, iteration: int) -> None:
-        """Sends vectors, which are copied; `others` are the keys that the other partitions write at the same time."""
+        """Send vectors, which are copied; `others` are the keys that the other partitions write at the same time."""
         blocks = {key: self._packed(values, write, iteration) for key, values in mine.items()}
         self._exchange.assign(blocks, others)
 
     def read_later(self, wanted: Wanted) -> Callable[[], list[Bytes]]:
-        """Asks for blocks now; what it returns waits for them and gives their contents, still compressed.
+        """Ask for blocks now. The function it returns waits for them and gives their contents, still compressed.
 
-        That raises MissingBlock, NodeLost or RequestTimeout, all of which name who has not written.
+        It raises MissingBlock, NodeLost or RequestTimeout, each of which names the missing writer.
         """
         deadline = time.monotonic() + self._timeout_s
         blocks = [np.zeros(self._nbytes(length), np.uint8) for length in wanted.lengths]
-        gone = self._exchange.gone_workers()  # before the pull, which has whatever they still wrote
+        gone = self._exchange.gone_workers()  # before the pull, which includes their last writes
         asked = self._exchange.store.pull_async(list(wanted.keys), out=blocks)
 
         def finish() -> list[Bytes]:
@@ -131,7 +131,7 @@ class Blocks:
         return block
 
     def _missing(self, wanted: Wanted, blocks: Sequence[Bytes], partitions: Iterable[int]) -> list[int]:
-        """Those of these partitions whose block is not there yet; raises for one that will never be."""
+        """Those of these partitions whose block is not there yet. Raises if one will never be."""
         exchange, missing = self._exchange, []
         for of in partitions:
             write, iteration, checksum = _HEADER.unpack_from(blocks[of].data)
@@ -143,8 +143,8 @@ class Blocks:
                     wanted,
                     of,
                     f"it is at iteration {iteration}, write {write} in place of {wanted.write}. All workers must call "
-                    f"init, put_gradients and send_weight_partition equally often, get_weights between; one that was "
-                    f"started anew cannot go on: use a checkpoint and a new id",
+                    f"init, put_gradients and send_weight_partition equally often, with get_weights between; a "
+                    f"restarted worker cannot continue: use a checkpoint and a new id",
                 )
             torn = not late and not exchange.versioned and zlib.crc32(blocks[of][_HEADER.size :].data) != checksum
             if late or torn:
@@ -157,14 +157,14 @@ class Blocks:
         return MissingBlock(text, partition=of, node=node)
 
     def _check_hope(self, wanted: Wanted, missing: Sequence[int], gone: Mapping[int, bool], deadline: float) -> None:
-        """Raises if it makes no sense to wait for the blocks of these partitions any longer.
+        """Raise if waiting longer for the blocks of these partitions is pointless.
 
-        Args:
-            gone: who wrote nothing any more when the blocks were asked for, and whether it had died.
+        Arguments:
+            gone: rank → whether it died, of the workers that had stopped writing when the blocks were asked for.
         """
         for of in missing:
             if gone.get(of):
-                text = f"the {wanted.what} by {self._writer(of)} are missing, which died: go on from a checkpoint"
+                text = f"the {wanted.what} by {self._writer(of)} are missing, and it died: continue from a checkpoint"
                 raise NodeLost(text, node=self._writer(of))
             if of in gone:
                 raise self._never(wanted, of, _LEFT)

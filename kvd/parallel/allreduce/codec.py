@@ -1,12 +1,12 @@
 """The codecs of `AllReduceParameter`: float32 vectors as the bytes that travel, and back.
 
-``"fp16"`` is BigDL's name for what it does, and it is not IEEE half precision: it keeps the upper 16 bits of a
+``"fp16"`` is BigDL's name, though it is not IEEE half precision: it keeps the upper 16 bits of a
 float32 (sign, 8 bits of exponent, 7 of the mantissa: a bfloat16 rounded towards zero) and writes them most significant
 byte first. So 1.111111 becomes 1.109375, at most 2⁻⁷ of a number is lost, and the range stays that of float32.
 ``"none"`` is float32 itself, least significant byte first.
 
-One thing is not as in BigDL: a NaN whose payload lies in the lower 16 bits only would lose it and become an infinity
-there. Here every NaN stays a NaN.
+One difference to BigDL: there a NaN whose payload is only in the lower 16 bits loses it and becomes an infinity. Here
+every NaN stays a NaN.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Codec(Protocol):
         """Write ``values``, shape (n,), into ``out``, shape (n · itemsize,)."""
 
     def decompress(self, data: Bytes, out: Floats) -> None:
-        """Write what ``data``, shape (n · itemsize,), stands for into ``out``, shape (n,)."""
+        """Write the values of ``data``, shape (n · itemsize,), into ``out``, shape (n,)."""
 
     def round(self, values: Floats) -> None:
-        """Replace ``values`` by what is left of them after `compress` and `decompress`."""
+        """Replace ``values`` by what `compress` and `decompress` make of them."""
 
 
 class Truncated:
@@ -122,7 +122,7 @@ def _upper_halves(values: Floats) -> npt.NDArray[np.uint16]:
 
 
 def _lost_nans(values: Floats) -> npt.NDArray[np.bool_] | None:
-    """Where there are NaNs whose upper 16 bits are those of an infinity; None if there are none."""
+    """The NaNs whose upper 16 bits are those of an infinity, as a mask; None if there are none."""
     nans = np.isnan(values)
     if not nans.any():
         return None

@@ -1,4 +1,4 @@
-"""`AllReduceParameter`: a vector of parameters of which every worker owns, and updates, one slice. After BigDL's.
+"""`AllReduceParameter`: a vector of parameters; every worker owns and updates one slice of it. After BigDL's.
 
 One iteration of every worker, ZeRO-1 style: ::
 
@@ -8,7 +8,7 @@ One iteration of every worker, ZeRO-1 style: ::
     parameter.weight_partition -= rate * parameter.gradient_partition
     parameter.send_weight_partition()
 
-How the slices travel, and what keeps iterations apart, stands in `kvd.parallel.allreduce.blocks`.
+`kvd.parallel.allreduce.blocks` explains how the slices travel, and what keeps iterations apart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AllReduceParameter:
     """One worker's part in a vector of parameters that all train together.
 
     Every worker makes one with the same arguments and calls `init`, `put_gradients` and `send_weight_partition`
-    equally often. The members are BigDL's; what is different:
+    equally often. The members are BigDL's, with these differences:
 
     - Slices may be empty, so that ``size`` may be smaller than ``partition_num``.
     - The sum is taken in float32 of the gradients as they travelled. BigDL's, which truncates after every addition,
@@ -44,17 +44,17 @@ class AllReduceParameter:
     - A block that is missing raises. In BigDL it can leave a partial sum.
     - A NaN stays a NaN in ``"fp16"``.
 
-    A worker that dies takes its slice in full precision along: go on from a checkpoint, under a new id.
+    The full-precision slice of a worker that dies is lost: continue from a checkpoint, under a new id.
 
     Arguments:
         kv: a blocking store of any type, whatever its optimizer and merge.
-        id: tells vectors apart; a whole number or a short text.
+        id: distinguishes vectors; a whole number or a short text.
         partition_num: how many slices; in a cluster, the number of its workers. In a store of this process each
-            partition has an object, and their order of calls is the program's affair (or that of its threads).
+            partition has an object, and the program (or its threads) decides the order of their calls.
         size: elements of the whole vector, 0 or more.
-        param_offset: where the vector starts in what it was cut from; see `local_partition_range`.
+        param_offset: where the vector starts in the larger one it is cut from; see `local_partition_range`.
         compress: how blocks travel: ``"fp16"`` (bfloat16 by truncation) or ``"none"`` (float32).
-        partition_id: which slice is this worker's; None: its rank. In a cluster it must be the rank.
+        partition_id: the slice of this worker; None: its rank. In a cluster it must be the rank.
         fold: see above.
         timeout: seconds to wait for blocks; None: the store's deadline.
 
@@ -76,7 +76,7 @@ class AllReduceParameter:
         timeout: float | None = None,
     ) -> None:
         if not isinstance(kv, KVStore):
-            raise ConfigError(f"kv is a {type(kv).__module__} object: make one with kvd.create", setting="kv")
+            raise ConfigError(f"kv is a {type(kv).__module__} object: make a store with kvd.create", setting="kv")
         self.id = id
         self.partition_num = _whole(partition_num, "partition_num", 1)
         self.size = _whole(size, "size", 0)
@@ -123,20 +123,20 @@ class AllReduceParameter:
 
     @property
     def gradient_partition(self) -> Floats:
-        """What `aggregate_gradient_partition` found: float32, of the length of the slice, live; zeros after `init`."""
+        """The result of `aggregate_gradient_partition`: float32, as long as the slice, live; zeros after `init`."""
         return self._initialised(self._gradients)
 
     @gradient_partition.setter
     def gradient_partition(self, value: Any) -> None:
         _assign(self.gradient_partition, value)
 
-    # ── what BigDL calls them ──
+    # ── by BigDL's names ──
 
     def init(self, parameter: Any) -> tuple[int, int, int]:
-        """Take this worker's slice of ``parameter`` and send it; all workers call it. Again: start anew with that.
+        """Take this worker's slice of ``parameter`` and send it; all workers call it. A second call starts over.
 
         Arguments:
-            parameter: shape (size,), float32 or float64, on any device. Of each slice its owner's values count.
+            parameter: shape (size,), float32 or float64, on any device. For each slice its owner's values are used.
 
         Returns:
             The partition id, and start (from 0) and length of the slice.
@@ -158,10 +158,10 @@ class AllReduceParameter:
         return self.partition_id, start, length
 
     def put_gradients(self, parameter: Any) -> None:
-        """Send each owner its slice of the gradients that this worker has computed. Returns at once.
+        """Send each owner its slice of this worker's gradients. Returns at once.
 
         Arguments:
-            parameter: shape (size,), float32 or float64, on any device; free again when this returns.
+            parameter: shape (size,), float32 or float64, on any device; it may be reused when this returns.
 
         Raises:
             NotAllowed: before `init`.
@@ -181,17 +181,17 @@ class AllReduceParameter:
         self._blocks.write(mine, others, self._gradient_writes, self._puts)
 
     def aggregate_gradient_partition(self, avg_numbers: int) -> None:
-        """Sum up what all workers have put for this worker's slice, in order of partitions, into `gradient_partition`.
+        """Sum the gradients of all workers for this worker's slice, in order of partitions, into `gradient_partition`.
 
         Arguments:
-            avg_numbers: what to divide the sum by: how many gradients are in it.
+            avg_numbers: the number of gradients in the sum, by which it is divided.
 
         Raises:
             NotAllowed: before `put_gradients`.
             RequestTimeout: a block did not come; ``waiting_for`` names its worker.
             NodeLost: its worker died.
             MissingBlock: it will not come.
-            After any of these, `gradient_partition` is what it was.
+            After any of these, `gradient_partition` is unchanged.
         """
         gradients = self._initialised(self._gradients)
         if isinstance(avg_numbers, bool) or not avg_numbers > 0:
@@ -221,17 +221,17 @@ class AllReduceParameter:
     def get_weights(self, local: Any) -> Future[None]:
         """Write all slices of the weights, as they travelled, into ``local``; in the background.
 
-        They are those of this worker's last `send_weight_partition` (or `init`); if others are not there yet, it is
-        waited for them. ``local`` is written when all slices are here, and left alone if one is missing.
+        They are those of this worker's last `send_weight_partition` (or `init`); the future waits for those of other
+        workers. ``local`` is written when all slices have arrived, and is unchanged if one is missing.
 
         Arguments:
-            local: shape (size,), float32 or float64, on any device, not to be touched before the future is done.
+            local: shape (size,), float32 or float64, on any device, not to be used before the future is done.
 
         Returns:
             A future whose ``result()`` waits, and raises what `aggregate_gradient_partition` does.
 
         Raises:
-            NotAllowed: before `init`, or ``local`` cannot be written to.
+            NotAllowed: before `init`, or ``local`` is read-only.
             ShapeMismatch, DtypeMismatch: as `init`.
         """
         self._initialised(self._weights)
@@ -291,7 +291,7 @@ class AllReduceParameter:
 
 
 def _check_one_each(kv: KVStore, partition_num: int, partition_id: int) -> None:
-    """In a cluster every worker has the one partition of its rank: in each round somebody must write each key."""
+    """In a cluster every worker has the partition of its rank, so that each round has a writer for every key."""
     if partition_num != kv.num_workers:
         text = f"partition_num={partition_num}, but the cluster has {kv.num_workers} workers: each owns one partition"
         raise ConfigError(text, setting="partition_num")
@@ -314,7 +314,7 @@ def _whole(value: Any, name: str, least: int) -> int:
 
 
 def _in_background(work: Callable[[], None]) -> Future[None]:
-    """Runs ``work`` in a thread that a program which ends does not wait for."""
+    """Run ``work`` in a daemon thread, which does not keep the program from ending."""
     future: Future[None] = Future()
 
     def run() -> None:

@@ -25,22 +25,22 @@ from kvd.parallel.models.model import Executor, GradReq, Model, ModelDescription
 
 
 class DataParallelExecutorGroup:
-    """Executors of one model on several devices, fed with the parts of one batch. After MXNet's class of this name.
+    """Executors of one model on several devices, each for a part of the batch. After MXNet's class of this name.
 
     The loss is averaged over the whole batch on every device, so the gradient of the batch is the *sum* over the
-    devices of `grad_arrays`. Devices run at the same time; calls of the group itself are not for several threads.
+    devices of `grad_arrays`. Devices run at the same time; the group itself is not for several threads.
 
-    Where MXNet's class goes on with stale, partial or guessed state, this one raises: see each member.
+    Where MXNet's class would continue with stale, partial or guessed state, this one raises: see each member.
 
     Attributes:
         pipeline: what `bind_to` made; None before.
 
     Arguments:
         model: what to bind, such as a `Sequential`.
-        devices: one executor each; ``"cpu"`` may stand several times.
-        data_shapes, label_shapes: a `DataDesc` (or its fields in a tuple) per array, of the whole batch. Arrays
-            without a batch axis go whole to every device.
-        workload: a positive weight per device; None: all alike.
+        devices: one executor each; ``"cpu"`` may occur several times.
+        data_shapes, label_shapes: a `DataDesc` (or its fields in a tuple) per array, of the whole batch. Every
+            device gets all of an array without a batch axis.
+        workload: a positive weight per device; None: all equal.
         for_training: without it there are no gradients.
         inputs_need_grad: compute the gradients of the data too.
         shared_group: a group on the same devices, whose parameter, gradient and state arrays of the same names are
@@ -383,7 +383,7 @@ class DataParallelExecutorGroup:
         Labels have their batch axis where the outputs have theirs. Parts in host memory are views.
 
         Raises:
-            NotAllowed: no labels are bound, so that it is not known how to split them; or as `get_outputs`.
+            NotAllowed: no labels are bound, which say how to split them; or as `get_outputs`.
             InputMismatch: another number of labels is bound.
             ShapeMismatch: a label does not fit its description.
         """

@@ -17,12 +17,12 @@ DescLike: TypeAlias = "DataDesc | tuple[Any, ...]"
 
 
 def as_descs(shapes: Sequence[DescLike]) -> tuple[DataDesc, ...]:
-    """The descriptions that are meant."""
+    """Each as a description."""
     return tuple(desc if isinstance(desc, DataDesc) else DataDesc(*desc) for desc in shapes)
 
 
 def as_array(value: Any) -> Array:
-    """``value`` as an array, without a copy if it is one of any kind: an array of a GPU stays where it is."""
+    """``value`` as an array, without a copy if it is one already: an array of a GPU stays where it is."""
     return value if type(value).__module__.partition(".")[0] == "cupy" else np.asarray(value)
 
 
@@ -72,18 +72,18 @@ def _check_input(desc: DataDesc, array: Array) -> None:
 
 
 def batch_arrays(batch: DataBatch, binding: Binding, needs_labels: bool) -> tuple[list[DataDesc], list[Array]]:
-    """The arrays of a batch with the descriptions that they are bound to; labels only if both sides have them.
+    """The arrays of a batch with their bound descriptions; labels only if both sides have them.
 
     Raises:
         InputMismatch: the number of arrays differs from the bound one, or labels are needed and missing.
     """
     if len(batch.data) != len(binding.data):
-        raise InputMismatch(f"the batch has {len(batch.data)} data arrays, bound are {len(binding.data)}")
+        raise InputMismatch(f"the batch has {len(batch.data)} data arrays, {len(binding.data)} are bound")
     arrays, descs = list(batch.data), list(binding.data)
     labels = [] if batch.label is None else list(batch.label)
     if binding.labels and labels:
         if len(labels) != len(binding.labels):
-            raise InputMismatch(f"the batch has {len(labels)} labels, bound are {len(binding.labels)}")
+            raise InputMismatch(f"the batch has {len(labels)} labels, {len(binding.labels)} are bound")
         arrays, descs = arrays + labels, [*descs, *binding.labels]
     elif binding.labels and needs_labels:
         raise InputMismatch("labels are bound, and training needs those of the batch")

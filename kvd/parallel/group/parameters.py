@@ -73,7 +73,7 @@ def copy_out(binding: Binding, params: Mapping[str, HostArray], aux: Mapping[str
 
 
 def write_means(binding: Binding, targets: Mapping[str, HostArray]) -> None:
-    """Write the mean over the devices of each of these parameters or states into its array, reckoned in float64."""
+    """Write the mean over the devices of each of these parameters or states into its array, computed in float64."""
     for name, target in targets.items():
         total = np.zeros(target.shape, np.float64)
         for executor, array in zip(binding.executors, binding.arrays(name), strict=True):

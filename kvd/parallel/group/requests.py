@@ -15,9 +15,9 @@ class RequestRules:
 
     Without ``for_training`` everything is ``"null"``. Otherwise, for ``grad_req`` as
 
-    - a string: it holds for each parameter that is not fixed, and for the data if ``inputs_need_grad``;
+    - a string: it applies to each parameter that is not fixed, and to the data if ``inputs_need_grad``;
     - a mapping: as for ``"write"``, then the mapping overrides by name, even for fixed parameters;
-    - a list: one request per name of ``arg_names`` (data, parameters, labels), taken as they are.
+    - a list: one request per name of ``arg_names`` (data, parameters, labels), used as they are.
 
     Labels are always ``"null"``.
     """
@@ -28,7 +28,7 @@ class RequestRules:
     for_training: bool
 
     def resolve(self, data: Sequence[str], params: Sequence[str], labels: Sequence[str]) -> dict[str, GradReq]:
-        """Name → request for every parameter and data input. What the requests are is checked when they are bound.
+        """Name → request for every parameter and data input. Whether the requests exist is checked when they are bound.
 
         Raises:
             ConfigError: a list of the wrong length, a request for a label, or a fixed parameter that does not exist.
@@ -36,7 +36,7 @@ class RequestRules:
         unknown = [name for name in self.fixed_param_names if name not in params]
         if unknown:
             raise ConfigError(
-                f"fixed_param_names has {', '.join(unknown)}, no parameter of the model; it has {', '.join(params)}",
+                f"fixed_param_names has {', '.join(unknown)}, not a parameter of the model; it has {', '.join(params)}",
                 setting="fixed_param_names",
             )
         if not self.for_training:

@@ -20,8 +20,8 @@ def split_batch_axis(batch_size: int, workload: Sequence[float], rule: SplitRule
     Arguments:
         workload: a positive weight per device.
         rule: ``"even"`` gives each device ⌊wᵢ·B/Σw⌋ samples and one more to those with the largest remainders (of
-            equal ones, the first), reckoned exactly. ``"mxnet"`` gives round(wᵢ·B/Σw), halves to even, what is
-            missing to the last device, and cuts what is too much off the end (``_split_input_slice`` of MXNet 1.9.1).
+            equal ones, the first), computed exactly. ``"mxnet"`` gives round(wᵢ·B/Σw), halves to even; the last
+            device gets what is missing, and an excess is cut off the end (``_split_input_slice`` of MXNet 1.9.1).
 
     Raises:
         InputMismatch: a device would get nothing. Under ``"mxnet"`` that happens for some batches *larger* than the

@@ -1,8 +1,8 @@
-"""What `fit` writes down: parameters, states and how far it is, as one safetensors file.
+"""What `fit` saves: parameters, states and its progress, as one safetensors file.
 
-The arrays are ``arg:NAME`` for parameters, ``aux:NAME`` for states, and ``state:NAME|…`` for what a local update
-remembers; the place in the data stands in the metadata. What the servers' optimizer remembers is a file beside it,
-named after the step, which the first file names: so the pair changes by one rename.
+The arrays are ``arg:NAME`` for parameters, ``aux:NAME`` for states, and ``state:NAME|…`` for the state of a local
+update. The progress is in the metadata. The state of the servers' optimizer is in a second file, whose name has the
+step in it and is given in the first: so one rename replaces both.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Checkpoint:
 
     Attributes:
         params, aux: by name, in the dtype of the model.
-        epoch: the epoch to go on in, from 0.
+        epoch: the epoch to continue in, from 0.
         batch: how many of its batches are done.
         step: how many batches are done in all epochs.
-        local_states: see `kvd.parallel.Feed.local_states`.
-        server_states: the name of the file with the optimizer's state, in the same folder; empty: there is none.
+        local_states: see `kvd.parallel.GradientPipeline.local_states`.
+        server_states: the name of the file with the optimizer's state, in the same folder; empty if there is none.
     """
 
     params: Mapping[str, HostArray]
@@ -46,10 +46,10 @@ class Checkpoint:
     server_states: str = ""
 
     def write(self, path: Path, save_server_states: Callable[[Path], None] | None = None) -> None:
-        """Write aside and rename, so that a crash leaves the old checkpoint or the new one.
+        """Write a new file and rename it, so that a crash leaves the old checkpoint or the new one.
 
         Arguments:
-            save_server_states: writes the optimizer's state to the path that it is given.
+            save_server_states: writes the optimizer's state to a path.
         """
         if save_server_states is not None:
             self.server_states = f"{path.name}.{self.step}.states"
@@ -84,7 +84,7 @@ class Checkpoint:
         """Read what `write` wrote. Nothing in the file is executed.
 
         Raises:
-            NotAllowed: it is no such file.
+            NotAllowed: it is not such a file.
             OSError: it cannot be read.
         """
         try:
@@ -100,12 +100,12 @@ class Checkpoint:
             length = int.from_bytes(data[:8], "little")
             metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})
             if metadata.get("format") != FORMAT:
-                raise ValueError("it does not say that it is one")
+                raise ValueError("its metadata lacks the format")
             halves = set(json.loads(metadata["bfloat16"]))
             place = {name: int(metadata[name]) for name in ("epoch", "batch", "step")}
             server_states = Path(metadata["server_states"]).name
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise NotAllowed(f"this is no checkpoint of kvd: {error}") from None
+            raise NotAllowed(f"this is not a checkpoint of kvd: {error}") from None
         parts: dict[str, dict[str, HostArray]] = {"arg": {}, "aux": {}, "state": {}}
         for full, array in tensors.items():
             kind, _, name = full.partition(":")

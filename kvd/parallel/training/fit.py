@@ -41,40 +41,40 @@ def fit(
     """Train ``group`` through ``kv`` for ``epochs`` epochs. Every worker calls it, each with its own share of the data.
 
     *Smaller batches*, such as the last one, are not padded: the group is bound to their size, and the gradient is that
-    of the mean over the samples there are. Where workers have unequal batches, a cluster with ``merge="weighted"``
+    of the mean over the samples they have. Where workers have unequal batches, a cluster with ``merge="weighted"``
     gives the gradient of the mean over all their samples. A batch with fewer samples than devices is an error.
 
     *Fewer batches* for some workers: set ``uneven`` on all. A worker whose data ends leaves the rounds for good
-    (``kv.join``), the others go on, and all end with the same weights; the store takes no pushes of this job after it.
-    States then stay each worker's own. Without ``uneven`` such data makes the longer ones wait until their deadline.
-    With ``merge="sum"`` the gradient gets smaller by each worker that has left; ``"mean"`` and ``"weighted"`` do not.
+    (``kv.join``), the others continue, and all end with the same weights; the store takes no pushes of this job after
+    it. States then stay each worker's own. Without ``uneven``, workers with more batches wait until their deadline.
+    With ``merge="sum"`` each worker that leaves makes the gradient smaller; with ``"mean"`` and ``"weighted"`` not.
 
     *States* (running means) are each worker's own while it trains; at the end all get rank 0's.
 
-    *Restart*: a worker that is started anew after its death runs this call again. It goes back to the step in which
-    its predecessor died, skips the batches before it, and ends with the same bits. Its states start anew.
+    *Restart*: a worker that is restarted after its death runs this call again. It goes back to the step in which its
+    predecessor died, skips the batches before it, and ends with the same bits. Its states start from the beginning.
 
-    *Resume*: rank 0 alone reads and writes the checkpoint, the others need not have the file. In ``dist_sync`` and
-    with one worker, a run that resumed ends with the bits of one that was never stopped.
+    *Resume*: only rank 0 reads and writes the checkpoint; the others do not need the file. In ``dist_sync`` and with
+    one worker, a resumed run ends with the bits of a run that was never stopped.
 
     Arguments:
-        data: batches, or a function from the epoch to batches. Epoch by epoch the same ones come again in a restart.
+        data: batches, or a function from the epoch to batches. After a restart each epoch must have the same ones.
         metric: updated with the outputs of every training batch; reset at each epoch if it has ``reset``.
-        optimizer, update: see `DataParallelExecutorGroup.bind_to`. Not looked at if the group is bound already.
+        optimizer, update: see `DataParallelExecutorGroup.bind_to`. Ignored if the group is bound already.
         eval_data, eval_metric: evaluated after each epoch, by each worker for itself; None: a copy of ``metric``.
         checkpoint: a file, written after each epoch, and every ``checkpoint_steps`` batches; see
             `kvd.parallel.training.checkpoint.Checkpoint`.
-        resume: go on from ``checkpoint`` if that file exists.
-        detect_anomaly: sets that of the group; None: as it is.
-        progress: a bar on stderr; ``"auto"``: if that is a terminal.
+        resume: continue from ``checkpoint`` if that file exists.
+        detect_anomaly: sets that of the group; None: leaves it.
+        progress: a bar on stderr; ``"auto"``: if it is a terminal.
         on_epoch: called after each epoch.
 
     Returns:
         A report for each epoch in which this call computed something, in order.
 
     Raises:
-        ConfigError: arguments that make no sense, or data that can be gone through once only.
-        NotAllowed: ``resume`` with a group that is bound already, a file that is no checkpoint; a restart with
+        ConfigError: invalid arguments, or data that can be iterated only once.
+        NotAllowed: ``resume`` with a group that is bound already, a file that is not a checkpoint; a restart with
             ``update="local"``.
         InputMismatch, ShapeMismatch, DtypeMismatch: a batch or a checkpoint that does not fit the group.
         GradientAnomaly: see ``detect_anomaly``.
@@ -109,12 +109,12 @@ def _check(
     uneven: bool,
     update: Update,
 ) -> None:
-    """Raises ConfigError for arguments that make no sense."""
+    """Raises ConfigError for invalid arguments."""
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
         raise ConfigError(f"epochs must be a whole number ≥ 0, not {epochs!r}", setting="epochs")
     if not callable(data) and isinstance(data, Iterator):
         raise ConfigError(
-            "data can be gone through only once: pass a list, a loader, or a function from the epoch to batches",
+            "data can be iterated only once: pass a list, a loader, or a function from the epoch to batches",
             setting="data",
         )
     if (resume or checkpoint_steps is not None) and checkpoint is None:
@@ -123,11 +123,11 @@ def _check(
         raise ConfigError(f"checkpoint_steps must be above 0, not {checkpoint_steps}", setting="checkpoint_steps")
     if checkpoint_steps is not None and kv.merge == "" and kv.num_workers > 1:
         raise ConfigError(
-            "asynchronous workers are at different steps: they write checkpoints after epochs only",
+            "asynchronous workers are at different steps: they write checkpoints only after epochs",
             setting="checkpoint_steps",
         )
     if uneven and update == "local" and kv.num_workers > 1:
         raise ConfigError(
-            'uneven needs update="server": a worker that left the rounds gets its last weights from the store',
+            'uneven needs update="server": a worker that has left the rounds gets its last weights from the store',
             setting="uneven",
         )

@@ -1,7 +1,7 @@
-"""Figures of merit, accumulated over batches and devices.
+"""Metrics, accumulated over batches and devices.
 
-Every metric here is a sum over samples divided by their count, both kept in full, so that batches and devices count by
-their size: the value does not depend on how the samples were split (MXNet averages the means of batches in some).
+Every metric here is a sum over samples divided by their count, both kept exactly, so that batches and devices count by
+their size: the value does not depend on how the samples were split. (Some of MXNet's average the means of batches.)
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 from kvd.errors import ConfigError, ShapeMismatch
 from kvd.parallel.device import HostArray
 from kvd.parallel.group.monitoring import Arrays, Metric
-from kvd.parallel.models.numpy.layers import whole_numbers
+from kvd.parallel.models.numpy.ids import whole_numbers
 
 
 class Mean:
-    """What the metrics below have in common: a sum over elements, and their count.
+    """The base of the metrics below: a sum over elements, and their count.
 
     Attributes:
         name: as shown.
@@ -33,11 +33,11 @@ class Mean:
         self.count = 0
 
     def update(self, labels: Arrays, outputs: Arrays) -> None:
-        """Take in labels and outputs: one array each, or lists of as many arrays each.
+        """Take in labels and outputs: one array each, or two lists of equal length.
 
         Raises:
             ShapeMismatch: lists of different lengths, or a label that does not fit its output.
-            ValueError: a label that is no class.
+            ValueError: a label that is not a class.
         """
         for label, output in _pairs(labels, outputs):
             total, count = self._measure(label, output)
@@ -49,7 +49,7 @@ class Mean:
         return self.name, self._value()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Start from zero."""
         self.total, self.count = 0.0, 0
 
     def _value(self) -> float:
@@ -63,7 +63,7 @@ class Mean:
 class Accuracy(Mean):
     """The share of labels (batch, …) that equal the class with the highest score in outputs (batch, …, classes).
 
-    Of equal scores the first class wins. Outputs shaped as the labels are taken as classes, not scores.
+    Of equal scores the first class wins. Outputs of the labels' shape are read as classes, not scores.
     """
 
     def __init__(self, name: str = "accuracy") -> None:
@@ -106,8 +106,8 @@ class CrossEntropy(Mean):
     """The mean of -log(p[label]) for probabilities (batch, …, classes), natural logarithm.
 
     Arguments:
-        epsilon: the least probability that is reckoned with, so that a 0 gives a large value instead of infinity.
-        ignore_label: labels of this value (padding of sequences, say) do not count.
+        epsilon: smaller probabilities count as this one, so that a 0 gives a large value instead of infinity.
+        ignore_label: labels of this value (such as the padding of sequences) do not count.
     """
 
     def __init__(self, epsilon: float = 1e-12, ignore_label: int | None = None, name: str = "cross_entropy") -> None:
@@ -164,7 +164,7 @@ class Composite:
             metric.update(labels, outputs)
 
     def get(self) -> tuple[list[str], list[float]]:
-        """(names, values), those of a composite inside spread out."""
+        """(names, values), with those of an inner composite in place of it."""
         names: list[str] = []
         values: list[float] = []
         for metric in self.metrics:
@@ -192,7 +192,7 @@ def _pairs(labels: Arrays, outputs: Arrays) -> Iterator[tuple[HostArray, HostArr
 
 
 def _host(array: Any) -> HostArray:
-    """``array`` as a NumPy array, fetched from the device if it lies on one."""
+    """``array`` as a NumPy array, fetched from the device if it is on one."""
     if hasattr(array, "detach"):  # torch
         array = array.detach().cpu()
     elif type(array).__module__.partition(".")[0] == "cupy":

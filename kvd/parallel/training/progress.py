@@ -12,16 +12,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 
 class Bar:
-    """Shows nothing; what there is to show is said in the subclass."""
+    """A bar that shows nothing. `RichBar` shows what these methods are told."""
 
     def begin(self, epoch: int, batches: int | None) -> None:
-        """An epoch of so many batches begins; None: nobody knows how many."""
+        """An epoch of this many batches begins; None: their number is unknown."""
 
     def step(self, done: int, samples: int, values: Mapping[str, float]) -> None:
-        """So many batches of the epoch are done, with so many samples computed here, and the metrics stand so."""
+        """``done`` batches of the epoch are done, ``samples`` were computed here, and the metrics have these values."""
 
     def end(self, evaluation: Mapping[str, float]) -> None:
-        """The epoch is done, and was evaluated so."""
+        """The epoch is done; ``evaluation`` has its metrics."""
 
 
 class RichBar(Bar):
@@ -50,7 +50,7 @@ class RichBar(Bar):
 
 @contextlib.contextmanager
 def bar_of(wanted: bool | Literal["auto"]) -> Iterator[Bar]:
-    """A bar; one that shows nothing if it is not wanted, or for ``"auto"`` where stderr is no terminal."""
+    """A bar; it shows nothing if it is not wanted, or for ``"auto"`` if stderr is not a terminal."""
     if wanted is False or (wanted == "auto" and not sys.stderr.isatty()):
         yield Bar()
         return

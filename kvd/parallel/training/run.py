@@ -18,18 +18,18 @@ from kvd.parallel.group.pipeline import GradientPipeline
 from kvd.parallel.training.checkpoint import Checkpoint
 from kvd.parallel.training.progress import Bar
 
-#: What can be gone through once per epoch, or what gives that for an epoch (from 0): the same batches every time.
+#: Batches to iterate over in every epoch, or a function that returns them for an epoch (from 0).
 Data: TypeAlias = Iterable[DataBatch] | Callable[[int], Iterable[DataBatch]]
 
 
 @dataclass(frozen=True)
 class EpochReport:
-    """How an epoch went for this worker.
+    """The outcome of an epoch for this worker.
 
     Attributes:
         epoch: from 0.
-        steps: batches that were computed in it; less than the data has if the start of the epoch was done before.
-        samples: in these.
+        steps: batches computed in it; fewer than the data has if the start of the epoch had been done before.
+        samples: in these batches.
         seconds: for all of it, evaluation included.
         train, evaluation: metric → value; empty without a metric, or without ``eval_data``.
     """
@@ -44,11 +44,11 @@ class EpochReport:
 
 @dataclass
 class Run:
-    """One call of `fit` at work.
+    """The state of one call of `fit`.
 
     Attributes:
-        step: batches done before the next, of this run and those that it goes on from.
-        to_skip: batches that a predecessor of this worker did.
+        step: batches done so far, in this run and those that it continues.
+        to_skip: batches that a predecessor of this worker has done.
     """
 
     group: DataParallelExecutorGroup
@@ -90,9 +90,9 @@ class Run:
         return EpochReport(epoch, steps, samples, time.monotonic() - begun, train, evaluation)
 
     def end(self, uneven: bool) -> None:
-        """Every worker is done, and has the last weights and rank 0's states."""
+        """Wait for the last weights, and share rank 0's states with every worker."""
         self.pipeline.receive()
-        self.pipeline.done_before = self.to_skip  # a later fit of the same program goes on from there
+        self.pipeline.done_before = self.to_skip  # a later fit of the same program continues from there
         if uneven and self.kv.num_workers > 1:
             self.kv.join()
             self.kv.barrier("kvd:fit:end")
@@ -102,7 +102,7 @@ class Run:
 
     def _train(self, batch: DataBatch) -> int:
         for executor in self.group.executors:
-            executor.step = self.step  # chance is that of the step, also after a restart
+            executor.step = self.step  # random numbers are those of the step, after a restart too
         samples = _fit_to(self.group, batch, needs_labels=True)
         for executor in self.group.executors:
             executor.step = self.step
@@ -124,8 +124,8 @@ class Run:
     def _save(self, epoch: int, batch: int) -> None:
         """Rank 0 writes the checkpoint.
 
-        In rounds nobody can be a step ahead of it then. Asynchronous workers wait for it, so that the optimizer's
-        state is that of one moment.
+        In rounds no other worker can be a step ahead of it then. Asynchronous workers wait until it is written, so
+        that the optimizer's state is that of one moment.
         """
         if self.checkpoint is None:
             return
@@ -145,7 +145,7 @@ class Run:
 
 
 def _fit_to(group: DataParallelExecutorGroup, batch: DataBatch, needs_labels: bool) -> int:
-    """Bind to the size of the batch if it has another; how many samples it has."""
+    """Bind the group to the size of the batch if it differs. Returns the number of samples."""
     size = common_size(*batch_arrays(batch, group.binding, needs_labels))
     if size is not None and size != group.get_batch_size():
         group.reshape(*group.binding.descs_for(size))

@@ -1,6 +1,6 @@
-"""Splitting a batch over workers and merging what they computed, as oxirs-embed's ``distributed_training`` has it.
+"""Splitting a batch over workers and merging their results, as oxirs-embed's ``distributed_training`` does.
 
-``strict=False`` gives that module's arithmetic to the letter; the default refuses what it would hide.
+``strict=False`` gives that module's arithmetic exactly; the default refuses what it would hide.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class WorkerUpdate:
         worker_id: of the worker, for messages.
         gradients: one-dimensional; the mean over the worker's samples. Any array or sequence of numbers.
         loss: the mean over the worker's samples.
-        samples_processed: how many samples that were, 0 or more.
+        samples_processed: how many samples it had, 0 or more.
     """
 
     worker_id: int
@@ -54,9 +54,9 @@ class DataParallelTrainer:
 
     Arguments:
         strict: refuse gradients of different lengths, and leave workers without samples out of the mean. If False,
-            do as the original: short gradients count as padded with zeros (the length is the longest one, the
-            weights are not renormalised), and a worker without samples takes part with weight 0, so that its NaN or
-            infinity makes the result NaN.
+            do as the original: short gradients are padded with zeros (to the longest one, without renormalising the
+            weights), and a worker without samples takes part with weight 0, so that its NaN or infinity makes the
+            result NaN.
     """
 
     def __init__(self, strict: bool = True) -> None:
@@ -68,11 +68,11 @@ class DataParallelTrainer:
     def split_batch(self, samples: Sequence[T], n_workers: int) -> list[list[T]]:
         """Sample i goes to worker i mod ``n_workers``: one list per worker, the last of them empty if samples run out.
 
-        As in the original there are no lists at all, rather than empty ones, for no workers or no samples. Sample
-        weights, which the original's samples carry, have no influence there and none here.
+        As in the original, no workers or no samples give no lists, rather than empty ones. Sample weights, which the
+        original's samples have, influence neither that function nor this one.
 
         Raises:
-            ConfigError: ``n_workers`` is negative or no whole number.
+            ConfigError: ``n_workers`` is negative or not a whole number.
         """
         workers = _count(n_workers, "n_workers")
         if workers == 0 or len(samples) == 0:
@@ -85,7 +85,7 @@ class DataParallelTrainer:
         Each weight is samples / total samples. No updates, or none with samples, give an empty update.
 
         Raises:
-            ConfigError: a negative or broken number of samples.
+            ConfigError: a negative number of samples, or one that is not whole.
             ShapeMismatch: gradients that are not one-dimensional; if strict, also gradients of different lengths (of
                 workers with samples). The message names the workers.
         """
@@ -108,7 +108,7 @@ class DataParallelTrainer:
 
 
 def _count(value: Any, what: str) -> int:
-    """``value`` as an int. Python's do not overflow, as the sum of the original's u32 can."""
+    """``value`` as an int. It cannot overflow, unlike the original's sum of u32."""
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_whole or value < 0:
         raise ConfigError(f"{what} must be a whole number, 0 or more, not {value!r}", setting=what)

@@ -21,23 +21,23 @@ from kvd.parallel.models.outputs import OutputDescriptions
 class JaxModel:
     """``apply(params, *inputs)`` and its parameters, and optionally a loss.
 
-    - ``params`` is a pytree of arrays. Its leaves are called after their place, joined by dots (``"dense.weight"``,
-      ``"0.bias"``), in the order of `jax.tree_util`; a leaf alone is ``"params"``.
+    - ``params`` is a pytree of arrays. Each leaf is named by its path, joined by dots (``"dense.weight"``,
+      ``"0.bias"``), in the order of `jax.tree_util`; a single leaf is ``"params"``.
     - The data arrays are the inputs, in the order of their descriptions; no axis is moved. ``apply`` returns an array,
-      or a tuple, list or dict of arrays, called as those of a `kvd.parallel.TorchModel`. It has to be pure: what is
-      like a running mean or a dropout key goes in as data.
+      or a tuple, list or dict of arrays, named as those of a `kvd.parallel.TorchModel`. It has to be pure: a running
+      mean or a dropout key, for example, is passed as data.
     - The loss has to be a mean over the samples (or one value per sample); each device's is scaled by samples of the
       device / samples of the batch.
     - Both are compiled (``jax.jit``) for each shape of the inputs. A forward for training computes outputs and
       gradients at once where there is a loss, and keeps them for backward, which announces the last parameter first.
 
     Arguments:
-        apply: see above; the same in training and evaluation.
-        params: the values to start with. They are copied.
+        apply: see above; it is the same in training and evaluation.
+        params: the initial values. They are copied.
         loss: see `LossFunction`; without it, backward takes head gradients.
 
     Raises:
-        ConfigError: ``params`` holds something that is no array, or nothing.
+        ConfigError: ``params`` has a leaf that is not an array, or no leaf.
     """
 
     def __init__(self, apply: Callable[..., Any], params: Any, loss: LossFunction | None = None) -> None:
@@ -49,7 +49,7 @@ class JaxModel:
         for path, leaf in leaves:
             name = ".".join(_part(entry) for entry in path) or "params"
             if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-                raise ConfigError(f"params: {name} is a {type(leaf).__name__}, no array", setting="params")
+                raise ConfigError(f"params: {name} is a {type(leaf).__name__}, not an array", setting="params")
             self._values[name] = np.array(leaf)
         if len(self._values) != len(leaves) or not leaves:
             raise ConfigError("params: no arrays, or two of one name", setting="params")
@@ -60,7 +60,7 @@ class JaxModel:
         return {name: value.copy() for name, value in self._values.items()}
 
     def describe(self, data: Sequence[DataDesc], labels: Sequence[DataDesc] = ()) -> ModelDescription:
-        """See `kvd.parallel.Model.describe`. ``apply`` is traced for it, not computed.
+        """See `kvd.parallel.Model.describe`. To find the outputs, ``apply`` is traced, not computed.
 
         Raises:
             ConfigError: ``apply`` cannot take such data; labels without a loss; an output without one axis that counts

@@ -50,7 +50,7 @@ class JaxPasses:
 
     Arguments:
         functions: of the model.
-        initial: name → the value with which a parameter starts that the plan does not give.
+        initial: name → the initial value of a parameter, used unless the plan gives its array.
     """
 
     def __init__(self, functions: Functions, initial: Mapping[str, HostArray], plan: BindPlan) -> None:
@@ -173,11 +173,15 @@ class JaxPasses:
 
 
 def outputs_of(returned: Any) -> dict[str, Any]:
-    """Name → array of what ``apply`` returned. Raises ConfigError if that is no array, tuple, list or dict of such."""
+    """Name → array of what ``apply`` returned.
+
+    Raises:
+        ConfigError: it is neither an array nor a tuple, list or dict of arrays.
+    """
     named = named_outputs(returned)
     for name, array in named.items():
         if not hasattr(array, "shape"):
-            raise ConfigError(f"apply's {name} is a {type(array).__name__}, no array", setting="apply")
+            raise ConfigError(f"apply's {name} is a {type(array).__name__}, not an array", setting="apply")
     return named
 
 

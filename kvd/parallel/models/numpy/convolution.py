@@ -18,12 +18,12 @@ class Conv2D(Layer):
     """Cross-correlation, as torch's Conv2d: (batch, in, height, width) → (batch, channels, out height, out width).
 
     A side of length n becomes ⌊(n + 2·padding - kernel) / stride⌋ + 1. Parameters: ``weight`` (channels, in, kernel,
-    kernel) and ``bias`` (channels,) unless ``use_bias`` is False. ``kernel``, ``stride`` and ``padding`` hold for both
+    kernel) and ``bias`` (channels,) unless ``use_bias`` is False. ``kernel``, ``stride`` and ``padding`` apply to both
     directions; the padding is zeros.
 
     Raises:
-        ConfigError: a size that is not above 0, a negative padding, an input that is no batch of images or smaller
-            than the kernel.
+        ConfigError: a size that is not above 0, a negative padding, an input that is not a batch of images, or images
+            smaller than the kernel.
     """
 
     channels: int

@@ -1,7 +1,7 @@
-"""What every layer of a `Sequential` is, and the frame in which it runs.
+"""The base of every layer of a `Sequential`, and the frame in which a layer runs.
 
-A layer is a frozen description without arrays. Bound to a device it gets a `Frame`, which holds its parameters,
-its gradient arrays and what forward leaves for backward. Inside a model the batch is always axis 0.
+A layer is a frozen description without arrays. When it is bound to a device it gets a `Frame`, which holds its
+parameters, its gradient arrays and what forward leaves for backward. Inside a model the batch is always axis 0.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Frame:
         params, aux: the arrays by the layer's own names (``"weight"``, not ``"dense0_weight"``).
         grads: those of the parameters whose request is not ``"null"``.
         grad_req: the request of each parameter.
-        generator: makes the random generator of this layer and step; the same one however often it is called.
+        generator: makes the random generator of this layer and step, with the same state at each call.
         saved: what forward leaves for backward; emptied by backward.
         needs_input_gradient: whether backward has to return the gradient of the layer's input.
-        on_gradient: told the full name of a parameter once its gradient is complete.
+        on_gradient: called with the full name of a parameter once its gradient is complete.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Frame:
         return self.device.xp
 
     def compute_gradient(self, name: str, compute: Callable[[Array | None], Array]) -> None:
-        """Fill the gradient of parameter ``name``, unless nobody asked for it.
+        """Fill the gradient of parameter ``name``, unless its request is ``"null"``.
 
-        ``compute(out)`` computes the gradient into ``out``, or into a new array if ``out`` is None. Thus ``"write"``
-        costs no copy and ``"add"`` one temporary array.
+        ``compute(out)`` computes the gradient into ``out``, or into a new array if ``out`` is None. So ``"write"``
+        costs no copy, and ``"add"`` one temporary array.
         """
         request = self.grad_req[name]
         if request == "null":
@@ -68,7 +68,7 @@ class Frame:
         self._complete(name)
 
     def store_gradient(self, name: str, gradient: Array) -> None:
-        """As `compute_gradient`, for a gradient that had to be computed anyway."""
+        """As `compute_gradient`, for a gradient that is already computed."""
         request = self.grad_req[name]
         if request == "null":
             return
@@ -95,7 +95,7 @@ class Layer:
     name: str | None = None
 
     kind: ClassVar[str] = "layer"
-    #: Whether the layer has a gradient with respect to its input; one that has none can only be the first.
+    #: Whether the layer has a gradient with respect to its input; without one it can only be the first layer.
     is_differentiable: ClassVar[bool] = True
 
     def output_shape(self, shape: Shape) -> Shape:
@@ -115,11 +115,11 @@ class Layer:
         return np.zeros(shape, np.float32)
 
     def forward(self, frame: Frame, x: Array) -> Array:
-        """The output for input ``x``, which must stay as it is."""
+        """The output for input ``x``, which must not be changed."""
         raise NotImplementedError
 
     def backward(self, frame: Frame, grad: Array) -> Array | None:
-        """Write the parameters' gradients, given that of the output; return that of the input.
+        """Write the gradients of the parameters, given that of the output, and return that of the input.
 
         None may be returned if ``frame.needs_input_gradient`` is not set.
         """
@@ -134,6 +134,6 @@ def require_positive(layer: Layer, **values: int) -> None:
 
 
 def require_axes(layer: Layer, shape: Shape, count: int, meaning: str) -> None:
-    """Raise ConfigError unless ``shape`` has ``count`` axes; ``meaning`` says which."""
+    """Raise ConfigError unless ``shape`` has ``count`` axes; ``meaning`` names them."""
     if len(shape) != count:
         raise ConfigError(f"{layer.name or layer.kind} takes {meaning}, but its input has shape {shape}")

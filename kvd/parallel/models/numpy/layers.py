@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 
 from kvd.errors import ConfigError
 from kvd.parallel.device import Array, HostArray, Shape
+from kvd.parallel.models.numpy.ids import sum_by_id, whole_numbers
 from kvd.parallel.models.numpy.layer import Frame, Layer, require_positive
 
-#: How weights start: ``"he"`` for layers that a ReLU follows, ``"glorot"`` for others.
+#: The initial distribution of weights: ``"he"`` for layers before a ReLU, ``"glorot"`` for others.
 Initializer: TypeAlias = Literal["he", "glorot"]
 
 
@@ -29,7 +30,7 @@ def initial_weight(
 
 
 def require_initializer(layer: Layer, initializer: str) -> None:
-    """Raise ConfigError unless ``initializer`` is one that there is."""
+    """Raise ConfigError for an unknown initializer."""
     if initializer not in ("he", "glorot"):
         raise ConfigError(
             f'{layer.kind}: initializer {initializer!r} is neither "he" nor "glorot"', setting="initializer"
@@ -196,9 +197,9 @@ class Flatten(Layer):
 class Dropout(Layer):
     """In training, each element becomes 0 with probability ``rate``, else it is divided by 1 - rate.
 
-    This is "inverted" dropout, as in torch and MXNet: without training it does nothing. The mask is drawn on the
-    host from a generator that the seed, the layer's place and the number of the step determine, so it is the same on
-    every kind of device, and a step that is done again gets the mask it had.
+    This is "inverted" dropout, as in torch and MXNet: outside training it does nothing. The mask is drawn on the host
+    from a generator that depends on the seed, the layer's place and the step only, so it is the same on every kind of
+    device, and a repeated step gets the same mask.
 
     Raises:
         ConfigError: ``rate`` is not in [0, 1).
@@ -225,49 +226,3 @@ class Dropout(Layer):
     def backward(self, frame: Frame, grad: Array) -> Array | None:
         factor = frame.saved.pop("factor")
         return grad if factor is None else grad * factor
-
-
-def whole_numbers(xp: Any, values: Array, limit: int, what: str) -> Array:
-    """``values`` as int64, each of which must be a whole number in [0, limit).
-
-    MXNet's data and labels are float32 whatever they mean, so floats are welcome; what is no index is refused, since
-    a negative one would silently count from the end.
-
-    Raises:
-        ValueError: some value is not such a number; the message starts with ``what`` and names the first.
-    """
-    with np.errstate(invalid="ignore"):  # NaN and infinities are caught below, not warned about
-        whole = values.astype(np.int64)
-    wrong = (whole < 0) | (whole >= limit)
-    if values.dtype.kind not in "iu":
-        wrong |= whole != values
-    if bool(wrong.any()):
-        first = values[wrong].reshape(-1)[0].item()
-        raise ValueError(f"{what} {first} is not a whole number in [0, {limit})")
-    return whole
-
-
-def sum_by_id(xp: Any, ids: Array, rows: Array) -> tuple[Array, Array]:
-    """The distinct ids in rising order, and for each the sum of its rows, always added in the same order.
-
-    A segmented scan over the rows sorted by id: after the pass with distance s, a row holds the sum of the 2s rows
-    of its id from it on. Scatter-add with atomics, the usual way on a GPU, would add in another order each time.
-
-    Arguments:
-        ids: (n,) int64. rows: (n, d).
-    """
-    if ids.size == 0:
-        return ids, rows
-    order = xp.argsort(ids, kind="stable")
-    ids, rows = ids[order], rows[order]
-    longest = int(xp.bincount(ids).max())
-    distance = 1
-    while distance < longest:
-        same = (ids[distance:] == ids[:-distance])[:, None]
-        # the right side is a new array, so every row adds what its partner held before this pass; a product with
-        # `same` would let a NaN of one id reach another
-        rows[:-distance] += xp.where(same, rows[distance:], 0)
-        distance *= 2
-    is_first = xp.ones(ids.shape, dtype=bool)
-    is_first[1:] = ids[1:] != ids[:-1]
-    return ids[is_first], rows[is_first]

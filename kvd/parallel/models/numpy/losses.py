@@ -1,8 +1,8 @@
 """Losses: the last layer of a model that is trained, from which backward starts.
 
-A loss gives a prediction as its output and, in backward, the gradient of the *mean* loss. What the mean is taken over
-is the ``normalization`` of `Model.bind`: the number of samples of the whole batch, so that the gradients of the
-devices that share the batch have to be summed, not averaged, and parts of unequal size count by their size.
+The output of a loss is a prediction; its backward gives the gradient of the *mean* loss. The mean is taken over the
+``normalization`` of `Model.bind`, the number of samples of the whole batch. So the gradients of the devices that share
+the batch are summed, not averaged, and parts of unequal size count by their size.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from kvd.errors import ConfigError, ShapeMismatch
 from kvd.parallel.device import Array, Shape
+from kvd.parallel.models.numpy.ids import whole_numbers
 from kvd.parallel.models.numpy.layer import Frame
-from kvd.parallel.models.numpy.layers import whole_numbers
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Loss:
     kind: ClassVar[str] = "loss"
 
     def check(self, shape: Shape) -> None:
-        """Raise ConfigError if predictions of this shape (batch first) make no sense."""
+        """Raise ConfigError if predictions cannot have this shape (batch first)."""
 
     def label_shape(self, shape: Shape) -> Shape:
         """The shape that labels have for predictions of ``shape``."""
@@ -45,10 +45,10 @@ class Loss:
         raise NotImplementedError
 
     def fitted_label(self, frame: Frame, label: Array, shape: Shape) -> Array:
-        """``label`` in the shape for predictions of ``shape``; axes of length 1 may be missing or too many.
+        """``label`` in the shape for predictions of ``shape``; axes of length 1 may be missing or extra.
 
         Raises:
-            ShapeMismatch: it differs in more than that.
+            ShapeMismatch: it differs in other axes.
         """
         wanted = self.label_shape(shape)
         if label.shape == wanted:

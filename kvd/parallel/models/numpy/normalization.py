@@ -18,7 +18,7 @@ class BatchNorm(Layer):
     """γ (x - mean) / √(var + epsilon) + β over every axis but the second: (batch, channels, …) → the same.
 
     Ioffe and Szegedy 2015 (arXiv:1502.03167), algorithms 1 and 2. In training, mean and (biased) variance are those
-    of the rows *of this device*; otherwise the running ones. Training moves those by
+    of the rows *of this device*; otherwise the running ones. Training updates those:
     running ← momentum · running + (1 - momentum) · batch, where the variance of the batch is the unbiased one. So
     ``momentum=0.9`` is MXNet's spelling of torch's 0.1, and the numbers are torch's (MXNet's running variance is
     biased). Parameters ``gamma`` and ``beta``, states ``running_mean`` and ``running_var``, each (channels,).

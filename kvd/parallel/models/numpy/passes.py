@@ -151,7 +151,7 @@ class SequentialPasses:
         check_names(what, given, shapes)
         for name, array in given.items():
             if not isinstance(array, self._plan.device.xp.ndarray):
-                text = f"{what}: {name} is a {type(array).__name__}, no array of {self._plan.device}"
+                text = f"{what}: {name} is a {type(array).__name__}, not an array of {self._plan.device}"
                 raise ConfigError(text, setting=what)
             check_fits(what, name, array, shapes[name], self._dtype)
             if what == "grads" and not array.flags.c_contiguous:

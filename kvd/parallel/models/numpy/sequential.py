@@ -1,4 +1,4 @@
-"""A model made of layers, one after another, that computes with NumPy or CuPy."""
+"""A model of layers in a row, computed with NumPy or CuPy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvd.parallel.models.numpy.passes import SequentialPasses
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A parameter or state of the model: which layer it belongs to, its name there, and its shape."""
+    """A parameter or state of the model: the layer it belongs to, its name there, and its shape."""
 
     layer: Layer
     local_name: str
@@ -32,16 +32,16 @@ class _Tensor:
 class Sequential:
     """Layers, first to last, the last of which may be a loss. Parameters live in the executors, not here.
 
-    Inside, the batch is axis 0: an input with another batch axis (of layout ``"TNC"`` or ``"CHWN"``, say) is seen with
-    that axis moved to the front, its gradient has it where the input has, and outputs have the batch first.
+    Inside, the batch is axis 0. The batch axis of an input of another layout (such as ``"TNC"`` or ``"CHWN"``) is moved
+    to the front; its gradient has the layout of the input; outputs have the batch first.
 
-    Names: ``<prefix><layer>_<parameter>``, such as ``"dense0_weight"``; the layer's name is the one it was given, else
+    Names: ``<prefix><layer>_<parameter>``, such as ``"dense0_weight"``; the layer's name is the given one, or else
     its kind and its number among the layers of that kind. Outputs are called ``<prefix><last layer>_output``.
 
     Arguments:
         layers: at least one, and a loss nowhere but at the end.
-        prefix: what all names of parameters, states and outputs start with.
-        data_name, label_name: what the two inputs are called.
+        prefix: of all names of parameters, states and outputs.
+        data_name, label_name: the names of the two inputs.
 
     Raises:
         ConfigError: a loss in the middle, an `Embedding` that is not first, no layers, or two layers of one name.
@@ -69,7 +69,7 @@ class Sequential:
         """The shape of the data and of the output of each layer, batch first.
 
         Raises:
-            ConfigError: a layer cannot take what the one before it gives.
+            ConfigError: a layer cannot take the output of the one before it.
         """
         shapes = [tuple(data_shape)]
         for layer in self.layers:
@@ -87,10 +87,9 @@ class Sequential:
         return {name: tensor.shape for name, tensor in self._tensors(data_shape, aux=True).items()}
 
     def initialize(self, data_shape: Shape, seed: int = 0) -> dict[str, HostArray]:
-        """New float32 parameters by name for data of this shape (batch first); each layer says its distribution.
+        """New float32 parameters by name for data of this shape (batch first); each layer has its own distribution.
 
-        The values of a parameter depend on the seed, its name and its shape only: not on other layers, and not on
-        the device that will use them.
+        The values of a parameter depend only on the seed, its name and its shape, not on other layers or the device.
         """
         return _initial(self._tensors(data_shape, aux=False), seed)
 
@@ -165,7 +164,7 @@ class Sequential:
 
 
 def _named(layers: Sequence[Layer | Loss], prefix: str) -> list[Layer | Loss]:
-    """The layers with the names that their parameters and outputs get."""
+    """The layers, each with its final name."""
     if not layers:
         raise ConfigError("a model needs at least one layer")
     counts: dict[str, int] = {}

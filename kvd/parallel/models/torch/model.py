@@ -22,35 +22,36 @@ from kvd.parallel.models.torch.threads import CpuThreads
 
 
 class TorchModel:
-    """A module, and optionally a loss. Every device gets a deep copy, of which it shares nothing with the others.
+    """A module, and optionally a loss. Every device gets a deep copy of its own.
 
     - Parameters are those of ``named_parameters()`` that require a gradient, states (aux) those that do not and the
       persistent buffers. They start with the module's values. The module itself is never changed.
     - The data arrays are the positional arguments of ``forward``, in the order of their descriptions, as they are
-      described: no axis is moved. It returns a tensor, or a tuple, list or dict of tensors, called ``"output"``,
-      ``"output0"``, ``"output1"`` …, or as the dict has them. Their batch axes are found by describing two sizes.
+      described: no axis is moved. It returns a tensor, or a tuple, list or dict of tensors, named ``"output"``,
+      ``"output0"``, ``"output1"`` …, or by the dict. Their batch axes are found by describing two sizes.
     - The loss is computed in a forward for training. It has to be a plain mean over the samples, as the losses of
       torch are by default: each device's is scaled by samples of the device / samples of the batch, so that the sum
       of the devices' gradients is that of the mean over the batch. A sum (``loss.reduction == "sum"``), or a tensor
-      with one value per sample, is divided by the samples of the batch. Weights of classes or an ``ignore_index`` make
-      the mean of torch one over weights, which parts of a batch cannot reproduce: use a sum there.
+      with one value per sample, is divided by the samples of the batch. With class weights or an ``ignore_index``
+      torch's mean is one over weights, which parts of a batch cannot reproduce: use a sum there.
     - BatchNorm sees each device's part of the batch, as in ``torch.nn.DataParallel``.
-    - Chance (dropout) is drawn from torch's generator, seeded for each device and step, and put back afterwards. If a
-      module draws, its devices that share a generator, as all CPU devices do, run their forwards one after another.
+    - Random numbers (dropout) come from torch's generator, which is seeded for each device and step, and restored
+      afterwards. If a module draws any, devices that share a generator, as all CPU devices do, run their forwards one
+      after another.
     - Each of n CPU devices of a group computes with an n-th of the threads that torch had when the model was made,
-      at least with one; no more devices than threads compute at once.
+      at least one; no more devices than threads compute at once.
 
     Arguments:
-        module: copied when it is bound, so that later changes of it are seen by later binds only.
+        module: copied when it is bound, so only later binds see later changes of it.
         loss: see `LossFunction`; a module such as ``torch.nn.CrossEntropyLoss()`` is one.
 
     Raises:
-        ConfigError: ``module`` is no module or has lazy parameters that are not made yet.
+        ConfigError: ``module`` is not a module, or has lazy parameters without a shape.
     """
 
     def __init__(self, module: torch.nn.Module, loss: LossFunction | None = None) -> None:
         if not isinstance(module, torch.nn.Module):
-            raise ConfigError(f"module is a {type(module).__name__}, no torch.nn.Module", setting="module")
+            raise ConfigError(f"module is a {type(module).__name__}, not a torch.nn.Module", setting="module")
         for name, parameter in module.named_parameters():
             if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
                 raise ConfigError(f"{name} has no shape yet: run the module once on a batch", setting="module")
@@ -67,8 +68,8 @@ class TorchModel:
     def describe(self, data: Sequence[DataDesc], labels: Sequence[DataDesc] = ()) -> ModelDescription:
         """See `kvd.parallel.Model.describe`.
 
-        The module runs for it on torch's ``meta`` device, which has shapes but no values, or, if it cannot, on the
-        CPU with zeros, in both cases as for evaluation.
+        To find the outputs, the module runs on torch's ``meta`` device, which has shapes but no values, or, if it
+        cannot, on the CPU with zeros; in both cases in evaluation mode.
 
         Raises:
             ConfigError: the module cannot take such data; labels without a loss; an output whose batch axis grows by

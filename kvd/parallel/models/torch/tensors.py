@@ -1,4 +1,4 @@
-"""torch's tensors and the arrays of a device over the same memory."""
+"""torch's tensors and arrays of a device, over the same memory."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def torch_stream(stream: Any, device: Device) -> torch.cuda.Stream:
 
 
 def as_device_array(tensor: torch.Tensor, device: Device) -> Array:
-    """An array of ``device`` over the memory of ``tensor``, which lies there."""
+    """An array of ``device`` over the memory of ``tensor``, which is on that device."""
     plain = tensor.detach()
     if device.is_cuda:
         return device.xp.from_dlpack(plain)
-    if plain.dtype == torch.bfloat16:  # unknown to NumPy itself: taken over as bits
+    if plain.dtype == torch.bfloat16:  # unknown to NumPy itself: passed on as bits
         return plain.view(torch.int16).numpy().view(BFLOAT16)
     return plain.numpy()
 
@@ -80,10 +80,10 @@ def outputs_of(returned: Any) -> dict[str, torch.Tensor]:
     """Name → tensor of what a module returned.
 
     Raises:
-        ConfigError: it is no tensor, and no tuple, list or dict of tensors.
+        ConfigError: it is neither a tensor nor a tuple, list or dict of tensors.
     """
     named = named_outputs(returned)
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"the module's {name} is a {type(tensor).__name__}, no tensor", setting="module")
+            raise ConfigError(f"the module's {name} is a {type(tensor).__name__}, not a tensor", setting="module")
     return named
