@@ -4,13 +4,13 @@
 
     KvdError
     ├── ConfigError          a setting is wrong, or disagrees with the cluster's
-    │   └── InputMismatch    what a group was given does not fit (also a ValueError)
+    │   └── InputMismatch    the input of a group does not fit (also a ValueError)
     ├── GradientAnomaly      a gradient is not finite (also a FloatingPointError)
-    ├── ConnectError         nobody answers at an address, or an address is taken
+    ├── ConnectError         no node answers at an address, or an address is taken
     ├── RequestTimeout       a deadline passed (also a TimeoutError)
-    ├── ProtocolError        bytes that are no message of ours
+    ├── ProtocolError        bytes that are not a valid message
     ├── NodeLost             a node that the call waits for is dead
-    ├── BarrierBroken        a barrier that can no longer be reached by everyone
+    ├── BarrierBroken        some workers can no longer reach a barrier
     ├── StoreClosed          the store was closed, or belongs to another process
     └── RemoteError          a server or the scheduler refused
         ├── KeyNotFound      (also a KeyError)
@@ -30,14 +30,14 @@ Outcome = Literal["not_sent", "unknown"]
 
 
 class KvdError(Exception):
-    """The root: ``except kvd.KvdError`` catches whatever kvd raises on purpose."""
+    """The root: ``except kvd.KvdError`` catches everything that kvd raises on purpose."""
 
 
 class ConfigError(KvdError):
     """A setting is wrong, or disagrees with the cluster's.
 
     Attributes:
-        setting: the name of the setting, empty if it is about several.
+        setting: the name of the setting, empty if several are involved.
     """
 
     def __init__(self, message: str, *, setting: str = "") -> None:
@@ -46,7 +46,7 @@ class ConfigError(KvdError):
 
 
 class InputMismatch(ConfigError, ValueError):
-    """What a group was given does not fit: batches, descriptions or parameter names. Also a ValueError, as in MXNet."""
+    """Batches, descriptions or parameter names do not fit a group. Also a ValueError, as in MXNet."""
 
 
 class GradientAnomaly(KvdError, FloatingPointError):
@@ -64,7 +64,7 @@ class GradientAnomaly(KvdError, FloatingPointError):
 
 
 class ConnectError(KvdError):
-    """Nobody answers at an address, or the address to listen on is taken.
+    """No node answers at an address, or the address to listen on is taken.
 
     Attributes:
         address: the address as it was given.
@@ -76,7 +76,7 @@ class ConnectError(KvdError):
 
 
 class RequestTimeout(KvdError, TimeoutError):
-    """A call did not finish before its deadline. The waiting ended; a push that was on its way goes on.
+    """A call did not finish before its deadline. Only the waiting ends: a push under way continues.
 
     Attributes:
         outcome: ``"not_sent"`` if nothing left this process, ``"unknown"`` if any part may have arrived.
@@ -90,7 +90,7 @@ class RequestTimeout(KvdError, TimeoutError):
 
 
 class ProtocolError(KvdError):
-    """Bytes that are no message of this version of the protocol, or a message that breaks its rules."""
+    """Bytes that are not a message of this protocol version, or a message that breaks its rules."""
 
 
 class NodeLost(KvdError):
@@ -110,7 +110,7 @@ class NodeLost(KvdError):
 
 
 class BarrierBroken(KvdError):
-    """A barrier was given up because some of its workers cannot come any more.
+    """A barrier was given up because some of its workers can no longer reach it.
 
     Attributes:
         missing: those workers, such as ``("worker 1",)``.
@@ -122,15 +122,15 @@ class BarrierBroken(KvdError):
 
 
 class StoreClosed(KvdError):
-    """The store was closed, or was opened by another process than the one that uses it (after a fork)."""
+    """The store was closed, or a forked child uses the store of its parent."""
 
 
 class RemoteError(KvdError):
     """A server or the scheduler refused a request.
 
     Attributes:
-        node: who refused, such as ``"server 0"``; empty if it was found out on this side.
-        key: the key that it is about, if it is about one.
+        node: who refused, such as ``"server 0"``; empty if this side noticed it.
+        key: the key in question, if there is one.
     """
 
     def __init__(self, message: str, *, node: str = "", key: str = "") -> None:
@@ -140,14 +140,14 @@ class RemoteError(KvdError):
 
 
 class KeyNotFound(RemoteError, KeyError):
-    """The key was never initialised (or its server lost it)."""
+    """The key was never initialised, or its server lost it."""
 
     def __str__(self) -> str:  # KeyError would show the repr of the message
         return str(self.args[0])
 
 
 class KeyExists(RemoteError):
-    """The key is live already."""
+    """The key exists already."""
 
 
 class ShapeMismatch(RemoteError, ValueError):

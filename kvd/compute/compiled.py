@@ -1,7 +1,7 @@
-"""Which compiled loops there are: numba's, if it is installed, once there is enough to calculate for them.
+"""Decides which loops are compiled: numba's, if it is installed, once there is enough work for them.
 
 The loops of :mod:`kvd.compute.jit` give the bits of the NumPy kernels, several times faster, so it does not matter when
-one takes the place of the other. Importing numba and compiling a loop take seconds, so nobody waits for it: NumPy
+one takes the place of the other. Importing numba and compiling a loop take seconds, and no update waits for it: NumPy
 calculates until a loop has been asked for often enough (``ENOUGH``), then a thread compiles it, and NumPy goes on until
 it is ready. If numba is missing, or anything fails, NumPy calculates for good, and ``kernels_in_use`` says why.
 """
@@ -76,8 +76,8 @@ class Loop:
 class _Compiler:
     """Compiles one loop after the other, in a thread that ends when there is nothing left to do.
 
-    The thread is no daemon: LLVM must not be at work while the interpreter takes itself down. At the end of the
-    program it finishes the loop that it is at, and no other.
+    The thread is no daemon: LLVM must not be at work while the interpreter shuts down. At the end of the
+    program the thread finishes its current loop, and starts no other.
     """
 
     def __init__(self) -> None:

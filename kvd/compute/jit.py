@@ -71,8 +71,7 @@ def wide_bfloat16(bits: Any) -> Any:
 def narrow_bfloat16(value: Any) -> Any:
     """The bits of the bfloat16 that is nearest to a float32, ties to even; NaN keeps its sign and loses its payload.
 
-    Adding 0x7fff, or 0x8000 above an odd result, carries into the upper half exactly when the result is to be rounded
-    up.
+    Adding 0x7fff, or 0x8000 above an odd result, carries into the upper half exactly when it must be rounded up.
     """
     bits = np.float32(value).view(np.uint32)
     rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))

@@ -115,7 +115,7 @@ def merge(
 
     Raises:
         ShapeMismatch: an array is not 1-D, or the lengths differ, or there are not as many samples as contributions.
-        DtypeMismatch: the dtypes differ, or integers are to be weighted.
+        DtypeMismatch: the dtypes differ, or integers would be weighted.
         NotAllowed: no contribution, an unknown mode, or samples that are missing or negative.
     """
     plan = plan_merge(contributions, mode, samples, like=out)
@@ -157,7 +157,7 @@ def _by_tiles(plan: MergePlan, out: Array, tile: int) -> None:
 
 
 def tiles(size: int, tile: int) -> Iterator[slice]:
-    """Cut ``size`` elements into ranges of ``tile`` elements, the last one of what is left."""
+    """Cut ``size`` elements into ranges of ``tile`` elements; the last one may be shorter."""
     return (slice(start, min(start + tile, size)) for start in range(0, size, tile))
 
 

@@ -1,6 +1,6 @@
 """The fused apply: merge the contributions and update the weights, tile by tile, each byte crossing memory once.
 
-A *slice* is what is updated at a time: a 1-D range of a key. Its weights come in three forms: ``current`` is the
+A *slice* is the unit of an update: a 1-D range of a key. Its weights come in three forms: ``current`` is the
 version that is being served and is only read, ``out`` receives the next version, and, for float16 and bfloat16 only,
 a *master* in float32 carries the bits that the small dtype cannot hold.
 
@@ -165,7 +165,7 @@ def apply_update(
 
 
 class _Rule:
-    """An optimizer as it is calculated for weights of one dtype: what need not be found out anew for each update.
+    """An optimizer prepared for weights of one dtype: what stays the same from update to update.
 
     Attributes:
         optimizer, kernel: the optimizer and its arithmetic.
@@ -198,7 +198,7 @@ class _Rule:
 
 _MANY_RULES = 1024
 
-# By identity, since to hash an optimizer with its schedule takes longer than what is saved. An entry keeps its
+# By identity, since hashing an optimizer with its schedule takes longer than it saves. An entry keeps its
 # optimizer alive, so that no other object can have its id.
 _rules: dict[tuple[int, np.dtype[Any]], _Rule] = {}
 
@@ -208,7 +208,7 @@ def _rule_of(optimizer: Optimizer, dtype: np.dtype[Any]) -> _Rule:
     if rule is None:
         rule = _Rule(optimizer, dtype)
         if rule.name is None:
-            return rule  # a custom kernel may remember things: it is made anew, as it always was
+            return rule  # a custom kernel may have state: each update gets a new one
         if len(_rules) >= _MANY_RULES:
             _rules.clear()
         _rules[id(optimizer), dtype] = rule

@@ -15,11 +15,11 @@ _MANY = 64  # sizes whose views are kept: keys have few, and odd ones shall not 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Three arrays of one length and dtype whose content nobody relies on between two tiles.
+    """Three arrays of one length and dtype. Their content is undefined between two tiles.
 
     Attributes:
         gradient: the merged gradient of the tile while an optimizer updates it.
-        first, second: free for whoever calculates.
+        first, second: free for any computation.
     """
 
     gradient: np.ndarray[Any, Any]

@@ -1,7 +1,7 @@
-"""Optimizers as pure data: what to compute on the servers, said in names and numbers.
+"""Optimizers as pure data: names and numbers that say what the servers compute.
 
-An optimizer of kvd is a frozen dataclass. It holds no state and no code that crosses the wire: the servers look up the
-name and calculate (``kvd.compute.optimizers``). ``learning_rate`` is a number or a value of
+An optimizer of kvd is a frozen dataclass. It holds no state, and no code crosses the wire: the servers look up the
+name and compute (``kvd.compute.optimizers``). ``learning_rate`` is a number or a value of
 :mod:`kvd.optimizer.schedule`::
 
     kv.set_optimizer(SGD(schedule.Warmup(schedule.Cosine(0.1, steps=10_000), steps=500), momentum=0.9))

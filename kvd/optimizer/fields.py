@@ -1,4 +1,4 @@
-"""The checks that every field of an optimizer or a schedule goes through, whoever wrote it: a person or a peer."""
+"""Checks for every field of an optimizer or a schedule, whether a person or a peer wrote it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from kvd.errors import ConfigError
 
 MAX_COUNT = 2**53
-"""The largest whole number that a field may hold: beyond it a float64 would round it."""
+"""The largest whole number that a field may hold: a float64 would round larger ones."""
 
 
 def shown(value: object) -> str:
@@ -27,7 +27,7 @@ def number(setting: str, value: object) -> float:
     """Return ``value`` as a finite Python float.
 
     Raises:
-        ConfigError: it is no real number (a bool is none), or it is NaN or infinite.
+        ConfigError: it is not a real number (a bool is not one), or it is NaN or infinite.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ConfigError(f"{setting} must be a number, not {shown(value)}", setting=setting)
@@ -44,7 +44,7 @@ def count(setting: str, value: object) -> int:
     """Return ``value`` as a Python int of at most ``MAX_COUNT`` in size.
 
     Raises:
-        ConfigError: it is no whole number (a bool is none), or too large.
+        ConfigError: it is not a whole number (a bool is not one), or is too large.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ConfigError(f"{setting} must be a whole number, not {shown(value)}", setting=setting)
@@ -76,7 +76,7 @@ def require(setting: str, holds: bool, rule: str, value: object) -> None:
 _CHECKS = {float: number, int: count, bool: flag, str: text}
 
 
-# Resolving annotations is slow, and the classes are few and live as long as the process.
+# Resolving annotations is slow, and there are few classes, which live until the process ends.
 _KINDS: dict[type, dict[str, tuple[type, ...]]] = {}
 
 
@@ -101,7 +101,7 @@ def normalise(instance: object) -> None:
     """Check the fields of a frozen dataclass against their annotations and replace numbers by plain Python ones.
 
     Annotations may be ``float``, ``int``, ``bool``, ``str``, dataclasses such as schedules, and unions of these with
-    None: exactly what can cross the wire. An int is welcome where a float is asked for, and becomes one.
+    None: exactly what can cross the wire. An int is accepted where a float is expected, and becomes one.
 
     Raises:
         ConfigError: a value has another type, or is NaN or infinite.

@@ -1,4 +1,4 @@
-"""Which optimizers this process knows: the built-in ones and those that other distributions installed."""
+"""The optimizers that this process knows: the built-in ones and those of other installed distributions."""
 
 from __future__ import annotations
 

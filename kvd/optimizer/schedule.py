@@ -130,7 +130,7 @@ class Warmup(Schedule):
 
     def _check(self) -> None:
         require("steps", self.steps >= 1, "≥ 1", self.steps)
-        # Warm-ups do not nest: so a schedule has a bounded depth, also one that a peer made up.
+        # Warm-ups do not nest, so that every schedule has a limited depth, even one that a peer made up.
         if isinstance(self.inner, Warmup):
             raise ConfigError("inner must not be a Warmup itself", setting="inner")
         if isinstance(self.inner, float):

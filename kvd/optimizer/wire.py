@@ -20,7 +20,7 @@ from kvd.optimizer.schedule import SCHEDULES, Schedule
 
 _SCHEDULE_TAG = "schedule"
 
-# A Warmup around another schedule is as deep as it gets.
+# The deepest nesting is a Warmup around another schedule.
 _MAX_DEPTH = 2
 
 
@@ -28,7 +28,7 @@ def to_wire(optimizer: Optimizer) -> list[object]:
     """Return ``optimizer`` as ``[name, {field: value}]``, of values that msgpack and JSON know.
 
     Raises:
-        ConfigError: its class is neither built in nor an installed entry point, so that no server could know it.
+        ConfigError: its class is neither built in nor an installed entry point, so no server can know it.
     """
     for name, cls in known_optimizers().items():
         if cls is type(optimizer):
@@ -40,10 +40,10 @@ def to_wire(optimizer: Optimizer) -> list[object]:
 
 
 def from_wire(obj: object) -> Optimizer:
-    """Return the optimizer that ``to_wire`` wrote down.
+    """Return the optimizer that ``to_wire`` wrote.
 
     Raises:
-        ProtocolError: anything else; no input makes it raise another error.
+        ProtocolError: for any other input; no input raises another error.
     """
     if not isinstance(obj, list | tuple) or len(obj) != 2:
         raise ProtocolError(f"an optimizer is [name, fields], not {_short(obj)}")
@@ -79,10 +79,10 @@ def changes_to_wire(changes: Mapping[str, object]) -> dict[str, object]:
 
 
 def changes_from_wire(obj: object) -> dict[str, object]:
-    """Return what ``changes_to_wire`` wrote down; whether an optimizer has such fields is not looked at.
+    """Return what ``changes_to_wire`` wrote. Does not check that an optimizer has these fields.
 
     Raises:
-        ProtocolError: anything else.
+        ProtocolError: for any other input.
     """
     return _fields_from_wire(obj, depth=_MAX_DEPTH)
 
@@ -134,7 +134,7 @@ def _construct(cls: type, obj: object, depth: int) -> object:
 
 
 def _short(value: object) -> str:
-    """A glimpse of what a peer sent, bounded in work and in length."""
+    """A short description of what a peer sent; its cost and its length are limited."""
     if isinstance(value, str | bytes):
         return repr(value[:40])
     if isinstance(value, list | tuple | dict | set):

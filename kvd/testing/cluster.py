@@ -41,7 +41,7 @@ sys.exit(run_daemon(load({}), sys.argv[1], ready_file=Path(sys.argv[2])))
 
 
 def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> Any:
-    """Polls until `holds` gives something true, and gives that; AssertionError after the timeout."""
+    """Polls until `holds` returns something true, and returns it; AssertionError after the timeout."""
     deadline = time.monotonic() + timeout_s
     while True:
         value = holds()
@@ -95,7 +95,7 @@ class ProcessNode:
     """A daemon in a process of its own.
 
     Args:
-        prelude: code that runs there first, for instance to take something away that the daemon may need.
+        prelude: code that runs there first, for instance to remove something that the daemon may need.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class LocalCluster:
         num_workers, num_servers: the size.
         processes: daemons in processes of their own.
         path: how messages travel: "shm" in shared memory, "ipc" by ZeroMQ over Unix sockets, "tcp" by ZeroMQ over
-            loopback; None: as `default_path` says.
+            loopback; None: `default_path`.
         server_prelude: code that servers in processes of their own run first.
         settings: further settings for all nodes.
 
@@ -180,20 +180,23 @@ class LocalCluster:
         return ProcessNode(role, given, self.folder, prelude=self._server_prelude if role == "server" else "")
 
     def _free_address(self, role: Role) -> str:
-        """Where nobody listens yet."""
+        """An address where no node listens yet."""
         if self.path == "ipc":
             return f"ipc://{self.folder}/{role}-{next(self._numbers)}.sock"
         return "tcp://127.0.0.1:0"
 
     def store(self, type: str = "dist_sync", **settings: Any) -> kvd.KVStore:  # noqa: A002
-        """A worker's store. It is closed with the cluster, without waiting for others."""
+        """A worker's store. It is closed with the cluster and does not wait for the others."""
         store = kvd.create(type, **{**self.settings, "scheduler": self.address, **settings})
         self.stores.append(store)
         return store
 
     def run(self, program: Callable[[kvd.KVStore], T], type: str = "dist_sync", **settings: Any) -> list[T]:  # noqa: A002
-        """Runs the program once per worker, at the same time; the results in rank order, or the error of one. A worker
-        that fails makes the others fail: of several errors it is one that has another cause."""
+        """Runs the program once per worker, at the same time; returns the results in rank order.
+
+        A worker that fails makes the others fail. Of several errors it raises one that is no mere
+        consequence (NodeLost, BarrierBroken), if there is one.
+        """
 
         def worker(number: int) -> tuple[int, T]:
             with kvd.create(
@@ -209,7 +212,7 @@ class LocalCluster:
         return [result for _, result in sorted([future.result() for future in futures], key=lambda entry: entry[0])]
 
     def script(self, code: str, number: int, *arguments: str, **settings: Any) -> subprocess.Popen[bytes]:
-        """Starts a program in a process of its own as worker `number`; what it prints can be read from it."""
+        """Starts a program in a process of its own as worker `number`; its output can be read from the pipe."""
         given = {**self.settings, "scheduler": self.address, "node_id": f"worker-{number}", **settings}
         environment = child_environment({**load(given, environ={}).environment(), "PYTHONPATH": str(ROOT)})
         return subprocess.Popen(

@@ -1,7 +1,7 @@
-"""A slow network for one node: what it sends leaves at so many bytes per second, first in, first out.
+"""A slow network for one node: its messages leave at a limited rate in bytes per second, first in, first out.
 
-It stands between a driver and its transport, and counts bytes: those of the header and of the payload, wherever the
-payload lies. What arrives is not delayed.
+It stands between a driver and its transport and counts the bytes of headers and payloads, wherever the payload lies.
+Incoming messages are not delayed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 
 class Pipe(Generic[T]):
-    """What is on its way out, and when each thing has left; time is an argument.
+    """Outgoing things, and when each has left; time is an argument.
 
     Args:
         bytes_per_s: the rate.
-        queue_bytes: what may wait; one message may always, however large.
+        queue_bytes: how much may wait; a single message may always wait, however large.
     """
 
     def __init__(self, bytes_per_s: float, queue_bytes: int) -> None:
@@ -41,7 +41,7 @@ class Pipe(Generic[T]):
         self._free_at = 0.0
 
     def put(self, what: T, nbytes: int, now: float) -> bool:
-        """Queues it behind the others; False if there is no room."""
+        """Queues it behind the others; returns False if there is no room."""
         if self._waiting and self._waiting_bytes + nbytes > self._queue_bytes:
             return False
         self._free_at = max(now, self._free_at) + nbytes / self._bytes_per_s
@@ -50,7 +50,7 @@ class Pipe(Generic[T]):
         return True
 
     def take(self, now: float) -> list[T]:
-        """What has left by now, in order; once."""
+        """Removes and returns what has left by now, in order."""
         left = []
         while self._waiting and self._waiting[0][0] <= now:
             _, nbytes, what = self._waiting.popleft()
@@ -64,7 +64,7 @@ class Pipe(Generic[T]):
 
 
 class SlowLink:
-    """A transport whose messages leave one after the other at a limited rate. Those that wait at `close` are lost."""
+    """A transport whose messages leave one by one at a limited rate. `close` drops those that still wait."""
 
     def __init__(self, inner: Transport, bytes_per_s: float, queue_bytes: int = QUEUE_BYTES) -> None:
         self._inner = inner
@@ -77,7 +77,7 @@ class SlowLink:
     def start(self, on_message: OnMessage, on_garbage: OnGarbage) -> None:
         self._loop = asyncio.get_running_loop()
         self._inner.start(on_message, on_garbage)
-        self._let_go()
+        self._send_due()
 
     def listen(self, address: str) -> str:
         return self._inner.listen(address)
@@ -97,7 +97,7 @@ class SlowLink:
                 return False
         if is_first and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: nothing is sent any more
-                self._loop.call_soon_threadsafe(self._let_go)
+                self._loop.call_soon_threadsafe(self._send_due)
         return True
 
     def paths(self) -> Mapping[Peer, PeerPath]:
@@ -110,8 +110,8 @@ class SlowLink:
             self._timer.cancel()
         self._inner.close(linger_s)
 
-    def _let_go(self) -> None:
-        """Sends what has left by now, and comes back for the next. On the loop."""
+    def _send_due(self) -> None:
+        """Sends what has left by now, and schedules itself for the next message. Runs on the loop."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -123,12 +123,12 @@ class SlowLink:
         for peer, header, payload in left:
             self._inner.send(peer, header, payload)
         if next_at is not None and self._loop is not None:
-            self._timer = self._loop.call_later(max(0.0, next_at - time.monotonic()), self._let_go)
+            self._timer = self._loop.call_later(max(0.0, next_at - time.monotonic()), self._send_due)
 
 
 @contextmanager
 def slow_links(bytes_per_s: float, queue_bytes: int = QUEUE_BYTES) -> Iterator[None]:
-    """Stores that are created meanwhile send at this rate, each over a link of its own."""
+    """Stores created inside the block send at this rate, each over a link of its own."""
 
     def driver(machine: Any, transport: Transport, **settings: Any) -> Driver:
         return Driver(machine, SlowLink(transport, bytes_per_s, queue_bytes), **settings)

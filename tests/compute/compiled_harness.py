@@ -57,7 +57,7 @@ def numbers(random: np.random.Generator, size: int, dtype: str) -> Array:
 
 
 def assert_same_bits(left: Array, right: Array, what: str) -> None:
-    """Equal bits, except that every NaN equals every other: which payload survives is nobody's promise."""
+    """Equal bits, except that every NaN equals every other: no promise is made about their payloads."""
     assert left.dtype == right.dtype, what
     with np.errstate(all="ignore"):
         both_nan = np.isnan(left.astype(np.float64)) & np.isnan(right.astype(np.float64))

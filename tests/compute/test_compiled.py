@@ -22,7 +22,7 @@ from tests.compute.compiled_harness import needs_numba
 
 
 @needs_numba
-def test_nobody_waits_for_a_compilation() -> None:
+def test_no_update_waits_for_a_compilation() -> None:
     loop = Loop("adagrad", "float64", "float64")
     assert loop.ready(compiled.ENOUGH - 2 * compiled.ENOUGH // 3) is None
     assert not loop._asked

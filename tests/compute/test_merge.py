@@ -217,7 +217,7 @@ def test_the_bits_depend_on_neither_tiles_nor_alignment(
     kind = DTYPES[dtype]
     raw = data.draw(hnp.arrays(np.uint8, (count, size * kind.itemsize)))
     arrays = [row.view(kind) for row in raw]
-    if dtype in FLOATS:  # the payload of a NaN is nobody's promise
+    if dtype in FLOATS:  # no promise is made about the payload of a NaN
         arrays = [np.where(np.isnan(array.astype(np.float64)), np.ones_like(array), array) for array in arrays]
     samples = data.draw(st.lists(st.integers(0, 5), min_size=count, max_size=count))
     moved = []

@@ -51,7 +51,7 @@ def test_halves_are_updated_through_a_float32_master(dtype: Any, rule: Optimizer
     weight, gradients = start(dtype), gradients_of(dtype)
     exact = by_formula(rule, weight, gradients)
     result = trained(rule, weight, gradients).astype(np.float64)
-    # The master is right to float32; what is served is it, rounded once to 8 or 11 bits.
+    # The master is exact to float32; the served weight is the master, rounded once to 8 or 11 bits.
     np.testing.assert_allclose(result, exact, rtol=2.0**-8 if dtype == BFLOAT16 else 2.0**-11, atol=1e-5)
 
 

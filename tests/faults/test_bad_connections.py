@@ -30,7 +30,7 @@ def raw_connection(address: str) -> socket.socket:
 
 @contextmanager
 def peer(address: str) -> Iterator[socket.socket]:
-    """A connection on which the handshake is done: what is sent now is taken for frames."""
+    """A connection after its handshake: the other side reads frames from now on."""
     with raw_connection(address) as connection:
         connection.sendall(GREETING + READY)
         answer = b""

@@ -143,7 +143,7 @@ def test_a_message_to_the_wrong_role(cluster: LocalCluster, stores: list[kvd.KVS
             assert (refused.error, refused.request) == (ErrorCode.PROTOCOL_ERROR, 3)
             assert "a server takes no Join" in refused.text
             assert raw.answers(Leave(4, Departure.LEFT)).error is ErrorCode.PROTOCOL_ERROR
-            raw.say(View(settings, (), ()))  # who is not the scheduler announces nothing
+            raw.say(View(settings, (), ()))  # only the scheduler may announce a view
             raw.say(Refused(0, ErrorCode.REPLACED, "go away"))
         assert is_alive(server)
 

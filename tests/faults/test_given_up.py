@@ -1,4 +1,4 @@
-"""A push that its program gave up: what it does to its array afterwards reaches no server."""
+"""A program gives a push up: its later changes to the array reach no server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VALUES = np.arange(12 << 20, dtype=np.float32)  # 48 MiB: more than the credit, 
 
 @contextmanager
 def stopped(node: Any) -> Iterator[None]:
-    """The process stands still."""
+    """The process is stopped by SIGSTOP."""
     assert isinstance(node, ProcessNode)
     os.kill(node.process.pid, signal.SIGSTOP)
     try:
@@ -37,7 +37,7 @@ def prepared(cluster: LocalCluster) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("path", ["shm", "ipc", "tcp"])
-def test_a_push_that_nobody_waits_for_any_more_is_sent_as_it_was(path: Any) -> None:
+def test_a_push_whose_program_stopped_waiting_is_sent_unchanged(path: Any) -> None:
     with LocalCluster(processes=True, path=path) as cluster:
         kv, gradient, out = prepared(cluster)
         with stopped(cluster.servers[0]):
@@ -54,7 +54,7 @@ def test_a_push_that_nobody_waits_for_any_more_is_sent_as_it_was(path: Any) -> N
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Ctrl-C raises, also where these tests were started in the background, which ignores it."""
+    """Ctrl-C raises KeyboardInterrupt, even if the tests run in the background, where a shell ignores SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""Processes that share memory are killed or stopped, or cannot share any: the others go on, and nothing is left."""
+"""Processes that share memory are killed, stopped or cannot share any: the others go on, and no memory leaks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from kvd.core.machine import PeerKind
 from kvd.errors import NodeLost
 from kvd.testing.cluster import engine_of
 
-def wait_to_be_let_go():
+def wait_for_permission():
     print("done", flush=True)
     while not go.exists():
         time.sleep(0.01)
@@ -61,7 +61,7 @@ try:
                 kv.pushpull(keys, gradients, weights)
                 step += 1
         finally:
-            wait_to_be_let_go()
+            wait_for_permission()
         result["digest"] = hashlib.sha256(b"".join(weight.tobytes() for weight in weights)).hexdigest()
         paths = engine_of(kv).transport.paths()
         texts = {path.describe() for peer, path in paths.items() if peer.kind is PeerKind.SERVER}
@@ -91,7 +91,7 @@ class Job:
         return [server.process.pid for server in self.cluster.servers if isinstance(server, ProcessNode)]
 
     def end(self, *workers: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
-        """Lets the workers close, and gives what they found."""
+        """Lets the workers close, and returns their results."""
         self.go.touch()
         results = []
         for worker in workers:
@@ -118,7 +118,7 @@ def job(workers: int, servers: int, **how: Any) -> Iterator[Job]:
 
 
 def await_line(worker: subprocess.Popen[bytes], wanted: str, times: int = 1) -> None:
-    """Reads what a worker prints until it has begun with this so many times."""
+    """Reads the output of a worker until `times` lines have begun with `wanted`."""
     assert worker.stdout is not None
     said: list[str] = []
     while times:
@@ -133,7 +133,7 @@ def kill(worker: subprocess.Popen[bytes]) -> None:
     worker.wait()
 
 
-# ── what processes have ──
+# ── the memory of processes ──
 
 
 def maps(pid: int) -> list[tuple[str, int]]:
@@ -144,7 +144,7 @@ def maps(pid: int) -> list[tuple[str, int]]:
 
 
 def owned(pid: int) -> set[int]:
-    """The memory that this process lends to others: only it may write there."""
+    """The memory that this process shares with others: it alone may write there."""
     return {inode for permissions, inode in maps(pid) if permissions.startswith("rw")}
 
 
@@ -165,7 +165,7 @@ def held(pid: int) -> set[int]:
     return descriptors(pid)[0].union(inode for _, inode in maps(pid))
 
 
-def nobody_has(inodes: set[int], pids: Iterable[int]) -> bool:
+def none_holds(inodes: set[int], pids: Iterable[int]) -> bool:
     return all(inodes.isdisjoint(held(pid)) for pid in pids)
 
 
@@ -197,7 +197,7 @@ def kill_workers(seed: int, kills: int, undisturbed: str) -> None:
             kill(victim)
             victim = disturbed.begin(1)
             await_line(victim, "step")
-            wait_until(lambda memory=memory: nobody_has(memory, survivors), "the memory of the dead is let go")  # type: ignore[misc]
+            wait_until(lambda memory=memory: none_holds(memory, survivors), "the memory of the dead is freed")  # type: ignore[misc]
             sockets = sockets or {pid: descriptors(pid)[1] for pid in survivors}
         await_line(victim, "done")
         await_line(steady, "done")
@@ -239,7 +239,7 @@ def kill_a_server(seed: int) -> None:
         survivors = [worker.pid for worker in workers] + [
             pid for pid in disturbed.server_pids if pid != victim.process.pid
         ]
-        wait_until(lambda: nobody_has(memory, survivors), "the memory of the dead is let go")
+        wait_until(lambda: none_holds(memory, survivors), "the memory of the dead is freed")
         assert disturbed.end(*workers) == [{"lost": f"server {rank}"}] * 2
 
 
@@ -255,7 +255,7 @@ def test_servers_are_killed_at_many_moments(seed: int) -> None:
 
 
 @pytest.mark.parametrize("who", ["worker", "server"])
-def test_one_that_is_stopped_for_a_while_changes_nothing(who: str, undisturbed: str) -> None:
+def test_a_stopped_process_changes_nothing(who: str, undisturbed: str) -> None:
     rng = random.Random(1)
     with job(2, 2) as disturbed:
         workers = [disturbed.begin(number) for number in range(2)]

@@ -41,7 +41,7 @@ def understood(wire: object) -> Optimizer | None:
         message = str(error)
     else:
         return check_understood(optimizer)
-    assert len(message) < 600  # an answer to garbage must not be as long as the garbage
+    assert len(message) < 600  # the answer to garbage stays short
     return None
 
 

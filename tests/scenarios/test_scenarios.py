@@ -1,4 +1,4 @@
-"""Every script beside this file comes true, whatever the seed."""
+"""Every script in this folder comes true with every seed."""
 
 from __future__ import annotations
 

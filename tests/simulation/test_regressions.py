@@ -1,4 +1,4 @@
-"""Mistakes that the simulator or a reading of the machines has found, each as the smallest run that shows it."""
+"""Mistakes found by the simulator or by review, each as the smallest run that shows it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_push_taken_in_part_keeps_its_clock(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("asks", [Barrier("b"), LeaveRounds(Departure.DONE)])
 def test_paused_worker_does_not_take_its_place_back(asks: Any, seed: int) -> None:
-    """Whatever a replaced worker asks when it wakes, it is told to stop, and its successor stays."""
+    """A replaced worker that wakes up is told to stop whatever it asks, and its successor stays."""
 
     def program(me: Me) -> Coroutine:
         yield JoinCluster()
@@ -113,7 +113,7 @@ def test_paused_worker_does_not_take_its_place_back(asks: Any, seed: int) -> Non
 
 
 def test_barriers_outlive_the_scheduler() -> None:
-    """A generation that was settled stays settled, and the next one can be reached, in the successor's life."""
+    """The next scheduler keeps settled generations settled, and the next generation can be reached."""
     passed: list[tuple[int, int]] = []
 
     def program(me: Me) -> Coroutine:

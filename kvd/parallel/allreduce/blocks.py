@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvd.client.calls.handle import Handle
 from kvd.client.facades.exchange import Exchange
-from kvd.client.handle import Handle
 from kvd.errors import KvdError, NodeLost, RequestTimeout
 from kvd.parallel.allreduce.codec import Bytes, Codec, Floats
 
