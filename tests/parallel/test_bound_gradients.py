@@ -143,7 +143,7 @@ def test_on_several_devices_the_sum_is_the_stores(kv: kvd.KVStore) -> None:
         assert not np.shares_memory(gradient, first)
 
 
-def test_fixed_parameters_and_layers_that_a_bucket_lacks_are_no_matter(kv: kvd.KVStore) -> None:
+def test_fixed_parameters_and_layers_that_a_bucket_lacks_are_not_sent(kv: kvd.KVStore) -> None:
     group = group_of(fixed_param_names=["dense0_weight"])
     group.bind_to(kv, optimizer=RULE)
     small = group_of(size=4, shared_group=group, fixed_param_names=["dense0_weight", "dense1_bias"])

@@ -52,7 +52,7 @@ def test_fractions(fraction: float, test: int) -> None:
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
-def test_fractions_that_are_none(fraction: float) -> None:
+def test_invalid_fractions(fraction: float) -> None:
     with pytest.raises(ConfigError, match="test_fraction must be in"):
         digits.load(test_fraction=fraction)
 

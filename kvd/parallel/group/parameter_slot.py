@@ -103,7 +103,7 @@ def make_slot(
     """
     gradient, incoming = (None, own) if bound is None else bound
     if (incoming.shape, incoming.dtype) != (own.shape, own.dtype):
-        incoming = own  # a key of another model: the pull that comes next says so
+        incoming = own  # a key of another model: the pull that follows raises
     if optimizer is None or not is_trained:
         return ParameterSlot(key, priority, incoming, gradient, None, is_trained)
     merged = np.empty_like(own) if incoming is own else incoming

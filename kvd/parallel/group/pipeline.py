@@ -54,7 +54,7 @@ class GradientPipeline:
         keys: parameter → key, of all parameters.
         clock: how many steps of this worker the store had counted when this was made: 0, unless the worker was
             restarted, or trained with these keys before.
-        done_before: of these, the steps of a predecessor that died: the program goes on after them.
+        done_before: of these, the steps of a predecessor that died: the program continues after them.
         update: as given.
 
     Raises:

@@ -128,7 +128,7 @@ def plan_bind(
         grads=grads or {},
         aux=aux or {},
         samples=samples,
-        normalization=normalization or max(samples, 1),  # without samples, gradients are 0 whatever they are divided by
+        normalization=normalization or max(samples, 1),  # without samples all gradients are 0, so any divisor will do
         seed=(seed,) if isinstance(seed, int) else tuple(seed),
     )
 

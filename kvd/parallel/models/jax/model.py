@@ -93,7 +93,7 @@ class JaxModel:
             outputs = outputs_of(jax.eval_shape(self.apply, params, *inputs))
         except ConfigError:
             raise
-        except Exception as error:  # whatever the user's function raises: it says what it cannot take
+        except Exception as error:  # the user's function may raise anything; it says what it cannot take
             given = ", ".join(f"{desc.name} {desc.shape} {desc.dtype}" for desc in descs)
             raise ConfigError(
                 f"apply cannot take {given}: {type(error).__name__}: {error}", setting="data_shapes"

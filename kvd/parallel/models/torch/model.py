@@ -99,7 +99,7 @@ class TorchModel:
     def _output_shapes(self, descs: Sequence[DataDesc]) -> Mapping[str, tuple[Shape, str]]:
         try:
             outputs = self._evaluate("meta", descs)
-        except Exception:  # noqa: BLE001  whatever a module raises where there are no values to look at
+        except Exception:  # noqa: BLE001  a module may raise anything where there are no values
             try:
                 outputs = self._evaluate("cpu", descs)
             except Exception as error:
