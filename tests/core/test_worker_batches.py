@@ -9,9 +9,10 @@ import pytest
 from kvd.core import requests
 from kvd.core.machine import Copy, Span
 from kvd.core.requests import Versions
-from kvd.core.worker import transfer as transfer_module
-from kvd.core.worker.keys import WorkerKey, plan_messages
-from kvd.core.worker.machine import MAX_CLOCK_REFUSALS
+from kvd.core.worker import message_plans as message_plans_module
+from kvd.core.worker.keys import WorkerKey
+from kvd.core.worker.message_plans import plan_messages
+from kvd.core.worker.not_yet import MAX_ATTEMPTS
 from kvd.core.worker.outbox import RETRY_FIRST_S, RETRY_SOON_S
 from kvd.errors import NodeLost, NotAllowed, ProtocolError, RequestTimeout
 from kvd.protocol.codec import MAX_HEADER_BYTES, encode
@@ -172,7 +173,7 @@ def test_a_pack_that_the_server_does_not_know_is_declared_again_under_its_number
 
 
 def test_a_pack_is_declared_again_though_its_plan_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_module, "MAX_PLANS", 1)
+    monkeypatch.setattr(message_plans_module, "MAX_PLANS", 1)
     harness = bench_of("a", "b", "c", "d")
     harness.push("a", "b")
     harness.push("c", "d")  # the plan of the first is forgotten
@@ -223,7 +224,7 @@ def test_a_pull_of_a_pack_that_is_not_known_is_asked_again() -> None:
 def test_a_server_that_never_knows_the_pack_is_given_up() -> None:
     harness = bench_of("a", "b")
     call = harness.push("a", "b", timeout_s=1e9)
-    for _ in range(MAX_CLOCK_REFUSALS + 1):
+    for _ in range(MAX_ATTEMPTS + 1):
         harness.postpone(PushBatch, NotYetReason.UNKNOWN_BATCH)
         harness.wait(1.0)
         if call in harness.done:

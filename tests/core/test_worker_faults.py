@@ -93,9 +93,9 @@ def test_many_short_calls_leave_nothing_behind() -> None:
     harness = ready()
     for _ in range(1000):
         harness.call(requests.ClockOf("w"))
-    assert len(harness.machine._deadlines) < 200
+    assert len(harness.machine._calls.deadlines) < 200
     harness.wait(61)
-    assert len(harness.machine._deadlines) == 0
+    assert len(harness.machine._calls.deadlines) == 0
 
 
 def test_the_machine_asks_to_be_woken_for_deadlines_retries_and_heartbeats() -> None:
