@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from heapq import heapify, heappop, heappush
@@ -41,7 +41,7 @@ class Call:
     request: requests.Request
     deadline: float
     is_push: bool
-    keys: list[WorkerKey] = field(default_factory=list)
+    keys: Sequence[WorkerKey] = ()
     state: CallState = WAITING
     entries: set[Entry] = field(default_factory=set)
     withdraw: Callable[[Call], None] | None = None  # of the part that holds it: the caller does not wait any more

@@ -101,7 +101,8 @@ class WorkerMachine:
 
     def step(self, event: Event, now: float) -> list[Effect]:
         effects = self._effects
-        effects.clear()  # a step that raised has left some
+        if effects:
+            effects.clear()  # a step that raised has left them
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, LocalCall):

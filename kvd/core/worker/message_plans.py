@@ -47,7 +47,7 @@ class MessagePlans:
         self._plans: dict[tuple[WorkerKey, ...], list[MessagePlan]] = {}
         self._last_batch = 0
 
-    def of(self, keys: list[WorkerKey]) -> list[MessagePlan]:
+    def of(self, keys: Sequence[WorkerKey]) -> list[MessagePlan]:
         """The plans of a call on these keys: worked out once, and kept for the next call on the same keys."""
         names = tuple(keys)
         plans = self._plans.get(names)

@@ -5,7 +5,7 @@ A call pushes or pulls many keys at once, so the functions below take the window
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvd.errors import KvdError
@@ -69,36 +69,36 @@ def begin_pushes(windows: Sequence[PushWindow]) -> list[int]:
     return [window.clock for window in windows]
 
 
-def begin_pulls(windows: Iterable[PushWindow], clocks: Sequence[int]) -> None:
-    """Holds back the rounds that would replace the versions of these clocks, which are being pulled."""
-    for window, clock in zip(windows, clocks, strict=True):
-        window.pulling.append(clock)
+def begin_pulls(windows: Sequence[PushWindow]) -> None:
+    """Holds back the rounds that would replace the versions of the present clocks, which are being pulled."""
+    for window in windows:
+        window.pulling.append(window.clock)
 
 
-def end_pulls(windows: Iterable[PushWindow], clocks: Sequence[int]) -> None:
-    """Undoes `begin_pulls`: the values have arrived, or nobody wants them any more."""
-    for window, clock in zip(windows, clocks, strict=True):
-        window.pulling.remove(clock)
+def end_pulls(windows: Sequence[PushWindow], clocks: Sequence[int]) -> None:
+    """Undoes `begin_pulls`, which was called at these clocks: the values are here, or nobody wants them any more."""
+    for position, clock in enumerate(clocks):
+        windows[position].pulling.remove(clock)
 
 
-def mark_failing(windows: Iterable[PushWindow]) -> None:
+def mark_failing(windows: Sequence[PushWindow]) -> None:
     """The first message of an open push was refused. Until the others are answered, no push follows."""
     for window in windows:
         window.failing_pushes += 1
 
 
-def settle_pushes(windows: Iterable[PushWindow], failure: KvdError | None, *, untaken: bool) -> None:
+def settle_pushes(windows: Sequence[PushWindow], failure: KvdError | None, is_untaken: bool) -> None:
     """Closes an open push of each key: all its messages are answered.
 
     Args:
         failure: what a message was refused with; None if all were taken.
-        untaken: no server took any of it. Its clock is given back, unless a later push has taken the next one.
+        is_untaken: no server took any of it. Its clock is given back, unless a later push has taken the next one.
     """
     for window in windows:
         window.open_pushes -= 1
         if failure is not None:
             window.failing_pushes -= 1
-            if untaken and window.open_pushes == 0:
+            if is_untaken and window.open_pushes == 0:
                 window.clock -= 1
             else:
                 window.partial_failure = failure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from kvd.core import requests
@@ -47,21 +47,19 @@ class TransferProgress:
     """How far a push or pull has come; it outlives the deadline of its call.
 
     Invariants:
-        0 <= refused <= messages - remaining.
-        The windows of a push have an open push for it while remaining > 0.
-        The windows hold `pulling` back until it is released.
+        While remaining > 0, each window has an open push for it if it pushes.
+        While pulling is not empty, each window has its clock in `pulling`.
+        error is set once a message was refused.
     """
 
     call: Call
     transfer: requests.Transfer
     windows: list[PushWindow]  # of the call's keys
+    versions: list[requests.Versions | None]  # pulled so far, one per item
+    remaining: int  # messages that are not answered
     pulling: Sequence[int] = ()  # the clocks that hold rounds back, one per window; empty once they are released
-    messages: int = 0
-    remaining: int = 0  # messages that are not answered
-    refused: int = 0  # messages that were refused
-    is_taken_in_part: bool = False  # a refused message was carried out for some of its slices
+    is_untaken: bool = True  # so far no server has taken any of it
     error: KvdError | None = None  # the first
-    versions: list[requests.Versions | None] = field(default_factory=list)  # pulled so far, one per item
 
 
 class Transfer:
@@ -105,10 +103,21 @@ class Transfer:
             return error
         call.start()
         windows = [key.window for key in call.keys]
-        progress = TransferProgress(call, transfer, windows, versions=[None] * len(windows))
-        clocks = self._begin(progress)
         plans = self._plans.of(call.keys)
-        progress.messages = progress.remaining = len(plans)
+        progress = TransferProgress(call, transfer, windows, [None] * len(windows), len(plans))
+        takes_newest = transfer.any_version or not self._participation.in_rounds
+        clocks: Sequence[int]
+        if transfer.push:
+            clocks = begin_pushes(windows)
+        elif takes_newest:
+            clocks = [ANY_CLOCK] * len(windows)
+        else:
+            clocks = [window.clock for window in windows]
+        if transfer.pull and self._view.settings.mode != "async" and (transfer.push or not takes_newest):
+            begin_pulls(windows)
+            progress.pulling = clocks
+            if not transfer.push:
+                call.withdraw = partial(self._release, progress)
         shared = clocks[0] if clocks and clocks.count(clocks[0]) == len(clocks) else None
         for plan in plans:
             if shared is None or not self._plans.use(plan, is_push=transfer.push):
@@ -135,21 +144,6 @@ class Transfer:
             except (ShapeMismatch, DtypeMismatch) as error:
                 return error
         return None
-
-    def _begin(self, progress: TransferProgress) -> Sequence[int]:
-        """The clock of each item: of its push, or of the version that is pulled."""
-        transfer, windows = progress.transfer, progress.windows
-        if transfer.push:
-            clocks = begin_pushes(windows)
-        elif transfer.any_version or not self._participation.in_rounds:
-            return [ANY_CLOCK] * len(windows)
-        else:
-            clocks = [window.clock for window in windows]
-            progress.call.withdraw = partial(self._release, progress)
-        if transfer.pull and self._view.settings.mode != "async":
-            begin_pulls(windows, clocks)
-            progress.pulling = clocks
-        return clocks
 
     def _send_parts(self, progress: TransferProgress, plan: MessagePlan, clocks: Sequence[int]) -> None:
         transfer = progress.transfer
@@ -222,14 +216,16 @@ class Transfer:
             if transfer.push and is_of_dead_worker(message):  # the push is kept, and is answered later
                 self._calls.complete(call, error=error)
                 return
-            progress.is_taken_in_part |= message.taken is not Taken.NOTHING
+            if message.taken is not Taken.NOTHING:
+                progress.is_untaken = False
         elif not isinstance(message, Done) or transfer.pull:
             error = ProtocolError(f"the server answered with a {type(message).__name__} that does not fit")
         progress.remaining -= 1
-        if error is not None:
-            progress.error = progress.error or error
-            progress.refused += 1
-            if transfer.push and progress.refused == 1:
+        if error is None:
+            progress.is_untaken = False
+        elif progress.error is None:
+            progress.error = error
+            if transfer.push:
                 mark_failing(progress.windows)
         if progress.remaining == 0:
             self._settle(progress)
@@ -267,29 +263,24 @@ class Transfer:
         """
         call = progress.call
         if progress.pulling:
-            self._end_pulls(progress)
+            end_pulls(progress.windows, progress.pulling)
+            progress.pulling = ()
+            call.withdraw = None  # no cycle stays behind that keeps the program's memory
         if call.is_push:
-            nobody_took_it = progress.refused == progress.messages and not progress.is_taken_in_part
-            settle_pushes(progress.windows, progress.error, untaken=nobody_took_it)
-        self._wake_queued(call)
+            settle_pushes(progress.windows, progress.error, progress.is_untaken)
+        for key in call.keys:
+            if key.queue:
+                self._wake(key)
         self._calls.complete(call, progress.versions, progress.error)
         if call.is_push:
             self._pushes.settle(call)
 
     def _release(self, progress: TransferProgress, call: Call) -> None:
         """Nobody waits for the pull any more: the rounds that it held back go on."""
-        if progress.pulling:
-            self._end_pulls(progress)
-        self._wake_queued(call)
-
-    def _end_pulls(self, progress: TransferProgress) -> None:
         end_pulls(progress.windows, progress.pulling)
         progress.pulling = ()
-
-    def _wake_queued(self, call: Call) -> None:
         for key in call.keys:
-            if key.queue:
-                self._wake(key)
+            self._wake(key)
 
     # ── the program's memory ──
 
