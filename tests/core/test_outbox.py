@@ -48,7 +48,7 @@ def filled(*entries: Entry, credit: int = 1000, small: int = -1) -> Outbox:
     return outbox
 
 
-def test_higher_priority_first_and_first_in_first_out_within_one() -> None:
+def test_requests_leave_by_priority_then_in_order() -> None:
     outbox = filled(
         push(1, 1, key="a"),
         push(2, 1, key="b", priority=5),
@@ -61,7 +61,7 @@ def test_higher_priority_first_and_first_in_first_out_within_one() -> None:
     assert len(outbox) == 5
 
 
-def test_the_order_of_a_slice_outranks_priority() -> None:
+def test_pushes_of_a_slice_keep_their_order_whatever_their_priority() -> None:
     outbox = filled(push(1, 1, priority=0), push(2, 2, priority=9), push(3, 1, key="x", priority=5), push(4, 3))
     assert requests(outbox.pump(0.0)) == [3, 1, 2, 4]
 
@@ -76,25 +76,25 @@ def test_a_push_of_many_slices_waits_for_all_of_them() -> None:
     assert both.state is STAGED
 
 
-def test_lanes_do_not_wait_for_each_other() -> None:
+def test_the_queue_of_one_peer_does_not_hold_up_another() -> None:
     outbox = filled(push(1, 1, nbytes=1000), push(2, 1, key="x"), push(3, 1, key="y", peer="s1"), credit=1000)
     assert requests(outbox.pump(0.0)) == [1, 3]
 
 
-def test_the_credit_is_never_exceeded_and_comes_back_at_staging() -> None:
+def test_the_credit_is_never_exceeded_and_returns_at_staging() -> None:
     entries = [push(number, 1, key=f"k{number}", nbytes=40) for number in range(1, 6)]
     outbox = filled(*entries, credit=100)
     assert requests(outbox.pump(0.0)) == [1, 2]
     outbox.mark_staged(entries[0], 0.0)
     assert requests(outbox.pump(0.0)) == [3]
-    outbox.mark_staged(entries[0], 0.0)  # said twice: the credit comes back once
+    outbox.mark_staged(entries[0], 0.0)  # a duplicate: the credit comes back once
     assert outbox.pump(0.0) == []
-    outbox.settle(entries[1])  # answered without Staged before
-    outbox.settle(entries[0])  # had given it back already
+    outbox.settle(entries[1])  # answered without a Staged
+    outbox.settle(entries[0])  # its credit has come back already
     assert requests(outbox.pump(0.0)) == [4]
 
 
-def test_what_is_larger_than_the_credit_goes_alone() -> None:
+def test_a_payload_larger_than_the_credit_goes_alone() -> None:
     big, small = push(1, 1, nbytes=500), push(2, 1, key="x", nbytes=1)
     outbox = filled(big, small, credit=100)
     assert requests(outbox.pump(0.0)) == [1]
@@ -103,7 +103,7 @@ def test_what_is_larger_than_the_credit_goes_alone() -> None:
     assert requests(outbox.pump(0.0)) == [2]
 
 
-def test_a_retry_sends_the_same_bytes_later_and_later() -> None:
+def test_retries_send_the_same_bytes_at_growing_intervals() -> None:
     entry = push(1, 1)
     outbox = filled(entry)
     (first,) = outbox.pump(100.0)
@@ -121,7 +121,7 @@ def test_a_retry_sends_the_same_bytes_later_and_later() -> None:
     assert waits[-1] == RETRY_LIMIT_S
 
 
-def test_once_staged_a_probe_without_bytes_is_enough() -> None:
+def test_a_staged_push_is_retried_as_a_probe() -> None:
     entry = push(1, 1)
     outbox = filled(entry)
     outbox.pump(0.0)
@@ -132,7 +132,7 @@ def test_once_staged_a_probe_without_bytes_is_enough() -> None:
     assert outbox.unstaged == 0
 
 
-def test_a_server_that_lost_the_bytes_gets_them_again() -> None:
+def test_a_server_that_lost_a_staged_push_gets_the_bytes_again() -> None:
     entry, other = push(1, 1, nbytes=60), push(2, 1, key="x", nbytes=60)
     outbox = filled(entry, other, credit=100)
     outbox.pump(0.0)
@@ -143,12 +143,12 @@ def test_a_server_that_lost_the_bytes_gets_them_again() -> None:
     (send,) = outbox.due(1.0 + RETRY_SOON_S)
     assert send.message == entry.send.message
     assert send.payload == entry.send.payload
-    assert outbox.pump(1.0) == []  # its bytes are on their way again: they take credit
+    assert outbox.pump(1.0) == []  # its bytes are in flight again, and take credit
     outbox.mark_staged(entry, 2.0)
     assert requests(outbox.pump(2.0)) == [2]
 
 
-def test_who_is_not_taken_again_and_again_waits_a_second_at_most() -> None:
+def test_the_pause_before_a_soon_retry_is_at_most_a_second() -> None:
     entry = push(1, 1)
     outbox = filled(entry)
     outbox.pump(0.0)
@@ -160,7 +160,7 @@ def test_who_is_not_taken_again_and_again_waits_a_second_at_most() -> None:
     assert waits[-1] == pytest.approx(1.0)
 
 
-def test_a_pull_is_repeated_as_it_is() -> None:
+def test_a_pull_is_retried_unchanged() -> None:
     entry = pull(1)
     outbox = filled(entry)
     (first,) = outbox.pump(0.0)
@@ -169,7 +169,7 @@ def test_a_pull_is_repeated_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("state", [QUEUED, SENT, STAGED])
-def test_settled_from_every_state(state: EntryState) -> None:
+def test_a_request_can_be_settled_from_every_state(state: EntryState) -> None:
     entry, follower = push(1, 1, nbytes=80), push(2, 2, nbytes=80)
     blocker = push(9, 1, key="x", nbytes=80)
     outbox = Outbox(100, small_push_bytes=-1)
@@ -196,7 +196,7 @@ def test_settled_from_every_state(state: EntryState) -> None:
     assert outbox.due(1e9) == []
 
 
-def test_what_comes_after_a_settled_push_of_a_slice_goes_at_once() -> None:
+def test_a_push_after_a_settled_push_of_its_slice_goes_at_once() -> None:
     outbox = filled(push(1, 1))
     outbox.pump(0.0)
     outbox.settle(next(outbox.entries()))
@@ -216,11 +216,11 @@ def test_unstaged_counts_the_pushes_whose_bytes_may_not_have_arrived() -> None:
     assert outbox.unstaged == 0
 
 
-def test_an_answer_to_what_was_not_sent_yet_starts_no_retry() -> None:
+def test_an_answer_to_a_queued_request_starts_no_retry() -> None:
     blocker, entry = push(1, 1, nbytes=100), push(2, 1, key="x")
     outbox = filled(blocker, entry, credit=100)
     outbox.pump(0.0)
-    outbox.mark_staged(entry, 0.0)  # nonsense of a peer
+    outbox.mark_staged(entry, 0.0)  # a peer that makes no sense
     outbox.retry_soon(entry, 0.0)
     assert entry.state is QUEUED
     assert requests(outbox.due(RETRY_SOON_S)) == []
@@ -240,7 +240,7 @@ def test_a_command_takes_credit_until_it_is_answered() -> None:
 
 
 def probes(sends: Sequence[Send]) -> list[tuple[int, bool]]:
-    """Request, and whether it is a probe; a probe has no bytes."""
+    """The number of each request, and whether it is a probe. A probe has no bytes."""
     for send in sends:
         assert not (send.message.probe and send.payload)  # type: ignore[union-attr]
     return [(send.message.request, send.message.probe) for send in sends]  # type: ignore[union-attr]
@@ -258,13 +258,13 @@ def test_small_pushes_take_no_credit() -> None:
         outbox.settle(entry)
     outbox.settle(large)
     outbox.add(push(9, 1, key="v", nbytes=11))
-    assert requests(outbox.pump(0.0)) == [9]  # what took no credit gave none back
+    assert requests(outbox.pump(0.0)) == [9]  # small pushes took no credit and returned none
     outbox.add(push(10, 1, key="u", nbytes=11))
     assert requests(outbox.pump(0.0)) == []
 
 
 @pytest.mark.parametrize("nbytes", [0, 10])
-def test_a_small_push_that_nobody_asks_for_is_sent_whole_again(nbytes: int) -> None:
+def test_a_small_push_that_is_not_probed_is_retried_whole(nbytes: int) -> None:
     entry = push(1, 1, nbytes=nbytes)
     outbox = filled(entry, small=10)
     (first,) = outbox.pump(0.0)
@@ -272,7 +272,7 @@ def test_a_small_push_that_nobody_asks_for_is_sent_whole_again(nbytes: int) -> N
     assert entry.state is SENT
 
 
-def test_a_small_push_waits_for_the_one_before_it_like_any_other() -> None:
+def test_a_small_push_waits_for_earlier_pushes_of_its_slice() -> None:
     outbox = filled(
         push(1, 1, key="x", nbytes=100), push(2, 1, nbytes=50), push(3, 2, nbytes=1, priority=9), credit=100, small=10
     )
@@ -281,7 +281,7 @@ def test_a_small_push_waits_for_the_one_before_it_like_any_other() -> None:
     assert requests(outbox.pump(0.0)) == [2, 3]
 
 
-def test_who_asks_whether_all_is_staged_probes_the_small_pushes() -> None:
+def test_asking_whether_all_is_staged_probes_the_small_pushes() -> None:
     sent, staged, large = push(1, 1), push(2, 1, key="x"), push(3, 1, key="y", nbytes=90)
     blocked, command = push(4, 1, key="z", nbytes=90), Entry(Send("s0", Command(5, "head")), ignore)
     outbox = filled(sent, staged, large, blocked, command, credit=100, small=10)
@@ -300,8 +300,8 @@ def test_who_asks_whether_all_is_staged_probes_the_small_pushes() -> None:
     assert probes(outbox.pump(0.0)) == [(8, False)]
 
 
-def test_who_asks_goes_on_asking_when_a_small_push_is_sent_again() -> None:
-    """Its probe may have been refused, and a small push is staged in silence."""
+def test_a_small_push_is_probed_again_when_it_is_retried() -> None:
+    """Its probe may have been refused, and no Staged answers a small push."""
     small, large = push(1, 1), push(2, 1, key="x", nbytes=50)
     outbox = filled(small, large, small=10)
     outbox.pump(0.0)
@@ -313,7 +313,7 @@ def test_who_asks_goes_on_asking_when_a_small_push_is_sent_again() -> None:
     assert probes(outbox.due(3.0 + RETRY_FIRST_S)) == [(1, True)]
 
 
-def test_a_small_push_whose_bytes_were_lost_counts_as_not_staged_again() -> None:
+def test_a_small_push_whose_bytes_were_lost_counts_as_unstaged() -> None:
     entry = push(1, 1)
     outbox = filled(entry, credit=5, small=10)
     outbox.pump(0.0)

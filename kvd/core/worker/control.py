@@ -26,23 +26,23 @@ class ControlCalls:
 
     def __init__(
         self,
+        calls: CallBook,
+        pushes: OpenPushes,
+        asker: Asker,
+        outbox: Outbox,
         view: ViewState,
         servers: Servers,
         participation: Participation,
-        outbox: Outbox,
-        asker: Asker,
-        calls: CallBook,
-        pushes: OpenPushes,
         emit: Callable[[Effect], None],
     ) -> None:
         self.waiting: list[Call] = []
+        self._calls = calls
+        self._pushes = pushes
+        self._asker = asker
+        self._outbox = outbox
         self._view = view
         self._servers = servers
         self._participation = participation
-        self._outbox = outbox
-        self._asker = asker
-        self._calls = calls
-        self._pushes = pushes
         self._emit = emit
 
     # ── servers ──

@@ -62,7 +62,7 @@ class WorkerMachine:
         self._asker = asker = Asker(view, servers, outbox, calls)
         self._connections = Connections(session, servers, keys, outbox, calls, asker, emit)
         self._participation = taking_part = Participation(session, outbox, asker, calls)
-        self._control = ControlCalls(view, servers, taking_part, outbox, asker, calls, pushes, emit)
+        self._control = ControlCalls(calls, pushes, asker, outbox, view, servers, taking_part, emit)
         self._clocks = WorkerClocks(session, servers, keys, asker, calls, pushes)
         plans = MessagePlans(view, batches=settings.batches and not taking_part.is_observer)
         transfer = Transfer(view, servers, plans, taking_part, outbox, asker, calls, pushes, emit, self._wake)
