@@ -152,7 +152,7 @@ def test_a_call_is_completed_once_and_withdrawn_when_it_ends_early() -> None:
     book = Book()
     first, second = book.accept(requests.Flush(), 1.0), book.accept(requests.Flush(), 2.0)
     withdrawn: list[Call] = []
-    second.withdraw = withdrawn.append
+    second.hold(withdrawn.append)
     book.calls.complete(first)
     book.calls.complete(first)
     book.calls.expire(5.0)

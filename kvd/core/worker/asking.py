@@ -19,7 +19,7 @@ from kvd.protocol.messages import ErrorCode, NodeName, Refused, Staged, Taken
 
 
 class Asker:
-    """Asks other nodes, and hands each answer to whoever asked."""
+    """Asks other nodes, and hands each answer to the part that asked."""
 
     def __init__(self, view: ViewState, servers: Servers, outbox: Outbox, calls: CallBook) -> None:
         self._view = view
@@ -94,7 +94,7 @@ class Asker:
     # ── answers in ──
 
     def answer(self, entry: Entry, event: Received, now: float) -> None:
-        """Hands an answer to whoever asked. It settles the request, unless it only says where a push stands."""
+        """Hands an answer to the part that asked. It settles the request, unless it only says where a push stands."""
         message = event.message
         if isinstance(message, Staged):
             self._outbox.mark_staged(entry, now)
@@ -110,7 +110,7 @@ class Asker:
         self._end(entry, 0, Refused(entry.request, ErrorCode.NOT_ALLOWED, text, key, Taken.PART))
 
     def fail_requests_to(self, server: int, rank: int) -> None:
-        """Ends every request to a server that nobody answers for any more, pushes included."""
+        """Ends every request to a server that is gone for good, pushes included."""
         for entry in self._outbox.entries():
             if entry.send.peer == server:
                 lost = (NodeName("server", rank),)

@@ -44,12 +44,24 @@ class Call:
     keys: Sequence[WorkerKey] = ()
     state: CallState = WAITING
     entries: set[Entry] = field(default_factory=set)
-    withdraw: Callable[[Call], None] | None = None  # of the part that holds it: the caller does not wait any more
+    withdraw: Callable[[Call], None] | None = None  # see `hold`
 
     def start(self) -> None:
         if self.state is not WAITING:
             raise RuntimeError(f"call {self.number} cannot start when it is {self.state.name}: this is a bug in kvd")
         self.state = STARTED
+
+    def set_keys(self, keys: Sequence[WorkerKey]) -> None:
+        """The keys that the call names, in its order."""
+        self.keys = keys
+
+    def hold(self, withdraw: Callable[[Call], None]) -> None:
+        """A part of the machine holds the call. `withdraw` lets go of it there, if the caller stops waiting first."""
+        self.withdraw = withdraw
+
+    def let_go(self) -> None:
+        """No part holds the call any more."""
+        self.withdraw = None
 
 
 class CallBook:
@@ -105,7 +117,8 @@ class CallBook:
             if not entry.pushes:
                 self._outbox.settle(entry)
         if call.withdraw is not None:
-            withdraw, call.withdraw = call.withdraw, None
+            withdraw = call.withdraw
+            call.let_go()
             withdraw(call)
         self.complete(call, error=error)
 

@@ -54,7 +54,7 @@ class Connections:
     def join(self, call: Call, request: requests.JoinCluster) -> None:
         """Completes the call with the rank when all servers know this node."""
         self._joining.append(call)
-        call.withdraw = self._joining.remove
+        call.hold(self._joining.remove)
         self._check_joined()
 
     def _check_joined(self) -> None:
@@ -66,7 +66,7 @@ class Connections:
         ):
             return
         for call in self._joining:
-            call.withdraw = None
+            call.let_go()
             self._calls.complete(call, self._session.rank)
         self._joining.clear()
 
@@ -88,7 +88,7 @@ class Connections:
         self._check_joined()
 
     def _replace(self, connected: int, server: Member) -> None:
-        """The server was restarted: the slices of the old one are gone, and nobody answers what it was asked."""
+        """The server was restarted: the slices of the old one are gone, and its requests get no answer."""
         self._keys.server_restarted(server.rank)
         self._attached.discard(connected)
         self._servers.disconnect(server.rank)

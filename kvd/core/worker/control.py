@@ -50,7 +50,7 @@ class ControlCalls:
     def control(self, call: Call, request: requests.Control) -> None:
         if request.staged_first and (self._outbox.unstaged or self._pushes.any_waiting()):
             self.waiting.append(call)
-            call.withdraw = self._withdraw
+            call.hold(self._withdraw)
             for probe in self._outbox.ask_staged():
                 self._emit(probe)
             return
@@ -69,7 +69,7 @@ class ControlCalls:
         self.waiting.clear()
         self._outbox.stop_asking_staged()
         for call in waiting:
-            call.withdraw = None
+            call.let_go()
             assert isinstance(call.request, requests.Control)
             self.control(call, call.request)
 

@@ -74,7 +74,7 @@ class KeyDirectory:
             self._calls.complete(call, error=_not_joined())
             return
         call.start()
-        call.keys = [self._keys.get_or_add(item.key) for item in request.items]
+        call.set_keys([self._keys.get_or_add(item.key) for item in request.items])
         if not request.items:
             self._calls.complete(call)
         init = _InitCall(call, len(request.items))

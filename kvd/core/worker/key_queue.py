@@ -59,7 +59,7 @@ class KeyQueue:
     def enter_transfer(self, call: Call, transfer: requests.Transfer) -> None:
         """Starts the push or pull; or queues it, if a key has earlier calls or does not let it start."""
         known = self._keys.by_name
-        call.keys = [known.get(item.key) or self._keys.get_or_add(item.key) for item in transfer.items]
+        call.set_keys([known.get(item.key) or self._keys.get_or_add(item.key) for item in transfer.items])
         if transfer.push:
             self._pushes.accept(call)
         if self._can_start_at_once(call):  # most calls do not need the queues
@@ -69,7 +69,7 @@ class KeyQueue:
 
     def enter(self, call: Call, request: requests.DescribeKey | requests.ClockOf | requests.SliceControl) -> None:
         """The same for a call on one key that moves no values."""
-        call.keys = [self._keys.get_or_add(request.key)]
+        call.set_keys([self._keys.get_or_add(request.key)])
         self._enqueue(call, wait=isinstance(request, requests.DescribeKey) and request.wait)
 
     def _can_start_at_once(self, call: Call) -> bool:
@@ -84,7 +84,7 @@ class KeyQueue:
     def _enqueue(self, call: Call, *, wait: bool = False) -> None:
         for key in call.keys:
             key.queue.append(call)
-        call.withdraw = self._withdraw
+        call.hold(self._withdraw)
         for key in call.keys:
             if key.state is UNKNOWN and call.state is WAITING:
                 self._look_up(key, wait=wait)
@@ -111,7 +111,7 @@ class KeyQueue:
                 return False
         for key in call.keys:
             key.queue.popleft()
-        call.withdraw = None
+        call.let_go()
         self._start(call)
         for key in call.keys:
             if key.queue:

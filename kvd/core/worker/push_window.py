@@ -76,7 +76,7 @@ def begin_pulls(windows: Sequence[PushWindow]) -> None:
 
 
 def end_pulls(windows: Sequence[PushWindow], clocks: Sequence[int]) -> None:
-    """Undoes `begin_pulls`, which was called at these clocks: the values are here, or nobody wants them any more."""
+    """Undoes `begin_pulls`, which was called at these clocks: the values are here, or are not wanted any more."""
     for position, clock in enumerate(clocks):
         windows[position].pulling.remove(clock)
 

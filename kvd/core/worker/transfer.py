@@ -117,7 +117,7 @@ class Transfer:
             begin_pulls(windows)
             progress.pulling = clocks
             if not transfer.push:
-                call.withdraw = partial(self._release, progress)
+                call.hold(partial(self._release, progress))
         shared = clocks[0] if clocks and clocks.count(clocks[0]) == len(clocks) else None
         for plan in plans:
             if shared is None or not self._plans.use(plan, is_push=transfer.push):
@@ -259,13 +259,13 @@ class Transfer:
     def _settle(self, progress: TransferProgress) -> None:
         """All messages are answered: the windows move on, the keys' next calls start, and the call is completed.
 
-        A push that nobody took gives its clock back.
+        A push that no server took gives its clock back.
         """
         call = progress.call
         if progress.pulling:
             end_pulls(progress.windows, progress.pulling)
             progress.pulling = ()
-            call.withdraw = None  # no cycle stays behind that keeps the program's memory
+            call.let_go()  # no cycle stays behind that keeps the program's memory
         if call.is_push:
             settle_pushes(progress.windows, progress.error, progress.is_untaken)
         for key in call.keys:
