@@ -1,4 +1,4 @@
-"""What a program can ask of its worker machine (`LocalCall.request`), and what it is answered."""
+"""What a program can ask of its worker machine (`LocalCall.request`), and the result of each call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from kvd.protocol.specs import KeySpec
 
 
 class Item(NamedTuple):
-    """One key in a call: the buffer to read its bytes from, the buffer to write its new value to (None: not asked)."""
+    """One key in a call: the buffer that its bytes are read from, and the one that its value is written to.
+
+    A None target: the value is not wanted. A None spec: the shape and dtype are not checked.
+    """
 
     key: str
     spec: KeySpec | None
@@ -27,19 +30,19 @@ class Versions(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JoinCluster:
-    """Answered with the rank, when all servers are there and know this node; an observer's at the first view."""
+    """The result is the rank, when all servers are active and know this node; an observer only waits for a view."""
 
 
 @dataclass(frozen=True, slots=True)
 class InitKeys:
-    """Rank 0: make the keys and publish them; the others: wait until they are live. Answered with None."""
+    """Rank 0 makes the keys and publishes them; the others wait until they are live. The result is None."""
 
     items: tuple[Item, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DescribeKey:
-    """Answered with the KeySpec of a live key; with `wait`, when it becomes live."""
+    """The result is the KeySpec of a live key. With `wait`, the call waits until the key is live."""
 
     key: str
     wait: bool = False
@@ -47,9 +50,10 @@ class DescribeKey:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Push, pull, or both: what an item has a source for is pushed, what it has a target for is pulled.
+    """Push, pull, or both: the sources of the items are pushed, their targets take what is pulled.
 
-    Answered with the Versions pulled, one per item (None where nothing was), when all is committed and copied.
+    It completes when every push is committed and every value is copied. The result is a list with the Versions of each
+    item, None where nothing was pulled.
     """
 
     items: tuple[Item, ...]
@@ -57,14 +61,15 @@ class Transfer:
     pull: bool
     priority: int = 0
     samples: int = 1
-    how: int = 0  # ADD, ASSIGN, ABSENT
-    any_version: bool = False
+    how: int = 0  # ADD, ASSIGN or ABSENT
+    any_version: bool = False  # pull the newest version, without waiting for the own pushes
 
 
 @dataclass(frozen=True, slots=True)
 class TakeBack:
-    """The program writes to the memory of an earlier Transfer again: the call ends, if it has not, and what is still to
-    be sent of it is sent from the copies. Answered at once.
+    """The program takes back memory that an earlier Transfer pushes from.
+
+    That call ends if it has not ended yet, and the rest of it is sent from the copies. Completes at once.
 
     Attributes:
         copies: each source, and a copy of it.
@@ -75,15 +80,15 @@ class TakeBack:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Answered when every push before it is settled, including those whose calls timed out."""
+    """Completes when every push before it is settled, including those whose calls timed out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """Answered when all workers that have not left are there.
+    """Completes when all workers that have not left have entered the barrier.
 
     Attributes:
-        passed: at once, with no word to anyone: the predecessor has passed it.
+        passed: the predecessor has passed this barrier: count it, and complete at once.
     """
 
     name: str
@@ -92,42 +97,42 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRounds:
-    """Leave the rounds and stay (DONE), go (LEFT), or go and be waited for as after a death (FAILED)."""
+    """Leave the rounds and stay (DONE), leave the cluster (LEFT), or go and be waited for as after a death (FAILED)."""
 
     departure: Departure
 
 
 @dataclass(frozen=True, slots=True)
 class Rewind:
-    """Set the clock of every key back to `clock`."""
+    """Set the clock of every key back to `clock`. NotAllowed while pushes are open."""
 
     clock: int
 
 
 @dataclass(frozen=True, slots=True)
 class ClockOf:
-    """Answered with the clock of this worker for the key."""
+    """The result is the clock of this worker for the key."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """One message to every server (`servers` None) or to some; answered with the answers in rank order.
+    """One message to every server, or to some. The result is a list of their answers, in the order of the servers.
 
-    An answer is (message, payload). `staged_first`: only when all earlier pushes have reached their servers.
+    An answer is (message, payload, bytes of the payload).
     """
 
     messages: tuple[Any, ...]  # one for all servers, or one per entry of `servers`; their `request` is filled in
-    servers: tuple[int, ...] | None = None
-    payload: Any = None
+    servers: tuple[int, ...] | None = None  # their ranks; None: all
+    payload: Any = None  # goes with each message
     nbytes: int = 0
-    staged_first: bool = False
+    staged_first: bool = False  # wait until all earlier pushes have reached their servers
 
 
 @dataclass(frozen=True, slots=True)
 class SliceControl:
-    """One message per slice of a key, to the servers that lead them; answered with the answers in slice order."""
+    """One message per slice of a key, to the servers that lead them. The result is like Control's, in slice order."""
 
     key: str
     messages: tuple[Any, ...]
@@ -137,7 +142,7 @@ class SliceControl:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStatus:
-    """Answered with the payload of the scheduler's StatusReport."""
+    """The result is the payload of the scheduler's StatusReport, and its size in bytes."""
 
 
 Request: TypeAlias = (

@@ -233,7 +233,7 @@ def test_a_call_that_breaks_inside_is_told_and_the_store_goes_on(
     def broken(call: Any, request: Any) -> None:
         raise RuntimeError("a bug")
 
-    kinds = engine.machine._start_of
+    kinds = engine.machine._call_table
     from kvd.core.requests import Rewind
 
     monkeypatch.setitem(kinds, Rewind, broken)

@@ -1,19 +1,19 @@
-"""The worker: pushes and pulls become requests, and answers completions."""
+"""The worker: pushes and pulls become requests, and their answers complete the calls."""
 
 from __future__ import annotations
+
+import gc
+from weakref import ref
 
 import pytest
 
 from kvd.core import requests
-from kvd.core.machine import Connect, Copy, Span
+from kvd.core.machine import Connect, Span
 from kvd.core.requests import Versions
 from kvd.errors import (
-    ConfigError,
     DtypeMismatch,
     KeyNotFound,
     NotAllowed,
-    ProtocolError,
-    RemoteError,
     RequestTimeout,
     ShapeMismatch,
 )
@@ -22,11 +22,9 @@ from kvd.protocol.messages import (
     Done,
     ErrorCode,
     Lookup,
-    NotYetReason,
     Part,
     Pull,
     Push,
-    Refused,
     Values,
 )
 from kvd.protocol.specs import KeySpec
@@ -69,14 +67,14 @@ def test_a_worker_waits_for_servers_that_are_not_there_yet() -> None:
     assert harness.result(again) == 0
 
 
-def test_who_hears_nothing_waits_for_the_scheduler() -> None:
+def test_a_worker_that_hears_nothing_waits_for_the_scheduler() -> None:
     harness = Harness(joined=False)
     call = harness.call(requests.JoinCluster(), timeout_s=2)
     harness.wait(2)
     assert harness.error(call).waiting_for == ("scheduler",)
 
 
-def test_an_observer_is_there_with_the_first_view() -> None:
+def test_an_observer_has_joined_with_the_first_view() -> None:
     harness = Harness(role="observer", joined=False, servers=2)
     call = harness.call(requests.JoinCluster())
     harness.step(welcome(-1))
@@ -97,7 +95,7 @@ def test_a_push_a_pull_and_a_pushpull() -> None:
     assert send.message == Push(send.message.request, (Part("w", 0, 1),), 0, 1, False)  # type: ignore[union-attr]
     assert send.payload == (Span("source w", 0, 1),)
     pull = harness.pull("w")
-    assert harness.clocks(Pull) == [("w", 0, 1)]  # after the push: its version
+    assert harness.clocks(Pull) == [("w", 0, 1)]  # it waits for the version of the push
     harness.reply(send, Done)
     assert harness.result(push) == [None]
     effects = harness.values(Pull, (1,), b"a")
@@ -146,7 +144,7 @@ def test_many_small_keys_share_a_message() -> None:
     assert harness.result(call) == [Versions(1, 1)] * 3
 
 
-def test_who_takes_no_part_brings_no_bytes() -> None:
+def test_an_absent_push_has_no_payload() -> None:
     harness = ready()
     harness.push("w", how=2, pull=True)
     assert harness.take(Push).payload == ()
@@ -159,7 +157,7 @@ def test_an_empty_list_of_keys_is_done_at_once() -> None:
     assert harness.result(harness.call(requests.Flush())) is None
 
 
-def test_calls_on_a_key_keep_their_order_and_the_window() -> None:
+def test_calls_on_a_key_keep_their_order_and_stay_within_the_window() -> None:
     harness = ready()
     first, second, third = harness.push("w"), harness.push("w"), harness.push("w")
     pull = harness.pull("w")
@@ -189,22 +187,27 @@ def test_keys_do_not_wait_for_each_other_but_a_call_waits_for_all_of_its_keys() 
     assert harness.clocks(Pull) == [("b", 0, 1)]
 
 
-def test_a_push_of_one_key_twice_is_refused() -> None:
-    harness = ready()
-    assert isinstance(harness.error(harness.push("w", "w")), NotAllowed)
+@pytest.mark.parametrize(("keys", "twice"), [("w w", "w"), ("a w w", "w"), ("a w b w c", "w"), ("w a a", "a")])
+def test_a_call_that_pushes_a_key_twice_is_refused_with_its_name(keys: str, twice: str) -> None:
+    names = keys.split()
+    harness = ready(*sorted({*names, "w"}))
+    error = harness.error(harness.push(*names))
+    assert isinstance(error, NotAllowed)
+    assert error.key == twice
+    assert f"key {twice!r} is pushed twice" in str(error)
     harness.push("w")
     assert harness.clocks() == [("w", 0, 1)]
 
 
 @pytest.mark.parametrize(("spec", "error"), [(uint8(2), ShapeMismatch), (KeySpec("int8", (1,), SLICE), DtypeMismatch)])
-def test_a_value_that_does_not_fit_is_refused_here(spec: KeySpec, error: type[Exception]) -> None:
+def test_a_value_of_another_shape_or_dtype_is_refused_before_it_is_sent(spec: KeySpec, error: type[Exception]) -> None:
     harness = ready()
     assert isinstance(harness.error(harness.push("w", spec=spec)), error)
     harness.call(requests.Transfer((requests.Item("w", None, None, "target"),), False, True))
     assert harness.clocks(Pull) == [("w", 0, 0)]  # without a spec nothing is checked; the failed push took no clock
 
 
-def test_a_key_is_looked_up_once_for_all_calls_that_wait() -> None:
+def test_one_look_up_serves_all_calls_that_wait_for_the_key() -> None:
     harness = Harness()
     pull = harness.pull("w")
     describe = harness.call(requests.DescribeKey("w"))
@@ -219,7 +222,7 @@ def test_a_key_is_looked_up_once_for_all_calls_that_wait() -> None:
     assert harness.result(again) == uint8(1)
 
 
-def test_who_wants_to_wait_for_a_key_is_not_failed_with_those_who_do_not() -> None:
+def test_a_call_that_waits_for_a_key_does_not_fail_with_those_that_do_not_wait() -> None:
     harness = Harness()
     pull = harness.pull("w")
     describe = harness.call(requests.DescribeKey("w", wait=True))
@@ -231,127 +234,28 @@ def test_who_wants_to_wait_for_a_key_is_not_failed_with_those_who_do_not() -> No
     assert harness.result(describe) == uint8(1)
 
 
-def test_a_node_that_has_not_joined_knows_no_keys() -> None:
+def test_calls_on_keys_are_refused_before_the_node_has_joined() -> None:
     harness = Harness(joined=False)
     assert isinstance(harness.error(harness.pull("w")), NotAllowed)
     assert isinstance(harness.error(harness.call(requests.InitKeys((requests.Item("w", uint8(1), "s"),)))), NotAllowed)
 
 
-# ── what is refused ──
+def test_a_completed_pull_keeps_nothing_of_the_program_alive() -> None:
+    class Target:
+        """What an array is: something that a weak reference can watch."""
 
-
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        (ErrorCode.NOT_ALLOWED, NotAllowed),
-        (ErrorCode.KEY_NOT_FOUND, KeyNotFound),
-        (ErrorCode.PROTOCOL_ERROR, ProtocolError),
-        (ErrorCode.CONFIG_ERROR, ConfigError),
-        (ErrorCode.REMOTE_ERROR, RemoteError),
-    ],
-)
-def test_refusals_become_errors(code: ErrorCode, kind: type[Exception]) -> None:
     harness = ready()
-    call = harness.pull("w")
-    harness.refuse(Pull, code)
-    error = harness.error(call)
-    assert type(error) is kind
-    assert str(error) == "because"
-
-
-def test_a_push_that_nobody_took_gives_its_clock_back() -> None:
-    harness = ready()
-    call = harness.push("w")
-    harness.refuse(Push, ErrorCode.NOT_ALLOWED)
-    assert isinstance(harness.error(call), NotAllowed)
-    harness.push("w")
-    assert harness.clocks() == [("w", 0, 1)]
-
-
-def test_a_push_that_was_taken_in_part_breaks_the_key_until_rewind() -> None:
-    harness = Harness(servers=2)
-    spec = uint8(2 * SLICE)
-    harness.know("w", spec=spec)
-    call = harness.push("w", spec=spec)
-    harness.settle()
-    harness.refuse(Push, ErrorCode.NOT_ALLOWED)
-    assert isinstance(harness.error(call), NotAllowed)
-    error = harness.error(harness.push("w", spec=spec))
-    assert isinstance(error, NotAllowed)
-    assert "call rewind" in str(error)
-    harness.result(harness.call(requests.Rewind(0)))
-    harness.push("w", spec=spec)
-    assert [clock for _, _, clock in harness.clocks()] == [1, 1]
-
-
-@pytest.mark.parametrize("kind", ["short", "count", "done"])
-def test_an_answer_that_is_none(kind: str) -> None:
-    harness = ready()
-    call = harness.pull("w")
-    if kind == "short":
-        effects = harness.values(Pull, (0,), b"")
-        assert of(Copy, effects) == []
-    elif kind == "count":
-        harness.values(Pull, (0, 0), b"a", b"b")
-    else:
-        harness.reply(harness.take(Pull), Done)
-    assert isinstance(harness.error(call), ProtocolError)
-
-
-def test_answers_to_nothing_and_from_others_are_ignored() -> None:
-    harness = ready()
-    call = harness.pull("w")
-    send = harness.take(Pull)
-    request = send.message.request  # type: ignore[union-attr]
-    harness.say(server_id(7), Values(request, (0,)), b"a")
-    harness.say(server_id(0), Values(request + 99, (0,)), b"a")
-    harness.say(server_id(0), Refused(0, ErrorCode.PROTOCOL_ERROR, "what?"))
-    assert call not in harness.done
-
-
-def test_a_push_out_of_turn_is_sent_again_soon_and_given_up_at_last() -> None:
-    harness = ready()
-    call = harness.push("w", timeout_s=3000.0)
-    for _ in range(500):
-        if call in harness.done:
-            break
-        harness.postpone(Push, NotYetReason.OUT_OF_TURN, next_clock=7)
-        harness.wait(1.0)
-    assert isinstance(harness.error(call), NotAllowed)
-
-
-def test_a_server_that_does_not_know_the_worker_is_told_again() -> None:
-    harness = ready()
-    harness.attach = False
-    call = harness.push("w")
-    harness.postpone(Push, NotYetReason.NOT_ATTACHED)
-    assert len(harness.waiting(Attach)) == 1
-    harness.reply(harness.take(Attach), Done)
-    harness.wait(0.1)
-    harness.settle()
-    assert harness.result(call) == [None]
-
-
-def test_the_first_error_ends_the_waiting_and_the_rest_is_still_settled() -> None:
-    harness = Harness(servers=2)
-    spec = uint8(2 * SLICE)
-    harness.know("w", spec=spec)
-    call = harness.push("w", spec=spec)
-    harness.refuse(Push, ErrorCode.NOT_ALLOWED)
-    assert isinstance(harness.error(call), NotAllowed)
-    flush = harness.call(requests.Flush())
-    assert flush not in harness.done
-    harness.settle()
-    assert harness.result(flush) is None
-
-
-def test_servers_that_do_not_know_the_worker_are_told_once() -> None:
-    harness = ready()
-    harness.attach = False
-    for _ in range(2):
-        harness.push("w")
-    for _ in range(2):
-        harness.postpone(Push, NotYetReason.NOT_ATTACHED)
-    assert len(harness.waiting(Attach)) == 1
-    harness.refuse(Attach, ErrorCode.NOT_ALLOWED)
-    assert not harness.waiting(Attach)
+    target = Target()
+    watch = ref(target)
+    item = requests.Item("w", uint8(1), None, target)
+    call = harness.call(requests.Transfer((item,), push=False, pull=True))
+    gc.disable()
+    try:
+        harness.values(Pull, (0,), b"a")
+        assert harness.result(call) == [Versions(0, 0)]
+        harness.effects.clear()
+        harness.sent.clear()
+        del target, item
+        assert watch() is None
+    finally:
+        gc.enable()

@@ -58,7 +58,7 @@ def test_flush_waits_for_every_push_before_it() -> None:
     assert harness.result(harness.call(requests.Flush())) is None
 
 
-def test_flush_does_not_wait_for_a_push_that_never_began() -> None:
+def test_flush_does_not_wait_for_a_push_that_never_started() -> None:
     harness = ready()
     for _ in range(2):
         harness.push("w")
@@ -84,7 +84,7 @@ def test_barriers_count_their_generations_by_name() -> None:
         assert harness.result(call) is None
 
 
-def test_a_broken_barrier_names_who_is_missing_and_the_next_is_another() -> None:
+def test_a_broken_barrier_names_the_missing_workers_and_its_generation_is_over() -> None:
     harness = Harness()
     call = harness.call(requests.Barrier("a"))
     harness.refuse(Enter, ErrorCode.BARRIER_BROKEN, nodes=(NodeName("worker", 1),))
@@ -95,7 +95,7 @@ def test_a_broken_barrier_names_who_is_missing_and_the_next_is_another() -> None
     assert one(harness.waiting(Enter)).generation == 1
 
 
-def test_a_barrier_that_was_not_entered_is_tried_again_at_the_same_generation() -> None:
+def test_a_barrier_that_timed_out_is_entered_again_at_the_same_generation() -> None:
     harness = Harness()
     call = harness.call(requests.Barrier("a"), timeout_s=1)
     harness.wait(1)
@@ -107,7 +107,7 @@ def test_a_barrier_that_was_not_entered_is_tried_again_at_the_same_generation() 
     assert one(harness.waiting(Enter)).generation == 0
 
 
-def test_who_left_the_rounds_pulls_the_newest_and_pushes_no_more() -> None:
+def test_a_worker_that_left_the_rounds_pulls_the_newest_version_and_cannot_push() -> None:
     harness = ready()
     leave = harness.call(requests.LeaveRounds(Departure.DONE))
     assert one(harness.waiting(Leave)).departure is Departure.DONE
@@ -120,7 +120,7 @@ def test_who_left_the_rounds_pulls_the_newest_and_pushes_no_more() -> None:
     assert harness.machine.next_deadline() is not None  # it stays: heartbeats go on
 
 
-def test_who_has_gone_sends_no_heartbeats() -> None:
+def test_a_worker_that_left_the_cluster_sends_no_heartbeats() -> None:
     harness = Harness()
     harness.call(requests.LeaveRounds(Departure.LEFT))
     harness.reply(harness.take(Leave), Done)
@@ -129,7 +129,7 @@ def test_who_has_gone_sends_no_heartbeats() -> None:
     assert harness.sent == []
 
 
-def test_a_leave_that_is_refused() -> None:
+def test_a_worker_whose_leave_is_refused_still_pushes() -> None:
     harness = Harness()
     call = harness.call(requests.LeaveRounds(Departure.LEFT))
     harness.refuse(Leave, ErrorCode.PROTOCOL_ERROR)
@@ -164,7 +164,7 @@ def test_messages_to_some_servers_and_the_first_error() -> None:
     assert harness.result(harness.call(requests.Control((), ()))) == []
 
 
-def test_control_that_waits_until_the_pushes_before_it_have_arrived() -> None:
+def test_control_waits_until_the_pushes_before_it_are_staged() -> None:
     harness = ready()
     for _ in range(3):
         harness.push("w")
@@ -181,7 +181,7 @@ def test_control_that_waits_until_the_pushes_before_it_have_arrived() -> None:
     assert len(harness.result(call)) == 1
 
 
-def test_control_does_not_wait_for_a_push_that_never_began() -> None:
+def test_control_does_not_wait_for_a_push_that_never_started() -> None:
     harness = ready()
     for _ in range(2):
         harness.push("w")
@@ -209,7 +209,7 @@ def test_messages_to_the_slices_of_a_key() -> None:
     assert [send.payload for send in harness.sent if isinstance(send.message, FetchState)] == [(), ()]
 
 
-def test_the_scheduler_s_status() -> None:
+def test_the_scheduler_status_is_its_payload_and_size() -> None:
     harness = Harness(role="observer")
     call = harness.call(requests.SchedulerStatus())
     send = harness.take(StatusQuery)
@@ -217,7 +217,7 @@ def test_the_scheduler_s_status() -> None:
     assert harness.result(call) == (b"{}", 2)
 
 
-def test_an_observer_asks_and_takes_part_in_nothing() -> None:
+def test_an_observer_pulls_but_does_not_push_or_init() -> None:
     harness = ready(role="observer")
     assert isinstance(harness.error(harness.push("w")), NotAllowed)
     assert isinstance(harness.error(harness.call(requests.InitKeys((requests.Item("v", uint8(1), "s"),)))), NotAllowed)
@@ -227,7 +227,7 @@ def test_an_observer_asks_and_takes_part_in_nothing() -> None:
     assert not harness.waiting(Leave)
 
 
-def test_any_version() -> None:
+def test_a_pull_of_any_version() -> None:
     harness = ready()
     harness.pull("w", any_version=True)
     assert harness.clocks(Pull) == [("w", 0, -1)]
@@ -247,7 +247,7 @@ def test_explain() -> None:
     assert harness.machine.epoch == (1, 1)
 
 
-def test_a_worker_that_was_replaced_fails_everything_and_is_quiet() -> None:
+def test_a_worker_that_was_replaced_fails_all_calls_and_sends_nothing() -> None:
     harness = ready()
     open_calls = [
         harness.push("w"),
@@ -264,7 +264,7 @@ def test_a_worker_that_was_replaced_fails_everything_and_is_quiet() -> None:
     assert harness.sent == []
 
 
-def test_a_server_s_new_address_is_connected_to_and_the_old_one_let_go() -> None:
+def test_a_worker_connects_to_a_restarted_server_and_drops_the_old_connection() -> None:
     harness = ready()
     effects = harness.restart_server()
     assert one(of(Connect, effects)).peer == server_id(0, 1)
@@ -272,14 +272,14 @@ def test_a_server_s_new_address_is_connected_to_and_the_old_one_let_go() -> None
     assert isinstance(harness.error(harness.pull("w")), NodeLost)
 
 
-def test_settings_of_async_pull_after_own_push() -> None:
+def test_a_pull_in_async_mode_waits_for_the_own_push() -> None:
     harness = ready(settings=cluster(mode="async"))
     harness.push("w")
     harness.pull("w")
     assert harness.clocks(Pull) == [("w", 0, 1)]
 
 
-def test_a_scheduler_that_forgot_that_this_worker_left_is_told_again() -> None:
+def test_a_worker_leaves_again_when_the_scheduler_has_forgotten_it() -> None:
     harness = Harness()
     harness.call(requests.LeaveRounds(Departure.DONE))
     harness.reply(harness.take(Leave), Done)
@@ -289,7 +289,7 @@ def test_a_scheduler_that_forgot_that_this_worker_left_is_told_again() -> None:
     assert not harness.waiting(Leave)
 
 
-def test_a_call_of_two_keys_that_cannot_be_had_ends_once() -> None:
+def test_a_call_on_two_unknown_keys_fails_once() -> None:
     harness = Harness()
     call = harness.pull("a", "b")
     harness.refuse(Lookup, ErrorCode.KEY_NOT_FOUND, key="a")

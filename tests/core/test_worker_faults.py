@@ -20,7 +20,7 @@ from tests.core.worker_harness import Harness, ready
 # ── deadlines ──
 
 
-def test_a_call_that_did_not_get_its_turn_was_not_sent() -> None:
+def test_a_call_that_times_out_in_the_queue_was_not_sent() -> None:
     harness = ready()
     for _ in range(2):
         harness.push("w")
@@ -37,7 +37,7 @@ def test_a_call_that_did_not_get_its_turn_was_not_sent() -> None:
     assert [clock for _, _, clock in harness.clocks()][-1] == 3  # it took no clock
 
 
-def test_a_push_that_was_sent_may_have_happened_and_goes_on() -> None:
+def test_a_sent_push_that_times_out_has_an_unknown_outcome_and_goes_on() -> None:
     harness = ready()
     call = harness.push("w", timeout_s=5)
     harness.wait(5)
@@ -49,17 +49,17 @@ def test_a_push_that_was_sent_may_have_happened_and_goes_on() -> None:
     assert harness.result(flush) is None
 
 
-def test_when_a_part_has_arrived_the_outcome_is_unknown() -> None:
+def test_a_push_that_was_sent_in_part_has_an_unknown_outcome() -> None:
     harness = Harness(servers=1, credit=SLICE)
     spec = uint8(2 * SLICE)
     harness.know("w", spec=spec)
     call = harness.push("w", spec=spec, timeout_s=5)
-    assert len(harness.waiting(Push)) == 1  # the credit lets one go
+    assert len(harness.waiting(Push)) == 1  # the credit allows one
     harness.wait(5)
     assert harness.error(call).outcome == "unknown"
 
 
-def test_the_silent_the_missing_and_the_dead_are_named() -> None:
+def test_a_timeout_names_missing_and_dead_nodes() -> None:
     harness = ready(servers=2)
     harness.members.pop(("worker", 1))
     harness.look(member("server", 1, "dead"))
@@ -68,7 +68,7 @@ def test_the_silent_the_missing_and_the_dead_are_named() -> None:
     assert harness.error(call).waiting_for == ("server 1", "worker 1", "scheduler")
 
 
-def test_a_late_answer_settles_the_push_and_never_writes_into_the_target() -> None:
+def test_a_late_answer_settles_the_push_and_is_not_copied() -> None:
     harness = ready()
     call = harness.push("w", pull=True, timeout_s=5)
     harness.wait(5)
@@ -89,13 +89,13 @@ def test_a_late_answer_to_a_pull_is_ignored() -> None:
     assert of(Copy, harness.say(send.peer, Values(send.message.request, (0,)), b"a")) == []  # type: ignore[union-attr]
 
 
-def test_many_short_calls_leave_nothing_behind() -> None:
+def test_completed_calls_leave_no_deadlines_behind() -> None:
     harness = ready()
     for _ in range(1000):
         harness.call(requests.ClockOf("w"))
-    assert len(harness.machine._deadlines) < 200
+    assert len(harness.machine._calls.deadlines) < 200
     harness.wait(61)
-    assert len(harness.machine._deadlines) == 0
+    assert len(harness.machine._calls.deadlines) == 0
 
 
 def test_the_machine_asks_to_be_woken_for_deadlines_retries_and_heartbeats() -> None:
@@ -108,7 +108,7 @@ def test_the_machine_asks_to_be_woken_for_deadlines_retries_and_heartbeats() -> 
 # ── dead workers ──
 
 
-def test_a_dead_worker_ends_the_waiting_and_not_the_push() -> None:
+def test_a_dead_worker_ends_the_call_and_not_the_push() -> None:
     harness = ready()
     call = harness.push("w", pull=True)
     send = harness.take(Push)
@@ -139,7 +139,7 @@ def test_a_dead_worker_ends_a_pull() -> None:
     assert len(harness.machine._outbox) == 0
 
 
-def test_the_loss_of_a_worker_says_that_the_bytes_are_there() -> None:
+def test_a_push_refused_for_a_dead_worker_counts_as_staged() -> None:
     harness = ready()
     harness.push("w")
     harness.call(requests.Control((Command(0, "x"),), staged_first=True))
@@ -150,7 +150,7 @@ def test_the_loss_of_a_worker_says_that_the_bytes_are_there() -> None:
 # ── dead and restarted servers ──
 
 
-def test_a_dead_server_ends_the_waiting_and_gets_its_pushes_when_it_is_back() -> None:
+def test_a_dead_server_ends_the_calls_and_gets_its_pushes_when_it_is_back() -> None:
     harness = ready()
     push, pull = harness.push("w"), harness.pull("w")
     harness.look(member("server", 0, "dead", last_seen_s=5.0))
@@ -166,7 +166,7 @@ def test_a_dead_server_ends_the_waiting_and_gets_its_pushes_when_it_is_back() ->
     assert harness.clocks()[-1] == ("w", 0, 2)
 
 
-def test_a_server_that_was_started_anew_has_lost_its_keys() -> None:
+def test_a_restarted_server_has_lost_its_keys() -> None:
     harness = ready()
     calls_open = [harness.push("w") for _ in range(3)]
     flush = harness.call(requests.Flush())
@@ -183,7 +183,7 @@ def test_a_server_that_was_started_anew_has_lost_its_keys() -> None:
     assert harness.waiting(Push) == harness.waiting(Pull) == []
 
 
-def test_control_that_waited_goes_to_the_new_server() -> None:
+def test_a_control_that_waited_goes_to_the_restarted_server() -> None:
     harness = ready()
     harness.push("w")
     harness.call(requests.Control((Command(0, "x"),), staged_first=True))
@@ -191,7 +191,7 @@ def test_control_that_waited_goes_to_the_new_server() -> None:
     assert harness.take(Command).peer == server_id(0, 1)
 
 
-def test_a_look_up_on_its_way_to_a_server_that_is_started_anew_fails() -> None:
+def test_a_look_up_in_flight_to_a_restarted_server_fails() -> None:
     harness = Harness()
     call = harness.pull("w")
     harness.restart_server()
@@ -200,7 +200,7 @@ def test_a_look_up_on_its_way_to_a_server_that_is_started_anew_fails() -> None:
     assert harness.sent[-1].peer == server_id(0, 1)
 
 
-def test_other_servers_keys_live_on() -> None:
+def test_keys_of_other_servers_survive_a_restart() -> None:
     harness = Harness(servers=2)
     names = {harness.machine.view.server_of(f"k{number}", 0): f"k{number}" for number in range(9)}
     harness.know(names[0], names[1])
@@ -214,7 +214,7 @@ def test_other_servers_keys_live_on() -> None:
 # ── the scheduler ──
 
 
-def test_a_scheduler_that_speaks_another_language_ends_it() -> None:
+def test_an_unreadable_answer_to_the_join_fails_the_node() -> None:
     harness = Harness(joined=False)
     call = harness.call(requests.JoinCluster())
     assert of(Halt, harness.step(InvalidFrame(CallerPeer(b"someone"), "junk"))) == []
@@ -223,7 +223,7 @@ def test_a_scheduler_that_speaks_another_language_ends_it() -> None:
     assert isinstance(harness.error(harness.call(requests.Flush())), ProtocolError)
 
 
-def test_garbage_from_a_scheduler_that_was_understood_ends_nothing() -> None:
+def test_an_unreadable_frame_after_the_join_fails_nothing() -> None:
     harness = ready()
     call = harness.push("w")
     harness.step(InvalidFrame(SCHEDULER, "junk"))

@@ -1,4 +1,4 @@
-"""The worker: making keys, and taking up where a predecessor stood."""
+"""The worker: it makes keys, and takes over the clocks of a predecessor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from kvd.protocol.messages import (
     Pull,
     Push,
     Refused,
-    Staged,
 )
 from tests.core.fakes import SLICE, one, server_id, uint8, worker_id
 from tests.core.worker_harness import Harness
@@ -58,7 +57,7 @@ def test_worker_0_makes_a_key_and_publishes_it_when_all_slices_are_there() -> No
 
 
 @pytest.mark.parametrize("kind", [Init, Publish])
-def test_a_key_that_could_not_be_made(kind: Any) -> None:
+def test_a_key_whose_init_failed_can_be_made_later(kind: Any) -> None:
     harness = Harness()
     call = make(harness)
     if kind is Publish:
@@ -83,7 +82,7 @@ def test_the_others_wait_until_the_key_is_live() -> None:
     assert not harness.waiting(Init)
 
 
-def test_the_others_are_told_when_the_key_is_another() -> None:
+def test_an_init_fails_when_the_live_key_has_another_shape() -> None:
     harness = Harness(rank=1)
     call = make(harness, count=2)
     harness.found()
@@ -93,12 +92,12 @@ def test_the_others_are_told_when_the_key_is_another() -> None:
     assert harness.error(lost).node == "worker 0"
 
 
-def test_nothing_to_make() -> None:
+def test_an_init_of_no_keys() -> None:
     harness = Harness()
     assert harness.result(harness.call(requests.InitKeys(()))) is None
 
 
-def test_an_init_whose_time_is_over_can_be_made_again() -> None:
+def test_an_init_that_timed_out_can_be_repeated() -> None:
     harness = Harness()
     first = make(harness, timeout_s=1)
     harness.wait(1)
@@ -110,7 +109,7 @@ def test_an_init_whose_time_is_over_can_be_made_again() -> None:
     assert harness.result(again) is None
 
 
-def test_worker_0_that_looks_for_a_key_while_it_makes_it() -> None:
+def test_worker_0_may_look_up_a_key_while_it_makes_it() -> None:
     harness = Harness()
     pull = harness.pull("w")
     lookup = harness.take(Lookup)
@@ -134,7 +133,7 @@ def clocks(harness: Harness, lowest: int, highest: int) -> None:
     harness.say(send.peer, Clocks(send.message.request, lowest, highest, lowest, highest))  # type: ignore[union-attr]
 
 
-def test_a_successor_takes_up_the_clock_that_all_slices_have_counted() -> None:
+def test_a_successor_goes_on_from_the_clock_that_all_slices_have_counted() -> None:
     harness = Harness(rank=1, servers=2, predecessor="dead")
     spec = uint8(2 * SLICE)
     push = harness.push("w", spec=spec)
@@ -146,7 +145,7 @@ def test_a_successor_takes_up_the_clock_that_all_slices_have_counted() -> None:
     assert push not in harness.done
 
 
-def test_rewind_sets_back_the_keys_that_are_known_and_those_to_come() -> None:
+def test_rewind_sets_back_known_keys_and_keys_found_later() -> None:
     harness = Harness(rank=1, predecessor="dead")
     for name in ("a", "b"):
         call = harness.call(requests.DescribeKey(name))
@@ -162,7 +161,7 @@ def test_rewind_sets_back_the_keys_that_are_known_and_those_to_come() -> None:
     assert isinstance(harness.error(harness.call(requests.Rewind(7))), NotAllowed)
 
 
-def test_who_comes_back_after_a_good_bye_takes_part_after_the_newest_clock() -> None:
+def test_a_successor_of_a_worker_that_left_resumes_after_the_newest_clock() -> None:
     harness = Harness(rank=1, servers=2, predecessor="left")
     spec = uint8(2 * SLICE)
     harness.push("w", spec=spec)
@@ -178,7 +177,7 @@ def test_who_comes_back_after_a_good_bye_takes_part_after_the_newest_clock() -> 
 
 
 @pytest.mark.parametrize("kind", [ClockQuery, Activate])
-def test_a_successor_that_is_refused(kind: Any) -> None:
+def test_a_successor_whose_question_is_refused_asks_again_later(kind: Any) -> None:
     harness = Harness(rank=1, predecessor="left")
     call = harness.push("w")
     harness.found()
@@ -187,12 +186,12 @@ def test_a_successor_that_is_refused(kind: Any) -> None:
     harness.refuse(kind, ErrorCode.NOT_ALLOWED)
     assert isinstance(harness.error(call), NotAllowed)
     harness.pull("w")
-    assert len(harness.waiting(Lookup)) == 1  # it begins anew
+    assert len(harness.waiting(Lookup)) == 1  # it starts from the beginning
     harness.found()
     assert len(harness.waiting(ClockQuery)) == 1
 
 
-def test_a_successor_that_is_asked_for_a_key_twice_at_once_takes_up_its_clock_once() -> None:
+def test_two_calls_at_once_take_over_a_clock_once() -> None:
     harness = Harness(rank=1, predecessor="dead")
     call = make(harness)
     harness.push("w")
@@ -206,7 +205,7 @@ def test_a_successor_that_is_asked_for_a_key_twice_at_once_takes_up_its_clock_on
     assert harness.clocks() == [("w", 0, 4), ("w", 0, 5)]
 
 
-def test_worker_0_started_again_finds_its_key_or_makes_it() -> None:
+def test_a_restarted_worker_0_finds_its_key_or_makes_it() -> None:
     harness = Harness(predecessor="dead")
     call = make(harness)
     harness.found()
@@ -219,21 +218,20 @@ def test_worker_0_started_again_finds_its_key_or_makes_it() -> None:
     assert harness.result(other) is None
 
 
-def test_worker_0_after_a_good_bye_does_not_make_the_key_again() -> None:
+def test_a_successor_of_a_worker_0_that_left_does_not_make_the_key_again() -> None:
     harness = Harness(predecessor="left")
     call = make(harness)
     harness.found()
     assert isinstance(harness.error(call), KeyExists)
 
 
-def test_key_info_of_anyone() -> None:
+def test_the_spec_of_a_key_comes_from_its_home() -> None:
     harness = Harness(rank=1)
     call = harness.call(requests.DescribeKey("w", wait=True))
     send = harness.take(Lookup)
     assert harness.step(Tick()) == []
     harness.say(send.peer, KeyInfo(send.message.request, uint8(3), worker_id(0)))  # type: ignore[union-attr]
     assert harness.result(call) == uint8(3)
-    assert isinstance(Staged(1), Staged)
 
 
 def test_several_keys_in_one_call() -> None:

@@ -9,6 +9,7 @@ from kvd.core.machine import Complete, Effect, LocalCall, Received, Send, Tick
 from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.protocol.messages import (
     Attach,
+    DeclareBatch,
     Done,
     Epoch,
     ErrorCode,
@@ -40,7 +41,7 @@ from tests.core.fakes import (
 
 
 class Harness:
-    """`sent` holds what was sent and not taken yet; attaches are answered at once."""
+    """`sent` holds the sends that no test has taken yet. Attaches are answered at once."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Harness:
         return effects
 
     def wait(self, seconds: float) -> list[Effect]:
-        """Time passes, and the machine is woken when it asked to be."""
+        """Lets time pass. The machine is woken at its deadlines."""
         effects: list[Effect] = []
         end = self.now + seconds
         while (deadline := self.machine.next_deadline()) is not None and deadline <= end:
@@ -137,7 +138,7 @@ class Harness:
     # ── what was sent ──
 
     def take(self, kind: type[Any]) -> Send:
-        """The oldest message of this kind that was sent and not taken yet."""
+        """Takes the oldest send of a message of this kind."""
         send = next(send for send in self.sent if isinstance(send.message, kind))
         self.sent.remove(send)
         return send
@@ -146,7 +147,7 @@ class Harness:
         return [send.message for send in self.sent if isinstance(send.message, kind)]
 
     def clocks(self, kind: type[Any] = Push) -> list[tuple[str, int, int]]:
-        """Key, slice and clock of everything of that kind that was sent and not taken."""
+        """Key, slice and clock of every part in the messages of this kind in `sent`."""
         return [tuple(part) for message in self.waiting(kind) for part in message.parts]
 
     # ── answers ──
@@ -155,24 +156,31 @@ class Harness:
         return self.say(send.peer, message(send.message.request), payload)  # type: ignore[union-attr]
 
     def found(self, spec: KeySpec | None = None) -> None:
-        """The oldest Lookup is answered: the key is live."""
+        """Answers the oldest Lookup: the key is live."""
         send = self.take(Lookup)
         self.say(send.peer, KeyInfo(send.message.request, spec or uint8(1), worker_id(0)))  # type: ignore[union-attr]
 
     def know(self, *keys: str, spec: KeySpec | None = None) -> None:
-        """The worker has heard of the keys."""
+        """Makes the keys known to the worker."""
         for key in keys:
             call = self.call(requests.DescribeKey(key))
             self.found(spec)
             assert self.result(call) == (spec or uint8(1))
 
+    def declared(self) -> DeclareBatch:
+        """Answers Done to the oldest DeclareBatch."""
+        send = self.take(DeclareBatch)
+        self.reply(send, Done)
+        assert isinstance(send.message, DeclareBatch)
+        return send.message
+
     def staged(self) -> list[Effect]:
-        """The oldest push is staged; it stays among what was sent."""
+        """Answers Staged to the oldest push, which stays in `sent`."""
         send = next(send for send in self.sent if isinstance(send.message, Push))
         return self.reply(send, Staged)
 
     def settle(self) -> list[Effect]:
-        """The oldest push is committed."""
+        """Answers Done to the oldest push."""
         return self.reply(self.take(Push), Done)
 
     def values(self, kind: type[Any], versions: tuple[int, ...], *parts: bytes) -> list[Effect]:

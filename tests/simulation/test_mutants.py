@@ -19,9 +19,13 @@ from kvd.core.server.machine import ServerMachine
 from kvd.core.server.progress import WorkerProgress
 from kvd.core.server.push import Pushes
 from kvd.core.server.rounds import PushStatus, Record, SliceLog
+from kvd.core.worker.calls import CallState
+from kvd.core.worker.clocks import WorkerClocks
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.machine import WorkerMachine
 from kvd.core.worker.outbox import Entry, Outbox
+from kvd.core.worker.push_window import PushWindow
+from kvd.core.worker.transfer import Transfer, TransferProgress
 from kvd.node.optimizer_states import OptimizerStates
 from kvd.protocol.messages import SliceId
 from kvd.testing.campaign import CAMPAIGNS, Campaign, undisturbed_weights
@@ -103,7 +107,7 @@ def no_window(patch: pytest.MonkeyPatch) -> None:
         return PushStatus.NEXT if clock == staged + 1 else PushStatus.OUT_OF_TURN
 
     patch.setattr(SliceLog, "status_of", status_of)
-    patch.setattr(WorkerKey, "holds_back", lambda key, window: False)
+    patch.setattr(PushWindow, "holds_back", lambda window, limit: False)
 
 
 def unclosed_stays(patch: pytest.MonkeyPatch) -> None:
@@ -129,24 +133,23 @@ def any_version_does(patch: pytest.MonkeyPatch) -> None:
 
 def copies_after_the_end(patch: pytest.MonkeyPatch) -> None:
     """Values that come after a call was answered are written into the program's memory all the same."""
-    copy = WorkerMachine._copy_values
+    copy = Transfer._copy_values
 
-    def careless(machine: WorkerMachine, call: Any, *rest: Any) -> None:
-        completed, call.completed = call.completed, False
-        copy(machine, call, *rest)
-        call.completed = completed
+    def careless(transfer: Transfer, progress: TransferProgress, *rest: Any) -> None:
+        state, progress.call.state = progress.call.state, CallState.STARTED
+        copy(transfer, progress, *rest)
+        progress.call.state = state
 
-    patch.setattr(WorkerMachine, "_copy_values", careless)
+    patch.setattr(Transfer, "_copy_values", careless)
 
 
 def clocks_start_from_zero(patch: pytest.MonkeyPatch) -> None:
     """A restarted worker does not ask where its predecessor stood."""
 
-    def take_up(machine: WorkerMachine, key: WorkerKey, clocks: Collection[Any], then: Callable[[None], None]) -> None:
-        key.state = 2
+    def go_on(clocks: WorkerClocks, key: WorkerKey, told: Collection[Any], then: Callable[[None], None]) -> None:
         then(None)
 
-    patch.setattr(WorkerMachine, "_take_up", take_up)
+    patch.setattr(WorkerClocks, "_go_on_from", go_on)
 
 
 def parting_forgets_what_is_staged(patch: pytest.MonkeyPatch) -> None:
@@ -220,7 +223,7 @@ def small_pushes_are_taken_for_staged(patch: pytest.MonkeyPatch) -> None:
     def hasty(outbox: Outbox, entry: Entry, now: float) -> Any:
         effect = sent(outbox, entry, now)
         if entry.is_small:
-            outbox.staged(entry, now)
+            outbox.mark_staged(entry, now)
         return effect
 
     patch.setattr(Outbox, "_sent", hasty)

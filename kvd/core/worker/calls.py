@@ -1,237 +1,180 @@
-"""The book of a worker's calls: its requests out, their answers in, deadlines, and the errors that end the waiting."""
+"""The book of the program's calls: it accepts them, keeps their deadlines, and completes each exactly once."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from heapq import heapify, heappop, heappush
 from typing import Any
 
 from kvd.core import requests
-from kvd.core.machine import SCHEDULER, Complete, Effect, LocalCall, Received, ServerPeer, Span
+from kvd.core.machine import SCHEDULER, Complete, Effect, LocalCall
 from kvd.core.membership import name_of
-from kvd.core.refusals import error_of
-from kvd.core.session import FIRST_REQUEST, SchedulerSession
+from kvd.core.session import SchedulerSession
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.outbox import QUEUED, Entry, Outbox
-from kvd.errors import KvdError, NodeLost, RequestTimeout
-from kvd.protocol.messages import SMALL_PUSH_BYTES, Member, Refused
+from kvd.errors import KvdError, RequestTimeout
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """What a worker is told besides what the view says."""
+class CallState(Enum):
+    """How far a call has come. It only goes forward, and may leave STARTED out."""
 
-    credit_bytes: int
-    small_push_bytes: int = SMALL_PUSH_BYTES  # pushes of up to so many bytes take no credit
-    batches: bool = True  # what is moved together again and again is declared, and named by a number from then on
+    WAITING = auto()  # nothing was done for it yet: it may wait for earlier calls
+    STARTED = auto()  # its requests are made
+    COMPLETED = auto()  # its caller was answered; its pushes may still be under way
+
+
+WAITING, STARTED, COMPLETED = CallState  # the hot path compares: one look-up instead of two
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A local call under way."""
+    """A call of the program.
+
+    Invariants:
+        `entries` holds its open requests: those in the outbox that are not settled.
+        It is in the queues of its keys only while it is WAITING.
+    """
 
     number: int
     request: requests.Request
     deadline: float
-    pushes: bool
-    keys: list[WorkerKey] = field(default_factory=list)
-    started: bool = False
-    completed: bool = False
-    remaining: int = 0  # answers that are still to come
-    result: Any = None
-    error: KvdError | None = None
+    is_push: bool
+    keys: Sequence[WorkerKey] = ()
+    state: CallState = WAITING
     entries: set[Entry] = field(default_factory=set)
-    unsettled: int = 0  # push messages without a final answer; outlives the call's deadline
-    messages: int = 0  # that a transfer was cut into
-    refused: int = 0  # of those
-    is_taken_in_part: bool = False  # one of those was refused for some of its slices only
-    pulls: list[tuple[WorkerKey, int]] = field(default_factory=list)  # versions that it holds the rounds back for
-    flushers: list[Call] = field(default_factory=list)
+    withdraw: Callable[[Call], None] | None = None  # see `hold`
+
+    def start(self) -> None:
+        if self.state is not WAITING:
+            raise RuntimeError(f"call {self.number} cannot start when it is {self.state.name}: this is a bug in kvd")
+        self.state = STARTED
+
+    def set_keys(self, keys: Sequence[WorkerKey]) -> None:
+        """The keys that the call names, in its order."""
+        self.keys = keys
+
+    def hold(self, withdraw: Callable[[Call], None]) -> None:
+        """A part of the machine holds the call. `withdraw` lets go of it there, if the caller stops waiting first."""
+        self.withdraw = withdraw
+
+    def let_go(self) -> None:
+        """No part holds the call any more."""
+        self.withdraw = None
 
 
-class CallBook(ABC):
-    """What all kinds of calls have in common."""
+class CallBook:
+    """The open calls of a worker.
 
-    def __init__(self, settings: WorkerSettings, session: SchedulerSession) -> None:
-        self.incarnation = session.incarnation
-        self.session = session
-        self.view = session.view
-        self._observer = session.identity.role == "observer"
-        self._batches = settings.batches and not self._observer
-        self._outbox = Outbox(settings.credit_bytes, settings.small_push_bytes)
-        self._calls: dict[int, Call] = {}
-        self._deadlines: list[tuple[float, int]] = []
-        self._servers: dict[int, ServerPeer] = {}  # rank → the incarnation that we are connected to
-        self._gone_servers: list[Member] = []  # in the view, and dead or left
-        self._joining: list[Call] = []
-        self._waiting_staged: list[Call] = []
-        self._left_rounds = False
-        self._last_request = FIRST_REQUEST
-        self._now = 0.0
-        self._out: list[Effect] = []
+    Args:
+        emit: takes effects, in their order.
 
-    # ── requests and answers ──
+    Attributes:
+        deadlines: a heap of deadlines and numbers of calls, some of them completed. The machine looks whether
+            `expire` has anything to do.
+    """
 
-    def _number(self) -> int:
-        """The number of the next request."""
-        self._last_request += 1
-        return self._last_request
+    def __init__(self, session: SchedulerSession, outbox: Outbox, emit: Callable[[Effect], None]) -> None:
+        self._session = session
+        self._outbox = outbox
+        self._emit = emit
+        self._open: dict[int, Call] = {}
+        self.deadlines: list[tuple[float, int]] = []
 
-    def _ask(
-        self,
-        call: Call | None,
-        peer: Any,
-        message: Any,
-        answered: Callable[[Entry, Received], None],
-        payload: tuple[Span, ...] = (),
-    ) -> None:
-        """Puts a request, whose number is filled in here, into the outbox."""
-        nbytes = sum(span.nbytes for span in payload)
-        self._post(call, Entry(peer, replace(message, request=self._number()), answered, payload, nbytes))
+    def __len__(self) -> int:
+        return len(self._open)
 
-    def _post(self, call: Call | None, entry: Entry) -> None:
-        if call is not None:
-            call.entries.add(entry)
-        self._outbox.add(entry)
+    def open_calls(self) -> list[Call]:
+        return list(self._open.values())
 
-    def _settled(self, call: Call | None, entry: Entry) -> None:
-        self._outbox.settled(entry)
-        if call is not None:
-            call.entries.discard(entry)
-
-    def _gather(self, call: Call, requests: Sequence[tuple[Any, Any, tuple[Span, ...]]]) -> None:
-        """Asks them all; the call is answered with the answers in order, or with the first error."""
-        call.started = True
-        gone = next((error for peer, _, _ in requests if (error := self._gone_error(peer)) is not None), None)
-        if gone is not None:
-            self._complete(call, error=gone)
-            return
-        call.remaining = len(requests)
-        answers: list[Any] = [None] * len(requests)
-
-        def answered(position: int, entry: Entry, event: Received) -> None:
-            self._settled(call, entry)
-            call.error = call.error or self._error_of(event)
-            answers[position] = (event.message, event.payload, event.nbytes)
-            call.remaining -= 1
-            if call.remaining == 0:
-                self._complete(call, answers, call.error)
-
-        for position, (peer, message, payload) in enumerate(requests):
-            self._ask(call, peer, message, partial(answered, position), payload)
-        if not requests:
-            self._complete(call, answers)
-
-    # ── the life of a call ──
-
-    def _accept(self, event: LocalCall) -> None:
+    def accept(self, event: LocalCall) -> Call:
+        """Enters a call. It is completed at once if this node has failed."""
         request = event.request
         call = Call(event.call, request, event.deadline, isinstance(request, requests.Transfer) and request.push)
-        self._calls[call.number] = call
-        heappush(self._deadlines, (call.deadline, call.number))
-        if self.session.failure is not None:
-            self._complete(call, error=self.session.failure)
+        self._open[call.number] = call
+        heappush(self.deadlines, (call.deadline, call.number))
+        if self._session.failure is not None:
+            self.complete(call, error=self._session.failure)
+        return call
+
+    def complete(self, call: Call, result: Any = None, error: KvdError | None = None) -> None:
+        """Answers the caller. Nothing happens if it was answered before."""
+        if call.state is COMPLETED:
             return
-        self._begin(call, request)
+        call.state = COMPLETED
+        self._open.pop(call.number, None)
+        if len(self.deadlines) > 2 * len(self._open) + 100:
+            self.deadlines = [(open_.deadline, open_.number) for open_ in self._open.values()]
+            heapify(self.deadlines)
+        self._emit(Complete(call.number, result, error))
 
-    @abstractmethod
-    def _begin(self, call: Call, request: Any) -> None:
-        """Sets the call going; the machine knows how, by its kind."""
+    # ── calls that end early ──
 
-    def _complete(self, call: Call, result: Any = None, error: KvdError | None = None) -> None:
-        if call.completed:
-            return
-        call.completed = True
-        self._calls.pop(call.number, None)
-        if len(self._deadlines) > 2 * len(self._calls) + 100:
-            self._deadlines = [(open_.deadline, open_.number) for open_ in self._calls.values()]
-            heapify(self._deadlines)
-        self._out.append(Complete(call.number, result, error))
-
-    def _abandon(self, call: Call, error: KvdError) -> None:
-        """Ends the waiting. Pushes that were started go on; anything else of the call is forgotten."""
+    def abandon(self, call: Call, error: KvdError) -> None:
+        """Ends the caller's waiting. Pushes that were started go on; all else of the call is given up."""
         for entry in list(call.entries):
-            if not entry.is_push:
-                self._settled(call, entry)
-        self._withdraw(call)
-        if call in self._joining:
-            self._joining.remove(call)
-        if call in self._waiting_staged:
-            self._waiting_staged.remove(call)
-            self._outbox.asks_staged = bool(self._waiting_staged)
-        self._complete(call, error=error)
+            if not entry.pushes:
+                self._outbox.settle(entry)
+        if call.withdraw is not None:
+            withdraw = call.withdraw
+            call.let_go()
+            withdraw(call)
+        self.complete(call, error=error)
 
-    @abstractmethod
-    def _withdraw(self, call: Call) -> None:
-        """The call waits no more: what it held on its keys is let go."""
+    def abandon_all(self, error: KvdError) -> None:
+        for call in self.open_calls():
+            self.abandon(call, error)
 
-    def _expire(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._now:
-            call = self._calls.get(heappop(self._deadlines)[1])
+    def abandon_requests_to(self, server: int, error: KvdError) -> None:
+        """Ends the waiting for a dead server. Its pushes stay in the outbox, should it come back."""
+        for call in self.open_calls():
+            if any(entry.send.peer == server for entry in call.entries):
+                self.abandon(call, error)
+
+    def time_out(self, call: Call) -> None:
+        self.abandon(call, timeout_error(call, self._session))
+
+    def expire(self, now: float) -> None:
+        """Abandons the calls whose deadline has passed."""
+        while self.deadlines and self.deadlines[0][0] <= now:
+            call = self._open.get(heappop(self.deadlines)[1])
             if call is not None:
-                self._abandon(call, self._timeout(call))
+                self.time_out(call)
 
-    def _fail_everything(self, error: KvdError) -> None:
-        for call in list(self._calls.values()):
-            self._abandon(call, error)
-        self._fall_silent()
+    def next_deadline(self) -> float | None:
+        """The earliest deadline; perhaps of a call that is completed by now."""
+        return self.deadlines[0][0] if self.deadlines else None
 
-    def _fall_silent(self) -> None:
-        """This node is out: whatever it had still to say, another says in its place."""
-        for entry in self._outbox.entries():
-            self._outbox.settled(entry)
 
-    # ── what a caller is told ──
+# ── what a caller is told ──
 
-    def _timeout(self, call: Call) -> RequestTimeout:
-        sent = any(entry.state != QUEUED for entry in call.entries) or (call.started and not call.entries)
-        sent = sent or (call.started and call.pushes)  # what is queued still goes out
-        waiting_for = self._waited_for(call)
-        what = type(call.request).__name__.lower()
-        names = [key.name for key in call.keys[:3]]
-        about = f" of {', '.join(map(repr, names))}{' …' if len(call.keys) > 3 else ''}" if names else ""
-        whom = ", ".join(waiting_for) if waiting_for else "nobody in particular"
-        hint = "its pushes are still on their way" if call.pushes and sent else "kvd status shows who is there"
-        text = f"{what}{about} did not finish before its deadline; it waits for {whom}; {hint}"
-        return RequestTimeout(text, outcome="unknown" if sent else "not_sent", waiting_for=waiting_for)
 
-    def _waited_for(self, call: Call) -> tuple[str, ...]:
-        """Who may be behind it: workers that never came or are quiet, then the nodes that were asked."""
-        if not self.session.joined:
-            return ("scheduler",)
-        ranks: dict[Any, int] = {server.incarnation: server.rank for server in self.view.servers()}
-        names = [name_of("server", rank) for rank in self.view.missing_servers()]
-        names += [name_of("worker", rank) for rank in self.view.required_ranks() if self.view.worker(rank) is None]
-        names += [name_of("worker", rank) for rank in self.view.dead_workers()]
-        names += [name_of(quiet.role, quiet.rank) for quiet in self.session.quiet]
-        for entry in sorted(call.entries, key=lambda entry: entry.order):
-            names.append("scheduler" if entry.peer == SCHEDULER else name_of("server", ranks.get(entry.peer, 0)))
-        return tuple(dict.fromkeys(names))
+def timeout_error(call: Call, session: SchedulerSession) -> RequestTimeout:
+    """What the call is told at its deadline: whether anything of it was sent, and whom it waits for."""
+    sent = any(entry.state is not QUEUED for entry in call.entries)
+    sent = sent or (call.state is STARTED and (call.is_push or not call.entries))  # a queued push still goes out
+    waiting_for = _waited_for(call, session)
+    what = type(call.request).__name__.lower()
+    names = [key.name for key in call.keys[:3]]
+    about = f" of {', '.join(map(repr, names))}{' …' if len(call.keys) > 3 else ''}" if names else ""
+    whom = ", ".join(waiting_for) if waiting_for else "nobody in particular"
+    hint = "its pushes are still on their way" if call.is_push and sent else "kvd status shows who is there"
+    text = f"{what}{about} did not finish before its deadline; it waits for {whom}; {hint}"
+    return RequestTimeout(text, outcome="unknown" if sent else "not_sent", waiting_for=waiting_for)
 
-    def _gone_error(self, peer: Any) -> NodeLost | None:
-        """What a request to this peer ends with, if it is a server that is dead or has left."""
-        if peer is None:  # it was gone before we could connect to it
-            server = next((member for member in self._gone_servers if member.rank not in self._servers), None)
-        else:
-            server = next((member for member in self._gone_servers if member.incarnation == peer), None)
-        if server is None:
-            return None
-        node, text = name_of("server", server.rank), self._lost_text(server.rank)
-        return NodeLost(text, node=node, last_seen_s=server.last_seen_s, reason=server.reason)
 
-    def _lost_text(self, rank: int) -> str:
-        return (
-            f"{name_of('server', rank)} died, and with replicas=1 its part of the keys is gone: "
-            f"start the job again from its last checkpoint"
-        )
-
-    def _error_of(self, event: Received) -> KvdError | None:
-        message = event.message
-        if not isinstance(message, Refused):
-            return None
-        ranks = {server.incarnation: server.rank for server in self.view.servers()}
-        node = "scheduler" if event.peer == SCHEDULER else name_of("server", ranks.get(event.sender, 0))
-        return error_of(message, node)
+def _waited_for(call: Call, session: SchedulerSession) -> tuple[str, ...]:
+    """Who may be behind it: nodes that never came, are dead or are quiet, then the nodes that were asked."""
+    if not session.joined:
+        return ("scheduler",)
+    view = session.view
+    ranks: dict[Any, int] = {server.incarnation: server.rank for server in view.servers()}
+    names = [name_of("server", rank) for rank in view.missing_servers()]
+    names += [name_of("worker", rank) for rank in view.required_ranks() if view.worker(rank) is None]
+    names += [name_of("worker", rank) for rank in view.dead_workers()]
+    names += [name_of(quiet.role, quiet.rank) for quiet in session.quiet]
+    for entry in sorted(call.entries, key=lambda entry: entry.request):
+        peer = entry.send.peer
+        names.append("scheduler" if peer == SCHEDULER else name_of("server", ranks.get(peer, 0)))
+    return tuple(dict.fromkeys(names))

@@ -1,242 +1,248 @@
-"""Making keys and finding them: init, publish, look up, and where a predecessor stood."""
+"""How a worker comes to know its keys: it initialises and publishes them, or looks them up.
+
+Rank 0 makes the keys; the others wait until they are live. The server that leads slice 0 of a key is its home, which
+answers look-ups.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from kvd import errors
 from kvd.core import requests
-from kvd.core.machine import Received, Span
-from kvd.core.membership import DONE, LEFT
+from kvd.core.machine import Peer, Received, Span
+from kvd.core.membership import LEFT
 from kvd.core.session import SchedulerSession
-from kvd.core.worker.calls import Call, WorkerSettings
-from kvd.core.worker.key_queue import KeyQueue
-from kvd.core.worker.keys import ASKING, LOST, READY, UNKNOWN, WorkerKey
-from kvd.core.worker.outbox import Entry
-from kvd.errors import KvdError, NotAllowed
-from kvd.protocol.messages import Activate, ClockQuery, Clocks, ErrorCode, Init, KeyInfo, Lookup, Publish, Refused
+from kvd.core.worker.asking import Asker
+from kvd.core.worker.calls import Call, CallBook
+from kvd.core.worker.clocks import WorkerClocks
+from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
+from kvd.core.worker.message_plans import MessagePlans
+from kvd.core.worker.participation import Participation
+from kvd.core.worker.servers import Servers
+from kvd.errors import KeyExists, KvdError, NotAllowed, RemoteError
+from kvd.protocol.messages import ErrorCode, Init, KeyInfo, Lookup, Publish, Refused
 from kvd.protocol.specs import KeySpec
 
 
-class KeyDirectory(KeyQueue):
-    """How a worker comes to know its keys."""
+@dataclass(slots=True, eq=False)
+class _InitCall:
+    """An InitKeys under way: how many of its keys are still to come, and the first error."""
 
-    def __init__(self, settings: WorkerSettings, session: SchedulerSession) -> None:
-        super().__init__(settings, session)
-        self._rewound: int | None = None  # the clock that `rewind` named, for keys that are found later
+    call: Call
+    remaining: int
+    error: KvdError | None = None
 
-    def _init_keys(self, call: Call, request: requests.InitKeys) -> None:
-        if not self.view.shards:
-            self._complete(call, error=NotAllowed("this node has not joined a cluster yet"))
+
+class KeyDirectory:
+    """Finds and makes keys.
+
+    Args:
+        wake: a key became ready, or is lost: the calls that queue for it go on.
+        fail_waiting: a key cannot be had: the calls that queue for it fail. True if some wait until it is live.
+    """
+
+    def __init__(
+        self,
+        session: SchedulerSession,
+        servers: Servers,
+        keys: KeyTable,
+        plans: MessagePlans,
+        participation: Participation,
+        asker: Asker,
+        calls: CallBook,
+        clocks: WorkerClocks,
+        wake: Callable[[WorkerKey], None],
+        fail_waiting: Callable[[WorkerKey, KvdError], bool],
+    ) -> None:
+        self._session = session
+        self._view = session.view
+        self._servers = servers
+        self._keys = keys
+        self._plans = plans
+        self._participation = participation
+        self._asker = asker
+        self._calls = calls
+        self._clocks = clocks
+        self._wake = wake
+        self._fail_waiting = fail_waiting
+
+    # ── init ──
+
+    def init_keys(self, call: Call, request: requests.InitKeys) -> None:
+        if not self._view.shards:
+            self._calls.complete(call, error=_not_joined())
             return
-        call.started = True
-        call.remaining = len(request.items)
-        call.keys = [self._key(item.key) for item in request.items]
+        call.start()
+        call.set_keys([self._keys.get_or_add(item.key) for item in request.items])
         if not request.items:
-            self._complete(call)
+            self._calls.complete(call)
+        init = _InitCall(call, len(request.items))
         for key, item in zip(call.keys, request.items, strict=True):
-            assert item.spec is not None
-            if self._observer or self._left_rounds:
-                self._initialised(call, key, NotAllowed("only a worker that takes part in the rounds makes keys"))
-            elif key.mine:
+            if not self._participation.in_rounds:
+                self._initialised(init, key, NotAllowed("only a worker that takes part in the rounds makes keys"))
+            elif key.is_initialised_here:
                 text = f"key {key.name!r} is live already: init makes a key once; push changes its value"
-                self._initialised(call, key, errors.KeyExists(text, key=key.name))
-            elif self.session.rank == 0 and not self.session.predecessor:
-                self._make(call, key, item)
+                self._initialised(init, key, KeyExists(text, key=key.name))
+            elif self._session.rank == 0 and not self._session.predecessor:
+                self._make(init, key, item)
             else:
-                self._find_or_make(call, key, item)
+                self._find_or_make(init, key, item)
 
-    def _find_or_make(self, call: Call, key: WorkerKey, item: requests.Item) -> None:
+    def _initialised(self, init: _InitCall, key: WorkerKey, error: KvdError | None) -> None:
+        """One key of an InitKeys is live, or has failed."""
+        if error is None:
+            key.is_initialised_here = True
+            self._wake(key)
+        init.error = init.error or error
+        init.remaining -= 1
+        if init.remaining == 0:
+            self._calls.complete(init.call, error=init.error)
+
+    def _find_or_make(self, init: _InitCall, key: WorkerKey, item: requests.Item) -> None:
         """Rank 0 after a restart looks whether its predecessor made the key; the others wait until it is live."""
-        spec = item.spec
-        assert spec is not None
+        is_maker = self._session.rank == 0
 
-        def answered(entry: Entry, event: Received) -> None:
-            self._settled(call, entry)
+        def answered(event: Received) -> None:
             message = event.message
             if isinstance(message, KeyInfo):
-                try:
-                    message.spec.check_same(spec, key.name)
-                    if self.session.rank == 0 and self.session.predecessor == LEFT:
-                        text = f"key {key.name!r} is live already: pull it, or take another name"
-                        raise errors.KeyExists(text, key=key.name)
-                except errors.RemoteError as error:
-                    self._initialised(call, key, error)
-                    return
-                self._found(key, message.spec, lambda error: self._initialised(call, key, error))
-            elif self.session.rank == 0 and isinstance(message, Refused) and message.error is ErrorCode.KEY_NOT_FOUND:
-                self._make(call, key, item)
-            else:
-                self._initialised(call, key, self._error_of(event))
-
-        home = self._servers.get(self.view.server_of(key.name, 0))
-        gone = self._gone_error(home)
-        if gone is not None:
-            self._initialised(call, key, gone)
-            return
-        self._ask(call, home, Lookup(0, key.name, self.session.rank != 0), answered)
-
-    def _make(self, call: Call, key: WorkerKey, item: requests.Item) -> None:
-        """Rank 0: every slice to its server, then publish."""
-        if key.is_publishing:
-            self._publish_again(call, key, item)
-            return
-        spec = item.spec
-        assert spec is not None
-        spec = KeySpec(spec.dtype, spec.shape, self.view.settings.slice_bytes)
-        self._place(key, spec)
-        left = spec.num_slices
-        error: KvdError | None = None
-
-        def stored(entry: Entry, event: Received) -> None:
-            nonlocal left, error
-            self._settled(call, entry)
-            error = error or self._error_of(event)
-            left -= 1
-            if left == 0:
+                error = self._init_error(key, item, message.spec)
                 if error is not None:
-                    self._initialised(call, key, error)
+                    self._initialised(init, key, error)
                 else:
-                    home = self._servers.get(key.servers[0])
-                    key.is_publishing = True
-                    self._ask(call, home, Publish(0, key.name, spec), published)
+                    self._found(key, message.spec, lambda error: self._initialised(init, key, error))
+            elif is_maker and isinstance(message, Refused) and message.error is ErrorCode.KEY_NOT_FOUND:
+                self._make(init, key, item)
+            else:
+                self._initialised(init, key, self._asker.error_of(event))
 
-        def published(entry: Entry, event: Received) -> None:
-            self._settled(call, entry)
-            failed = self._error_of(event)
-            if failed is None:
-                key.state = READY
+        home = self._home_of(key)
+        gone = self._servers.gone_error(home)
+        if gone is not None:
+            self._initialised(init, key, gone)
+        else:
+            self._asker.ask(init.call, home, Lookup(0, key.name, not is_maker), answered)
+
+    def _init_error(self, key: WorkerKey, item: requests.Item, spec: KeySpec) -> KvdError | None:
+        """Why a key that is live already is not the one that the call wants to make."""
+        assert item.spec is not None
+        try:
+            spec.check_same(item.spec, key.name)
+        except RemoteError as error:
+            return error
+        if self._session.rank == 0 and self._session.predecessor == LEFT:
+            return KeyExists(f"key {key.name!r} is live already: pull it, or take another name", key=key.name)
+        return None
+
+    def _make(self, init: _InitCall, key: WorkerKey, item: requests.Item) -> None:
+        """Rank 0: every slice goes to its server; when all are there, the key is published."""
+        if key.is_publishing:
+            self._publish_again(init, key, item)
+            return
+        assert item.spec is not None
+        spec = KeySpec(item.spec.dtype, item.spec.shape, self._view.settings.slice_bytes)
+        self._place(key, spec)
+
+        def stored(answers: list[Received], error: KvdError | None) -> None:
+            if error is not None:
+                self._initialised(init, key, error)
+                return
+            key.is_publishing = True
+            self._asker.ask(init.call, self._servers.peer_of(key.servers[0]), Publish(0, key.name, spec), published)
+
+        def published(event: Received) -> None:
+            error = self._asker.error_of(event)
+            if error is None:
+                key.move_to(KeyState.READY)
             else:
                 key.is_publishing = False
-            self._initialised(call, key, failed)
+            self._initialised(init, key, error)
 
-        for index, rank in enumerate(key.servers):
-            span = Span(item.source, *spec.span(index))
-            message = Init(0, key.name, spec, index)
-            self._ask(call, self._servers.get(rank), message, stored, (span,))
+        questions = [
+            (self._servers.peer_of(rank), Init(0, key.name, spec, index), (Span(item.source, *spec.span(index)),))
+            for index, rank in enumerate(key.servers)
+        ]
+        self._asker.ask_all(init.call, questions, stored)
 
-    def _publish_again(self, call: Call, key: WorkerKey, item: requests.Item) -> None:
-        """An earlier init was given up when only the answer to its Publish was missing. Others may use its
-        values already."""
+    def _publish_again(self, init: _InitCall, key: WorkerKey, item: requests.Item) -> None:
+        """An earlier init was given up when only the answer to its Publish was missing. Others may use its values
+        already."""
         assert key.spec is not None
 
-        def answered(entry: Entry, event: Received) -> None:
-            self._settled(call, entry)
-            if self._error_of(event) is not None:  # it is not there (any more)
+        def answered(event: Received) -> None:
+            if self._asker.error_of(event) is not None:  # it is not there, or not any more
                 key.is_publishing = False
-                self._make(call, key, item)
+                self._make(init, key, item)
                 return
-            key.state, key.mine = READY, True
-            self._out_of_queue(key)
+            key.move_to(KeyState.READY)
+            key.is_initialised_here = True
+            self._wake(key)
             text = f"key {key.name!r} is live, with the values of an init whose outcome was unknown: pull it"
-            self._initialised(call, key, errors.KeyExists(text, key=key.name))
+            self._initialised(init, key, KeyExists(text, key=key.name))
 
-        self._ask(call, self._servers.get(key.servers[0]), Publish(0, key.name, key.spec), answered)
+        home = self._servers.peer_of(key.servers[0])
+        self._asker.ask(init.call, home, Publish(0, key.name, key.spec), answered)
 
-    def _initialised(self, call: Call, key: WorkerKey, error: KvdError | None) -> None:
-        if error is None:
-            key.mine = True
-            self._out_of_queue(key)
-        call.error = call.error or error
-        call.remaining -= 1
-        if call.remaining == 0:
-            self._complete(call, error=call.error)
+    # ── look-up ──
 
-    def _look_up(self, key: WorkerKey, wait: bool = False) -> None:
-        """Asks the server of slice 0 what the key is, for the calls that queue for it."""
-        key.state = ASKING
+    def look_up(self, key: WorkerKey, *, wait: bool = False) -> None:
+        """Asks for a key, for the calls that queue for it. With `wait`, the answer comes when it is live."""
+        key.move_to(KeyState.ASKING)
 
-        def answered(entry: Entry, event: Received) -> None:
-            self._settled(None, entry)
+        def answered(event: Received) -> None:
             if isinstance(event.message, KeyInfo):
-                self._found(key, event.message.spec, lambda error: self._known(key, error))
+                self._found(key, event.message.spec, lambda error: self._looked_up(key, error))
             else:
-                self._known(key, self._error_of(event))
+                self._looked_up(key, self._asker.error_of(event))
 
-        if not self.view.shards:
-            self._known(key, NotAllowed("this node has not joined a cluster yet"))
+        if not self._view.shards:
+            self._looked_up(key, _not_joined())
             return
-        home = self._servers.get(self.view.server_of(key.name, 0))
-        gone = self._gone_error(home)
+        home = self._home_of(key)
+        gone = self._servers.gone_error(home)
         if gone is not None:
-            self._known(key, gone)
+            self._looked_up(key, gone)
+        else:
+            self._asker.ask(None, home, Lookup(0, key.name, wait), answered)
+
+    def _looked_up(self, key: WorkerKey, error: KvdError | None) -> None:
+        """The calls that queue for the key go on, or fail."""
+        if error is None or key.state in (KeyState.READY, KeyState.LOST):  # found in another way meanwhile
+            self._wake(key)
             return
-        self._ask(None, home, Lookup(0, key.name, wait), answered)
+        key.move_to(KeyState.UNKNOWN)
+        if self._fail_waiting(key, error):
+            self.look_up(key, wait=True)
 
     def _found(self, key: WorkerKey, spec: KeySpec, then: Callable[[KvdError | None], None]) -> None:
-        """The key is live. A worker whose rank had an earlier holder asks where that one stood."""
-        if key.state == READY:
+        """The key is live. A worker whose rank had an earlier holder takes over its clock first."""
+        if key.state is KeyState.READY:
             then(None)
             return
         self._place(key, spec)
-        if self._observer or not self.session.predecessor:
-            key.state = READY
-            then(None)
-            return
-        ranks = sorted(key.incarnations)
-        left = len(ranks)
-        clocks: list[Clocks] = []
-        error: KvdError | None = None
 
-        def answered(entry: Entry, event: Received) -> None:
-            nonlocal left, error
-            self._settled(None, entry)
-            error = error or self._error_of(event)
-            if isinstance(event.message, Clocks):
-                clocks.append(event.message)
-            left -= 1
-            if left == 0:
-                if error is not None:
-                    then(error)
-                else:
-                    self._take_up(key, clocks, then)
+        def clock_known(error: KvdError | None) -> None:
+            if error is None:
+                key.move_to(KeyState.READY)
+            then(error)
 
-        for rank in ranks:
-            self._ask(None, self._servers.get(rank), ClockQuery(0, key.name), answered)
+        if self._participation.is_observer or not self._session.predecessor:
+            clock_known(None)
+        else:
+            self._clocks.take_over(key, clock_known)
 
-    def _take_up(self, key: WorkerKey, clocks: list[Clocks], then: Callable[[KvdError | None], None]) -> None:
-        """After a death: the clock that all slices have counted, the step is redone from there. After a good-bye: the
-        newest clock of all, and the servers are told that this rank counts again from there on."""
-        if key.state == READY:  # it was asked twice at once, and has its clock
-            then(None)
-            return
-        if self.session.predecessor not in (LEFT, DONE):
-            key.clock = min(entry.lowest for entry in clocks)
-            if self._rewound is not None:
-                key.clock = min(key.clock, self._rewound)
-            key.taken_up = key.clock
-            key.state = READY
-            then(None)
-            return
-        key.clock = key.taken_up = max(entry.highest for entry in clocks)
-        left = len(key.incarnations)
-        error: KvdError | None = None
+    def describe(self, call: Call, request: requests.DescribeKey) -> None:
+        """Completes the call with the spec of its key."""
+        (key,) = call.keys
+        self._calls.complete(call, key.spec)
 
-        def answered(entry: Entry, event: Received) -> None:
-            nonlocal left, error
-            self._settled(None, entry)
-            error = error or self._error_of(event)
-            left -= 1
-            if left == 0:
-                if error is None:
-                    key.floor = key.clock
-                    key.state = READY
-                then(error)
+    def _place(self, key: WorkerKey, spec: KeySpec) -> None:
+        key.place(spec, self._view, self._servers)
+        self._plans.clear()
 
-        for rank in sorted(key.incarnations):
-            self._ask(None, self._servers.get(rank), Activate(0, key.name, key.clock), answered)
+    def _home_of(self, key: WorkerKey) -> Peer:
+        return self._servers.peer_of(self._view.server_of(key.name, 0))
 
-    def _known(self, key: WorkerKey, error: KvdError | None) -> None:
-        """The calls that queue for the key go on, or fail."""
-        if error is None or key.state in (READY, LOST):  # found in another way in the meantime
-            self._out_of_queue(key)
-            return
-        key.state = UNKNOWN
-        waiting = []
-        for call in list(key.queue):
-            if isinstance(error, errors.KeyNotFound) and getattr(call.request, "wait", False):
-                waiting.append(call)
-            else:
-                self._abandon(call, error)
-        if waiting:
-            self._look_up(key, wait=True)
+
+def _not_joined() -> NotAllowed:
+    return NotAllowed("this node has not joined a cluster yet")

@@ -1,185 +1,167 @@
-"""Whose turn it is: calls on keys queue behind earlier ones there, and wait until the keys let them start."""
+"""Calls on keys wait for their turn: behind earlier calls on the same keys, and until all their keys let them start.
+
+A key lets a call start when it is known, and a push only within its push window.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias
 
 from kvd.core import requests
-from kvd.core.machine import Span
-from kvd.core.membership import name_of
-from kvd.core.session import SchedulerSession
-from kvd.core.worker.calls import Call, CallBook, WorkerSettings
-from kvd.core.worker.keys import LOST, READY, UNKNOWN, MessagePlan, WorkerKey
-from kvd.errors import KvdError, NodeLost, NotAllowed
-from kvd.protocol.specs import KeySpec
+from kvd.core.membership import ViewState, name_of
+from kvd.core.worker.calls import WAITING, Call, CallBook
+from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
+from kvd.core.worker.open_pushes import OpenPushes
+from kvd.core.worker.servers import Servers, loss_text
+from kvd.errors import KeyNotFound, KvdError, NodeLost, NotAllowed
+
+UNKNOWN, ASKING, READY, LOST = KeyState  # the hot path compares: one look-up instead of two
+
+Start: TypeAlias = Callable[[Call, Any], KvdError | None]
 
 
-class KeyQueue(CallBook):
-    """The queues of the keys."""
+class LookUp(Protocol):
+    """Asks for a key that is not known yet."""
 
-    def __init__(self, settings: WorkerSettings, session: SchedulerSession) -> None:
-        super().__init__(settings, session)
-        self._keys: dict[str, WorkerKey] = {}
-        self._unsettled: set[Call] = set()  # pushes accepted and not settled
-        self._plans: dict[tuple[WorkerKey, ...], list[MessagePlan]] = {}  # how repeated calls are cut into messages
+    def __call__(self, key: WorkerKey, *, wait: bool = False) -> None: ...
 
-    def _key(self, name: str) -> WorkerKey:
-        key = self._keys.get(name)
-        if key is None:
-            key = self._keys[name] = WorkerKey(name)
-        return key
 
-    def _place(self, key: WorkerKey, spec: KeySpec) -> None:
-        """The spec and the servers of a key are known; however calls on it were cut before is void."""
-        key.place(spec, self.view, self._servers)
-        self._plans.clear()
+class KeyQueue:
+    """The queues of all keys. A call is in the queue of each of its keys, and starts when it is the first in all.
 
-    def _on_keys(self, call: Call, request: Any) -> None:
-        """Queues the call behind the earlier ones on its keys; starts it if there are none."""
-        if isinstance(request, requests.Transfer):
-            known = self._keys
-            call.keys = [known.get(item.key) or self._key(item.key) for item in request.items]
-            if request.push:
-                self._unsettled.add(call)
-            if self._nothing_is_in_the_way(call):  # most calls do not need the queues
-                self._start_or_fail(call)
-                return
+    Args:
+        starters: by the type of a request, what starts it. It gets the call and its request, and returns the error
+            that the call ends with if it cannot start.
+        look_up: asks for a key.
+    """
+
+    def __init__(
+        self,
+        view: ViewState,
+        servers: Servers,
+        keys: KeyTable,
+        calls: CallBook,
+        pushes: OpenPushes,
+        starters: Mapping[type[Any], Start],
+        look_up: LookUp,
+    ) -> None:
+        self._view = view
+        self._servers = servers
+        self._keys = keys
+        self._calls = calls
+        self._pushes = pushes
+        self._starters = starters
+        self._look_up = look_up
+
+    # ── calls in ──
+
+    def enter_transfer(self, call: Call, transfer: requests.Transfer) -> None:
+        """Starts the push or pull; or queues it, if a key has earlier calls or does not let it start."""
+        known = self._keys.by_name
+        call.set_keys([known.get(item.key) or self._keys.get_or_add(item.key) for item in transfer.items])
+        if transfer.push:
+            self._pushes.accept(call)
+        if self._can_start_at_once(call):  # most calls do not need the queues
+            self._start(call)
         else:
-            call.keys = [self._key(request.key)]
-        wait = isinstance(request, requests.DescribeKey) and request.wait
-        for key in call.keys:
-            key.queue.append(call)
-        for key in call.keys:
-            if key.state == UNKNOWN and not call.completed:
-                self._look_up(key, wait)
-        self._try_start(call)
+            self._enqueue(call)
 
-    def _nothing_is_in_the_way(self, call: Call) -> bool:
-        window, pushes = self.view.settings.rounds_ahead, call.pushes
+    def enter(self, call: Call, request: requests.DescribeKey | requests.ClockOf | requests.SliceControl) -> None:
+        """The same for a call on one key that moves no values."""
+        call.set_keys([self._keys.get_or_add(request.key)])
+        self._enqueue(call, wait=isinstance(request, requests.DescribeKey) and request.wait)
+
+    def _can_start_at_once(self, call: Call) -> bool:
+        limit, is_push = self._view.settings.rounds_ahead, call.is_push
         for key in call.keys:
-            if key.state != READY or key.queue or (pushes and (key.broken or key.holds_back(window))):
+            if key.state is not READY or key.queue:
+                return False
+            if is_push and (key.window.partial_failure is not None or key.window.holds_back(limit)):
                 return False
         return len(call.keys) < 2 or len(set(call.keys)) == len(call.keys)
 
-    def _try_start(self, call: Call) -> bool:
-        """Starts the call if it is the first in the queues of all its keys, and they let it."""
-        if call.started or call.completed:
-            return False
-        window = self.view.settings.rounds_ahead
+    def _enqueue(self, call: Call, *, wait: bool = False) -> None:
         for key in call.keys:
-            if key.state < READY or key.queue[0] is not call:
-                return False
-            if call.pushes and key.holds_back(window) and key.state == READY and key.broken is None:
-                return False
+            key.queue.append(call)
+        call.hold(self._withdraw)
         for key in call.keys:
-            key.queue.popleft()
-        self._start_or_fail(call)
-        for key in call.keys:
-            if key.queue:
-                self._out_of_queue(key)
-        return True
+            if key.state is UNKNOWN and call.state is WAITING:
+                self._look_up(key, wait=wait)
+        self._try_start(call)
 
-    def _start_or_fail(self, call: Call) -> None:
-        error = self._start_error(call)
-        if error is not None:
-            self._unsettled.discard(call)
-            self._complete(call, error=error)
-        else:
-            call.started = True
-            self._start(call)
-        if call.pushes:
-            self._check_unsettled(call)
+    # ── calls out ──
 
-    def _out_of_queue(self, key: WorkerKey) -> None:
+    def wake(self, key: WorkerKey) -> None:
+        """Something about the key has changed: starts the calls that it lets start now."""
         while key.queue and self._try_start(key.queue[0]):
             pass
 
-    def _withdraw(self, call: Call) -> None:
-        """A call that was not started leaves its queues; one that only pulled lets the rounds go on."""
-        if not call.started:
-            for key in call.keys:
-                if call in key.queue:
-                    key.queue.remove(call)
-                    self._out_of_queue(key)
-            self._check_unsettled(call)
-        elif not call.pushes:
-            self._release_pulls(call)
-
-    def _start_error(self, call: Call) -> KvdError | None:
+    def _try_start(self, call: Call) -> bool:
+        """Starts the call if it is the first in the queues of all its keys, and they let it."""
+        if call.state is not WAITING:
+            return False
+        limit = self._view.settings.rounds_ahead
         for key in call.keys:
-            if key.state == LOST:
-                rank = (key.lost_servers(self.view) or [0])[0]
-                return NodeLost(self._lost_text(rank), node=name_of("server", rank))
-            if self._gone_servers:
-                gone = [error for rank in key.incarnations if (error := self._gone_error(self._servers.get(rank)))]
-                if gone:
-                    return gone[0]
-            if call.pushes and key.broken is not None:
-                text = f"an earlier push of {key.name!r} was taken in part only ({key.broken}): call rewind to go on"
-                return NotAllowed(text, key=key.name)
-        if isinstance(call.request, requests.Transfer):
-            return self._transfer_error(call, call.request)
-        return None
+            if key.state is UNKNOWN or key.state is ASKING or key.queue[0] is not call:
+                return False
+            window = key.window
+            is_failed = key.state is LOST or window.partial_failure is not None  # a push starts only to be told so
+            if call.is_push and not is_failed and window.holds_back(limit):
+                return False
+        for key in call.keys:
+            key.queue.popleft()
+        call.let_go()
+        self._start(call)
+        for key in call.keys:
+            if key.queue:
+                self.wake(key)
+        return True
 
     def _start(self, call: Call) -> None:
-        request = call.request
-        key = call.keys[0] if call.keys else None
-        if isinstance(request, requests.Transfer):
-            self._transfer(call, request)
-        elif isinstance(request, requests.DescribeKey):
-            assert key is not None
-            self._complete(call, key.spec)
-        elif isinstance(request, requests.ClockOf):
-            assert key is not None
-            self._complete(call, key.clock)
-        elif isinstance(request, requests.SliceControl):
-            assert key is not None
-            questions: list[tuple[Any, Any, tuple[Span, ...]]] = []
-            for index, message in enumerate(request.messages):
-                peer = self._servers.get(key.servers[index])
-                payload = (Span(request.payloads[index], 0, request.nbytes[index]),) if request.payloads else ()
-                questions.append((peer, message, payload))
-            self._gather(call, questions)
+        """Starts the call, or completes it with the reason why it cannot."""
+        error = self._key_error(call)
+        if error is None:
+            error = self._starters[type(call.request)](call, call.request)
+        if error is not None:
+            self._calls.complete(call, error=error)
+            if call.is_push:
+                self._pushes.settle(call)
 
-    def _check_unsettled(self, call: Call) -> None:
-        """Tells those who flush when a push is settled, or was never begun."""
-        if not call.pushes or call.unsettled or (call not in self._unsettled and not call.flushers):
-            return
-        self._unsettled.discard(call)
-        flushers, call.flushers = call.flushers, []
-        for flusher in flushers:
-            flusher.remaining -= 1
-            if flusher.remaining == 0:
-                self._complete(flusher)
-        self._check_staged()
+    def _key_error(self, call: Call) -> KvdError | None:
+        """Why the call cannot start, as far as its keys say."""
+        for key in call.keys:
+            if key.state is LOST:
+                rank = (key.lost_servers(self._view) or [0])[0]
+                return NodeLost(loss_text(rank), node=name_of("server", rank))
+            if self._servers.gone:
+                for rank in key.incarnations:
+                    error = self._servers.gone_error(self._servers.peer_of(rank))
+                    if error is not None:
+                        return error
+            failure = key.window.partial_failure
+            if call.is_push and failure is not None:
+                text = f"an earlier push of {key.name!r} was taken in part only ({failure}): call rewind to go on"
+                return NotAllowed(text, key=key.name)
+        return None
 
-    def _check_staged(self) -> None:
-        if self._waiting_staged and not self._outbox.unstaged:
-            waiting, self._waiting_staged = self._waiting_staged, []
-            self._outbox.asks_staged = False
-            for call in waiting:
-                assert isinstance(call.request, requests.Control)
-                self._control(call, call.request)
+    # ── calls that end before they start ──
 
-    # ── what the other parts of the worker do ──
+    def _withdraw(self, call: Call) -> None:
+        """The caller waits no more: the call leaves its queues."""
+        for key in call.keys:
+            if call in key.queue:
+                key.queue.remove(call)
+                self.wake(key)
+        if call.is_push:
+            self._pushes.settle(call)
 
-    @abstractmethod
-    def _look_up(self, key: WorkerKey, wait: bool = False) -> None:
-        """Asks what the key is."""
-
-    @abstractmethod
-    def _transfer(self, call: Call, transfer: requests.Transfer) -> None:
-        """Pushes and pulls."""
-
-    @abstractmethod
-    def _transfer_error(self, call: Call, transfer: requests.Transfer) -> KvdError | None:
-        """Why the call cannot be made, if it cannot."""
-
-    @abstractmethod
-    def _release_pulls(self, call: Call) -> None:
-        """What the call pulled is here, or not wanted any more."""
-
-    @abstractmethod
-    def _control(self, call: Call, request: requests.Control) -> None:
-        """Asks the servers."""
+    def fail_waiting(self, key: WorkerKey, error: KvdError) -> bool:
+        """Fails the calls that queue for a key that cannot be had. True if some would wait until it is live."""
+        some_wait = False
+        for call in list(key.queue):
+            if isinstance(error, KeyNotFound) and getattr(call.request, "wait", False):
+                some_wait = True
+            else:
+                self._calls.abandon(call, error)
+        return some_wait

@@ -1,127 +1,97 @@
-"""What a worker knows of its keys: their specs, its clocks, where their slices are, and the calls that queue there."""
+"""What a worker knows of its keys: whether they are live, where their slices are, and the calls that queue there."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum, auto
 from typing import Any
 
-from kvd.core.machine import Row
 from kvd.core.membership import ViewState
-from kvd.errors import KvdError
-from kvd.protocol.messages import MAX_PARTS, SliceId
-from kvd.protocol.specs import KeySpec, padded
+from kvd.core.worker.push_window import PushWindow
+from kvd.core.worker.servers import Servers
+from kvd.protocol.specs import KeySpec
 
-UNKNOWN, ASKING, READY, LOST = range(4)
-HEADER_BUDGET = 48 << 10  # of the 64 KiB of a header, for the parts
+
+class KeyState(StrEnum):
+    """How far a worker has come with a key."""
+
+    UNKNOWN = auto()  # not asked for, or the last look-up failed
+    ASKING = auto()  # the look-up, or the question for a predecessor's clock, is on its way
+    READY = auto()  # its spec, its servers and its clock are known
+    LOST = auto()  # a server of it was restarted, and its slices there are gone
+
+
+KEY_TRANSITIONS: dict[KeyState, frozenset[KeyState]] = {
+    KeyState.UNKNOWN: frozenset({KeyState.ASKING, KeyState.READY}),  # READY: this worker initialised or found it
+    KeyState.ASKING: frozenset({KeyState.UNKNOWN, KeyState.READY}),
+    KeyState.READY: frozenset({KeyState.LOST}),
+    KeyState.LOST: frozenset({KeyState.READY}),  # it was initialised again on the restarted server
+}
 
 
 @dataclass(slots=True, eq=False)
 class WorkerKey:
-    """One key, as this worker sees it."""
+    """One key, as this worker sees it. A key that is READY or LOST has its spec, servers and incarnations."""
 
     name: str
     spec: KeySpec | None = None
-    fits: KeySpec | None = None  # the spec of a program's value that was found to fit
-    state: int = UNKNOWN
-    clock: int = 0
-    taken_up: int = 0  # the clock that it had when it was found, or was set back to by `rewind`
-    floor: int = 0  # it takes part again from there on: the rounds before were closed without it
-    open_pushes: int = 0  # started and not settled
-    failing_pushes: int = 0  # of those, refused in part so far: whether in all, is still open
-    pulling: list[int] = field(default_factory=list)  # versions (sync) that pulls under way have asked for
     servers: tuple[int, ...] = ()  # the rank that leads each slice
-    incarnations: dict[int, int] = field(default_factory=dict)  # of those servers, when the key became ready
-    queue: deque[Any] = field(default_factory=deque)  # calls that wait for their turn
-    is_publishing: bool = False  # it is made, and may be live
-    mine: bool = False  # this incarnation has initialised it
-    broken: KvdError | None = None  # part of a push was refused: only rewind goes on
+    incarnations: dict[int, int] = field(default_factory=dict)  # of those servers, when the key was placed
+    state: KeyState = KeyState.UNKNOWN
+    window: PushWindow = field(default_factory=PushWindow)
+    queue: deque[Any] = field(default_factory=deque)  # calls that wait to start; changed by KeyQueue only
+    checked_spec: KeySpec | None = None  # the last spec of a program's value that was found to be the same
+    is_publishing: bool = False  # its Publish was sent: others may use it already
+    is_initialised_here: bool = False  # by this incarnation
 
-    def holds_back(self, window: int) -> bool:
-        """Whether a push has to wait: too many are under way, or one whose clock may still be given back, or its round
-        would end a version that is being pulled."""
-        return (
-            self.open_pushes >= window
-            or self.failing_pushes > 0
-            or (bool(self.pulling) and min(self.pulling) < self.clock)
-        )
+    def move_to(self, state: KeyState) -> None:
+        """Changes the state, as KEY_TRANSITIONS allows; to stay is always allowed."""
+        if state is not self.state and state not in KEY_TRANSITIONS[self.state]:
+            raise RuntimeError(f"key {self.name!r} cannot become {state} when it is {self.state}: this is a bug in kvd")
+        self.state = state
 
-    def place(self, spec: KeySpec, view: ViewState, connected: Mapping[int, int]) -> None:
-        """Takes the spec, and where the slices are; `connected` maps the ranks of servers to incarnations."""
-        self.spec, self.fits = spec, None
+    def place(self, spec: KeySpec, view: ViewState, servers: Servers) -> None:
+        """Takes the spec, and notes which servers lead the slices."""
+        self.spec, self.checked_spec = spec, None
         self.servers = tuple(view.server_of(self.name, index) for index in range(spec.num_slices))
-        self.incarnations = {rank: connected.get(rank, 0) for rank in sorted(set(self.servers))}
+        self.incarnations = {rank: servers.peer_of(rank) for rank in sorted(set(self.servers))}
+
+    def check_value(self, spec: KeySpec) -> None:
+        """Compares a program's value with the key, and remembers that it fits.
+
+        Raises:
+            ShapeMismatch, DtypeMismatch: the value is not like the key's.
+        """
+        assert self.spec is not None
+        self.spec.check_same(spec, self.name)
+        self.checked_spec = spec
 
     def lost_servers(self, view: ViewState) -> list[int]:
-        """Ranks of servers that were started anew since, and so have lost their part of the key."""
+        """Ranks of the servers that were restarted after the key was placed, and have lost their part of it."""
         members = {server.rank: server.incarnation for server in view.servers()}
         return sorted(rank for rank, held in self.incarnations.items() if members.get(rank) != held)
 
 
-@dataclass(slots=True, eq=False)
-class MessagePlan:
-    """What of a call goes in one message. A call on the same keys is packed the same way each time."""
+class KeyTable:
+    """All keys that the program has named."""
 
-    server: int  # its rank
-    slice_ids: tuple[SliceId, ...]
-    items: tuple[int, ...]  # of the call, that the slice_ids belong to
-    ranges: tuple[tuple[int, int], ...]  # offset and bytes of the slices in the values of their items
-    rows: tuple[Row, ...]  # from the payload to the values of the items
-    nbytes: int  # of the payload
-    uses: int = 0
-    batch: int = 0  # its number as a batch; 0: it has none yet
-    declared_to: int = 0  # the incarnation of the server that was told
+    def __init__(self) -> None:
+        self.by_name: dict[str, WorkerKey] = {}
 
+    def get_or_add(self, name: str) -> WorkerKey:
+        key = self.by_name.get(name)
+        if key is None:
+            key = self.by_name[name] = WorkerKey(name)
+        return key
 
-@dataclass(slots=True)
-class _Box:
-    """A message that is being filled."""
+    def server_restarted(self, rank: int) -> None:
+        """Marks the keys whose slices on this server are gone."""
+        for key in self.by_name.values():
+            if key.state is KeyState.READY and rank in key.incarnations:
+                key.move_to(KeyState.LOST)
 
-    server: int
-    slice_ids: list[SliceId] = field(default_factory=list)
-    items: list[int] = field(default_factory=list)
-    ranges: list[tuple[int, int]] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    filled: int = 0
-    header: int = 0
-
-    def takes(self, name: str, nbytes: int, limit: int) -> bool:
-        """Whether one more slice fits: small ones share a message, a full slice has one for itself."""
-        return (
-            len(self.slice_ids) < MAX_PARTS
-            and self.filled + nbytes <= limit
-            and self.header + 4 * len(name) + 20 <= HEADER_BUDGET
-        )
-
-    def add(self, name: str, index: int, item: int, span: tuple[int, int]) -> None:
-        self.slice_ids.append(SliceId(name, index))
-        self.items.append(item)
-        self.ranges.append(span)
-        self.offsets.append(self.filled)
-        self.filled += padded(span[1])
-        self.header += 4 * len(name) + 20
-
-    def plan(self) -> MessagePlan:
-        nbytes = self.offsets[-1] + self.ranges[-1][1]
-        rows = tuple(
-            [Row(start, offset, size) for (start, size), offset in zip(self.ranges, self.offsets, strict=True)]
-        )
-        slice_ids, items = tuple(self.slice_ids), tuple(self.items)
-        return MessagePlan(self.server, slice_ids, items, tuple(self.ranges), rows, nbytes)
-
-
-def plan_messages(keys: Sequence[WorkerKey], limit: int) -> list[MessagePlan]:
-    """Cuts the keys into slices and batches them, in order, into messages of at most `limit` bytes to a server."""
-    boxes: list[_Box] = []
-    open_: dict[int, _Box] = {}
-    for item, key in enumerate(keys):
-        assert key.spec is not None
-        for index, server in enumerate(key.servers):
-            span = key.spec.span(index)
-            box = open_.get(server)
-            if box is None or not box.takes(key.name, span[1], limit):
-                box = open_[server] = _Box(server)
-                boxes.append(box)
-            box.add(key.name, index, item, span)
-    return [box.plan() for box in boxes]
+    def validate(self) -> None:
+        """Raises AssertionError if an invariant of a key is broken."""
+        for key in self.by_name.values():
+            key.window.validate()

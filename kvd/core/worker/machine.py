@@ -1,8 +1,17 @@
-"""The worker: it turns the calls of a program into requests, and their answers into completions.
+"""The machine of a worker or an observer: its parts, and the tables of what each call and each answer goes to.
 
-The way of a call: `_accept` queues it behind earlier calls on its keys, `_start` cuts it into messages when all its
-keys are ready and the window of their rounds is open, the outbox sends them, the answers come back to
-`_transfer_answered`, and when the last is in, the call is completed.
+The way of a push or pull:
+
+1. `WorkerMachine.step` takes the program's call; `CallBook.accept` (calls.py) enters it with its deadline.
+2. `KeyQueue.enter_transfer` (key_queue.py) starts it, or queues it behind earlier calls on its keys, until the keys are
+   known (`KeyDirectory.look_up` in key_directory.py) and their push windows (push_window.py) are open.
+3. `Transfer.start` (transfer.py) gives each item its clock (`begin_pushes`, `begin_pulls`), takes the message plans
+   (`MessagePlans.of` in message_plans.py), and puts the messages into the outbox.
+4. `Outbox.add` (outbox.py) queues them by peer and priority; `Outbox.pump` sends what the credit allows.
+5. `WorkerMachine.step` takes the answer; `Asker.answer` (asking.py) settles the request (`Outbox.settle`), and
+   `NotYetReactions.postponed` (not_yet.py) has it sent again if the server could not take it yet.
+6. `Transfer._answered` copies the values, and after the last answer `_settle` moves the windows on, wakes the calls
+   that queue, and tells `CallBook.complete` and, for a push, `OpenPushes.settle` (open_pushes.py), where flushes wait.
 
 An observer is a worker without a rank: it asks, and takes part in nothing.
 """
@@ -12,81 +21,78 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvd import errors
 from kvd.core import requests
-from kvd.core.machine import (
-    SCHEDULER,
-    Connect,
-    Disconnect,
-    Effect,
-    Event,
-    InvalidFrame,
-    LocalCall,
-    Received,
-    ServerPeer,
-    Span,
-)
-from kvd.core.membership import ACTIVE, DEAD, DONE, LEFT, name_of
+from kvd.core.machine import SCHEDULER, Effect, Event, InvalidFrame, LocalCall, Received
 from kvd.core.session import SchedulerSession
-from kvd.core.worker.calls import Call, WorkerSettings
+from kvd.core.worker.asking import Asker
+from kvd.core.worker.barriers import BarrierCalls
+from kvd.core.worker.calls import WAITING, Call, CallBook
+from kvd.core.worker.clocks import WorkerClocks
+from kvd.core.worker.connections import Connections
+from kvd.core.worker.control import ControlCalls
 from kvd.core.worker.key_directory import KeyDirectory
-from kvd.core.worker.keys import LOST, READY
-from kvd.core.worker.outbox import Entry
-from kvd.core.worker.transfer import Transfers
-from kvd.errors import NodeLost, NotAllowed
-from kvd.protocol.messages import (
-    Attach,
-    Clocks,
-    Departure,
-    Done,
-    Enter,
-    Epoch,
-    ErrorCode,
-    Leave,
-    NodeName,
-    NotYet,
-    NotYetReason,
-    Refused,
-    Staged,
-    StatusQuery,
-    Taken,
-)
-
-MAX_CLOCK_REFUSALS = 400
+from kvd.core.worker.key_queue import KeyQueue, Start
+from kvd.core.worker.keys import KeyTable, WorkerKey
+from kvd.core.worker.message_plans import MessagePlans
+from kvd.core.worker.not_yet import NotYetReactions
+from kvd.core.worker.open_pushes import OpenPushes
+from kvd.core.worker.outbox import Outbox
+from kvd.core.worker.participation import Participation
+from kvd.core.worker.servers import Servers
+from kvd.core.worker.settings import WorkerSettings
+from kvd.core.worker.transfer import Transfer
+from kvd.errors import KvdError
+from kvd.protocol.messages import Epoch, NotYet
 
 __all__ = ["WorkerMachine", "WorkerSettings"]
 
 
-class WorkerMachine(Transfers, KeyDirectory):
-    """The state machine of a worker or an observer: the messages, the view, and the calls that need no key."""
+class WorkerMachine:
+    """The state machine of a worker or an observer."""
 
     def __init__(self, settings: WorkerSettings, session: SchedulerSession) -> None:
-        super().__init__(settings, session)
-        self._ready_servers: set[int] = set()  # incarnations that know us
-        self._generations: dict[str, int] = {}  # of barriers
-        self._start_of: dict[type[Any], Callable[[Call, Any], None]] = {
-            requests.JoinCluster: self._join,
-            requests.TakeBack: self._take_back,
-            requests.Flush: self._flush,
-            requests.Barrier: self._barrier,
-            requests.LeaveRounds: self._leave,
-            requests.Rewind: self._rewind,
-            requests.Control: self._control,
-            requests.SchedulerStatus: self._scheduler_status,
-            requests.InitKeys: self._init_keys,
-            requests.DescribeKey: self._on_keys,
-            requests.Transfer: self._on_keys,
-            requests.ClockOf: self._on_keys,
-            requests.SliceControl: self._on_keys,
+        self.incarnation = session.incarnation
+        self.session = session
+        self.view = view = session.view
+        self._effects: list[Effect] = []  # of the present step
+        emit = self._effects.append
+        self._outbox = outbox = Outbox(settings.credit_bytes, settings.small_push_bytes)
+        self._calls = calls = CallBook(session, outbox, emit)
+        servers, pushes = Servers(view), OpenPushes(calls)
+        self._keys = keys = KeyTable()
+        self._asker = asker = Asker(view, servers, outbox, calls)
+        self._connections = Connections(session, servers, keys, outbox, calls, asker, emit)
+        self._participation = taking_part = Participation(session, outbox, asker, calls)
+        self._control = ControlCalls(calls, pushes, asker, outbox, view, servers, taking_part, emit)
+        self._clocks = WorkerClocks(session, servers, keys, asker, calls, pushes)
+        plans = MessagePlans(view, batches=settings.batches and not taking_part.is_observer)
+        transfer = Transfer(view, servers, plans, taking_part, outbox, asker, calls, pushes, emit, self._wake)
+        directory = KeyDirectory(
+            session, servers, keys, plans, taking_part, asker, calls, self._clocks, self._wake, self._fail_waiting
+        )
+        self._not_yet = NotYetReactions(keys, outbox, asker, self._connections, transfer)
+        starters: dict[type[Any], Start] = {
+            requests.Transfer: transfer.start,
+            requests.DescribeKey: directory.describe,
+            requests.ClockOf: self._clocks.clock_of,
+            requests.SliceControl: self._control.slice_control,
         }
-
-    def _begin(self, call: Call, request: Any) -> None:
-        self._start_of[type(request)](call, request)
-
-    def has_pushed(self, name: str) -> bool:
-        """Whether this incarnation has pushed to the key since it took its clock up, or went back."""
-        key = self._keys.get(name)
-        return key is not None and key.clock != key.taken_up
+        self._queue = queue = KeyQueue(view, servers, keys, calls, pushes, starters, directory.look_up)
+        self._call_table: dict[type[Any], Callable[[Call, Any], None]] = {
+            requests.Transfer: queue.enter_transfer,
+            requests.DescribeKey: queue.enter,
+            requests.ClockOf: queue.enter,
+            requests.SliceControl: queue.enter,
+            requests.InitKeys: directory.init_keys,
+            requests.TakeBack: transfer.take_back,
+            requests.Flush: pushes.flush,
+            requests.Rewind: self._clocks.rewind,
+            requests.Barrier: BarrierCalls(asker, calls).enter,
+            requests.JoinCluster: self._connections.join,
+            requests.LeaveRounds: taking_part.leave,
+            requests.Control: self._control.control,
+            requests.SchedulerStatus: self._control.scheduler_status,
+        }
 
     # ── the machine's interface ──
 
@@ -95,33 +101,35 @@ class WorkerMachine(Transfers, KeyDirectory):
         return self.view.epoch
 
     def step(self, event: Event, now: float) -> list[Effect]:
-        self._out = []
-        self._now = now
+        effects = self._effects
+        if effects:
+            effects.clear()  # a step that raised has left them
         if isinstance(event, Received):
-            self._receive(event)
+            self._receive(event, now)
         elif isinstance(event, LocalCall):
-            self._accept(event)
+            call = self._calls.accept(event)
+            if call.state is WAITING:
+                self._call_table[type(event.request)](call, event.request)
         elif isinstance(event, InvalidFrame) and event.peer == SCHEDULER:
             self.session.invalid_frame(event.text)
-            if self.session.failure is not None:
-                self._fail_everything(self.session.failure)
-        if self._deadlines and self._deadlines[0][0] <= now:
-            self._expire()
+        if self.session.failure is not None:
+            self._fail(self.session.failure)
+        deadlines = self._calls.deadlines
+        if deadlines and deadlines[0][0] <= now:
+            self._calls.expire(now)
+        if self._control.waiting and not self._outbox.unstaged:
+            self._control.all_staged()
         if self.session.is_due(now):
-            self._out.extend(self.session.tick(now))
-        self._out += self._outbox.due(now)
-        self._out += self._outbox.pump(now)
-        effects, self._out = self._out, []  # they refer to memory that others wait for
-        return effects
+            effects += self.session.tick(now)
+        effects += self._outbox.due(now)
+        effects += self._outbox.pump(now)
+        done = effects[:]
+        effects.clear()  # they refer to memory that others wait for
+        return done
 
     def next_deadline(self) -> float | None:
-        soonest = self.session.next_deadline()
-        retry = self._outbox.next_deadline()
-        if retry is not None and (soonest is None or retry < soonest):
-            soonest = retry
-        if self._deadlines and (soonest is None or self._deadlines[0][0] < soonest):
-            soonest = self._deadlines[0][0]
-        return soonest
+        deadlines = (self.session.next_deadline(), self._outbox.next_deadline(), self._calls.next_deadline())
+        return min((at for at in deadlines if at is not None), default=None)
 
     def explain(self, now: float) -> dict[str, object]:
         return {
@@ -130,232 +138,50 @@ class WorkerMachine(Transfers, KeyDirectory):
             "view": list(self.view.epoch),
             "calls_open": len(self._calls),
             "requests_open": len(self._outbox),
-            "clocks": {key.name: key.clock for key in self._keys.values() if key.state == READY},
+            "clocks": self._clocks.explain(),
         }
+
+    def has_pushed(self, name: str) -> bool:
+        """Whether this incarnation has pushed to the key since it took the clock over, or went back."""
+        return self._clocks.has_pushed(name)
+
+    def validate(self) -> None:
+        """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
+        self._keys.validate()
 
     # ── messages ──
 
-    def _receive(self, event: Received) -> None:
-        message = event.message
-        if event.peer == SCHEDULER and self.session.receive(event, self._now):
-            self._view_changed()
+    def _receive(self, event: Received, now: float) -> None:
         if event.peer == SCHEDULER:
-            self._out.extend(self.session.take_effects())
+            if self.session.receive(event, now):
+                self._connections.view_changed()
+                self._participation.view_changed()
+            self._effects += self.session.take_effects()
             if self.session.failure is not None:
-                self._fail_everything(self.session.failure)
                 return
+        message = event.message
         entry = self._outbox.find(getattr(message, "request", 0))
-        if entry is None or entry.peer != event.peer:
+        if entry is None or entry.send.peer != event.peer:
             return
-        if isinstance(message, Staged):
-            self._outbox.staged(entry, self._now)
-            self._check_staged()
-        elif isinstance(message, NotYet):
-            self._not_taken(entry, message)
+        if isinstance(message, NotYet):
+            self._not_yet.postponed(entry, message, now)
         else:
-            entry.answered(entry, event)
+            self._asker.answer(entry, event, now)
 
-    def _not_taken(self, entry: Entry, not_yet: NotYet) -> None:
-        """The other side is not ready for this: once more, soon. A push that never gets its turn is given up."""
-        if not_yet.reason is NotYetReason.NOT_ATTACHED and not isinstance(entry.message, Attach):
-            self._attach(entry.peer)
-        if not_yet.reason is NotYetReason.UNKNOWN_BATCH and entry.plan is not None:
-            self._declare(entry.plan, entry.priority)
-        key = self._keys.get(not_yet.key)
-        is_hopeless = not_yet.reason is NotYetReason.OUT_OF_TURN and key is not None and key.broken is not None
-        if entry.attempts >= MAX_CLOCK_REFUSALS or is_hopeless:
-            given_up = Refused(  # it may still be taken
-                entry.request, ErrorCode.NOT_ALLOWED, not_yet.text, not_yet.key, Taken.PART
-            )
-            event = Received(entry.peer, 0, self.view.epoch, given_up)
-            entry.answered(entry, event)
-        else:
-            self._outbox.again(entry, self._now)
+    def _fail(self, error: KvdError) -> None:
+        """This node cannot go on: every call ends."""
+        self._effects += self.session.take_effects()
+        self._calls.abandon_all(error)
+        self._fall_silent()
 
-    # ── the view ──
+    def _fall_silent(self) -> None:
+        """What this node had still to say, another says in its place."""
+        self._outbox.settle_all()
 
-    def _view_changed(self) -> None:
-        self._gone_servers = [server for server in self.view.servers() if server.state in (DEAD, LEFT)]
-        if not self.session.joined:
-            return
-        for server in self.view.servers():
-            connected = self._servers.get(server.rank)
-            dropped = None if connected == server.incarnation else connected
-            if dropped is not None:
-                self._forget_server(server.rank, dropped)
-            if server.rank not in self._servers and server.state == ACTIVE:
-                self._servers[server.rank] = ServerPeer(server.incarnation)
-                self._out.append(Connect(self._servers[server.rank], server.address))
-                if self._observer:
-                    self._ready_servers.add(server.incarnation)
-                else:
-                    self._attach(server.incarnation)
-            if dropped is not None:
-                self._fail_requests_to(dropped, server.rank)
-            if server.state in (DEAD, LEFT):
-                self._fail_calls_to(server.incarnation, server.rank)
-        member = self.view.by_incarnation(self.incarnation)
-        if member is not None and member.state in (DONE, LEFT):
-            self._left_rounds = True  # the answer to our Leave may be lost
-        elif self._left_rounds and member is not None and member.state == ACTIVE:
-            self._leave_again()
-        self._check_joined()
+    # ── a key lets calls go on, or fails them ──
 
-    def _leave_again(self) -> None:
-        """The scheduler was started without its record, and does not know that this worker has left the rounds."""
-        if not any(isinstance(entry.message, Leave) for entry in self._outbox.entries()):
-            self._ask(None, SCHEDULER, Leave(0, Departure.DONE), lambda entry, event: self._settled(None, entry))
+    def _wake(self, key: WorkerKey) -> None:
+        self._queue.wake(key)
 
-    def _attach(self, server: Any) -> None:
-        if any(entry.peer == server and isinstance(entry.message, Attach) for entry in self._outbox.entries()):
-            return
-
-        def answered(entry: Entry, event: Received) -> None:
-            self._settled(None, entry)
-            if isinstance(event.message, Clocks):
-                self.session.succeeded_the_dead()
-            if isinstance(event.message, Refused) and event.message.error is ErrorCode.REPLACED:
-                self.session.replaced(event.message.text)
-                self._out.extend(self.session.take_effects())
-                if self.session.failure is not None:
-                    self._fail_everything(self.session.failure)
-            if isinstance(event.message, Done | Clocks):
-                self._ready_servers.add(server)
-                self._check_joined()
-
-        self._ask(None, server, Attach(0, max(self.session.rank, 0)), answered)
-
-    def _check_joined(self) -> None:
-        if not self.session.joined or self.view.epoch == (0, 0):
-            return
-        if not self._observer and not self.view.all_servers_active():
-            return
-        if self._observer or all(
-            self._servers.get(server.rank) in self._ready_servers for server in self.view.servers()
-        ):
-            for call in self._joining:
-                self._complete(call, self.session.rank)
-            self._joining = []
-
-    def _forget_server(self, rank: int, incarnation: ServerPeer) -> None:
-        """The server was started anew: what it had is gone."""
-        for key in self._keys.values():
-            if key.state == READY and rank in key.incarnations:
-                key.state = LOST
-        self._ready_servers.discard(incarnation)
-        del self._servers[rank]
-        self._out.append(Disconnect(incarnation))
-
-    def _fail_requests_to(self, incarnation: ServerPeer, rank: int) -> None:
-        """Nobody will answer them, pushes included. What they held up goes to the server's successor."""
-        self._fail_calls_to(incarnation, rank)
-        for entry in self._outbox.entries():
-            if entry.peer == incarnation:
-                refusal = Refused(
-                    entry.request, ErrorCode.NODE_LOST, self._lost_text(rank), nodes=(NodeName("server", rank),)
-                )
-                entry.answered(entry, Received(incarnation, incarnation, self.view.epoch, refusal))
-                self._outbox.settled(entry)
-
-    def _fail_calls_to(self, incarnation: int, rank: int) -> None:
-        """Completes the calls that wait for a dead server. Its pushes stay in the outbox, should it come back."""
-        member = self.view.members.get(("server", rank))
-        last_seen_s = 0.0 if member is None else member.last_seen_s
-        reason = "" if member is None else member.reason
-        for call in list(self._calls.values()):
-            if any(entry.peer == incarnation for entry in call.entries):
-                error = NodeLost(
-                    self._lost_text(rank), node=name_of("server", rank), last_seen_s=last_seen_s, reason=reason
-                )
-                self._abandon(call, error)
-
-    # ── calls that need no key ──
-
-    def _join(self, call: Call, request: requests.JoinCluster) -> None:
-        self._joining.append(call)
-        self._check_joined()
-
-    def _flush(self, call: Call, request: requests.Flush) -> None:
-        call.remaining = len(self._unsettled)
-        for push in self._unsettled:
-            push.flushers.append(call)
-        if not call.remaining:
-            self._complete(call)
-
-    def _barrier(self, call: Call, request: requests.Barrier) -> None:
-        generation = self._generations.get(request.name, 0)
-        if request.passed:
-            self._generations[request.name] = generation + 1
-            self._complete(call)
-            return
-
-        def answered(entry: Entry, event: Received) -> None:
-            self._settled(call, entry)
-            error = self._error_of(event)
-            if error is None or isinstance(error, errors.BarrierBroken):  # else this generation is still open
-                self._generations[request.name] = generation + 1
-            self._complete(call, error=error)
-
-        self._ask(call, SCHEDULER, Enter(0, request.name, generation), answered)
-
-    def _leave(self, call: Call, request: requests.LeaveRounds) -> None:
-        def answered(entry: Entry, event: Received) -> None:
-            self._settled(call, entry)
-            error = self._error_of(event)
-            if error is None:
-                self._left_rounds = True
-                if request.departure is not Departure.DONE:
-                    self.session.close()
-            self._complete(call, error=error)
-
-        if self._observer:
-            self.session.close()
-            self._complete(call)
-        else:
-            self._ask(call, SCHEDULER, Leave(0, request.departure), answered)
-
-    def _take_back(self, call: Call, request: requests.TakeBack) -> None:
-        copies = {id(source): copy for source, copy in request.copies}
-        for earlier in list(self._calls.values()):
-            transfer = earlier.request
-            if isinstance(transfer, requests.Transfer) and any(id(item.source) in copies for item in transfer.items):
-                self._abandon(earlier, self._timeout(earlier))
-        self._outbox.replace_sources(copies)
-        self._complete(call)
-
-    def _rewind(self, call: Call, request: requests.Rewind) -> None:
-        if self._unsettled:
-            text = "rewind while pushes are under way: call flush first"
-            self._complete(call, error=NotAllowed(text))
-            return
-        self._rewound = request.clock
-        for key in self._keys.values():
-            key.clock = min(key.clock, max(request.clock, key.floor))
-            key.taken_up = min(key.taken_up, key.clock)
-            key.broken = None
-        self._complete(call)
-
-    def _scheduler_status(self, call: Call, request: requests.SchedulerStatus) -> None:
-        def answered(entry: Entry, event: Received) -> None:
-            self._settled(call, entry)
-            self._complete(call, (event.payload, event.nbytes), self._error_of(event))
-
-        self._ask(call, SCHEDULER, StatusQuery(0), answered)
-
-    def _control(self, call: Call, request: requests.Control) -> None:
-        if request.staged_first and (self._outbox.unstaged or any(not push.started for push in self._unsettled)):
-            self._waiting_staged.append(call)
-            self._out += self._outbox.ask_staged()
-            return
-        ranks = request.servers
-        if ranks is None:
-            there = (server.rank for server in self.view.servers())
-            ranks = tuple(there) if self._observer else tuple(range(self.view.settings.num_servers))
-        messages = request.messages * len(ranks) if len(request.messages) == 1 else request.messages
-        payload = () if request.payload is None else (Span(request.payload, 0, request.nbytes),)
-        peers = [self._servers.get(rank) for rank in ranks]
-        self._gather(call, list(zip(peers, messages, [payload] * len(peers), strict=True)))
-
-    def validate(self) -> None:
-        """Each push that was settled had been opened."""
-        assert all(key.open_pushes >= 0 for key in self._keys.values()), "a key has fewer than no open pushes"
+    def _fail_waiting(self, key: WorkerKey, error: KvdError) -> bool:
+        return self._queue.fail_waiting(key, error)

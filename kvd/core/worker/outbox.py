@@ -1,79 +1,106 @@
-"""What a worker has asked and is not done with: queues by priority, credit, and retries of the same bytes.
+"""The requests that a worker has sent or will send: peer queues by priority, credit, and retries of the same bytes.
 
-Every other node has a lane. Entries leave a lane by priority, first in first out within one; a push never overtakes an
-earlier push of the same slice. Bytes on their way are bounded by the lane's credit, which a push gives back when the
-server has staged it; small pushes take none, and a server says of them only when asked whether it has them. Whatever is
-not answered in time is sent again: the same message, or, when the server is known to have the bytes, a probe without
-them.
+This is where a gradient waits for credit. Every other node has a queue. Requests leave it by priority, and in the order
+of `add` within one priority; a push never overtakes an earlier push of the same slice. The credit bounds the payload in
+flight to one peer. A push returns its credit when the server has staged it; small pushes take none, and a server
+answers Staged to them only when it is asked with a probe. A request that is not answered in time is sent again: the
+same message, or a probe without the bytes once the server is known to have them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum, auto
 from heapq import heappop, heappush
 from typing import Any
 
-from kvd.core.machine import Buffer, Peer, Received, Send, Span
+from kvd.core.machine import Buffer, Peer, Received, Send
 from kvd.protocol.messages import SMALL_PUSH_BYTES, SliceId
 
 RETRY_FIRST_S = 2.0
 RETRY_LIMIT_S = 15.0
 RETRY_SOON_S = 0.05
 
-QUEUED, SENT, STAGED, SETTLED = range(4)
+
+class EntryState(StrEnum):
+    """How far a request has come."""
+
+    QUEUED = auto()  # waits in its peer's queue, or behind an earlier push of its slices
+    SENT = auto()  # on its way; its payload holds credit
+    STAGED = auto()  # the server has the bytes; the answer is still to come
+    SETTLED = auto()  # answered, or given up
+
+
+ENTRY_TRANSITIONS: dict[EntryState, frozenset[EntryState]] = {
+    EntryState.QUEUED: frozenset({EntryState.SENT, EntryState.SETTLED}),
+    EntryState.SENT: frozenset({EntryState.STAGED, EntryState.SETTLED}),
+    EntryState.STAGED: frozenset({EntryState.SENT, EntryState.SETTLED}),  # SENT: the server has lost the bytes
+    EntryState.SETTLED: frozenset(),
+}
+QUEUED, SENT, STAGED, SETTLED = EntryState  # the hot path compares: one look-up instead of two
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One request on its way."""
+    """One request, from `add` until it is answered.
 
-    peer: Peer
-    message: Any
-    answered: Callable[[Entry, Received], None]
-    payload: tuple[Span, ...] = ()
+    Invariants:
+        It holds credit (`nbytes`) exactly while it is SENT.
+        It is in its peer's queue exactly while it is QUEUED and `blocked` is 0.
+    """
+
+    send: Send  # the same in every retry
+    answered: Callable[[Received], None]  # takes its answer
     nbytes: int = 0  # of the payload: what it takes of the credit
     priority: int = 0
     pushes: tuple[SliceId, ...] = ()  # the slices that it pushes
-    plan: Any = None  # the batch that its message names, for whoever made it
-    is_small: bool = False  # a push without credit, of which no Staged is to be expected
-    state: int = QUEUED
-    order: int = 0
+    plan: Any = None  # the batch that its message names, for the part that made it
+    siblings: set[Entry] | None = None  # the open requests of its call; it is one of them until it is settled
+    request: int = 0  # the number of its message, set by `add`
+    is_small: bool = False  # a push without credit, which no Staged answers unless it is asked for
+    state: EntryState = QUEUED
     blocked: int = 0  # earlier pushes of its slices that are not sent yet
-    followers: list[Entry] = field(default_factory=list)
+    followers: list[Entry] = field(default_factory=list)  # later pushes that this one blocks
     attempts: int = 0
     retry_at: float = 0.0
 
-    @property
-    def request(self) -> int:
-        number: int = self.message.request
-        return number
-
-    @property
-    def is_push(self) -> bool:
-        return bool(self.pushes)
+    def move_to(self, state: EntryState) -> None:
+        """Changes the state, as ENTRY_TRANSITIONS allows."""
+        if state not in ENTRY_TRANSITIONS[self.state]:
+            raise RuntimeError(f"a request cannot become {state} when it is {self.state}: this is a bug in kvd")
+        self.state = state
 
 
 @dataclass(slots=True)
-class _Lane:
+class _PeerQueue:
+    """What waits for one peer, and how much of its credit is taken."""
+
     credit: int
     in_flight: int = 0
-    ready: list[tuple[int, int, Entry]] = field(default_factory=list)
+    ready: list[tuple[int, int, Entry]] = field(default_factory=list)  # a heap by priority and number
 
 
 class Outbox:
-    """All lanes of a worker. `credit_bytes` bounds the payload on its way to one server, but for small pushes."""
+    """The queues to all peers.
+
+    Args:
+        credit_bytes: bounds the payload in flight to one peer. A payload that is larger goes alone.
+        small_push_bytes: pushes of up to this many bytes take no credit.
+
+    Attributes:
+        unstaged: the pushes whose bytes may not have arrived.
+    """
 
     def __init__(self, credit_bytes: int, small_push_bytes: int = SMALL_PUSH_BYTES) -> None:
+        self.unstaged = 0
         self._credit_bytes = credit_bytes
         self._small_push_bytes = small_push_bytes
-        self.asks_staged = False  # somebody waits until all pushes are staged
-        self._lanes: dict[Peer, _Lane] = {}
+        self._asks_staged = False  # a call waits until all pushes are staged
+        self._queues: dict[Peer, _PeerQueue] = {}
         self._entries: dict[int, Entry] = {}
         self._tails: dict[SliceId, Entry] = {}  # the last unsent push of a slice
-        self._retries: list[tuple[float, int]] = []
-        self._order = 0
-        self.unstaged = 0  # pushes whose bytes may not have arrived
+        self._retries: list[tuple[float, int]] = []  # a heap of times and requests
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -85,101 +112,117 @@ class Outbox:
         return self._entries.get(request)
 
     def add(self, entry: Entry) -> None:
-        """Puts the entry into its lane; a push behind the earlier pushes of its slices."""
-        self._order += 1
-        entry.order = self._order
-        self._entries[entry.request] = entry
+        """Queues a request; a push behind the earlier pushes of its slices. Requests are numbered in this order."""
+        message: Any = entry.send.message
+        request: int = message.request
+        entry.request = request
+        self._entries[request] = entry
+        if entry.siblings is not None:
+            entry.siblings.add(entry)
         if entry.pushes:
             self.unstaged += 1
             if entry.nbytes <= self._small_push_bytes:
                 entry.is_small, entry.nbytes = True, 0
-            for place in entry.pushes:
-                earlier = self._tails.get(place)
+            for slice_id in entry.pushes:
+                earlier = self._tails.get(slice_id)
                 if earlier is not None:
                     earlier.followers.append(entry)
                     entry.blocked += 1
-                self._tails[place] = entry
+                self._tails[slice_id] = entry
         if entry.blocked == 0:
             self._make_ready(entry)
 
     def pump(self, now: float) -> list[Send]:
         """The sends that the credit allows now."""
         sends = []
-        for lane in self._lanes.values():
-            while lane.ready:
-                entry = lane.ready[0][2]
-                queued = entry.state == QUEUED
-                if queued and lane.in_flight and lane.in_flight + entry.nbytes > lane.credit:
+        for queue in self._queues.values():
+            while queue.ready:
+                entry = queue.ready[0][2]
+                queued = entry.state is QUEUED
+                if queued and queue.in_flight and queue.in_flight + entry.nbytes > queue.credit:
                     break
-                heappop(lane.ready)  # before it is sent: that may put its followers in front of it
+                heappop(queue.ready)  # before it is sent: that may put its followers in front of it
                 if queued:
-                    lane.in_flight += entry.nbytes
+                    queue.in_flight += entry.nbytes
                     sends.append(self._sent(entry, now))
-                    if self.asks_staged and entry.is_small:
+                    if self._asks_staged and entry.is_small:
                         sends.append(_probe(entry))
         return sends
 
     def ask_staged(self) -> list[Send]:
-        """Probes of the small pushes that are on their way; from now on each gets one, until `asks_staged` is unset."""
-        self.asks_staged = True
-        return [_probe(entry) for entry in self._entries.values() if entry.is_small and entry.state == SENT]
+        """Probes for the small pushes in flight. From now on each small push gets one, until `stop_asking_staged`."""
+        self._asks_staged = True
+        return [_probe(entry) for entry in self._entries.values() if entry.is_small and entry.state is SENT]
 
-    def staged(self, entry: Entry, now: float) -> None:
+    def stop_asking_staged(self) -> None:
+        self._asks_staged = False
+
+    def mark_staged(self, entry: Entry, now: float) -> None:
         """The server has the bytes: the credit comes back, and from now on a probe is enough."""
-        if entry.state == SENT:
+        if entry.state is SENT:
             self._return_credit(entry)
-            entry.state = STAGED
+            entry.move_to(STAGED)
             entry.attempts = 0
             self._retry_at(entry, now + RETRY_FIRST_S)
 
-    def settled(self, entry: Entry) -> None:
-        """The entry is answered for good, or given up."""
-        if entry.state == QUEUED:
+    def settle(self, entry: Entry) -> None:
+        """The request is answered, or given up. Nothing happens if it was before."""
+        if entry.state is SETTLED:
+            return
+        if entry.state is QUEUED:
             self._leave_queue(entry)
-            if entry.is_push:
+            if entry.pushes:
                 self.unstaged -= 1
-        elif entry.state == SENT:
+        elif entry.state is SENT:
             self._return_credit(entry)
-        entry.state = SETTLED
+        entry.move_to(SETTLED)
         self._entries.pop(entry.request, None)
+        if entry.siblings is not None:
+            entry.siblings.discard(entry)
 
-    def again(self, entry: Entry, now: float) -> None:
-        """The server did not take it: send the whole soon."""
-        if entry.state == STAGED:
-            entry.state = SENT
-            self._lanes[entry.peer].in_flight += entry.nbytes
-            self.unstaged += entry.is_push
+    def settle_all(self) -> None:
+        """Gives everything up: this node sends nothing more."""
+        for entry in self.entries():
+            self.settle(entry)
+
+    def retry_soon(self, entry: Entry, now: float) -> None:
+        """The peer did not take the request: the whole message goes again soon."""
+        if entry.state is STAGED:
+            entry.move_to(SENT)
+            self._queues[entry.send.peer].in_flight += entry.nbytes
+            if entry.pushes:
+                self.unstaged += 1
         entry.attempts += 1
         self._retry_at(entry, now + RETRY_SOON_S * min(entry.attempts, 20))
 
     def due(self, now: float) -> list[Send]:
-        """The sends that are due again."""
+        """The retries that are due."""
         sends = []
         while self._retries and self._retries[0][0] <= now:
             at, request = heappop(self._retries)
             entry = self._entries.get(request)
-            if entry is None or entry.retry_at != at or entry.state == QUEUED:
+            if entry is None or entry.retry_at != at or entry.state is QUEUED:
                 continue
             entry.attempts += 1
             self._retry_at(entry, now + min(RETRY_FIRST_S * 2 ** min(entry.attempts, 8), RETRY_LIMIT_S))
-            if entry.state == STAGED and entry.is_push:
+            if entry.state is STAGED and entry.pushes:
                 sends.append(_probe(entry))
             else:
-                sends.append(Send(entry.peer, entry.message, entry.payload))
-                if self.asks_staged and entry.is_small:
+                sends.append(entry.send)
+                if self._asks_staged and entry.is_small:
                     sends.append(_probe(entry))
         return sends
 
     def replace_sources(self, copies: Mapping[int, Buffer]) -> None:
-        """Sends from a copy from now on what lay in the buffer with this `id`."""
+        """From now on what lay in the buffer with this `id` is sent from its copy."""
         for entry in self._entries.values():
-            if any(id(span.buffer) in copies for span in entry.payload):
-                entry.payload = tuple(
-                    [span._replace(buffer=copies.get(id(span.buffer), span.buffer)) for span in entry.payload]
-                )
+            payload = entry.send.payload
+            if any(id(span.buffer) in copies for span in payload):
+                spans = [span._replace(buffer=copies.get(id(span.buffer), span.buffer)) for span in payload]
+                entry.send = entry.send._replace(payload=tuple(spans))
 
     def next_deadline(self) -> float | None:
-        """When a retry is due, at the earliest."""
+        """When the next retry is due."""
         while self._retries:
             at, request = self._retries[0]
             entry = self._entries.get(request)
@@ -188,35 +231,35 @@ class Outbox:
             heappop(self._retries)
         return None
 
-    # ── the ways of an entry ──
+    # ── the steps of one request ──
 
     def _make_ready(self, entry: Entry) -> None:
-        lane = self._lanes.get(entry.peer)
-        if lane is None:
-            lane = self._lanes[entry.peer] = _Lane(self._credit_bytes)
-        heappush(lane.ready, (-entry.priority, entry.order, entry))
+        queue = self._queues.get(entry.send.peer)
+        if queue is None:
+            queue = self._queues[entry.send.peer] = _PeerQueue(self._credit_bytes)
+        heappush(queue.ready, (-entry.priority, entry.request, entry))
 
     def _sent(self, entry: Entry, now: float) -> Send:
-        entry.state = SENT
+        entry.move_to(SENT)
         self._leave_queue(entry)
         self._retry_at(entry, now + RETRY_FIRST_S)
-        return Send(entry.peer, entry.message, entry.payload)
+        return entry.send
 
     def _leave_queue(self, entry: Entry) -> None:
         """Lets the later pushes of its slices go."""
-        if entry.pushes:
-            for place in entry.pushes:
-                if self._tails.get(place) is entry:
-                    del self._tails[place]
-        for follower in entry.followers:
-            follower.blocked -= 1
-            if follower.blocked == 0 and follower.state == QUEUED:
-                self._make_ready(follower)
-        entry.followers = []
+        for slice_id in entry.pushes:
+            if self._tails.get(slice_id) is entry:
+                del self._tails[slice_id]
+        if entry.followers:
+            for follower in entry.followers:
+                follower.blocked -= 1
+                if follower.blocked == 0 and follower.state is QUEUED:
+                    self._make_ready(follower)
+            entry.followers = []
 
     def _return_credit(self, entry: Entry) -> None:
-        self._lanes[entry.peer].in_flight -= entry.nbytes
-        if entry.is_push:
+        self._queues[entry.send.peer].in_flight -= entry.nbytes
+        if entry.pushes:
             self.unstaged -= 1
 
     def _retry_at(self, entry: Entry, at: float) -> None:
@@ -226,4 +269,5 @@ class Outbox:
 
 def _probe(entry: Entry) -> Send:
     """Asks what became of a push, without its bytes."""
-    return Send(entry.peer, replace(entry.message, probe=True))
+    message: Any = entry.send.message
+    return Send(entry.send.peer, replace(message, probe=True))

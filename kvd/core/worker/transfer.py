@@ -1,19 +1,31 @@
-"""Pushes and pulls: a call becomes messages, one per full slice, many small ones together; answers become copies."""
+"""Pushes and pulls: a call gets its clocks, goes out as messages, and its answers become copies and a result."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from kvd import errors
 from kvd.core import requests
-from kvd.core.machine import Copy, Received, Span
-from kvd.core.session import SchedulerSession
-from kvd.core.worker.calls import Call, WorkerSettings
-from kvd.core.worker.key_queue import KeyQueue
-from kvd.core.worker.keys import MessagePlan, WorkerKey, plan_messages
-from kvd.core.worker.outbox import Entry
-from kvd.errors import KvdError, NodeLost, NotAllowed
+from kvd.core.machine import Copy, Effect, Received, Send, Span
+from kvd.core.membership import ViewState
+from kvd.core.worker.asking import Asker, is_of_dead_worker
+from kvd.core.worker.calls import COMPLETED, Call, CallBook
+from kvd.core.worker.keys import WorkerKey
+from kvd.core.worker.message_plans import MessagePlan, MessagePlans
+from kvd.core.worker.open_pushes import OpenPushes
+from kvd.core.worker.outbox import Entry, Outbox
+from kvd.core.worker.participation import Participation
+from kvd.core.worker.push_window import (
+    PushWindow,
+    begin_pulls,
+    begin_pushes,
+    end_pulls,
+    mark_failing,
+    settle_pushes,
+)
+from kvd.core.worker.servers import Servers
+from kvd.errors import DtypeMismatch, KvdError, NotAllowed, ProtocolError, ShapeMismatch
 from kvd.protocol.messages import (
     ABSENT,
     ANY_CLOCK,
@@ -29,113 +41,143 @@ from kvd.protocol.messages import (
     Values,
 )
 
-MAX_PLANS = 256
+
+@dataclass(slots=True, eq=False)
+class TransferProgress:
+    """How far a push or pull has come; it outlives the deadline of its call.
+
+    Invariants:
+        While remaining > 0, each window has an open push for it if it pushes.
+        While pulling is not empty, each window has its clock in `pulling`.
+        error is set once a message was refused.
+    """
+
+    call: Call
+    transfer: requests.Transfer
+    windows: list[PushWindow]  # of the call's keys
+    versions: list[requests.Versions | None]  # pulled so far, one per item
+    remaining: int  # messages that are not answered
+    pulling: Sequence[int] = ()  # the clocks that hold rounds back, one per window; empty once they are released
+    is_untaken: bool = True  # so far no server has taken any of it
+    error: KvdError | None = None  # the first
 
 
-class Transfers(KeyQueue):
-    """The data side of a worker."""
+class Transfer:
+    """The data side of a worker.
 
-    def __init__(self, settings: WorkerSettings, session: SchedulerSession) -> None:
-        super().__init__(settings, session)
-        self._last_batch = 0
+    Args:
+        emit: takes effects, in their order.
+        wake: a key lets more calls start.
+    """
 
-    def _transfer_error(self, call: Call, transfer: requests.Transfer) -> KvdError | None:
-        if transfer.push and self._observer:
-            return NotAllowed("an observer does not push: join as a worker")
-        if transfer.push and self._left_rounds:
-            return NotAllowed("this worker has left the rounds (join or close): it pushes no more")
-        if transfer.push and len(set(call.keys)) < len(call.keys):
-            names = [key.name for key in call.keys]
-            twice = next(name for name in names if names.count(name) > 1)
-            return NotAllowed(f"key {twice!r} is pushed twice in one call: add the values first", key=twice)
-        for key, item in zip(call.keys, transfer.items, strict=True):
-            spec = item.spec
-            if spec is None or spec is key.fits:
-                continue
-            assert key.spec is not None
-            try:
-                key.spec.check_same(spec, key.name)
-            except (errors.ShapeMismatch, errors.DtypeMismatch) as error:
-                return error
-            key.fits = spec
-        return None
+    def __init__(
+        self,
+        view: ViewState,
+        servers: Servers,
+        plans: MessagePlans,
+        participation: Participation,
+        outbox: Outbox,
+        asker: Asker,
+        calls: CallBook,
+        pushes: OpenPushes,
+        emit: Callable[[Effect], None],
+        wake: Callable[[WorkerKey], None],
+    ) -> None:
+        self._view = view
+        self._servers = servers
+        self._plans = plans
+        self._participation = participation
+        self._outbox = outbox
+        self._asker = asker
+        self._calls = calls
+        self._pushes = pushes
+        self._emit = emit
+        self._wake = wake
 
-    def _transfer(self, call: Call, transfer: requests.Transfer) -> None:
-        """Gives every item its clock, and puts the messages of the call into the outbox."""
-        call.result = [None] * len(transfer.items)
-        newest = self._observer or self._left_rounds or transfer.any_version
-        exact = transfer.pull and self.view.settings.mode != "async"
+    # ── messages out ──
+
+    def start(self, call: Call, transfer: requests.Transfer) -> KvdError | None:
+        """Gives every item its clock, and puts the messages of the call into the outbox; or says why it cannot."""
+        error = self._error(call, transfer)
+        if error is not None:
+            return error
+        call.start()
+        windows = [key.window for key in call.keys]
+        plans = self._plans.of(call.keys)
+        progress = TransferProgress(call, transfer, windows, [None] * len(windows), len(plans))
+        takes_newest = transfer.any_version or not self._participation.in_rounds
+        clocks: Sequence[int]
         if transfer.push:
-            for key in call.keys:
-                key.clock += 1
-                key.open_pushes += 1
-        if transfer.push or not newest:
-            clocks = [key.clock for key in call.keys]
-            if exact:
-                call.pulls = list(zip(call.keys, clocks, strict=True))
-                for key, clock in call.pulls:
-                    key.pulling.append(clock)
+            clocks = begin_pushes(windows)
+        elif takes_newest:
+            clocks = [ANY_CLOCK] * len(windows)
         else:
-            clocks = [ANY_CLOCK] * len(call.keys)
-        plans = self._plans_of(call.keys)
-        call.remaining = call.messages = len(plans)
-        call.unsettled = len(plans) if transfer.push else 0
+            clocks = [window.clock for window in windows]
+        if transfer.pull and self._view.settings.mode != "async" and (transfer.push or not takes_newest):
+            begin_pulls(windows)
+            progress.pulling = clocks
+            if not transfer.push:
+                call.hold(partial(self._release, progress))
         shared = clocks[0] if clocks and clocks.count(clocks[0]) == len(clocks) else None
         for plan in plans:
-            if shared is None or not self._is_batch(plan, transfer):
-                self._send_parts(call, transfer, plan, clocks)
+            if shared is None or not self._plans.use(plan, is_push=transfer.push):
+                self._send_parts(progress, plan, clocks)
             else:
-                self._send_batch(call, transfer, plan, shared)
+                self._send_batch(progress, plan, shared)
         if not plans:
-            self._complete(call, call.result)
+            self._settle(progress)
+        return None
 
-    def _plans_of(self, keys: list[WorkerKey]) -> list[MessagePlan]:
-        """How a call on these keys is cut: worked out once, and kept for the next call on the same keys."""
-        names = tuple(keys)
-        plans = self._plans.get(names)
-        if plans is None:
-            if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
-            plans = self._plans[names] = plan_messages(keys, self.view.settings.slice_bytes)
-        return plans
+    def _error(self, call: Call, transfer: requests.Transfer) -> KvdError | None:
+        if transfer.push:
+            if not self._participation.in_rounds:
+                return self._participation.push_error()
+            if len(set(call.keys)) < len(call.keys):
+                names = [key.name for key in call.keys]
+                twice = next(name for name in names if names.count(name) > 1)
+                return NotAllowed(f"key {twice!r} is pushed twice in one call: add the values first", key=twice)
+        for key, item in zip(call.keys, transfer.items, strict=True):
+            if item.spec is None or item.spec is key.checked_spec:
+                continue
+            try:
+                key.check_value(item.spec)
+            except (ShapeMismatch, DtypeMismatch) as error:
+                return error
+        return None
 
-    def _is_batch(self, plan: MessagePlan, transfer: requests.Transfer) -> bool:
-        """Whether the plan goes as a batch: at its second use, or at once if it is a push of many slices, which the
-        server can treat as one as long as they have come equally far."""
-        plan.uses += 1
-        return self._batches and (plan.uses > 1 or (transfer.push and len(plan.slice_ids) > 1))
-
-    def _send_parts(self, call: Call, transfer: requests.Transfer, plan: MessagePlan, clocks: list[int]) -> None:
+    def _send_parts(self, progress: TransferProgress, plan: MessagePlan, clocks: Sequence[int]) -> None:
+        transfer = progress.transfer
         parts = tuple(
             [Part(key, index, clocks[item]) for (key, index), item in zip(plan.slice_ids, plan.items, strict=True)]
         )
+        number = self._asker.number()
         if transfer.push:
-            self._put(call, transfer, plan, Push(self._number(), parts, transfer.how, transfer.samples, transfer.pull))
+            self._send(progress, plan, Push(number, parts, transfer.how, transfer.samples, transfer.pull))
         else:
-            self._put(call, transfer, plan, Pull(self._number(), parts))
+            self._send(progress, plan, Pull(number, parts))
 
-    def _send_batch(self, call: Call, transfer: requests.Transfer, plan: MessagePlan, clock: int) -> None:
-        if plan.declared_to != self._servers.get(plan.server):
-            self._declare(plan, transfer.priority)
+    def _send_batch(self, progress: TransferProgress, plan: MessagePlan, clock: int) -> None:
+        transfer = progress.transfer
+        if plan.declared_to != self._servers.peer_of(plan.server):
+            self.declare(plan, transfer.priority)
+        number = self._asker.number()
         if transfer.push:
-            message = PushBatch(self._number(), plan.batch, clock, transfer.how, transfer.samples, transfer.pull)
-            self._put(call, transfer, plan, message)
+            message = PushBatch(number, plan.batch, clock, transfer.how, transfer.samples, transfer.pull)
+            self._send(progress, plan, message)
         else:
-            self._put(call, transfer, plan, PullBatch(self._number(), plan.batch, clock))
+            self._send(progress, plan, PullBatch(number, plan.batch, clock))
 
-    def _declare(self, plan: MessagePlan, priority: int) -> None:
+    def declare(self, plan: MessagePlan, priority: int) -> None:
         """Tells the server what is in the batch, ahead of the message that names it."""
-        server: Any = self._servers.get(plan.server)
-        if plan.batch == 0:
-            self._last_batch += 1
-            plan.batch = self._last_batch
-        plan.declared_to = server or 0
-        message = DeclareBatch(self._number(), plan.batch, plan.slice_ids)
-        self._post(None, Entry(server, message, lambda entry, event: self._settled(None, entry), priority=priority))
+        server = self._servers.peer_of(plan.server)
+        batch = self._plans.declare(plan, server)
+        message = DeclareBatch(self._asker.number(), batch, plan.slice_ids)
+        self._outbox.add(Entry(Send(server, message), lambda event: None, priority=priority))
 
-    def _put(
-        self, call: Call, transfer: requests.Transfer, plan: MessagePlan, message: Push | Pull | PushBatch | PullBatch
+    def _send(
+        self, progress: TransferProgress, plan: MessagePlan, message: Push | Pull | PushBatch | PullBatch
     ) -> None:
+        transfer = progress.transfer
         payload: tuple[Span, ...] = ()
         if transfer.push and transfer.how != ABSENT:
             items = transfer.items
@@ -145,112 +187,109 @@ class Transfers(KeyQueue):
                     for item, (offset, nbytes) in zip(plan.items, plan.ranges, strict=True)
                 ]
             )
-        server: Any = self._servers.get(plan.server)
-        self._post(
-            call,
+        self._outbox.add(
             Entry(
-                server,
-                message,
-                partial(self._transfer_answered, call, transfer, plan),
-                payload,
+                Send(self._servers.peer_of(plan.server), message, payload),
+                partial(self._answered, progress, plan),
                 plan.nbytes if payload else 0,
                 transfer.priority,
                 plan.slice_ids if transfer.push else (),
                 plan,
-            ),
+                progress.call.entries,
+            )
         )
 
-    def _transfer_answered(
-        self, call: Call, transfer: requests.Transfer, plan: MessagePlan, entry: Entry, event: Received
-    ) -> None:
+    # ── answers in ──
+
+    def _answered(self, progress: TransferProgress, plan: MessagePlan, event: Received) -> None:
         """An answer to one message of a transfer."""
-        message = event.message
+        message, transfer, call = event.message, progress.transfer, progress.call
         error: KvdError | None = None
         if (
             isinstance(message, Values)
             and event.nbytes == plan.nbytes
             and len(message.versions) in (1, len(plan.slice_ids))
         ):
-            self._copy_values(call, transfer, plan, message, event)
+            self._copy_values(progress, plan, message, event)
         elif isinstance(message, Refused):
-            error = self._error_of(event)
-            if isinstance(error, NodeLost) and transfer.push and message.nodes and message.nodes[0].role == "worker":
-                self._lost_a_fellow(call, entry, error)
+            error = self._asker.error_of(event)
+            if transfer.push and is_of_dead_worker(message):  # the push is kept, and is answered later
+                self._calls.complete(call, error=error)
                 return
-            call.is_taken_in_part |= message.taken is not Taken.NOTHING
+            if message.taken is not Taken.NOTHING:
+                progress.is_untaken = False
         elif not isinstance(message, Done) or transfer.pull:
-            error = errors.ProtocolError(f"the server answered with a {type(message).__name__} that does not fit")
-        self._settled(call, entry)
-        call.remaining -= 1
-        if error is not None:
-            call.error = call.error or error
-            call.refused += 1
-            if transfer.push and call.refused == 1:
-                for key in call.keys:
-                    key.failing_pushes += 1
-        if transfer.push:
-            call.unsettled -= 1
-            self._check_staged()
-        if call.remaining == 0:
-            self._release_pulls(call)
+            error = ProtocolError(f"the server answered with a {type(message).__name__} that does not fit")
+        progress.remaining -= 1
+        if error is None:
+            progress.is_untaken = False
+        elif progress.error is None:
+            progress.error = error
             if transfer.push:
-                self._push_settled(call)
-            self._complete(call, call.result, call.error)
+                mark_failing(progress.windows)
+        if progress.remaining == 0:
+            self._settle(progress)
         elif error is not None:
-            self._complete(call, error=error)
-        if transfer.push:
-            self._check_unsettled(call)
+            self._calls.complete(call, error=error)
 
-    def _lost_a_fellow(self, call: Call, entry: Entry, error: NodeLost) -> None:
-        """A worker of the round is dead. The push stays staged: it may come back. Only the waiting ends."""
-        self._outbox.staged(entry, self._now)
-        self._complete(call, error=error)
-        self._check_staged()
-
-    def _copy_values(
-        self, call: Call, transfer: requests.Transfer, plan: MessagePlan, values: Values, event: Received
-    ) -> None:
-        """Copies what was pulled to where the call wants it. After the deadline the memory is the program's again."""
-        result = call.result
+    def _copy_values(self, progress: TransferProgress, plan: MessagePlan, values: Values, event: Received) -> None:
+        """Notes the versions, and copies the values to where the call wants them. Once the call is completed, that
+        memory is the program's again."""
+        seen = progress.versions
         if len(values.versions) == 1:
             version = values.versions[0]
-            seen_now = requests.Versions(version, version)
+            only = requests.Versions(version, version)
             for item in plan.items:
-                seen = result[item]
-                if seen is None:
-                    result[item] = seen_now
-                elif seen != seen_now:
-                    result[item] = requests.Versions(min(seen.oldest, version), max(seen.newest, version))
+                before = seen[item]
+                if before is None:
+                    seen[item] = only
+                elif before != only:
+                    seen[item] = requests.Versions(min(before.oldest, version), max(before.newest, version))
         else:
             for item, version in zip(plan.items, values.versions, strict=True):
-                oldest, newest = result[item] or (version, version)
-                result[item] = requests.Versions(min(oldest, version), max(newest, version))
-        if not call.completed:
-            items = transfer.items
+                oldest, newest = seen[item] or (version, version)
+                seen[item] = requests.Versions(min(oldest, version), max(newest, version))
+        if progress.call.state is not COMPLETED:
+            items = progress.transfer.items
             targets = tuple([items[item].target for item in plan.items])
-            self._out.append(Copy(event.payload, targets, plan.rows))
+            self._emit(Copy(event.payload, targets, plan.rows))
 
-    def _release_pulls(self, call: Call) -> None:
-        """What the call pulled is here, or not wanted any more: the rounds may go on."""
-        released, call.pulls = call.pulls, []
-        for key, clock in released:
-            key.pulling.remove(clock)
-        if not call.pushes:
-            for key, _ in released:
-                self._out_of_queue(key)
+    # ── the end of a transfer ──
 
-    def _push_settled(self, call: Call) -> None:
-        """All messages of a push are answered: the window moves on. A push that nobody took gives its clock back."""
-        assert isinstance(call.request, requests.Transfer)
-        nobody_took_it = call.refused == call.messages and not call.is_taken_in_part
-        for key in call.keys:
-            key.open_pushes -= 1
-            if call.refused:
-                key.failing_pushes -= 1
-                if nobody_took_it and key.open_pushes == 0:
-                    key.clock -= 1
-                else:
-                    key.broken = call.error
+    def _settle(self, progress: TransferProgress) -> None:
+        """All messages are answered: the windows move on, the keys' next calls start, and the call is completed.
+
+        A push that no server took gives its clock back.
+        """
+        call = progress.call
+        if progress.pulling:
+            end_pulls(progress.windows, progress.pulling)
+            progress.pulling = ()
+            call.let_go()  # no cycle stays behind that keeps the program's memory
+        if call.is_push:
+            settle_pushes(progress.windows, progress.error, progress.is_untaken)
         for key in call.keys:
             if key.queue:
-                self._out_of_queue(key)
+                self._wake(key)
+        self._calls.complete(call, progress.versions, progress.error)
+        if call.is_push:
+            self._pushes.settle(call)
+
+    def _release(self, progress: TransferProgress, call: Call) -> None:
+        """Nobody waits for the pull any more: the rounds that it held back go on."""
+        end_pulls(progress.windows, progress.pulling)
+        progress.pulling = ()
+        for key in call.keys:
+            self._wake(key)
+
+    # ── the program's memory ──
+
+    def take_back(self, call: Call, request: requests.TakeBack) -> None:
+        """Ends the transfers of these sources, and sends what is left of them from the copies."""
+        copies = {id(source): copy for source, copy in request.copies}
+        for earlier in self._calls.open_calls():
+            transfer = earlier.request
+            if isinstance(transfer, requests.Transfer) and any(id(item.source) in copies for item in transfer.items):
+                self._calls.time_out(earlier)
+        self._outbox.replace_sources(copies)
+        self._calls.complete(call)

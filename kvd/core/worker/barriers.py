@@ -1,0 +1,35 @@
+"""Barriers as a worker sees them: which generation of each name it enters next."""
+
+from __future__ import annotations
+
+from kvd.core import requests
+from kvd.core.machine import SCHEDULER, Received
+from kvd.core.worker.asking import Asker
+from kvd.core.worker.calls import Call, CallBook
+from kvd.errors import BarrierBroken
+from kvd.protocol.messages import Enter
+
+
+class BarrierCalls:
+    """A barrier that timed out is entered again at the same generation: the others may still wait there."""
+
+    def __init__(self, asker: Asker, calls: CallBook) -> None:
+        self._asker = asker
+        self._calls = calls
+        self._generations: dict[str, int] = {}  # by name: the one to enter next
+
+    def enter(self, call: Call, request: requests.Barrier) -> None:
+        """Completes the call when all workers are at the barrier, or it is broken."""
+        generation = self._generations.get(request.name, 0)
+        if request.passed:
+            self._generations[request.name] = generation + 1
+            self._calls.complete(call)
+            return
+
+        def answered(event: Received) -> None:
+            error = self._asker.error_of(event)
+            if error is None or isinstance(error, BarrierBroken):  # otherwise this generation is still open
+                self._generations[request.name] = generation + 1
+            self._calls.complete(call, error=error)
+
+        self._asker.ask(call, SCHEDULER, Enter(0, request.name, generation), answered)

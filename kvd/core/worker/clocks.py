@@ -1,0 +1,97 @@
+"""Where the clocks of this worker stand when they do not just count up: after a predecessor, and after `rewind`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvd.core import requests
+from kvd.core.machine import Received
+from kvd.core.membership import DONE, LEFT
+from kvd.core.session import SchedulerSession
+from kvd.core.worker.asking import Asker
+from kvd.core.worker.calls import Call, CallBook
+from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
+from kvd.core.worker.open_pushes import OpenPushes
+from kvd.core.worker.servers import Servers
+from kvd.errors import KvdError, NotAllowed
+from kvd.protocol.messages import Activate, ClockQuery, Clocks
+
+
+class WorkerClocks:
+    """Takes over the clocks of a predecessor with the same rank, and goes back to earlier ones."""
+
+    def __init__(
+        self,
+        session: SchedulerSession,
+        servers: Servers,
+        keys: KeyTable,
+        asker: Asker,
+        calls: CallBook,
+        pushes: OpenPushes,
+    ) -> None:
+        self._session = session
+        self._servers = servers
+        self._keys = keys
+        self._asker = asker
+        self._calls = calls
+        self._pushes = pushes
+        self._rewound: int | None = None  # the clock that `rewind` named, for keys that are found later
+
+    def take_over(self, key: WorkerKey, then: Callable[[KvdError | None], None]) -> None:
+        """Asks the servers of the key where the predecessor stood. `then` gets the error if one refuses."""
+
+        def answered(answers: list[Received], error: KvdError | None) -> None:
+            if error is not None:
+                then(error)
+                return
+            clocks = [event.message for event in answers if isinstance(event.message, Clocks)]
+            self._go_on_from(key, clocks, then)
+
+        questions = [(self._servers.peer_of(rank), ClockQuery(0, key.name), ()) for rank in sorted(key.incarnations)]
+        self._asker.ask_all(None, questions, answered)
+
+    def _go_on_from(self, key: WorkerKey, clocks: list[Clocks], then: Callable[[KvdError | None], None]) -> None:
+        """After a death: from the clock that all slices have counted, since the step is redone. After a departure:
+        from the newest clock of all, and the servers are told that this rank counts again from there on."""
+        if key.state is KeyState.READY:  # it was asked for twice at once, and has its clock
+            then(None)
+            return
+        if self._session.predecessor not in (LEFT, DONE):
+            lowest = min(entry.lowest for entry in clocks)
+            key.window.start_at(lowest if self._rewound is None else min(lowest, self._rewound))
+            then(None)
+            return
+        key.window.start_at(max(entry.highest for entry in clocks))
+
+        def activated(answers: list[Received], error: KvdError | None) -> None:
+            if error is None:
+                key.window.resume()
+            then(error)
+
+        message = Activate(0, key.name, key.window.clock)
+        questions = [(self._servers.peer_of(rank), message, ()) for rank in sorted(key.incarnations)]
+        self._asker.ask_all(None, questions, activated)
+
+    def rewind(self, call: Call, request: requests.Rewind) -> None:
+        """Sets back the clocks of the keys that are known, and of those that are found later."""
+        if self._pushes:
+            self._calls.complete(call, error=NotAllowed("rewind while pushes are under way: call flush first"))
+            return
+        self._rewound = request.clock
+        for key in self._keys.by_name.values():
+            key.window.rewind(request.clock)
+        self._calls.complete(call)
+
+    def clock_of(self, call: Call, request: requests.ClockOf) -> None:
+        """Completes the call with the clock of its key."""
+        (key,) = call.keys
+        self._calls.complete(call, key.window.clock)
+
+    def has_pushed(self, name: str) -> bool:
+        """Whether this incarnation has pushed to the key since it took the clock over, or went back."""
+        key = self._keys.by_name.get(name)
+        return key is not None and key.window.has_pushed
+
+    def explain(self) -> dict[str, int]:
+        """The clocks of the keys that are ready."""
+        return {key.name: key.window.clock for key in self._keys.by_name.values() if key.state is KeyState.READY}

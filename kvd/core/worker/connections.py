@@ -1,0 +1,126 @@
+"""The connections to the servers: made when the view names them, given up when a server was restarted.
+
+A server takes the pushes of a worker only after the worker's Attach. A node has joined when all servers know it; an
+observer, which attaches to none, as soon as it has a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvd.core import requests
+from kvd.core.machine import Connect, Disconnect, Effect, Received, ServerPeer
+from kvd.core.membership import ACTIVE, DEAD, LEFT
+from kvd.core.session import SchedulerSession
+from kvd.core.worker.asking import Asker
+from kvd.core.worker.calls import Call, CallBook
+from kvd.core.worker.keys import KeyTable
+from kvd.core.worker.outbox import Outbox
+from kvd.core.worker.servers import NOT_CONNECTED, Servers
+from kvd.protocol.messages import Attach, Clocks, Done, ErrorCode, Member, Refused
+
+
+class Connections:
+    """Keeps the table of servers up to date, and ends the calls that wait for a server that is gone.
+
+    Args:
+        emit: takes effects, in their order.
+    """
+
+    def __init__(
+        self,
+        session: SchedulerSession,
+        servers: Servers,
+        keys: KeyTable,
+        outbox: Outbox,
+        calls: CallBook,
+        asker: Asker,
+        emit: Callable[[Effect], None],
+    ) -> None:
+        self._session = session
+        self._view = session.view
+        self._servers = servers
+        self._keys = keys
+        self._outbox = outbox
+        self._calls = calls
+        self._asker = asker
+        self._emit = emit
+        self._is_observer = session.identity.role == "observer"
+        self._attached: set[int] = set()  # incarnations of servers that know this worker
+        self._joining: list[Call] = []
+
+    # ── joining ──
+
+    def join(self, call: Call, request: requests.JoinCluster) -> None:
+        """Completes the call with the rank when all servers know this node."""
+        self._joining.append(call)
+        call.hold(self._joining.remove)
+        self._check_joined()
+
+    def _check_joined(self) -> None:
+        if not self._joining or not self._session.joined or self._view.epoch == (0, 0):
+            return
+        if not self._is_observer and not (
+            self._view.all_servers_active()
+            and all(self._servers.peer_of(server.rank) in self._attached for server in self._view.servers())
+        ):
+            return
+        for call in self._joining:
+            call.let_go()
+            self._calls.complete(call, self._session.rank)
+        self._joining.clear()
+
+    # ── the view ──
+
+    def view_changed(self) -> None:
+        """Connects to the servers that are new, and gives up those that are gone."""
+        self._servers.view_changed()
+        if not self._session.joined:
+            return
+        for server in self._view.servers():
+            connected = self._servers.peer_of(server.rank)
+            if connected is not NOT_CONNECTED and connected != server.incarnation:
+                self._replace(connected, server)
+            elif connected is NOT_CONNECTED and server.state == ACTIVE:
+                self._connect(server)
+            if server.state in (DEAD, LEFT):
+                self._calls.abandon_requests_to(server.incarnation, self._servers.loss_error(server.rank))
+        self._check_joined()
+
+    def _replace(self, connected: ServerPeer, server: Member) -> None:
+        """The server was restarted: the slices of the old one are gone, and its requests get no answer."""
+        self._keys.server_restarted(server.rank)
+        self._attached.discard(connected)
+        self._servers.disconnect(server.rank)
+        self._emit(Disconnect(connected))
+        if server.state == ACTIVE:
+            self._connect(server)  # first: what waited for the old one may go to the new one
+        self._calls.abandon_requests_to(connected, self._servers.loss_error(server.rank))
+        self._asker.fail_requests_to(connected, server.rank)
+
+    def _connect(self, server: Member) -> None:
+        self._servers.connect(server.rank, server.incarnation)
+        peer = self._servers.peer_of(server.rank)
+        self._emit(Connect(peer, server.address))
+        if not self._is_observer:
+            self.attach(peer)
+
+    # ── attaching ──
+
+    def attach(self, server: ServerPeer) -> None:
+        """Makes this worker known to a server, unless a request for that is on its way."""
+        for entry in self._outbox.entries():
+            if entry.send.peer == server and isinstance(entry.send.message, Attach):
+                return
+
+        def answered(event: Received) -> None:
+            message = event.message
+            if isinstance(message, Refused) and message.error is ErrorCode.REPLACED:
+                self._session.replaced(message.text)
+            if isinstance(message, Clocks):
+                self._session.succeeded_the_dead()  # a scheduler that was restarted without its record cannot know
+            if isinstance(message, Done | Clocks):
+                self._attached.add(server)
+                self._check_joined()
+
+        self._asker.ask(None, server, Attach(0, max(self._session.rank, 0)), answered)

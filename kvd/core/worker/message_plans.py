@@ -1,0 +1,136 @@
+"""How a call is cut into messages: a full slice has one for itself, small slices to the same server share one.
+
+A plan that is used again is declared to its server as a batch; from then on a message names the batch's number in
+place of its slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvd.core.machine import Row
+from kvd.core.membership import ViewState
+from kvd.core.worker.keys import WorkerKey
+from kvd.protocol.messages import MAX_PARTS, SliceId
+from kvd.protocol.specs import padded
+
+HEADER_BUDGET = 48 << 10  # of the 64 KiB of a header, for the parts
+MAX_PLANS = 256
+
+
+@dataclass(slots=True, eq=False)
+class MessagePlan:
+    """What goes in one message of a call. A later call on the same keys uses the same plan."""
+
+    server: int  # its rank
+    slice_ids: tuple[SliceId, ...]
+    items: tuple[int, ...]  # the call's item that each slice belongs to
+    ranges: tuple[tuple[int, int], ...]  # offset and size in bytes of each slice in the value of its item
+    rows: tuple[Row, ...]  # from the payload to the values of the items
+    nbytes: int  # of the payload
+    uses: int = 0
+    batch: int = 0  # its number as a batch; 0 until it is declared
+    declared_to: int = 0  # the incarnation of the server that was told
+
+
+class MessagePlans:
+    """The plans of the calls that a program repeats.
+
+    Args:
+        batches: whether plans may be declared as batches.
+    """
+
+    def __init__(self, view: ViewState, *, batches: bool) -> None:
+        self._view = view
+        self._batches = batches
+        self._plans: dict[tuple[WorkerKey, ...], list[MessagePlan]] = {}
+        self._last_batch = 0
+
+    def of(self, keys: Sequence[WorkerKey]) -> list[MessagePlan]:
+        """The plans of a call on these keys: worked out once, and kept for the next call on the same keys."""
+        names = tuple(keys)
+        plans = self._plans.get(names)
+        if plans is None:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            plans = self._plans[names] = plan_messages(keys, self._view.settings.slice_bytes)
+        return plans
+
+    def clear(self) -> None:
+        """A key was placed: plans from before may name the wrong servers."""
+        self._plans.clear()
+
+    def use(self, plan: MessagePlan, *, is_push: bool) -> bool:
+        """Counts a use of the plan, and says whether its message names a batch.
+
+        It does from the second use on. A push of several slices does at once: the server then treats them as one as
+        long as their clocks are the same.
+        """
+        plan.uses += 1
+        return self._batches and (plan.uses > 1 or (is_push and len(plan.slice_ids) > 1))
+
+    def declare(self, plan: MessagePlan, server: int | None) -> int:
+        """Notes that the server is being told of the batch. Returns the batch's number."""
+        if plan.batch == 0:
+            self._last_batch += 1
+            plan.batch = self._last_batch
+        plan.declared_to = server or 0
+        return plan.batch
+
+
+@dataclass(slots=True)
+class _OpenMessage:
+    """A message that still takes slices."""
+
+    server: int
+    slice_ids: list[SliceId] = field(default_factory=list)
+    items: list[int] = field(default_factory=list)
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    payload_nbytes: int = 0
+    header_nbytes: int = 0
+
+    def has_room(self, name: str, nbytes: int, limit: int) -> bool:
+        """Whether one more slice goes in. Small slices share a message, a full one has it for itself."""
+        return (
+            len(self.slice_ids) < MAX_PARTS
+            and self.payload_nbytes + nbytes <= limit
+            and self.header_nbytes + _header_nbytes(name) <= HEADER_BUDGET
+        )
+
+    def add(self, name: str, index: int, item: int, span: tuple[int, int]) -> None:
+        self.slice_ids.append(SliceId(name, index))
+        self.items.append(item)
+        self.ranges.append(span)
+        self.offsets.append(self.payload_nbytes)
+        self.payload_nbytes += padded(span[1])
+        self.header_nbytes += _header_nbytes(name)
+
+    def plan(self) -> MessagePlan:
+        nbytes = self.offsets[-1] + self.ranges[-1][1]
+        rows = tuple(
+            [Row(start, offset, size) for (start, size), offset in zip(self.ranges, self.offsets, strict=True)]
+        )
+        return MessagePlan(self.server, tuple(self.slice_ids), tuple(self.items), tuple(self.ranges), rows, nbytes)
+
+
+def _header_nbytes(name: str) -> int:
+    """The most that a slice of this key takes in a header: a character is at most 4 bytes in UTF-8."""
+    return 4 * len(name) + 20
+
+
+def plan_messages(keys: Sequence[WorkerKey], limit: int) -> list[MessagePlan]:
+    """Cuts the keys into slices and packs them, in order, into messages of at most `limit` bytes to a server."""
+    messages: list[_OpenMessage] = []
+    open_: dict[int, _OpenMessage] = {}
+    for item, key in enumerate(keys):
+        assert key.spec is not None
+        for index, server in enumerate(key.servers):
+            span = key.spec.span(index)
+            message = open_.get(server)
+            if message is None or not message.has_room(key.name, span[1], limit):
+                message = open_[server] = _OpenMessage(server)
+                messages.append(message)
+            message.add(key.name, index, item, span)
+    return [message.plan() for message in messages]

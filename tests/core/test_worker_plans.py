@@ -1,0 +1,50 @@
+"""How a worker cuts a call into messages."""
+
+from __future__ import annotations
+
+from kvd.core.worker.keys import WorkerKey
+from kvd.core.worker.message_plans import plan_messages
+from kvd.protocol.codec import MAX_HEADER_BYTES, encode
+from kvd.protocol.messages import MAX_PARTS, DeclareBatch, Epoch, Part, Push
+from kvd.protocol.specs import MAX_KEY_CHARS, KeySpec
+from tests.core.fakes import SLICE, uint8
+
+
+def keys_of(names: list[str], spec: KeySpec, servers: int = 1) -> list[WorkerKey]:
+    return [WorkerKey(name, spec, servers=tuple(index % servers for index in range(spec.num_slices))) for name in names]
+
+
+def test_no_batch_exceeds_the_header_limit() -> None:
+    """Not with the longest names of the longest characters, and not with many short ones."""
+    for names in ([f"{number:04}" + "𝄞" * (MAX_KEY_CHARS - 4) for number in range(300)], [str(n) for n in range(3000)]):
+        plans = plan_messages(keys_of(names, uint8(1)), 1 << 20)
+        assert sum(len(plan.slice_ids) for plan in plans) == len(names)
+        for plan in plans:
+            assert len(plan.slice_ids) <= MAX_PARTS
+            header = encode(DeclareBatch(1 << 61, 1 << 61, plan.slice_ids), 1 << 61, Epoch(1 << 61, 1 << 61))
+            assert len(header) <= MAX_HEADER_BYTES
+            parts = tuple(Part(key, index, 1 << 61) for key, index in plan.slice_ids)
+            header = encode(Push(1 << 61, parts, 0, 1 << 61, True), 1 << 61, Epoch(1 << 61, 1 << 61))
+            assert len(header) <= MAX_HEADER_BYTES
+
+
+def test_plans_cover_every_byte_once_and_start_at_multiples_of_eight() -> None:
+    sizes = [0, 1, 7, 8, SLICE, SLICE + 1, 3 * SLICE, 2, 0]
+    keys = [
+        WorkerKey(str(number), uint8(size), servers=tuple(number % 2 for _ in range(uint8(size).num_slices)))
+        for number, size in enumerate(sizes)
+    ]
+    plans = plan_messages(keys, SLICE)
+    covered: dict[int, int] = {}
+    for plan in plans:
+        assert plan.nbytes <= SLICE
+        assert len({keys[item].servers[0] for item in plan.items}) == 1
+        ends = 0
+        for row, (start, nbytes), item in zip(plan.rows, plan.ranges, plan.items, strict=True):
+            assert (row.start, row.nbytes) == (start, nbytes)
+            assert row.offset % 8 == 0
+            assert row.offset >= ends
+            ends = row.offset + nbytes
+            covered[item] = covered.get(item, 0) + nbytes
+        assert ends == plan.nbytes
+    assert [covered[item] for item in range(len(sizes))] == sizes
