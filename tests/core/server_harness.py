@@ -206,6 +206,15 @@ def packed(*keys: str, settings: Any = None, declare: bool = True, **more: Any) 
     return harness
 
 
+def together(*keys: str, **more: Any) -> Harness:
+    """A server on which the keys are one group, after one round in which everybody pushed 1, 2, 3 …"""
+    harness = packed(*keys, **more)
+    for rank in range(harness.settings.num_workers):
+        harness.push_batch(rank, 1, *[bytes([number]) for number in range(1, len(keys) + 1)])
+    assert harness.groups == [list(keys)]
+    return harness
+
+
 def not_yet(effects: Any) -> NotYet:
     """The only answer among the effects: to send it again."""
     answer = one([message for message in said(effects) if isinstance(message, NotYet | Refused)])

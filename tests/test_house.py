@@ -1,0 +1,152 @@
+"""The rules of the house that no other tool checks: sizes, circles of imports, and what the documentation names."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = {"kvd": ROOT / "kvd", "kvd_cli": ROOT / "cli" / "kvd_cli"}
+FOLDERS = ("kvd", "cli", "tests", "benchmarks", "examples")
+MAX_LINES = 400
+MAX_ATTRIBUTES = 15
+EXCUSE = "Over 400 lines because"
+ONE_FIELD_PER_SETTING = {"Config"}  # every setting is declared once, as a field of it
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_long_files_say_why() -> None:
+    too_long = []
+    for path in python_files(*FOLDERS):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        if len(lines) > MAX_LINES and EXCUSE not in " ".join(lines[:6]):
+            too_long.append(f"{path.relative_to(ROOT)}: {len(lines)}")
+    assert not too_long
+
+
+def attributes_of(kind: ast.ClassDef) -> set[str]:
+    """What its methods assign to `self`, and the fields that it declares."""
+    names: set[str] = set()
+    for node in kind.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names |= set() if "ClassVar" in ast.unparse(node.annotation) else {node.target.id}
+    for inner in ast.walk(kind):
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and ast.unparse(inner.value) == "self":
+            names.add(inner.attr)
+    return names
+
+
+def test_no_class_has_too_many_attributes() -> None:
+    too_many = [
+        f"{path.relative_to(ROOT)}: {node.name} has {len(attributes_of(node))}"
+        for path in python_files("kvd", "cli")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef)
+        and node.name not in ONE_FIELD_PER_SETTING
+        and len(attributes_of(node)) > MAX_ATTRIBUTES
+    ]
+    assert not too_many
+
+
+# ── imports ──
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Name → file, of every module."""
+    found = {}
+    for package, root in SOURCES.items():
+        for path in root.rglob("*.py"):
+            parts = [package, *path.relative_to(root).with_suffix("").parts]
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """The modules that a file imports, at any level."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in modules() else node.module
+
+
+def circle_from(start: str, graph: dict[str, set[str]]) -> list[str]:
+    """The shortest way from a module back to itself; empty if there is none."""
+    came_from: dict[str, str] = {}
+    queue = [start]
+    for name in queue:
+        for other in sorted(graph[name]):
+            if other == start:
+                way = [start, name]
+                while way[-1] != start:
+                    way.append(came_from[way[-1]])
+                return way[::-1]
+            if other not in came_from:
+                came_from[other] = name
+                queue.append(other)
+    return []
+
+
+def test_no_import_circle() -> None:
+    """Imports in functions and for type checkers count, too: they tie two files together as well."""
+    graph = {name: {other for other in imports_of(path) if other in modules()} for name, path in modules().items()}
+    circles = [" → ".join(circle) for name in graph if (circle := circle_from(name, graph))]
+    assert not circles
+
+
+def test_the_check_finds_a_circle() -> None:
+    assert circle_from("a", {"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+    assert circle_from("a", {"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+# ── the documentation ──
+
+
+@cache
+def definitions(path: Path) -> set[str]:
+    """The functions and classes of a file; methods as Class.method."""
+    names = set()
+    for node in tree_of(path).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{entry.name}" for entry in node.body if hasattr(entry, "name")}
+    return names
+
+
+def steps() -> list[tuple[str, str]]:
+    """Every `file.py:function` in the description of the architecture; the file is below kvd/."""
+    return re.findall(r"`([a-z0-9_/]+\.py):([A-Za-z0-9_.]+)`", ARCHITECTURE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("file", "function"), sorted(set(steps())))
+def test_the_architecture_names_functions_that_exist(file: str, function: str) -> None:
+    path = ROOT / "kvd" / file
+    assert path.is_file(), f"docs/architecture.md names kvd/{file}"
+    assert function in definitions(path), f"docs/architecture.md names {function} in kvd/{file}"
+
+
+def test_the_architecture_tells_the_four_walks() -> None:
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    for title in ("The way of a push", "The way of a pull", "The way of a worker's death", "The way of a gradient"):
+        section = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+        assert section is not None, title
+        walk = re.findall(r"`([a-z0-9_/]+\.py):", section[1])
+        assert len(walk) >= 8, title
