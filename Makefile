@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvd-installed
-WORKERS ?= 3 # of which some always wait for a process or a timeout: two cores are busy with three
+# Tests often wait for a process or a timeout: three workers keep two cores busy.
+WORKERS ?= 3
 
 .PHONY: demo test lint bench soak clean
 
