@@ -18,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/kvd demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov=kvd.core --cov=kvd.protocol --cov-report=
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov=kvd/core --cov=kvd/protocol --cov-report=
 	$(BIN)/coverage report --fail-under=95
 
 lint: $(STAMP)
