@@ -18,6 +18,15 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + byt
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    """Its daemons give a handshake 1 s, so that a test of that deadline does not take longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvd.transport.zmq.HEARTBEAT_MS", 1000)
+        with LocalCluster(2, 2) as cluster:
+            yield cluster
+
+
 def raw_connection(address: str) -> socket.socket:
     parsed = parse_address(address)
     if parsed.scheme == "tcp":
