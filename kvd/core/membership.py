@@ -7,8 +7,6 @@ from kvd.protocol.messages import Epoch, Member, MemberState, Settings, View
 
 EMPTY_SETTINGS = Settings("", "", -1, 0, 0, 0, 0, 0)
 
-ACTIVE, DONE, LEFT, DEAD, GONE = MemberState
-
 
 def name_of(role: str, rank: int) -> str:
     """A node's name in texts: "server 1"."""

@@ -16,9 +16,8 @@ from kvd.client.cluster.rounds import ClusterRounds
 from kvd.client.cluster.updates import ClusterUpdates
 from kvd.client.cluster.values import ClusterValues
 from kvd.config import Config, Loaded
-from kvd.core.membership import DEAD
 from kvd.errors import ConfigError
-from kvd.protocol.messages import Settings
+from kvd.protocol.messages import MemberState, Settings
 
 
 def cluster_settings(loaded: Loaded, kind: StoreType) -> Settings:
@@ -67,7 +66,7 @@ def _facts(engine: Engine, config: Config, kind: StoreType, rank: int) -> StoreF
         num_workers=settings.num_workers,
         num_servers=settings.num_servers,
         merge=(settings.merge or "sum") if sync else "",
-        restarted=engine.session.predecessor == DEAD,
+        restarted=engine.session.predecessor == MemberState.DEAD,
         distributed=True,
         versioned=sync,
         request_timeout_s=config.request_timeout_s,

@@ -14,8 +14,8 @@ from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.transfers import absence, assignment, nothing, pull_into, pulled
 from kvd.core import requests
-from kvd.core.membership import DEAD
 from kvd.core.requests import Item
+from kvd.protocol.messages import MemberState
 
 
 class ClusterAssignments:
@@ -101,7 +101,9 @@ class ClusterAssignments:
         clocks = [await self._engine.call(requests.ClockOf(name)) for name in names]
         replays = max((self._replays.get(name, 0) for name in names), default=0)
         self._replays.update(dict.fromkeys(names, replays + 1))
-        is_new = self._engine.session.predecessor != DEAD or any(map(self._engine.machine.has_pushed, names))
+        is_new = self._engine.session.predecessor != MemberState.DEAD or any(
+            map(self._engine.machine.has_pushed, names)
+        )
         return 0 if is_new else min(clocks, default=0), replays
 
     async def _meet(self, kind: str, names: list[str], passed: bool) -> None:

@@ -11,9 +11,8 @@ from kvd.client.calls.handle import Handle
 from kvd.client.cluster.answers import answer_bytes
 from kvd.client.cluster.engine import Engine
 from kvd.core import requests
-from kvd.core.membership import DEAD, GONE
 from kvd.errors import KvdError
-from kvd.protocol.messages import Command, StatusQuery
+from kvd.protocol.messages import Command, MemberState, StatusQuery
 
 STATUS_TIMEOUT_S = 2.0
 
@@ -40,7 +39,7 @@ class ClusterNodes:
         nodes = []
         for member in sorted(view.members.values(), key=lambda member: (member.role, member.rank)):
             age_s = silent.get((member.role, member.rank))
-            if member.state in (DEAD, GONE):
+            if member.state in (MemberState.DEAD, MemberState.GONE):
                 nodes.append(Node(member.role, member.rank, member.node_id, member.reason, member.last_seen_s))
             elif age_s is not None:
                 nodes.append(Node(member.role, member.rank, member.node_id, f"silent for {age_s:g} s", age_s))

@@ -16,11 +16,11 @@ from kvd.client.cluster.answers import answer_bytes, list_keys
 from kvd.client.cluster.engine import Engine
 from kvd.config import Config
 from kvd.core import requests
-from kvd.core.membership import ACTIVE, DEAD, EMPTY_SETTINGS, GONE
+from kvd.core.membership import EMPTY_SETTINGS
 from kvd.core.placement import shard_of
 from kvd.core.requests import Item
 from kvd.errors import ConnectError, KvdError, NotAllowed, RequestTimeout
-from kvd.protocol.messages import Command, KeyEntry, StatusQuery
+from kvd.protocol.messages import Command, KeyEntry, MemberState, StatusQuery
 from kvd.protocol.specs import DTYPES
 
 SAME_VERSION_TRIES = 20
@@ -72,7 +72,9 @@ class Observer:
         """
         status = self._scheduler_status()
         ranks = sorted(
-            member["rank"] for member in status["members"] if member["role"] == "server" and member["state"] == ACTIVE
+            member["rank"]
+            for member in status["members"]
+            if member["role"] == "server" and member["state"] == MemberState.ACTIVE
         )
         status["servers"] = []
         for rank in ranks:
@@ -138,7 +140,7 @@ class Observer:
         return [
             Node(member["role"], member["rank"], member["node_id"], member["reason"], member["silent_s"])
             for member in self._scheduler_status()["members"]
-            if member["state"] in (DEAD, GONE)
+            if member["state"] in (MemberState.DEAD, MemberState.GONE)
         ]
 
     def _scheduler_status(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvd.core.machine import Create, JobDone, Received, Span
-from kvd.core.membership import DEAD, GONE, LEFT
 from kvd.core.refusals import refusal_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.control import ServerControl
@@ -21,6 +20,7 @@ from kvd.protocol.messages import (
     KeyList,
     ListKeys,
     Lookup,
+    MemberState,
     NodeName,
     Publish,
     Refused,
@@ -168,8 +168,8 @@ class KeyRequests:
         member = self._view.worker(0)
         if member is None:
             return
-        is_lost = member.state is DEAD and 0 in self._participants.dead
-        if not is_lost and member.state not in (LEFT, GONE):
+        is_lost = member.state is MemberState.DEAD and 0 in self._participants.dead
+        if not is_lost and member.state not in (MemberState.LEFT, MemberState.GONE):
             return
         nodes = (NodeName("worker", 0),)
         for key, peer, request in self._table.give_up_lookups():

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from kvd.core import requests
 from kvd.core.machine import Received
-from kvd.core.membership import DONE, LEFT
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import Call, CallBook
@@ -14,7 +13,7 @@ from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.servers import Servers
 from kvd.errors import KvdError, NotAllowed
-from kvd.protocol.messages import Activate, ClockQuery, Clocks
+from kvd.protocol.messages import Activate, ClockQuery, Clocks, MemberState
 
 
 class WorkerClocks:
@@ -56,7 +55,7 @@ class WorkerClocks:
         if key.state is KeyState.READY:  # it was asked for twice at once, and has its clock
             then(None)
             return
-        if self._session.predecessor not in (LEFT, DONE):
+        if self._session.predecessor not in (MemberState.LEFT, MemberState.DONE):
             lowest = min(entry.lowest for entry in clocks)
             key.window.start_at(lowest if self._rewound is None else min(lowest, self._rewound))
             then(None)

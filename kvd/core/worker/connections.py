@@ -10,14 +10,13 @@ from collections.abc import Callable
 
 from kvd.core import requests
 from kvd.core.machine import Connect, Disconnect, Effect, Received, ServerPeer
-from kvd.core.membership import ACTIVE, DEAD, LEFT
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import Call, CallBook
 from kvd.core.worker.keys import KeyTable
 from kvd.core.worker.outbox import Outbox
 from kvd.core.worker.servers import NOT_CONNECTED, Servers
-from kvd.protocol.messages import Attach, Clocks, Done, ErrorCode, Member, Refused
+from kvd.protocol.messages import Attach, Clocks, Done, ErrorCode, Member, MemberState, Refused
 
 
 class Connections:
@@ -81,9 +80,9 @@ class Connections:
             connected = self._servers.peer_of(server.rank)
             if connected is not NOT_CONNECTED and connected != server.incarnation:
                 self._replace(connected, server)
-            elif connected is NOT_CONNECTED and server.state == ACTIVE:
+            elif connected is NOT_CONNECTED and server.state == MemberState.ACTIVE:
                 self._connect(server)
-            if server.state in (DEAD, LEFT):
+            if server.state in (MemberState.DEAD, MemberState.LEFT):
                 self._calls.abandon_requests_to(server.incarnation, self._servers.loss_error(server.rank))
         self._check_joined()
 
@@ -93,7 +92,7 @@ class Connections:
         self._attached.discard(connected)
         self._servers.disconnect(server.rank)
         self._emit(Disconnect(connected))
-        if server.state == ACTIVE:
+        if server.state == MemberState.ACTIVE:
             self._connect(server)  # first: what waited for the old one may go to the new one
         self._calls.abandon_requests_to(connected, self._servers.loss_error(server.rank))
         self._asker.fail_requests_to(connected, server.rank)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from kvd.core import requests
 from kvd.core.machine import Peer, Received, Span
-from kvd.core.membership import LEFT
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import Call, CallBook
@@ -21,7 +20,7 @@ from kvd.core.worker.message_plans import MessagePlans
 from kvd.core.worker.participation import Participation
 from kvd.core.worker.servers import Servers
 from kvd.errors import KeyExists, KvdError, NotAllowed, RemoteError
-from kvd.protocol.messages import ErrorCode, Init, KeyInfo, Lookup, Publish, Refused
+from kvd.protocol.messages import ErrorCode, Init, KeyInfo, Lookup, MemberState, Publish, Refused
 from kvd.protocol.specs import KeySpec
 
 
@@ -130,7 +129,7 @@ class KeyDirectory:
             spec.check_same(item.spec, key.name)
         except RemoteError as error:
             return error
-        if self._session.rank == 0 and self._session.predecessor == LEFT:
+        if self._session.rank == 0 and self._session.predecessor == MemberState.LEFT:
             return KeyExists(f"key {key.name!r} is live already: pull it, or take another name", key=key.name)
         return None
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Received
-from kvd.core.membership import ACTIVE, DONE, LEFT
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import Call, CallBook
 from kvd.core.worker.outbox import Outbox
 from kvd.errors import NotAllowed
-from kvd.protocol.messages import Departure, Leave
+from kvd.protocol.messages import Departure, Leave, MemberState
 
 
 class Participation:
@@ -56,9 +55,9 @@ class Participation:
         member = self._session.view.by_incarnation(self._session.incarnation)
         if not self._session.joined or member is None:
             return
-        if member.state in (DONE, LEFT):
+        if member.state in (MemberState.DONE, MemberState.LEFT):
             self.in_rounds = False  # the answer to our Leave may be lost
-        elif member.state == ACTIVE and not self.in_rounds and not self._is_leaving():
+        elif member.state == MemberState.ACTIVE and not self.in_rounds and not self._is_leaving():
             # The scheduler was restarted without its record, and has forgotten that this worker left.
             self._asker.ask(None, SCHEDULER, Leave(0, Departure.DONE), lambda event: None)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvd.core.machine import Peer, ServerPeer
-from kvd.core.membership import DEAD, LEFT, ViewState, name_of
+from kvd.core.membership import ViewState, name_of
 from kvd.errors import NodeLost
-from kvd.protocol.messages import Member
+from kvd.protocol.messages import Member, MemberState
 
 
 def loss_text(rank: int) -> str:
@@ -43,7 +43,7 @@ class Servers:
         self.peer_of: Callable[[int], ServerPeer] = self._connected.__getitem__  # the hot path asks: no call in between
 
     def view_changed(self) -> None:
-        self.gone = [server for server in self._view.servers() if server.state in (DEAD, LEFT)]
+        self.gone = [server for server in self._view.servers() if server.state in (MemberState.DEAD, MemberState.LEFT)]
 
     def connect(self, rank: int, incarnation: int) -> None:
         self._connected[rank] = ServerPeer(incarnation)
