@@ -48,6 +48,14 @@ def new_file(text: str) -> Path:
     return path
 
 
+def checkout(text: str) -> Path:
+    """A folder with the sources of kvd."""
+    path = Path(text).resolve()
+    if not (path / "kvd" / "__init__.py").is_file() or not (path / "cli" / "kvd_cli").is_dir():
+        raise argparse.ArgumentTypeError(f"no kvd is checked out in {text}: git worktree add {text} REVISION does that")
+    return path
+
+
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     """A number above 0."""
 

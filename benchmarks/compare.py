@@ -14,7 +14,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from benchmarks import figures, floor, limits, machine, report
-from benchmarks.arguments import new_file, positive, some_of, works
+from benchmarks.arguments import checkout, new_file, positive, some_of, works
 from benchmarks.systems import (
     KVD_WAYS,
     PEER_ENVIRONMENTS,
@@ -22,6 +22,7 @@ from benchmarks.systems import (
     Effort,
     Outcome,
     System,
+    earlier_systems,
     kvd_systems,
     peer_is_ready,
     peer_systems,
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     effort = Effort(options.only, options.workers, options.servers, options.seconds, options.repetitions, options.limit)
     ours, advice = kvd_systems(options.kvd, options.modes)
+    earlier = [] if options.earlier is None else earlier_systems(options.earlier, ours)
     peers, advice_on_peers = peer_systems(options.peers, options.peers_dir, options.modes)
     for warning in filter(None, [*advice, *advice_on_peers, machine.load_warning()]):
         say(warning)
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     limits_found = limits.measure(effort.workers)
     outcomes = [
         (system, mode, number, start(system, effort, mode, number))
-        for system, mode, number in turns([*ours, *peers], effort, options.modes, options.rounds)
+        for system, mode, number in turns([*ours, *earlier, *peers], effort, options.modes, options.rounds)
     ]
     found = _findings(effort, limits_found, [outcome for *_, outcome in outcomes])
     report.show(found, Console())
@@ -147,6 +149,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--modes", type=some_of(MODES), default=MODES, help="optimizers on the servers")
     parser.add_argument("--peers", type=some_of(PEERS, none_too=True), default=PEERS, help="an empty list: none")
     parser.add_argument("--peers-dir", type=Path, default=PEERS_DIR, help="the folder of the peers' run.py")
+    parser.add_argument("--earlier", type=checkout, help="the folder of an earlier kvd, to measure against as well")
     ways = ",".join(KVD_WAYS)
     parser.add_argument("--kvd", type=some_of(tuple(KVD_WAYS)), default=DEFAULT_WAYS, help=f"ways to run it: {ways}")
     parser.add_argument("--workers", type=positive(int), default=2)

@@ -16,6 +16,9 @@ from benchmarks.rows import Row
 KVD = "kvd"
 """The names of our systems begin with this; the others are peers."""
 
+EARLIER = "earlier"
+"""The names of an earlier kvd's systems begin with this, and go on with the name of ours."""
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -88,11 +91,17 @@ def summaries(rows: Iterable[Row]) -> list[Summary]:
 
 
 def ratios(found: Iterable[Summary]) -> list[Ratio]:
-    """Each of our systems against each peer that did the same work in the same mode."""
+    """Each of our systems against each peer, and against the same way to run an earlier kvd, by work and mode."""
     everything = list(found)
     ours = [summary for summary in everything if summary.is_ours]
     theirs = [summary for summary in everything if not summary.is_ours]
-    return [_ratio(our, their) for our in ours for their in theirs if (our.mode, our.name) == (their.mode, their.name)]
+    return [_ratio(our, their) for our in ours for their in theirs if _are_comparable(our, their)]
+
+
+def _are_comparable(our: Summary, their: Summary) -> bool:
+    if (our.mode, our.name) != (their.mode, their.name):
+        return False
+    return not their.system.startswith(EARLIER) or their.system == f"{EARLIER} {our.system}"
 
 
 def _summary(key: tuple[str, str, str], starts: dict[int, list[Row]]) -> Summary:

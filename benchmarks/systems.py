@@ -7,11 +7,11 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.figures import KVD
+from benchmarks.figures import EARLIER, KVD
 from benchmarks.processes import GRACE_S, Finished, run
 from benchmarks.rows import Row, from_objects, parse
 from kvd import KVStore
@@ -63,17 +63,24 @@ class System:
         modes: the optimizers that it can have on its servers.
         works: what it can do; None: everything.
         command: what starts it, without the effort.
+        tree: of an earlier kvd: the folder that it was checked out to.
     """
 
     name: str
     modes: tuple[str, ...]
     works: tuple[str, ...] | None
     command: tuple[str, ...]
+    tree: Path | None = None
 
     @property
     def is_ours(self) -> bool:
-        """Whether this is kvd."""
+        """Whether this is the kvd that is measured; an earlier one is measured against, like a peer."""
         return self.name.startswith(KVD)
+
+    @property
+    def is_kvd(self) -> bool:
+        """Whether this is any kvd, which is started by `kvd bench`."""
+        return self.is_ours or self.tree is not None
 
     def does(self, effort: Effort, mode: str) -> bool:
         """Whether this system does any of these works."""
@@ -82,7 +89,7 @@ class System:
     def start(self, effort: Effort, mode: str, round_number: int) -> Outcome:
         """Start it, wait for its end, and read its output."""
         command = [*self.command, *self._flags(effort, mode)]
-        finished = run(command, effort.limit_s + GRACE_S, _own_environment() if self.is_ours else None)
+        finished = run(command, effort.limit_s + GRACE_S, _environment(self.tree or ROOT) if self.is_kvd else None)
         if finished.code is None:
             return Outcome([], [], f"it was not ready after {effort.limit_s:g} s")
         if finished.code != 0:
@@ -103,12 +110,12 @@ class System:
             "--seconds": effort.seconds,
             "--repetitions": effort.repetitions,
         }
-        if not self.is_ours:
+        if not self.is_kvd:
             flags["--limit"] = effort.limit_s
         return [str(word) for pair in flags.items() for word in pair]
 
     def _read(self, finished: Finished, mode: str, round_number: int) -> tuple[list[Row], list[dict[str, Any]]]:
-        if not self.is_ours:
+        if not self.is_kvd:
             rows, _ = parse(finished.output, self.name, mode, round_number)
             return rows, []
         try:
@@ -141,6 +148,11 @@ def kvd_systems(ways: Iterable[str], modes: tuple[str, ...]) -> tuple[list[Syste
         command = (sys.executable, "-m", "kvd_cli.main", "bench", "-o", "json", *flags)
         systems.append(System(name, modes, None, command))
     return systems, advice
+
+
+def earlier_systems(tree: Path, systems: Iterable[System]) -> list[System]:
+    """The same ways to run kvd, with the code of an earlier checkout."""
+    return [replace(system, name=f"{EARLIER} {system.name}", tree=tree) for system in systems]
 
 
 def peer_systems(names: Iterable[str], folder: Path, modes: tuple[str, ...]) -> tuple[list[System], list[str]]:
@@ -180,7 +192,7 @@ def _peer_python(name: str) -> Path:
     return home / PEER_ENVIRONMENTS[name] / "bin" / "python"
 
 
-def _own_environment() -> dict[str, str]:
+def _environment(tree: Path) -> dict[str, str]:
     """Our environment with this tree first in the path: it is measured, even if another kvd is installed."""
-    paths = [str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(tree), str(tree / "cli"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

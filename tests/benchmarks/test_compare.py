@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import compare, floor, limits, machine, report
+from benchmarks import arguments, compare, floor, limits, machine, report
 from benchmarks.figures import Spread, peaks, ratios, spread, summaries
 from benchmarks.processes import run
 from benchmarks.rows import Row, from_objects, parse
-from benchmarks.systems import Effort, System, kvd_systems, peer_systems
+from benchmarks.systems import Effort, System, earlier_systems, kvd_systems, peer_systems
 from kvd_cli.bench_work import IN_FLIGHT_NAME, WORK, make_row
 
 PRINTED = {**make_row("1KiB", 1, 0, [0.001] * 10, 0.01), "p50_us": 900.0, "p99_us": 1500.0}
@@ -263,6 +266,35 @@ def test_the_ways_to_run_kvd_differ_in_name_and_flags(monkeypatch: pytest.Monkey
     assert [system.command[-2:] for system in systems[:2]] == [("--transport", "auto"), ("--transport", "tcp")]
     assert systems[2].command[-1] == "--bound"
     assert systems[0].does(effort("4MiBx7"), "none")  # what no fixed work is called
+
+
+def test_an_earlier_kvd_is_started_from_its_own_tree_and_measured_against(tmp_path: Path) -> None:
+    for folder in ("kvd", "cli/kvd_cli"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "kvd" / "__init__.py").touch()
+    tree = arguments.checkout(str(tmp_path))
+    ours = System("kvd tcp", ("none",), None, ())
+    command = ("sh", "-c", f"echo $PYTHONPATH >{tmp_path}/path; :")  # the flags become its arguments
+    (earlier,) = earlier_systems(tree, [replace(ours, command=command)])
+    assert (earlier.name, earlier.is_ours, earlier.is_kvd) == ("earlier kvd tcp", False, True)
+    earlier.start(effort("1KiB"), "none", 0)
+    assert (tmp_path / "path").read_text().strip().split(os.pathsep)[:2] == [str(tree), str(tree / "cli")]
+
+
+def test_an_earlier_kvd_is_compared_with_the_same_way_to_run_it() -> None:
+    systems = ("kvd", "kvd tcp", "earlier kvd", "earlier kvd tcp", "mxnet")
+    found = ratios(summaries(row(system, 0, 50.0) for system in systems))
+    assert [(ratio.system, ratio.peer) for ratio in found] == [
+        ("kvd", "earlier kvd"),
+        ("kvd", "mxnet"),
+        ("kvd tcp", "earlier kvd tcp"),
+        ("kvd tcp", "mxnet"),
+    ]
+
+
+def test_a_folder_without_kvd_is_no_earlier_one(tmp_path: Path) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"no kvd is checked out in .*: git worktree add"):
+        arguments.checkout(str(tmp_path))
 
 
 def test_kvd_without_bind_is_compared_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
