@@ -1,8 +1,9 @@
-"""What all tests share: how the messages of their clusters travel, and a garbage collector with less to look at."""
+"""What all tests share: how the messages of their clusters travel, Ctrl-C, and garbage collection."""
 
 from __future__ import annotations
 
 import gc
+import signal
 
 import pytest
 
@@ -20,6 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     LocalCluster.default_path = config.getoption("--kvd-path")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs like this
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
