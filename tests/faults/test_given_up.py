@@ -52,16 +52,7 @@ def test_a_push_whose_program_stopped_waiting_is_sent_unchanged(path: Any) -> No
         assert np.array_equal(kv.pull("w"), VALUES)
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt, even if the tests run in the background, where a shell ignores SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.parametrize("path", ["shm", "tcp"])
-@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_gives_the_array_back(path: Any) -> None:
     with LocalCluster(processes=True, path=path) as cluster:
         kv, gradient, out = prepared(cluster)
