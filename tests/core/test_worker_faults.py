@@ -166,6 +166,25 @@ def test_a_dead_server_ends_the_calls_and_gets_its_pushes_when_it_is_back() -> N
     assert harness.clocks()[-1] == ("w", 0, 2)
 
 
+def test_calls_that_queue_behind_the_pushes_of_a_dead_server_are_told() -> None:
+    """The window of the key is full and stays so: without the server nobody settles its pushes."""
+    harness = ready()
+    under_way = [harness.push("w") for _ in range(2)]
+    queued = [harness.push("w"), harness.pull("w")]
+    harness.look(member("server", 0, "dead", last_seen_s=5.0))
+    for call in (*under_way, *queued, harness.push("w"), harness.pull("w")):
+        error = harness.error(call)
+        assert isinstance(error, NodeLost)
+        assert error.node == "server 0"
+    harness.look(member("server", 0))
+    flush = harness.call(requests.Flush())
+    for _ in under_way:
+        harness.settle()
+    assert harness.result(flush) is None
+    harness.push("w")
+    assert harness.clocks()[-1] == ("w", 0, 3)
+
+
 def test_a_restarted_server_has_lost_its_keys() -> None:
     harness = ready()
     calls_open = [harness.push("w") for _ in range(3)]

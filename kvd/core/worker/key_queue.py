@@ -106,8 +106,7 @@ class KeyQueue:
             if key.state is UNKNOWN or key.state is ASKING or key.queue[0] is not call:
                 return False
             window = key.window
-            is_failed = key.state is LOST or window.partial_failure is not None  # a push starts only to be told so
-            if call.is_push and not is_failed and window.holds_back(limit):
+            if call.is_push and window.holds_back(limit) and not self._is_hopeless(key):
                 return False
         for key in call.keys:
             key.queue.popleft()
@@ -117,6 +116,25 @@ class KeyQueue:
             if key.queue:
                 self.wake(key)
         return True
+
+    def _is_hopeless(self, key: WorkerKey) -> bool:
+        """Whether a push of the key starts only to be told what is wrong: it does not wait for its window then."""
+        return key.state is LOST or key.window.partial_failure is not None or self._gone_error(key) is not None
+
+    def _gone_error(self, key: WorkerKey) -> KvdError | None:
+        """The loss of a server that leads a part of the key, and was not replaced."""
+        if self._servers.gone:
+            for rank in key.incarnations:
+                error = self._servers.gone_error(self._servers.peer_of(rank))
+                if error is not None:
+                    return error
+        return None
+
+    def servers_changed(self) -> None:
+        """Some servers are gone: calls that queue behind their pushes are told."""
+        if self._servers.gone:
+            for key in list(self._keys.by_name.values()):
+                self.wake(key)
 
     def _start(self, call: Call) -> None:
         """Starts the call, or completes it with the reason why it cannot."""
@@ -134,11 +152,9 @@ class KeyQueue:
             if key.state is LOST:
                 rank = (key.lost_servers(self._view) or [0])[0]
                 return NodeLost(loss_text(rank), node=name_of("server", rank))
-            if self._servers.gone:
-                for rank in key.incarnations:
-                    error = self._servers.gone_error(self._servers.peer_of(rank))
-                    if error is not None:
-                        return error
+            error = self._gone_error(key)
+            if error is not None:
+                return error
             failure = key.window.partial_failure
             if call.is_push and failure is not None:
                 text = f"an earlier push of {key.name!r} was taken in part only ({failure}): call rewind to go on"

@@ -155,6 +155,7 @@ class WorkerMachine:
         if event.peer == SCHEDULER:
             if self.session.receive(event, now):
                 self._connections.view_changed()
+                self._queue.servers_changed()
                 self._participation.view_changed()
             self._effects += self.session.take_effects()
             if self.session.failure is not None:
