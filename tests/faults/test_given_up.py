@@ -41,7 +41,7 @@ def test_a_push_whose_program_stopped_waiting_is_sent_unchanged(path: Any) -> No
     with LocalCluster(processes=True, path=path) as cluster:
         kv, gradient, out = prepared(cluster)
         with stopped(cluster.servers[0]):
-            handle = kv._here().pushpull("w", gradient, out, 0, 1, private=False)  # as the blocking call does
+            handle = kv._blocking().values.pushpull("w", gradient, out, 0, 1, False, None)  # as the blocking call does
             with pytest.raises(RequestTimeout) as caught:
                 handle.wait(0.5)
             assert caught.value.outcome == "unknown"
