@@ -193,7 +193,7 @@ def _peer_python(name: str) -> Path:
 
 
 def _environment(tree: Path) -> dict[str, str]:
-    """Our environment with this tree first in the path: it is measured, even if another kvd is installed, or lies in the
-    folder that we were started in."""
+    """Our environment with this tree first in the path: it is measured, whatever kvd is installed or lies in the
+    current folder."""
     paths = [str(tree), str(tree / "cli"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
