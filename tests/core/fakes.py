@@ -79,7 +79,7 @@ def one(values: Sequence[T]) -> T:
 
 
 def uint8(count: int) -> KeySpec:
-    """A key of so many bytes: one slice if they are at most SLICE."""
+    """A key of `count` bytes: one slice if they are at most SLICE."""
     return KeySpec("uint8", (count,), SLICE)
 
 
