@@ -95,7 +95,7 @@ def padded_bytes(values: Sequence[bytes]) -> bytes:
 
 
 def copies(effects: Iterable[Effect]) -> list[tuple[Any, int, Span]]:
-    """What is copied: target, offset there, and from where."""
+    """The copies among the effects: target, offset in it, and source."""
     return [
         (target, row.start, Span(copy.source, row.offset, row.nbytes))
         for copy in of(Copy, effects)
