@@ -1,4 +1,4 @@
-"""What all tests share: the path of their clusters, Ctrl-C, and a garbage collector with less to scan."""
+"""What all tests share: the message path of their clusters, Ctrl-C, and a garbage collector with less to scan."""
 
 from __future__ import annotations
 

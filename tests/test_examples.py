@@ -22,7 +22,7 @@ TIMEOUT_S = 110
 
 
 def run(name: str, *arguments: str, workers: int = 0, servers: int = 1) -> dict[int, str]:
-    """Runs an example, in a job of so many workers if there are any; the last line of each worker, by rank."""
+    """Runs an example, as a job if `workers` are given. Returns the last line of each worker, by rank."""
     command = [sys.executable, str(EXAMPLES / name), *arguments]
     if workers:
         launch = [sys.executable, "-m", "kvd_cli.main", "launch", "-n", str(workers), "-s", str(servers), "--"]

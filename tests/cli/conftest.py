@@ -42,7 +42,7 @@ def kvd(clean_environment: None) -> Kvd:
 
 @pytest.fixture
 def spawn(clean_environment: None) -> Iterator[Spawn]:
-    """Starts a command line in a process of its own. What still runs at the end is killed."""
+    """Starts a command line in a process of its own. It is killed if it still runs at the end of the test."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str, environment: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:

@@ -21,7 +21,7 @@ def pair() -> Iterator[Pair]:
 
 @pytest.fixture
 def slow_cluster() -> Iterator[LocalCluster]:
-    """Two workers and a server; a worker that dies is waited for longer than a test takes."""
+    """Two workers and a server; the cluster waits for a dead worker longer than a test takes."""
     with LocalCluster(2, 1, **SLOW_TO_JUDGE) as cluster:
         yield cluster
 

@@ -87,7 +87,7 @@ def ones(count: int = 4) -> Any:
 
 
 def init_all(stores: Sequence[kvd.KVStore], key: Any = "w", value: Any = None) -> None:
-    """Inits the key in all workers of a cluster at once, as it takes them all; without a value with four zeros."""
+    """Inits the key in all workers of a cluster at once, since init needs them all. The default is four zeros."""
     made = np.zeros(4, np.float32) if value is None else value
     for handle in [store.init_async(key, made) for store in stores]:
         handle.wait()

@@ -76,7 +76,7 @@ async def test_the_async_forms_say_at_once_that_there_is_no_room() -> None:
 
 
 @pytest.mark.asyncio
-async def test_those_who_wait_for_room_come_in_their_order_and_can_give_up() -> None:
+async def test_pushes_wait_for_room_in_order_and_can_give_up() -> None:
     async with filled() as (kv, first, other):
         zeros = np.zeros(MEGABYTE // 4, np.float32)
         tasks = [asyncio.create_task(kv.pushpull("v", np.full_like(zeros, number))) for number in range(1, 5)]

@@ -137,7 +137,7 @@ def test_hyperparameters_that_no_optimizer_has(kv: kvd.KVStore, what: str) -> No
 
 
 @pytest.mark.parametrize("value", [5, "SGD", kvd.optimizer.SGD])
-def test_what_is_no_optimizer(kv: kvd.KVStore, value: Any) -> None:
+def test_values_that_are_no_optimizer_are_refused(kv: kvd.KVStore, value: Any) -> None:
     with pytest.raises(ConfigError, match="is no optimizer") as caught:
         kv.set_optimizer(value)
     assert caught.value.setting == "optimizer"
@@ -197,7 +197,7 @@ async def test_the_async_facade_refuses_the_same(kind: str) -> None:
 # ── what only the store can know is told by the handle ──
 
 
-def test_errors_of_the_store_are_told_by_the_handle(kv: kvd.KVStore) -> None:
+def test_the_handle_raises_the_errors_of_the_store(kv: kvd.KVStore) -> None:
     for handle in (kv.pull_async("nokey"), kv.pull_async(["w", "nokey"]), kv.pull_async("nokey", out=ones())):
         with pytest.raises(KeyNotFound, match="'nokey'"):
             handle.wait()
@@ -213,7 +213,7 @@ def test_errors_of_the_store_are_told_by_the_handle(kv: kvd.KVStore) -> None:
 
 @pytest.mark.parametrize("told_by", ["the next call", "flush", "close"])
 @pytest.mark.parametrize("kind", ["local", "dist_sync"])
-def test_an_error_that_nobody_asked_for_is_told_later(kind: str, told_by: str) -> None:
+def test_an_unobserved_error_is_raised_later(kind: str, told_by: str) -> None:
     with LocalCluster(1, 1) as cluster:
         kv = cluster.store() if kind == "dist_sync" else kvd.create("local")
         kv.init(["w", "v"], [ones(), ones()])
@@ -228,7 +228,7 @@ def test_an_error_that_nobody_asked_for_is_told_later(kind: str, told_by: str) -
 
 
 @pytest.mark.parametrize("end", ["", "kv.flush()", "with kv: 1 / 0"])
-def test_a_script_that_closes_nothing_hears_of_it_at_its_end(end: str) -> None:
+def test_a_script_without_close_gets_unobserved_errors_at_its_end(end: str) -> None:
     code = f"import numpy as np, kvd\nkv = kvd.create('local')\nkv.push('nokey', np.ones(3))\n{end}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr.count("KeyNotFound: no key is called 'nokey'") == (0 if "/" in end else 1), done.stderr
@@ -288,7 +288,7 @@ def test_a_foreign_out_that_cannot_be_written_to_or_does_not_fit(kv: kvd.KVStore
         kv.pull("w", out=np.zeros(5, ">f4"))
 
 
-def test_what_is_said_of_an_out_of_numbers(kv: kvd.KVStore) -> None:
+def test_an_out_of_python_numbers_is_refused(kv: kvd.KVStore) -> None:
     with pytest.raises(NotAllowed, match="a list of numbers"):
         kv.pull("w", out=[0.0, 0.0])
     with pytest.raises(NotAllowed, match="a number"):

@@ -44,7 +44,7 @@ def test_a_second_init_says_that_the_key_exists() -> None:
 
 
 @pytest.mark.parametrize(("value", "error"), [(ones(5), ShapeMismatch), (np.ones(4, np.float64), DtypeMismatch)])
-def test_a_worker_that_disagrees_with_rank_0_is_told(value: Any, error: type[Exception]) -> None:
+def test_a_worker_that_disagrees_with_rank_0_gets_an_error(value: Any, error: type[Exception]) -> None:
     def program(kv: kvd.KVStore) -> Any:
         if kv.rank == 0:
             kv.init(["w", "v"], [ones(), ones()])

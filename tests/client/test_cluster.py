@@ -66,7 +66,7 @@ def test_a_controller_that_fails_is_an_error_of_the_caller(monkeypatch: pytest.M
         assert kv.send_command_to_servers("ping", b"still here") == [b"still here"] * 2
 
 
-# ── who is dead ──
+# ── dead nodes ──
 
 
 def test_node_ids_and_masks() -> None:
@@ -131,7 +131,7 @@ def test_a_worker_with_other_settings_is_refused(
         assert {first.rank, second.rank} == {0, 1}
 
 
-def test_settings_that_make_no_sense() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="staleness"):
         kvd.create("dist_sync", staleness=2)
     with pytest.raises(ConfigError, match="no store has the type 'dist_magic'"):
@@ -140,7 +140,7 @@ def test_settings_that_make_no_sense() -> None:
         kvd.create("local", no_such_setting=1)
 
 
-def test_a_full_cluster_takes_nobody() -> None:
+def test_a_full_cluster_refuses_another_worker() -> None:
     with LocalCluster(1, 1) as cluster:
         kv = cluster.store()
         with pytest.raises(NotAllowed, match="all 1 workers are there"):

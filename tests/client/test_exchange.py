@@ -68,7 +68,7 @@ def test_every_worker_takes_what_the_writer_of_a_key_assigns(kind: str, settings
         assert cluster.run(program, kind, **settings) == [[[30] * 3, [31] * 5]] * 2
 
 
-def test_an_assignment_that_does_not_fit_is_told_by_a_later_call() -> None:
+def test_a_later_call_raises_the_error_of_an_assignment_that_does_not_fit() -> None:
     for make in (lambda: kvd.create("local"), None):
         with LocalCluster(1, 1) as cluster:
             kv = cluster.store() if make is None else make()
@@ -98,7 +98,7 @@ def test_a_worker_that_left_the_rounds_is_gone_and_not_dead() -> None:
         wait_until(lambda: Exchange(zero).gone_workers() == {1: False}, "worker 1 has left the rounds")
 
 
-def test_nobody_can_say_who_is_late_when_the_servers_are_gone() -> None:
+def test_without_servers_a_timeout_names_no_late_worker() -> None:
     with LocalCluster(1, 1, worker_timeout_s=20.0, server_timeout_s=0.5) as cluster:
         kv = cluster.store()
         exchange = Exchange(kv)

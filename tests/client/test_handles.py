@@ -129,7 +129,7 @@ def test_flush_raises_the_first_error_with_the_others_as_notes(kv: kvd.KVStore) 
     kv.flush()
 
 
-def test_close_raises_what_nobody_asked_for() -> None:
+def test_close_raises_unobserved_errors() -> None:
     with LocalCluster(1, 1) as cluster:
         kv = cluster.store()
         kv.init("w", ones())
@@ -141,7 +141,7 @@ def test_close_raises_what_nobody_asked_for() -> None:
         kv.close()
 
 
-def test_an_error_that_somebody_saw_is_not_raised_again(kv: kvd.KVStore) -> None:
+def test_an_observed_error_is_not_raised_again(kv: kvd.KVStore) -> None:
     kv.init("w", ones())
     handle = kv.push("w", ones(5))
     with pytest.raises(ShapeMismatch):
@@ -224,7 +224,7 @@ def test_a_timeout_that_is_no_number_is_refused(kv: kvd.KVStore) -> None:
     kv.flush(timeout=0.5)
 
 
-def test_a_call_that_breaks_inside_is_told_and_the_store_goes_on(
+def test_an_internal_error_ends_its_call_and_the_store_goes_on(
     kv: kvd.KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kv.init("w", ones())

@@ -94,7 +94,7 @@ def test_ctrl_c_never_leaves_the_machine_half_changed() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_is_held_back_and_then_told() -> None:
+def test_ctrl_c_is_held_back_and_then_raised() -> None:
     turns = 0
 
     def work() -> None:
@@ -110,7 +110,7 @@ def test_ctrl_c_is_held_back_and_then_told() -> None:
     assert turns == 1000
 
 
-def test_ctrl_c_while_the_cluster_is_awaited() -> None:
+def test_ctrl_c_while_the_store_waits_for_the_cluster() -> None:
     timer = interrupt_after(0.3)
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):

@@ -69,7 +69,7 @@ def test_an_empty_list_has_no_keys() -> None:
 
 
 @pytest.mark.parametrize("kind", NO_KEYS)
-def test_what_is_not_a_key_is_refused_alone_and_in_a_list(kind: str) -> None:
+def test_a_value_that_is_not_a_key_is_refused_alone_and_in_a_list(kind: str) -> None:
     wrong, text = NO_KEYS[kind]
     for key in (wrong, [wrong], (wrong,), ["first", wrong], [wrong, "last"]):
         with pytest.raises(NotAllowed, match=text):
@@ -90,7 +90,7 @@ def test_the_keys_that_are_in_a_list_twice_are_named() -> None:
         key_list([7, np.int64(7)])
 
 
-def test_a_key_is_called_what_the_caller_says() -> None:
+def test_an_error_names_the_value_as_the_caller_does() -> None:
     with pytest.raises(NotAllowed, match=r"^the head of a command is a str or an int, not float$"):
         key_name(1.0, "the head of a command")
 

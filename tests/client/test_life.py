@@ -73,7 +73,7 @@ def test_close_waits_for_the_others_unless_told_not_to() -> None:
         wait_until(lambda: worker_states(other)[one.rank] == "left", "the others see it go")
 
 
-def test_the_others_do_not_wait_for_one_that_left() -> None:
+def test_the_others_do_not_wait_for_a_worker_that_left() -> None:
     def program(kv: kvd.KVStore) -> Any:
         kv.init("w", np.zeros(4, np.float32))
         kv.set_barrier_before_exit(False)

@@ -1,4 +1,4 @@
-"""The memory budget by itself: who gets room, when, and who is woken."""
+"""The memory budget by itself: which push gets room, when, and which waiting push is woken."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_the_first_in_the_queue_is_woken_even_if_another_has_waited_longer() -> 
     second.finish()
 
 
-def test_one_release_serves_all_who_fit() -> None:
+def test_one_release_wakes_every_push_that_fits() -> None:
     budget = MemoryBudget(LIMIT, TIMEOUT_S)
     held = [copy_of(LIMIT)]
     budget.take(held)

@@ -118,7 +118,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path, kind: str) -> None:
         kv.load_optimizer_states(good)
 
 
-def test_everyone_sets_the_optimizer_and_it_is_set_once() -> None:
+def test_an_optimizer_that_every_worker_sets_is_set_once() -> None:
     def program(kv: kvd.KVStore) -> Any:
         kv.init("w", np.zeros(3, np.float32))
         for step in range(4):
@@ -170,7 +170,7 @@ def test_hyperparameters_that_do_not_exist() -> None:
             assert kv.pull("w").tolist() == [1] * 3
 
 
-def test_an_optimizer_does_not_update_whole_numbers() -> None:
+def test_an_optimizer_does_not_update_integers() -> None:
     with LocalCluster(1, 1) as cluster, kvd.create("local") as local:
         for kv in (cluster.store(), local):
             kv.init("w", np.zeros(3, np.int64))

@@ -181,7 +181,7 @@ def test_an_out_that_cannot_be_written_to(kv: kvd.KVStore) -> None:
     assert kv.clock("read-only") == 0
 
 
-def test_a_wrong_shape_or_dtype_is_told_to_the_caller(kv: kvd.KVStore) -> None:
+def test_a_wrong_shape_or_dtype_raises_at_the_call(kv: kvd.KVStore) -> None:
     kv.init("typed", np.zeros((2, 3), np.float32))
     with pytest.raises(ShapeMismatch, match="shape") as shape:
         kv.pull("typed", out=np.empty((3, 2), np.float32))

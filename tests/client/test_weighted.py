@@ -135,7 +135,7 @@ def test_half_precision_is_weighted_in_float32(dtype: str) -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("samples", [-1, 2.5, "many"])
-def test_samples_that_are_no_number_of_samples(kind: str, samples: Any) -> None:
+def test_invalid_numbers_of_samples_are_refused(kind: str, samples: Any) -> None:
     def program(kv: kvd.KVStore) -> Any:
         kv.init("w", np.zeros(2, np.float32))
         with pytest.raises(kvd.NotAllowed, match="samples"):

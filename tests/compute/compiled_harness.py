@@ -29,7 +29,7 @@ def only_numpy() -> Iterator[None]:
 
 @contextmanager
 def only_compiled() -> Iterator[list[str]]:
-    """Let nothing but compiled loops calculate; gives the list of the names of those that were used."""
+    """Lets only compiled loops compute, and gives the names of those that were used."""
     used: list[str] = []
     found = Loop.ready
 
@@ -45,7 +45,7 @@ def only_compiled() -> Iterator[list[str]]:
 
 
 def numbers(random: np.random.Generator, size: int, dtype: str) -> Array:
-    """Numbers of all magnitudes, with everything that is special among them; two in three are ordinary."""
+    """Numbers of all magnitudes and all special values; two in three are ordinary."""
     kind = DTYPES[dtype]
     ordinary = random.normal(size=size)
     limits = np.array([65504.0, 2.0**-24, 2.0**-14, 3e38, 1e-45, 1.2e-38, 1e308, 5e-324])

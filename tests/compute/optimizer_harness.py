@@ -26,7 +26,7 @@ def start(dtype: Any) -> Array:
 
 
 def trained(optimizer: Optimizer, weight: Array, gradients: Sequence[Array], tile: int = 65536) -> Array:
-    """The weight after one update per gradient, each written to other memory than the last."""
+    """The weight after one update per gradient. Each update writes to new memory."""
     state = SliceState()
     current, following = weight.copy(), np.full_like(weight, 99)
     for gradient in gradients:

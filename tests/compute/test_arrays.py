@@ -61,7 +61,7 @@ def test_a_single_array_is_not_copied() -> None:
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16], ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(), (0, 2), (7, 30_000)], ids=str)
-def test_the_sum_can_be_written_where_one_wants_it(shape: tuple[int, ...], count: int, dtype: Any) -> None:
+def test_the_sum_can_be_written_to_a_given_array(shape: tuple[int, ...], count: int, dtype: Any) -> None:
     generator = np.random.default_rng(1)
     parts = [generator.normal(size=shape).astype(np.float32).astype(dtype) for _ in range(count)]
     out = np.full(shape, np.nan, dtype)

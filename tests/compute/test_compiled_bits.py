@@ -53,7 +53,7 @@ def test_every_optimizer_has_the_bits_of_its_numpy_kernel(rule: Optimizer, dtype
 @needs_numba
 @pytest.mark.parametrize("size", [TILE - 1, TILE, TILE + 1, 3 * TILE])
 @pytest.mark.parametrize(("rule", "dtype"), [(SGD(0.1, 0.9), "float32"), (Adam(), "bfloat16"), (Adam(), "float64")])
-def test_tiles_do_not_show(rule: Optimizer, dtype: str, size: int) -> None:
+def test_the_bits_do_not_depend_on_the_tiles(rule: Optimizer, dtype: str, size: int) -> None:
     assert warm_up(rule, DTYPES[dtype]), kernels_in_use()
     for count in (1, 2, 3):
         assert_both_agree(rule, dtype, size, count, "weighted", steps=2)

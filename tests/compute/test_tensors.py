@@ -249,7 +249,7 @@ def test_values_are_written_into_every_layout(name: str) -> None:
         assert target.tolist() == source.tolist()
 
 
-def test_a_wrong_shape_or_dtype_is_never_cast_in_silence() -> None:
+def test_a_wrong_shape_or_dtype_is_never_cast_silently() -> None:
     out = np.zeros((2, 3), np.float32)
     with pytest.raises(ShapeMismatch, match=r"\(2, 3\)"):
         write_back(out, np.zeros((3, 2), np.float32))

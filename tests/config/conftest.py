@@ -1,4 +1,4 @@
-"""What the tests of the settings share: no file of this machine is found, and `refusal` gives the error of `load`."""
+"""What the tests of the settings share: they find no file of this machine, and `refusal` gives the error of `load`."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_local_rank_is_that_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> 
         assert cluster.run(lambda kv: kv.local_rank) == [3]
 
 
-def test_is_capable_says_what_is_there() -> None:
+def test_is_capable_names_the_capabilities() -> None:
     """A static method. There it is always False; an unknown name is an error here, as in MXNet's own store."""
     assert kvd.KVStore.is_capable("optimizer") is True
     for name in ("compression", "row_sparse", "bind"):
@@ -124,7 +124,7 @@ def test_is_capable_says_what_is_there() -> None:
 
 
 @pytest.mark.parametrize("kind", ["local", "dist_sync"])
-def test_what_is_not_implemented_there(kind: str, tmp_path: Any) -> None:
+def test_members_that_byteps_leaves_unimplemented(kind: str, tmp_path: Any) -> None:
     def program(kv: kvd.KVStore) -> Any:
         kv.broadcast("w", full(0))
         kv.set_optimizer(SGD(1.0, momentum=0.5))

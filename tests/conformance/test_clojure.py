@@ -90,7 +90,7 @@ def test_local_is_the_default() -> None:
 
 
 @pytest.mark.parametrize("mask", range(1, 8))
-def test_nobody_is_dead(kv: kvd.KVStore, mask: int) -> None:
+def test_no_node_is_dead(kv: kvd.KVStore, mask: int) -> None:
     assert kv.num_dead_node(mask) == 0
 
 
@@ -137,7 +137,7 @@ def test_set_barrier_before_exit(flag: bool) -> None:
         assert cluster.run(program) == [True, not flag]
 
 
-def test_what_was_disposed_of_is_not_used_again(kv: kvd.KVStore) -> None:
+def test_a_disposed_store_is_not_used_again(kv: kvd.KVStore) -> None:
     kv.init("3", full(1))
     kv.close()
     for call in (lambda: kv.pull("3"), lambda: kv.push("3", full(1)), kv.barrier):
@@ -152,7 +152,7 @@ def test_a_key_must_be_initialised_first(kv: kvd.KVStore) -> None:
         kv.push("3", full(1)).wait()
 
 
-def test_init_is_of_rank_0_only() -> None:
+def test_only_rank_0_inits() -> None:
     def program(kv: kvd.KVStore) -> Any:
         kv.init(["3", "4"], [full(kv.rank + 1), full(kv.rank + 2)])
         return [float(value[0, 0]) for value in kv.pull(["3", "4"])]

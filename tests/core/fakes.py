@@ -79,7 +79,7 @@ def one(values: Sequence[T]) -> T:
 
 
 def uint8(count: int) -> KeySpec:
-    """A key of so many bytes: one slice if they are at most SLICE."""
+    """A key of `count` bytes: one slice if they are at most SLICE."""
     return KeySpec("uint8", (count,), SLICE)
 
 
@@ -95,7 +95,7 @@ def padded_bytes(values: Sequence[bytes]) -> bytes:
 
 
 def copies(effects: Iterable[Effect]) -> list[tuple[Any, int, Span]]:
-    """What is copied: target, offset there, and from where."""
+    """The copies among the effects: target, offset in it, and source."""
     return [
         (target, row.start, Span(copy.source, row.offset, row.nbytes))
         for copy in of(Copy, effects)

@@ -13,7 +13,7 @@ BARE = cluster(mode="", merge="")
 
 
 class Harness:
-    """A scheduler whose nodes are named by their incarnation. With `hold`, what it persists is not saved yet."""
+    """A scheduler whose nodes are named by their incarnation. With `hold`, its records are not saved yet."""
 
     def __init__(self, settings: Settings = BARE, *, saved: Any = None, generation: int = 1, **more: Any) -> None:
         limits = {"heartbeat_interval_s": 1.0, "server_timeout_s": 5.0, "worker_timeout_s": 20.0, "break_on_loss": True}
@@ -44,7 +44,7 @@ class Harness:
         return self.say(worker_id(rank, life), Heartbeat("worker", rank), view=self.machine.epoch)
 
     def kill(self, who: int, reason: str = "exit 1") -> list[Effect]:
-        """The process ends and is not started again before its timeout; the others live on."""
+        """The process ends and is not restarted before its timeout; the others live on."""
         effects = self.step(PeerLost(who, reason))
         start = self.now
         for seconds in (4, 8, 12, 16):

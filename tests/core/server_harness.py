@@ -46,7 +46,7 @@ JOBS = (Create, Apply, Export, Load, Run)
 
 
 class Harness:
-    """Jobs are carried out at once; with `hold` they pile up in `jobs` until `finish`."""
+    """Jobs run at once; with `hold` they stay in `jobs` until `finish`."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Harness:
         return b"answer" if isinstance(job, Run) else None
 
     def look(self, *changed: Member) -> list[Effect]:
-        """A new view, in which these members are otherwise."""
+        """A new view, in which these members have changed."""
         for entry in changed:
             self.members[entry.role, entry.rank] = entry
         self.epoch += 1
@@ -127,7 +127,7 @@ class Harness:
         return self._request
 
     def init(self, key: str, value: bytes, spec: KeySpec | None = None, *, publish: bool = True, life: int = 0) -> None:
-        """Worker 0 makes and publishes a key."""
+        """Worker 0 creates and publishes a key."""
         spec = spec or uint8(len(value))
         for index in range(spec.num_slices):
             start, length = spec.span(index)
@@ -172,11 +172,11 @@ class Harness:
 
     @property
     def groups(self) -> list[list[str]]:
-        """The keys that are together, in the order in which they became so."""
+        """The keys of each group, the oldest group first."""
         return [[entry.key for entry in group.slices] for group in self.machine.table.groups.values()]
 
     def value(self, key: str, index: int = 0, back: int = 0) -> bytes:
-        """The bytes of a slice, or of its version before."""
+        """The bytes of a slice, or of its previous version."""
         slice_ = self.machine.table.slices[key, index]
         return read(slice_.span(slice_.log.previous if back else slice_.log.current))
 
@@ -207,7 +207,7 @@ def packed(*keys: str, settings: Any = None, declare: bool = True, **more: Any) 
 
 
 def together(*keys: str, **more: Any) -> Harness:
-    """A server on which the keys are one group, after one round in which everybody pushed 1, 2, 3 …"""
+    """A server on which the keys are one group, after one round in which every worker pushed 1, 2, 3 …"""
     harness = packed(*keys, **more)
     for rank in range(harness.settings.num_workers):
         harness.push_batch(rank, 1, *[bytes([number]) for number in range(1, len(keys) + 1)])
@@ -216,7 +216,7 @@ def together(*keys: str, **more: Any) -> Harness:
 
 
 def not_yet(effects: Any) -> NotYet:
-    """The only answer among the effects: to send it again."""
+    """The only answer among the effects, which is a NotYet."""
     answer = one([message for message in said(effects) if isinstance(message, NotYet | Refused)])
     assert isinstance(answer, NotYet)
     return answer

@@ -132,7 +132,7 @@ def test_the_oldest_broken_generations_are_forgotten() -> None:
     assert barriers.enter("b", 1, 0, P, 1) == Verdict((1,))
 
 
-def test_every_worker_that_waits_is_told_who_is_missing() -> None:
+def test_every_worker_that_waits_learns_which_are_missing() -> None:
     barriers = Barriers()
     barriers.enter("b", 0, 0, P0, 11)
     (broken,) = barriers.settle([0, 1, 2], [1, 2])

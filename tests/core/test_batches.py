@@ -1,4 +1,4 @@
-"""Batches: lists of slices under a number of their sender's, and how a server remembers them."""
+"""Batches: lists of slices under a number that their sender chose, and how a server remembers them."""
 
 from __future__ import annotations
 
@@ -27,55 +27,55 @@ from tests.core.server_harness import kinds, not_yet, packed, refusal, values
 A, B = b"\1", b"\2"
 
 
-def places(*keys: str) -> tuple[SliceId, ...]:
+def slice_ids(*keys: str) -> tuple[SliceId, ...]:
     return tuple(SliceId(key, 0) for key in keys)
 
 
 # ── the table ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_all_who_declare_the_same_places_have_the_same_pack() -> None:
+def test_senders_that_declare_the_same_slices_share_a_batch() -> None:
     table = BatchTable()
-    table.declare(1, 7, places("a", "b"))
-    table.declare(2, 3, places("a", "b"))
-    table.declare(2, 4, places("b", "a"))
+    table.declare(1, 7, slice_ids("a", "b"))
+    table.declare(2, 3, slice_ids("a", "b"))
+    table.declare(2, 4, slice_ids("b", "a"))
     assert table.find(1, 7) is table.find(2, 3) is not table.find(2, 4)
     assert table.find(1, 3) is None
     assert table.find(3, 7) is None
 
 
-def test_a_number_means_what_it_meant_first() -> None:
+def test_a_batch_number_keeps_its_first_meaning() -> None:
     table = BatchTable()
-    table.declare(1, 7, places("a", "b"))
-    table.declare(1, 7, places("c"))
+    table.declare(1, 7, slice_ids("a", "b"))
+    table.declare(1, 7, slice_ids("c"))
     batch = table.find(1, 7)
     assert batch is not None
-    assert batch.slice_ids == places("a", "b")
+    assert batch.slice_ids == slice_ids("a", "b")
 
 
-def test_so_many_places_are_remembered_of_a_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slices_remembered_of_a_sender_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "MAX_SLICE_IDS", 5)
     table = BatchTable()
-    table.declare(9, 1, places("a", "b"))
+    table.declare(9, 1, slice_ids("a", "b"))
     for number in range(1, 4):
-        table.declare(1, number, places(f"k{number}", "x"))
+        table.declare(1, number, slice_ids(f"k{number}", "x"))
     assert [table.find(1, number) is None for number in range(1, 4)] == [True, False, False]
     assert table.find(9, 1) is not None
-    table.declare(1, 4, places("m"))
-    assert table.find(1, 2) is not None  # four slice_ids are there, and a fifth
-    table.declare(1, 5, places(*"abcdefgh"))
+    table.declare(1, 4, slice_ids("m"))
+    assert table.find(1, 2) is not None  # there were four slices, and this is the fifth
+    table.declare(1, 5, slice_ids(*"abcdefgh"))
     assert [number for number in range(6) if table.find(1, number)] == [5]  # however large, the newest is kept
-    table.declare(1, 6, places("a"))
+    table.declare(1, 6, slice_ids("a"))
     assert [number for number in range(7) if table.find(1, number)] == [6]
-    table.declare(1, 1, places("k1", "x"))
+    table.declare(1, 1, slice_ids("k1", "x"))
     assert table.find(1, 1) is not None
 
 
-def test_a_pack_that_nobody_calls_by_a_number_is_forgotten() -> None:
+def test_a_batch_that_no_sender_uses_any_more_is_forgotten() -> None:
     table = BatchTable()
-    table.declare(1, 1, places("a"))
-    table.declare(1, 2, places("a"))
-    table.declare(2, 1, places("a"))
+    table.declare(1, 1, slice_ids("a"))
+    table.declare(1, 2, slice_ids("a"))
+    table.declare(2, 1, slice_ids("a"))
     first = table.find(1, 1)
     assert first is not None
     first.is_apart = True
@@ -84,7 +84,7 @@ def test_a_pack_that_nobody_calls_by_a_number_is_forgotten() -> None:
     assert table.find(2, 1) is first
     table.drop_sender(2)
     table.drop_sender(2)
-    table.declare(2, 1, places("a"))
+    table.declare(2, 1, slice_ids("a"))
     again = table.find(2, 1)
     assert again is not None
     assert not again.is_apart
@@ -93,7 +93,7 @@ def test_a_pack_that_nobody_calls_by_a_number_is_forgotten() -> None:
 # ── on a server ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_pack_is_declared_as_often_as_it_is_asked() -> None:
+def test_a_batch_that_is_declared_twice_is_acknowledged_twice() -> None:
     harness = packed("a", "b", declare=False)
     for _ in range(2):
         assert kinds(harness.declare(0, 1, "a", "b")) == ["Done"]
@@ -102,21 +102,21 @@ def test_a_pack_is_declared_as_often_as_it_is_asked() -> None:
     assert kinds(harness.push_all(1, [("a", 0, 1), ("b", 0, 1)], [A, B])) == ["Done", "Done"]
 
 
-def test_a_pack_of_two_is_not_one_of_other_places_later() -> None:
+def test_a_declared_batch_number_cannot_be_redefined() -> None:
     harness = packed("a", "b", "c")
     harness.declare(0, 1, "a", "c")
     harness.push_batch(0, 1, A, B, A)
     assert harness.groups == [["a", "b", "c"]]
 
 
-def test_who_is_no_worker_has_no_packs() -> None:
+def test_a_node_that_is_not_attached_has_no_batches() -> None:
     harness = packed("a", "b", attach=False, declare=False)
     for effects in (harness.declare(0, 1, "a"), harness.push_batch(0, 1, A), harness.pull_batch(0, ANY_CLOCK)):
         assert not_yet(effects).reason is NotYetReason.NOT_ATTACHED
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_a_pack_that_is_not_known_is_asked_for(number: int) -> None:
+def test_an_unknown_batch_is_answered_not_yet(number: int) -> None:
     harness = packed("a", "b")
     assert not_yet(harness.push_batch(0, 1, A, B, batch=number)).reason is NotYetReason.UNKNOWN_BATCH
     assert not_yet(harness.push_batch(0, 1, batch=number, probe=True)).reason is NotYetReason.UNKNOWN_BATCH
@@ -124,7 +124,7 @@ def test_a_pack_that_is_not_known_is_asked_for(number: int) -> None:
     assert harness.explain()["requests_waiting"] == 0
 
 
-def test_a_pack_of_slices_that_are_not_there() -> None:
+def test_a_batch_with_missing_slices_is_refused_until_they_exist() -> None:
     harness = packed("a")
     assert kinds(harness.declare(0, 2, "a", "b")) == ["Done"]
     assert refusal(harness.push_batch(0, 1, A, B, batch=2)).error is ErrorCode.KEY_NOT_FOUND
@@ -134,7 +134,7 @@ def test_a_pack_of_slices_that_are_not_there() -> None:
     assert harness.groups == [["a", "b"]]
 
 
-def test_a_pack_that_was_forgotten_and_is_declared_again_is_the_unit_that_it_was(
+def test_a_batch_that_is_declared_again_finds_its_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     harness = packed("a", "b", workers=1)
@@ -147,8 +147,8 @@ def test_a_pack_that_was_forgotten_and_is_declared_again_is_the_unit_that_it_was
     assert harness.groups == [["a", "b"]]
 
 
-def test_a_push_by_a_number_of_the_one_before_is_not_taken() -> None:
-    """What a batch means goes with its incarnation: the successor counts anew."""
+def test_a_push_by_a_batch_number_of_the_predecessor_is_not_taken() -> None:
+    """A batch number belongs to an incarnation: the successor numbers its batches from 1 again."""
     harness = packed("a", "b", "c")
     harness.look(member("worker", 0, life=1))
     harness.attach(0, life=1)
@@ -159,7 +159,7 @@ def test_a_push_by_a_number_of_the_one_before_is_not_taken() -> None:
     assert (harness.value("c"), harness.value("b"), harness.value("a")) == (b"\x11", b"\x22", b"\0")
 
 
-def test_packs_that_overlap() -> None:
+def test_batches_that_overlap() -> None:
     harness = packed("a", "b", "c", declare=False, workers=1)
     harness.declare(0, 1, "a", "b")
     harness.declare(0, 2, "b", "c")
@@ -177,7 +177,7 @@ def test_packs_that_overlap() -> None:
     assert [harness.value(key) for key in "abc"] == [A, A, B]
 
 
-def test_a_pack_of_one_slice_is_its_unit() -> None:
+def test_a_batch_of_one_slice_leaves_it_a_group_of_one() -> None:
     harness = packed("a", "b")
     for rank in (0, 1):
         harness.declare(rank, 2, "a")
@@ -194,11 +194,11 @@ def test_a_pack_of_one_slice_is_its_unit() -> None:
     assert harness.groups == [["a"], ["b"]]
 
 
-def test_small_pushes_are_not_answered_by_staged_unless_they_are_asked_for() -> None:
+def test_small_pushes_are_answered_by_staged_only_when_probed() -> None:
     harness = packed("a", "b", small=9)
     assert kinds(harness.push_batch(0, 1, A, B, request=50)) == []
     assert kinds(harness.push_batch(0, 1, request=50, probe=True)) == ["Staged"]
-    assert kinds(harness.push_batch(0, 1, A, B, request=50)) == ["Staged"]  # sent again: it has not heard of it
+    assert kinds(harness.push_batch(0, 1, A, B, request=50)) == ["Staged"]  # sent again: its sender has not heard of it
     assert kinds(harness.push(0, 2, A, key="a", request=51)) == []
     assert kinds(harness.push(0, 2, None, key="a", request=52, probe=True)) == ["Staged"]
     harness.init("c", bytes(10))
@@ -209,7 +209,7 @@ def test_small_pushes_are_not_answered_by_staged_unless_they_are_asked_for() -> 
     assert kinds(harness.finish(harness.jobs[0])) == ["Done", "Done"]
 
 
-def test_so_many_requests_wait_counts_packs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_for_batches_count_towards_the_limit_of_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending, "MAX_PENDING", 1)
     harness = packed("a", "b")
     harness.push_batch(0, 1, A, B)
@@ -218,7 +218,7 @@ def test_so_many_requests_wait_counts_packs_too(monkeypatch: pytest.MonkeyPatch)
     assert harness.explain()["bytes_staged"] == 9  # what was refused was not staged
 
 
-def test_whole_numbers_in_a_pack_are_neither_weighted_nor_optimized() -> None:
+def test_integers_in_a_batch_are_neither_weighted_nor_optimized() -> None:
     harness = packed("a", "b", settings=cluster(2, merge="weighted"))
     assert refusal(harness.push_batch(0, 1, A, B)).error is ErrorCode.NOT_ALLOWED
     harness = packed("a", "b")
@@ -232,7 +232,7 @@ def test_whole_numbers_in_a_pack_are_neither_weighted_nor_optimized() -> None:
 # ── on the wire ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_pack_of_a_thousand_keys_fits_into_a_header() -> None:
+def test_a_batch_of_a_thousand_keys_fits_into_a_header() -> None:
     message = DeclareBatch(7, BIGGEST, tuple(SliceId(f"layer{number:06}", BIGGEST) for number in range(MAX_PARTS)))
     header = encode(message, 1, Epoch(1, 1))
     assert len(header) < MAX_HEADER_BYTES
@@ -240,5 +240,5 @@ def test_a_pack_of_a_thousand_keys_fits_into_a_header() -> None:
 
 
 @pytest.mark.parametrize("message", [PushBatch(1, 2, 3, 0, 1, True, True), PullBatch(1, 2, ANY_CLOCK)])
-def test_pack_messages_go_there_and_back(message: PushBatch | PullBatch) -> None:
+def test_batch_messages_survive_encoding(message: PushBatch | PullBatch) -> None:
     assert decode(encode(message, 1, Epoch(1, 1))).message == message

@@ -199,7 +199,7 @@ def test_a_new_batch_of_the_slices_of_a_group_finds_them_together() -> None:
     assert kinds(effects) == ["Done", "Done"]
 
 
-def test_a_group_whose_update_fails_gives_all_pushes_back() -> None:
+def test_a_failed_update_of_a_group_refuses_all_its_pushes() -> None:
     harness = together("a", "b")
     harness.push_batch(0, 2, A, B, request=50)
     harness.push_batch(0, 3, A, B, request=51)
@@ -245,7 +245,7 @@ def test_a_message_of_several_keys_that_fails_in_one_says_that_others_took_it() 
     assert [message.taken for message in said(effects)] == [Taken.PART, Taken.PART]
 
 
-def test_a_slice_twice_in_a_push_is_refused_and_harms_nobody() -> None:
+def test_a_slice_twice_in_a_push_is_refused_and_changes_nothing() -> None:
     harness = packed("a", "b")
     harness.declare(0, 2, "a", "a")
     harness.declare(0, 3, "a", "b", "a")

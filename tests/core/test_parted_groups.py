@@ -92,7 +92,7 @@ def test_a_late_copy_of_a_single_push_parts_but_counts_nothing() -> None:
     assert kinds(effects) == ["Done", "Done"]
 
 
-def test_nobody_is_parted_while_an_update_is_under_way() -> None:
+def test_no_group_is_parted_during_an_update() -> None:
     harness = together("a", "b")
     harness.hold = True
     for rank in (0, 1):
@@ -106,7 +106,7 @@ def test_nobody_is_parted_while_an_update_is_under_way() -> None:
 
 
 @pytest.mark.parametrize("message", [FetchState(9, "b", 0), StoreState(9, "b", 0, 1, ())])
-def test_nobody_is_parted_while_a_state_goes_out_or_in(message: Any) -> None:
+def test_no_group_is_parted_while_a_state_is_fetched_or_stored(message: Any) -> None:
     harness = together("a", "b")
     harness.hold = True
     harness.say(1, message, b"" if isinstance(message, StoreState) else None)
@@ -157,7 +157,7 @@ def test_a_step_is_redone_from_the_previous_version_of_a_group() -> None:
     assert values(harness.pull_batch(1, 2, life=1)) == ((2, 2), [b"\x20", b"\x40"])
 
 
-def test_a_rank_that_comes_back_for_one_key_parts_it_from_the_others() -> None:
+def test_a_rank_that_comes_back_for_one_key_parts_that_key_from_the_others() -> None:
     harness = together("a", "b")
     harness.look(member("worker", 1, "left"))
     harness.push_batch(0, 2, A, B)

@@ -60,7 +60,7 @@ def test_a_push_for_a_round_that_was_closed_without_its_worker_is_not_acknowledg
     assert said(harness.push(0, 1, request=11)) == [Done(11)]  # the push of who was there counts
 
 
-def test_what_a_replaced_worker_had_counted_is_known_and_no_more() -> None:
+def test_only_the_counted_pushes_of_a_replaced_worker_are_known() -> None:
     harness = ready()
     for clock in (1, 2):
         harness.push(0, clock)
@@ -72,7 +72,7 @@ def test_what_a_replaced_worker_had_counted_is_known_and_no_more() -> None:
     assert kinds(harness.push(1, 3, life=1)) == ["Staged"]
 
 
-def test_a_worker_that_has_left_by_the_view_pushes_no_more() -> None:
+def test_a_worker_that_left_in_the_view_cannot_push() -> None:
     harness = worker()
     left = harness.call(requests.LeaveRounds(Departure.DONE), timeout_s=1.0)
     harness.wait(1.0)
@@ -94,7 +94,7 @@ def test_rewind_does_not_go_back_to_rounds_that_were_closed_without_the_worker()
     assert harness.clocks() == [("w", 0, 4)]
 
 
-def test_a_round_that_nobody_is_left_to_push_for_does_not_hold_up_the_rest() -> None:
+def test_a_round_without_a_worker_left_to_push_does_not_hold_up_the_rest() -> None:
     harness = ready()
     harness.init("v", b"\7")
     for rank in (0, 1):
@@ -110,7 +110,7 @@ def test_a_round_that_nobody_is_left_to_push_for_does_not_hold_up_the_rest() -> 
     assert values(harness.pull(0, 2, key="v", life=1)) == ((2,), [b"\5"])
 
 
-def test_rounds_that_a_rank_skipped_are_nobody_s_after_another_restart() -> None:
+def test_rounds_that_a_rank_skipped_stay_skipped_after_another_restart() -> None:
     harness = ready()
     harness.init("v", b"\0")
     harness.look(member("worker", 1, "left"))
@@ -140,7 +140,7 @@ def test_rounds_that_a_rank_skipped_are_nobody_s_after_another_restart() -> None
 # ── a scheduler without its record ──
 
 
-def test_an_heir_is_told_by_the_servers() -> None:
+def test_a_successor_learns_its_clocks_from_the_servers() -> None:
     harness = ready()
     for rank in (0, 1):
         harness.push(rank, 1)
@@ -152,7 +152,7 @@ def test_an_heir_is_told_by_the_servers() -> None:
     assert said(harness.attach(1, life=1)) == [Clocks(1, 1, 1, 1, 1)]  # what is staged does not count yet
 
 
-def test_an_heir_asks_for_its_clocks_though_the_scheduler_knows_of_no_predecessor() -> None:
+def test_a_successor_asks_for_its_clocks_even_if_the_scheduler_knows_no_predecessor() -> None:
     harness = Worker(rank=1, joined=False)
     harness.attach = False
     harness.step(from_scheduler(Welcome(1, 1, None), (1, 0)))
@@ -166,7 +166,7 @@ def test_an_heir_asks_for_its_clocks_though_the_scheduler_knows_of_no_predecesso
     assert harness.clocks() == [("w", 0, 3)]
 
 
-def test_a_new_scheduler_does_not_make_a_successor_forget_what_it_is() -> None:
+def test_a_successor_stays_one_under_a_new_scheduler() -> None:
     harness = Worker(rank=1, predecessor="dead")
     harness.step(from_scheduler(NotYet(0, NotYetReason.NOT_JOINED, "who are you?"), (2, 0)))
     harness.step(from_scheduler(Welcome(1, 1, None), (2, 0)))
@@ -205,7 +205,7 @@ def test_a_replaced_worker_is_not_taken_back() -> None:
     assert kinds(harness.push(1, 2, life=1)) == ["Done", "Done"]
 
 
-# ── who is told of the dead, and when ──
+# ── refusals that name the dead, and when they are sent ──
 
 
 def test_async_a_push_within_the_bound_is_not_failed_for_a_dead_worker() -> None:
@@ -217,7 +217,7 @@ def test_async_a_push_within_the_bound_is_not_failed_for_a_dead_worker() -> None
     assert refusal(harness.push(0, 3)).error is ErrorCode.NODE_LOST
 
 
-def test_who_comes_to_wait_for_the_dead_when_a_round_ends_is_told() -> None:
+def test_a_push_that_begins_to_wait_for_the_dead_when_a_round_ends_is_refused() -> None:
     harness = ready(settings=cluster(3), workers=3)
     harness.push(2, 1, request=31)
     harness.push(0, 1, request=11)
@@ -256,7 +256,7 @@ def test_the_refusal_of_a_later_push_does_not_hit_an_earlier_one() -> None:
     assert kinds(harness.say(0, earlier, b"\5")) == ["Staged"]
 
 
-def test_pushes_that_fell_with_a_failed_one_and_were_not_refused_are_taken_again() -> None:
+def test_pushes_behind_a_failed_one_that_were_not_refused_are_taken_again() -> None:
     harness = ready()
     harness.push(0, 1, request=11)
     harness.push(0, 2, request=12)
@@ -281,7 +281,7 @@ def test_an_old_copy_does_not_take_the_clock_of_a_later_push() -> None:
 # ── keys ──
 
 
-def test_an_init_that_is_made_again_brings_its_own_values() -> None:
+def test_a_repeated_init_brings_its_own_values() -> None:
     harness = Server()
     spec = uint8(2 * SLICE)
     old, new = b"\1" * SLICE, b"\2" * SLICE
@@ -292,7 +292,7 @@ def test_an_init_that_is_made_again_brings_its_own_values() -> None:
     assert harness.value("w", 0) + harness.value("w", 1) == new + new
 
 
-def test_an_init_whose_publish_was_not_answered_is_not_made_again_with_other_values() -> None:
+def test_an_init_whose_publish_was_not_answered_cannot_be_repeated_with_other_values() -> None:
     harness = Worker()
     item = requests.Item("w", uint8(1), b"\1")
     first = harness.call(requests.InitKeys((item,)), timeout_s=1.0)
@@ -308,7 +308,7 @@ def test_an_init_whose_publish_was_not_answered_is_not_made_again_with_other_val
     assert harness.clocks() == [("w", 0, 1)]
 
 
-def test_an_init_whose_publish_was_refused_is_made_again() -> None:
+def test_an_init_whose_publish_was_refused_can_be_repeated() -> None:
     harness = Worker()
     item = requests.Item("w", uint8(1), b"\1")
     harness.call(requests.InitKeys((item,)), timeout_s=1.0)
@@ -316,7 +316,7 @@ def test_an_init_whose_publish_was_refused_is_made_again() -> None:
     harness.take(Publish)
     harness.wait(1.0)
     again = harness.call(requests.InitKeys((item,)))
-    harness.refuse(Publish, ErrorCode.NOT_ALLOWED)  # the server was started anew
+    harness.refuse(Publish, ErrorCode.NOT_ALLOWED)  # the server was restarted
     harness.reply(harness.take(Init), Done)
     harness.reply(harness.take(Publish), Done)
     assert harness.result(again) is None
@@ -331,7 +331,7 @@ def test_a_key_that_does_not_fit_takes_no_room() -> None:
 
 
 @pytest.mark.parametrize("role", ["observer", "worker"])
-def test_a_server_that_was_gone_when_we_came_is_asked_when_it_is_back(role: str) -> None:
+def test_a_server_that_was_gone_at_the_join_is_asked_when_it_is_back(role: str) -> None:
     harness = Worker(joined=False, role=role)
     harness.members["server", 0] = member("server", 0, "dead")
     harness.step(from_scheduler(Welcome(1, -1 if role == "observer" else 0, None), (1, 0)))
@@ -348,7 +348,7 @@ def test_a_server_that_was_gone_when_we_came_is_asked_when_it_is_back(role: str)
 # ── what the program takes back ──
 
 
-def test_what_was_given_up_is_sent_again_from_the_copy() -> None:
+def test_a_push_that_was_given_up_is_sent_again_from_a_copy() -> None:
     harness = worker()
     source: Any = bytearray(b"\1")
     move = requests.Transfer((requests.Item("w", uint8(1), source, "target"),), push=True, pull=True)
@@ -362,7 +362,7 @@ def test_what_was_given_up_is_sent_again_from_the_copy() -> None:
     assert one(harness.take(Push).payload) == Span(b"copy", 0, 1)
 
 
-def test_what_was_not_begun_is_not_sent_when_it_is_given_up() -> None:
+def test_a_push_that_never_began_is_not_sent_after_it_is_given_up() -> None:
     harness = worker()
     for _ in range(2):
         harness.push("w")

@@ -107,7 +107,7 @@ def test_one_update_at_a_time_and_rounds_in_their_order() -> None:
     assert who(second) == [(0, 2)]
 
 
-def test_a_round_does_not_wait_for_who_has_left() -> None:
+def test_a_round_does_not_wait_for_a_worker_that_left() -> None:
     log = sync()
     stage(log, given(0, 1))
     assert log.missing(1, [0]) == []
@@ -119,7 +119,7 @@ def test_no_round_closes_without_a_contribution() -> None:
     assert asynchronous().close_next([]) is None
 
 
-def test_who_left_and_pushed_before_is_still_counted() -> None:
+def test_a_push_made_before_leaving_still_counts() -> None:
     log = sync()
     stage(log, given(1, 1))
     stage(log, given(0, 1))
@@ -132,7 +132,7 @@ def test_who_left_and_pushed_before_is_still_counted() -> None:
     ("first", "second", "mixed"),
     [(ADD, ADD, False), (ASSIGN, ABSENT, False), (ABSENT, ABSENT, False), (ADD, ABSENT, True), (ASSIGN, ADD, True)],
 )
-def test_a_round_is_of_one_kind(first: int, second: int, mixed: bool) -> None:
+def test_a_round_assigns_or_adds_but_not_both(first: int, second: int, mixed: bool) -> None:
     log = sync()
     assert not log.mixes(1, second)
     stage(log, given(0, 1, first))
@@ -176,7 +176,7 @@ def test_a_successor_starts_where_its_predecessor_was_counted() -> None:
     assert log.close_next([0, 1]) is not None
 
 
-def test_a_round_that_is_closed_keeps_what_the_predecessor_brought() -> None:
+def test_a_closed_round_keeps_the_push_of_the_predecessor() -> None:
     log = sync()
     stage(log, given(0, 1))
     stage(log, given(1, 1))
@@ -187,7 +187,7 @@ def test_a_round_that_is_closed_keeps_what_the_predecessor_brought() -> None:
     assert log.status_of(1, 1) is PushStatus.KNOWN
 
 
-def test_who_comes_back_takes_part_after_its_clock() -> None:
+def test_a_worker_that_comes_back_takes_part_after_its_clock() -> None:
     log = sync()
     stage(log, given(0, 1))
     log.close_next([0])
@@ -208,7 +208,7 @@ def test_async_activation_sets_all_three_clocks() -> None:
     assert log.status_of(1, 8) is PushStatus.NEXT
 
 
-def test_an_update_that_failed_counts_for_nobody() -> None:
+def test_a_failed_update_counts_for_no_worker() -> None:
     log = sync()
     for rank, clock in ((0, 1), (1, 1), (0, 2)):
         stage(log, given(rank, clock))
@@ -220,7 +220,7 @@ def test_an_update_that_failed_counts_for_nobody() -> None:
     assert (log.status_of(0, 1), log.status_of(0, 2)) == (PushStatus.NEXT, PushStatus.OUT_OF_TURN)
 
 
-def test_async_failure_touches_nobody_else() -> None:
+def test_async_a_failed_update_affects_no_other_worker() -> None:
     log = asynchronous()
     stage(log, given(0, 1))
     stage(log, given(1, 1))
@@ -272,7 +272,7 @@ def closes(log: SliceLog, required: list[int]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_nobody_is_further_ahead_of_the_slowest_than_the_staleness(staleness: int) -> None:
+def test_no_worker_leads_the_slowest_by_more_than_the_staleness(staleness: int) -> None:
     log = asynchronous(staleness, rounds_ahead=9)
     for clock in range(1, 5):
         stage(log, given(0, clock))
@@ -283,7 +283,7 @@ def test_nobody_is_further_ahead_of_the_slowest_than_the_staleness(staleness: in
     assert log.counted_clock(0) - log.counted_clock(1) == staleness
 
 
-def test_with_staleness_the_slowest_is_looked_for_among_the_active() -> None:
+def test_with_staleness_only_active_workers_can_be_the_slowest() -> None:
     log = asynchronous(1)
     stage(log, given(0, 1))
     stage(log, given(0, 2))

@@ -1,4 +1,4 @@
-"""The scheduler: who is in, and with which rank."""
+"""The scheduler: which nodes have joined, and with which rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Liveness: who is judged by silence, and when."""
+"""Liveness: which nodes are declared dead for their silence, and when."""
 
 from __future__ import annotations
 

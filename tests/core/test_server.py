@@ -64,7 +64,7 @@ def test_a_worker_that_is_ahead_of_the_view_waits_for_it() -> None:
     assert said(harness.look(member("worker", 1, life=1))) == [Done(1)]
 
 
-def test_so_many_strangers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_strangers_remembered_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvd.core.server.attachments.MAX_ATTACHING", 1)
     harness = Harness(attach=False)
     harness.attach(1, life=1)
@@ -106,7 +106,7 @@ def test_a_key_is_made_published_and_found() -> None:
     assert values(harness.pull(1, 0)) == ((0,), [b"ab"])
 
 
-def test_an_init_that_is_sent_again_makes_nothing_anew() -> None:
+def test_an_init_that_is_sent_again_changes_nothing() -> None:
     harness = Harness()
     harness.hold = True
     first = one(of(Create, harness.say(0, Init(7, "w", uint8(1), 0), b"a")))
@@ -128,7 +128,7 @@ def test_an_init_that_is_sent_again_makes_nothing_anew() -> None:
         (0, 0, b"abc", ErrorCode.PROTOCOL_ERROR),
     ],
 )
-def test_an_init_that_cannot_be(rank: int, index: int, payload: bytes, error: ErrorCode) -> None:
+def test_an_invalid_init_is_refused(rank: int, index: int, payload: bytes, error: ErrorCode) -> None:
     assert refusal(Harness().say(rank, Init(3, "w", uint8(4), index), payload)).error is error
 
 
@@ -140,7 +140,7 @@ def test_only_worker_0_publishes_what_it_made() -> None:
     assert refusal(harness.say(0, Publish(3, "w", uint8(2)))).error is ErrorCode.NOT_ALLOWED  # not what it made
 
 
-def test_a_create_that_fails_is_told() -> None:
+def test_a_failed_create_is_refused_with_its_error() -> None:
     harness = Harness()
     harness.error = NotAllowed("no memory")
     refused = refusal(harness.say(0, Init(3, "w", uint8(1), 0), b"a"))
@@ -149,7 +149,7 @@ def test_a_create_that_fails_is_told() -> None:
     assert said(harness.say(0, Init(3, "w", uint8(1), 0), b"a")) == [Done(3)]
 
 
-def test_until_it_is_published_a_new_incarnation_makes_the_key_anew() -> None:
+def test_a_new_incarnation_replaces_an_unpublished_key() -> None:
     harness = Harness()
     harness.init("w", b"x" * (2 * SLICE), publish=False)
     assert harness.explain()["slices"] == 2
@@ -164,7 +164,7 @@ def test_until_it_is_published_a_new_incarnation_makes_the_key_anew() -> None:
     assert said(harness.say(1, ClockQuery(4, "w"))) == [Clocks(4, 1, 1, 1, 1)]
 
 
-def test_what_a_replaced_worker_began_to_make_does_not_come_to_be() -> None:
+def test_an_unfinished_key_of_a_replaced_worker_is_dropped() -> None:
     harness = Harness()
     harness.hold = True
     late = one(of(Create, harness.say(0, Init(7, "w", uint8(1), 0), b"a")))
@@ -182,7 +182,7 @@ def test_a_live_key_is_not_made_again() -> None:
     assert values(harness.pull(1, 0)) == ((0,), [b"a"])
 
 
-def test_a_key_in_use_is_not_made_again_even_where_nobody_knows_that_it_is_live() -> None:
+def test_a_key_in_use_is_not_created_again_even_if_it_was_never_published() -> None:
     harness = Harness()
     harness.init("w", b"\0", publish=False)
     for rank in (0, 1):
@@ -192,7 +192,7 @@ def test_a_key_in_use_is_not_made_again_even_where_nobody_knows_that_it_is_live(
     assert refusal(harness.say(0, Init(3, "w", uint8(1), 0), b"b", life=1)).error is ErrorCode.KEY_EXISTS
 
 
-def test_the_memory_is_bounded_and_the_bound_known_at_init() -> None:
+def test_an_init_beyond_the_memory_bound_is_refused() -> None:
     # 3 copies, and 2 rounds ahead of 2 workers: 7 times the bytes led
     harness = Harness(memory=7 * 100)
     harness.init("a", bytes(60))
@@ -203,14 +203,14 @@ def test_the_memory_is_bounded_and_the_bound_known_at_init() -> None:
     assert said(harness.say(0, Init(4, "b", uint8(40), 0), bytes(40))) == [Done(4)]  # asked again: it is there
 
 
-def test_what_is_being_made_counts_towards_the_bound() -> None:
+def test_keys_that_are_being_created_count_towards_the_bound() -> None:
     harness = Harness(memory=7 * 100)
     harness.hold = True
     assert len(of(Create, harness.say(0, Init(3, "a", uint8(60), 0), bytes(60)))) == 1
     assert refusal(harness.say(0, Init(4, "b", uint8(60), 0), bytes(60))).error is ErrorCode.NOT_ALLOWED
 
 
-def test_so_many_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_slices_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvd.core.server.key_requests.MAX_SLICES", 1)
     harness = ready()
     assert refusal(harness.say(0, Init(3, "b", uint8(1), 0), b"a")).error is ErrorCode.NOT_ALLOWED
@@ -262,7 +262,7 @@ def test_clocks_of_a_key() -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_clocks_are_told_when_the_update_of_the_own_push_has_ended(mode: str) -> None:
+def test_clocks_are_told_only_after_the_update_with_the_own_push(mode: str) -> None:
     harness = ready(settings=cluster(mode=mode))
     harness.hold = True
     effects = harness.push(0, 1)
@@ -295,7 +295,7 @@ def test_a_rank_that_comes_back_takes_part_after_its_clock() -> None:
 # ── the rest ──
 
 
-def test_what_a_server_does_not_take() -> None:
+def test_messages_that_a_server_does_not_take() -> None:
     harness = Harness()
     refused = refusal(harness.say(0, Welcome(4, 0, None)))
     assert (refused.error, refused.request, refused.text) == (ErrorCode.PROTOCOL_ERROR, 4, "a server takes no Welcome")
@@ -346,7 +346,7 @@ def test_a_server_says_goodbye() -> None:
     assert harness.machine.next_deadline() is None
 
 
-def test_the_same_key_made_by_a_successor_takes_the_place_of_the_first() -> None:
+def test_a_key_created_by_a_successor_replaces_the_first_one() -> None:
     harness = Harness()
     harness.init("w", b"old", publish=False)
     harness.look(member("worker", 0, life=1))
@@ -356,7 +356,7 @@ def test_the_same_key_made_by_a_successor_takes_the_place_of_the_first() -> None
     assert values(harness.pull(1, 0)) == ((0,), [b"new"])
 
 
-def test_a_server_that_never_joined_just_goes_and_one_that_is_not_understood_halts() -> None:
+def test_a_server_that_never_joined_just_stops_and_one_that_is_not_understood_halts() -> None:
     for event in (LocalCall(1, None, 0.0), InvalidFrame(SCHEDULER, "version 9")):  # type: ignore[arg-type]
         machine = ServerMachine(ServerSettings(1 << 30, True), session("server", 0))
         machine.step(Tick(), 0.0)
@@ -366,7 +366,7 @@ def test_a_server_that_never_joined_just_goes_and_one_that_is_not_understood_hal
         assert len(of(Halt, effects)) == isinstance(event, InvalidFrame)
 
 
-def test_an_init_that_comes_twice_makes_the_slice_once() -> None:
+def test_an_init_that_arrives_twice_creates_the_slice_once() -> None:
     """Before anybody has pushed: a second Create would put an older value in place of a newer one."""
     harness = Harness()
     for request, value in ((7, b"a"), (9, b"b")):  # the second was made with other values, after the first was given up

@@ -63,7 +63,7 @@ def rounds(harness: Harness, clock: int) -> None:
         harness.push(rank, clock, ONE)
 
 
-def test_an_optimizer_is_used_from_then_on_and_for_keys_that_come_later() -> None:
+def test_an_optimizer_applies_to_later_rounds_and_to_later_keys() -> None:
     harness = ready()
     rounds(harness, 1)
     effects = harness.say(0, SetOptimizer(50, to_wire(SGD(0.5))))
@@ -92,7 +92,7 @@ def test_the_same_optimizer_again_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("wire", [5, ["SGD"], ["os.system", {}], ["SGD", {"learning_rate": -1}], {"a": 1}])
-def test_what_is_no_optimizer_is_refused(wire: Any) -> None:
+def test_an_invalid_optimizer_is_refused(wire: Any) -> None:
     harness = ready()
     assert refusal(harness.say(0, SetOptimizer(50, wire))).error is ErrorCode.PROTOCOL_ERROR
     assert said(harness.say(1, OptimizerQuery(51))) == [OptimizerIs(51, None)]
@@ -149,12 +149,12 @@ def test_async_and_from_outside_a_change_takes_effect_at_once() -> None:
         (SGD(0.5), 5, ErrorCode.PROTOCOL_ERROR),
     ],
 )
-def test_changes_that_cannot_be(optimizer: Any, changes: Any, error: ErrorCode) -> None:
+def test_invalid_changes_are_refused(optimizer: Any, changes: Any, error: ErrorCode) -> None:
     harness = ready(optimizer=optimizer)
     assert refusal(harness.say(0, UpdateOptimizer(51, changes))).error is error
 
 
-def test_whole_numbers_are_not_optimized() -> None:
+def test_integers_are_not_optimized() -> None:
     harness = ready(optimizer=SGD(0.5))
     harness.init("n", b"\0")
     refused = refusal(harness.push(0, 1, b"\1", key="n"))
@@ -197,12 +197,12 @@ def test_state_that_comes_again_does_not_undo_the_updates_since() -> None:
 
 
 @pytest.mark.parametrize("message", [FetchState(60, "w", 1), StoreState(60, "v", 0, 7, ())])
-def test_the_state_of_no_slice(message: Any) -> None:
+def test_the_state_of_an_unknown_slice_is_refused(message: Any) -> None:
     assert refusal(ready().say(0, message)).error is ErrorCode.KEY_NOT_FOUND
 
 
 @pytest.mark.parametrize("message", [FetchState(60, "w", 0), StoreState(60, "w", 0, 7, ())])
-def test_state_that_cannot_be_had_or_taken(message: Any) -> None:
+def test_state_that_cannot_be_fetched_or_stored(message: Any) -> None:
     harness = ready()
     harness.error = NotAllowed("too short")
     assert refusal(harness.say(0, message)).text == "too short"
@@ -259,7 +259,7 @@ def test_a_command_that_ends_after_its_sender_was_replaced() -> None:
     assert kinds(harness.step(JobDone(run.job, b"late"))) == ["CommandResult"]
 
 
-def test_so_many_answers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answers_remembered_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvd.core.server.command_answers.MAX_REMEMBERED", 2)
     monkeypatch.setattr("kvd.core.server.command_answers.MAX_SENDERS", 2)
     answers = CommandAnswers()

@@ -29,7 +29,7 @@ from tests.core.fakes import cluster, member, of, one, said, worker_id
 from tests.core.server_harness import Harness, kinds, not_yet, ready, refusal, values
 
 
-def test_those_who_wait_for_a_dead_worker_are_told_its_name() -> None:
+def test_requests_that_wait_for_a_dead_worker_are_refused_with_its_name() -> None:
     harness = ready()
     harness.push(0, 1, request=11)
     harness.pull(0, 1, request=12)
@@ -43,7 +43,7 @@ def test_those_who_wait_for_a_dead_worker_are_told_its_name() -> None:
     assert "restart it under its node id" in told[0].text
 
 
-def test_what_they_pushed_stays_and_counts_when_the_dead_comes_back() -> None:
+def test_staged_pushes_count_when_the_dead_worker_comes_back() -> None:
     harness = ready()
     harness.push(0, 1, b"\5", request=11)
     harness.look(member("worker", 1, "dead"))
@@ -57,14 +57,14 @@ def test_what_they_pushed_stays_and_counts_when_the_dead_comes_back() -> None:
     assert values(harness.pull(0, 1)) == ((1,), [b"\x0b"])
 
 
-def test_a_dead_worker_whose_part_is_there_holds_nobody_up() -> None:
+def test_a_dead_worker_that_has_pushed_holds_nothing_up() -> None:
     harness = ready()
     harness.push(1, 1)
     harness.look(member("worker", 1, "dead"))
     assert kinds(harness.push(0, 1), worker_id(0)) == ["Done"]
 
 
-def test_with_wait_nobody_is_told() -> None:
+def test_with_on_worker_loss_wait_no_request_is_refused() -> None:
     harness = ready(fail=False)
     harness.push(0, 1)
     assert said(harness.look(member("worker", 1, "dead"))) == []
@@ -81,7 +81,7 @@ def test_a_message_of_many_keys_is_failed_once() -> None:
 
 
 @pytest.mark.parametrize("state", ["left", "done", "gone"])
-def test_who_has_left_the_rounds_is_no_longer_waited_for(state: str) -> None:
+def test_rounds_no_longer_wait_for_a_worker_that_left_them(state: str) -> None:
     harness = ready()
     harness.push(0, 1, request=11)
     effects = harness.look(member("worker", 1, state))
@@ -89,7 +89,7 @@ def test_who_has_left_the_rounds_is_no_longer_waited_for(state: str) -> None:
     assert kinds(harness.push(0, 2)) == ["Done"]
 
 
-def test_the_last_pushes_of_one_that_left_are_counted() -> None:
+def test_the_last_pushes_of_a_worker_that_left_count() -> None:
     harness = ready()
     harness.push(1, 1, b"\2")
     harness.look(member("worker", 1, "left"))
@@ -97,7 +97,7 @@ def test_the_last_pushes_of_one_that_left_are_counted() -> None:
     assert values(harness.pull(0, 1)) == ((1,), [b"\3"])
 
 
-def test_async_with_a_bound_the_dead_slowest_is_named() -> None:
+def test_async_with_staleness_a_dead_slowest_worker_is_named() -> None:
     harness = ready(settings=cluster(mode="async", staleness=1))
     harness.push(0, 1)
     harness.push(0, 2, request=12)
@@ -105,7 +105,7 @@ def test_async_with_a_bound_the_dead_slowest_is_named() -> None:
     assert (refused.request, refused.nodes) == (12, (NodeName("worker", 1),))
 
 
-def test_async_without_a_bound_nobody_waits_for_the_dead() -> None:
+def test_async_without_staleness_nothing_waits_for_the_dead() -> None:
     harness = ready(settings=cluster(mode="async"))
     harness.hold = True
     apply = one(of(Apply, harness.push(0, 1, request=11)))
@@ -243,7 +243,7 @@ def test_so_many_replaced_workers_are_remembered(monkeypatch: pytest.MonkeyPatch
     assert list(harness.machine._attachments._replaced) == [worker_id(0, 2), worker_id(0, 3)]
 
 
-def test_those_who_wait_for_the_dead_are_told_after_an_update_that_failed() -> None:
+def test_requests_that_wait_for_the_dead_are_refused_after_a_failed_update() -> None:
     """While an update runs nobody is told anything: it may let them go on."""
     harness = ready(settings=cluster(3, mode="async", staleness=1), workers=3)
     harness.push(1, 1, request=21)

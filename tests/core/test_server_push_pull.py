@@ -67,7 +67,7 @@ def test_a_pull_waits_for_its_version_and_gets_exactly_it() -> None:
     assert values(harness.pull(1, -1)) == ((2,), [b"\x08"])
 
 
-def test_who_is_no_worker_pulls_what_is_committed() -> None:
+def test_a_node_that_is_no_worker_pulls_the_committed_value() -> None:
     harness = ready(b"a")
     anyone = Received(CallerPeer(b"cli"), 77, Epoch(0, 0), Pull(3, (Part("w", 0, -1),)))
     assert values(harness.step(anyone)) == ((0,), [b"a"])
@@ -87,7 +87,7 @@ def test_a_push_that_is_sent_again_is_counted_once() -> None:
     assert values(harness.pull(0, 1)) == ((1,), [b"\2"])
 
 
-def test_the_answer_goes_to_where_it_was_asked_first_and_last() -> None:
+def test_the_answer_goes_to_the_first_and_the_last_sender() -> None:
     harness = ready()
     harness.push(0, 1, request=11)
     assert kinds(harness.push(0, 1, request=11, peer="new"), "new") == ["Staged"]
@@ -111,7 +111,7 @@ def test_a_probe_asks_without_bytes() -> None:
 
 
 @pytest.mark.parametrize(("clock", "expected"), [(2, 1), (5, 1), (0, 1), (-1, 1)])
-def test_a_push_out_of_turn_is_told_whose_turn_it_is(clock: int, expected: int) -> None:
+def test_a_push_out_of_turn_is_told_the_next_clock(clock: int, expected: int) -> None:
     answer = not_yet(ready().push(0, clock))
     assert (answer.reason, answer.next_clock, answer.key) == (NotYetReason.OUT_OF_TURN, expected, "w")
 
@@ -170,7 +170,7 @@ def test_a_round_of_assignment_takes_rank_0_s_value() -> None:
     assert values(effects, worker_id(1)) == ((1,), [b"\7"])
 
 
-def test_so_many_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_requests_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvd.core.server.pending.MAX_PENDING", 1)
     harness = ready()
     harness.push(0, 1)
@@ -178,7 +178,7 @@ def test_so_many_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(harness.pull(1, 1)).error is ErrorCode.NOT_ALLOWED
 
 
-def test_weighted_merge_and_whole_numbers_do_not_go_together() -> None:
+def test_a_weighted_merge_of_integers_is_refused() -> None:
     harness = ready(settings=cluster(merge="weighted"))
     refused = refusal(harness.push(0, 1))
     assert refused.error is ErrorCode.NOT_ALLOWED
@@ -223,7 +223,7 @@ def test_a_refused_push_that_comes_again_does_not_take_the_clock_of_the_next(syn
     assert values(harness.pull(0, 1)) == ((1,), [b"\6" if sync else b"\5"])
 
 
-def test_pushes_ahead_of_a_failed_one_are_refused_for_good_too() -> None:
+def test_pushes_after_a_failed_one_are_also_refused_for_good() -> None:
     harness = ready()
     harness.push(0, 1, request=11)
     harness.push(0, 2, request=12)
@@ -260,7 +260,7 @@ def test_a_push_refused_for_one_of_its_slices_says_so_again() -> None:
     assert (again.error, again.taken) == (ErrorCode.NOT_ALLOWED, Taken.PART)
 
 
-def test_a_push_that_counts_is_answered_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_counted_push_is_answered_even_at_the_limit_of_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = ready()
     harness.push(0, 1, request=11)
     harness.push(1, 1)
@@ -304,7 +304,7 @@ def test_async_an_update_that_fails_does_not_hold_up_the_others() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_staleness_holds_the_fast_back_until_the_slow_come(staleness: int) -> None:
+def test_staleness_holds_fast_workers_back_until_slow_ones_catch_up(staleness: int) -> None:
     harness = asynchronous(staleness=staleness)
     for clock in range(1, staleness + 1):
         assert kinds(harness.push(0, clock)) == ["Done"]
@@ -315,11 +315,11 @@ def test_staleness_holds_the_fast_back_until_the_slow_come(staleness: int) -> No
     assert harness.explain()["waiting_for"] == []
 
 
-def test_a_pull_of_what_is_not_here() -> None:
+def test_a_pull_of_a_missing_slice_is_refused() -> None:
     assert refusal(ready().pull(0, 0, key="v")).error is ErrorCode.KEY_NOT_FOUND
 
 
-def test_async_a_pull_for_a_push_that_has_not_come_waits_for_nobody_else() -> None:
+def test_async_a_pull_waits_for_the_own_push_and_for_no_other_worker() -> None:
     harness = asynchronous()
     assert said(harness.pull(0, 1)) == []
     assert harness.explain()["waiting_for"] == []

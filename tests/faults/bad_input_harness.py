@@ -1,4 +1,4 @@
-"""A peer that sends whatever it likes, while two workers check that their sums stay right."""
+"""A peer that sends arbitrary bytes, while two workers check that their sums stay right."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def addresses(cluster: LocalCluster) -> list[str]:
 
 @contextmanager
 def busy(stores: list[kvd.KVStore]) -> Iterator[None]:
-    """Both workers push all the while and check every sum; at the end they must still get through."""
+    """Both workers push and check every sum until the block ends; then a last push must still succeed."""
     stop, stepped = threading.Event(), threading.Event()
     errors: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""A cluster of two workers that are busy while a test sends nonsense to its daemons."""
+"""A cluster with two busy workers, while a test sends nonsense to its daemons."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_a_message_to_the_wrong_role(cluster: LocalCluster, stores: list[kvd.KVS
         assert is_alive(server)
 
 
-def test_a_joining_node_that_makes_no_sense(cluster: LocalCluster, stores: list[kvd.KVStore]) -> None:
+def test_an_invalid_join_is_refused(cluster: LocalCluster, stores: list[kvd.KVStore]) -> None:
     settings = Settings("", "", -1, 0, 0, 0, 0, 0)
     join = Join(1, "worker", "me", "", "host", 1, -1, settings)
     with busy(stores), RawPeer(cluster.scheduler.address) as raw:

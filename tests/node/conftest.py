@@ -1,4 +1,4 @@
-"""What the tests of processes share: a mark by which nothing is left behind."""
+"""What the tests of processes share: a mark that finds processes left behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.node.launch.harness import marked
 
 @pytest.fixture
 def mark() -> Iterator[dict[str, str]]:
-    """A variable that every process of a test inherits. Nothing that has it may be left at the end."""
+    """A variable that every process of a test inherits. No process with it may be left at the end."""
     name = uuid.uuid4().hex
     yield {"JOB_MARK": name}
     left = marked(name)

@@ -34,7 +34,7 @@ def test_a_watch_for_a_process_that_is_gone() -> None:
     assert ParentWatch(child.pid).is_gone()
 
 
-def test_a_guard_ends_a_command_whose_parent_is_gone_already(mark: dict[str, str]) -> None:
+def test_a_guard_ends_a_command_whose_parent_is_already_gone(mark: dict[str, str]) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     before = signal.getsignal(signal.SIGTERM)

@@ -121,7 +121,7 @@ def test_odd_values(value: object, written: object) -> None:
     TextFormatter("x", colour=True).format(record("m", value=value))
 
 
-def test_a_list_that_holds_itself() -> None:
+def test_a_list_that_contains_itself() -> None:
     loop: list[object] = []
     loop.append(loop)
     json.loads(JsonFormatter("x").format(record("m", value=loop)))
@@ -282,7 +282,7 @@ def test_one_warning_per_interval_and_kind() -> None:
     assert throttle.total_swallowed == 2
 
 
-def test_ever_new_kinds_do_not_fill_the_memory() -> None:
+def test_many_kinds_of_warnings_do_not_fill_the_memory() -> None:
     throttle = Throttle(10.0, max_keys=2)
     assert all(throttle.allow(0.0, str(kind)) for kind in range(100))
     assert len(throttle._kinds) == 2

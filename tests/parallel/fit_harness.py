@@ -1,4 +1,4 @@
-"""What the tests of `fit` share, the programs of their workers included: data, a model, and the weights to end with."""
+"""What the tests of `fit` and their workers' programs share: data, a model, and the expected weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ group_of = Groups(MODEL, (5,), PARAMS)
 
 
 def batches(size: int, x: Any = X, y: Any = Y) -> list[DataBatch]:
-    """The last one is smaller where the size does not divide."""
+    """The last batch is smaller if the size does not divide the data."""
     return [DataBatch([x[i : i + size]], [y[i : i + size]]) for i in range(0, len(x), size)]
 
 
@@ -40,6 +40,6 @@ def expected(steps: Sequence[Sequence[tuple[Any, Any]]]) -> list[Any]:
 
 
 def run_two(program: Callable[[kvd.KVStore], Any], merge: str = "weighted", **settings: Any) -> list[Any]:
-    """What the program gives for each of two workers on a cluster of two servers."""
+    """The result of the program for each of two workers on a cluster of two servers."""
     with LocalCluster(2, 2, merge=merge, **settings) as cluster:
         return cluster.run(program)

@@ -74,12 +74,12 @@ group_of = Groups(MODEL, (2,), PARAMS, devices=3, size=11)
 
 
 def descs(size: int = 11) -> tuple[list[DataDesc], list[DataDesc]]:
-    """Of the data and labels of `group_of`."""
+    """The descriptions of the data and labels of `group_of`."""
     return group_of.descs(size)
 
 
 def weights_of(group: DataParallelExecutorGroup) -> list[Any]:
-    """The parameters in float32, as they are after everything that was sent to the store."""
+    """The parameters in float32, after the store has answered everything that was sent to it."""
     described = group.description
     values = {name: np.empty(shape, np.float32) for name, shape in described.params.items()}
     group.get_params(values, {name: np.empty(shape) for name, shape in described.aux.items()})
@@ -117,7 +117,7 @@ def torch_weights(params: Mapping[str, Any], steps: Iterable[tuple[Any, Any]], r
 
 
 def assert_close(got: Iterable[Any], wanted: Iterable[Any], atol: float = 2e-6) -> None:
-    """Each array is the wanted one, up to the rounding of float32."""
+    """Each array equals the expected one, up to the rounding of float32."""
     for array, value in zip(got, wanted, strict=True):
         np.testing.assert_allclose(array, value, rtol=0, atol=atol)
 

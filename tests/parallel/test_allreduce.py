@@ -92,7 +92,7 @@ def partitions_in(local: kvd.KVStore, number: int, size: int, **options: Any) ->
 
 
 @pytest.mark.parametrize(("fold", "total"), [("float32", 285.0), ("truncating", 256.0)])
-def test_the_sum_and_that_of_the_original(local: kvd.KVStore, fold: Any, total: float) -> None:
+def test_the_sum_and_the_sum_of_the_original(local: kvd.KVStore, fold: Any, total: float) -> None:
     parts = partitions_in(local, 30, 1, fold=fold)
     for part in parts:
         part.put_gradients([256.0 if part is parts[0] else 1.0])
@@ -160,7 +160,7 @@ def test_a_second_init_starts_over(local: kvd.KVStore) -> None:
     assert weights.tolist() == [3.0] * 2
 
 
-def test_an_id_has_keys_of_its_own_beside_those_of_the_program(local: kvd.KVStore) -> None:
+def test_an_id_has_its_own_keys_beside_those_of_the_program(local: kvd.KVStore) -> None:
     local.init("w", np.ones(2, np.float32))
     one, two = AllReduceParameter(local, 1, 1, 2), AllReduceParameter(local, 2, 1, 5)
     one.init(np.full(2, 1.0))
@@ -171,7 +171,7 @@ def test_an_id_has_keys_of_its_own_beside_those_of_the_program(local: kvd.KVStor
     assert local.pull("w").tolist() == [1.0, 1.0]
 
 
-def test_optimizer_and_updater_of_the_store_have_no_part_in_it(local: kvd.KVStore) -> None:
+def test_the_stores_optimizer_and_updater_are_not_used(local: kvd.KVStore) -> None:
     local.set_optimizer(SGD(0.1))
     local.set_updater(lambda key, received, stored: stored.fill(0))
     parameter = AllReduceParameter(local, 0, 1, 2)

@@ -83,7 +83,7 @@ def test_blocks_of_several_slices(kind: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"merge": "mean"}, {"merge": "weighted"}])
-def test_the_merge_and_the_optimizer_of_the_cluster_have_no_part_in_it(settings: dict[str, Any]) -> None:
+def test_the_clusters_merge_and_optimizer_are_not_used(settings: dict[str, Any]) -> None:
     def program(kv: kvd.KVStore) -> Any:
         kv.set_optimizer(SGD(0.1))
         return train(kv, 7, 3)
@@ -136,7 +136,7 @@ def test_a_worker_one_iteration_ahead_changes_nothing_for_the_others() -> None:
         assert cluster.run(program) == [[3.0, 30.0]] * 2
 
 
-def test_asynchronous_workers_that_do_not_ask_for_weights_can_overtake_and_are_told() -> None:
+def test_asynchronous_workers_that_overtake_get_an_error() -> None:
     ahead = threading.Event()
 
     def program(kv: kvd.KVStore) -> None:

@@ -142,7 +142,7 @@ def test_anomalies_and_batches_smaller_than_the_group() -> None:
             fit(group, kv, [DataBatch([X[:1]], [Y[:1]])], 1)
 
 
-def test_progress_is_shown_where_it_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_shown_only_where_it_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
     for progress in ("auto", False, True):
         with kvd.create("local") as kv:
             fit(

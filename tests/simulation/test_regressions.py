@@ -363,7 +363,7 @@ def test_activation_that_arrives_twice_counts_nothing(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_restart_that_a_new_scheduler_knows_nothing_of(seed: int) -> None:
+def test_restart_that_a_new_scheduler_does_not_know_of(seed: int) -> None:
     """Scheduler without a record and worker die together: the worker must still find the clocks of its rank."""
     ledger = Ledger(2, 10, pace_s=0.3)
     world = World(seed, ClusterSettings(workers=2, shell=ShellSettings(state_dir=False)))
@@ -378,7 +378,7 @@ def test_restart_that_a_new_scheduler_knows_nothing_of(seed: int) -> None:
     ledger.check(world)
 
 
-def test_broken_barrier_names_who_is_missing() -> None:
+def test_broken_barrier_names_the_missing_workers() -> None:
     def program(me: Me) -> Coroutine:
         yield JoinCluster()
         if me.number == 2:

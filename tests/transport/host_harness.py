@@ -22,7 +22,7 @@ PEER = [sys.executable, "-m", "tests.transport.host_peer"]
 
 
 class Node:
-    """A started transport in this process, and what it has received."""
+    """A started transport in this process, and the messages that it has received."""
 
     def __init__(self, **options: Any) -> None:
         self.transport = HostTransport(**options)

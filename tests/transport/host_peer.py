@@ -1,4 +1,4 @@
-"""A process with a HostTransport, which does what the headers of messages say.
+"""A process with a HostTransport that obeys the headers of messages.
 
 The script takes the incarnation under which it listens. Its address is the first line that it prints.
 """

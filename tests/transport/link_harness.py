@@ -55,7 +55,7 @@ def until(holds: Callable[[], Any], *ends: End, timeout_s: float = 20.0) -> None
 
 
 class End:
-    """One end and what it has received. `keeps`: whether it keeps the payloads."""
+    """One end and the messages that it has received. `keeps`: whether it keeps their payloads."""
 
     def __init__(self, connection: socket.socket, limit_bytes: int = 256 * MIB) -> None:
         self.messages: list[tuple[bytes, memoryview | None]] = []

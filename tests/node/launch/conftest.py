@@ -1,4 +1,4 @@
-"""What the tests of the launcher share: a stand-in for the daemons, lines, launchers that are ended."""
+"""What the tests of the launcher share: a stand-in for the daemons, collected lines, and launchers to end."""
 
 from __future__ import annotations
 

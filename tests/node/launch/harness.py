@@ -1,4 +1,4 @@
-"""What the tests of the launcher use: stand-ins for daemons and workers, and launchers beside the test."""
+"""What the tests of the launcher use: stand-ins for daemons and workers, and launchers that run beside the test."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ sys.exit(run(Job(**given), show))
 
 
 class Lines:
-    """Collects what a job says."""
+    """Collects the output of a job."""
 
     def __init__(self) -> None:
         self.all: list[tuple[str, str, bytes]] = []
@@ -162,7 +162,7 @@ class Launcher:
             missing.discard(self.seen[-1])
 
     def end(self) -> tuple[int, list[str]]:
-        """Its exit code, and all that it said."""
+        """Its exit code and all of its output."""
         rest, _ = self.process.communicate(timeout=DEADLINE_S)
         self.seen += rest.splitlines()
         return self.process.returncode, self.seen
