@@ -358,6 +358,8 @@ class SchedulerMachine:
     def validate(self) -> None:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
         self._views.validate()
+        self._roster.validate()
+        self._barriers.validate(self._roster.barrier_ranks())
 
     # ── words ──
 

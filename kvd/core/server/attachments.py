@@ -126,3 +126,13 @@ class Attachments:
             member = self._view.by_incarnation(incarnation)
             if member is not None and member.role == "worker" and incarnation not in self._replaced:
                 self._welcome(incarnation, member.rank, *self._attaching.pop(incarnation))
+
+    # ── invariants ──
+
+    def validate(self) -> None:
+        """Raises AssertionError unless each rank has one holder, which was not replaced."""
+        assert self._ranks == {incarnation: rank for rank, incarnation in self._holders.items()}, (
+            "a rank has two holders"
+        )
+        assert self._successors <= self._ranks.keys(), "a successor is not attached"
+        assert self._replaced.keys().isdisjoint(self._ranks), "a replaced worker is attached"

@@ -168,7 +168,10 @@ class ServerMachine:
 
     def validate(self) -> None:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
+        self._session.validate()
         self.table.validate()
+        self._attachments.validate()
+        self._waiters.validate(self.table.groups.values())
 
     # ── dispatch ──
 
