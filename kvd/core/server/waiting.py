@@ -111,8 +111,7 @@ class Waiters:
     # ── invariants ──
 
     def validate(self, groups: Iterable[FusedGroup]) -> None:
-        """Raises AssertionError unless each open request waits for as much as is missing from its answer, none of which
-        is there already."""
+        """Raises AssertionError unless each open request waits for exactly what its answer lacks."""
         missing = Counter[tuple[int, int]]()
         for group in groups:
             for waiting in group.waiting:

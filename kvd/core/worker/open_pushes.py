@@ -56,7 +56,7 @@ class OpenPushes:
             self._flushes[push] = (*flushes, flush)
 
     def validate(self, keys: Iterable[WorkerKey]) -> None:
-        """Raises AssertionError unless the window of each key has open exactly the pushes that were started here."""
+        """Raises AssertionError unless the window of each key counts exactly the started pushes that are open."""
         started = Counter(key.name for push in self._flushes if push.state is not WAITING for key in push.keys)
         for key in keys:
             open_pushes = key.window.open_pushes
