@@ -191,6 +191,12 @@ class SchedulerSession:
         """A server knew this node's rank before; a scheduler without its record names no predecessor."""
         self.predecessor = self.predecessor or MemberState.DEAD
 
+    def validate(self) -> None:
+        """Raises AssertionError if what others read of the session does not fit its state."""
+        if self._state in (*_RUNNING, SessionState.NOT_STARTED):
+            assert self.joined == (self._state is SessionState.JOINED), f"joined: {self.joined}, {self._state}"
+        assert (self.failure is not None) == (self._state is SessionState.FAILED), f"{self._state}: {self.failure!r}"
+
     def _welcomed(self, welcome: Welcome, now: float) -> bool:
         if self._state is SessionState.REJOINING and welcome.rank != self.rank:
             text = f"the scheduler forgot this node and gave its rank to another: it was {self.identity.role} "

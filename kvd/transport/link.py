@@ -181,9 +181,12 @@ class Link:
 
     def _send_reference(self, shared: SharedPayload, header: bytes, nbytes: int) -> bool:
         number = self._leases.grant(shared.buffers)
-        sent = self._push_frame(REFERENCE, header, (), nbytes, shared.segment, shared.offset)
-        if not sent:
-            self._leases.revoke(number)
+        sent = False
+        try:
+            sent = self._push_frame(REFERENCE, header, (), nbytes, shared.segment, shared.offset)
+        finally:
+            if not sent:  # also after an error: the other end counts only the frames that it gets
+                self._leases.revoke(number)
         return sent
 
     def release_gone(self) -> None:

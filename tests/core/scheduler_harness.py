@@ -24,10 +24,12 @@ class Harness:
 
     def step(self, event: Any) -> list[Effect]:
         effects = self.machine.step(event, self.now)
+        self.machine.validate()
         for persist in of(Persist, effects):
             self.disk = persist.record
             if not self.hold:
                 effects = effects + self.machine.step(Persisted(persist.token), self.now)
+                self.machine.validate()
         return effects
 
     def say(self, who: int, message: Any, *, peer: Any = None, view: tuple[int, int] = (0, 0)) -> list[Effect]:

@@ -76,6 +76,7 @@ class Harness:
 
     def step(self, event: Any, now: float = 0.0) -> list[Effect]:
         effects = self.machine.step(event, now)
+        self.machine.validate()
         jobs = [effect for effect in effects if isinstance(effect, JOBS)]
         self.applied += of(Apply, jobs)
         if self.hold:

@@ -159,6 +159,16 @@ def test_a_push_by_a_batch_number_of_the_predecessor_is_not_taken() -> None:
     assert (harness.value("c"), harness.value("b"), harness.value("a")) == (b"\x11", b"\x22", b"\0")
 
 
+def test_batches_of_a_replaced_worker_are_forgotten() -> None:
+    harness = packed("a", "b")
+    (batch,) = {harness.machine._batches.find(worker_id(rank), 1) for rank in (0, 1)}
+    assert batch is not None
+    assert batch.declared == 2
+    harness.look(member("worker", 0, life=1))
+    assert batch.declared == 1
+    assert harness.machine._batches.find(worker_id(0), 1) is None
+
+
 def test_batches_that_overlap() -> None:
     harness = packed("a", "b", "c", declare=False, workers=1)
     harness.declare(0, 1, "a", "b")

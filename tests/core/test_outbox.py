@@ -105,6 +105,18 @@ def test_a_payload_larger_than_the_credit_goes_alone() -> None:
     assert requests(outbox.pump(0.0)) == [2]
 
 
+def test_intervals_start_again_once_the_server_has_the_bytes() -> None:
+    entry = push(1, 1)
+    outbox = filled(entry)
+    outbox.pump(0.0)
+    for _ in range(6):
+        outbox.due(outbox.next_deadline() or 0.0)
+    outbox.mark_staged(entry, 100.0)
+    assert outbox.next_deadline() == 100.0 + RETRY_FIRST_S
+    outbox.due(100.0 + RETRY_FIRST_S)
+    assert outbox.next_deadline() == 100.0 + RETRY_FIRST_S + 2 * RETRY_FIRST_S
+
+
 def test_retries_send_the_same_bytes_at_growing_intervals() -> None:
     entry = push(1, 1)
     outbox = filled(entry)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import Contribution, Span
-from kvd.core.server.progress import PushRequest
+from kvd.core.server.progress import PushRequest, Refusal
 from kvd.core.server.rounds import PushStatus, SliceLog
-from kvd.protocol.messages import ABSENT, ADD, ASSIGN
+from kvd.protocol.messages import ABSENT, ADD, ASSIGN, ErrorCode
 
 
 def sync(rounds_ahead: int = 2) -> SliceLog:
@@ -174,6 +174,14 @@ def test_a_successor_starts_where_its_predecessor_was_counted() -> None:
     assert log.status_of(1, 2) is PushStatus.NEXT
     stage(log, given(1, 2))
     assert log.close_next([0, 1]) is not None
+
+
+def test_what_a_predecessor_was_refused_does_not_keep_slices_apart() -> None:
+    log, other = sync(), sync()
+    log.refuse(1, Refusal(PushRequest(5, 11), ErrorCode.NOT_ALLOWED, "no"))
+    assert not log.stands_like(other)
+    log.drop_unclosed(1)
+    assert log.stands_like(other)
 
 
 def test_a_closed_round_keeps_the_push_of_the_predecessor() -> None:

@@ -208,6 +208,15 @@ def test_state_that_cannot_be_fetched_or_stored(message: Any) -> None:
     assert refusal(harness.say(0, message)).text == "too short"
 
 
+def test_state_that_could_not_be_taken_is_taken_when_it_comes_again() -> None:
+    harness = ready()
+    message = StoreState(60, "w", 0, 7, ())
+    harness.error = NotAllowed("no memory")
+    refusal(harness.say(0, message))
+    harness.error = None
+    assert len(of(Load, harness.say(0, message))) == 1
+
+
 @pytest.mark.parametrize(("message", "kind"), [(FetchState(60, "w", 0), Export), (StoreState(60, "w", 0, 7, ()), Load)])
 def test_one_job_of_a_slice_at_a_time(message: Any, kind: Any) -> None:
     harness = ready()

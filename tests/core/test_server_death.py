@@ -200,6 +200,9 @@ def test_so_many_wait_for_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness()
     harness.say(1, Lookup(5, "w", True))
     assert refusal(harness.say(1, Lookup(6, "w", True))).error is ErrorCode.NOT_ALLOWED
+    harness.init("w", b"\0")
+    assert kinds(harness.say(1, Lookup(7, "v", True))) == []  # the first was answered
+    assert kinds(harness.say(1, Lookup(8, "u", True))) == ["Refused"]
 
 
 def test_attach_again_after_a_new_view() -> None:

@@ -271,6 +271,30 @@ def test_a_counted_push_is_answered_even_at_the_limit_of_waiting_requests(monkey
     assert other.reason is NotYetReason.BUSY
 
 
+def test_a_push_refused_because_too_many_wait_does_not_take_its_clock_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sender gives the clock to the next push."""
+    harness = ready()
+    with monkeypatch.context() as full:
+        full.setattr("kvd.core.server.pending.MAX_PENDING", 0)
+        assert refusal(harness.push(0, 1, b"\1", request=11)).taken is Taken.NOTHING
+    assert refusal(harness.push(0, 1, b"\1", request=11)).error is ErrorCode.NOT_ALLOWED
+    harness.push(0, 1, b"\7", request=12)
+    harness.push(1, 1, b"\1")
+    assert harness.value("w") == b"\x08"
+
+
+def test_a_pushpull_whose_version_is_gone_was_taken() -> None:
+    """If its sender gave the clock back, its next push would be taken for this one."""
+    harness = ready()
+    for clock in (1, 2, 3):
+        harness.push(0, clock, request=10 + clock, pull=True)
+        harness.push(1, clock)
+    gone = refusal(harness.push(0, 1, request=11, pull=True))
+    assert (gone.error, gone.taken) == (ErrorCode.NOT_ALLOWED, Taken.PART)
+    assert "version 1 of 'w' is not kept" in gone.text
+    assert refusal(harness.pull(0, 1)).taken is Taken.NOTHING
+
+
 # ── async ──
 
 

@@ -89,6 +89,21 @@ def test_a_late_answer_to_a_pull_is_ignored() -> None:
     assert of(Copy, harness.say(send.peer, Values(send.message.request, (0,)), b"a")) == []  # type: ignore[union-attr]
 
 
+def test_a_pull_that_times_out_lets_the_rounds_go_on() -> None:
+    harness = ready()
+    harness.push("w")
+    harness.settle()
+    late = harness.pull("w", timeout_s=1.0)
+    harness.push("w")
+    harness.settle()
+    held_back = harness.push("w")  # its round would replace version 1, which is being pulled
+    assert harness.waiting(Push) == []
+    harness.wait(1.0)
+    assert isinstance(harness.error(late), RequestTimeout)
+    harness.settle()
+    assert harness.result(held_back) == [None]
+
+
 def test_completed_calls_leave_no_deadlines_behind() -> None:
     harness = ready()
     for _ in range(1000):

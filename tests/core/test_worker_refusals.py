@@ -162,6 +162,18 @@ def test_a_request_that_cannot_be_taken_yet_is_sent_again_soon(reason: NotYetRea
     assert harness.result(call) == [None]
 
 
+@pytest.mark.parametrize("reason", [NotYetReason.UPDATING, NotYetReason.BUSY])
+def test_a_push_behind_one_that_was_taken_in_part_is_sent_again_if_it_may_be_taken_later(reason: NotYetReason) -> None:
+    harness = ready()
+    harness.push("w")
+    second = harness.push("w")
+    harness.refuse(Push, ErrorCode.NOT_ALLOWED, key="w", taken=Taken.PART)
+    harness.postpone(Push, reason, key="w")
+    harness.wait(RETRY_SOON_S)
+    harness.settle()
+    assert harness.result(second) == [None]
+
+
 def test_a_push_behind_one_that_was_taken_in_part_is_given_up_at_once() -> None:
     """The server waits for a clock that never comes."""
     harness = ready()

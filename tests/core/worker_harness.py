@@ -76,6 +76,7 @@ class Harness:
 
     def step(self, event: Any) -> list[Effect]:
         effects = self.machine.step(event, self.now)
+        self.machine.validate()
         self.effects += effects
         for complete in of(Complete, effects):
             assert complete.call not in self.done, "a call is answered once"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,12 @@ from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.machine import ServerMachine
+from kvd.core.server.pending import Pending
 from kvd.core.server.progress import WorkerProgress
 from kvd.core.server.push import Pushes
 from kvd.core.server.rounds import PushStatus, Record, SliceLog
+from kvd.core.server.targets import PushTarget
+from kvd.core.server.waiting import Waiters
 from kvd.core.worker.calls import CallState
 from kvd.core.worker.clocks import WorkerClocks
 from kvd.core.worker.keys import WorkerKey
@@ -263,6 +266,53 @@ def counts_views_that_are_not_saved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Views, "saved", hasty)
 
 
+def credit_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """A push that was staged or answered keeps its credit."""
+
+    def keep(outbox: Outbox, entry: Entry) -> None:
+        if entry.pushes:
+            outbox.unstaged -= 1
+
+    patch.setattr(Outbox, "_return_credit", keep)
+
+
+def retries_are_made_once(patch: pytest.MonkeyPatch) -> None:
+    """A request that was sent again is not sent a third time."""
+    due = Outbox.due
+
+    def once(outbox: Outbox, now: float) -> list[Any]:
+        sends = due(outbox, now)
+        again: set[int] = {send.message.request for send in sends}  # type: ignore[union-attr]
+        outbox._retries[:] = [retry for retry in outbox._retries if retry[1] not in again]
+        return sends
+
+    patch.setattr(Outbox, "due", once)
+
+
+def settled_pushes_wake_nobody(patch: pytest.MonkeyPatch) -> None:
+    """A push that is settled does not start the calls that wait behind it."""
+    settle = Transfer._settle
+
+    def quietly(transfer: Transfer, progress: TransferProgress) -> None:
+        with pytest.MonkeyPatch.context() as nobody:
+            nobody.setattr(transfer, "_wake", lambda key: None)
+            settle(transfer, progress)
+
+    patch.setattr(Transfer, "_settle", quietly)
+
+
+def answers_lack_a_slice(patch: pytest.MonkeyPatch) -> None:
+    """A request that is about several slices forgets all but the first one, and is never answered."""
+    wait = Waiters.wait
+
+    def forgetful(waiters: Waiters, pending: Pending, rank: int, targets: Sequence[PushTarget]) -> None:
+        wait(waiters, pending, rank, targets)
+        for target in targets[1:]:
+            target.group.waiting = [waiting for waiting in target.group.waiting if waiting.pending is not pending]
+
+    patch.setattr(Waiters, "wait", forgetful)
+
+
 QUIET = Mishaps(within_s=4.0)
 LATE_SUCCESSORS = Campaign("mixed", mishaps=Mishaps(within_s=6.0, crashes=4, restart_after_s=(11.0, 15.0)))
 NASTY_TRAINING = Campaign("list training", mishaps=Mishaps(within_s=25.0), faults=NASTY)
@@ -304,6 +354,10 @@ PUSHY = Campaign("ledger", mishaps=Mishaps(pauses=3), faults=CALM_BUT_OUT_OF_ORD
         (sources_are_not_kept, CAMPAIGNS["refusals, timeouts"], "the key holds|has an ack"),
         (refusals_are_forgotten, CAMPAIGNS["refusals, nasty"], "has an ack"),
         (counts_views_that_are_not_saved, Campaign("ledger"), "is saved, the newest is"),
+        (credit_is_kept, Campaign("ledger"), "bytes are in flight"),
+        (retries_are_made_once, CAMPAIGNS["ledger, nasty"], "is never sent again"),
+        (settled_pushes_wake_nobody, Campaign("ledger"), "waits for nothing"),
+        (answers_lack_a_slice, Campaign("mixed"), "answers lack"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )

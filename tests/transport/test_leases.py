@@ -124,6 +124,21 @@ def test_more_releases_than_fit_into_one_frame() -> None:
         assert not right.link.has_unreleased
 
 
+def test_a_payload_that_cannot_be_sent_leaves_the_numbers_of_the_others_right() -> None:
+    with pair() as (left, right):
+        with pytest.raises(ValueError, match="65537 bytes"):
+            left.send(bytes(65537), pattern(MIB))
+        assert left.link.leases == 0
+        for number in range(2):
+            assert left.send(b"%d" % number, pattern(MIB, number))
+        until(lambda: len(right.messages) == 2, right)
+        right.messages.pop(0)
+        right.link.release_gone()
+        until(lambda: left.link.leases < 2, left)
+        assert left.garbage == []
+        assert (left.link.is_up, left.link.leases) == (True, 1)
+
+
 def test_after_leaving_a_payload_keeps_its_memory() -> None:
     with pair() as (left, right):
         block = block_of(left, MIB)

@@ -121,6 +121,12 @@ class Barriers:
         """The barriers at which workers wait, with their ranks."""
         return {name: sorted(barrier.entered) for name, barrier in self._barriers.items() if barrier.entered}
 
+    def validate(self, required: Collection[int]) -> None:
+        """Raises AssertionError if workers wait at a barrier that all `required` ranks have entered."""
+        for name, barrier in self._barriers.items():
+            is_reached = bool(barrier.entered) and barrier.entered.keys() >= set(required)
+            assert not is_reached, f"all workers are at barrier {name!r}, and nobody is told"
+
     def _forget_one(self) -> bool:
         for name, barrier in self._barriers.items():
             if not barrier.entered:

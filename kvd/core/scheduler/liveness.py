@@ -37,7 +37,7 @@ class Liveness:
     def forgive_after_pause(self, now: float) -> bool:
         """Called at each step. True: this scheduler was paused, so that everyone has a full timeout from now on.
 
-        Whoever was silent meanwhile may have sent heartbeats that are still unread.
+        Nodes that seem silent may have sent heartbeats that are still unread.
         """
         deadline = self.next_deadline() if now - self._last_step > 2 * self._interval_s else None
         self._last_step = now

@@ -228,7 +228,7 @@ class SchedulerMachine:
         self._out += self._views.when_saved(Send(event.peer, welcome))
 
     def _welcome_newcomer(self, seat: Seat, replaced: Seat | None, now: float) -> None:
-        """A new incarnation has this seat: whoever had it before stops, and is expected nowhere."""
+        """A new incarnation has this seat: its earlier holder must stop, and waits at no barrier."""
         self._liveness.joined(seat, now)
         if replaced is not None:
             if replaced.peer is not None and replaced.peer != seat.peer:
@@ -358,6 +358,8 @@ class SchedulerMachine:
     def validate(self) -> None:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
         self._views.validate()
+        self._roster.validate()
+        self._barriers.validate(self._roster.barrier_ranks())
 
     # ── words ──
 

@@ -205,5 +205,11 @@ class Roster:
         seat.member = seat.member._replace(state=after, reason=reason[:MAX_REASON_CHARS], last_seen_s=silence_s)
         return True
 
+    def validate(self) -> None:
+        """Raises AssertionError if an incarnation has two places, or one that it lost to another process."""
+        holders = [seat.member.incarnation for seat in self._seats.values()]
+        assert len(set(holders)) == len(holders), f"an incarnation has two places: {holders}"
+        assert self._replaced.keys().isdisjoint(holders), "a process has the place that it lost"
+
     def _holders(self, role: str) -> dict[int, Member]:
         return {seat.member.rank: seat.member for seat in self._seats.values() if seat.member.role == role}

@@ -25,7 +25,7 @@ class Attachments:
         self._ranks: dict[int, int] = {}  # incarnation → rank
         self._holders: dict[int, int] = {}  # rank → incarnation
         self._successors: set[int] = set()  # incarnations whose rank was here before they came
-        self._replaced: OrderedDict[int, None] = OrderedDict()  # incarnations of workers that change nothing any more
+        self._replaced: OrderedDict[int, None] = OrderedDict()  # incarnations of workers whose messages no longer count
         self._attaching: dict[int, tuple[Peer, Attach]] = {}  # incarnations that no view has named yet
         self._paths: dict[int, PeerPath] = {}  # rank → how its messages travel, as its Attach said
         self._came_over: dict[int, Peer] = {}  # rank → the connection of its last message
@@ -56,8 +56,8 @@ class Attachments:
         return sorted(self._holders)
 
     def path_of(self, rank: int) -> str:
-        """How a worker's messages travel, for people: as its Attach said, unless it said a link and they do not come
-        over one any more."""
+        """How a worker's messages travel, for people: as its Attach said, unless that was a link and they no longer
+        come over one."""
         said = self._paths[rank]
         is_link = said.kind in (PathKind.SHARED_MEMORY, PathKind.UNIX_SOCKET)
         return (LINK_GONE if is_link and self._came_over[rank].kind is not PeerKind.LINK else said).describe()
@@ -126,3 +126,13 @@ class Attachments:
             member = self._view.by_incarnation(incarnation)
             if member is not None and member.role == "worker" and incarnation not in self._replaced:
                 self._welcome(incarnation, member.rank, *self._attaching.pop(incarnation))
+
+    # ── invariants ──
+
+    def validate(self) -> None:
+        """Raises AssertionError unless each rank has one holder, which was not replaced."""
+        assert self._ranks == {incarnation: rank for rank, incarnation in self._holders.items()}, (
+            "a rank has two holders"
+        )
+        assert self._successors <= self._ranks.keys(), "a successor is not attached"
+        assert self._replaced.keys().isdisjoint(self._ranks), "a replaced worker is attached"

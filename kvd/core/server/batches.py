@@ -13,12 +13,12 @@ MAX_SLICE_IDS = 1 << 18  # of all batches of one sender; the batches that it dec
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Slices, in their order. All who declare the same slice_ids have the same batch."""
+    """Slices, in their order. Senders that declare the same slices share one batch."""
 
     slice_ids: tuple[SliceId, ...]
     group: FusedGroup | None = None  # of exactly these slices, in this order
-    is_apart: bool = False  # somebody pushes some of them alone: they are not fused again
-    declared: int = 0  # by so many senders
+    is_apart: bool = False  # some of them were pushed alone: they are not fused again
+    declared: int = 0  # how many senders have it
 
 
 class BatchTable:
@@ -34,7 +34,7 @@ class BatchTable:
         return None if batches is None else batches.get(number)
 
     def declare(self, sender: int, number: int, slice_ids: tuple[SliceId, ...]) -> None:
-        """Notes the batch. A number means what it meant first."""
+        """Notes the batch. A number keeps its first meaning."""
         batches = self._of.setdefault(sender, OrderedDict())
         if number in batches:
             return

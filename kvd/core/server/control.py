@@ -116,7 +116,7 @@ class ServerControl:
 
     def _between_updates(self, slice_: Slice, make: Callable[[int], Job], done: Callable[[JobDone], None]) -> None:
         """Starts the job when no update of the slice runs; none begins before it has ended."""
-        group = slice_.group  # as long as there is a task, it is not parted
+        group = slice_.group  # a group with tasks is not parted
 
         def ended(job: JobDone) -> None:
             group.working = False
@@ -146,7 +146,9 @@ class ServerControl:
             return
         sender, request = slice_.loaded
         if sender == event.sender and message.request <= request:
-            self._effects.send(event.peer, Done(message.request))  # once more it would undo the updates since
+            self._effects.send(
+                event.peer, Done(message.request)
+            )  # a second load would undo the updates since the first
             return
         source = Span(event.payload, 0, event.nbytes)
         before, slice_.loaded = slice_.loaded, (event.sender, message.request)

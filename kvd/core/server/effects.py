@@ -47,7 +47,7 @@ class ServerEffects:
         self._effects.append(make(self._last_job))
 
     def end_job(self, event: JobDone) -> None:
-        """A job has ended. One that is not known any more is ignored."""
+        """Calls the `done` of a job that has ended. An unknown job is ignored."""
         done = self._jobs.pop(event.job, None)
         if done is not None:
             done(event)

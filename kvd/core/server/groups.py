@@ -1,8 +1,8 @@
 """Fused groups: slices that are staged, merged and updated as one. A slice that goes alone is a group of one.
 
 A thousand small keys, pushed in one call, cost a server as much as one large key if they share a log: their bytes lie
-side by side, as in the payload of the push. Slices are fused when a worker pushes a batch of them and all are equally
-far, and parted for good when one of them is pushed without the others.
+side by side, as in the payload of the push. Slices are fused when a worker pushes them as a batch and their logs are in
+the same state. They are parted for good when one of them is pushed without the others.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class FusedGroup:
         return self.log.closing is None and not self.tasks and not self.working
 
     def take(self, slices: Sequence[Slice]) -> None:
-        """These are its slices: they lie one after the other, each at a multiple of 8."""
+        """Takes these slices, in order. The bytes of each start at a multiple of 8."""
         offset = 0
         for position, slice_ in enumerate(slices):
             offset = padded(offset)
@@ -115,7 +115,7 @@ class FusedGroup:
 
 
 def fused(number: int, slices: Sequence[Slice]) -> FusedGroup | None:
-    """A group of these slices, in this order, if each is a group of its own and all have come equally far."""
+    """A group of these slices, in this order, if each has its own group and their logs are in the same state."""
     first = slices[0].group
     for slice_ in slices:
         group = slice_.group
@@ -143,7 +143,7 @@ def fused(number: int, slices: Sequence[Slice]) -> FusedGroup | None:
 
 
 def parted(group: FusedGroup, number: Callable[[], int]) -> list[FusedGroup]:
-    """A group for each of its slices, with what is staged and who waits. The group must be resting."""
+    """A group for each of its slices, with what is staged and who waits. The group must be quiescent."""
     log = group.log
     current, previous = log.current, log.previous
     group.is_gone = True
@@ -164,7 +164,7 @@ def parted(group: FusedGroup, number: Callable[[], int]) -> list[FusedGroup]:
 
 
 def _part_waiting(waiting: Waiting, slices: Sequence[Slice], groups: Sequence[FusedGroup]) -> None:
-    """Who waited for one slice waits for that; who waited for all of them, for each."""
+    """A request for one slice waits for its group; one for all slices waits for each of their groups."""
     if waiting.slice is not None:
         groups[waiting.slice.position].waiting.append(waiting)
         return

@@ -7,7 +7,7 @@ from kvd.core.refusals import refusal_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.control import ServerControl
 from kvd.core.server.effects import ServerEffects
-from kvd.core.server.keys import MAX_SLICES, KeyTable, Live
+from kvd.core.server.keys import MAX_SLICES, MAX_WAITING, KeyTable, Live
 from kvd.core.server.participants import Participants
 from kvd.core.server.rounds import SliceLog
 from kvd.core.session import SchedulerSession
@@ -158,7 +158,7 @@ class KeyRequests:
             text = f"no key is called {lookup.key!r}: worker 0 must init it first (kvd keys lists those there are)"
             self._effects.refuse(event.peer, lookup.request, ErrorCode.KEY_NOT_FOUND, text, lookup.key)
         elif not self._table.await_live(lookup.key, event.peer, lookup.request):
-            text = "too many nodes wait for keys"
+            text = f"{MAX_WAITING} look-ups wait for keys already: try again"
             self._effects.refuse(event.peer, lookup.request, ErrorCode.NOT_ALLOWED, text, lookup.key)
         else:
             self.fail_lookups_without_rank_0()

@@ -1,4 +1,4 @@
-"""The keys of which a server leads a part: their slices, which of them are live, and who waits for one to become so."""
+"""The keys of which a server leads a part: their slices, which keys are live, and the look-ups that wait for one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class KeyTable:
         optimizer: Optimizer | None,
         request: int = 0,
     ) -> None:
-        """Puts a slice in, in place of an unpublished one of the same name, and of what was cut in another way."""
+        """Adds a slice. It replaces an unpublished one of the same name, and slices of the key with another spec."""
         indices = self._indices.setdefault(key, [])
         if indices and self.slices[key, indices[0]].spec != spec:  # all have the same one
             for other in indices:
@@ -79,7 +79,7 @@ class KeyTable:
         self.bytes_led -= slice_.nbytes
 
     def fuse(self, slices: Sequence[Slice]) -> FusedGroup | None:
-        """One group of exactly these slices, if they are one, or can go on as one."""
+        """One group of exactly these slices; None if they cannot be fused."""
         if slices[0].group.slices == tuple(slices):
             return slices[0].group
         olds = [slice_.group.number for slice_ in slices]
@@ -91,7 +91,7 @@ class KeyTable:
         return group
 
     def part(self, group: FusedGroup) -> None:
-        """A group for each of its slices. It must be resting."""
+        """Gives each slice of a quiescent group a group of its own."""
         del self.groups[group.number]
         for own in parted(group, lambda: next(self._numbers)):
             self.groups[own.number] = own
@@ -101,7 +101,7 @@ class KeyTable:
         return [self.slices[key, index] for index in self._indices.get(key, ())]
 
     def is_in_use(self, key: str) -> bool:
-        """Whether somebody may have pushed to it: it is not made anew then."""
+        """Whether a worker may have pushed to it. Such a key is not made again."""
         return key in self.live or any(
             slice_.log.version or slice_.group.waiting or not slice_.group.is_quiescent or not slice_.log.is_idle
             for slice_ in self.of_key(key)
@@ -110,7 +110,7 @@ class KeyTable:
     # ── live keys ──
 
     def await_live(self, key: str, peer: Peer, request: int) -> bool:
-        """Notes a Lookup that waits; False if too many do."""
+        """Notes a Lookup that waits. False if MAX_WAITING wait already."""
         if self._lookups_waiting >= MAX_WAITING:
             return False
         asked = self._lookups.setdefault(key, {})
@@ -120,14 +120,14 @@ class KeyTable:
         return True
 
     def publish(self, key: str, live: Live) -> list[tuple[Peer, int]]:
-        """The key is live; who waited for it."""
+        """Marks the key as live. Returns the look-ups that waited for it, as (peer, request)."""
         self.live[key] = live
         waiting = list(self._lookups.pop(key, {}))
         self._lookups_waiting -= len(waiting)
         return waiting
 
     def give_up_lookups(self) -> list[tuple[str, Peer, int]]:
-        """Forgets everyone who waits for a key, because rank 0 will not come: (key, peer, request)."""
+        """Forgets the look-ups that wait, and returns them as (key, peer, request): rank 0 will not come."""
         waiting = [(key, peer, request) for key, asked in self._lookups.items() for peer, request in asked]
         self._lookups = {}
         self._lookups_waiting = 0
@@ -136,7 +136,7 @@ class KeyTable:
     # ── listings ──
 
     def page(self, after: str) -> tuple[tuple[KeyEntry, ...], bool]:
-        """The entries of up to PAGE keys after `after`, as many as a header holds, and whether there are more."""
+        """The entries of up to PAGE keys after `after` that fit in a header, and whether there are more."""
         keys = sorted(self._indices)
         first = bisect_right(keys, after) if after else 0
         entries: list[KeyEntry] = []

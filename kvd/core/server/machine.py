@@ -168,7 +168,10 @@ class ServerMachine:
 
     def validate(self) -> None:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
+        self._session.validate()
         self.table.validate()
+        self._attachments.validate()
+        self._waiters.validate(self.table.groups.values())
 
     # ── dispatch ──
 
@@ -219,7 +222,7 @@ class ServerMachine:
             self._participants.fail_blocked(group)
 
     def _forget(self, rank: int, incarnation: int) -> None:
-        """The worker was replaced: it changes nothing any more, and nobody waits for its answers."""
+        """The worker was replaced: what it staged for open rounds is dropped, and its requests are not answered."""
         groups = list(self.table.groups.values())
         self._control.drop_sender(incarnation)
         self._batches.drop_sender(incarnation)

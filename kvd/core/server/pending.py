@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvd.core.machine import Peer, Span
@@ -75,3 +76,8 @@ class PendingTable:
         """The sender is gone for good: nobody waits for the answers."""
         for pending in [entry for entry in self._open.values() if entry.sender == sender]:
             self.close(pending)
+
+    def validate(self, missing: Mapping[tuple[int, int], int]) -> None:
+        """Raises AssertionError unless `missing` has the parts that each open request waits for, and no others."""
+        expected = {name: pending.remaining for name, pending in self._open.items()}
+        assert missing == expected, f"requests wait for {dict(missing)}, and their answers lack {expected}"

@@ -61,7 +61,7 @@ class WorkerProgress:
         return told
 
     def is_outdated(self, push: PushRequest) -> bool:
-        """The server took a later push of the same sender: this one was given up, and arrives all the same."""
+        """Whether the server took a later push of the same sender: this one was given up, but still arrived."""
         last = self.last_request
         return last is not None and last.sender == push.sender and push.number < last.number
 

@@ -1,4 +1,4 @@
-"""Where a rank stands in a key, for a successor that goes on there, and taking part in the rounds again."""
+"""A rank resumes: its new holder asks for its clocks in a key, and takes part in the rounds again."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class SliceLog:
         return self.closing
 
     def _take_round(self, required: Collection[int]) -> tuple[Contribution, ...] | None:
-        """A round is empty if all who are required came back after it, and whoever had to push for it has left."""
+        """A round is empty if all required workers resumed after it, and those that had to push for it have left."""
         clock = self.closed + 1
         contributions = self._rounds.get(clock)
         if not contributions:

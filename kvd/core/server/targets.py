@@ -73,7 +73,7 @@ class TargetResolver:
     ) -> list[PushTarget] | None:
         """Each slice by itself; None if the sender was told that this cannot be."""
         if push and len(set(slices)) < len(slices):
-            text = "a push brings a slice once"
+            text = "a push names the same slice twice"
             self._effects.refuse(event.peer, request, ErrorCode.PROTOCOL_ERROR, text, slices[0].key)
             return None
         for slice_ in slices:

@@ -6,7 +6,8 @@ request that was let in is decided: Done, Values, or a refusal that ends the wai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from kvd.core.machine import Received, Span, spans_of
@@ -106,3 +107,18 @@ class Waiters:
         self.pending.drop_sender(incarnation)
         for group in groups:
             group.waiting = [waiting for waiting in group.waiting if not waiting.pending.closed]
+
+    # ── invariants ──
+
+    def validate(self, groups: Iterable[FusedGroup]) -> None:
+        """Raises AssertionError unless each open request waits for exactly what its answer lacks."""
+        missing = Counter[tuple[int, int]]()
+        for group in groups:
+            for waiting in group.waiting:
+                pending = waiting.pending
+                if pending.closed:
+                    continue
+                missing[pending.sender, pending.request] += 1
+                is_there = group.log.committed_clock(waiting.rank) >= waiting.clock
+                assert not is_there, f"request {pending.request} waits for clock {waiting.clock}, which is committed"
+        self.pending.validate(missing)

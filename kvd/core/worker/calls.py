@@ -146,6 +146,15 @@ class CallBook:
         """The earliest deadline; perhaps of a call that is completed by now."""
         return self.deadlines[0][0] if self.deadlines else None
 
+    def validate(self) -> None:
+        """Raises AssertionError if a call that is open is completed, would miss its deadline, or has lost requests."""
+        deadlines = set(self.deadlines)
+        for number, call in self._open.items():
+            assert call.state is not COMPLETED, f"call {number} is completed, but still open"
+            assert (call.deadline, number) in deadlines, f"nothing ends call {number} at its deadline"
+            for entry in call.entries:
+                assert self._outbox.find(entry.request) is entry, f"request {entry.request} of call {number} is gone"
+
 
 # ── what a caller is told ──
 

@@ -99,15 +99,8 @@ class KeyQueue:
 
     def _try_start(self, call: Call) -> bool:
         """Starts the call if it is the first in the queues of all its keys, and they let it."""
-        if call.state is not WAITING:
+        if call.state is not WAITING or self._must_wait(call):
             return False
-        limit = self._view.settings.rounds_ahead
-        for key in call.keys:
-            if key.state is UNKNOWN or key.state is ASKING or key.queue[0] is not call:
-                return False
-            window = key.window
-            if call.is_push and window.holds_back(limit) and not self._is_hopeless(key):
-                return False
         for key in call.keys:
             key.queue.popleft()
         call.let_go()
@@ -116,6 +109,15 @@ class KeyQueue:
             if key.queue:
                 self.wake(key)
         return True
+
+    def _must_wait(self, call: Call) -> bool:
+        limit = self._view.settings.rounds_ahead
+        for key in call.keys:
+            if key.state is UNKNOWN or key.state is ASKING or key.queue[0] is not call:
+                return True
+            if call.is_push and key.window.holds_back(limit) and not self._is_hopeless(key):
+                return True
+        return False
 
     def _is_hopeless(self, key: WorkerKey) -> bool:
         """Whether a push of the key starts only to be told what is wrong: it does not wait for its window then."""
@@ -181,3 +183,13 @@ class KeyQueue:
             else:
                 self._calls.abandon(call, error)
         return some_wait
+
+    # ── invariants ──
+
+    def validate(self) -> None:
+        """Raises AssertionError if the queue of a known key has a call that is over, or one that could start."""
+        for key in self._keys.by_name.values():
+            for call in key.queue:
+                assert call.state is WAITING, f"call {call.number} is {call.state.name} in the queue of {key.name!r}"
+            if key.queue and key.state is READY:
+                assert self._must_wait(key.queue[0]), f"call {key.queue[0].number} waits for nothing at {key.name!r}"

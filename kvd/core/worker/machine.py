@@ -58,7 +58,8 @@ class WorkerMachine:
         emit = self._effects.append
         self._outbox = outbox = Outbox(settings.credit_bytes, settings.small_push_bytes)
         self._calls = calls = CallBook(session, outbox, emit)
-        servers, pushes = Servers(view), OpenPushes(calls)
+        servers = Servers(view)
+        self._pushes = pushes = OpenPushes(calls)
         self._keys = keys = KeyTable()
         self._asker = asker = Asker(view, servers, outbox, calls)
         self._connections = Connections(session, servers, keys, outbox, calls, asker, emit)
@@ -147,7 +148,12 @@ class WorkerMachine:
 
     def validate(self) -> None:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
+        self.session.validate()
         self._keys.validate()
+        self._calls.validate()
+        self._outbox.validate()
+        self._queue.validate()
+        self._pushes.validate(self._keys.by_name.values())
 
     # ── messages ──
 

@@ -70,12 +70,12 @@ class MessagePlans:
         plan.uses += 1
         return self._batches and (plan.uses > 1 or (is_push and len(plan.slice_ids) > 1))
 
-    def declare(self, plan: MessagePlan, server: int | None) -> int:
-        """Notes that the server is being told of the batch. Returns the batch's number."""
+    def declare(self, plan: MessagePlan, server: int) -> int:
+        """Notes that the server of this incarnation is being told of the batch. Returns the batch's number."""
         if plan.batch == 0:
             self._last_batch += 1
             plan.batch = self._last_batch
-        plan.declared_to = server or 0
+        plan.declared_to = server
         return plan.batch
 
 

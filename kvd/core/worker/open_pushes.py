@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvd.core import requests
 from kvd.core.worker.calls import WAITING, Call, CallBook
+from kvd.core.worker.keys import WorkerKey
 
 
 @dataclass(slots=True, eq=False)
@@ -51,3 +54,12 @@ class OpenPushes:
         flush = _Flush(call, len(self._flushes))
         for push, flushes in self._flushes.items():
             self._flushes[push] = (*flushes, flush)
+
+    def validate(self, keys: Iterable[WorkerKey]) -> None:
+        """Raises AssertionError unless the window of each key counts exactly the started pushes that are open."""
+        started = Counter(key.name for push in self._flushes if push.state is not WAITING for key in push.keys)
+        for key in keys:
+            open_pushes = key.window.open_pushes
+            assert open_pushes == started[key.name], (
+                f"{started[key.name]} pushes of {key.name!r} are open: {key.window}"
+            )

@@ -231,6 +231,32 @@ class Outbox:
             heappop(self._retries)
         return None
 
+    def validate(self) -> None:
+        """Raises AssertionError if an invariant is broken: those of `Entry`, and
+
+        a peer's credit in use is the sum of the payloads that are SENT to it
+        a request that is SENT or STAGED has a retry to come
+        `unstaged` counts the pushes that are QUEUED or SENT
+        """
+        in_flight = dict.fromkeys(self._queues, 0)
+        ready = {request for queue in self._queues.values() for _, request, _ in queue.ready}
+        retries = set(self._retries)
+        unstaged = 0
+        for request, entry in self._entries.items():
+            state = entry.state
+            assert state is not SETTLED, f"request {request} is settled, but still open"
+            assert (request in ready) == (state is QUEUED and not entry.blocked), (
+                f"request {request} is {state}: {ready}"
+            )
+            assert entry.siblings is None or entry in entry.siblings, f"the call of request {request} lost it"
+            assert state is QUEUED or (entry.retry_at, request) in retries, f"request {request} is never sent again"
+            unstaged += bool(entry.pushes) and state is not STAGED
+            if state is SENT:
+                in_flight[entry.send.peer] += entry.nbytes
+        assert unstaged == self.unstaged, f"{unstaged} pushes are not staged, {self.unstaged} are counted"
+        for peer, queue in self._queues.items():
+            assert queue.in_flight == in_flight[peer], f"{in_flight[peer]} bytes are in flight: {queue}"
+
     # ── the steps of one request ──
 
     def _make_ready(self, entry: Entry) -> None:
