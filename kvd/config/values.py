@@ -2,7 +2,7 @@
 
 Sizes are whole bytes, or numbers with ``KiB``, ``MiB``, ``GiB``, ``TiB`` (``8M`` is ``8MiB``: powers of 1024 only).
 Durations are seconds, or numbers with ``ms``, ``s``, ``m``, ``h``. Whole numbers and sizes are read exactly, never
-through a float, and have at most `MOST_DIGITS` digits.
+through a float, and fit a signed integer of 64 bits.
 
 Each reader returns None for what it cannot read: its caller knows the setting and its origin, and raises.
 """
@@ -21,23 +21,18 @@ Value = str | int | float | bool | None
 KiB: Final = 1 << 10
 MiB: Final = 1 << 20
 
-MOST_DIGITS: Final = 18
-"""Digits of a whole number or of a size in bytes: any such number fits 64 bits."""
-
 ACCEPTED: Final[Mapping[Kind, str]] = {
     "text": "text",
     "boolean": "true or false (also 1 0, yes no, on off)",
-    "integer": f"a whole number of up to {MOST_DIGITS} digits",
-    "size": f"a whole number of bytes, of up to {MOST_DIGITS} digits, or a number with KiB, MiB or GiB, such as 512KiB",
+    "integer": "a whole number that fits 64 bits",
+    "size": "a whole number of bytes that fits 64 bits, or a number with KiB, MiB or GiB, such as 512KiB",
     "duration": "seconds, or a number with ms, s, m or h, such as 500ms",
 }
 """What each kind accepts, in words."""
 
-_LIMIT: Final = 10**MOST_DIGITS
-_INTEGER: Final = re.compile(rf"[+-]?[0-9]{{1,{MOST_DIGITS}}}")
-_SIZE: Final = re.compile(
-    rf"([0-9]{{1,{MOST_DIGITS}}})(?:\.([0-9]{{1,{MOST_DIGITS}}}))?\s*(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE
-)
+_LIMIT: Final = 1 << 63
+_INTEGER: Final = re.compile("[+-]?[0-9]{1,19}")  # _LIMIT has 19 digits
+_SIZE: Final = re.compile(r"([0-9]{1,19})(?:\.([0-9]{1,19}))?\s*(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE)
 _SIZE_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*(ms|s|m|h)?", re.IGNORECASE)
 _BOOLEANS: Final = {
@@ -66,11 +61,14 @@ def read_boolean(raw: object) -> bool | None:
 
 
 def read_integer(raw: object) -> int | None:
-    """A whole number of at most `MOST_DIGITS` digits, exactly."""
+    """A whole number, exactly."""
+    number = raw
     if isinstance(raw, str):
         text = raw.strip()
-        return int(text) if _INTEGER.fullmatch(text) else None
-    return raw if isinstance(raw, int) and not isinstance(raw, bool) and abs(raw) < _LIMIT else None
+        number = int(text) if _INTEGER.fullmatch(text) else None
+    if not isinstance(number, int) or isinstance(number, bool):
+        return None
+    return number if abs(number) < _LIMIT else None
 
 
 def read_size(raw: object) -> int | None:

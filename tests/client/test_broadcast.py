@@ -6,14 +6,18 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kvd
-from kvd.client.calls.values import Target
+from kvd.client.calls.unobserved_errors import UnobservedErrors
+from kvd.client.calls.values import Target, source_of, target_of
 from kvd.client.cluster.broadcast import ClusterAssignments
+from kvd.core import requests
+from kvd.core.membership import DEAD
 from kvd.errors import (
     DtypeMismatch,
     KeyExists,
@@ -159,6 +163,42 @@ def test_a_restarted_worker_passes_old_broadcasts_and_takes_part_in_new_ones(kin
         begin(successor)  # nobody else is there for it
         together(partial(step, successor), partial(step, one))
         assert together(partial(again, successor), partial(again, one)) == [50, 50]
+
+
+class RecordingEngine:
+    """Answers as a cluster does in which a dead predecessor of this worker has counted `counted` pushes of each key."""
+
+    def __init__(self, counted: int) -> None:
+        self.session = SimpleNamespace(predecessor=DEAD)
+        self.machine = SimpleNamespace(has_pushed=lambda name: False)
+        self.asked: list[Any] = []
+        self._counted = counted
+
+    async def call(self, request: Any) -> Any:
+        self.asked.append(request)
+        return self._counted if isinstance(request, requests.ClockOf) else None
+
+
+@pytest.mark.parametrize(
+    ("rank", "counted", "assigns", "passed"),
+    [
+        (0, 0, True, False),
+        (0, 1, False, False),  # the predecessor assigned, and may have died before any other worker read it
+        (0, 2, False, True),
+        (1, 0, False, False),
+        (1, 1, False, True),
+    ],
+)
+def test_a_restarted_async_worker_meets_the_others_unless_its_predecessor_has(
+    rank: int, counted: int, assigns: bool, passed: bool
+) -> None:
+    engine: Any = RecordingEngine(counted)
+    part = ClusterAssignments(engine, None, UnobservedErrors(), rank, sync=False, absence_counts=False)  # type: ignore[arg-type]
+    sources = [source_of(ones(), 1 << 20, copy=True)] if rank == 0 else None
+    asyncio.run(part._broadcast(["w"], sources, [target_of(ones(), 1 << 20)], 0))
+    transfers = [request for request in engine.asked if isinstance(request, requests.Transfer)]
+    assert [(transfer.push, transfer.pull) for transfer in transfers] == [(True, False)] * assigns + [(False, True)]
+    assert [request.passed for request in engine.asked if isinstance(request, requests.Barrier)] == [passed] * 2
 
 
 def test_broadcast_and_push_in_one_round_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -30,11 +32,14 @@ def test_what_it_knows_of_its_store(kind: str, distributed: bool, versioned: boo
 
 
 @pytest.mark.asyncio
-async def test_it_is_not_for_event_loops() -> None:
+async def test_in_an_event_loop_it_can_be_made_and_is_used_in_threads() -> None:
     kv = await kvd.aio.create("local")
-    blocking = kvd.KVStore(kv._backend)
-    with pytest.raises(NotAllowed, match=r"kvd\.aio"):
-        Exchange(blocking)
+    exchange = Exchange(kvd.KVStore(kv._backend))
+    assert not exchange.distributed
+    for call in (lambda: exchange.make(SIZES), lambda: exchange.assign({"one": np.zeros(3, np.uint8)}, [])):
+        with pytest.raises(NotAllowed, match=r"kvd\.aio"):
+            call()
+        await asyncio.to_thread(call)
 
 
 def test_keys_that_exist_keep_their_values() -> None:

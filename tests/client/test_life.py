@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvd
+from kvd.client.calls import exits
 from kvd.client.facades.blocking import backend_of
 from kvd.errors import ConnectError, NotAllowed, StoreClosed
 from kvd.testing.cluster import LocalCluster, engine_of, wait_until
@@ -181,6 +182,19 @@ def test_nothing_stays_behind() -> None:
     wait_until(lambda: descriptors() <= before and threading.active_count() <= threads, "all is given back", 5)
 
 
+@pytest.mark.parametrize("end", [None, RuntimeError])
+def test_only_open_stores_are_kept_for_the_end_of_the_process(end: type[Exception] | None) -> None:
+    with LocalCluster(1, 1) as cluster:
+        kept = set(exits._stores)
+        kv = cluster.store()
+        assert exits._stores - kept == {kv._life}
+        kv.__exit__(end, None, None)
+        assert exits._stores == kept
+        local = kvd.create("local")
+        assert exits._stores == kept
+        local.close()
+
+
 FORGETS = """
 import numpy as np, kvd
 def main():
@@ -199,7 +213,7 @@ main()
 
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "raise RuntimeError('no')"])
-def test_a_script_that_forgets_close_leaves_in_good_order(end: str) -> None:
+def test_a_script_that_forgets_close_leaves_in_good_order(end: str, caplog: pytest.LogCaptureFixture) -> None:
     with LocalCluster(2, 1, **SLOW_TO_JUDGE) as cluster:
         kv = cluster.store(node_id="worker-0")
         script = cluster.script(FORGETS.format(second=False, end=end), 1)
@@ -211,6 +225,7 @@ def test_a_script_that_forgets_close_leaves_in_good_order(end: str) -> None:
         output, _ = script.communicate(timeout=20)
         assert script.returncode == (1 if "Runtime" in end else 0), output.decode()
         assert b"atexit" not in output
+    assert ("worker 1: its program ended with an error" in caplog.text) == ("Runtime" in end)
 
 
 def test_a_script_with_two_stores_that_forgets_both() -> None:

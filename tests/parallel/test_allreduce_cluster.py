@@ -212,6 +212,14 @@ time.sleep(60)
 """
 
 
+def begun_by(kv: kvd.KVStore) -> AllReduceParameter:
+    """A vector of 4 elements of 2 workers, after its first iteration."""
+    parameter = AllReduceParameter(kv, 0, 2, 4)
+    parameter.init(np.zeros(4))
+    parameter.get_weights(np.empty(4, np.float32)).result()
+    return parameter
+
+
 @pytest.mark.parametrize("kind", DISTRIBUTED)
 def test_a_dead_worker_is_named(kind: str) -> None:
     quick: dict[str, Any] = {
@@ -223,10 +231,7 @@ def test_a_dead_worker_is_named(kind: str) -> None:
     with LocalCluster(2, 1, **quick) as cluster:
         other = cluster.script(WORKER, 1, kind)
         try:
-            kv = cluster.store(kind, node_id="worker-0")
-            parameter = AllReduceParameter(kv, 0, 2, 4)
-            parameter.init(np.zeros(4))
-            parameter.get_weights(np.empty(4, np.float32)).result()
+            parameter = begun_by(cluster.store(kind, node_id="worker-0"))
             assert other.stdout is not None
             dead = f"worker {other.stdout.readline().decode().strip()}"
             other.kill()
@@ -245,10 +250,7 @@ def test_a_restarted_worker_does_not_pass_for_its_predecessor(kind: str) -> None
     with LocalCluster(2, 1, on_worker_loss="wait") as cluster:
         other = cluster.script(WORKER, 1, kind)
         try:
-            kv = cluster.store(kind, node_id="worker-0")
-            parameter = AllReduceParameter(kv, 0, 2, 4)
-            parameter.init(np.zeros(4))
-            parameter.get_weights(np.empty(4, np.float32)).result()
+            parameter = begun_by(cluster.store(kind, node_id="worker-0"))
             assert other.stdout is not None
             other.stdout.readline()
         finally:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors.numpy import save
 
 from kvd.errors import NotAllowed, ProtocolError
 from kvd.node.atomic_file import write_atomically
+from kvd.node.tensor_file import parse_tensors
 from kvd.optimizer import Optimizer, from_wire, to_wire
 from kvd.protocol.messages import BIGGEST
 
@@ -54,7 +54,7 @@ class OptimizerStateFile:
             metadata["optimizer"] = json.dumps(to_wire(self.optimizer))
         data = save(tensors, metadata)
         try:
-            _check_place(path)
+            _check_replaceable(path)
             write_atomically(path, lambda file: file.write(data))
         except OSError as error:
             text = f"{error.strerror}: the optimizer states cannot be saved there, choose a file in an existing folder"
@@ -75,11 +75,7 @@ class OptimizerStateFile:
             raise OSError(error.errno, text, str(path)) from None
         content = cls()
         try:
-            tensors = load(data)
-            length = int.from_bytes(data[:8], "little")
-            metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})
-            if metadata.get("format") != FORMAT:
-                raise ValueError("it does not say that it holds optimizer states of kvd")
+            tensors, metadata = parse_tensors(data, FORMAT)
             content.steps = {str(key): int(step) for key, step in json.loads(metadata["steps"]).items()}
             if not all(0 <= step <= BIGGEST for step in content.steps.values()):
                 raise ValueError("a key has a negative number of steps")
@@ -88,7 +84,7 @@ class OptimizerStateFile:
             for name, array in tensors.items():
                 if array.dtype.name not in ("float32", "float64") or len(name.rpartition(SEPARATOR)[2]) > 64:
                     raise ValueError(f"{name[:80]!r} is not an array of a state")
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, ProtocolError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, ProtocolError) as error:
             raise NotAllowed(f"{path} holds no optimizer states: {error}") from None
         for name, array in tensors.items():
             key, _, slot = name.rpartition(SEPARATOR)
@@ -96,10 +92,10 @@ class OptimizerStateFile:
         return content
 
 
-def _check_place(place: Path) -> None:
+def _check_replaceable(path: Path) -> None:
     """Raises OSError for a folder, a device or a pipe: a file cannot replace it."""
     try:
-        mode = place.stat().st_mode
+        mode = path.stat().st_mode
     except FileNotFoundError:
         return
     if stat.S_ISDIR(mode):

@@ -45,7 +45,9 @@ class KVStore(StoreProperties):
         return self._backend.values.init(key, value)
 
     async def push(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1) -> Handle:
-        return await _when_there_is_room(lambda room: self._backend.values.push(key, value, priority, samples, room))
+        return await _when_there_is_room(
+            lambda reservation: self._backend.values.push(key, value, priority, samples, reservation)
+        )
 
     def push_async(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1) -> Handle:
         return self._backend.values.push(key, value, priority, samples, Reservation())
@@ -61,7 +63,7 @@ class KVStore(StoreProperties):
 
     async def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1) -> Any:
         handle = await _when_there_is_room(
-            lambda room: self._backend.values.pushpull(key, value, out, priority, samples, True, room)
+            lambda reservation: self._backend.values.pushpull(key, value, out, priority, samples, True, reservation)
         )
         return await handle
 
@@ -70,7 +72,9 @@ class KVStore(StoreProperties):
 
     async def broadcast(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> Any:
         return await (
-            await _when_there_is_room(lambda room: self._backend.assignments.broadcast(key, value, out, priority, room))
+            await _when_there_is_room(
+                lambda reservation: self._backend.assignments.broadcast(key, value, out, priority, reservation)
+            )
         )
 
     def broadcast_async(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> Handle:

@@ -229,9 +229,13 @@ class KVStore(StoreProperties):
         return self._backend
 
 
-def backend_of(store: KVStore) -> Backend:
-    """What the store stands on, for `Exchange` and for tests. Raises NotAllowed in an event loop."""
-    return store._blocking()
+def backend_of(store: KVStore, *, may_block: bool = True) -> Backend:
+    """What the store stands on, for `Exchange` and for tests.
+
+    Args:
+        may_block: the caller makes a call that may block, which raises NotAllowed in an event loop.
+    """
+    return store._blocking() if may_block else store._backend
 
 
 def leave_at_once(store: KVStore) -> None:

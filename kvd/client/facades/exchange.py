@@ -29,7 +29,7 @@ class Exchange:
 
     def __init__(self, store: KVStore) -> None:
         self.store = store
-        backend = backend_of(store)
+        backend = backend_of(store, may_block=False)
         self._nodes = backend.nodes
         self.versioned = backend.facts.versioned
         self.distributed = backend.facts.distributed

@@ -87,7 +87,7 @@ class LocalUpdates:
 
     def save_optimizer_states(self, path: Any, dump_optimizer: bool) -> Handle:
         self._keys.check_open()
-        place = checks.file_path(path)
+        file = checks.file_path(path)
         content = OptimizerStateFile()
 
         def work() -> None:
@@ -98,14 +98,14 @@ class LocalUpdates:
                 arrays = entry.state.export()
                 content.steps[name] = int(arrays.pop("step"))
                 content.arrays[name] = arrays
-            content.write(place)
+            content.write(file)
 
         return self._keys.answered(work)
 
     def load_optimizer_states(self, path: Any) -> Handle:
         self._keys.check_open()
-        place = checks.file_path(path)
-        return self._keys.answered(lambda: self._load(OptimizerStateFile.read(place), place))
+        file = checks.file_path(path)
+        return self._keys.answered(lambda: self._load(OptimizerStateFile.read(file), file))
 
     def _load(self, content: OptimizerStateFile, path: object) -> None:
         states = {}

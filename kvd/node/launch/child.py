@@ -17,7 +17,7 @@ from kvd.node.launch.plan import ProcessSpec
 from kvd.node.parent import exit_code, kill_session
 
 LAST_WORDS_S: Final = 1.0
-"""How long the last output of a process may delay the report of its end."""
+"""How long the last output of a process may delay the report of its end, for each stream."""
 
 
 class Child:

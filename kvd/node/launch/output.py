@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import IO, Final, Literal
 
@@ -40,11 +39,15 @@ class OutputRelay:
             thread.start()
 
     def join(self, limit_s: float) -> bool:
-        """Wait until the last lines are out, but not for ever: their reader may have stopped. Whether they are."""
-        deadline = time.monotonic() + limit_s
+        """Wait until the last lines are out, each stream's for `limit_s` seconds at most. Whether all of them are.
+
+        Returns at the first stream that is stuck: its reader may have stopped reading.
+        """
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+            thread.join(limit_s)
+            if thread.is_alive():
+                return False
+        return True
 
     def _relay(self, stream: Stream, pipe: IO[bytes]) -> None:
         broken = False

@@ -112,13 +112,13 @@ def plan_bind(
         ConfigError: the device does not exist, ``normalization`` is below 1, or ``grad_req`` has an unknown request
             or name.
     """
-    place = Device.parse(device)
-    place.check()
+    where = Device.parse(device)
+    where.check()
     if normalization is not None and normalization < 1:
         raise ConfigError(f"normalization must be above 0, not {normalization}", setting="normalization")
     samples = next((desc.batch_size for desc in data if desc.batch_size is not None), 1)
     return BindPlan(
-        device=place,
+        device=where,
         data=tuple(data),
         labels=tuple(labels),
         description=description,

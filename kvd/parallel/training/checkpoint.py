@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors.numpy import save
 
 from kvd.errors import NotAllowed
 from kvd.node.atomic_file import write_atomically
+from kvd.node.tensor_file import parse_tensors
 from kvd.parallel.batch import BFLOAT16
 from kvd.parallel.device import HostArray
 
@@ -96,18 +96,14 @@ class Checkpoint:
     def unpacked(cls, data: bytes) -> Checkpoint:
         """The inverse of `packed`. Raises NotAllowed if ``data`` is something else."""
         try:
-            tensors = load(data)
-            length = int.from_bytes(data[:8], "little")
-            metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})
-            if metadata.get("format") != FORMAT:
-                raise ValueError("its metadata lacks the format")
+            tensors, metadata = parse_tensors(data, FORMAT)
             halves = set(json.loads(metadata["bfloat16"]))
-            place = {name: int(metadata[name]) for name in ("epoch", "batch", "step")}
+            progress = {name: int(metadata[name]) for name in ("epoch", "batch", "step")}
             server_states = Path(metadata["server_states"]).name
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise NotAllowed(f"this is not a checkpoint of kvd: {error}") from None
         parts: dict[str, dict[str, HostArray]] = {"arg": {}, "aux": {}, "state": {}}
         for full, array in tensors.items():
             kind, _, name = full.partition(":")
             parts.setdefault(kind, {})[name] = array.view(BFLOAT16) if full in halves else array
-        return cls(parts["arg"], parts["aux"], **place, local_states=parts["state"], server_states=server_states)
+        return cls(parts["arg"], parts["aux"], **progress, local_states=parts["state"], server_states=server_states)

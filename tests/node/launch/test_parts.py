@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,29 @@ def test_a_relay_hands_lines_on_and_is_joined_at_their_end(lines: Lines) -> None
     os.close(write)
     assert relay.join(DEADLINE_S)
     assert lines.of("node") == ["one", "two"]
+
+
+def test_each_stream_of_a_relay_has_the_whole_limit_and_a_stuck_one_ends_the_wait() -> None:
+    pipes = {stream: os.pipe() for stream in ("stdout", "stderr")}
+    stdout_is_read, stderr_is_read = threading.Event(), threading.Event()
+    reading = {"stdout": stdout_is_read, "stderr": stderr_is_read}
+
+    def slow(node: str, stream: Stream, line: bytes) -> None:
+        reading[stream].wait(DEADLINE_S)
+
+    relay = OutputRelay(
+        "node", {name: os.fdopen(read, "rb") for name, (read, _) in pipes.items()}, slow, lambda *_: None
+    )
+    for _, write in pipes.values():
+        os.write(write, b"line\n")
+        os.close(write)
+    begun = time.monotonic()
+    assert not relay.join(0.2)
+    assert time.monotonic() - begun < 0.39
+    timers = [threading.Timer(after_s, event.set) for after_s, event in ((0.7, stdout_is_read), (1.4, stderr_is_read))]
+    for timer in timers:
+        timer.start()
+    assert relay.join(1.2)
 
 
 def test_a_relay_reads_on_when_its_sink_is_broken_and_reports_it_once() -> None:

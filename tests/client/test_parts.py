@@ -1,0 +1,75 @@
+"""Parts of the store of a cluster alone, without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvd.client.calls.handle import Handle
+from kvd.client.calls.promise import Promise
+from kvd.client.calls.unobserved_errors import UnobservedErrors
+from kvd.client.cluster.closing import ClusterClosing
+from kvd.client.cluster.nodes import ClusterNodes
+from kvd.core.membership import ACTIVE, DEAD
+from kvd.errors import KvdError, NotAllowed
+from kvd.protocol.messages import Quiet
+
+
+def failed(error: KvdError) -> Handle:
+    promise = Promise()
+    promise.set_exception(error)
+    return Handle(promise)
+
+
+def member(role: str, rank: int, state: str) -> Any:
+    return SimpleNamespace(role=role, rank=rank, node_id=f"{role}-{rank}", state=state, reason="gone", last_seen_s=7.0)
+
+
+def test_a_silent_node_counts_as_dead_only_after_the_given_time() -> None:
+    members = [member("worker", 0, ACTIVE), member("worker", 1, DEAD), member("server", 0, ACTIVE)]
+    quiet = (Quiet("worker", 0, 3.0), Quiet("server", 0, 1.0))
+    engine: Any = SimpleNamespace(
+        check_usable=lambda: None,
+        machine=SimpleNamespace(view=SimpleNamespace(members={(m.role, m.rank): m for m in members})),
+        session=SimpleNamespace(quiet=quiet),
+    )
+    nodes = ClusterNodes(engine)
+    dead = {timeout_s: [node.node_id for node in nodes.dead_nodes(timeout_s)] for timeout_s in (0, 0.5, 2, 4)}
+    assert dead == {
+        0: ["worker-1"],
+        0.5: ["server-0", "worker-0", "worker-1"],
+        2: ["worker-0", "worker-1"],
+        4: ["worker-1"],
+    }
+
+
+def test_the_first_unobserved_error_is_raised_once_with_the_others_as_notes() -> None:
+    unobserved = UnobservedErrors()
+    first, other, elsewhere = NotAllowed("first"), NotAllowed("other"), NotAllowed("elsewhere")
+    for names, error in ((["a"], first), (["b"], elsewhere), (["a", "c"], other)):
+        unobserved.watch(names, failed(error))
+    seen = unobserved.watch(["a"], failed(NotAllowed("seen")))
+    assert seen.exception() is not None
+    with pytest.raises(NotAllowed, match="first") as caught:
+        unobserved.raise_for(["a", "c"])
+    assert caught.value.__notes__ == ["also: other"]
+    unobserved.raise_for(["a", "c"])
+    with pytest.raises(NotAllowed, match="elsewhere"):
+        unobserved.raise_for(None)
+    assert not unobserved
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_close_raises_the_unobserved_error_first_and_notes_its_own(is_watched: bool) -> None:
+    stopped: list[Any] = []
+    engine: Any = SimpleNamespace(stop=lambda *_: stopped.append("stopped"))
+    unobserved = UnobservedErrors()
+    if is_watched:
+        unobserved.watch(["a"], failed(NotAllowed("the push")))
+    with pytest.raises(NotAllowed) as caught:
+        ClusterClosing(engine, unobserved).end_close(failed(NotAllowed("the flush")))
+    assert str(caught.value) == ("the push" if is_watched else "the flush")
+    assert getattr(caught.value, "__notes__", []) == (["also: the flush"] if is_watched else [])
+    assert stopped == ["stopped"]
