@@ -12,7 +12,7 @@ from kvd.core.scheduler.barriers import Barriers, Verdict
 from kvd.core.scheduler.machine import SchedulerMachine
 from kvd.core.scheduler.record import Record
 from kvd.core.scheduler.roster import Seat
-from kvd.protocol.messages import Heartbeat, HeartbeatAck, Join, MemberState, View, Welcome
+from kvd.protocol.messages import BIGGEST, Heartbeat, HeartbeatAck, Join, MemberState, View, Welcome
 from tests.core.fakes import OPEN, member, said, server_id, worker_id
 from tests.core.scheduler_harness import BARE, Harness, answer
 
@@ -46,6 +46,13 @@ def test_a_scheduler_without_a_record_continues_after_the_epochs_that_nodes_know
     effects = harness.say(51, Join(1, "worker", "a", "", "h", 1, 1, OPEN), view=(4, 7))
     assert answer(effects, Welcome).rank == 1
     assert harness.machine.epoch > (4, 7)
+
+
+def test_an_epoch_that_nothing_can_follow_is_ignored() -> None:
+    harness = Harness()
+    effects = harness.say(51, Join(1, "worker", "a", "", "h", 1, 1, OPEN), view=(BIGGEST, 0))
+    assert answer(effects, Welcome).rank == 1
+    assert harness.machine.epoch < (BIGGEST, 0)
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,13 @@ def test_an_observer_sends_no_heartbeats() -> None:
 
 def test_it_joins_a_scheduler_that_forgot_it_again_with_the_same_rank() -> None:
     node = joined()
-    node.receive(from_scheduler(NotYet(0, NotYetReason.NOT_JOINED, "who?")), 2.0)
-    effects = node.tick(2.0)
+    node.tick(2.0)
+    node.receive(from_scheduler(NotYet(0, NotYetReason.NOT_JOINED, "who?")), 2.1)
+    assert node.next_deadline() == 2.1
+    effects = node.tick(2.1)
     assert "forgot this node" in one(of(LogEntry, effects)).text
     assert one(said(effects)).rank == 1
-    node.receive(welcome(1), 2.1)
+    node.receive(welcome(1), 2.2)
     assert node.joined
     assert node.failure is None
 

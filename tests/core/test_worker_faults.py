@@ -9,12 +9,13 @@ from kvd.protocol.messages import (
     Command,
     ErrorCode,
     NodeName,
+    OptimizerQuery,
     Pull,
     Push,
     Refused,
     Values,
 )
-from tests.core.fakes import SLICE, member, of, one, server_id, uint8
+from tests.core.fakes import SLICE, member, of, one, server_id, uint8, welcome
 from tests.core.worker_harness import Harness, ready
 
 # ── deadlines ──
@@ -102,6 +103,17 @@ def test_a_pull_that_times_out_lets_the_rounds_go_on() -> None:
     assert isinstance(harness.error(late), RequestTimeout)
     harness.settle()
     assert harness.result(held_back) == [None]
+
+
+def test_the_death_of_a_server_is_not_that_of_one_that_is_yet_to_come() -> None:
+    harness = Harness(servers=2, joined=False)
+    del harness.members["server", 1]
+    harness.step(welcome(0))
+    harness.look()
+    harness.look(member("server", 0, "dead"))
+    lost, waits = (harness.call(requests.Control((OptimizerQuery(0),), (rank,))) for rank in (0, 1))
+    assert isinstance(harness.error(lost), NodeLost)
+    assert waits not in harness.done
 
 
 def test_completed_calls_leave_no_deadlines_behind() -> None:

@@ -99,13 +99,14 @@ def test_answers_to_unknown_requests_and_from_other_nodes_are_ignored() -> None:
     assert call not in harness.done
 
 
-def test_a_push_out_of_turn_is_retried_soon_and_given_up_in_the_end() -> None:
+@pytest.mark.parametrize("reason", NotYetReason)
+def test_a_push_that_can_never_be_taken_is_retried_soon_and_given_up_in_the_end(reason: NotYetReason) -> None:
     harness = ready()
     call = harness.push("w", timeout_s=3000.0)
     for _ in range(500):
         if call in harness.done:
             break
-        harness.postpone(Push, NotYetReason.OUT_OF_TURN, next_clock=7)
+        harness.postpone(Push, reason, next_clock=7)
         harness.wait(1.0)
     assert isinstance(harness.error(call), NotAllowed)
 

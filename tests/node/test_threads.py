@@ -125,6 +125,78 @@ def test_effects_for_the_loop_are_carried_out_there_in_order() -> None:
     run(harness, program)
 
 
+def test_a_step_on_the_loop_waits_for_the_effects_of_earlier_ones_elsewhere() -> None:
+    def react(event: Event) -> list[Effect]:
+        if not isinstance(event, LocalCall):
+            return []
+        connect: list[Effect] = [Connect(ServerPeer(1), "somewhere")] if event.call == 1 else []
+        return [*connect, Send(PEER, Done(event.call))]
+
+    async def program() -> None:
+        other = threading.Thread(target=harness.driver.feed, args=(call(1),))
+        other.start()
+        other.join()  # without a turn of the loop
+        harness.driver.feed(call(2))
+        assert [message.request for _, message, _ in harness.transport.sent] == [1, 2]
+
+    harness = DriverHarness(react)
+    run(harness, program)
+
+
+def test_an_event_that_finds_the_lock_taken_after_the_last_step_is_not_left_behind() -> None:
+    def react(event: Event) -> list[Effect]:
+        return [Complete(event.call)] if isinstance(event, LocalCall) else []
+
+    def feed_elsewhere() -> None:
+        other = threading.Thread(target=harness.driver.feed, args=(call(2),))
+        other.start()
+        other.join()
+
+    async def program() -> None:
+        machine, next_deadline = harness.machine, harness.machine.next_deadline
+
+        def feeding() -> float | None:
+            machine.next_deadline = next_deadline  # type: ignore[method-assign]
+            feed_elsewhere()
+            return next_deadline()
+
+        machine.next_deadline = feeding  # type: ignore[method-assign]
+        harness.driver.feed(call(1))
+        assert [entry.call for entry in harness.completed] == [1, 2]
+
+    harness = DriverHarness(react)
+    run(harness, program)
+
+
+def test_stopping_waits_for_effects_that_another_thread_carries_out() -> None:
+    sending, may_send = threading.Event(), threading.Event()
+    log = []
+
+    def react(event: Event) -> list[Effect]:
+        return [Send(PEER, Done(1))] if isinstance(event, LocalCall) else []
+
+    def send(*rest: object) -> bool:
+        sending.set()
+        assert may_send.wait(10)
+        time.sleep(0.05)
+        log.append("sent")
+        return True
+
+    async def program() -> None:
+        other = threading.Thread(target=harness.driver.feed, args=(call(1),))
+        other.start()
+        assert sending.wait(10)
+        may_send.set()
+        harness.driver.stop(0)
+        other.join(10)
+        assert log == ["sent", "closed"]
+
+    harness = DriverHarness(react)
+    harness.transport.send = send  # type: ignore[method-assign]
+    harness.transport.close = lambda linger_s: log.append("closed")  # type: ignore[method-assign]
+    run(harness, program)
+
+
 class FakeLinks:
     """The part of a transport that a waiting thread uses."""
 
@@ -196,5 +268,39 @@ def test_a_waiting_thread_resumes_the_loop_if_a_delivery_raises() -> None:
     waiter = waiter_with(links)
     with pytest.raises(RuntimeError, match="a bug"):
         waiter.wait(Flag(), None, Flag())
+    assert links.log == ["pause", "resume"]
+    waiter.close()
+
+
+def test_a_nudge_ends_one_poll() -> None:
+    links, awaited = FakeLinks(), Flag()
+    waiter = waiter_with(links)
+    thread = threading.Thread(target=waiter.wait, args=(awaited, None, Flag()))
+    thread.start()
+    for polls in (1, 2):
+        while links.polls < polls:
+            time.sleep(0.001)
+        waiter.nudge()
+    time.sleep(0.05)
+    assert links.polls == 3
+    awaited.is_done = True
+    waiter.wake()
+    thread.join(10)
+    waiter.close()
+
+
+def test_a_call_that_ends_on_the_reading_thread_does_not_nudge_it() -> None:
+    links, awaited = FakeLinks(), Flag()
+    waiter = waiter_with(links)
+
+    def deliver(timeout_s: float, wake_fd: int) -> bool:
+        awaited.is_done = True
+        waiter.wake()
+        ready, _, _ = select.select([wake_fd], [], [], 0)
+        assert not ready
+        return True
+
+    links.poll_links = deliver  # type: ignore[method-assign]
+    waiter.wait(awaited, None, Flag())
     assert links.log == ["pause", "resume"]
     waiter.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +16,9 @@ from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.machine import ServerMachine
-from kvd.core.server.pending import Pending
 from kvd.core.server.progress import WorkerProgress
 from kvd.core.server.push import Pushes
 from kvd.core.server.rounds import PushStatus, Record, SliceLog
-from kvd.core.server.targets import PushTarget
-from kvd.core.server.waiting import Waiters
 from kvd.core.worker.calls import CallState
 from kvd.core.worker.clocks import WorkerClocks
 from kvd.core.worker.keys import WorkerKey
@@ -301,18 +298,6 @@ def settled_pushes_wake_nobody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Transfer, "_settle", quietly)
 
 
-def answers_lack_a_slice(patch: pytest.MonkeyPatch) -> None:
-    """A request that is about several slices forgets all but the first one, and is never answered."""
-    wait = Waiters.wait
-
-    def forgetful(waiters: Waiters, pending: Pending, rank: int, targets: Sequence[PushTarget]) -> None:
-        wait(waiters, pending, rank, targets)
-        for target in targets[1:]:
-            target.group.waiting = [waiting for waiting in target.group.waiting if waiting.pending is not pending]
-
-    patch.setattr(Waiters, "wait", forgetful)
-
-
 QUIET = Mishaps(within_s=4.0)
 LATE_SUCCESSORS = Campaign("mixed", mishaps=Mishaps(within_s=6.0, crashes=4, restart_after_s=(11.0, 15.0)))
 NASTY_TRAINING = Campaign("list training", mishaps=Mishaps(within_s=25.0), faults=NASTY)
@@ -357,7 +342,6 @@ PUSHY = Campaign("ledger", mishaps=Mishaps(pauses=3), faults=CALM_BUT_OUT_OF_ORD
         (credit_is_kept, Campaign("ledger"), "bytes are in flight"),
         (retries_are_made_once, CAMPAIGNS["ledger, nasty"], "is never sent again"),
         (settled_pushes_wake_nobody, Campaign("ledger"), "waits for nothing"),
-        (answers_lack_a_slice, Campaign("mixed"), "answers lack"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
