@@ -80,7 +80,7 @@ class Training:
         self.bytes_per_step = 2 * sum(weight.nbytes for weight in self.weights.values())
 
     def enter(self) -> int:
-        """Bind the group to the store: weights come from there, and gradients go there. The step to go on with."""
+        """Bind the group to the store: weights come from there, and gradients go there. Returns the next step."""
         rate = schedule.Cosine(LEARNING_RATE, steps=self.steps)
         pipeline = self._group.bind_to(self._store, optimizer=SGD(rate, momentum=MOMENTUM, wd=WEIGHT_DECAY))
         return pipeline.clock
