@@ -1,4 +1,4 @@
-"""How the commands of this folder read their arguments."""
+"""How the commands of this directory read their arguments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     """Whole numbers above 0, each once, separated by commas."""
     numbers = [int(word) for word in text.split(",") if word.strip()]
     if not numbers or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of more than 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers above 0")
     return tuple(dict.fromkeys(numbers))
 
 
@@ -44,7 +44,7 @@ def new_file(text: str) -> Path:
     """A file that can be created; checked before the measurements, which take many minutes."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder, or lies in none")
+        raise argparse.ArgumentTypeError(f"{text} is a directory, or its directory does not exist")
     return path
 
 
@@ -62,7 +62,7 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     def read(text: str) -> float:
         number = kind(text)
         if not number > 0:
-            raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
         return number
 
     read.__name__ = "whole number" if kind is int else "number"  # argparse names it in its error

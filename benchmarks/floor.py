@@ -7,8 +7,8 @@ writes B. Each byte counts once per read or write, and none is found in a cache.
     least time = (W + 1) · B ÷ bandwidth of an addition + 2 · W · B ÷ bandwidth of a copy
 
 with the bandwidths of *all usable cores at once* (one thread on each, at most as many as there are processes that move
-bytes, W + 1). It is a limit of the machine and not of a design: whoever adds without a server, or has the workers
-share one copy of the weights, moves fewer bytes.
+bytes, W + 1). It is a limit of the machine and not of a design: a system that adds without a server, or whose
+workers share one copy of the weights, moves fewer bytes.
 
 It says something about values that no cache holds only: for smaller works than `SMALLEST_BYTES` there is no limit.
 """

@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.group_step", description=__doc__)
     parser.add_argument("--devices", type=int, default=4, help="CPU devices in the group")
-    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: as many as it takes by itself")
+    parser.add_argument("--threads", type=int, default=0, help="threads of torch; 0: its default")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=8, help="per round and side")
     parser.add_argument("--device", default="cpu", help='"cuda:0": a group of one GPU beside the bare model on it')

@@ -159,7 +159,9 @@ def peer_systems(names: Iterable[str], folder: Path, modes: tuple[str, ...]) -> 
     """The peers that can be run here, and a note about how to get each of the others."""
     script = folder / "run.py"
     if not script.exists():
-        return [], [f"kvd is measured alone: there is no run.py of the peers in {folder}; name its folder: --peers-dir"]
+        return [], [
+            f"kvd is measured alone: {folder} has no run.py of the peers; name their directory with --peers-dir"
+        ]
     systems, advice = [], []
     for name in names:
         if peer_is_ready(name):

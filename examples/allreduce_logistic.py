@@ -25,10 +25,10 @@ SAMPLES, FEATURES = 1500, 40
 
 def make_data() -> tuple[Array, Array]:
     """Points around two centres, (SAMPLES, FEATURES) with a column of ones, and which centre each is from."""
-    chance = np.random.default_rng(0)
-    labels = chance.integers(0, 2, SAMPLES).astype(np.float32)
-    centre = chance.standard_normal(FEATURES - 1) * 0.5
-    points = chance.standard_normal((SAMPLES, FEATURES - 1)) + np.outer(labels - 0.5, centre)
+    random = np.random.default_rng(0)
+    labels = random.integers(0, 2, SAMPLES).astype(np.float32)
+    centre = random.standard_normal(FEATURES - 1) * 0.5
+    points = random.standard_normal((SAMPLES, FEATURES - 1)) + np.outer(labels - 0.5, centre)
     return np.column_stack([points, np.ones(SAMPLES)]).astype(np.float32), labels
 
 
@@ -40,7 +40,7 @@ def loss_and_gradient(weights: Array, points: Array, labels: Array) -> tuple[flo
 
 
 def train(kv: kvd.KVStore, steps: int, rate: float, momentum: float) -> tuple[float, float, float]:
-    """Trains; the loss over all samples before and after, and the part of them on the right side."""
+    """Trains; returns the loss over all samples before and after, and the fraction of them on the right side."""
     points, labels = make_data()
     mine = slice(kv.rank, None, kv.num_workers)
     parameter = AllReduceParameter(kv, "logistic", kv.num_workers, FEATURES)

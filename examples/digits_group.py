@@ -50,7 +50,7 @@ def make_group(devices: int, batch: int) -> DataParallelExecutorGroup:
 
 
 def accuracy(group: DataParallelExecutorGroup, images: Array, labels: Array) -> float:
-    """The part of the images that the group reads correctly, by whole batches."""
+    """The fraction of the images that the group classifies correctly, by whole batches."""
     metric, size = Accuracy(), group.get_batch_size()
     for start in range(0, len(labels) - size + 1, size):
         part = slice(start, start + size)
@@ -60,7 +60,7 @@ def accuracy(group: DataParallelExecutorGroup, images: Array, labels: Array) -> 
 
 
 def train(kv: kvd.KVStore, epochs: int, batch: int, devices: int) -> float:
-    """Trains, and gives the accuracy on the digits that were kept for testing. `batch` is that of one worker."""
+    """Trains, and returns the accuracy on the test images. `batch` is that of one worker."""
     data = digits.load()
     group = make_group(devices, batch)
     pipeline = group.bind_to(kv, optimizer=SGD(0.1, momentum=0.9))

@@ -49,7 +49,7 @@ def read_idx(path: Path) -> Array:
     with gzip.open(path) as file:
         zeros, kind, axes = unpack(">HBB", file.read(4))
         if (zeros, kind) != (0, 8) or axes == 0:
-            raise ValueError(f"{path} is no idx file of bytes")
+            raise ValueError(f"{path} is not an idx file of bytes")
         shape = unpack(f">{axes}I", file.read(4 * axes))
         return np.frombuffer(file.read(), np.uint8).reshape(shape)
 
@@ -78,7 +78,7 @@ def make_group(devices: list[str], shape: tuple[int, ...]) -> DataParallelExecut
 
 
 def accuracy(group: DataParallelExecutorGroup, images: Array, labels: Array) -> float:
-    """The part of the images that the group reads correctly, by whole batches."""
+    """The fraction of the images that the group classifies correctly, by whole batches."""
     metric, size = Accuracy(), group.get_batch_size()
     for start in range(0, len(labels) - size + 1, size):
         part = slice(start, start + size)
@@ -88,7 +88,7 @@ def accuracy(group: DataParallelExecutorGroup, images: Array, labels: Array) -> 
 
 
 def train(kv: kvd.KVStore, folder: Path, epochs: int, batch: int, devices: list[str], limit: int | None) -> float:
-    """Trains, and gives the accuracy on the test images. `batch` is that of one worker."""
+    """Trains, and returns the accuracy on the test images. `batch` is that of one worker."""
     images, labels = (array[:limit] for array in read_part(folder, "train"))
     test_images, test_labels = (array[:limit] for array in read_part(folder, "test"))
     group = make_group(devices, (batch, *images.shape[1:]))

@@ -1,4 +1,4 @@
-"""A model of torch, trained by several workers: the digits with a small convolutional network.
+"""A torch model, trained by several workers: a small convolutional network for the digits.
 
 The module stays what it is; `TorchModel` lets a group run copies of it on several devices, and the store has the
 weights and the optimizer: ::
@@ -40,7 +40,7 @@ def make_module() -> torch.nn.Module:
 
 
 def accuracy(group: DataParallelExecutorGroup, images: Array, labels: Array) -> float:
-    """The part of the images that the group reads correctly, by whole batches."""
+    """The fraction of the images that the group classifies correctly, by whole batches."""
     metric, size = Accuracy(), group.get_batch_size()
     for start in range(0, len(labels) - size + 1, size):
         part = slice(start, start + size)
@@ -50,7 +50,7 @@ def accuracy(group: DataParallelExecutorGroup, images: Array, labels: Array) -> 
 
 
 def train(kv: kvd.KVStore, epochs: int, batch: int, devices: list[str]) -> float:
-    """Trains, and gives the accuracy on the digits that were kept for testing. `batch` is that of one worker."""
+    """Trains, and returns the accuracy on the test images. `batch` is that of one worker."""
     data = digits.load()
     images, test_images = data.train_images[:, None], data.test_images[:, None]
     group = DataParallelExecutorGroup(

@@ -1,4 +1,4 @@
-"""Training with nothing but the store: the whole of a data-parallel program.
+"""Training with nothing but the store: a whole data-parallel program.
 
 The servers have the weights and the optimizer. Every worker pushes the gradients of its own samples and gets the new
 weights; nothing here knows how many workers there are, or whether there is a cluster at all: ::
@@ -25,7 +25,7 @@ CLASSES = 10
 
 
 def softmax_gradients(weight: Array, bias: Array, images: Array, labels: Array) -> list[Array]:
-    """Of the cross-entropy, summed over these images, with respect to weight (pixels, classes) and bias (classes,)."""
+    """The gradients of the cross-entropy, summed over these images, by weight (pixels, classes) and bias (classes,)."""
     scores = images @ weight + bias
     scores = np.exp(scores - scores.max(axis=1, keepdims=True))
     errors = scores / scores.sum(axis=1, keepdims=True)
@@ -34,7 +34,7 @@ def softmax_gradients(weight: Array, bias: Array, images: Array, labels: Array) 
 
 
 def train(kv: kvd.KVStore, epochs: int, batch: int, rate: float) -> float:
-    """Trains, and gives the accuracy on the digits that were kept for testing. `batch` is that of all workers."""
+    """Trains, and returns the accuracy on the test images. `batch` is that of all workers."""
     data = digits.load()
     images, test_images = (part.reshape(len(part), -1) for part in (data.train_images, data.test_images))
     weight = np.zeros((images.shape[1], CLASSES), np.float32)

@@ -21,8 +21,17 @@ import numpy.typing as npt
 import kvd
 from kvd.data import digits
 from kvd.optimizer import SGD, schedule
-from kvd.parallel import Conv2D, DataBatch, DataDesc, DataParallelExecutorGroup, Sequential, SoftmaxCrossEntropy
-from kvd.parallel.models.numpy.layers import Dense, Flatten, ReLU
+from kvd.parallel import (
+    Conv2D,
+    DataBatch,
+    DataDesc,
+    DataParallelExecutorGroup,
+    Dense,
+    Flatten,
+    ReLU,
+    Sequential,
+    SoftmaxCrossEntropy,
+)
 
 REPORT_INTERVAL_S: Final = 0.1
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.05, 0.9, 5e-4
@@ -80,7 +89,7 @@ class Training:
         self.bytes_per_step = 2 * sum(weight.nbytes for weight in self.weights.values())
 
     def enter(self) -> int:
-        """Bind the group to the store: weights come from there, and gradients go there. The step to go on with."""
+        """Bind the group to the store: weights come from there, and gradients go there. Returns the next step."""
         rate = schedule.Cosine(LEARNING_RATE, steps=self.steps)
         pipeline = self._group.bind_to(self._store, optimizer=SGD(rate, momentum=MOMENTUM, wd=WEIGHT_DECAY))
         return pipeline.clock

@@ -194,7 +194,7 @@ class LocalCluster:
     def run(self, program: Callable[[kvd.KVStore], T], type: str = "dist_sync", **settings: Any) -> list[T]:  # noqa: A002
         """Runs the program once per worker, at the same time; returns the results in rank order.
 
-        A worker that fails makes the others fail. Of several errors it raises one that is no mere
+        A worker that fails makes the others fail. Of several errors it raises one that is not a mere
         consequence (NodeLost, BarrierBroken), if there is one.
         """
 

@@ -138,7 +138,7 @@ def test_hyperparameters_that_no_optimizer_has(kv: kvd.KVStore, what: str) -> No
 
 @pytest.mark.parametrize("value", [5, "SGD", kvd.optimizer.SGD])
 def test_values_that_are_no_optimizer_are_refused(kv: kvd.KVStore, value: Any) -> None:
-    with pytest.raises(ConfigError, match="is no optimizer") as caught:
+    with pytest.raises(ConfigError, match="is not an optimizer") as caught:
         kv.set_optimizer(value)
     assert caught.value.setting == "optimizer"
 

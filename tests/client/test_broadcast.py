@@ -17,13 +17,13 @@ from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Target, source_of, target_of
 from kvd.client.cluster.broadcast import ClusterAssignments
 from kvd.core import requests
-from kvd.core.membership import DEAD
 from kvd.errors import (
     DtypeMismatch,
     KeyExists,
     NotAllowed,
     ShapeMismatch,
 )
+from kvd.protocol.messages import MemberState
 from kvd.testing.cluster import LocalCluster, engine_of, wait_until
 from tests.client.harness import init_all, ones
 
@@ -169,7 +169,7 @@ class RecordingEngine:
     """Answers as a cluster does in which a dead predecessor of this worker has counted `counted` pushes of each key."""
 
     def __init__(self, counted: int) -> None:
-        self.session = SimpleNamespace(predecessor=DEAD)
+        self.session = SimpleNamespace(predecessor=MemberState.DEAD)
         self.machine = SimpleNamespace(has_pushed=lambda name: False)
         self.asked: list[Any] = []
         self._counted = counted

@@ -5,16 +5,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.memory_budget import MemoryBudget
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.unobserved_errors import UnobservedErrors
+from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.closing import ClusterClosing
 from kvd.client.cluster.nodes import ClusterNodes
-from kvd.core.membership import ACTIVE, DEAD
-from kvd.errors import KvdError, NotAllowed
-from kvd.protocol.messages import Quiet
+from kvd.client.cluster.observer import Observer
+from kvd.errors import KvdError, NotAllowed, RequestTimeout
+from kvd.protocol.messages import KeyEntry, MemberState, Quiet
 
 
 def failed(error: KvdError) -> Handle:
@@ -28,7 +31,11 @@ def member(role: str, rank: int, state: str) -> Any:
 
 
 def test_a_silent_node_counts_as_dead_only_after_the_given_time() -> None:
-    members = [member("worker", 0, ACTIVE), member("worker", 1, DEAD), member("server", 0, ACTIVE)]
+    members = [
+        member("worker", 0, MemberState.ACTIVE),
+        member("worker", 1, MemberState.DEAD),
+        member("server", 0, MemberState.ACTIVE),
+    ]
     quiet = (Quiet("worker", 0, 3.0), Quiet("server", 0, 1.0))
     engine: Any = SimpleNamespace(
         check_usable=lambda: None,
@@ -73,3 +80,31 @@ def test_close_raises_the_unobserved_error_first_and_notes_its_own(is_watched: b
     assert str(caught.value) == ("the push" if is_watched else "the flush")
     assert getattr(caught.value, "__notes__", []) == (["also: the flush"] if is_watched else [])
     assert stopped == ["stopped"]
+
+
+def test_arrays_that_are_given_away_count_against_the_memory_budget() -> None:
+    budget = MemoryBudget(limit_bytes=1 << 20, timeout_s=0.05)
+    arguments = Arguments(None, None, budget, UnobservedErrors(), 1 << 20)  # type: ignore[arg-type]
+    given = arguments.given_sources([np.zeros(1 << 19, np.uint8), np.zeros(1 << 19, np.uint8)])
+    with pytest.raises(RequestTimeout, match="1 MiB of pushes are under way"):
+        arguments.given_sources([np.zeros(1, np.uint8)])
+    given.clear()
+    assert len(arguments.given_sources([np.zeros(1, np.uint8)])) == 1
+
+
+def test_the_version_of_a_key_on_several_servers_is_the_smallest() -> None:
+    observer = Observer.__new__(Observer)
+    observer._engine = SimpleNamespace(machine=SimpleNamespace(view=SimpleNamespace(shards=[0])))  # type: ignore[assignment]
+    rows: dict[str, dict[str, Any]] = {}
+    for rank, version in ((0, 3), (1, 2), (2, 4)):
+        observer._add_entry(rows, rank, KeyEntry("w", "float32", (5, 2), 1, 40, version, True))
+    assert rows["w"] == {
+        "key": "w",
+        "dtype": "float32",
+        "shape": [5, 2],
+        "version": 2,
+        "slices": 3,
+        "bytes": 40,
+        "shard": 0,
+        "servers": [0, 1, 2],
+    }

@@ -188,3 +188,25 @@ def test_a_checkpoint_keeps_every_dtype_and_shape(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read.params["whole"], [0.0, 2.0])
     assert read.aux["count"].shape == ()
     assert not (tmp_path / "file.part").exists()
+
+
+def test_only_the_first_pipeline_of_a_restarted_worker_continues_after_its_predecessor() -> None:
+    """A later one of the same process finds its own steps in the counts of the store."""
+    batch = DataBatch([X[:8]], [Y[:8]])
+    with LocalCluster(1, 1, on_worker_loss="wait") as cluster:
+        kv = cluster.store(node_id="worker-0")
+        group = group_of()
+        assert group.bind_to(kv, optimizer=RULE).done_before == 0
+        for _ in range(3):
+            group.forward_backward(batch)
+        kv.flush()
+        kv.__exit__(RuntimeError, None, None)
+        successor = cluster.store(node_id="worker-0")
+        assert successor.restarted
+        group = group_of()
+        pipeline = group.bind_to(successor, optimizer=RULE)
+        assert (pipeline.clock, pipeline.done_before) == (3, 3)
+        group.forward_backward(batch)
+        group.forward_backward(batch)
+        second = group_of().bind_to(successor, optimizer=RULE)
+        assert (second.clock, second.done_before) == (5, 0)

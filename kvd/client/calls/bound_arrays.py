@@ -34,7 +34,7 @@ class BoundArrays(NamedTuple):
 
     @classmethod
     def of(cls, spec: KeySpec, memory: Array) -> BoundArrays:
-        """Arrays for a key; the gradient, zeros at first, lies in `memory`, which has the key's size, as uint8."""
+        """Arrays for a key; the gradient, zeros at first, is in `memory`, which has the key's size, as uint8."""
         memory.fill(0)
         dtype = named_dtype(spec.dtype)
         gradient = memory.view(dtype).reshape(spec.shape)
@@ -49,12 +49,12 @@ class BoundArrays(NamedTuple):
         return data is not None and np.may_share_memory(data, self.source.data)
 
     def checksum(self) -> int:
-        """A checksum of the gradient, to tell whether somebody wrote to it."""
+        """A checksum of the gradient, which shows whether it was written to."""
         return crc32(self.source.data.data)
 
 
 class GradientChecksums:
-    """The gradients of one push as they were when it began, to tell at its end whether somebody wrote to them."""
+    """The gradients of one push as they were when it began, to tell at its end whether they were written to."""
 
     def __init__(self, pushed: Mapping[str, BoundArrays]) -> None:
         self._pushed = {name: (arrays, arrays.checksum()) for name, arrays in pushed.items()}
@@ -77,7 +77,7 @@ class GradientChecksums:
         for name, (arrays, checksum) in self._pushed.items():
             if arrays.checksum() != checksum:
                 text = (
-                    f"the gradient of {name!r} was written to before its push was done, so nobody knows what was sent"
+                    f"the gradient of {name!r} was written to before its push was done, so it is unknown what was sent"
                 )
                 return NotAllowed(f"{text}: wait for the handle of the push first, or push a copy", key=name)
         return None

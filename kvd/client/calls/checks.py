@@ -122,7 +122,7 @@ def file_path(path: object) -> Path:
 def known_optimizer(optimizer: object) -> Optimizer | None:
     """The optimizer to set, or None. Raises ConfigError for anything else."""
     if optimizer is not None and not isinstance(optimizer, Optimizer):
-        text = f"{shown(optimizer)} is no optimizer: pass one of kvd.optimizer, such as SGD(0.1), or None"
+        text = f"{shown(optimizer)} is not an optimizer: pass one of kvd.optimizer, such as SGD(0.1), or None"
         raise ConfigError(text, setting="optimizer")
     return optimizer
 

@@ -1,4 +1,4 @@
-"""The errors of calls whose handles nobody asks."""
+"""The errors of calls whose handles are never waited on."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Engine:
         async def work() -> None:
             try:
                 result = await coroutine
-            except BaseException as error:  # noqa: BLE001  whoever asks the promise gets it
+            except BaseException as error:  # noqa: BLE001  the promise raises it
                 promise.set_exception(error)
             else:
                 promise.set_result(result)

@@ -69,7 +69,7 @@ class ClusterValues:
 
     def _pull_fresh(self, names: list[str], many: bool, priority: int) -> Handle:
         """Pulls into new arrays. Their shapes may be unknown still, but the call must keep its place among the others
-        on its keys: so it is submitted at once, and the bytes become arrays when somebody asks the handle."""
+        on its keys: so it is submitted at once, and the bytes become arrays when the handle is waited on."""
         if not names:
             return Handle.of([])
         specs = [self._engine.submit(requests.DescribeKey(name)) for name in names]  # known before the bytes arrive

@@ -80,7 +80,7 @@ class KVStore(StoreProperties):
     def bind(self, key: Key) -> Any:
         """Arrays to keep for a key: (gradient, weight), the same in each call; of a list of keys, two lists.
 
-        `gradient`, zeros at first, lies in memory that a server of this host reads directly: a push of it copies
+        `gradient`, zeros at first, is in memory that a server of this host reads directly: a push of it copies
         nothing. Do not write to it between a push and its end (its handle, or the return of `pushpull`). `weight` has
         the key's value, and changes only in a `pull` or `pushpull` of the key with it as `out`. Servers on other hosts
         get copies. After a call that failed, do not write to the bound gradient until `flush` has returned: messages

@@ -1,4 +1,4 @@
-"""The keys of a store in this process: their values, the lock, and the errors that nobody asked for."""
+"""The keys of a store in this process: their values, the lock, and the unobserved errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Entry:
 class LocalKeys:
     """Every call does its work at once, under one lock, so every handle is done.
 
-    As with a cluster, what only the store can know is told by the handle.
+    As with a cluster, errors that only the store can find are raised by the handle.
 
     Attributes:
         entries: the keys that were made.
@@ -80,7 +80,7 @@ class LocalKeys:
         return Handle(promise)
 
     def watched(self, names: list[str], work: Callable[[], Any]) -> Handle:
-        """The same; an error that nobody asks the handle for is raised by a later call."""
+        """The same; an unobserved error is raised by a later call."""
         handle = self._unobserved.watch(names, self.answered(work))
         if self._unobserved:
             raise_at_exit(self._unobserved)

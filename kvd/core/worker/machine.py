@@ -23,6 +23,7 @@ from typing import Any
 
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Effect, Event, InvalidFrame, LocalCall, Received
+from kvd.core.membership import ViewState
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.barriers import BarrierCalls
@@ -53,7 +54,7 @@ class WorkerMachine:
     def __init__(self, settings: WorkerSettings, session: SchedulerSession) -> None:
         self.incarnation = session.incarnation
         self.session = session
-        self.view = view = session.view
+        view = session.view
         self._effects: list[Effect] = []  # of the present step
         emit = self._effects.append
         self._outbox = outbox = Outbox(settings.credit_bytes, settings.small_push_bytes)
@@ -99,7 +100,12 @@ class WorkerMachine:
 
     @property
     def epoch(self) -> Epoch:
-        return self.view.epoch
+        return self.session.view.epoch
+
+    @property
+    def view(self) -> ViewState:
+        """The newest view that the scheduler announced."""
+        return self.session.view
 
     def step(self, event: Event, now: float) -> list[Effect]:
         effects = self._effects
@@ -136,7 +142,7 @@ class WorkerMachine:
         return {
             "role": self.session.identity.role,
             "rank": self.session.rank,
-            "view": list(self.view.epoch),
+            "view": list(self.epoch),
             "calls_open": len(self._calls),
             "requests_open": len(self._outbox),
             "clocks": self._clocks.explain(),

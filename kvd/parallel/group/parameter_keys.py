@@ -28,7 +28,7 @@ class ParameterKeys:
         names: parameter → key, of those whose key is not their name.
 
     Raises:
-        InputMismatch: ``names`` has a name that is no parameter.
+        InputMismatch: ``names`` has a name that is not a parameter.
         ConfigError: two parameters with one key.
     """
 
@@ -36,7 +36,7 @@ class ParameterKeys:
         params = binding.description.params
         unknown = [name for name in names if name not in params]
         if unknown:
-            raise InputMismatch(f"names has {', '.join(unknown)}, no parameter of the model", setting="names")
+            raise InputMismatch(f"names has {', '.join(unknown)}, not a parameter of the model", setting="names")
         self.params = {name: str(names.get(name, name)) for name in params}
         if len(set(self.params.values())) < len(self.params):
             raise ConfigError("two parameters have one key", setting="names")

@@ -60,7 +60,7 @@ class GradientPipeline:
     Raises:
         ConfigError: ``update`` is unknown or lacks its optimizer; a parameter whose ``grad_req`` is ``"add"`` (when
             its sum is complete only the program knows: push it yourself); two parameters with one key.
-        InputMismatch: ``names`` has a name that is no parameter.
+        InputMismatch: ``names`` has a name that is not a parameter.
         NotAllowed: ``update="local"`` with keys that were trained already: the store holds no weights then.
         ShapeMismatch, DtypeMismatch: the keys are of another model.
         NodeLost, RequestTimeout: as every call of the store.
@@ -177,7 +177,7 @@ class GradientPipeline:
         for name in coming:
             self._slots[name].handle = None
 
-    # ── besides the steps ──
+    # ── outside the steps ──
 
     def pull(self) -> None:
         """Take the store's newest weights, as a worker that left the rounds does.
@@ -218,7 +218,7 @@ class GradientPipeline:
 
         Raises:
             InputMismatch: it is of other parameters, or of ``update="server"``.
-            ProtocolError: the arrays are no such states.
+            ProtocolError: the arrays are not such states.
         """
         wanted = {name for name, slot in self._slots.items() if slot.local is not None}
         if {name.rpartition("|")[0] for name in arrays} != wanted:

@@ -12,7 +12,7 @@ import pytest
 
 from kvd.node.launch.child import Child
 from kvd.node.launch.plan import ProcessSpec
-from tests.node.launch.harness import DEADLINE_S, Lines
+from tests.node.launch.harness import DEADLINE_S, Lines, marked, shell
 
 
 def test_a_process_that_has_just_ended_may_be_killed(monkeypatch: pytest.MonkeyPatch, lines: Lines) -> None:
@@ -34,3 +34,13 @@ def test_a_process_that_has_just_ended_may_be_killed(monkeypatch: pytest.MonkeyP
 
     assert asyncio.run(main()) == 0
     assert killed.is_set()
+
+
+def test_what_a_process_left_in_its_session_is_killed_when_it_ends(lines: Lines, mark: dict[str, str]) -> None:
+    async def main() -> int:
+        spec = ProcessSpec("x", shell("sleep 1000 & echo begun; exit 5"), {**os.environ, **mark})
+        return await asyncio.wait_for(Child(spec, lines.take, lambda *_: None).exited, DEADLINE_S)
+
+    assert asyncio.run(main()) == 5
+    assert lines.of("x") == ["begun"]
+    assert marked(mark["JOB_MARK"]) == []
