@@ -96,7 +96,7 @@ class Barrier:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveRounds:
+class Depart:
     """Leave the rounds and stay (DONE), leave the cluster (LEFT), or go and be waited for as after a death (FAILED)."""
 
     departure: Departure
@@ -153,7 +153,7 @@ Request: TypeAlias = (
     | TakeBack
     | Flush
     | Barrier
-    | LeaveRounds
+    | Depart
     | Rewind
     | ClockOf
     | Control

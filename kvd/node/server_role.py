@@ -15,7 +15,7 @@ import numpy as np
 
 from kvd.config import Config, Role
 from kvd.core.machine import LocalCall
-from kvd.core.requests import LeaveRounds
+from kvd.core.requests import Depart
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.core.session import Identity, SchedulerSession
 from kvd.errors import ConnectError, KvdError
@@ -98,7 +98,7 @@ class ServerRole:
     def say_goodbye(self) -> None:
         """Leave the rounds of the cluster."""
         if self._driver is not None:
-            self._driver.feed(LocalCall(1, LeaveRounds(Departure.LEFT), 0.0))
+            self._driver.feed(LocalCall(1, Depart(Departure.LEFT), 0.0))
 
     def tasks(self, watch: ProcessWatch) -> list[asyncio.Task[None]]:
         """None: all that a server does comes from its machine."""

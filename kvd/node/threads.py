@@ -9,12 +9,16 @@ program thread       `Stepper.feed` with the program's calls: it steps the machi
 engine thread        The event loop of a store or an observer (`kvd-engine`): the timer, ZeroMQ's sockets, the links
                      while no program thread reads them, the coroutines of `Engine.run`, and the effects that only a
                      loop may carry out (`_ONLY_ON_THE_LOOP`).
-main thread          The event loop of a scheduler or server: everything but the next two rows. There is no
-of a daemon          program thread, so each event is stepped, and each effect is carried out, on the loop.
+main thread          The event loop of a scheduler or server. There is no program thread, so each event is stepped, and
+of a daemon          each effect is carried out, on the loop, but for the work of the executor.
 executor             Commands of a server and the scheduler's writes to disk, one at a time (`kvd-jobs`). Their results
                      come back to the loop as events.
 zmq I/O thread       libzmq's own: moves bytes between its queues and the network. It runs no Python.
 `kvd-create`         `kvd.aio.create` waits here until the cluster is complete. It ends when the store exists.
+`kvd-compile`        Compiles numba's loops, once per process, while NumPy calculates (`kvd.compute.compiled`).
+device threads,      Forward and backward, one thread per device of a group, and copies from GPUs to the host
+`kvd-downloads`      (`kvd.parallel.device_threads`, `kvd.parallel.group.downloads`). They call the store like a program.
+relay threads        `kvd launch` reads the output of each process that it started (`kvd.node.launch.output`).
 ===================  ==================================================================================================
 
 A small push takes less time on the wire than a thread takes to wake another. So a call does not go through the loop:

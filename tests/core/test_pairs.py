@@ -209,7 +209,7 @@ def test_rounds_stop_waiting_for_a_worker_that_left_and_wait_for_its_successor()
     both.init("w", b"\0" * 2 * SLICE)
     for rank in (0, 1):
         both.push(rank, "w", b"\1" * 2 * SLICE)
-    both.ask(1, requests.LeaveRounds(Departure.LEFT))
+    both.ask(1, requests.Depart(Departure.LEFT))
     for _ in range(2):
         both.result(both.push(0, "w", b"\5" * 2 * SLICE))
     assert both.pull(0, "w", 2 * SLICE) == b"\5" * 2 * SLICE

@@ -74,7 +74,7 @@ def test_only_the_counted_pushes_of_a_replaced_worker_are_known() -> None:
 
 def test_a_worker_that_left_in_the_view_cannot_push() -> None:
     harness = worker()
-    left = harness.call(requests.LeaveRounds(Departure.DONE), timeout_s=1.0)
+    left = harness.call(requests.Depart(Departure.DONE), timeout_s=1.0)
     harness.wait(1.0)
     assert isinstance(harness.error(left), RequestTimeout)  # the scheduler carries it out all the same
     harness.look(member("worker", 0, "done"))

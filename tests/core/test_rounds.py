@@ -179,9 +179,9 @@ def test_a_successor_starts_where_its_predecessor_was_counted() -> None:
 def test_what_a_predecessor_was_refused_does_not_keep_slices_apart() -> None:
     log, other = sync(), sync()
     log.refuse(1, Refusal(PushRequest(5, 11), ErrorCode.NOT_ALLOWED, "no"))
-    assert not log.stands_like(other)
+    assert not log.is_level_with(other)
     log.drop_unclosed(1)
-    assert log.stands_like(other)
+    assert log.is_level_with(other)
 
 
 def test_a_closed_round_keeps_the_push_of_the_predecessor() -> None:

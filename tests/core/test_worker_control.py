@@ -109,7 +109,7 @@ def test_a_barrier_that_timed_out_is_entered_again_at_the_same_generation() -> N
 
 def test_a_worker_that_left_the_rounds_pulls_the_newest_version_and_cannot_push() -> None:
     harness = ready()
-    leave = harness.call(requests.LeaveRounds(Departure.DONE))
+    leave = harness.call(requests.Depart(Departure.DONE))
     assert one(harness.waiting(Leave)).departure is Departure.DONE
     harness.reply(harness.take(Leave), Done)
     assert harness.result(leave) is None
@@ -122,7 +122,7 @@ def test_a_worker_that_left_the_rounds_pulls_the_newest_version_and_cannot_push(
 
 def test_a_worker_that_left_the_cluster_sends_no_heartbeats() -> None:
     harness = Harness()
-    harness.call(requests.LeaveRounds(Departure.LEFT))
+    harness.call(requests.Depart(Departure.LEFT))
     harness.reply(harness.take(Leave), Done)
     harness.sent.clear()
     harness.wait(30)
@@ -131,7 +131,7 @@ def test_a_worker_that_left_the_cluster_sends_no_heartbeats() -> None:
 
 def test_a_worker_whose_leave_is_refused_still_pushes() -> None:
     harness = Harness()
-    call = harness.call(requests.LeaveRounds(Departure.LEFT))
+    call = harness.call(requests.Depart(Departure.LEFT))
     harness.refuse(Leave, ErrorCode.PROTOCOL_ERROR)
     assert isinstance(harness.error(call), ProtocolError)
     harness.know("w")
@@ -223,7 +223,7 @@ def test_an_observer_pulls_but_does_not_push_or_init() -> None:
     assert isinstance(harness.error(harness.call(requests.InitKeys((requests.Item("v", uint8(1), "s"),)))), NotAllowed)
     harness.pull("w")
     assert harness.clocks(Pull) == [("w", 0, -1)]
-    assert harness.result(harness.call(requests.LeaveRounds(Departure.LEFT))) is None
+    assert harness.result(harness.call(requests.Depart(Departure.LEFT))) is None
     assert not harness.waiting(Leave)
 
 
@@ -281,7 +281,7 @@ def test_a_pull_in_async_mode_waits_for_the_own_push() -> None:
 
 def test_a_worker_leaves_again_when_the_scheduler_has_forgotten_it() -> None:
     harness = Harness()
-    harness.call(requests.LeaveRounds(Departure.DONE))
+    harness.call(requests.Depart(Departure.DONE))
     harness.reply(harness.take(Leave), Done)
     harness.look(member("worker", 0))
     harness.look(member("worker", 0))

@@ -69,7 +69,7 @@ def every_push_is_next(patch: pytest.MonkeyPatch) -> None:
 
 def replaced_may_go_on(patch: pytest.MonkeyPatch) -> None:
     """A server still takes the pushes of an incarnation that was replaced, and that one does not fall silent."""
-    patch.setattr(WorkerMachine, "_fall_silent", lambda worker: None)
+    patch.setattr(WorkerMachine, "_drop_requests", lambda worker: None)
     rank_of = Attachments.rank_of
     known: dict[tuple[int, int], int] = {}
 
@@ -154,7 +154,7 @@ def clocks_start_from_zero(patch: pytest.MonkeyPatch) -> None:
 
 def parting_forgets_what_is_staged(patch: pytest.MonkeyPatch) -> None:
     """The clocks of a group go to its slices, the contributions do not."""
-    patch.setattr(SliceLog, "part", lambda log, current, previous, *place: log.like(current, previous))
+    patch.setattr(SliceLog, "part", lambda log, current, previous, *place: log.copy_for(current, previous))
 
 
 def parting_forgets_who_waits(patch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def parting_mixes_up_the_bytes(patch: pytest.MonkeyPatch) -> None:
 
 def fusing_ignores_the_logs(patch: pytest.MonkeyPatch) -> None:
     """Slices become one group though they have come to different clocks, or something is staged for them."""
-    patch.setattr(SliceLog, "stands_like", lambda log, other: (log.previous is None) == (other.previous is None))
+    patch.setattr(SliceLog, "is_level_with", lambda log, other: (log.previous is None) == (other.previous is None))
 
 
 def parting_in_the_middle_of_an_update(patch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ from kvd.core.requests import (
     Barrier,
     ClockOf,
     Control,
+    Depart,
     DescribeKey,
     Flush,
     InitKeys,
     JoinCluster,
-    LeaveRounds,
     Rewind,
     Transfer,
 )
@@ -84,7 +84,7 @@ def test_push_taken_in_part_keeps_its_clock(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("asks", [Barrier("b"), LeaveRounds(Departure.DONE)])
+@pytest.mark.parametrize("asks", [Barrier("b"), Depart(Departure.DONE)])
 def test_paused_worker_does_not_take_its_place_back(asks: Any, seed: int) -> None:
     """A replaced worker that wakes up is told to stop whatever it asks, and its successor stays."""
 
@@ -162,7 +162,7 @@ def test_worker_that_left_the_rounds_and_dies_is_not_waited_for(comes_back: bool
     def program(me: Me) -> Coroutine:
         yield from begun(me, "w")
         if me.number == 2:
-            yield LeaveRounds(Departure.DONE)
+            yield Depart(Departure.DONE)
             yield Sleep(500.0)
         for _ in range(8):
             yield push("w", 1.0)
@@ -347,7 +347,7 @@ def test_activation_that_arrives_twice_counts_nothing(seed: int) -> None:
             return
         if me.life == 0:
             yield from begun(me, "a")
-            yield LeaveRounds(Departure.LEFT)
+            yield Depart(Departure.LEFT)
             return
         yield from ledger.program(me)
 

@@ -155,11 +155,11 @@ def check_sendable(what: str, message: SetOptimizer | UpdateOptimizer) -> None:
         raise NotAllowed(f"{what} cannot be sent: {error}; use shorter texts, and values that are plain") from None
 
 
-def belongs_to_parent() -> StoreClosed:
+def forked_error() -> StoreClosed:
     """The error of a call in a child of the process that opened the store."""
     return StoreClosed("this store belongs to the parent process: create one after the fork, in the child")
 
 
-def is_closed() -> StoreClosed:
+def closed_error() -> StoreClosed:
     """The error of a call after close."""
     return StoreClosed("this store is closed: create another")

@@ -25,7 +25,7 @@ class ClusterClosing:
 
         async def work() -> None:
             await self._engine.call(requests.Flush())
-            await self._engine.call(requests.LeaveRounds(Departure.DONE))
+            await self._engine.call(requests.Depart(Departure.DONE))
             if barrier:
                 await self._engine.call(requests.Barrier(EXIT_BARRIER))
 

@@ -24,7 +24,7 @@ from kvd.client.calls.promise import Promise
 from kvd.client.cluster.interrupts import Uninterrupted
 from kvd.config import Config
 from kvd.core.machine import Complete, LocalCall
-from kvd.core.requests import JoinCluster, LeaveRounds, Request, TakeBack
+from kvd.core.requests import Depart, JoinCluster, Request, TakeBack
 from kvd.core.session import Identity, SchedulerSession
 from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.errors import ConnectError, KvdError, RequestTimeout, StoreClosed
@@ -158,9 +158,9 @@ class Engine:
     def check_usable(self) -> None:
         """Raises StoreClosed after `stop`, and in a child process."""
         if self._pid != os.getpid():
-            raise checks.belongs_to_parent()
+            raise checks.forked_error()
         if self._closed:
-            raise checks.is_closed()
+            raise checks.closed_error()
 
     # ── life ──
 
@@ -206,9 +206,7 @@ class Engine:
         try:
             if self.session.joined and self.session.failure is None:
                 with suppress(KvdError, TimeoutError):  # an unreachable scheduler will notice the silence
-                    self.submit(LeaveRounds(Departure.FAILED if failed else Departure.LEFT), leave_s).result(
-                        leave_s + 1
-                    )
+                    self.submit(Depart(Departure.FAILED if failed else Departure.LEFT), leave_s).result(leave_s + 1)
         finally:
             with Uninterrupted(), self._order:
                 first, self._closed = not self._closed, True

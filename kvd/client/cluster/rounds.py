@@ -33,7 +33,7 @@ class ClusterRounds:
     def join(self) -> Handle:
         async def work() -> None:
             await self._engine.call(requests.Flush())
-            await self._engine.call(requests.LeaveRounds(Departure.DONE))
+            await self._engine.call(requests.Depart(Departure.DONE))
 
         return Handle(self._engine.run(work()), what="join")
 

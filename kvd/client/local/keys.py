@@ -52,9 +52,9 @@ class LocalKeys:
     def check_open(self) -> None:
         """Raises StoreClosed after close, and in a child process."""
         if self._pid != os.getpid():
-            raise checks.belongs_to_parent()
+            raise checks.forked_error()
         if self._closed:
-            raise checks.is_closed()
+            raise checks.closed_error()
 
     def close(self) -> None:
         """No call works after this."""

@@ -126,14 +126,14 @@ def fused(number: int, slices: Sequence[Slice]) -> FusedGroup | None:
             or group.changes
             or not group.is_quiescent
             or group.optimizer != first.optimizer
-            or not group.log.stands_like(first.log)
+            or not group.log.is_level_with(first.log)
         ):
             return None
     current = ScatterList(tuple([slice_.span(slice_.log.current) for slice_ in slices]))
     previous = None
     if first.log.previous is not None:
         previous = ScatterList(tuple([slice_.span(slice_.log.previous) for slice_ in slices]))
-    group = FusedGroup(number, first.log.like(current, previous), first.dtype, first.optimizer)
+    group = FusedGroup(number, first.log.copy_for(current, previous), first.dtype, first.optimizer)
     for slice_ in slices:
         group.log.take_later_requests(slice_.log)
     for slice_ in slices:

@@ -9,9 +9,7 @@ from kvd.core.server.participants import Participants
 from kvd.core.server.pending import MAX_PENDING, Pending
 from kvd.core.server.targets import PushTarget, TargetResolver
 from kvd.core.server.waiting import Waiters
-from kvd.protocol.messages import ANY_CLOCK, ErrorCode, Pull, PullBatch
-
-NO_WORKER = -1  # the rank of an observer, which pulls whatever is committed
+from kvd.protocol.messages import ANY_CLOCK, NO_RANK, ErrorCode, Pull, PullBatch
 
 
 class Pulls:
@@ -40,7 +38,7 @@ class Pulls:
             return
         targets = self._targets.of_parts(event, pull)
         if targets is not None:
-            self._give(event, pull.request, NO_WORKER if rank is None else rank, targets)
+            self._wait_or_answer(event, pull.request, NO_RANK if rank is None else rank, targets)
 
     def pull_batch(self, event: Received, pull: PullBatch) -> None:
         rank = self._attachments.rank_of(event, pull.request)
@@ -48,9 +46,9 @@ class Pulls:
             return
         targets = self._targets.of_batch(event, pull)
         if targets is not None:
-            self._give(event, pull.request, rank, targets)
+            self._wait_or_answer(event, pull.request, rank, targets)
 
-    def _give(self, event: Received, request: int, rank: int, targets: list[PushTarget]) -> None:
+    def _wait_or_answer(self, event: Received, request: int, rank: int, targets: list[PushTarget]) -> None:
         if self._waiters.pending.is_full:
             text = f"{MAX_PENDING} requests wait already: try again"
             self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, text)

@@ -1,9 +1,9 @@
 """A push on the server, from its arrival to its answer. Read it from top to bottom:
 
 resolve   `push`, `push_batch`: what the push is about (`targets`)
-admit     `_take`: whether it is let in; the table of answers is in `admission`
+admit     `_admit_and_wait`: whether it is let in; the table of answers is in `admission`
 stage     `_stage`: the received frame is the staging buffer (`rounds`)
-wait      `_take`: the push waits for its commit (`waiting`)
+wait      `_admit_and_wait`: the push waits for its commit (`waiting`)
 close     `advance`: the round closes when it is complete (`rounds`), one at a time per group
 apply     `_apply`: the shell merges and updates; the machine gets its JobDone
 commit    `_applied`, `_commit`: the round becomes a version; a second replica's answer would be awaited between the two
@@ -69,7 +69,7 @@ class Pushes:
             return
         targets = self._targets.of_parts(event, push)
         if targets is not None:
-            self._take(event, push, rank, targets)
+            self._admit_and_wait(event, push, rank, targets)
 
     def push_batch(self, event: Received, push: PushBatch) -> None:
         rank = self._attachments.rank_of(event, push.request)
@@ -77,11 +77,11 @@ class Pushes:
             return
         targets = self._targets.of_batch(event, push)
         if targets is not None:
-            self._take(event, push, rank, targets)
+            self._admit_and_wait(event, push, rank, targets)
 
     # ── admit, wait ──
 
-    def _take(self, event: Received, push: Push | PushBatch, rank: int, targets: list[PushTarget]) -> None:
+    def _admit_and_wait(self, event: Received, push: Push | PushBatch, rank: int, targets: list[PushTarget]) -> None:
         request = PushRequest(event.sender, push.request)
         merge, is_full = self._view.settings.merge, self._waiters.pending.is_full
         decisions = admit(push, request, event.nbytes, rank, targets, merge, is_full=is_full)

@@ -234,7 +234,7 @@ class SliceLog:
         """Nothing is staged, and nothing is being applied."""
         return self.closing is None and not self._arrived and not any(self._rounds.values())
 
-    def stands_like(self, other: SliceLog) -> bool:
+    def is_level_with(self, other: SliceLog) -> bool:
         """Whether both are idle and equally far, so that they can go on as one."""
         ranks = self.progress.keys() | other.progress.keys()
         return (
@@ -245,7 +245,7 @@ class SliceLog:
             and all(self.progress_of(rank) == other.progress_of(rank) for rank in ranks)
         )
 
-    def like(self, current: Buffer | ScatterList, previous: Buffer | ScatterList | None) -> SliceLog:
+    def copy_for(self, current: Buffer | ScatterList, previous: Buffer | ScatterList | None) -> SliceLog:
         """An idle log that has come as far as this one, of other bytes."""
         return replace(
             self,
@@ -264,7 +264,7 @@ class SliceLog:
     def part(self, current: ScatterList, previous: ScatterList | None, offset: int, nbytes: int) -> SliceLog:
         """The log of a range of the bytes, with what is staged for it. Not while a round is being applied."""
         assert self.closing is None
-        log = self.like(current, previous)
+        log = self.copy_for(current, previous)
         log._arrived = [contribution.part(offset, nbytes) for contribution in self._arrived]
         log._rounds = {
             clock: {rank: contribution.part(offset, nbytes) for rank, contribution in contributions.items()}

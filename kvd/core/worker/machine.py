@@ -91,7 +91,7 @@ class WorkerMachine:
             requests.Rewind: self._clocks.rewind,
             requests.Barrier: BarrierCalls(asker, calls).enter,
             requests.JoinCluster: self._connections.join,
-            requests.LeaveRounds: taking_part.leave,
+            requests.Depart: taking_part.leave,
             requests.Control: self._control.control,
             requests.SchedulerStatus: self._control.scheduler_status,
         }
@@ -131,7 +131,7 @@ class WorkerMachine:
         effects += self._outbox.due(now)
         effects += self._outbox.pump(now)
         done = effects[:]
-        effects.clear()  # they refer to memory that others wait for
+        effects.clear()  # drops our references: a buffer is free again when nobody refers to it
         return done
 
     def next_deadline(self) -> float | None:
@@ -185,10 +185,10 @@ class WorkerMachine:
         """This node cannot go on: every call ends."""
         self._effects += self.session.take_effects()
         self._calls.abandon_all(error)
-        self._fall_silent()
+        self._drop_requests()
 
-    def _fall_silent(self) -> None:
-        """What this node had still to say, another says in its place."""
+    def _drop_requests(self) -> None:
+        """This node cannot go on: nothing that it had still to say leaves it."""
         self._outbox.settle_all()
 
     # ── a key lets calls go on, or fails them ──

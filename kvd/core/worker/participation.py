@@ -34,7 +34,7 @@ class Participation:
             return NotAllowed("an observer does not push: join as a worker")
         return NotAllowed("this worker has left the rounds (join or close): it pushes no more")
 
-    def leave(self, call: Call, request: requests.LeaveRounds) -> None:
+    def leave(self, call: Call, request: requests.Depart) -> None:
         if self.is_observer:
             self._session.close()
             self._calls.complete(call)

@@ -41,7 +41,7 @@ class LatestCalls:
         self._latest[name] = LatestCall(call, target)
         if isinstance(request, requests.Barrier):
             self._barriers.setdefault(request.name, []).append(call)
-        if isinstance(request, requests.LeaveRounds):
+        if isinstance(request, requests.Depart):
             self._world.run(LEAVE_S)
 
     def of(self, name: str) -> LatestCall:
@@ -61,8 +61,8 @@ def _request(words: list[str], worker: str) -> tuple[requests.Request, Floats | 
         "enter": requests.JoinCluster,
         "barrier": lambda: requests.Barrier(rest[0]),
         "flush": requests.Flush,
-        "join": lambda: requests.LeaveRounds(Departure.DONE),
-        "close": lambda: requests.LeaveRounds(Departure.LEFT),
+        "join": lambda: requests.Depart(Departure.DONE),
+        "close": lambda: requests.Depart(Departure.LEFT),
         "rewind": lambda: requests.Rewind(int(rest[0])),
         "clock": lambda: requests.ClockOf(rest[0]),
         "describe": lambda: requests.DescribeKey(rest[0]),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvd.core.requests import Flush, Item, LeaveRounds, Transfer
+from kvd.core.requests import Depart, Flush, Item, Transfer
 from kvd.errors import KvdError, RequestTimeout
 from kvd.optimizer import SGD
 from kvd.protocol.messages import Departure
@@ -77,7 +77,7 @@ class Ledger:
             with suppress(KvdError):
                 yield call
         yield Flush()
-        yield LeaveRounds(Departure.DONE)
+        yield Depart(Departure.DONE)
 
     def begun(self, me: Me) -> Generator[Any, Any, None]:
         """What a kind of ledger does before its first push."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvd.core.requests import ClockOf, Flush, LeaveRounds, TakeBack, Transfer
+from kvd.core.requests import ClockOf, Depart, Flush, TakeBack, Transfer
 from kvd.errors import KvdError, RemoteError
 from kvd.optimizer import SGD
 from kvd.protocol.messages import Departure
@@ -43,7 +43,7 @@ class RefusalLedger:
         for clock in range(step + 1, self.steps + 1):
             yield from self._push(me, clock)
             yield Sleep(self.pace_s)
-        yield LeaveRounds(Departure.DONE)
+        yield Depart(Departure.DONE)
 
     def _push(self, me: Me, clock: int) -> Generator[Any, Any, None]:
         for attempt in range(MAX_ATTEMPTS):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvd.core.requests import LeaveRounds, Transfer, Versions
+from kvd.core.requests import Depart, Transfer, Versions
 from kvd.protocol.messages import Departure
 from kvd.testing.process import Coroutine, Sleep
 from kvd.testing.simulator import Me, World
@@ -64,7 +64,7 @@ class Rounds:
             for keys in self.grouping(self.keys, me.rank, clock):
                 yield from self.transfer(me, keys, clock)
             yield Sleep(self.pace_s)
-        yield LeaveRounds(Departure.DONE)
+        yield Depart(Departure.DONE)
 
     def transfer(self, me: Me, keys: Sequence[str], clock: int) -> Coroutine:
         """The push and the pull of some keys."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvd.core.requests import Control, Flush, LeaveRounds, Transfer
+from kvd.core.requests import Control, Depart, Flush, Transfer
 from kvd.optimizer import SGD
 from kvd.protocol.messages import Departure, UpdateOptimizer
 from kvd.testing.process import Coroutine, Sleep
@@ -66,7 +66,7 @@ class Training:
                 items = tuple([item(key, self.gradient(key, weights[key], me.rank, clock)) for key in keys])
                 yield from begin_push(Transfer(items, push=True, pull=False), clock)
         yield Flush()
-        yield LeaveRounds(Departure.DONE)
+        yield Depart(Departure.DONE)
 
     def weights(self, world: World) -> bytes:
         """The bytes of all keys."""
