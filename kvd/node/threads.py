@@ -17,7 +17,7 @@ zmq I/O thread       libzmq's own: moves bytes between its queues and the networ
 `kvd-create`         `kvd.aio.create` waits here until the cluster is complete. It ends when the store exists.
 `kvd-compile`        Compiles numba's loops, once per process, while NumPy calculates (`kvd.compute.compiled`).
 device threads,      Forward and backward, one thread per device of a group, and copies from GPUs to the host
-`kvd-downloads`      (`kvd.parallel.device_threads`, `kvd.parallel.group.downloads`). They call the store like a program.
+`kvd-downloads`      (`kvd.parallel.device_threads`, `kvd.parallel.group.downloads`). To the store they are programs.
 relay threads        `kvd launch` reads the output of each process that it started (`kvd.node.launch.output`).
 ===================  ==================================================================================================
 
@@ -25,7 +25,8 @@ A small push takes less time on the wire than a thread takes to wake another. So
 the program's thread steps the machine, sends, and reads the answer itself. Three rules make that safe:
 
 1. One thread at a time steps the machine: the one that holds the stepping lock. A thread that finds the lock taken
-   leaves its event in the queue and goes on; the holder takes it along. Nobody waits for the lock except `stop`.
+   leaves its event in the queue and goes on; the holder takes it along. Nobody waits for the lock except `stop`. The
+   calls of one store enter the queue one at a time (`Engine.submit`), so the order of the clocks is that of the calls.
 2. Effects are carried out in the order of their steps. If a step off the loop gives an effect that belongs to the loop,
    its effects, and those of every later step, are deferred until the loop has carried them out.
 3. The links are read by the loop or by one waiting thread, never by both. The waiting thread pauses the loop's reading
