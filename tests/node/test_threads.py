@@ -7,6 +7,7 @@ import logging
 import select
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -19,11 +20,13 @@ from kvd.core.machine import (
     InvalidFrame,
     JobDone,
     LocalCall,
+    Peer,
     PeerLost,
     Persisted,
     Received,
     Send,
     ServerPeer,
+    Span,
     Tick,
 )
 from kvd.errors import KvdError
@@ -175,7 +178,7 @@ def test_stopping_waits_for_effects_that_another_thread_carries_out() -> None:
     def react(event: Event) -> list[Effect]:
         return [Send(PEER, Done(1))] if isinstance(event, LocalCall) else []
 
-    def send(*rest: object) -> bool:
+    def send(peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
         sending.set()
         assert may_send.wait(10)
         time.sleep(0.05)
@@ -282,10 +285,11 @@ def test_a_nudge_ends_one_poll() -> None:
             time.sleep(0.001)
         waiter.nudge()
     time.sleep(0.05)
-    assert links.polls == 3
+    polled = links.polls
     awaited.is_done = True
     waiter.wake()
     thread.join(10)
+    assert polled == 3
     waiter.close()
 
 
