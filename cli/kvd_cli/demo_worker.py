@@ -19,19 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 import kvd
+from kvd import parallel
 from kvd.data import digits
 from kvd.optimizer import SGD, schedule
-from kvd.parallel import (
-    Conv2D,
-    DataBatch,
-    DataDesc,
-    DataParallelExecutorGroup,
-    Dense,
-    Flatten,
-    ReLU,
-    Sequential,
-    SoftmaxCrossEntropy,
-)
 
 REPORT_INTERVAL_S: Final = 0.1
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.05, 0.9, 5e-4
@@ -54,12 +44,12 @@ class Plan:
     batch: int
 
 
-def make_model() -> Sequential:
+def make_model() -> parallel.Sequential:
     """Two convolutions and two dense layers: 38 000 parameters."""
-    return Sequential(
-        Conv2D(16, 3, padding=1), ReLU(),
-        Conv2D(32, 3, stride=2, padding=1), ReLU(),
-        Flatten(), Dense(64), ReLU(), Dense(10), SoftmaxCrossEntropy(),
+    return parallel.Sequential(
+        parallel.Conv2D(16, 3, padding=1), parallel.ReLU(),
+        parallel.Conv2D(32, 3, stride=2, padding=1), parallel.ReLU(),
+        parallel.Flatten(), parallel.Dense(64), parallel.ReLU(), parallel.Dense(10), parallel.SoftmaxCrossEntropy(),
     )  # fmt: skip
 
 
@@ -78,13 +68,16 @@ class Training:
         size = len(range(plan.batch)[self._share])
         model = make_model()
         shape = (size, *self._images.shape[1:])
-        self._group = DataParallelExecutorGroup(
-            model, ["cpu"], [DataDesc("data", shape)], [DataDesc("label", (size,), "int64", layout="N")]
+        self._group = parallel.DataParallelExecutorGroup(
+            model,
+            ["cpu"],
+            [parallel.DataDesc("data", shape)],
+            [parallel.DataDesc("label", (size,), "int64", layout="N")],
         )
         self.weights = model.initialize(shape, plan.seed)
         self._group.set_params(self.weights, {})
         self._tester = model.bind(
-            "cpu", [DataDesc("data", self._test_images.shape)], for_training=False, params=self.weights
+            "cpu", [parallel.DataDesc("data", self._test_images.shape)], for_training=False, params=self.weights
         )
         self.bytes_per_step = 2 * sum(weight.nbytes for weight in self.weights.values())
 
@@ -97,7 +90,7 @@ class Training:
     def do(self, step: int) -> float:
         """One step: gradients of this worker's share, merged with the others', new weights. The mean loss."""
         images, labels = self._batch(step)
-        self._group.forward_backward(DataBatch([images], [labels]))
+        self._group.forward_backward(parallel.DataBatch([images], [labels]))
         (predicted,) = self._group.get_outputs_merged()
         return float(-np.log(np.maximum(predicted[np.arange(len(labels)), labels], 1e-12)).mean())
 
