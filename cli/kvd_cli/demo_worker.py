@@ -21,17 +21,8 @@ import numpy.typing as npt
 import kvd
 from kvd.data import digits
 from kvd.optimizer import SGD, schedule
-from kvd.parallel import (
-    Conv2D,
-    DataBatch,
-    DataDesc,
-    DataParallelExecutorGroup,
-    Dense,
-    Flatten,
-    ReLU,
-    Sequential,
-    SoftmaxCrossEntropy,
-)
+from kvd.parallel import Conv2D, DataBatch, DataDesc, DataParallelExecutorGroup, Sequential, SoftmaxCrossEntropy
+from kvd.parallel.models.numpy.layers import Dense, Flatten, ReLU
 
 REPORT_INTERVAL_S: Final = 0.1
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.05, 0.9, 5e-4

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 import kvd
+from kvd.client.calls.handle import Handle
 from kvd.errors import ConfigError, GradientAnomaly, InputMismatch, NotAllowed
 from kvd.optimizer import SGD, Adam, Optimizer
 from kvd.parallel import BatchNorm, DataBatch, Model, Sequential, TorchModel
+from kvd.parallel.group.parameter_slot import make_slot
 from kvd.parallel.group.pipeline import Update
 from kvd.parallel.models.numpy.layers import Dense, Tanh
 from kvd.parallel.models.numpy.losses import SoftmaxCrossEntropy
@@ -317,3 +319,13 @@ def test_the_state_of_a_local_update_can_be_saved_and_loaded(optimizer: Optimize
     assert_same(rest, whole)
     with pytest.raises(InputMismatch, match="not those of this group"):
         run(PARAMS, {"other|step": np.asarray(3)}, [])
+
+
+def test_a_local_update_is_made_once_however_often_the_answer_is_waited_for() -> None:
+    slot = make_slot("w", 0, np.full(3, 5, np.float32), None, SGD(1.0), is_trained=True)
+    for step in (1, 2):
+        slot.incoming[...] = 1
+        slot.handle = Handle.of(None)
+        for _ in range(3):
+            slot.wait()
+            np.testing.assert_array_equal(slot.weights, np.full(3, 5 - step))
