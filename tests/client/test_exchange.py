@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -36,7 +37,8 @@ async def test_in_an_event_loop_it_can_be_made_and_is_used_in_threads() -> None:
     kv = await kvd.aio.create("local")
     exchange = Exchange(kvd.KVStore(kv._backend))
     assert not exchange.distributed
-    for call in (lambda: exchange.make(SIZES), lambda: exchange.assign({"one": np.zeros(3, np.uint8)}, [])):
+    calls: list[Callable[[], None]] = [lambda: exchange.make(SIZES), lambda: exchange.assign({}, [])]
+    for call in calls:
         with pytest.raises(NotAllowed, match=r"kvd\.aio"):
             call()
         await asyncio.to_thread(call)

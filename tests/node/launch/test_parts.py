@@ -78,7 +78,7 @@ def test_a_relay_hands_lines_on_and_is_joined_at_their_end(lines: Lines) -> None
 
 
 def test_each_stream_of_a_relay_has_the_whole_limit_and_a_stuck_one_ends_the_wait() -> None:
-    pipes = {stream: os.pipe() for stream in ("stdout", "stderr")}
+    pipes: dict[Stream, tuple[int, int]] = {"stdout": os.pipe(), "stderr": os.pipe()}
     stdout_is_read, stderr_is_read = threading.Event(), threading.Event()
     reading = {"stdout": stdout_is_read, "stderr": stderr_is_read}
 
