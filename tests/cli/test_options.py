@@ -230,3 +230,16 @@ def test_completion_completes(spawn: Spawn) -> None:
     words = {"_KVD_COMPLETE": "bash_complete", "COMP_WORDS": "kvd scheduler --merge w", "COMP_CWORD": "3"}
     out, _ = spawn(environment=words).communicate(timeout=60)
     assert out.split() == ["plain,weighted"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "level"),
+    [
+        ((), "info"),
+        (("-v",), "debug"),
+        (("-v", "--log-level", "warning"), "warning"),
+        (("--log-level", "error"), "error"),
+    ],
+)
+def test_verbose_logs_everything_unless_a_level_is_given(kvd: Kvd, flags: tuple[str, ...], level: str) -> None:
+    assert json.loads(kvd("config", "show", "-o", "json", *flags).stdout)["log_level"] == level

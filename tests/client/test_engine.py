@@ -9,7 +9,7 @@ import pytest
 
 import kvd
 from kvd.errors import ConnectError
-from kvd.testing.cluster import LocalCluster
+from kvd.testing.cluster import LocalCluster, engine_of
 
 
 def test_the_engine_does_not_hold_the_interpreter() -> None:
@@ -31,3 +31,15 @@ def test_a_scheduler_address_that_is_none_ends_the_calls(monkeypatch: pytest.Mon
     with pytest.raises(ConnectError, match="is no address"):
         kvd.create("dist_sync", scheduler="tcp://127.0.0.1:1")
     assert time.monotonic() - begun < 5
+
+
+def test_the_first_reason_why_a_node_cannot_go_on_is_the_one_that_calls_raise() -> None:
+    with LocalCluster(1, 1) as cluster:
+        kv = cluster.store()
+        kv.set_barrier_before_exit(False)
+        engine = engine_of(kv)
+        for text in ("first", "second"):
+            engine._halted(kvd.NodeLost(text, node="scheduler", last_seen_s=1.0))
+        for call in (kv.barrier, kv.flush, lambda: kv.pull("w")):
+            with pytest.raises(kvd.NodeLost, match="first"):
+                call()

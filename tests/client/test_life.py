@@ -228,6 +228,24 @@ def test_a_script_that_forgets_close_leaves_in_good_order(end: str, caplog: pyte
     assert ("worker 1: its program ended with an error" in caplog.text) == ("Runtime" in end)
 
 
+LOCAL_FORGETS = """
+import numpy as np, kvd
+kv = kvd.create("local")
+handle = kv.push("missing", np.ones(4, np.float32))
+{then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "is_raised"),
+    [("", True), ("handle.exception()", False), ("raise SystemExit(0)", True), ("raise RuntimeError('no')", False)],
+)
+def test_the_unobserved_error_of_a_local_store_is_raised_when_the_script_ends_well(then: str, is_raised: bool) -> None:
+    with LocalCluster(1, 1) as cluster:
+        output, _ = cluster.script(LOCAL_FORGETS.format(then=then), 0).communicate(timeout=20)
+    assert (b"KeyNotFound: no key is called 'missing'" in output) == is_raised, output.decode()
+
+
 def test_a_script_with_two_stores_that_forgets_both() -> None:
     with LocalCluster(2, 1, **SLOW_TO_JUDGE) as cluster:
         begun = time.monotonic()

@@ -6,6 +6,7 @@ import json
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from kvd.parallel import (
     Tanh,
     fit,
 )
+from kvd.parallel.training.run import Run
 from kvd.testing.cluster import LocalCluster
 from tests.parallel.fit_harness import RULE, X, Y, batches, group_of, run_two
 from tests.parallel.group_harness import assert_same, weights_of
@@ -210,3 +212,15 @@ def test_only_the_first_pipeline_of_a_restarted_worker_continues_after_its_prede
         group.forward_backward(batch)
         second = group_of().bind_to(successor, optimizer=RULE)
         assert (second.clock, second.done_before) == (5, 0)
+
+
+@pytest.mark.parametrize(("merge", "workers", "meets"), [("", 2, True), ("", 1, False), ("sum", 2, False)])
+def test_asynchronous_workers_meet_before_and_after_a_checkpoint(
+    tmp_path: Path, merge: str, workers: int, meets: bool
+) -> None:
+    """So that no worker changes the optimizer's state while rank 0 saves it, or starts from old weights."""
+    calls: list[str] = []
+    kv: Any = SimpleNamespace(merge=merge, num_workers=workers, rank=1, barrier=calls.append)
+    pipeline: Any = SimpleNamespace(receive=lambda: calls.append("receive"), pull=lambda: calls.append("pull"))
+    Run(group_of(), kv, pipeline, None, tmp_path / "model", None, 0, 0)._save(4, 0)
+    assert calls == (["receive", "kvd:fit:save:4", "pull", "kvd:fit:saved:4"] if meets else ["receive"])

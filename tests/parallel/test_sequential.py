@@ -354,3 +354,12 @@ def test_the_input_is_left_as_it_was() -> None:
     before = {name: array.copy() for name, array in INPUTS.items()}
     step(executor)
     assert all(np.array_equal(INPUTS[name], array) for name, array in before.items())
+
+
+def test_a_device_without_samples_has_gradients_of_zero() -> None:
+    model = Sequential(Dense(3), SoftmaxCrossEntropy())
+    executor = model.bind("cpu", [DataDesc("data", (0, 2))], [DataDesc("label", (0,), "int64", layout="N")])
+    executor.forward({"data": np.zeros((0, 2), np.float32), "label": np.zeros(0, np.int64)}, is_train=True)
+    executor.backward()
+    assert all((grad == 0).all() for grad in executor.grads.values())
+    assert {name: grad.shape for name, grad in executor.grads.items()} == {"dense0_weight": (3, 2), "dense0_bias": (3,)}

@@ -23,12 +23,14 @@ class LocalUpdate:
         gradient: shaped and typed as the parameter; receives the merged gradient of all workers.
         spare: a second array for the weights, which an update writes while it reads the first.
         state: of the optimizer.
+        done_for: the handle of the last answer that was used.
     """
 
     optimizer: Optimizer
     gradient: HostArray
     spare: HostArray
     state: SliceState = field(default_factory=SliceState)
+    done_for: Handle | None = None
 
 
 @dataclass
@@ -71,11 +73,11 @@ class ParameterSlot:
             return
         self.handle.wait()
         local = self.local
-        if local is not None:
+        if local is not None and local.done_for is not self.handle:
             flat = self.weights.reshape(-1), [local.gradient.reshape(-1)], local.spare.reshape(-1)
             apply_update(local.optimizer, local.state, *flat)
             self.weights, local.spare = local.spare, self.weights
-            self.handle = Handle.of(None)  # updated: waiting again must not update again
+            local.done_for = self.handle  # waiting again, as after the error of another slot, must not update again
 
     def load(self, arrays: Mapping[str, HostArray]) -> None:
         """Take over the state of the local update from `SliceState.export`."""
