@@ -195,7 +195,7 @@ def test_stopping_waits_for_effects_that_another_thread_carries_out() -> None:
         assert log == ["sent", "closed"]
 
     harness = DriverHarness(react)
-    harness.transport.send = send  # type: ignore[method-assign, assignment]
+    harness.transport.send = send  # type: ignore[method-assign]
     harness.transport.close = lambda linger_s: log.append("closed")  # type: ignore[method-assign]
     run(harness, program)
 
