@@ -187,7 +187,9 @@ class KeyQueue:
     # ── invariants ──
 
     def validate(self) -> None:
-        """Raises AssertionError if the queue of a known key has a call that is over, or one that could start."""
+        """Raises AssertionError if the queue of a known key has a call that is over, or one that could start, or if a
+        push window counts other pushes than those that are open."""
+        self._pushes.validate(self._keys.by_name.values())
         for key in self._keys.by_name.values():
             for call in key.queue:
                 assert call.state is WAITING, f"call {call.number} is {call.state.name} in the queue of {key.name!r}"

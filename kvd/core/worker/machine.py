@@ -59,8 +59,7 @@ class WorkerMachine:
         emit = self._effects.append
         self._outbox = outbox = Outbox(settings.credit_bytes, settings.small_push_bytes)
         self._calls = calls = CallBook(session, outbox, emit)
-        servers = Servers(view)
-        self._pushes = pushes = OpenPushes(calls)
+        servers, pushes = Servers(view), OpenPushes(calls)
         self._keys = keys = KeyTable()
         self._asker = asker = Asker(view, servers, outbox, calls)
         self._connections = Connections(session, servers, keys, outbox, calls, asker, emit)
@@ -159,7 +158,6 @@ class WorkerMachine:
         self._calls.validate()
         self._outbox.validate()
         self._queue.validate()
-        self._pushes.validate(self._keys.by_name.values())
 
     # ── messages ──
 
