@@ -15,10 +15,12 @@ from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.closing import ClusterClosing
 from kvd.client.cluster.nodes import ClusterNodes
-from kvd.client.cluster.observer import Observer
+from kvd.client.cluster.observer import SAME_VERSION_TRIES, Observer
+from kvd.core import requests
 from kvd.core.membership import ACTIVE, DEAD
 from kvd.errors import KvdError, NotAllowed, RequestTimeout
 from kvd.protocol.messages import KeyEntry, Quiet
+from kvd.protocol.specs import KeySpec
 
 
 def failed(error: KvdError) -> Handle:
@@ -105,3 +107,24 @@ def test_the_version_of_a_key_on_several_servers_is_the_smallest() -> None:
         "shard": 0,
         "servers": [0, 1, 2],
     }
+
+
+@pytest.mark.parametrize("mixed", [0, 1, SAME_VERSION_TRIES - 1, SAME_VERSION_TRIES])
+def test_an_observer_pulls_again_until_all_slices_are_of_one_version(mixed: int) -> None:
+    observer, pulls = Observer.__new__(Observer), 0
+
+    def ask(request: Any) -> Any:
+        nonlocal pulls
+        if isinstance(request, requests.DescribeKey):
+            return KeySpec("uint8", (2,), 1 << 20)
+        pulls += 1
+        request.items[0].target[:] = pulls
+        return (SimpleNamespace(oldest=3, newest=4 if pulls <= mixed else 3),)
+
+    observer._ask = ask  # type: ignore[method-assign]
+    if mixed < SAME_VERSION_TRIES:
+        assert observer.pull("w").tolist() == [mixed + 1] * 2
+    else:
+        with pytest.raises(NotAllowed, match="changes too fast"):
+            observer.pull("w")
+        assert pulls == SAME_VERSION_TRIES
