@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.closing import ClusterClosing
 from kvd.client.cluster.nodes import ClusterNodes
 from kvd.client.cluster.observer import SAME_VERSION_TRIES, Observer
+from kvd.client.cluster.rounds import ClusterRounds
 from kvd.core import requests
 from kvd.core.membership import ACTIVE, DEAD
 from kvd.errors import KvdError, NotAllowed, RequestTimeout
@@ -128,3 +130,20 @@ def test_an_observer_pulls_again_until_all_slices_are_of_one_version(mixed: int)
         with pytest.raises(NotAllowed, match="changes too fast"):
             observer.pull("w")
         assert pulls == SAME_VERSION_TRIES
+
+
+def test_the_version_of_a_key_is_the_oldest_of_all_its_servers() -> None:
+    async def call(request: Any) -> Any:
+        if isinstance(request, requests.DescribeKey):
+            return KeySpec("uint8", (3 << 20,), 1 << 20)
+        assert request.servers == (0, 1, 2)
+        return [(SimpleNamespace(oldest_version=version), None, 0) for version in (5, 3, 4)]
+
+    def run(coroutine: Any) -> Promise:
+        promise = Promise()
+        promise.set_result(asyncio.run(coroutine))
+        return promise
+
+    view = SimpleNamespace(server_of=lambda name, index: index)
+    engine: Any = SimpleNamespace(run=run, call=call, machine=SimpleNamespace(view=view))
+    assert ClusterRounds(engine, UnobservedErrors()).version("w").wait() == 3
