@@ -11,7 +11,9 @@ from collections.abc import Callable
 import pytest
 from click.testing import CliRunner
 
+from kvd.config import load
 from kvd.node.launch import Job
+from kvd_cli.launch import job_environment
 from kvd_cli.prefix import Prefixer
 from kvd_cli.program import cli
 
@@ -117,3 +119,13 @@ def test_prefixed_lines(capfd: pytest.CaptureFixture[str]) -> None:
     captured = capfd.readouterr()
     assert captured.out == "worker-0  | a é\n"
     assert captured.err == "launch    | \n"
+
+
+@pytest.mark.parametrize(
+    ("given", "restarts", "expected"), [({}, 0, None), ({}, 1, "wait"), ({"on_worker_loss": "fail"}, 1, "fail")]
+)
+def test_calls_wait_for_workers_that_will_be_restarted_unless_told_not_to(
+    given: dict[str, str], restarts: int, expected: str | None
+) -> None:
+    loaded = load(given, environ={})
+    assert job_environment(loaded, restarts).get("KVD_ON_WORKER_LOSS") == expected

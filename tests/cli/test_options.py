@@ -15,8 +15,9 @@ from click.testing import Result
 from kvd.config import Config, all_settings
 from kvd.errors import ConfigError, ConnectError, KeyNotFound, KvdError, RequestTimeout
 from kvd.node.exit_codes import exit_code_of
+from kvd.observe import log
 from kvd_cli import cluster
-from kvd_cli.options import OF_ONE_PROCESS, with_deadline
+from kvd_cli.options import OF_ONE_PROCESS, Options, with_deadline
 from kvd_cli.program import COMMANDS, cli
 
 Kvd = Callable[..., Result]
@@ -243,3 +244,13 @@ def test_completion_completes(spawn: Spawn) -> None:
 )
 def test_verbose_logs_everything_unless_a_level_is_given(kvd: Kvd, flags: tuple[str, ...], level: str) -> None:
     assert json.loads(kvd("config", "show", "-o", "json", *flags).stdout)["log_level"] == level
+
+
+@pytest.mark.parametrize(("given", "level"), [({}, "warning"), ({"log_level": "info"}, "info")])
+def test_a_client_command_logs_warnings_unless_a_level_is_given(
+    given: dict[str, object], level: str, monkeypatch: pytest.MonkeyPatch, clean_environment: None
+) -> None:
+    configured: list[str] = []
+    monkeypatch.setattr(log, "configure", lambda form, level, name: configured.append(level))
+    Options(settings=given).load_client()
+    assert configured == [level]

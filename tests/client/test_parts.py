@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,12 @@ from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.closing import ClusterClosing
 from kvd.client.cluster.nodes import ClusterNodes
-from kvd.client.cluster.observer import Observer
+from kvd.client.cluster.observer import SAME_VERSION_TRIES, Observer
+from kvd.client.cluster.rounds import ClusterRounds
+from kvd.core import requests
 from kvd.errors import KvdError, NotAllowed, RequestTimeout
 from kvd.protocol.messages import KeyEntry, MemberState, Quiet
+from kvd.protocol.specs import KeySpec
 
 
 def failed(error: KvdError) -> Handle:
@@ -108,3 +112,41 @@ def test_the_version_of_a_key_on_several_servers_is_the_smallest() -> None:
         "shard": 0,
         "servers": [0, 1, 2],
     }
+
+
+@pytest.mark.parametrize("mixed", [0, 1, SAME_VERSION_TRIES - 1, SAME_VERSION_TRIES])
+def test_an_observer_pulls_again_until_all_slices_are_of_one_version(mixed: int) -> None:
+    observer, pulls = Observer.__new__(Observer), 0
+
+    def ask(request: Any) -> Any:
+        nonlocal pulls
+        if isinstance(request, requests.DescribeKey):
+            return KeySpec("uint8", (2,), 1 << 20)
+        pulls += 1
+        request.items[0].target[:] = pulls
+        return (SimpleNamespace(oldest=3, newest=4 if pulls <= mixed else 3),)
+
+    observer._ask = ask  # type: ignore[method-assign]
+    if mixed < SAME_VERSION_TRIES:
+        assert observer.pull("w").tolist() == [mixed + 1] * 2
+    else:
+        with pytest.raises(NotAllowed, match="changes too fast"):
+            observer.pull("w")
+        assert pulls == SAME_VERSION_TRIES
+
+
+def test_the_version_of_a_key_is_the_oldest_of_all_its_servers() -> None:
+    async def call(request: Any) -> Any:
+        if isinstance(request, requests.DescribeKey):
+            return KeySpec("uint8", (3 << 20,), 1 << 20)
+        assert request.servers == (0, 1, 2)
+        return [(SimpleNamespace(oldest_version=version), None, 0) for version in (5, 3, 4)]
+
+    def run(coroutine: Any) -> Promise:
+        promise = Promise()
+        promise.set_result(asyncio.run(coroutine))
+        return promise
+
+    view = SimpleNamespace(server_of=lambda name, index: index)
+    engine: Any = SimpleNamespace(run=run, call=call, machine=SimpleNamespace(view=view))
+    assert ClusterRounds(engine, UnobservedErrors()).version("w").wait() == 3

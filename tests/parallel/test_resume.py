@@ -26,7 +26,9 @@ from kvd.parallel import (
     Tanh,
     fit,
 )
+from kvd.parallel.group.parameters import host_arrays
 from kvd.parallel.training.run import Run
+from kvd.parallel.training.start import find_start
 from kvd.testing.cluster import LocalCluster
 from tests.parallel.fit_harness import RULE, X, Y, batches, group_of, run_two
 from tests.parallel.group_harness import assert_same, weights_of
@@ -224,3 +226,32 @@ def test_asynchronous_workers_meet_before_and_after_a_checkpoint(
     pipeline: Any = SimpleNamespace(receive=lambda: calls.append("receive"), pull=lambda: calls.append("pull"))
     Run(group_of(), kv, pipeline, None, tmp_path / "model", None, 0, 0)._save(4, 0)
     assert calls == (["receive", "kvd:fit:save:4", "pull", "kvd:fit:saved:4"] if meets else ["receive"])
+
+
+@pytest.mark.parametrize("done_before", [0, 2])
+def test_a_restarted_rank_0_leaves_the_optimizer_state_of_the_servers_as_it_is(
+    tmp_path: Path, done_before: int
+) -> None:
+    """Its predecessor loaded the checkpoint, and the servers have gone on since."""
+    path, loaded, group = tmp_path / "model", list[Path](), group_of()
+    params, aux = host_arrays(group.binding, group.param_names), host_arrays(group.binding, group.aux_names)
+    group.get_params(params, aux)
+    Checkpoint(params, aux, 1, 3, 7).write(path, lambda states: states.touch())
+    kv: Any = SimpleNamespace(
+        rank=0, broadcast=lambda *_: None, barrier=lambda *_: None, load_optimizer_states=loaded.append
+    )
+    pipeline: Any = SimpleNamespace(kv=kv, done_before=done_before)
+    group.bind_to = lambda *_, **__: pipeline  # type: ignore[method-assign]
+    start = find_start(group, kv, path, None, "server")
+    assert (start.epoch, start.batch, start.step) == (1, 3, 7)
+    assert loaded == ([] if done_before else [tmp_path / "model.7.states"])
+
+
+def test_checkpoints_are_written_after_epochs_and_every_given_number_of_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(Checkpoint, "write", lambda saved, *_: written.append((saved.epoch, saved.batch, saved.step)))
+    with kvd.create("local") as kv:
+        fit(group_of(), kv, batches(8)[:4], 2, optimizer=RULE, checkpoint=tmp_path / "model", checkpoint_steps=3)
+    assert written == [(0, 3, 3), (1, 0, 4), (1, 2, 6), (2, 0, 8)]

@@ -6,6 +6,8 @@ import signal
 import threading
 from typing import Any
 
+import pytest
+
 from kvd.node.launch import Job, Launch, run
 from kvd.node.launch.output import MAX_LINE
 from tests.node.launch.harness import DEADLINE_S, Lines, in_thread, python, shell
@@ -35,8 +37,11 @@ def test_the_job_ends_when_nobody_reads_its_output(daemon: Any, mark: dict[str, 
     assert run(job, broken, handle_signals=False) == 128 + signal.SIGPIPE
 
 
-def test_a_blocked_reader_does_not_stop_the_end(daemon: Any, lines: Lines, mark: dict[str, str]) -> None:
-    """A slow reader slows the nodes down, but the job can still be ended."""
+@pytest.mark.parametrize(("stops", "grace_s"), [(1, 1.0), (2, 1000.0)])
+def test_a_blocked_reader_does_not_stop_the_end(
+    stops: int, grace_s: float, daemon: Any, lines: Lines, mark: dict[str, str]
+) -> None:
+    """A slow reader slows the nodes down, but the job ends: after the grace, or at once when asked twice."""
     entered, release = threading.Event(), threading.Event()
 
     def blocked(node: str, stream: str, line: bytes) -> None:
@@ -45,11 +50,17 @@ def test_a_blocked_reader_does_not_stop_the_end(daemon: Any, lines: Lines, mark:
             release.wait(DEADLINE_S)
 
     job = Job(
-        command=shell("while :; do echo x; done"), workers=1, servers=1, environment=mark, daemon=daemon, grace_s=1
+        command=shell("while :; do echo x; done"),
+        workers=1,
+        servers=1,
+        environment=mark,
+        daemon=daemon,
+        grace_s=grace_s,
     )
     launch = Launch(job, blocked)
     result = in_thread(launch)
     assert entered.wait(DEADLINE_S)
-    launch.stop(3)
+    for _ in range(stops):
+        launch.stop(3)
     assert result() == 3
     release.set()

@@ -13,9 +13,10 @@ import pytest
 
 from kvd.node.launch import Job
 from kvd.node.launch.output import OutputRelay, Stream, say
-from kvd.node.launch.plan import JobPlan
+from kvd.node.launch.plan import PARENT_GRACE_S, JobPlan
 from kvd.node.launch.ready_socket import ReadySocket
 from kvd.node.launch.stop_request import NEXT, StopRequest, Urgency
+from kvd.node.parent import guarded
 from tests.node.launch.harness import DEADLINE_S, Lines
 
 
@@ -64,6 +65,12 @@ def test_a_plan_gives_each_process_its_own_settings() -> None:
         "3",
     ]
     assert {spec.cores for spec in (scheduler, server, worker)} == {None}
+
+
+@pytest.mark.parametrize(("grace_s", "expected_s"), [(0.5, 0.5), (10.0, PARENT_GRACE_S)])
+def test_a_worker_whose_launcher_was_killed_has_no_longer_than_the_grace(grace_s: float, expected_s: float) -> None:
+    worker = JobPlan(Job(command=["train"], workers=1, servers=1, grace_s=grace_s)).worker(0, "tcp://a:1")
+    assert list(worker.command) == guarded(["train"], expected_s)
 
 
 def test_a_relay_hands_lines_on_and_is_joined_at_their_end(lines: Lines) -> None:
