@@ -134,7 +134,7 @@ class Pushes:
             group.tasks.pop(0)()
             return
         record = group.log.close_next(self._participants.required)
-        while record is not None and not record.contributions:
+        while record is not None and not record.contributions:  # all who owed it a push have left: no bytes change
             self._commit(group, group.log.current)
             record = group.log.close_next(self._participants.required)
         if record is not None:
