@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from kvd.config import python_path
 from kvd.node.launch import Job, Launch, Stream
+from kvd.node.launch.signals import handlers_restored
 from kvd_cli.bench_usage import Watch
 from kvd_cli.bench_work import ROLES_FILE, ROWS_FILE, SERVERS_FILE, Row, Task
 
@@ -77,7 +78,8 @@ async def measure(job: Job, task: Task) -> Report:
     watch = Watch(daemons, launch.pid_of, tell_servers)
     watching = asyncio.create_task(watch.follow())
     try:
-        code = await launch.run(handle_signals=threading.current_thread() is threading.main_thread())
+        with handlers_restored():
+            code = await launch.run(handle_signals=threading.current_thread() is threading.main_thread())
     finally:
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):

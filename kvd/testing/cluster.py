@@ -168,7 +168,9 @@ class LocalCluster:
         self.stores: list[kvd.KVStore] = []
         self.scheduler = self.start("scheduler", num_workers=num_workers, num_servers=num_servers)
         self.address = self.scheduler.address
-        self.servers = [self.start("server", node_id=f"server-{rank}") for rank in range(num_servers)]
+        self.servers = [
+            self.start("server", node_id=f"server-{rank}", preferred_rank=rank) for rank in range(num_servers)
+        ]
 
     def start(self, role: Role, **settings: Any) -> ThreadNode | ProcessNode:
         """Starts one more daemon."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -13,7 +14,10 @@ ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def handlers_restored() -> Iterator[None]:
-    """Put back the handlers that `signals_handled` replaces and leaves without effect. Only in the main thread."""
+    """Put back the handlers that `signals_handled` replaces and leaves without effect. Other threads have none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     old = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
     try:
         yield
