@@ -106,6 +106,16 @@ def test_wrong_usage_is_2(arguments: list[str], kvd: Kvd) -> None:
     assert "Error: " in result.stderr
 
 
+@pytest.mark.parametrize("word", ["json", "table"])
+@pytest.mark.parametrize("command", [("pull", "w"), ("pushpull", "w", "in.npy")])
+def test_an_output_format_is_not_taken_for_a_file(command: tuple[str, ...], word: str, kvd: Kvd) -> None:
+    result = kvd(*command, "-o", word)
+    assert (result.exit_code, result.stdout) == (2, "")
+    said = " ".join(result.stderr.split())
+    assert f"-o takes a file here. For the output format give --format {word}" in said
+    assert f"to write to a file of this name, -o ./{word}" in said
+
+
 @pytest.mark.parametrize("place", ["slurm", "ray", "kubernetes"])
 def test_other_places_are_not_available_yet(place: str, kvd: Kvd) -> None:
     result = kvd("launch", "-n", "1", "-s", "1", "--on", place, "--", "true")
