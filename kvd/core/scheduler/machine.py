@@ -154,6 +154,7 @@ class SchedulerMachine:
                     "incarnation": f"{seat.member.incarnation:016x}",
                     "last_heard_s": self._liveness.silence_s(seat, now),
                     "reason": seat.member.reason or self._liveness.known_end(seat),
+                    "process_ended": seat.is_living and bool(self._liveness.known_end(seat)),
                     "silent_s": seat.member.last_seen_s,
                 }
                 for seat in sorted(self._roster.seats(), key=lambda seat: seat.place)
