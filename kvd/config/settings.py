@@ -42,7 +42,7 @@ class Config:
     )
     bind: str = declare(
         "",
-        "address to listen on; empty: a free port of 127.0.0.1, or for the scheduler its own address",
+        "address to listen on; empty: the scheduler's own, or for a server a free port where it reaches the scheduler",
         used_by=("scheduler", "server"),
     )
     node_id: str = declare("", "name of this node, by which it gets its rank back after a restart")
@@ -153,10 +153,6 @@ class Config:
             replicas=self.replicas,
             on_worker_loss=self.on_worker_loss,
         )
-
-    def listen_address(self, role: Role) -> str:
-        """Where a daemon of this role listens: `bind`, or the default of the role."""
-        return self.bind or (self.scheduler if role == "scheduler" else "tcp://127.0.0.1:0")
 
     def check_role(self, role: Role) -> None:
         """Check what only a daemon of this role needs.

@@ -98,14 +98,6 @@ def test_a_keyfile_does_not_allow_other_machines() -> None:
         Config(keyfile=__file__, insecure=False).check_exposure("tcp://*:1")
 
 
-def test_listen_address() -> None:
-    config = Config(scheduler="tcp://10.0.0.1:9191")
-    assert config.listen_address("scheduler") == "tcp://10.0.0.1:9191"
-    assert config.listen_address("server") == "tcp://127.0.0.1:0"
-    assert Config(bind="tcp://*:7").listen_address("server") == "tcp://*:7"
-    assert Config(bind="tcp://*:7").listen_address("scheduler") == "tcp://*:7"
-
-
 def test_memory_bound() -> None:
     assert Config(memory_limit_bytes=1 << 30).memory_bound_bytes() == 1 << 30
     assert Config().memory_bound_bytes() == machine_memory_bytes() * 3 // 4
