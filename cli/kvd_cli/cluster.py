@@ -21,13 +21,14 @@ SHARED_MEMORY = "shared memory"  # the usual path, which needs no note
 def status() -> None:
     """Show the nodes of the cluster and the state of its servers.
 
-    Exits with 1 if a node is dead or missing, or if a server does not answer.
+    Exits with 1 if a node is dead or missing, if a worker's process has ended, if a server has left while workers are
+    active, or if a server does not answer.
     """
     with observer() as cluster:
         report: Report = cluster.status()
     health = health_of(report)
     if current().output == "json":
-        print_json({"healthy": health.is_healthy, **report})
+        print_json({"healthy": health.is_healthy, "advice": health.advice, **report})
     else:
         print_table(["NODE", "STATE", "ADDRESS", "HEARD", "NOTES"], _member_rows(report))
         if report.get("servers"):
@@ -55,7 +56,7 @@ def _member_rows(report: Report) -> list[list[object]]:
         rows.append(
             [
                 f"{member['role']} {member['rank']}",
-                member["state"],
+                "ended" if member["process_ended"] else member["state"],
                 member["address"] or "-",
                 "-" if member["state"] == "left" else ago(member["last_heard_s"]),
                 ": ".join(notes),

@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 
 from kvd.config import Role, Setting, all_settings, named_setting
 from kvd.errors import ConfigError
-from kvd_cli.options import options_of
+from kvd_cli.options import OUTPUT_FORMATS, options_of
 
 _PREFIX: Final = "common_"
 """What the names of the common options begin with in click: a command may have a ``file`` of its own."""
@@ -101,7 +101,7 @@ def common_options(*, output_flags: Sequence[str] = ("-o", "--output")) -> Calla
     timeout = named_setting("request_timeout_s")
     decorators = [
         _setting_option(scheduler, "-S"),
-        _common(*output_flags, name="output", type=click.Choice(["table", "json"]), help="output format"),
+        _common(*output_flags, name="output", type=click.Choice(OUTPUT_FORMATS), help="output format"),
         _common("--timeout", name="timeout_s", type=SettingType(timeout), help="how long to wait, such as 5s"),
         _common(
             "--config", name="file", type=click.Path(path_type=Path, dir_okay=False),

@@ -19,7 +19,8 @@ class Health:
     """A verdict.
 
     Attributes:
-        is_healthy: whether no node is dead, missing or silent.
+        is_healthy: whether no node is dead, missing or silent, no active worker's process has ended, and no server has
+            left its workers.
         advice: a line for each thing that is or looks wrong, with what to do.
     """
 
@@ -30,16 +31,18 @@ class Health:
 def health_of(report: Report) -> Health:
     """Judge a cluster by its status."""
     workers, servers = _dead(report, "worker"), _dead(report, "server")
+    ended, deserters = _ended_workers(report), _servers_that_left(report)
     missing = list(report["missing"])
     silent = {f"server {server['rank']}": server["error"] for server in report.get("servers", ()) if "error" in server}
     advice = []
     if servers:
-        keys = "their parts of the keys are" if len(servers) > 1 else "its part of the keys is"
-        advice.append(f"dead: {', '.join(servers)}. With replicas=1 {keys} gone: {_FROM_CHECKPOINT}.")
+        advice.append(f"dead: {', '.join(servers)}. {_keys_are_gone(servers)}")
+    if deserters:
+        advice.append(f"left: {', '.join(deserters)}, while workers are active. {_keys_are_gone(deserters)}")
     if workers:
-        them = "them" if len(workers) > 1 else "it"
-        rank = "they get their ranks back" if len(workers) > 1 else "it gets its rank back"
-        advice.append(f"dead: {', '.join(workers)}. Start {them} again under the same node id, and {rank}.")
+        advice.append(f"dead: {', '.join(workers)}. {_start_again(workers)}")
+    if ended:
+        advice.append(f"process ended: {', '.join(ended)}. {_start_again(ended)}")
     if missing:
         advice.append(f"missing: {', '.join(missing)}. The job waits until all have joined.")
     if silent:
@@ -48,11 +51,39 @@ def health_of(report: Report) -> Health:
             "this host can reach its address."
         )
     advice += [_emptied(name) for name in _empty_servers(report)]
-    return Health(not (servers or workers or missing or silent), tuple(advice))
+    return Health(not (servers or deserters or workers or ended or missing or silent), tuple(advice))
 
 
 def _dead(report: Report, role: str) -> list[str]:
     return [f"{m['role']} {m['rank']}" for m in report["members"] if m["state"] == "dead" and m["role"] == role]
+
+
+def _ended_workers(report: Report) -> list[str]:
+    """Workers that the rounds wait for although their processes have ended; their timeouts have not."""
+    return [
+        f"worker {m['rank']}"
+        for m in report["members"]
+        if m["role"] == "worker" and m["state"] == "active" and m["process_ended"]
+    ]
+
+
+def _servers_that_left(report: Report) -> list[str]:
+    """Servers that were stopped while a worker still needs their keys."""
+    members = report["members"]
+    if not any(m["role"] == "worker" and m["state"] == "active" for m in members):
+        return []
+    return [f"server {m['rank']}" for m in members if m["role"] == "server" and m["state"] == "left"]
+
+
+def _keys_are_gone(servers: list[str]) -> str:
+    keys = "their parts of the keys are" if len(servers) > 1 else "its part of the keys is"
+    return f"With replicas=1 {keys} gone: {_FROM_CHECKPOINT}."
+
+
+def _start_again(workers: list[str]) -> str:
+    if len(workers) > 1:
+        return "Start them again under the same node id, and they get their ranks back."
+    return "Start it again under the same node id, and it gets its rank back."
 
 
 def _empty_servers(report: Report) -> list[str]:

@@ -72,7 +72,11 @@ def launch(command: tuple[str, ...], servers: int | None, place: str, restart: i
         config = dataclasses.replace(config, num_servers=auto_servers(config.num_workers, len(usable_cores())))
     for name, flag in (("num_workers", "-n"), ("num_servers", "-s")):
         if getattr(config, name) < 1:
-            raise click.UsageError(f"give {flag} N (--{name.replace('_', '-')}): how many the job has")
+            option = f"{flag} N (--{name.replace('_', '-')})"
+            origin = loaded.origin[name]
+            if origin == "default":
+                raise click.UsageError(f"give {option}: how many the job has")
+            raise click.UsageError(f"{name} = {getattr(config, name)} (from {origin}): give {option}, N is at least 1")
     job = Job(
         command=command,
         workers=config.num_workers,

@@ -18,6 +18,7 @@ OF_ONE_PROCESS: Final = ("bind", "node_id", "preferred_rank", "local_rank", "rol
 """Settings that several processes never share."""
 
 Output = Literal["table", "json"]
+OUTPUT_FORMATS: Final[tuple[Output, ...]] = ("table", "json")
 
 _log = logging.getLogger(__name__)
 

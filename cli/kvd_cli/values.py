@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvd.errors import ConfigError
 from kvd_cli.connect import as_worker, observer
 from kvd_cli.flags import common_options
-from kvd_cli.options import current
+from kvd_cli.options import OUTPUT_FORMATS, current
 from kvd_cli.outfile import write_file
 from kvd_cli.output import print_json, print_table, size
 
@@ -27,6 +27,24 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 _DTYPES = (
     "float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "uint8",
 )  # fmt: skip
+
+
+class OutFile(click.Path):
+    """A file to write to. ``json`` and ``table`` alone are refused: for most commands ``-o`` is the output format."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path."""
+        if value in OUTPUT_FORMATS:
+            self.fail(
+                f"-o takes a file here. For the output format give --format {value}; to write to a file of this name, "
+                f"-o ./{value}",
+                param,
+                ctx,
+            )
+        return super().convert(value, param, ctx)
 
 
 def _value_arguments(command: Command) -> Command:
@@ -64,7 +82,7 @@ def push(key: str, file: Path, dtype: str | None) -> None:
 
 @click.command()
 @_value_arguments
-@click.option("-o", "out", type=_FILE, metavar="OUT.npy", help="write the new value to this file")
+@click.option("-o", "out", type=OutFile(), metavar="OUT.npy", help="write the new value to this file")
 @common_options(output_flags=("--format",))
 def pushpull(key: str, file: Path, dtype: str | None, out: Path | None) -> None:
     """Push the array in FILE.npy to KEY, and get the new value.
@@ -79,7 +97,7 @@ def pushpull(key: str, file: Path, dtype: str | None, out: Path | None) -> None:
 
 @click.command()
 @click.argument("key")
-@click.option("-o", "out", type=_FILE, metavar="FILE.npy", help="write the value here instead of showing a summary")
+@click.option("-o", "out", type=OutFile(), metavar="FILE.npy", help="write the value here instead of showing a summary")
 @common_options(output_flags=("--format",))
 def pull(key: str, out: Path | None) -> None:
     """Get the value of KEY without joining as a worker."""

@@ -4,7 +4,7 @@ A setting has one name in three spellings: ``slice_bytes`` as a keyword and in t
 ``KVD_SLICE_BYTES`` as a variable.
 """
 
-from kvd.config.addresses import Address, parse_address
+from kvd.config.addresses import Address, parse_address, tcp_address
 from kvd.config.environment import (
     SystemdEnvironment,
     child_environment,
@@ -28,6 +28,7 @@ __all__ = [
     "Loaded",
     "Address",
     "parse_address",
+    "tcp_address",
     "KiB",
     "MiB",
     "SystemdEnvironment",

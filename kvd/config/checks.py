@@ -5,19 +5,18 @@ Each check gets the values it compares, and yields for each problem the setting 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 
-from kvd.config.addresses import host_and_port, parse_address
+from kvd.config.addresses import parse_address
 from kvd.config.values import KiB, size_text
 from kvd.errors import ConfigError
 
 Problem = tuple[str, str]
 
 
-def address_problems(scheduler: str, bind: str, metrics_bind: str) -> Iterator[Problem]:
-    """What is wrong with the addresses. Empty `bind` and `metrics_bind` are the defaults."""
+def address_problems(scheduler: str, bind: str) -> Iterator[Problem]:
+    """What is wrong with the addresses. An empty `bind` is the default."""
     for name, text in (("scheduler", scheduler), ("bind", bind)):
         try:
             address = parse_address(text) if text or name == "scheduler" else None
@@ -29,11 +28,6 @@ def address_problems(scheduler: str, bind: str, metrics_bind: str) -> Iterator[P
                 yield name, f"scheduler = {text!r}: nobody can find port 0; name the port, or give port 0 to bind"
             if address.is_wildcard:
                 yield name, f"scheduler = {text!r}: name the address that others connect to; give {text} to bind"
-    if metrics_bind:
-        try:
-            host_and_port(metrics_bind)
-        except ConfigError as error:
-            yield "metrics_bind", f"metrics_bind = {metrics_bind!r}: {error}"
 
 
 def size_problems(*, slice_bytes: int, credit_bytes: int, memory_limit_bytes: int) -> Iterator[Problem]:
@@ -75,21 +69,31 @@ def time_problems(
             )
 
 
-def identity_problems(node_id: str, keyfile: str) -> Iterator[Problem]:
-    """What is wrong with this node's name and keys. Empty ones were not given."""
+def identity_problems(node_id: str) -> Iterator[Problem]:
+    """What is wrong with this node's name. An empty one was not given."""
     if node_id and not re.fullmatch(r"[!-~]{1,128}", node_id):
         yield "node_id", f"node_id = {node_id!r}: use up to 128 printable ASCII characters without spaces"
-    if keyfile and not (os.path.isfile(keyfile) and os.access(keyfile, os.R_OK)):
-        yield "keyfile", f"keyfile = {keyfile!r} is not a file that this process may read: check path and owner"
 
 
-def unavailable_problems(replicas: int, on_worker_loss: str) -> Iterator[Problem]:
-    """Values that have a meaning, but not in this version."""
+def unavailable_problems(*, keyfile: str, metrics_bind: str, replicas: int, on_worker_loss: str) -> Iterator[Problem]:
+    """Values that are planned but not built yet: ignoring them would promise what nobody does."""
+    if keyfile:
+        yield (
+            "keyfile",
+            f"keyfile = {keyfile!r}: keys are not built yet, and nothing checks who connects; leave keyfile empty, "
+            "and listen only on loopback or on a trusted network",
+        )
+    if metrics_bind:
+        yield (
+            "metrics_bind",
+            f"metrics_bind = {metrics_bind!r}: the metrics page is not built yet; leave metrics_bind empty, and ask "
+            "kvd status -o json",
+        )
     if replicas == 2:
         yield (
             "replicas",
-            "replicas = 2: this version keeps one copy of every value; set replicas = 1 and save checkpoints in the "
-            "program",
+            "replicas = 2: a second copy of every value is not built yet; set replicas = 1 and save checkpoints in "
+            "the program",
         )
     if on_worker_loss == "shrink":
-        yield "on_worker_loss", "on_worker_loss = shrink is not available in this version: set it to fail or wait"
+        yield "on_worker_loss", "on_worker_loss = shrink is not built yet: set it to fail or wait"

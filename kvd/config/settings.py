@@ -42,11 +42,11 @@ class Config:
     )
     bind: str = declare(
         "",
-        "address to listen on; empty: a free port of 127.0.0.1, or for the scheduler its own address",
+        "address to listen on; empty: the scheduler's own, or for a server a free port where it reaches the scheduler",
         used_by=("scheduler", "server"),
     )
     node_id: str = declare("", "name of this node, by which it gets its rank back after a restart")
-    keyfile: str = declare("", "readable file with the keys of this node")
+    keyfile: str = declare("", "file with the keys of this node; not built yet, leave it empty")
     state_dir: str = declare("", "directory for state that survives a restart", used_by=("scheduler", "server"))
     insecure: bool = declare(
         False, "listen on other addresses than loopback without keys", used_by=("scheduler", "server")
@@ -62,7 +62,7 @@ class Config:
     num_servers: int = declare(
         0, "number of servers in the job; 0: whatever the cluster has", minimum=0, fallback=("DMLC_NUM_SERVER",)
     )
-    replicas: int = declare(1, "number of copies of every value", minimum=1, maximum=2)
+    replicas: int = declare(1, "number of copies of every value; 2 is not built yet", minimum=1, maximum=2)
     num_shards: int = declare(840, "number of placement slots", minimum=1, maximum=4096)
     merge: str = declare("sum", "how contributions are merged", choices=("sum", "mean", "weighted"))
     staleness: int | None = declare(
@@ -79,7 +79,7 @@ class Config:
         maximum=16 * MiB,
     )
     credit_bytes: int = declare(
-        32 * MiB, "most bytes in flight to each server", unit="bytes", minimum=4 * KiB, used_by=("server", "worker")
+        32 * MiB, "most bytes in flight to each server", unit="bytes", minimum=4 * KiB, used_by=("worker",)
     )
     memory_limit_bytes: int = declare(
         0,
@@ -107,11 +107,13 @@ class Config:
     worker_timeout_s: float = declare(20.0, "silence after which a worker counts as dead", unit="s", minimum=0.02)
     request_timeout_s: float = declare(60.0, "deadline of a call that sets none", unit="s", minimum=0.02)
     on_worker_loss: str = declare(
-        "fail", "what happens to calls that wait for a dead worker", choices=("wait", "fail", "shrink")
+        "fail",
+        "what happens to calls that wait for a dead worker; shrink is not built yet",
+        choices=("wait", "fail", "shrink"),
     )
 
     # Metrics and log
-    metrics_bind: str = declare("", "HOST:PORT of the metrics page; empty: no page")
+    metrics_bind: str = declare("", "HOST:PORT of the metrics page; not built yet, leave it empty")
     log_format: str = declare(
         "auto", "format of the log; auto: text on a terminal, else json", choices=("auto", "text", "json")
     )
@@ -132,7 +134,7 @@ class Config:
             raise ConfigError(problem, setting=name)
 
     def _problems(self) -> Iterator[checks.Problem]:
-        yield from checks.address_problems(self.scheduler, self.bind, self.metrics_bind)
+        yield from checks.address_problems(self.scheduler, self.bind)
         yield from checks.size_problems(
             slice_bytes=self.slice_bytes,
             credit_bytes=self.credit_bytes,
@@ -144,12 +146,13 @@ class Config:
             worker_timeout_s=self.worker_timeout_s,
             request_timeout_s=self.request_timeout_s,
         )
-        yield from checks.unavailable_problems(self.replicas, self.on_worker_loss)
-        yield from checks.identity_problems(self.node_id, self.keyfile)
-
-    def listen_address(self, role: Role) -> str:
-        """Where a daemon of this role listens: `bind`, or the default of the role."""
-        return self.bind or (self.scheduler if role == "scheduler" else "tcp://127.0.0.1:0")
+        yield from checks.identity_problems(self.node_id)
+        yield from checks.unavailable_problems(
+            keyfile=self.keyfile,
+            metrics_bind=self.metrics_bind,
+            replicas=self.replicas,
+            on_worker_loss=self.on_worker_loss,
+        )
 
     def check_role(self, role: Role) -> None:
         """Check what only a daemon of this role needs.
@@ -181,11 +184,9 @@ class Config:
         """
         if self.insecure or parse_address(address).is_local:
             return
-        # Connections are not encrypted yet, with or without keys: a key file alone must not allow them.
-        keys = "the keyfile does not protect connections in this version; " if self.keyfile else ""
         raise ConfigError(
-            f"{address} can be reached from other machines, and nothing checks who connects: {keys}"
-            f"listen on 127.0.0.1, or give --insecure (KVD_INSECURE=1) if the network is trusted",
+            f"{address} can be reached from other machines, and nothing checks who connects: listen on "
+            f"127.0.0.1, or give --insecure (KVD_INSECURE=1) if the network is trusted",
             setting="insecure",
         )
 

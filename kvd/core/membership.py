@@ -13,6 +13,20 @@ def name_of(role: str, rank: int) -> str:
     return role if role == "scheduler" else f"{role} {rank}"
 
 
+_IN_WORDS = {
+    MemberState.ACTIVE: "is active",
+    MemberState.DONE: "has left the rounds",
+    MemberState.LEFT: "has left",
+    MemberState.DEAD: "is dead",
+    MemberState.GONE: "left the rounds, and is dead now",
+}
+
+
+def in_words(state: MemberState) -> str:
+    """What to say of a node in this state, after its name: "has left"."""
+    return _IN_WORDS[state]
+
+
 class ViewState:
     """The newest view that a node knows."""
 

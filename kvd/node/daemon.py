@@ -14,6 +14,7 @@ from kvd.core.machine import Machine
 from kvd.errors import KvdError
 from kvd.node.driver import Driver
 from kvd.node.exit_codes import ExitCode, exit_code_of
+from kvd.node.listening import listen_address
 from kvd.node.ready_file import ReadyFile
 from kvd.node.watch import ProcessWatch
 from kvd.observe.log import event
@@ -65,7 +66,7 @@ class Daemon:
         self._role = role
         self._parent_pid = config.parent_pid
         config.check_role(role.name)
-        self._listen_address = config.listen_address(role.name)
+        self._listen_address = listen_address(config, role.name)
         config.check_exposure(self._listen_address)
         self._executor = ThreadPoolExecutor(1, "kvd-jobs")
         self.transport = HostTransport(

@@ -122,6 +122,9 @@ def test_a_value_is_pushed_and_pulled(ask: Kvd, saved: Callable[[Any], Path], tm
     assert (written.exit_code, written.stdout) == (0, "")
     assert np.load(tmp_path / "out.npy").tolist() == [[5, 6], [7, 8]]
 
+    assert ask("pull", "w", "-o", "./json").exit_code == 0
+    assert np.load("json").tolist() == [[5, 6], [7, 8]]
+
     assert ask("pushpull", "w", saved([[0, 0], [0, 9]]), "-o", tmp_path / "new.npy").exit_code == 0
     assert np.load(tmp_path / "new.npy").tolist() == [[0, 0], [0, 9]]
 

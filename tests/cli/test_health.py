@@ -18,9 +18,9 @@ from kvd_cli.health import health_of
 Kvd = Callable[..., Result]
 
 
-def member(role: str, rank: int, state: str = "active") -> dict[str, Any]:
-    known = {"node_id": f"{role}-{rank}", "pid": 1, "reason": "", "address": "", "last_heard_s": 0.1}
-    return {"role": role, "rank": rank, "state": state, **known}
+def member(role: str, rank: int, state: str = "active", *, process_ended: bool = False) -> dict[str, Any]:
+    known: dict[str, Any] = {"node_id": f"{role}-{rank}", "pid": 1, "reason": "", "address": "", "last_heard_s": 0.1}
+    return {"role": role, "rank": rank, "state": state, "process_ended": process_ended, **known}
 
 
 def server(rank: int, keys: int = 5, optimizer: Any = None) -> dict[str, Any]:
@@ -85,6 +85,41 @@ def test_a_dead_worker_may_come_back() -> None:
     assert health.advice == (
         "dead: worker 0, worker 1. Start them again under the same node id, and they get their ranks back.",
     )
+
+
+def test_a_worker_whose_process_ended_is_unhealthy_before_its_timeout(status: Callable[..., Result]) -> None:
+    members = [member("server", 0), member("worker", 0), member("worker", 1, process_ended=True)]
+    result = status(report(server(0), members=members))
+    assert result.exit_code == 1
+    assert ["worker", "1", "ended"] in [line.split()[:3] for line in result.stdout.splitlines()]
+    line = "process ended: worker 1. Start it again under the same node id, and it gets its rank back."
+    assert result.stderr == f"{line}\n"
+    as_json = json.loads(status(report(server(0), members=members), "-o", "json").stdout)
+    assert (as_json["healthy"], as_json["advice"]) == (False, [line])
+    assert [shown["process_ended"] for shown in as_json["members"]] == [False, False, True]
+
+
+def test_nobody_waits_for_a_worker_that_left_the_rounds_and_ended() -> None:
+    members = [member("server", 0), member("worker", 0), member("worker", 1, "done", process_ended=True)]
+    assert health_of(report(server(0), members=members)).is_healthy
+
+
+def test_a_server_that_left_its_workers_is_unhealthy(status: Callable[..., Result]) -> None:
+    members = [member("server", 0, "left"), member("worker", 0)]
+    result = status(report(members=members))
+    assert result.exit_code == 1
+    assert ["server", "0", "left"] in [line.split()[:3] for line in result.stdout.splitlines()]
+    assert result.stderr == (
+        "left: server 0, while workers are active. With replicas=1 its part of the keys is gone: start the job again "
+        "from a checkpoint.\n"
+    )
+    as_json = json.loads(status(report(members=members), "-o", "json").stdout)
+    assert (as_json["healthy"], len(as_json["advice"])) == (False, 1)
+
+
+def test_servers_may_leave_after_the_workers() -> None:
+    members = [member("server", 0, "left"), member("server", 1, "left"), member("worker", 0, "left")]
+    assert health_of(report(members=members)).is_healthy
 
 
 def test_missing_nodes_are_named() -> None:

@@ -112,6 +112,29 @@ def test_an_invalid_number_of_servers_is_refused(servers: str, clean_environment
     assert "--num-servers" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "environment", "says"),
+    [
+        (("-n", "0", "-s", "1"), {}, "num_workers = 0 (from flag): give -n N (--num-workers), N is at least 1"),
+        (("-s", "1"), {"KVD_NUM_WORKERS": "0"}, "num_workers = 0 (from KVD_NUM_WORKERS): give -n N"),
+        (("-n", "1"), {"KVD_NUM_SERVERS": "0"}, "num_servers = 0 (from KVD_NUM_SERVERS): give -s N"),
+        (("-s", "1"), {}, "give -n N (--num-workers): how many the job has"),
+    ],
+)
+def test_a_job_has_at_least_one_of_each(
+    flags: tuple[str, ...],
+    environment: dict[str, str],
+    says: str,
+    clean_environment: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(cli, ["launch", *flags, "--", "true"])
+    assert result.exit_code == 2
+    assert says in " ".join(result.stderr.split())
+
+
 def test_prefixed_lines(capfd: pytest.CaptureFixture[str]) -> None:
     prefixer = Prefixer(["scheduler", "worker-0"])
     prefixer.write("worker-0", "stdout", b"a \xc3\xa9")

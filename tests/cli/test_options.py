@@ -44,6 +44,25 @@ def test_every_setting_of_a_daemon_is_a_flag(role: str) -> None:
     assert wanted <= flags_of(role)
 
 
+def test_a_server_is_not_offered_what_only_workers_use(kvd: Kvd) -> None:
+    assert "--credit-bytes" in flags_of("worker")
+    assert "--credit-bytes" not in flags_of("server")
+    result = kvd("server", "--credit-bytes", "64MiB")
+    assert result.exit_code == 2
+    assert "No such option" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--keyfile", __file__), ("--metrics-bind", "127.0.0.1:0"), ("--replicas", "2"), ("--on-worker-loss", "shrink")],
+)
+@pytest.mark.parametrize("command", [("server",), ("scheduler",), ("config", "show")])
+def test_an_option_that_is_not_built_yet_is_refused(command: tuple[str, ...], flags: tuple[str, ...], kvd: Kvd) -> None:
+    result = kvd(*command, *flags)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "not built yet" in result.stderr
+
+
 def test_a_job_has_the_flags_that_its_processes_share() -> None:
     wanted = {setting.flag for setting in all_settings() if setting.name not in OF_ONE_PROCESS}
     assert wanted | {"-n", "-s", "--on", "--restart"} <= flags_of("launch")
@@ -85,6 +104,16 @@ def test_wrong_usage_is_2(arguments: list[str], kvd: Kvd) -> None:
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "Error: " in result.stderr
+
+
+@pytest.mark.parametrize("word", ["json", "table"])
+@pytest.mark.parametrize("command", [("pull", "w"), ("pushpull", "w", "in.npy")])
+def test_an_output_format_is_not_taken_for_a_file(command: tuple[str, ...], word: str, kvd: Kvd) -> None:
+    result = kvd(*command, "-o", word)
+    assert (result.exit_code, result.stdout) == (2, "")
+    said = " ".join(result.stderr.split())
+    assert f"-o takes a file here. For the output format give --format {word}" in said
+    assert f"to write to a file of this name, -o ./{word}" in said
 
 
 @pytest.mark.parametrize("place", ["slurm", "ray", "kubernetes"])

@@ -104,8 +104,8 @@ def test_a_bad_value_is_named_with_its_origin_and_what_is_accepted(name: str, ra
 
 
 def test_config_takes_text_and_holds_numbers() -> None:
-    config = Config(slice_bytes="64KiB", heartbeat_interval_s="250ms", keyfile=Path(__file__))  # type: ignore[arg-type]
-    assert (config.slice_bytes, config.heartbeat_interval_s, config.keyfile) == (65536, 0.25, __file__)
+    config = Config(slice_bytes="64KiB", heartbeat_interval_s="250ms", state_dir=Path(__file__))  # type: ignore[arg-type]
+    assert (config.slice_bytes, config.heartbeat_interval_s, config.state_dir) == (65536, 0.25, __file__)
 
 
 # --- large numbers ---------------------------------------------------------------------------------------------------

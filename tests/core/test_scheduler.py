@@ -232,6 +232,13 @@ def test_a_leave_is_answered_when_the_view_says_so() -> None:
     assert said(harness.say(worker_id(0), Leave(10, Departure.LEFT))) == [Done(10)]
 
 
+def test_the_log_says_in_words_who_left() -> None:
+    harness = Harness()
+    harness.worker(0)
+    for departure, says in [(Departure.DONE, "worker 0 has left the rounds"), (Departure.LEFT, "worker 0 has left")]:
+        assert [note.text for note in of(LogEntry, harness.say(worker_id(0), Leave(9, departure)))] == [says]
+
+
 def test_a_member_that_left_stays_left_whatever_arrives_late() -> None:
     harness = Harness()
     harness.worker(0)

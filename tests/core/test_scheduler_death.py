@@ -80,10 +80,13 @@ def test_a_worker_whose_process_ended_may_be_started_again_until_its_timeout() -
     assert said(effects) == []
     assert any("it can be started again within 20.0 s" in note.text for note in of(LogEntry, effects))
     assert harness.states()["worker 1"] == "active"
+    shown: Any = harness.machine.explain(harness.now)["members"]
+    assert [(member["process_ended"], member["reason"]) for member in shown] == [(False, ""), (True, "exit 9")]
     harness.kill(worker_id(1), "exit 9")
     assert harness.states() == {"worker 0": "active", "worker 1": "dead"}
     members: Any = harness.machine.explain(harness.now)["members"]
     assert members[1]["reason"] == "exit 9"
+    assert not members[1]["process_ended"], "its death says more"
 
 
 def test_a_death_is_not_announced_before_it_is_persisted() -> None:

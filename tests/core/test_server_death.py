@@ -184,6 +184,7 @@ def test_who_waits_for_a_key_is_told_that_nobody_will_make_it(state: str, told: 
             (NodeName("worker", 0),),
             "w",
         )
+        assert ("worker 0, which makes the keys, has left; restart it" in refused.text) == (state == "left")
         assert refusal(again).request == 6
     else:
         assert said(effects) == said(again) == []

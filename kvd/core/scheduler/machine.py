@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvd.core.machine import Effect, Event, LogEntry, Peer, PeerLost, Persist, Persisted, Received, Send
-from kvd.core.membership import name_of
+from kvd.core.membership import in_words, name_of
 from kvd.core.placement import initial_shards
 from kvd.core.scheduler.agreement import Agreement
 from kvd.core.scheduler.barriers import Barriers, Settled, Verdict
@@ -154,6 +154,7 @@ class SchedulerMachine:
                     "incarnation": f"{seat.member.incarnation:016x}",
                     "last_heard_s": self._liveness.silence_s(seat, now),
                     "reason": seat.member.reason or self._liveness.known_end(seat),
+                    "process_ended": seat.is_living and bool(self._liveness.known_end(seat)),
                     "silent_s": seat.member.last_seen_s,
                 }
                 for seat in sorted(self._roster.seats(), key=lambda seat: seat.place)
@@ -258,7 +259,7 @@ class SchedulerMachine:
         else:
             changed = self._roster.transition(seat, MemberEvent.LEFT_ROUNDS)
         if changed:
-            self._log("info", f"{seat.name} is {seat.member.state}")
+            self._log("info", f"{seat.name} {in_words(seat.member.state)}")
             self._publish()
         self._out += self._views.when_saved(Send(event.peer, Done(leave.request)))
 

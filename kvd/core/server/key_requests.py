@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvd.core.machine import Create, JobDone, Received, Span
+from kvd.core.membership import in_words
 from kvd.core.refusals import refusal_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.control import ServerControl
@@ -173,7 +174,7 @@ class KeyRequests:
             return
         nodes = (NodeName("worker", 0),)
         for key, peer, request in self._table.give_up_lookups():
-            text = f"key {key!r} was not made: worker 0, which makes the keys, is {member.state}; restart it"
+            text = f"key {key!r} was not made: worker 0, which makes the keys, {in_words(member.state)}; restart it"
             refusal = Refused(request, ErrorCode.NODE_LOST, text, key, nodes=nodes, last_seen_s=member.last_seen_s)
             self._effects.send(peer, refusal)
 
