@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import MemoryBudget
 from kvd.client.calls.promise import Promise
-from kvd.client.calls.unobserved_errors import UnobservedErrors
+from kvd.client.calls.unobserved_errors import MOST_KEPT, MOST_NOTES, UnobservedErrors
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.closing import ClusterClosing
 from kvd.client.cluster.nodes import ClusterNodes
@@ -70,6 +71,74 @@ def test_the_first_unobserved_error_is_raised_once_with_the_others_as_notes() ->
     with pytest.raises(NotAllowed, match="elsewhere"):
         unobserved.raise_for(None)
     assert not unobserved
+
+
+class CountedHandle(Handle):
+    """Counts how often somebody looks whether it is claimed."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "claimed":
+            CountedHandle.looks += 1
+        return super().__getattribute__(name)
+
+
+def test_a_call_looks_at_the_failed_calls_on_its_own_keys_only() -> None:
+    unobserved = UnobservedErrors()
+    for number in range(100):
+        promise = Promise()
+        promise.set_exception(NotAllowed("elsewhere"))
+        unobserved.watch([f"k{number}"], CountedHandle(promise))
+    CountedHandle.looks = 0
+    for _ in range(10):
+        unobserved.raise_for(["mine"])
+    assert CountedHandle.looks == 0
+    with pytest.raises(NotAllowed):
+        unobserved.raise_for(["mine", "k7"])
+    assert CountedHandle.looks == 1
+    assert len(unobserved) == 99
+
+
+def test_the_failed_calls_that_are_kept_are_bounded_and_a_call_on_any_key_raises_them_then() -> None:
+    unobserved = UnobservedErrors()
+    for number in range(MOST_KEPT + 5):
+        unobserved.watch([f"k{number}"], failed(NotAllowed(f"call {number}")))
+    assert len(unobserved) == MOST_KEPT
+    with pytest.raises(NotAllowed, match="call 0") as caught:
+        unobserved.raise_for(["mine"])
+    also = caught.value.__notes__
+    assert also[: MOST_NOTES + 1] == [
+        *(f"also: call {number}" for number in range(1, MOST_NOTES + 1)),
+        f"also: {MOST_KEPT + 5 - 1 - MOST_NOTES} more calls failed",
+    ]
+    assert len(also) == MOST_NOTES + 1
+    assert len(unobserved) == 0
+    unobserved.raise_for(None)
+
+
+def test_failed_calls_that_were_observed_do_not_count_at_the_bound() -> None:
+    unobserved = UnobservedErrors()
+    for number in range(MOST_KEPT):
+        handle = unobserved.watch([f"k{number}"], failed(NotAllowed("seen")))
+        assert handle.exception() is not None
+    unobserved.raise_for(["mine"])
+    assert len(unobserved) == 0
+
+
+def test_a_failed_call_does_not_keep_its_arrays() -> None:
+    class Out:
+        def fill(self, _: Any) -> None:
+            raise AssertionError("a call that failed has no result")
+
+    out = Out()
+    gone, promise, unobserved = weakref.ref(out), Promise(), UnobservedErrors()
+    unobserved.watch(["w"], Handle(promise, out.fill))
+    del out
+    promise.set_exception(NotAllowed("refused"))
+    assert gone() is None
+    with pytest.raises(NotAllowed, match="refused"):
+        unobserved.raise_for(["w"])
 
 
 @pytest.mark.parametrize("is_watched", [True, False])

@@ -5,28 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvd.errors import RequestTimeout
-from kvd.testing.cluster import LocalCluster, ProcessNode
+from kvd.testing.cluster import LocalCluster
+from tests.faults.stopping import stopped
 
 VALUES = np.arange(12 << 20, dtype=np.float32)  # 48 MiB: more than the credit, and than what sockets hold
-
-
-@contextmanager
-def stopped(node: Any) -> Iterator[None]:
-    """The process is stopped by SIGSTOP."""
-    assert isinstance(node, ProcessNode)
-    os.kill(node.process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(node.process.pid, signal.SIGCONT)
 
 
 def prepared(cluster: LocalCluster) -> tuple[Any, Any, Any]:

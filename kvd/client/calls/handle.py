@@ -109,6 +109,10 @@ class Handle:
         """Calls `told` when the call has ended, in the thread that ends it; at once if it has ended."""
         self._promise.on_end(told)
 
+    def release_result(self) -> None:
+        """The call has failed, so it has no result: lets go of the arrays that it would have filled."""
+        self._finish = None
+
     def __await__(self) -> Generator[Any, None, Any]:
         self.claimed = True
         try:

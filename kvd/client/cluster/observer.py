@@ -10,6 +10,7 @@ import numpy as np
 
 from kvd.client.calls.backend import Node
 from kvd.client.calls.checks import command_body, command_head
+from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.keys import key_name
 from kvd.client.calls.values import fresh_target
 from kvd.client.cluster.answers import answer_bytes, list_keys
@@ -36,9 +37,10 @@ class Observer:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._engine = Engine(config, "observer", EMPTY_SETTINGS)
+        deadline = Deadline(config.request_timeout_s)
         try:
             self._scheduler_status()  # any scheduler answers that, even while servers are missing
-            self._engine.join()
+            self._engine.join(round(deadline.left_s(), 1))  # an error shows it
         except RequestTimeout:
             heard = self._engine.session.heard
             self._engine.stop()
@@ -68,18 +70,23 @@ class Observer:
     def status(self) -> dict[str, Any]:
         """The scheduler's status of the cluster; under "servers", the status of each server that is alive.
 
-        A server that does not answer within the deadline has an entry with "error" in place of its figures.
+        All servers are asked at once. One that does not answer within `request_timeout_s`, counted from the start of
+        this call, has an entry with "error" in place of its figures.
         """
+        deadline = Deadline(self._config.request_timeout_s)
         status = self._scheduler_status()
         ranks = sorted(
             member["rank"]
             for member in status["members"]
             if member["role"] == "server" and member["state"] == MemberState.ACTIVE
         )
+        asked = {
+            rank: self._engine.submit(requests.Control((StatusQuery(0),), (rank,)), deadline.left_s()) for rank in ranks
+        }
         status["servers"] = []
-        for rank in ranks:
+        for rank, promise in asked.items():
             try:
-                (answer,) = self._ask(requests.Control((StatusQuery(0),), (rank,)))
+                (answer,) = promise.result()
                 status["servers"].append(json.loads(answer_bytes(answer)))
             except KvdError as error:
                 status["servers"].append({"role": "server", "rank": rank, "error": str(error)})

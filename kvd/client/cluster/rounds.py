@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvd.client.calls import checks
+from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import key_name
 from kvd.client.calls.unobserved_errors import UnobservedErrors
@@ -31,9 +32,11 @@ class ClusterRounds:
         return Handle(self._engine.submit(requests.Barrier(checks.barrier_name("user", name)), timeout), what="barrier")
 
     def join(self) -> Handle:
+        deadline = Deadline(self._engine.config.request_timeout_s)
+
         async def work() -> None:
-            await self._engine.call(requests.Flush())
-            await self._engine.call(requests.Depart(Departure.DONE))
+            await self._engine.call(requests.Flush(), deadline.left_s())
+            await self._engine.call(requests.Depart(Departure.DONE), deadline.left_s())
 
         return Handle(self._engine.run(work()), what="join")
 

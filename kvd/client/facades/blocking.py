@@ -205,6 +205,8 @@ class KVStore(StoreProperties):
     def close(self) -> None:
         """Leaves the cluster: flush, leave the rounds, wait for the other workers, go. They stop waiting for this one.
 
+        All of that together takes `request_timeout_s` at most, and about a second more to say goodbye.
+
         Raises:
             KvdError: the first error of the way, or one that nobody observed; the store is closed all the same.
         """
