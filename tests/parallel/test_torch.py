@@ -28,9 +28,9 @@ def convolutions() -> torch.nn.Module:
 
 
 def group_of(
-    module: torch.nn.Module, devices: int = 3, loss: Any = None, **arguments: Any
+    module: torch.nn.Module, devices: int = 3, loss: Any = None, *, loss_reduction: Any = None, **arguments: Any
 ) -> DataParallelExecutorGroup:
-    model = TorchModel(module, loss or torch.nn.CrossEntropyLoss())
+    model = TorchModel(module, loss or torch.nn.CrossEntropyLoss(), loss_reduction=loss_reduction)
     return Groups(model, IMAGES.shape[1:], size=SIZE, names=("images", "classes"))(devices=devices, **arguments)
 
 
@@ -43,7 +43,8 @@ def test_gradients_equal_those_of_torch_on_the_whole_batch_in_float64(devices: i
     module = convolutions()
     reference: Any = copy.deepcopy(module).double()
     x = torch.from_numpy(IMAGES).double().requires_grad_()
-    F.cross_entropy(reference(x), torch.from_numpy(CLASSES)).backward()
+    whole = "sum" if reduction == "sum" else "mean"  # one loss per sample is averaged
+    F.cross_entropy(reference(x), torch.from_numpy(CLASSES), reduction=whole).backward()
     group = group_of(module, devices, torch.nn.CrossEntropyLoss(reduction=reduction), inputs_need_grad=True)
     group.forward_backward(BATCH)
     assert group.param_names == [name for name, _ in module.named_parameters()]
@@ -54,7 +55,7 @@ def test_gradients_equal_those_of_torch_on_the_whole_batch_in_float64(devices: i
     np.testing.assert_allclose(group.get_outputs_merged()[0], reference(x).detach().numpy(), rtol=1e-5, atol=1e-5)
     losses = [executor.loss for executor in group.executors]  # type: ignore[attr-defined]
     assert sum(losses) == pytest.approx(
-        float(F.cross_entropy(reference(x), torch.from_numpy(CLASSES)).detach()), rel=1e-5
+        float(F.cross_entropy(reference(x), torch.from_numpy(CLASSES), reduction=whole).detach()), rel=1e-5
     )
 
 
@@ -106,7 +107,7 @@ def test_several_inputs_outputs_and_labels(devices: int) -> None:
     ids, x = GENERATOR.integers(0, 7, 8), GENERATOR.normal(size=(8, 3)).astype(np.float32)
     labels = [GENERATOR.normal(size=8).astype(np.float32), GENERATOR.normal(size=(8, 4)).astype(np.float32)]
     group = DataParallelExecutorGroup(
-        TorchModel(module, towers_loss),
+        TorchModel(module, towers_loss, loss_reduction="mean"),
         ["cpu"] * devices,
         [DataDesc("ids", (8,), "int64"), DataDesc("x", (8, 3))],
         [DataDesc("score", (8,)), DataDesc("wanted", (8, 4))],
@@ -282,8 +283,8 @@ def test_modules_of_other_dtypes(dtype: torch.dtype) -> None:
     module: Any = torch.nn.Linear(3, 2).to(dtype)
     x = GENERATOR.normal(size=(4, 3))
     name = str(dtype).removeprefix("torch.")
-    group = DataParallelExecutorGroup(TorchModel(module, lambda y, _: (y.float() ** 2).mean()), ["cpu"] * 2,
-                                      [DataDesc("x", (4, 3), name)], [DataDesc("none", (4,))])  # fmt: skip
+    model = TorchModel(module, lambda y, _: (y.float() ** 2).mean(), loss_reduction="mean")
+    group = DataParallelExecutorGroup(model, ["cpu"] * 2, [DataDesc("x", (4, 3), name)], [DataDesc("none", (4,))])
     cast = np.empty((4, 3), np.dtype(group.data_shapes[0].dtype))
     cast[...] = x
     group.forward_backward(DataBatch([cast], [np.zeros(4, np.float32)]))

@@ -96,7 +96,7 @@ class DeviceExecutor(Generic[P]):
 
     @property
     def loss(self) -> float:
-        """This device's part of the mean loss of the batch, of the last forward for training.
+        """This device's part of the loss of the batch, of the last forward for training.
 
         Raises:
             NotAllowed: there was none, or the model has no loss or does not tell it (`Sequential`).

@@ -15,8 +15,9 @@ from kvd.parallel.models.bind_plan import plan_bind
 from kvd.parallel.models.executor import DeviceExecutor
 from kvd.parallel.models.model import BindOptions, ModelDescription
 from kvd.parallel.models.outputs import OutputDescriptions
+from kvd.parallel.models.torch.loss import BatchLoss, LossFunction, LossReduction
 from kvd.parallel.models.torch.module_copy import trained_and_states
-from kvd.parallel.models.torch.passes import LossFunction, TorchPasses
+from kvd.parallel.models.torch.passes import TorchPasses
 from kvd.parallel.models.torch.tensors import dtype_of, host_copy, outputs_of
 from kvd.parallel.models.torch.threads import CpuThreads
 
@@ -29,11 +30,13 @@ class TorchModel:
     - The data arrays are the positional arguments of ``forward``, in the order of their descriptions, as they are
       described: no axis is moved. It returns a tensor, or a tuple, list or dict of tensors, named ``"output"``,
       ``"output0"``, ``"output1"`` …, or by the dict. Their batch axes are found by describing two sizes.
-    - The loss is computed in a forward for training. It has to be a plain mean over the samples, as the losses of
-      torch are by default: each device's is scaled by samples of the device / samples of the batch, so that the sum
-      of the devices' gradients is that of the mean over the batch. A sum (``loss.reduction == "sum"``), or a tensor
-      with one value per sample, is divided by the samples of the batch. With class weights or an ``ignore_index``
-      torch's mean is one over weights, which parts of a batch cannot reproduce: use a sum there.
+    - The loss is computed in a forward for training. Whatever the number of devices, the sum of their gradients is
+      that of the loss of the whole batch: a mean stays the mean over the batch, a sum stays a sum. The losses of torch
+      say which they are (``loss.reduction``). A plain callable that returns one number needs ``loss_reduction`` once
+      several devices share a batch; one device uses its number as it is. One value per sample (reduction "none") is
+      averaged over the batch, or summed with ``loss_reduction="sum"``.
+    - A mean has to weigh all samples alike. With class weights or an ``ignore_index`` torch divides by the weights of
+      the samples that a device has, so the parts do not add up to torch's mean over the batch: use a sum there.
     - BatchNorm sees each device's part of the batch, as in ``torch.nn.DataParallel``.
     - Random numbers (dropout) come from torch's generator, which is seeded for each device and step, and restored
       afterwards. If a module draws any, devices that share a generator, as all CPU devices do, run their forwards one
@@ -44,19 +47,29 @@ class TorchModel:
     Arguments:
         module: copied when it is bound, so only later binds see later changes of it.
         loss: see `LossFunction`; a module such as ``torch.nn.CrossEntropyLoss()`` is one.
+        loss_reduction: whether a loss that does not say so is the ``"mean"`` or the ``"sum"`` over its samples.
 
     Raises:
-        ConfigError: ``module`` is not a module, or has lazy parameters without a shape.
+        ConfigError: ``module`` is not a module, or has lazy parameters without a shape; ``loss_reduction`` is neither
+            of the two, contradicts the loss, or comes without a loss.
     """
 
-    def __init__(self, module: torch.nn.Module, loss: LossFunction | None = None) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        loss: LossFunction | None = None,
+        *,
+        loss_reduction: LossReduction | None = None,
+    ) -> None:
         if not isinstance(module, torch.nn.Module):
             raise ConfigError(f"module is a {type(module).__name__}, not a torch.nn.Module", setting="module")
         for name, parameter in module.named_parameters():
             if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
                 raise ConfigError(f"{name} has no shape yet: run the module once on a batch", setting="module")
+        if loss is None and loss_reduction is not None:
+            raise ConfigError("loss_reduction is given, but the model has no loss", setting="loss_reduction")
         self.module = module
-        self.loss = loss
+        self.loss = None if loss is None else BatchLoss.of(loss, loss_reduction)
         self._threads = CpuThreads()
         self._outputs = OutputDescriptions(self._output_shapes, "module")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,11 @@ from kvd.parallel.models.bind_plan import BindPlan, check_names
 from kvd.parallel.models.executor import ExecutorArrays
 from kvd.parallel.models.model import GradientHook, MonitorHook
 from kvd.parallel.models.torch.gradients import GradientWriter
+from kvd.parallel.models.torch.loss import BatchLoss
 from kvd.parallel.models.torch.module_copy import copy_module, restore_states
 from kvd.parallel.models.torch.step_seed import StepSeed
 from kvd.parallel.models.torch.tensors import as_device_array, as_tensor, outputs_of, torch_device, torch_stream
 from kvd.parallel.models.torch.threads import CpuThreads
-
-#: ``loss(outputs, labels)``: outputs as the module returned them; the label, or a list of them if there are several.
-LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,13 +52,13 @@ class TorchPasses:
         threads: of the CPU devices.
     """
 
-    def __init__(self, module: torch.nn.Module, loss: LossFunction | None, plan: BindPlan, threads: CpuThreads) -> None:
+    def __init__(self, module: torch.nn.Module, loss: BatchLoss | None, plan: BindPlan, threads: CpuThreads) -> None:
         device, described = plan.device, plan.description
         where = torch_device(device)
         check_names("params", plan.params, described.params)
         check_names("aux", plan.aux, described.aux)
         self._plan = plan
-        self._loss_function = loss
+        self._batch_loss = loss
         self._threads = threads
         self._seed = StepSeed(where, plan.seed)
         with device.current():
@@ -78,7 +76,7 @@ class TorchPasses:
 
     @property
     def loss(self) -> float | None:
-        """This device's part of the mean loss of the batch, of the last forward for training."""
+        """This device's part of the loss of the batch, of the last forward for training."""
         return None if self._loss is None else float(self._loss)
 
     def set_monitor(self, hook: MonitorHook | None) -> None:
@@ -105,8 +103,8 @@ class TorchPasses:
                     tensor.requires_grad_()
             returned = self.module(*tensors)
             outputs = self._checked_outputs(returned)
-            if with_graph and self._loss_function is not None and plan.labels:
-                self._loss = self._scaled_loss(self._loss_function, returned, inputs)
+            if with_graph and self._batch_loss is not None and plan.labels:
+                self._loss = self._batch_loss.part(returned, self._labels(inputs), plan.samples, plan.normalization)
             restore_states(self.module, self._states)
         self._graph = _Graph(tensors, outputs)
         return [as_device_array(tensor, plan.device) for tensor in outputs.values()]
@@ -150,17 +148,8 @@ class TorchPasses:
             raise ShapeMismatch(f"the module returned {got}, but was described as {wanted}")
         return outputs
 
-    def _scaled_loss(self, function: LossFunction, returned: Any, inputs: Mapping[str, Array]) -> torch.Tensor:
-        """The loss, scaled so that the sum over the devices is the mean over the batch."""
-        plan = self._plan
-        labels = [as_tensor(inputs[desc.name], plan.device) for desc in plan.labels]
-        loss = function(returned, labels[0] if len(labels) == 1 else labels)
-        if not isinstance(loss, torch.Tensor) or tuple(loss.shape) not in ((), (plan.samples,)):
-            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ConfigError(f"the loss gave {shape}: it has to be one number, or one per sample", setting="loss")
-        if loss.ndim or getattr(function, "reduction", "mean") == "sum":
-            return loss.sum() / plan.normalization
-        return loss * (plan.samples / plan.normalization)
+    def _labels(self, inputs: Mapping[str, Array]) -> list[torch.Tensor]:
+        return [as_tensor(inputs[desc.name], self._plan.device) for desc in self._plan.labels]
 
     def _roots(self, graph: _Graph, out_grads: Sequence[Array]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """The outputs that have gradients, and their head gradients."""
