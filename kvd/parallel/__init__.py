@@ -1,6 +1,11 @@
-"""What computes gradients: models bound to devices, the pipeline to the store, and the training loop."""
+"""What computes gradients: models bound to devices, the pipeline to the store, and the training loop.
+
+``from kvd.parallel import *`` gives `TorchModel` and `JaxModel` only where torch and JAX are installed. Elsewhere,
+using one of them raises an ImportError that says how to install its library.
+"""
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from kvd.errors import GradientAnomaly, InputMismatch
@@ -76,6 +81,18 @@ _LAZY = {
     "TorchModel": ("torch", "kvd.parallel.models.torch.model"),
     "JaxModel": ("jax", "kvd.parallel.models.jax.model"),
 }
+
+
+def _is_installed(library: str) -> bool:
+    try:
+        return importlib.util.find_spec(library) is not None
+    except ValueError:  # it was put into sys.modules by hand, so it can be imported
+        return True
+
+
+for _model, (_library, _) in _LAZY.items():
+    if not _is_installed(_library):
+        __all__.remove(_model)  # import * fetches every name of the list
 
 
 def __getattr__(name: str) -> Any:
