@@ -141,3 +141,34 @@ def test_bad_number_of_samples(trainer: DataParallelTrainer, samples: Any) -> No
 def test_gradients_must_be_flat(trainer: DataParallelTrainer) -> None:
     with pytest.raises(ShapeMismatch, match=r"worker 2: gradients must be one-dimensional, not of shape \(2, 2\)"):
         trainer.merge_worker_updates([WorkerUpdate(2, np.ones((2, 2)), 0.0, 1)])
+
+
+@pytest.mark.parametrize("gradients", [[1.0, 2.0], (1.0, 2.0), np.array([1.0, 2.0], np.float32)])
+def test_updates_of_equal_content_are_equal(gradients: Any) -> None:
+    assert WorkerUpdate(1, [1.0, 2.0], 0.5, 4) == WorkerUpdate(1, gradients, 0.5, 4)
+    assert ModelUpdate(np.array([1.0, 2.0]), 0.5, 4) == ModelUpdate(np.asarray(gradients, np.float64), 0.5, 4)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        WorkerUpdate(2, [1.0, 2.0], 0.5, 4),
+        WorkerUpdate(1, [1.0, 3.0], 0.5, 4),
+        WorkerUpdate(1, [1.0], 0.5, 4),
+        WorkerUpdate(1, [[1.0, 2.0]], 0.5, 4),
+        WorkerUpdate(1, [1.0, math.nan], 0.5, 4),
+        WorkerUpdate(1, [1.0, 2.0], 0.25, 4),
+        WorkerUpdate(1, [1.0, 2.0], 0.5, 5),
+        ModelUpdate(np.array([1.0, 2.0]), 0.5, 4),
+        (1, [1.0, 2.0], 0.5, 4),
+    ],
+    ids=repr,
+)
+def test_an_update_differs_from_any_other_content(other: object) -> None:
+    assert WorkerUpdate(1, [1.0, 2.0], 0.5, 4) != other
+
+
+@pytest.mark.parametrize("update", [WorkerUpdate(1, [1.0], 0.5, 4), ModelUpdate(np.ones(1), 0.5, 4)], ids=repr)
+def test_updates_cannot_be_hashed_since_their_arrays_can_change(update: object) -> None:
+    with pytest.raises(TypeError, match=r"unhashable type: '(Worker|Model)Update'"):
+        hash(update)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +21,9 @@ T = TypeVar("T")
 class WorkerUpdate:
     """What one worker computed on its part of a batch.
 
+    Two of them are equal if their contents are, whatever type the gradients have; NaN equals nothing. They cannot be
+    hashed.
+
     Attributes:
         worker_id: of the worker, for messages.
         gradients: one-dimensional; the mean over the worker's samples. Any array or sequence of numbers.
@@ -33,10 +36,13 @@ class WorkerUpdate:
     loss: float
     samples_processed: int
 
+    def __eq__(self, other: object) -> bool:
+        return _equal_content(self, other) if type(other) is type(self) else NotImplemented
+
 
 @dataclass(frozen=True, eq=False)
 class ModelUpdate:
-    """The mean over all samples of all workers.
+    """The mean over all samples of all workers. Compares as a `WorkerUpdate` does.
 
     Attributes:
         averaged_gradients: one-dimensional, float64; empty if there were no samples.
@@ -47,6 +53,9 @@ class ModelUpdate:
     averaged_gradients: npt.NDArray[np.float64]
     mean_loss: float
     total_samples: int
+
+    def __eq__(self, other: object) -> bool:
+        return _equal_content(self, other) if type(other) is type(self) else NotImplemented
 
 
 class DataParallelTrainer:
@@ -105,6 +114,12 @@ class DataParallelTrainer:
                 averaged[: len(gradient)] += gradient * weight
             loss += float(update.loss) * weight
         return ModelUpdate(averaged, loss, total)
+
+
+def _equal_content(first: WorkerUpdate | ModelUpdate, second: object) -> bool:
+    """The == that a dataclass has, for two of one type whose fields may be arrays."""
+    names = [field.name for field in fields(first)]
+    return all(np.array_equal(getattr(first, name), getattr(second, name)) for name in names)
 
 
 def _count(value: Any, what: str) -> int:
