@@ -5,6 +5,8 @@ In every formula ``w`` is the weight, ``t`` the number of this update counted fr
 
     g = clip(rescale_grad · merged, −clip_gradient, clip_gradient)      without clip_gradient: g = rescale_grad · merged
     g = g + wd · w                                                      except AdamW
+
+Where a difference from MXNet is named, it is from the last releases of MXNet 1.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ class SGD(Optimizer):
                         w = w − η·b                 nesterov: w = w − η·(g + momentum·b)
 
     The learning rate stays outside of the momentum buffer (torch), not inside of it (MXNet): the two differ when the
-    learning rate changes.
+    learning rate changes. With ``nesterov`` and ``wd`` they also differ at a constant rate: in what MXNet's NAG adds to
+    its buffer, ``wd`` multiplies the weight that it has just updated, not the weight before.
 
     Args:
         learning_rate, wd, rescale_grad, clip_gradient: see :class:`Optimizer`.
@@ -106,7 +109,8 @@ class Adam(Optimizer):
         w = w − η · m̂ / (√v̂ + ε)                   m̂ = m / (1 − β1ᵗ), v̂ = v / (1 − β2ᵗ)
 
     calculated in the order at the end of section 2 of Kingma and Ba, "Adam" (2015), with its ε̂ = ε·√(1 − β2ᵗ), which
-    makes it equal to the formula above: ``w = w − (η·√(1 − β2ᵗ) / (1 − β1ᵗ)) · m / (√v + ε̂)``.
+    makes it equal to the formula above: ``w = w − (η·√(1 − β2ᵗ) / (1 − β1ᵗ)) · m / (√v + ε̂)``. MXNet's Adam has ε
+    itself in place of ε̂, and it clips after the decay has been added: ``g = clip(rescale_grad · merged + wd · w)``.
 
     Args:
         learning_rate, wd, rescale_grad, clip_gradient: see :class:`Optimizer`.
@@ -172,6 +176,9 @@ class Adagrad(Optimizer):
         s = s + g²                                  s starts at 0
         w = w − η / (1 + (t − 1)·lr_decay) · g / (√s + ε)
 
+    MXNet's AdaGrad has no ``lr_decay``, adds ε inside the root, and keeps the decay out of ``s``:
+    ``s = s + g²; w = w − η · (g / √(s + ε) + wd · w)`` with the ``g`` before the decay. Its ε is 1e-7 by default.
+
     Args:
         learning_rate, wd, rescale_grad, clip_gradient: see :class:`Optimizer`.
         lr_decay: ≥ 0.
@@ -206,6 +213,10 @@ class RMSProp(Optimizer):
         else:           b = momentum·b + g / d;  w = w − η·b
 
     The ``max`` is ours: rounding can make ``v − a²`` a little negative, where torch yields NaN.
+
+    MXNet's RMSProp adds ε inside the root, ``√(v + ε)`` and ``√(v − a² + ε)``, and clips after the decay has been
+    added. It has momentum if and only if it is centered (``gamma2``), with the learning rate inside the buffer. Its
+    ``gamma1``, which is ``alpha`` here, is 0.9 by default.
 
     Args:
         learning_rate, wd, rescale_grad, clip_gradient: see :class:`Optimizer`.

@@ -63,7 +63,8 @@ class Cosine(Schedule):
     """``final + (base − final) · (1 + cos(π · n / steps)) / 2`` with ``n = min(t − 1, steps)``.
 
     Loshchilov and Hutter, "SGDR" (2017), equation 5, without restarts; torch.optim.lr_scheduler.CosineAnnealingLR with
-    ``T_max=steps, eta_min=final`` up to ``steps``. Afterwards it stays at ``final``.
+    ``T_max=steps, eta_min=final`` up to ``steps``. Afterwards it stays at ``final``. MXNet's CosineScheduler
+    (``max_update=steps``) is one step ahead: it has n = t, so its first update already has less than ``base``.
 
     Args:
         base: the first learning rate, ≥ 0.
@@ -88,8 +89,9 @@ class Cosine(Schedule):
 class Polynomial(Schedule):
     """``final + (base − final) · (1 − n / steps)^power`` with ``n = min(t − 1, steps)``.
 
-    torch.optim.lr_scheduler.PolynomialLR (``total_iters=steps``) and MXNet's PolyScheduler. ``power=1`` is a straight
-    line; afterwards it stays at ``final``.
+    torch.optim.lr_scheduler.PolynomialLR (``total_iters=steps``). ``power=1`` is a straight line; afterwards it stays
+    at ``final``. MXNet's PolyScheduler (``max_update=steps``) is one step ahead: it has n = t, so its first update
+    already has less than ``base``. Its ``pwr`` is 2 by default.
 
     Args:
         base: the first learning rate, ≥ 0.

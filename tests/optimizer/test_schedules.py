@@ -38,6 +38,19 @@ def test_schedules_follow_torch(ours: schedule.Schedule, theirs: Any) -> None:
     assert [ours.at(step) for step in range(1, 31)] == pytest.approx(torch_rates(theirs, 30), rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("ours", "of_mxnet"),
+    [
+        (schedule.Polynomial(0.5, 25, 0.1, 2.0), lambda n: 0.1 + 0.4 * (1 - n / 25) ** 2),
+        (schedule.Cosine(0.5, 25, 0.1), lambda n: 0.1 + 0.4 * (1 + math.cos(math.pi * n / 25)) / 2),
+    ],
+)
+def test_mxnets_schedulers_are_one_update_ahead(ours: schedule.Schedule, of_mxnet: Any) -> None:
+    """Its formulas take num_update, which is 1 for the first update, where torch's count from 0."""
+    assert ours.at(1) == pytest.approx(0.5)
+    assert [ours.at(update + 1) for update in range(1, 26)] == pytest.approx([of_mxnet(n) for n in range(1, 26)])
+
+
 def test_schedules_stay_at_their_final_rate() -> None:
     assert schedule.Cosine(1.0, 10, 0.25).at(1000) == 0.25
     assert schedule.Polynomial(1.0, 10, 0.25).at(1000) == 0.25

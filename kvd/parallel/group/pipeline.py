@@ -47,7 +47,8 @@ class GradientPipeline:
     **Scale.** A group's gradient is that of the mean loss of this worker's batch. Merged with ``"mean"``, or
     ``"weighted"`` by the samples that each push reports (exact for unequal batches), it is that of the mean over all
     workers. Where the store merges with ``"sum"``, the optimizer given here gets ``rescale_grad / num_workers``, which
-    gives the same for equal batches. An optimizer that was set on the store elsewhere is left alone.
+    gives the same for equal batches. An optimizer that was set on the store elsewhere is left alone. A
+    `TorchModel` may have a sum in place of the mean over a batch; over the workers it is averaged all the same.
 
     Attributes:
         kv: the store.

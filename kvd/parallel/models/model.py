@@ -48,7 +48,7 @@ class BindOptions(TypedDict, total=False):
         params, grads, aux: arrays to use as they are, by name; the others are allocated.
         normalization: how many samples the loss is averaged over; None: those of this executor. A group passes the
             size of the whole batch to each of its executors, so that the *sum* of their gradients is the gradient of
-            the mean loss of the whole batch.
+            the mean loss of the whole batch. A loss that is a sum (`TorchModel`) is not divided by it.
         seed: of any random numbers that the layers draw. Default 0.
     """
 
