@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from kvd.client.cluster.observer import Observer
 from kvd.client.facades.blocking import KVStore, create, leave_at_once
 from kvd_cli.options import current
-from kvd_cli.patience import check_host, told_when_slow
+from kvd_cli.patience import told_when_slow
 
 
 @contextlib.contextmanager
@@ -16,10 +16,9 @@ def observer() -> Iterator[Observer]:
     """A connection that sees everything and joins nothing.
 
     Raises:
-        ConnectError: no scheduler answers.
+        ConnectError: no scheduler answers, or its host is not known.
     """
     config = current().load_client().config
-    check_host(config)
     with told_when_slow(config):
         cluster = Observer(config)
     with cluster:
@@ -31,7 +30,6 @@ def as_worker() -> Iterator[KVStore]:
     """A worker of the cluster, in the cluster's mode. It leaves without waiting for the others."""
     loaded = current().load_client()
     given = {name: getattr(loaded.config, name) for name, origin in loaded.origin.items() if origin != "default"}
-    check_host(loaded.config)
     with told_when_slow(loaded.config):
         store = create("dist", **given)
     store.set_barrier_before_exit(False)

@@ -1,19 +1,15 @@
-"""What a person who waits for a cluster is told: how long it may take, or that it cannot work."""
+"""What a person who waits for a cluster is told."""
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import queue
-import socket
 import threading
 from collections.abc import Iterator
 from typing import Final
 
 import click
 
-from kvd.config import Config, parse_address
-from kvd.errors import ConnectError
+from kvd.config import Config
 
 SILENT_FOR_S: Final = 2.0
 """How long a command may wait before it says so."""
@@ -37,46 +33,3 @@ def told_when_slow(config: Config) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def check_host(config: Config) -> None:
-    """Refuse an address with an unknown host. A host counts as known if the name server does not answer in time.
-
-    Raises:
-        ConnectError: no address is known for the host.
-    """
-    address = parse_address(config.scheduler)
-    if address.scheme != "tcp" or _is_number(address.host):
-        return
-    found: queue.Queue[OSError | None] = queue.Queue()
-    # in a thread: a name server that does not answer takes longer than anyone wants to wait
-    threading.Thread(target=lambda: found.put(_look_up(address.host)), daemon=True).start()
-    try:
-        error = found.get(timeout=min(SILENT_FOR_S, config.request_timeout_s))
-    except queue.Empty:
-        return
-    if error is not None:
-        raise ConnectError(
-            f"the host {address.host!r} of {config.scheduler} is not known here ({error.strerror}): check its name in "
-            "--scheduler or KVD_SCHEDULER, or give its number",
-            address=config.scheduler,
-        )
-
-
-def _is_number(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _look_up(host: str) -> OSError | None:
-    """The error of looking up a host; None if it is known."""
-    try:
-        socket.getaddrinfo(host, None)
-    except UnicodeError:  # no host name looks like this
-        return OSError(0, "it is not a host name")
-    except OSError as error:
-        return error
-    return None

@@ -14,6 +14,7 @@ from kvd.core.machine import Machine
 from kvd.errors import KvdError
 from kvd.node.driver import Driver
 from kvd.node.exit_codes import ExitCode, exit_code_of
+from kvd.node.host_names import check_host
 from kvd.node.listening import listen_address
 from kvd.node.ready_file import ReadyFile
 from kvd.node.watch import ProcessWatch
@@ -59,6 +60,7 @@ class Daemon:
 
     Raises:
         ConfigError: the settings do not suit the role, or would let strangers connect.
+        ConnectError: the host of a server's scheduler is not known.
     """
 
     def __init__(self, config: Config, role: DaemonRole) -> None:
@@ -66,6 +68,8 @@ class Daemon:
         self._role = role
         self._parent_pid = config.parent_pid
         config.check_role(role.name)
+        if role.name == "server":
+            check_host(config)
         self._listen_address = listen_address(config, role.name)
         config.check_exposure(self._listen_address)
         self._executor = ThreadPoolExecutor(1, "kvd-jobs")

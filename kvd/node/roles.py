@@ -23,6 +23,7 @@ def new_daemon(loaded: Loaded, role: Role) -> Daemon:
 
     Raises:
         ConfigError: the settings do not suit the role, or would let strangers connect.
+        ConnectError: the host of a server's scheduler is not known.
     """
     return Daemon(loaded.config, SchedulerRole(loaded) if role == "scheduler" else ServerRole(loaded.config))
 

@@ -45,7 +45,7 @@ def open_cluster(kind: StoreType, loaded: Loaded) -> Backend:
     """Joins the cluster as a worker, and waits until it is complete.
 
     Raises:
-        ConnectError, RequestTimeout, ConfigError, NotAllowed: see `Engine.join`.
+        ConnectError, RequestTimeout, ConfigError, NotAllowed: see `Engine` and `Engine.join`.
     """
     engine = Engine(loaded.config, "worker", cluster_settings(loaded, kind))
     try:

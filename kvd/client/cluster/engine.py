@@ -29,6 +29,7 @@ from kvd.core.session import Identity, SchedulerSession
 from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.errors import ConnectError, KvdError, RequestTimeout, StoreClosed
 from kvd.node.driver import Driver
+from kvd.node.host_names import check_host
 from kvd.node.identity import host_id, new_incarnation
 from kvd.node.memory import keep_freed_memory
 from kvd.node.threads import LinkWaiter
@@ -42,9 +43,14 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class Engine:
-    """Starts at once; `join` waits until the cluster is there."""
+    """Starts at once; `join` waits until the cluster is there.
+
+    Raises:
+        ConnectError: the scheduler's host is not known.
+    """
 
     def __init__(self, config: Config, role: str, settings: Settings) -> None:
+        check_host(config)
         self.config = config
         self._pid = os.getpid()
         self._promises: dict[int, Promise] = {}

@@ -31,7 +31,7 @@ class Observer:
     """Looks into a cluster without a rank; no worker waits for it.
 
     Raises:
-        ConnectError: no scheduler answers within `request_timeout_s`.
+        ConnectError: no scheduler answers within `request_timeout_s`, or its host is not known.
     """
 
     def __init__(self, config: Config) -> None:

@@ -255,7 +255,7 @@ def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the 
 
     Raises:
         ConfigError: a setting is wrong, or differs from the cluster's.
-        ConnectError: no scheduler answers.
+        ConnectError: no scheduler answers, or its host is not known.
         RequestTimeout: servers are missing.
         NotAllowed: the cluster is full.
     """
