@@ -44,8 +44,10 @@ class Promise:
             event, told = self._event, self._told
         if event is not None:
             event.set()
-        for tell in told:
-            tell(self)
+        if told:
+            for tell in told:
+                tell(self)
+            told.clear()  # they may refer to this promise: such a cycle would keep the arrays of the call
 
     def on_end(self, tell: Callable[[Promise], None]) -> None:
         """Calls `tell` on the thread that ends it, or at once if it has ended."""
