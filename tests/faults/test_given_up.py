@@ -14,6 +14,8 @@ from kvd.errors import RequestTimeout
 from kvd.testing.cluster import LocalCluster
 from tests.faults.stopping import stopped
 
+# A server that is stopped here must not be declared dead, however slow the machine is.
+PATIENT: dict[str, Any] = {"server_timeout_s": 30.0, "worker_timeout_s": 30.0}
 VALUES = np.arange(12 << 20, dtype=np.float32)  # 48 MiB: more than the credit, and than what sockets hold
 
 
@@ -26,7 +28,7 @@ def prepared(cluster: LocalCluster) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("path", ["shm", "ipc", "tcp"])
 def test_a_push_whose_program_stopped_waiting_is_sent_unchanged(path: Any) -> None:
-    with LocalCluster(processes=True, path=path) as cluster:
+    with LocalCluster(processes=True, path=path, **PATIENT) as cluster:
         kv, gradient, out = prepared(cluster)
         with stopped(cluster.servers[0]):
             handle = kv._blocking().values.pushpull("w", gradient, out, 0, 1, False, None)  # as the blocking call does
@@ -42,7 +44,7 @@ def test_a_push_whose_program_stopped_waiting_is_sent_unchanged(path: Any) -> No
 
 @pytest.mark.parametrize("path", ["shm", "tcp"])
 def test_ctrl_c_gives_the_array_back(path: Any) -> None:
-    with LocalCluster(processes=True, path=path) as cluster:
+    with LocalCluster(processes=True, path=path, **PATIENT) as cluster:
         kv, gradient, out = prepared(cluster)
         with stopped(cluster.servers[0]):
             timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
