@@ -33,6 +33,7 @@ class ViewState:
     def __init__(self) -> None:
         self.epoch = Epoch(0, 0)
         self.settings = EMPTY_SETTINGS
+        self.is_sync = True  # whether workers share rounds; false in async mode
         self.shards: tuple[int, ...] = ()
         self.members: dict[tuple[str, int], Member] = {}
         self._by_incarnation: dict[int, Member] = {}
@@ -43,6 +44,7 @@ class ViewState:
             return False
         self.epoch = epoch
         self.settings = view.settings
+        self.is_sync = view.settings.mode != "async"
         self.shards = view.shards
         self.members = {(member.role, member.rank): member for member in view.members}
         self._by_incarnation = {member.incarnation: member for member in view.members}

@@ -31,7 +31,7 @@ def address_towards(other: Address) -> str:
 
 
 def listen_address(config: Config, role: Role, towards: Callable[[Address], str] = address_towards) -> str:
-    """Where a daemon of this role listens: `bind`, or a default that whoever reaches the scheduler can reach, too.
+    """Where a daemon of this role listens: `bind`, or a default that nodes which reach the scheduler reach, too.
 
     The default of the scheduler is its own address. That of a server is a free port of the address from which this host
     reaches the scheduler; of 127.0.0.1, if the scheduler is on loopback.

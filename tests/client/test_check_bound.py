@@ -106,6 +106,7 @@ def test_without_the_setting_nothing_is_checked() -> None:
         other.push("w", np.zeros(LARGE, np.float32))
         push.wait()
         kv.flush()
+        assert push.exception() is None
 
 
 def test_other_errors_of_a_push_come_first() -> None:

@@ -57,8 +57,8 @@ def open_cluster(kind: StoreType, loaded: Loaded) -> Backend:
 
 
 def _facts(engine: Engine, config: Config, kind: StoreType, rank: int) -> StoreFacts:
-    settings = engine.machine.view.settings
-    sync = settings.mode != "async"
+    view = engine.machine.view
+    settings, sync = view.settings, view.is_sync
     return StoreFacts(
         type=kind.name,
         rank=rank,

@@ -127,7 +127,7 @@ class KeyRequests:
             self._effects.refuse(event.peer, init.request, *_in_use(init.key), key=init.key)
             return
         settings = self._view.settings
-        log = SliceLog(settings.mode != "async", settings.rounds_ahead, settings.staleness, done.result)
+        log = SliceLog(self._view.is_sync, settings.rounds_ahead, settings.staleness, done.result)
         self._table.add(init.key, init.index, init.spec, log, event.sender, self._control.optimizer, init.request)
         self._effects.send(event.peer, Done(init.request))
 

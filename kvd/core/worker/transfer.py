@@ -113,7 +113,7 @@ class Transfer:
             clocks = [ANY_CLOCK] * len(windows)
         else:
             clocks = [window.clock for window in windows]
-        if transfer.pull and self._view.settings.mode != "async" and (transfer.push or not takes_newest):
+        if transfer.pull and self._view.is_sync and (transfer.push or not takes_newest):
             begin_pulls(windows)
             progress.pulling = clocks
             if not transfer.push:

@@ -57,7 +57,7 @@ class JobPlan:
 
     def server(self, index: int, scheduler: str) -> ProcessSpec:
         """One of the servers; `scheduler` is the address of the scheduler."""
-        changes = {"KVD_PREFERRED_RANK": str(index), "KVD_BIND": "", "KVD_METRICS_BIND": ""}
+        changes = {"KVD_PREFERRED_RANK": str(index), "KVD_BIND": ""}
         return self._daemon(f"server-{index}", ("server",), scheduler, changes, index)
 
     def worker(self, rank: int, scheduler: str) -> ProcessSpec:
@@ -68,7 +68,6 @@ class JobPlan:
             "KVD_LOCAL_RANK": str(rank),
             "KVD_PARENT_PID": "",  # its guard watches the launcher
             "KVD_BIND": "",
-            "KVD_METRICS_BIND": "",
             "PYTHONUNBUFFERED": "1",  # its lines should appear when they are printed, although they go to a pipe
         }
         name = f"worker-{rank}"
