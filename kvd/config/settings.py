@@ -105,6 +105,9 @@ class Config:
     heartbeat_interval_s: float = declare(1.0, "time between two heartbeats", unit="s", minimum=0.01)
     server_timeout_s: float = declare(5.0, "silence after which a server counts as dead", unit="s", minimum=0.02)
     worker_timeout_s: float = declare(20.0, "silence after which a worker counts as dead", unit="s", minimum=0.02)
+    join_timeout_s: float = declare(
+        300.0, "how long a worker waits until its cluster is complete", unit="s", minimum=0.02, used_by=("worker",)
+    )
     request_timeout_s: float = declare(60.0, "deadline of a call that sets none", unit="s", minimum=0.02)
     on_worker_loss: str = declare(
         "fail",

@@ -70,6 +70,10 @@ class ViewState:
         alive = {server.rank for server in self.servers() if server.state is MemberState.ACTIVE}
         return [rank for rank in range(self.settings.num_servers) if rank not in alive]
 
+    def missing_workers(self) -> list[int]:
+        """The ranks that no worker has taken yet. One that joined and is dead, or has left, is not missing."""
+        return [rank for rank in range(self.settings.num_workers) if ("worker", rank) not in self.members]
+
     def required_ranks(self) -> list[int]:
         """The ranks of the workers that rounds wait for: all that have not left the rounds, joined or not."""
         gone = {

@@ -96,6 +96,7 @@ class Departure(StrEnum):
     DONE = "done"  # it leaves the rounds and stays connected
     LEFT = "left"  # it leaves the cluster in good order
     FAILED = "failed"  # its program ended with an error, which counts as a death
+    WITHDRAWN = "withdrawn"  # it gave up joining and has done nothing: its place is as it found it
 
 
 class Member(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -20,11 +21,13 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 import kvd
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.nodes import ClusterNodes
-from kvd.client.facades.blocking import backend_of
+from kvd.client.facades.blocking import backend_of, visit
 from kvd.config import Role, child_environment, load
 from kvd.errors import BarrierBroken, NodeLost
 from kvd.node.daemon import Daemon
 from kvd.node.roles import new_daemon
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PathName = Literal["shm", "ipc", "tcp"]
@@ -188,10 +191,34 @@ class LocalCluster:
         return "tcp://127.0.0.1:0"
 
     def store(self, type: str = "dist_sync", **settings: Any) -> kvd.KVStore:  # noqa: A002
-        """A worker's store. It is closed with the cluster and does not wait for the others."""
-        store = kvd.create(type, **{**self.settings, "scheduler": self.address, **settings})
+        """A worker's store, once all workers have come. It is closed with the cluster and does not wait for the others
+        then."""
+        return self._kept(kvd.create(type, **{**self.settings, "scheduler": self.address, **settings}))
+
+    def lone_store(self, type: str = "dist_sync", **settings: Any) -> kvd.KVStore:  # noqa: A002
+        """As `store`, for a worker whose fellows come later, or never."""
+        return self._kept(visit(type, logger.warning, **{**self.settings, "scheduler": self.address, **settings}))
+
+    def _kept(self, store: kvd.KVStore) -> kvd.KVStore:
         self.stores.append(store)
         return store
+
+    def open_stores(
+        self,
+        type: str = "dist_sync",  # noqa: A002
+        each: Sequence[dict[str, Any]] = (),
+        **settings: Any,
+    ) -> list[kvd.KVStore]:
+        """One store per worker in rank order, opened at the same time, as `store` gives them.
+
+        Args:
+            each: settings of each worker.
+            settings: settings of all of them.
+        """
+        own = [{"preferred_rank": rank, **more} for rank, more in enumerate(each or [{}] * self.num_workers)]
+        with ThreadPoolExecutor(len(own)) as pool:
+            opening = [pool.submit(self.store, type, **{**settings, **more}) for more in own]
+        return [future.result() for future in opening]
 
     def run(self, program: Callable[[kvd.KVStore], T], type: str = "dist_sync", **settings: Any) -> list[T]:  # noqa: A002
         """Runs the program once per worker, at the same time; returns the results in rank order.

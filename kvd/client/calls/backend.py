@@ -172,11 +172,12 @@ class Nodes(Protocol):
 
 
 class Closing(Protocol):
-    """How a store ends: `end_close(begin_close(…))`, or `abandon` at once."""
+    """How a store ends: `end_close(begin_close(…))`, `abandon` at once, or `withdraw` before it was used."""
 
     def begin_close(self, barrier: bool) -> Handle: ...
     def end_close(self, leaving: Handle) -> None: ...
     def abandon(self, *, failed: bool) -> None: ...
+    def withdraw(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.broadcast import ClusterAssignments
 from kvd.client.cluster.closing import ClusterClosing
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.joining import Arrival, Joining
 from kvd.client.cluster.nodes import ClusterNodes
 from kvd.client.cluster.rounds import ClusterRounds
 from kvd.client.cluster.updates import ClusterUpdates
@@ -41,17 +42,17 @@ def cluster_settings(loaded: Loaded, kind: StoreType) -> Settings:
     )
 
 
-def open_cluster(kind: StoreType, loaded: Loaded) -> Backend:
+def open_cluster(kind: StoreType, loaded: Loaded, arrival: Arrival) -> Backend:
     """Joins the cluster as a worker, and waits until it is complete.
 
     Raises:
-        ConnectError, RequestTimeout, ConfigError, NotAllowed: see `Engine` and `Engine.join`.
+        ConnectError, RequestTimeout, ConfigError, NotAllowed: see `Engine` and `Joining.wait`.
     """
     engine = Engine(loaded.config, "worker", cluster_settings(loaded, kind))
     try:
-        rank = engine.join()
+        rank = Joining(engine, arrival).wait()
     except BaseException:
-        engine.stop()
+        engine.withdraw()
         raise
     return _parts(engine, loaded.config, _facts(engine, loaded.config, kind, rank))
 

@@ -57,7 +57,11 @@ class ClusterClosing:
 
     def abandon(self, *, failed: bool) -> None:
         """Leaves at once; a worker that `failed` counts as dead."""
-        self._engine.stop(ABANDON_S, failed=failed)
+        self._engine.stop(ABANDON_S, Departure.FAILED if failed else Departure.LEFT)
+
+    def withdraw(self) -> None:
+        """Leaves as if it had never joined: nobody has used this store."""
+        self._engine.withdraw()
 
     def _goodbye_s(self) -> float:
         """What is left of the deadline for telling the scheduler."""

@@ -40,15 +40,16 @@ class Observer:
         deadline = Deadline(config.request_timeout_s)
         try:
             self._scheduler_status()  # any scheduler answers that, even while servers are missing
-            self._engine.join(round(deadline.left_s(), 1))  # an error shows it
+            self._engine.submit(requests.JoinCluster(), deadline.left_s()).result()  # it has a view then
         except RequestTimeout:
             heard = self._engine.session.heard
             self._engine.stop()
+            where, seconds = config.scheduler, config.request_timeout_s
             if heard:
-                raise
-            where = config.scheduler
+                text = f"the scheduler at {where} answered, but has not described its cluster within {seconds:g} s"
+                raise RequestTimeout(f"{text}: look at its log", waiting_for=("scheduler",)) from None
             raise ConnectError(
-                f"no scheduler answers at {where} after {config.request_timeout_s:g} s: start one there "
+                f"no scheduler answers at {where} after {seconds:g} s: start one there "
                 f"(kvd scheduler --scheduler {where}), or name its address with --scheduler or KVD_SCHEDULER",
                 address=where,
             ) from None

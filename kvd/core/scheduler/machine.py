@@ -40,7 +40,7 @@ from kvd.core.scheduler.agreement import Agreement
 from kvd.core.scheduler.barriers import Barriers, Settled, Verdict
 from kvd.core.scheduler.liveness import Liveness
 from kvd.core.scheduler.record import Record
-from kvd.core.scheduler.roster import MemberEvent, Roster, Seat
+from kvd.core.scheduler.roster import AS_FOUND, MemberEvent, Roster, Seat
 from kvd.core.scheduler.views import Views
 from kvd.protocol.messages import (
     BIGGEST,
@@ -250,11 +250,17 @@ class SchedulerMachine:
         seat = self._sender_seat(event, leave.request, now)
         if seat is None:
             return
-        if leave.departure is Departure.FAILED:
+        departure = leave.departure
+        if departure is Departure.WITHDRAWN:
+            if seat.predecessor is None:
+                self._give_back(seat, Send(event.peer, Done(leave.request)))
+                return
+            departure = AS_FOUND[seat.predecessor]
+        if departure is Departure.FAILED:
             self._process_ended(seat, "its program ended with an error", now)
             self._out.append(Send(event.peer, Done(leave.request)))
             return
-        if leave.departure is Departure.LEFT:
+        if departure is Departure.LEFT:
             changed = self._roster.transition(seat, MemberEvent.LEFT, "closed")
         else:
             changed = self._roster.transition(seat, MemberEvent.LEFT_ROUNDS)
@@ -262,6 +268,13 @@ class SchedulerMachine:
             self._log("info", f"{seat.name} {in_words(seat.member.state)}")
             self._publish()
         self._out += self._views.when_saved(Send(event.peer, Done(leave.request)))
+
+    def _give_back(self, seat: Seat, answer: Send) -> None:
+        """The seat's first holder gave up joining: the place is free, as if nobody had ever come."""
+        self._roster.vacate(seat)
+        self._log("info", f"{seat.name} gave up joining; its place is free", node_id=seat.member.node_id)
+        self._publish()
+        self._out += self._views.when_saved(answer)
 
     def _enter(self, event: Received, enter: Enter, now: float) -> None:
         seat = self._sender_seat(event, enter.request, now)

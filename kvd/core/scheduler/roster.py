@@ -12,7 +12,7 @@ from enum import Enum
 
 from kvd.core.machine import Peer
 from kvd.core.membership import name_of
-from kvd.protocol.messages import Join, Member, MemberState
+from kvd.protocol.messages import Departure, Join, Member, MemberState
 
 MAX_REPLACED = 1024  # replaced incarnations remembered
 MAX_REASON_CHARS = 80
@@ -57,6 +57,13 @@ AS_PREDECESSOR = {
     MemberState.LEFT: MemberState.LEFT,
     MemberState.DEAD: MemberState.DEAD,
     MemberState.GONE: MemberState.DONE,
+}
+
+# How a node that gives up joining leaves a place that it took over, so that the place is as it found it.
+AS_FOUND = {
+    MemberState.DEAD: Departure.FAILED,
+    MemberState.DONE: Departure.DONE,
+    MemberState.LEFT: Departure.LEFT,
 }
 
 
@@ -176,12 +183,20 @@ class Roster:
         predecessor = None
         if earlier is not None:
             predecessor = AS_PREDECESSOR[earlier.member.state]
-            self._replaced[earlier.member.incarnation] = earlier.name
-            while len(self._replaced) > MAX_REPLACED:
-                self._replaced.popitem(last=False)
+            self._note_loss(earlier)
         member = Member(join.role, rank, join.node_id, incarnation, join.address, MemberState.ACTIVE, "", 0.0)
         seat = self._seats[place] = Seat(member, join.host, join.pid, peer, predecessor)
         return seat, earlier
+
+    def vacate(self, seat: Seat) -> None:
+        """Nobody has taken this place yet: its holder was the first, gave up, and does not get it back."""
+        del self._seats[seat.place]
+        self._note_loss(seat)
+
+    def _note_loss(self, seat: Seat) -> None:
+        self._replaced[seat.member.incarnation] = seat.name
+        while len(self._replaced) > MAX_REPLACED:
+            self._replaced.popitem(last=False)
 
     # ── what happens to a member ──
 

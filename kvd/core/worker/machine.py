@@ -43,7 +43,7 @@ from kvd.core.worker.servers import Servers
 from kvd.core.worker.settings import WorkerSettings
 from kvd.core.worker.transfer import Transfer
 from kvd.errors import KvdError
-from kvd.protocol.messages import Epoch, NotYet
+from kvd.protocol.messages import Epoch, Member, NotYet
 
 __all__ = ["WorkerMachine", "WorkerSettings"]
 
@@ -146,6 +146,10 @@ class WorkerMachine:
             "requests_open": len(self._outbox),
             "clocks": self._clocks.explain(),
         }
+
+    def unreached_servers(self) -> list[Member]:
+        """The active servers that this worker has not reached yet."""
+        return self._connections.unreached_servers()
 
     def has_pushed(self, name: str) -> bool:
         """Whether this incarnation has pushed to the key since it took the clock over, or went back."""
