@@ -10,6 +10,7 @@ import click
 from kvd_cli.connect import as_worker, observer
 from kvd_cli.flags import common_options
 from kvd_cli.health import Report, health_of
+from kvd_cli.jobs import print_runs
 from kvd_cli.options import current
 from kvd_cli.output import ago, print_json, print_table, size
 
@@ -34,6 +35,9 @@ def status() -> None:
         if report.get("servers"):
             click.echo()
             print_table(["SERVER", "KEYS", "SLICES", "HOLDS", "STAGED", "WAITING", "NOTES"], _server_rows(report))
+        if report["jobs"]:
+            click.echo()
+            print_runs(report["jobs"])
         paths = _path_rows(report)
         if paths:
             click.echo()

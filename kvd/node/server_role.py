@@ -16,7 +16,7 @@ import numpy as np
 from kvd.config import Config, Role
 from kvd.core.machine import LocalCall
 from kvd.core.requests import Depart
-from kvd.core.server.machine import ServerMachine, ServerSettings
+from kvd.core.server.router import ServerRouter, ServerSettings
 from kvd.core.session import Identity, SchedulerSession
 from kvd.errors import ConnectError, KvdError
 from kvd.node.driver import Driver
@@ -47,7 +47,12 @@ class ServerRole:
         self._driver: Driver | None = None
 
     def make_driver(
-        self, address: str, transport: HostTransport, executor: Executor, on_halt: Callable[[KvdError], None]
+        self,
+        address: str,
+        transport: HostTransport,
+        executor: Executor,
+        on_halt: Callable[[KvdError], None],
+        on_stop: Callable[[str], None],
     ) -> Driver:
         """The driver of the server's machine, which joins the scheduler once it runs."""
         config = self._config
@@ -67,11 +72,12 @@ class ServerRole:
         event(logger, logging.INFO, f"server at {address}; joining the scheduler at {config.scheduler}")
         transport.listen_links(identity.incarnation)
         self._driver = Driver(
-            ServerMachine(settings, self._session),
+            ServerRouter(settings, self._session, config.scheduler, config.heartbeat_interval_s),
             transport,
-            jobs=JobRunner(allocate=partial(_memory_of_version, transport)),
+            new_runner=partial(JobRunner, allocate=partial(_memory_of_version, transport)),
             executor=executor,
             on_halt=on_halt,
+            on_stop=on_stop,
         )
         return self._driver
 

@@ -16,7 +16,9 @@ def test_the_engine_does_not_hold_the_interpreter() -> None:
     """A program that ends while its store waits for somebody ends."""
     code = "import kvd, sys\nkv = kvd.create('dist_sync')\nkv.set_barrier_before_exit(False)\n"
     with LocalCluster(2, 1) as cluster:
-        output, _ = cluster.script(code, 0).communicate(timeout=20)
+        script = cluster.script(code, 0)
+        cluster.store(node_id="worker-1")
+        output, _ = script.communicate(timeout=20)
         assert output == b""
 
 
