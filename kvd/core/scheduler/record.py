@@ -28,7 +28,7 @@ class Record(NamedTuple):
             "settings": list(self.settings),
             "seats": [[list(seat.member), seat.host, seat.pid, seat.predecessor or ""] for seat in self.seats],
             "replaced": [list(entry) for entry in self.replaced],
-            "barriers": self.barriers.record(),
+            "barriers_open": self.barriers.record(),
         }
 
     @classmethod
@@ -46,7 +46,7 @@ class Record(NamedTuple):
             Settings(*saved["settings"]),
             [_seat(*entry) for entry in saved["seats"]],
             [(incarnation, name) for incarnation, name in saved.get("replaced", ())],
-            Barriers(saved.get("barriers", ())),
+            Barriers(saved.get("barriers_open", ())),
         )
 
 
