@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvd.client.calls.deadline import Deadline
 from kvd.client.cluster.engine import Engine
 from kvd.config import parse_address
 from kvd.core.membership import ViewState, in_words, name_of
@@ -64,7 +65,7 @@ class Joining:
         self._where = engine.config.scheduler
         self._timeout_s = engine.config.join_timeout_s
 
-    def wait(self) -> int:
+    def wait(self, deadline: Deadline) -> int:
         """Waits until all servers are active and all workers have joined. Returns the rank.
 
         Raises:
@@ -73,7 +74,7 @@ class Joining:
             ConfigError, NotAllowed: the cluster refuses this node.
         """
         arrival = self._arrival
-        promise = self._engine.submit(JoinCluster(arrival.wait_for_workers), self._timeout_s)
+        promise = self._engine.submit(JoinCluster(arrival.wait_for_workers), deadline.left_s())
         promise.on_end(lambda _: arrival.wake())
         begun = time.monotonic()
         notice_s = FIRST_NOTICE_S
