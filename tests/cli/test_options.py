@@ -213,7 +213,7 @@ def test_exit_codes(error: KvdError, code: int) -> None:
 
 
 def raising(error: BaseException) -> Callable[[], Any]:
-    def observer() -> Any:
+    def observer(doing: str) -> Any:
         raise error
 
     return observer
