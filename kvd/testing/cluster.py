@@ -160,7 +160,7 @@ class LocalCluster:
         self.num_workers = num_workers
         self.num_servers = num_servers
         self.path = path or self.default_path
-        self.settings = {"heartbeat_interval_s": 0.2, "request_timeout_s": 60.0, **settings}
+        self.settings = {"heartbeat_interval_s": 0.2, "request_timeout_s": 60.0, "join_timeout_s": 60.0, **settings}
         if self.path != "shm":
             self.settings.setdefault("shared_memory", "off")
         self._processes = processes

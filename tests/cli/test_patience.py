@@ -139,6 +139,7 @@ def test_a_barrier_that_takes_long_says_so(spawn: Spawn) -> None:
 def test_a_command_that_joins_names_the_servers_that_are_missing(spawn: Spawn, tmp_path: Path) -> None:
     np.save(tmp_path / "w.npy", np.zeros(1, np.float32))
     with LocalCluster(1, 2) as cluster:
+        cluster.lone_store().close()  # both servers have joined
         cluster.servers.pop().stop()
         process = spawn("init", "w", tmp_path / "w.npy", "-S", cluster.address)
         assert process.stderr is not None

@@ -81,7 +81,7 @@ class Joining:
         while not promise.done() and not arrival.given_up:
             arrival.sleep(max(0.0, begun + notice_s - time.monotonic()))
             if not promise.done() and not arrival.given_up and time.monotonic() >= begun + notice_s:
-                arrival.tell(f"{self._problem().text}; waiting for up to {self._timeout_s:g} s (join_timeout_s)")
+                arrival.tell(f"{self._problem().text}; this gives up after {self._timeout_s:g} s (join_timeout_s)")
                 notice_s = 2 * notice_s + FIRST_NOTICE_S
         if not promise.done():
             raise RequestTimeout("the creation of this store was given up", outcome="not_sent")
@@ -206,8 +206,8 @@ def _unreached_text(server: Member, scheduler: str) -> str:
         return text + "this is no address; look at the server's log"
     if listening.scheme == "tcp" and listening.is_local and not asked.is_local:
         return text + (
-            f"it listens on {listening.host}, which only processes of its own host reach; start it with --bind "
-            "tcp://ADDRESS:PORT, an address of its host that this host reaches"
+            f"it listens on {listening.host}, which only processes of its own host reach; start it without --bind (it "
+            "then listens where it reaches the scheduler), or with an address of its host that this host reaches"
         )
     if listening.scheme != "tcp":
         return text + "it listens on a Unix socket, which only processes of its own host reach"
