@@ -20,7 +20,7 @@ def jobs(ctx: click.Context) -> None:
     """List the runs of all jobs: those that are running, and those that can still be read."""
     if ctx.invoked_subcommand is not None:
         return
-    with observer() as cluster:
+    with observer("listing the jobs") as cluster:
         runs = cluster.jobs()
     if current().output == "json":
         print_json(runs)
@@ -42,7 +42,7 @@ def _workers(run: Mapping[str, Any]) -> str:
 @click.argument("name")
 def end(name: str) -> None:
     """End the latest run of the job NAME, and free its memory. NAME@RUN ends one that is over."""
-    with observer() as cluster:
+    with observer(f"ending job {name!r}") as cluster:
         cluster.end_job(name)
 
 
@@ -51,5 +51,5 @@ def end(name: str) -> None:
 @click.option("--force", is_flag=True, help="even if a job is running")
 def shutdown(force: bool) -> None:
     """End the scheduler and all servers."""
-    with observer() as cluster:
+    with observer("ending the daemons") as cluster:
         cluster.shut_down(force=force)

@@ -34,6 +34,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 logger = logging.getLogger("kvd.node")
 
 JOIN_POLL_S = 0.02
+NOTICE_S = 3.0  # until the log says what a server waits for
 
 
 class ServerRole:
@@ -91,7 +92,11 @@ class ServerRole:
         assert session is not None, "make_driver makes it"
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.request_timeout_s
+        notice_at: float | None = loop.time() + NOTICE_S
         while not session.joined:
+            if notice_at is not None and loop.time() > notice_at:
+                notice_at = None
+                event(logger, logging.WARNING, f"still waiting for the scheduler at {self._config.scheduler}")
             if loop.time() > deadline and not session.heard:
                 where = self._config.scheduler
                 text = (

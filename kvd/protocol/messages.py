@@ -245,7 +245,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """I have reached this barrier. Answered when all have; a settled generation always gives the same answer."""
+    """I have reached this barrier. Answered when all have, or cannot; the same request always gets the same answer."""
 
     KIND: ClassVar[int] = 7
     request: Number

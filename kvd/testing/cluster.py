@@ -166,6 +166,7 @@ class LocalCluster:
         self.settings = {
             "heartbeat_interval_s": 0.2,
             "request_timeout_s": 60.0,
+            "join_timeout_s": 60.0,
             "run": secrets.token_hex(8),  # all stores are workers of one start of a program
             **settings,
         }

@@ -44,6 +44,10 @@ def report_of(cluster: LocalCluster) -> dict[str, Any]:
         return observer.status()
 
 
+def all_servers_joined(cluster: LocalCluster) -> None:
+    wait_until(lambda: len(report_of(cluster)["servers"]) == cluster.num_servers, "all servers are there")
+
+
 def taken(cluster: LocalCluster) -> dict[str, str]:
     """The workers that have a rank, and the states of those."""
     return {f"worker {m['rank']}": m["state"] for m in report_of(cluster)["members"] if m["role"] == "worker"}
@@ -97,6 +101,7 @@ def test_it_says_what_is_missing_again_and_again(pool: ThreadPoolExecutor, caplo
         return sum(text in record.getMessage() for record in caplog.records) >= times
 
     with LocalCluster(3, 2) as cluster:
+        all_servers_joined(cluster)
         cluster.servers.pop().stop()
         first = pool.submit(cluster.store)
         where = cluster.address
@@ -145,7 +150,7 @@ def test_it_says_that_no_scheduler_answers(caplog: pytest.LogCaptureFixture) -> 
     )
     for text in (caplog.messages[0], str(caught.value)):
         assert expected in text
-    assert len(caplog.messages) == 3  # after 0.05, 0.15 and 0.35 s
+    assert 1 <= len(caplog.messages) <= 3  # after 0.05, 0.15 and 0.35 s, unless this process slept that long
 
 
 def test_a_scheduler_that_falls_silent_is_named(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +176,10 @@ def server(rank: int, address: str, state: MemberState = MemberState.ACTIVE) -> 
 @pytest.mark.parametrize(
     ("address", "says"),
     [
-        ("tcp://127.0.0.1:4041", "it listens on 127.0.0.1, which only processes of its own host reach; start it with"),
+        (
+            "tcp://127.0.0.1:4041",
+            "it listens on 127.0.0.1, which only processes of its own host reach; start it without",
+        ),
         ("tcp://10.0.0.7:4041", "check that this host reaches 10.0.0.7 at port 4041 (firewall, route), and that the"),
         ("ipc:///tmp/server.sock", "it listens on a Unix socket, which only processes of its own host reach"),
         ("nonsense", "this is no address"),
@@ -200,7 +208,7 @@ def test_nothing_missing_is_no_empty_list() -> None:
 def test_a_server_that_does_not_answer_is_named_at_the_end() -> None:
     patient: dict[str, Any] = {"server_timeout_s": 40.0, "worker_timeout_s": 40.0}
     with LocalCluster(1, 2, processes=True, **patient) as cluster:
-        wait_until(lambda: len(report_of(cluster)["servers"]) == 2, "both servers are there")
+        all_servers_joined(cluster)
         with stopped(cluster.servers[0]), pytest.raises(RequestTimeout) as caught:
             cluster.store(join_timeout_s=2.0)
         (silent,) = caught.value.waiting_for

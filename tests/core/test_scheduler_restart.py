@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import CallerPeer
-from kvd.core.scheduler.barriers import Barriers, Verdict
+from kvd.core.scheduler.barriers import Barriers, Entrant, Verdict
 from kvd.core.scheduler.machine import SchedulerMachine
 from kvd.core.scheduler.record import Record
 from kvd.core.scheduler.roster import Seat
@@ -77,7 +77,7 @@ def test_a_damaged_record_is_noticed(damage: dict[str, Any]) -> None:
 
 def test_a_record_comes_back_from_json_as_it_was() -> None:
     barriers = Barriers()
-    barriers.enter("b", 0, 0, CallerPeer(b"peer"), 1)
+    barriers.enter("b", 0, Entrant(0, 100, CallerPeer(b"peer"), 1))
     barriers.settle([0, 1], [1])
     seats = [
         Seat(member("server", 0), "host", 7, CallerPeer(b"peer")),
@@ -92,4 +92,4 @@ def test_a_record_comes_back_from_json_as_it_was() -> None:
     ]
     assert all(isinstance(seat.member.state, MemberState) for seat in read.seats)
     assert read.phase is RunPhase.CLOSING
-    assert read.barriers.enter("b", 0, 0, CallerPeer(b"peer"), 1) == Verdict((1,))
+    assert read.barriers.enter("b", 0, Entrant(0, 100, CallerPeer(b"peer"), 1)) == Verdict((1,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvd.client.calls.backend import Backend, StoreFacts, StoreType
+from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.memory_budget import MemoryBudget
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.arguments import Arguments
@@ -50,9 +51,10 @@ def open_cluster(kind: StoreType, loaded: Loaded, arrival: Arrival) -> Backend:
     Raises:
         ConnectError, RequestTimeout, ConfigError, NotAllowed: see `Engine` and `Joining.wait`.
     """
+    deadline = Deadline(loaded.config.join_timeout_s)  # looking up the host's name counts
     engine = Engine(loaded.config, "worker", cluster_settings(loaded, kind), operator=arrival.operator)
     try:
-        rank = Joining(engine, arrival).wait()
+        rank = Joining(engine, arrival).wait(deadline)
     except BaseException:
         engine.withdraw()
         raise

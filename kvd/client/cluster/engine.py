@@ -38,6 +38,8 @@ from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
 
 STOP_TIMEOUT_S = 5.0
+UNHEARD_STOP_S = 1.0  # libzmq may be looking up the scheduler's host, and ends no sooner than the name server lets it
+LINGER_S = 0.5  # for messages that are queued; those of an observer that never heard anything interest nobody
 WITHDRAW_S = 0.5  # to tell the scheduler: the caller has waited long enough
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -195,7 +197,7 @@ class Engine:
                 first, self._closed = not self._closed, True
             if first:
                 self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(STOP_TIMEOUT_S)
+            self._thread.join(STOP_TIMEOUT_S if self.session.heard else UNHEARD_STOP_S)
             self._waiter.close()
 
     def withdraw(self) -> None:
@@ -212,7 +214,7 @@ class Engine:
         finally:
             with self._order:
                 self._closed = True  # `submit` and `run` refuse calls from now on
-            self._driver.stop(linger_s=0.5)
+            self._driver.stop(LINGER_S if self.session.heard or self.session.identity.role != "observer" else 0.0)
             self._fail_all(StoreClosed("the store was closed before this call was done"))
             self._loop.run_until_complete(asyncio.sleep(0))  # coroutines given to `run` start
             while self._tasks:  # and end with the error of their next call

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvd.client.calls.deadline import Deadline
 from kvd.client.cluster.engine import Engine
 from kvd.config import parse_address
 from kvd.core.membership import ViewState, in_words, name_of
@@ -66,7 +67,7 @@ class Joining:
         self._where = engine.config.scheduler
         self._timeout_s = engine.config.join_timeout_s
 
-    def wait(self) -> int:
+    def wait(self, deadline: Deadline) -> int:
         """Waits until all servers are active and all workers have joined. Returns the rank.
 
         Raises:
@@ -75,14 +76,14 @@ class Joining:
             ConfigError, NotAllowed: the cluster refuses this node.
         """
         arrival = self._arrival
-        promise = self._engine.submit(JoinCluster(arrival.wait_for_workers), self._timeout_s)
+        promise = self._engine.submit(JoinCluster(arrival.wait_for_workers), deadline.left_s())
         promise.on_end(lambda _: arrival.wake())
         begun = time.monotonic()
         notice_s = FIRST_NOTICE_S
         while not promise.done() and not arrival.given_up:
             arrival.sleep(max(0.0, begun + notice_s - time.monotonic()))
             if not promise.done() and not arrival.given_up and time.monotonic() >= begun + notice_s:
-                arrival.tell(f"{self._problem().text}; waiting for up to {self._timeout_s:g} s (join_timeout_s)")
+                arrival.tell(f"{self._problem().text}; this gives up after {self._timeout_s:g} s (join_timeout_s)")
                 notice_s = 2 * notice_s + FIRST_NOTICE_S
         if not promise.done():
             raise RequestTimeout("the creation of this store was given up", outcome="not_sent")
@@ -209,8 +210,8 @@ def _unreached_text(server: Member, scheduler: str) -> str:
         return text + "this is no address; look at the server's log"
     if listening.scheme == "tcp" and listening.is_local and not asked.is_local:
         return text + (
-            f"it listens on {listening.host}, which only processes of its own host reach; start it with --bind "
-            "tcp://ADDRESS:PORT, an address of its host that this host reaches"
+            f"it listens on {listening.host}, which only processes of its own host reach; start it without --bind (it "
+            "then listens where it reaches the scheduler), or with an address of its host that this host reaches"
         )
     if listening.scheme != "tcp":
         return text + "it listens on a Unix socket, which only processes of its own host reach"

@@ -36,10 +36,10 @@ class Observer:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        deadline = Deadline(config.request_timeout_s)  # looking up the host's name counts
         self._engine = Engine(config, "observer", EMPTY_SETTINGS)
-        deadline = Deadline(config.request_timeout_s)
         try:
-            self._scheduler_status()  # any scheduler answers that, even while servers are missing
+            self._scheduler_status(deadline)  # any scheduler answers that, even while servers are missing
             self._engine.submit(requests.JoinCluster(), deadline.left_s()).result()  # it has a view then
         except RequestTimeout:
             heard = self._engine.session.heard
@@ -75,7 +75,7 @@ class Observer:
         this call, has an entry with "error" in place of its figures.
         """
         deadline = Deadline(self._config.request_timeout_s)
-        status = self._scheduler_status()
+        status = self._scheduler_status(deadline)
         ranks = sorted(
             member["rank"]
             for member in status["members"]
@@ -145,7 +145,7 @@ class Observer:
 
     def jobs(self) -> list[dict[str, Any]]:
         """The runs of all jobs, in the order in which they began: job, run, phase, workers, num_workers."""
-        rows: list[dict[str, Any]] = self._scheduler_status()["jobs"]
+        rows: list[dict[str, Any]] = self._scheduler_status(Deadline(self._config.request_timeout_s))["jobs"]
         return rows
 
     def end_job(self, job: str) -> None:
@@ -168,12 +168,12 @@ class Observer:
         """The servers and workers that are declared dead."""
         return [
             Node(member["role"], member["rank"], member["node_id"], member["reason"], member["silent_s"])
-            for member in self._scheduler_status()["members"]
+            for member in self._scheduler_status(Deadline(self._config.request_timeout_s))["members"]
             if member["state"] in (MemberState.DEAD, MemberState.GONE)
         ]
 
-    def _scheduler_status(self) -> dict[str, Any]:
-        payload, nbytes = self._ask(requests.SchedulerStatus())
+    def _scheduler_status(self, deadline: Deadline) -> dict[str, Any]:
+        payload, nbytes = self._engine.submit(requests.SchedulerStatus(), deadline.left_s()).result()
         status: dict[str, Any] = json.loads(bytes(payload[:nbytes]))
         return status
 

@@ -42,7 +42,7 @@ from kvd.core.machine import Effect, Event, LogEntry, Peer, PeerLost, Persist, P
 from kvd.core.membership import in_words, name_of
 from kvd.core.placement import initial_shards
 from kvd.core.scheduler.agreement import Agreement
-from kvd.core.scheduler.barriers import Barriers, Settled, Verdict
+from kvd.core.scheduler.barriers import Barriers, Entrant, Settled, Verdict
 from kvd.core.scheduler.liveness import Liveness
 from kvd.core.scheduler.phase import IN_WORDS, RunLife
 from kvd.core.scheduler.record import Record
@@ -112,7 +112,6 @@ class SchedulerMachine:
         num_workers = cluster.num_workers if with_workers else 0
         earlier = None if saved is None else Record.from_plain(saved)
         self.incarnation = incarnation
-        self._break_on_loss = settings.break_on_loss
         if earlier is None:
             self._agreement = Agreement(cluster)
             self._roster = Roster(cluster.num_servers, num_workers)
@@ -128,6 +127,7 @@ class SchedulerMachine:
         )
         self._seating = Seating(self._agreement, self._roster, self._liveness)
         self._runs: tuple[RunEntry, ...] = ()
+        self._breaking: Callable[[], list[int]] = self._liveness.breaking_ranks if settings.break_on_loss else list
         self._views = Views(generation, 0 if earlier is None else 1, self._view())
         self._out: list[Effect] = []
         self._handlers: dict[type, Callable[[Received, Any, float], None]] = {
@@ -174,6 +174,8 @@ class SchedulerMachine:
             self._process_ended(self._roster.seat_of(event.incarnation), event.reason, now)
         for seat, reason in self._liveness.overdue(now):
             self._declare_dead(seat, reason, now)
+        if self._liveness.stops_awaiting(now) and (settled := self._settle_barriers()):
+            self._publish(settled)
         return self._out
 
     def next_deadline(self) -> float | None:
@@ -352,7 +354,8 @@ class SchedulerMachine:
         if seat.member.role != "worker":
             self._refuse(event.peer, enter.request, ErrorCode.NOT_ALLOWED, "only workers meet at barriers")
             return
-        answer = self._barriers.enter(enter.name, enter.generation, seat.member.rank, event.peer, enter.request)
+        who = Entrant(seat.member.rank, seat.member.incarnation, event.peer, enter.request)
+        answer = self._barriers.enter(enter.name, enter.generation, who)
         if isinstance(answer, Verdict):
             self._out += self._views.when_saved(Send(event.peer, answer.answer(enter.request, enter.name)))
         elif isinstance(answer, str):
@@ -433,8 +436,7 @@ class SchedulerMachine:
 
     def _settle_barriers(self) -> list[Settled]:
         """The barriers that the latest change releases or breaks."""
-        dead = self._roster.dead_ranks() if self._break_on_loss else ()
-        return self._barriers.settle(self._roster.barrier_ranks(), dead)
+        return self._barriers.settle(self._roster.barrier_ranks(), self._breaking())
 
     def _view(self) -> View:
         settings = self._agreement.settings
@@ -445,7 +447,7 @@ class SchedulerMachine:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
         self._views.validate()
         self._roster.validate()
-        self._barriers.validate(self._roster.barrier_ranks())
+        self._barriers.validate(self._roster.barrier_ranks(), self._breaking())
 
     # ── words ──
 
