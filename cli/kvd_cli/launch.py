@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -48,18 +49,41 @@ class ServerCount(click.IntRange):
     help="time that a process has to end after SIGTERM",
 )  # fmt: skip
 @click.option(
+    "--job",
+    "job_name",
+    metavar="NAME",
+    help="name of the job; without it the job gets one that no other has  [KVD_JOB]",
+)
+@click.option(
+    "--log-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+    help="write all output of each process to a file of its own in DIR",
+)  # fmt: skip
+@click.option(
     "-s", "--num-servers", "servers", type=ServerCount(), metavar="INTEGER|auto",
     help="number of servers in the job; auto: one for each core that the workers leave, from 1 to "
     f"{MOST_AUTO_SERVERS}  [KVD_NUM_SERVERS]",
 )  # fmt: skip
-@setting_options(leave_out=(*OF_ONE_PROCESS, "num_servers"), short={"num_workers": "-n", "cpu_affinity": "--affinity"})
+@setting_options(
+    leave_out=(*OF_ONE_PROCESS, "num_servers", "job"), short={"num_workers": "-n", "cpu_affinity": "--affinity"}
+)
 @common_options()
-def launch(command: tuple[str, ...], servers: int | None, place: str, restart: int, grace: float) -> None:
+def launch(
+    command: tuple[str, ...],
+    servers: int | None,
+    place: str,
+    restart: int,
+    grace: float,
+    job_name: str | None,
+    log_dir: Path | None,
+) -> None:
     """Run a whole job on this machine: CMD in several workers.
 
     The job has its own scheduler and servers, and ends when all workers are done. A worker that fails ends the job;
     its exit code becomes that of the job. Ctrl-C ends the job in order, a second Ctrl-C kills it. No process is left
     running in any case.
+
+    The first line says where the scheduler is (--scheduler: where it shall listen). After that come the output of CMD,
+    warnings and errors; -v or --log-level shows the rest of the daemons' logs too.
     """
     options = current()
     if servers:
@@ -81,9 +105,13 @@ def launch(command: tuple[str, ...], servers: int | None, place: str, restart: i
         command=command,
         workers=config.num_workers,
         servers=config.num_servers,
-        environment=job_environment(loaded, restarts=restart),
+        environment=job_environment(loaded, restarts=restart) | ({"KVD_JOB": job_name} if job_name else {}),
         restarts=restart,
         grace_s=grace,
+        scheduler=config.scheduler if loaded.origin["scheduler"] == "flag" else "",
+        announce=True,
+        quiet=loaded.origin["log_level"] == "default",
+        log_dir=log_dir,
     )
     click.get_current_context().exit(run(job, Prefixer(job.names()).write))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvd.errors import ConfigError
 
@@ -18,11 +19,16 @@ class Job:
         workers: how many, at least 1.
         servers: how many, at least 1.
         environment: variables for all processes: the settings of the cluster, and what the workers need. The launcher
-            itself acts on two settings: each daemon gets a directory of its own below ``KVD_STATE_DIR``, and with
-            ``KVD_CPU_AFFINITY=auto`` each server gets a core of its own, if there are enough.
+            itself acts on some settings: each daemon gets a directory of its own below ``KVD_STATE_DIR``; with
+            ``KVD_CPU_AFFINITY=auto`` each server gets a core of its own, if there are enough; a job without ``KVD_JOB``
+            gets a name that no other has, and one without ``KVD_RUN`` a random token.
         restarts: how often each worker that failed is started again, under the same node id.
         grace_s: how long processes may take to end after SIGTERM.
         startup_s: how long the scheduler may take to be ready.
+        scheduler: where its scheduler listens; empty: a free port of the loopback.
+        announce: whether the first line says where the scheduler is.
+        quiet: whether what the daemons log below a warning is held back until one of them fails.
+        log_dir: a folder for the logs of all processes; None: no logs.
         daemon: the command line of kvd, to which ``scheduler`` or ``server`` is added.
 
     Raises:
@@ -36,6 +42,10 @@ class Job:
     restarts: int = 0
     grace_s: float = 10.0
     startup_s: float = 60.0
+    scheduler: str = ""
+    announce: bool = False
+    quiet: bool = False
+    log_dir: Path | None = None
     daemon: Sequence[str] = (sys.executable, "-m", "kvd_cli.main")
 
     def __post_init__(self) -> None:

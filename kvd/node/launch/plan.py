@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvd.config import child_environment
+from kvd.config import child_environment, rank_variables, with_unset
 from kvd.node.affinity import CorePlan, plan_cores, usable_cores
 from kvd.node.launch.job import Job
+from kvd.node.listening import LOOPBACK
 from kvd.node.parent import guarded, tied
 
 PARENT_GRACE_S: Final = 2.0
@@ -40,19 +42,23 @@ class JobPlan:
     """The processes of a job.
 
     Attributes:
+        name: of the job.
         remarks: what a person should know about the plan.
     """
 
     def __init__(self, job: Job) -> None:
         self.remarks: tuple[str, ...] = ()
         self._job = job
+        self.name = job.environment.get("KVD_JOB") or f"launch-{secrets.token_hex(4)}"
+        # by this token the workers know each other, and a restarted worker the run that it belongs to
+        self._token = job.environment.get("KVD_RUN") or secrets.token_hex(16)
         self._cores: CorePlan | None = None
         if job.environment.get("KVD_CPU_AFFINITY") == "auto":
             self._plan_cores(usable_cores())
 
     def scheduler(self, ready_file: Path, notify_socket: str) -> ProcessSpec:
-        """The scheduler: it listens on a free port of the loopback, writes its address and reports that it is ready."""
-        changes = {"KVD_BIND": "tcp://127.0.0.1:0", "NOTIFY_SOCKET": notify_socket}
+        """The scheduler: it listens, writes its address and reports that it is ready."""
+        changes = {"KVD_BIND": self._job.scheduler or LOOPBACK, "NOTIFY_SOCKET": notify_socket}
         return self._daemon("scheduler", ("scheduler", "--ready-file", str(ready_file)), "", changes, None)
 
     def server(self, index: int, scheduler: str) -> ProcessSpec:
@@ -66,6 +72,8 @@ class JobPlan:
             "KVD_ROLE": "worker",
             "KVD_PREFERRED_RANK": str(rank),
             "KVD_LOCAL_RANK": str(rank),
+            "KVD_JOB": self.name,
+            "KVD_RUN": self._token,
             "KVD_PARENT_PID": "",  # its guard watches the launcher
             "KVD_BIND": "",
             "PYTHONUNBUFFERED": "1",  # its lines should appear when they are printed, although they go to a pipe
@@ -73,6 +81,9 @@ class JobPlan:
         name = f"worker-{rank}"
         command = guarded(self._job.command, min(PARENT_GRACE_S, self._job.grace_s))
         environment = self._environment(name, scheduler, changes)
+        workers = self._job.workers
+        ranks = rank_variables(rank=rank, world_size=workers, local_rank=rank, local_world_size=workers)
+        environment = with_unset(environment, ranks)
         return ProcessSpec(name, command, environment, is_guard=True, cores=self._cores_of(None))
 
     def _daemon(

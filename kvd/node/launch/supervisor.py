@@ -13,7 +13,8 @@ from kvd.errors import RequestTimeout
 from kvd.node.exit_codes import ExitCode
 from kvd.node.launch.child import Child
 from kvd.node.launch.job import Job
-from kvd.node.launch.output import Sink, Stream, say
+from kvd.node.launch.job_output import JobOutput
+from kvd.node.launch.output import Stream
 from kvd.node.launch.plan import JobPlan, ProcessSpec
 from kvd.node.launch.ready_socket import ReadySocket
 from kvd.node.launch.stop_request import StopRequest, Urgency
@@ -30,10 +31,10 @@ class Supervisor:
         scheduler: the address of the scheduler, once it is ready.
     """
 
-    def __init__(self, job: Job, sink: Sink) -> None:
+    def __init__(self, job: Job, output: JobOutput) -> None:
         self.scheduler = ""
         self._job = job
-        self._sink = sink
+        self._output = output
         self._loop = asyncio.get_running_loop()
         self._stop = StopRequest(self._loop)
         self._plan = JobPlan(job)
@@ -77,14 +78,19 @@ class Supervisor:
 
     async def _start(self, ready_file: Path) -> int | None:
         """Start everything. The exit code if that was not possible."""
-        for remark in self._plan.remarks:
-            self._say(remark)
         with ReadySocket(self._loop) as ready:
             self._daemons.append(self._child(self._plan.scheduler(ready_file, ready.name)))
             code = await self._scheduler_ready(ready.reported)
             if code is not None:
                 return code
         self.scheduler = _address_in(ready_file)
+        if self._job.announce:
+            self._say(
+                f"scheduler at {self.scheduler}, job {self._plan.name}; "
+                f"look at it with: KVD_SCHEDULER={self.scheduler} kvd status"
+            )
+        for remark in self._plan.remarks:
+            self._say(remark)
         for index in range(self._job.servers):
             self._daemons.append(self._child(self._plan.server(index, self.scheduler)))
         for rank in range(self._job.workers):
@@ -102,6 +108,7 @@ class Supervisor:
             return self._daemon_died(process)
         if not ready.done():
             limit = f"{self._job.startup_s:g} s"
+            self._output.show_log_of(process.name)
             raise RequestTimeout(f"the scheduler was not ready within {limit}", waiting_for=("scheduler",))
         return None
 
@@ -109,7 +116,7 @@ class Supervisor:
         self._workers[rank] = self._child(self._plan.worker(rank, self.scheduler))
 
     def _child(self, spec: ProcessSpec) -> Child:
-        return Child(spec, self._sink, self._on_sink_error)
+        return Child(spec, self._output.write, self._on_sink_error)
 
     # --- what ends the job --------------------------------------------------------------------------------------------
 
@@ -148,6 +155,7 @@ class Supervisor:
 
     def _daemon_died(self, daemon: Child) -> int:
         code = daemon.exited.result()
+        self._output.show_log_of(daemon.name)
         self._say(f"{daemon.name} ended ({_in_words(code)}): ending the job")
         return ExitCode.USAGE if code == ExitCode.USAGE else ExitCode.FAILED  # its settings are ours
 
@@ -198,7 +206,7 @@ class Supervisor:
             await _kill(running)
 
     def _say(self, text: str) -> None:
-        say(self._sink, text)
+        self._output.say(text)
 
 
 def _address_in(ready_file: Path) -> str:
