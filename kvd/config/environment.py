@@ -46,6 +46,13 @@ def child_environment(changes: Mapping[str, str], environ: Mapping[str, str] | N
     return {name: value for name, value in environ.items() if name not in own} | dict(changes)
 
 
+def shared_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables by which programs are found, for a host with the same folders as this one."""
+    environ = os.environ if environ is None else environ
+    names = ("PATH", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+    return {name: environ[name] for name in names if name in environ}
+
+
 def rank_variables(
     *, rank: int | None, world_size: int, local_rank: int, local_world_size: int | None
 ) -> dict[str, str]:

@@ -231,6 +231,46 @@ def test_a_job_has_at_least_one_of_each(
     assert says in " ".join(result.stderr.split())
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--hosts", "a,b"], "give --insecure (KVD_INSECURE=1) if the network is trusted"),
+        (["--hosts", "a,a", "--insecure"], "a is named twice"),
+        (["--hosts", "-oProxyCommand=x", "--insecure"], "is not HOST or HOST:SLOTS"),
+        (["--hosts", "localhost:2", "-n", "3"], "num_workers = 3, but the hosts have 2 slots in all"),
+        (["--hosts", "localhost:2", "-s", "auto"], "-s auto counts the cores of this machine only"),
+        (["--hosts", "localhost", "--affinity", "auto"], "--affinity auto plans the cores of this machine only"),
+        (["--hosts", "localhost", "--ssh", "'"], "No closing quotation"),
+        (["--hosts", "localhost", "--ssh", " "], "--ssh: give a command"),
+        (["-n", "1", "-s", "1", "--ssh", "ssh -p 1"], "give --hosts, too"),
+    ],
+)
+def test_hosts_that_make_no_sense(flags: list[str], says: str, kvd: Kvd) -> None:
+    result = kvd("launch", *flags, "--", "true")
+    assert result.exit_code == 2
+    assert says in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"), [([], (3, 2)), (["-n", "2"], (2, 2)), (["-s", "1"], (3, 1)), (["-n", "1", "-s", "5"], (1, 5))]
+)
+def test_the_hosts_say_how_many_workers_and_servers_there_are(
+    flags: list[str], sizes: tuple[int, int], kvd: Kvd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[Job] = []
+
+    def take(job: Job, sink: object) -> int:
+        jobs.append(job)
+        return 0
+
+    monkeypatch.setattr("kvd_cli.launch.run", take)
+    result = kvd("launch", "--hosts", "a,b:2", "--insecure", "--ssh", "ssh -p '2 2'", *flags, "--", "true")
+    assert result.exit_code == 0, result.output
+    assert (jobs[0].workers, jobs[0].servers) == sizes
+    assert [(host.name, host.slots) for host in jobs[0].hosts] == [("a", 1), ("b", 2)]
+    assert jobs[0].ssh == ["ssh", "-p", "2 2"]
+
+
 def test_prefixed_lines(capfd: pytest.CaptureFixture[str]) -> None:
     prefixer = Prefixer(["scheduler", "worker-0"])
     prefixer.write("worker-0", "stdout", b"a \xc3\xa9")

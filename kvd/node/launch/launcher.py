@@ -34,6 +34,7 @@ def run(job: Job, sink: Sink, *, handle_signals: bool = True) -> int:
 
     Raises:
         ConfigError: logs cannot be written to the job's folder.
+        ConnectError: a host cannot be reached, or lacks what the job needs.
         RequestTimeout: the scheduler was not ready in time.
         KvdError: a process cannot be started.
     """

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvd.config import child_environment, rank_variables, with_unset
+from kvd.config import child_environment, rank_variables, shared_environment, with_unset
+from kvd.errors import ConfigError
 from kvd.node.affinity import CorePlan, plan_cores, usable_cores
+from kvd.node.launch.hosts import Placement
 from kvd.node.launch.job import Job
-from kvd.node.listening import LOOPBACK
+from kvd.node.launch.ssh import on_host, order
 from kvd.node.parent import guarded, tied
+from kvd.node.remote import Mode
 
 PARENT_GRACE_S: Final = 2.0
 """How long a worker may take to end after its launcher was killed: its cluster is gone already."""
@@ -29,6 +33,8 @@ class ProcessSpec:
         environment: all of its variables.
         is_guard: whether the process is a guard, which runs the real command below itself.
         cores: where it may run; None: anywhere.
+        host: where it runs, through an ssh; empty: here.
+        order: what the other host is told on stdin.
     """
 
     name: str
@@ -36,12 +42,15 @@ class ProcessSpec:
     environment: Mapping[str, str]
     is_guard: bool = False
     cores: Collection[int] | None = None
+    host: str = ""
+    order: bytes | None = None
 
 
 class JobPlan:
     """The processes of a job.
 
     Attributes:
+        placement: which process runs on which host.
         name: of the job.
         remarks: what a person should know about the plan.
     """
@@ -52,26 +61,32 @@ class JobPlan:
         self.name = job.environment.get("KVD_JOB") or f"launch-{secrets.token_hex(4)}"
         # by this token the workers know each other, and a restarted worker the run that it belongs to
         self._token = job.environment.get("KVD_RUN") or secrets.token_hex(16)
+        self.placement = Placement(job.hosts, job.workers)
         self._cores: CorePlan | None = None
         if job.environment.get("KVD_CPU_AFFINITY") == "auto":
             self._plan_cores(usable_cores())
 
-    def scheduler(self, ready_file: Path, notify_socket: str) -> ProcessSpec:
+    def look(self) -> bytes:
+        """What the hosts are asked before anything starts: do they have the folder and the program?"""
+        return self._order(self._job.command, {})
+
+    def scheduler(self, bind: str, ready_file: Path, notify_socket: str) -> ProcessSpec:
         """The scheduler: it listens, writes its address and reports that it is ready."""
-        changes = {"KVD_BIND": self._job.scheduler or LOOPBACK, "NOTIFY_SOCKET": notify_socket}
+        changes = {"KVD_BIND": bind, "NOTIFY_SOCKET": notify_socket}
         return self._daemon("scheduler", ("scheduler", "--ready-file", str(ready_file)), "", changes, None)
 
     def server(self, index: int, scheduler: str) -> ProcessSpec:
-        """One of the servers; `scheduler` is the address of the scheduler."""
+        """One of the servers; `scheduler` is the address by which it reaches the scheduler."""
         changes = {"KVD_PREFERRED_RANK": str(index), "KVD_BIND": ""}
         return self._daemon(f"server-{index}", ("server",), scheduler, changes, index)
 
     def worker(self, rank: int, scheduler: str) -> ProcessSpec:
-        """One of the workers, under a guard; `scheduler` is the address of the scheduler."""
+        """One of the workers, under a guard; `scheduler` is the address by which it reaches the scheduler."""
+        place = self.placement.worker(rank)
         changes = {
             "KVD_ROLE": "worker",
             "KVD_PREFERRED_RANK": str(rank),
-            "KVD_LOCAL_RANK": str(rank),
+            "KVD_LOCAL_RANK": str(place.local_rank),
             "KVD_JOB": self.name,
             "KVD_RUN": self._token,
             "KVD_PARENT_PID": "",  # its guard watches the launcher
@@ -79,34 +94,56 @@ class JobPlan:
             "PYTHONUNBUFFERED": "1",  # its lines should appear when they are printed, although they go to a pipe
         }
         name = f"worker-{rank}"
-        command = guarded(self._job.command, min(PARENT_GRACE_S, self._job.grace_s))
-        environment = self._environment(name, scheduler, changes)
-        workers = self._job.workers
-        ranks = rank_variables(rank=rank, world_size=workers, local_rank=rank, local_world_size=workers)
-        environment = with_unset(environment, ranks)
+        ranks = rank_variables(
+            rank=rank,
+            world_size=self._job.workers,
+            local_rank=place.local_rank,
+            local_world_size=place.local_workers,
+        )
+        settings = self._settings(name, scheduler, changes)
+        if place.host:
+            return self._on_host(name, place.host, self._job.command, ranks | settings)
+        command = guarded(self._job.command, self._grace_s())
+        environment = with_unset(child_environment(settings), ranks)
         return ProcessSpec(name, command, environment, is_guard=True, cores=self._cores_of(None))
 
     def _daemon(
         self, name: str, arguments: Sequence[str], scheduler: str, changes: Mapping[str, str], server: int | None
     ) -> ProcessSpec:
         state = self._job.environment.get("KVD_STATE_DIR", "")
+        host = "" if server is None else self.placement.server(server)
         own = {
             "KVD_ROLE": "",
-            "KVD_PARENT_PID": str(os.getpid()),
+            "KVD_PARENT_PID": "" if host else str(os.getpid()),
             "KVD_STATE_DIR": str(Path(state) / name) if state else "",
             **changes,
         }
-        environment = self._environment(name, scheduler, own)
-        return ProcessSpec(name, tied([*self._job.daemon, *arguments]), environment, cores=self._cores_of(server))
+        command, settings = [*self._job.daemon, *arguments], self._settings(name, scheduler, own)
+        if host:
+            return self._on_host(name, host, command, settings)
+        return ProcessSpec(name, tied(command), child_environment(settings), cores=self._cores_of(server))
 
-    def _environment(self, name: str, scheduler: str, changes: Mapping[str, str]) -> dict[str, str]:
+    def _on_host(self, name: str, host: str, command: Sequence[str], settings: Mapping[str, str]) -> ProcessSpec:
+        """A process on another host, under a guard there. Its ssh ends with this process."""
+        ssh = tied(on_host(self._job.ssh, host, Mode.RUN))
+        return ProcessSpec(name, ssh, child_environment({}), host=host, order=self._order(command, settings))
+
+    def _order(self, command: Sequence[str], settings: Mapping[str, str]) -> bytes:
+        found = shutil.which(command[0])  # the PATH here has the environment that the hosts have, too
+        program = [command[0] if found is None or "/" in command[0] else found]
+        return order([*program, *command[1:]], {**shared_environment(), **settings}, _folder(), self._grace_s())
+
+    def _grace_s(self) -> float:
+        return min(PARENT_GRACE_S, self._job.grace_s)
+
+    def _settings(self, name: str, scheduler: str, changes: Mapping[str, str]) -> dict[str, str]:
         cluster = {
             "KVD_SCHEDULER": scheduler,
             "KVD_NUM_WORKERS": str(self._job.workers),
             "KVD_NUM_SERVERS": str(self._job.servers),
             "KVD_NODE_ID": name,
         }
-        return child_environment({**self._job.environment, **cluster, **changes})
+        return {**self._job.environment, **cluster, **changes}
 
     def _plan_cores(self, cores: Collection[int]) -> None:
         workers, servers = self._job.workers, self._job.servers
@@ -120,6 +157,13 @@ class JobPlan:
 
     def _cores_of(self, server: int | None) -> Collection[int] | None:
         return None if self._cores is None else self._cores.cores_of(server)
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        raise ConfigError("the folder in which this runs is gone: change to one that all hosts have") from None
 
 
 def _listed(cores: Collection[int]) -> str:

@@ -14,11 +14,17 @@ from kvd.node.exit_codes import ExitCode
 from kvd.node.launch.child import Child
 from kvd.node.launch.job import Job
 from kvd.node.launch.job_output import JobOutput
+from kvd.node.launch.look import look_at
 from kvd.node.launch.output import Stream
 from kvd.node.launch.plan import JobPlan, ProcessSpec
+from kvd.node.launch.reach import Reach
 from kvd.node.launch.ready_socket import ReadySocket
+from kvd.node.launch.ssh import LOST
 from kvd.node.launch.stop_request import StopRequest, Urgency
 from kvd.node.parent import exit_code
+
+MOST_CONNECTING: Final = 4
+"""Connections to one host that are made at the same time."""
 
 KILL_GRACE_S: Final = 1.0
 """How long a guard that was told to kill its command may take, before it is killed itself."""
@@ -38,6 +44,8 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._stop = StopRequest(self._loop)
         self._plan = JobPlan(job)
+        self._reach = Reach(job.scheduler, {})
+        self._listening = ""  # where the scheduler listens
         self._daemons: list[Child] = []  # the scheduler first
         self._workers: dict[int, Child] = {}  # by rank, those that have not ended well
         self._ended: list[Child] = []
@@ -70,7 +78,7 @@ class Supervisor:
             self._say(f"{number.name}: ending the job; a second one kills it")
 
     def pid_of(self, name: str) -> int | None:
-        """The pid of a running process: a daemon's own, or that of a worker's guard."""
+        """The pid of a running process: a daemon's own, or that of a worker's guard; on another host, of its ssh."""
         children = [child for child in (*self._daemons, *self._workers.values()) if not child.exited.done()]
         return next((child.pid for child in children if child.name == name), None)
 
@@ -78,12 +86,34 @@ class Supervisor:
 
     async def _start(self, ready_file: Path) -> int | None:
         """Start everything. The exit code if that was not possible."""
+        code = await self._look_at_hosts()
+        if code is None:
+            code = await self._start_scheduler(ready_file)
+        return await self._start_others() if code is None else code
+
+    async def _look_at_hosts(self) -> int | None:
+        """Find out how the hosts reach the scheduler. The exit code if the job was stopped meanwhile."""
+        names = [host.name for host in self._job.hosts]
+        look = asyncio.ensure_future(look_at(names, self._job.ssh, self._plan.look()) if names else _nothing())
+        stop = self._stop.code
+        events: set[asyncio.Future[Any]] = {look, stop}
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+        if not look.done():
+            look.cancel()
+            await asyncio.wait({look})
+            return stop.result()
+        self._reach = Reach(self._job.scheduler, look.result())
+        return None
+
+    async def _start_scheduler(self, ready_file: Path) -> int | None:
+        """Start the scheduler and wait until it is ready. The exit code if that was not possible."""
         with ReadySocket(self._loop) as ready:
-            self._daemons.append(self._child(self._plan.scheduler(ready_file, ready.name)))
+            self._daemons.append(self._child(self._plan.scheduler(self._reach.bind, ready_file, ready.name)))
             code = await self._scheduler_ready(ready.reported)
             if code is not None:
                 return code
-        self.scheduler = _address_in(ready_file)
+        self._listening = _address_in(ready_file)
+        self.scheduler = self._reach.scheduler("", self._listening)
         if self._job.announce:
             self._say(
                 f"scheduler at {self.scheduler}, job {self._plan.name}; "
@@ -91,11 +121,33 @@ class Supervisor:
             )
         for remark in self._plan.remarks:
             self._say(remark)
-        for index in range(self._job.servers):
-            self._daemons.append(self._child(self._plan.server(index, self.scheduler)))
-        for rank in range(self._job.workers):
-            self._start_worker(rank)
         return None
+
+    async def _start_others(self) -> int | None:
+        """Start servers and workers. The exit code if the job was stopped meanwhile."""
+        placement = self._plan.placement
+        for index in range(self._job.servers):
+            host = placement.server(index)
+            await self._room_on(host)
+            scheduler = self._reach.scheduler(host, self._listening)
+            self._daemons.append(self._child(self._plan.server(index, scheduler)))
+        for rank in range(self._job.workers):
+            await self._room_on(placement.worker(rank).host)
+            self._start_worker(rank)
+        return self._stop.code.result() if self._stop.code.done() else None
+
+    async def _room_on(self, host: str) -> None:
+        """Wait until only few connections to a host are being made: an sshd refuses some of more than ten."""
+        while host and not self._stop.code.done():
+            children = (*self._daemons, *self._workers.values())
+            pending = [c for c in children if c.host == host and not (c.connected.done() or c.exited.done())]
+            if len(pending) < MOST_CONNECTING:
+                return
+            events: set[asyncio.Future[Any]] = {
+                self._stop.code,
+                *(future for c in pending for future in (c.connected, c.exited)),
+            }
+            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
 
     async def _scheduler_ready(self, ready: asyncio.Future[None]) -> int | None:
         """Wait for the scheduler. The exit code if it does not become ready."""
@@ -113,7 +165,9 @@ class Supervisor:
         return None
 
     def _start_worker(self, rank: int) -> None:
-        self._workers[rank] = self._child(self._plan.worker(rank, self.scheduler))
+        host = self._plan.placement.worker(rank).host
+        scheduler = self._reach.scheduler(host, self._listening)
+        self._workers[rank] = self._child(self._plan.worker(rank, scheduler))
 
     def _child(self, spec: ProcessSpec) -> Child:
         return Child(spec, self._output.write, self._on_sink_error)
@@ -145,10 +199,10 @@ class Supervisor:
             return 0
         used = self._restarts.get(rank, 0)
         if used >= self._job.restarts:
-            self._say(f"{worker.name} failed ({_in_words(code)}): ending the job")
+            self._say(f"{_title(worker)} failed ({_in_words(worker, code)}): ending the job")
             return code
         self._restarts[rank] = used + 1
-        self._say(f"{worker.name} failed ({_in_words(code)}): restart {used + 1} of {self._job.restarts}")
+        self._say(f"{_title(worker)} failed ({_in_words(worker, code)}): restart {used + 1} of {self._job.restarts}")
         self._ended.append(worker)
         self._start_worker(rank)
         return 0
@@ -156,7 +210,7 @@ class Supervisor:
     def _daemon_died(self, daemon: Child) -> int:
         code = daemon.exited.result()
         self._output.show_log_of(daemon.name)
-        self._say(f"{daemon.name} ended ({_in_words(code)}): ending the job")
+        self._say(f"{_title(daemon)} ended ({_in_words(daemon, code)}): ending the job")
         return ExitCode.USAGE if code == ExitCode.USAGE else ExitCode.FAILED  # its settings are ours
 
     def _on_sink_error(self, stream: Stream, error: OSError) -> None:
@@ -224,8 +278,18 @@ async def _kill(running: Collection[Child]) -> None:
     await asyncio.wait(exits)
 
 
-def _in_words(code: int) -> str:
+async def _nothing() -> dict[str, str]:
+    return {}
+
+
+def _title(child: Child) -> str:
+    return f"{child.name} on {child.host}" if child.host else child.name
+
+
+def _in_words(child: Child, code: int) -> str:
     """An exit code as people read it."""
+    if child.host and code == LOST:
+        return f"exit code {code}: its ssh could not connect, or lost its connection"
     if code > 128:
         with contextlib.suppress(ValueError):
             return signal.Signals(code - 128).name
