@@ -44,7 +44,7 @@ class ServerCount(click.IntRange):
 )
 @click.option(
     "--restart", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
-    help="restart a failed worker under its old name up to N times",
+    help="restart each worker that failed under its old name, and the scheduler, up to N times",
 )  # fmt: skip
 @click.option(
     "--grace", type=click.FloatRange(min=0), default=10.0, show_default=True, metavar="SECONDS",

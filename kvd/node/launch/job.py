@@ -24,7 +24,7 @@ class Job:
             itself acts on some settings: each daemon gets a directory of its own below ``KVD_STATE_DIR``; with
             ``KVD_CPU_AFFINITY=auto`` each server gets a core of its own, if there are enough; a job without ``KVD_JOB``
             gets a name that no other has, and one without ``KVD_RUN`` a random token.
-        restarts: how often each worker that failed is started again, under the same node id.
+        restarts: how often each worker that failed is started again, under the same node id, and so the scheduler.
         grace_s: how long processes may take to end after SIGTERM.
         startup_s: how long the scheduler may take to be ready.
         scheduler: where its scheduler listens; empty: a free port of the loopback, or of the address by which the hosts

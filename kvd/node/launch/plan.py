@@ -19,6 +19,9 @@ from kvd.node.launch.ssh import on_host, order
 from kvd.node.parent import guarded, tied
 from kvd.node.remote import Mode
 
+READY_FILE: Final = "scheduler"
+"""The name of the file with the address of the scheduler."""
+
 PARENT_GRACE_S: Final = 2.0
 """How long a worker may take to end after its launcher was killed: its cluster is gone already."""
 
@@ -70,10 +73,19 @@ class JobPlan:
         """What the hosts are asked before anything starts: do they have the folder and the program?"""
         return self._order(self._job.command, {})
 
-    def scheduler(self, bind: str, ready_file: Path, notify_socket: str) -> ProcessSpec:
-        """The scheduler: it listens, writes its address and reports that it is ready."""
+    def scheduler(self, bind: str, folder: Path, notify_socket: str) -> ProcessSpec:
+        """The scheduler: it listens, writes its address and reports that it is ready.
+
+        Args:
+            bind: where it listens.
+            folder: of this run; the address is in `READY_FILE` there. In a job with restarts that has no folder for
+                state, the state is kept there, too, so that a scheduler that is started again knows its nodes.
+            notify_socket: where it reports that it is ready; empty: nowhere.
+        """
         changes = {"KVD_BIND": bind, "NOTIFY_SOCKET": notify_socket}
-        return self._daemon("scheduler", ("scheduler", "--ready-file", str(ready_file)), "", changes, None)
+        if self._job.restarts and not self._job.environment.get("KVD_STATE_DIR"):
+            changes["KVD_STATE_DIR"] = str(folder / "state")
+        return self._daemon("scheduler", ("scheduler", "--ready-file", str(folder / READY_FILE)), "", changes, None)
 
     def server(self, index: int, scheduler: str) -> ProcessSpec:
         """One of the servers; `scheduler` is the address by which it reaches the scheduler."""

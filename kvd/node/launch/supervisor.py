@@ -16,7 +16,7 @@ from kvd.node.launch.job import Job
 from kvd.node.launch.job_output import JobOutput
 from kvd.node.launch.look import look_at
 from kvd.node.launch.output import Stream
-from kvd.node.launch.plan import JobPlan, ProcessSpec
+from kvd.node.launch.plan import READY_FILE, JobPlan, ProcessSpec
 from kvd.node.launch.reach import Reach
 from kvd.node.launch.ready_socket import ReadySocket
 from kvd.node.launch.ssh import LOST
@@ -49,7 +49,8 @@ class Supervisor:
         self._daemons: list[Child] = []  # the scheduler first
         self._workers: dict[int, Child] = {}  # by rank, those that have not ended well
         self._ended: list[Child] = []
-        self._restarts: dict[int, int] = {}  # by rank
+        self._restarts: dict[str, int] = {}  # by node id
+        self._folder = Path()  # of this run
 
     async def run(self, folder: Path) -> int:
         """Run the job; return its exit code.
@@ -57,8 +58,9 @@ class Supervisor:
         Args:
             folder: an empty directory for this run.
         """
+        self._folder = folder
         try:
-            code = await self._start(folder / "scheduler")
+            code = await self._start()
             return await self._outcome() if code is None else code
         finally:
             await self._end()
@@ -84,11 +86,11 @@ class Supervisor:
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
-    async def _start(self, ready_file: Path) -> int | None:
+    async def _start(self) -> int | None:
         """Start everything. The exit code if that was not possible."""
         code = await self._look_at_hosts()
         if code is None:
-            code = await self._start_scheduler(ready_file)
+            code = await self._start_scheduler()
         return await self._start_others() if code is None else code
 
     async def _look_at_hosts(self) -> int | None:
@@ -105,14 +107,14 @@ class Supervisor:
         self._reach = Reach(self._job.scheduler, look.result())
         return None
 
-    async def _start_scheduler(self, ready_file: Path) -> int | None:
+    async def _start_scheduler(self) -> int | None:
         """Start the scheduler and wait until it is ready. The exit code if that was not possible."""
         with ReadySocket(self._loop) as ready:
-            self._daemons.append(self._child(self._plan.scheduler(self._reach.bind, ready_file, ready.name)))
+            self._daemons.append(self._child(self._plan.scheduler(self._reach.bind, self._folder, ready.name)))
             code = await self._scheduler_ready(ready.reported)
             if code is not None:
                 return code
-        self._listening = _address_in(ready_file)
+        self._listening = (self._folder / READY_FILE).read_text(encoding="utf-8").strip()
         self.scheduler = self._reach.scheduler("", self._listening)
         if self._job.announce:
             self._say(
@@ -183,8 +185,8 @@ class Supervisor:
             if stop.done():
                 return stop.result()
             dead = next((daemon for daemon in self._daemons if daemon.exited.done()), None)
-            if dead is not None:
-                return self._daemon_died(dead)
+            if dead is not None and (code := self._daemon_ended(dead)):
+                return code
             for rank, worker in list(self._workers.items()):
                 code = self._worker_ended(rank, worker) if worker.exited.done() else 0
                 if code:
@@ -197,20 +199,43 @@ class Supervisor:
         if code == ExitCode.OK:
             self._ended.append(self._workers.pop(rank))
             return 0
-        used = self._restarts.get(rank, 0)
-        if used >= self._job.restarts:
-            self._say(f"{_title(worker)} failed ({_in_words(worker, code)}): ending the job")
+        why = f"{_title(worker)} failed ({_in_words(worker, code)})"
+        if not self._may_restart(worker, why):
+            self._say(f"{why}: ending the job")
             return code
-        self._restarts[rank] = used + 1
-        self._say(f"{_title(worker)} failed ({_in_words(worker, code)}): restart {used + 1} of {self._job.restarts}")
         self._ended.append(worker)
         self._start_worker(rank)
+        return 0
+
+    def _may_restart(self, child: Child, why: str) -> bool:
+        """Whether a process that ended is started again. Counts it, and says so."""
+        used = self._restarts.get(child.name, 0)
+        if used >= self._job.restarts:
+            return False
+        self._restarts[child.name] = used + 1
+        self._say(f"{why}: restart {used + 1} of {self._job.restarts}")
+        return True
+
+    def _daemon_ended(self, daemon: Child) -> int:
+        """Handle the end of a daemon. The exit code of the job, or 0 if the job continues."""
+        code = daemon.exited.result()
+        why = f"{daemon.name} ended ({_in_words(daemon, code)})"
+        if daemon is not self._daemons[0] or code == ExitCode.USAGE or not self._may_restart(daemon, why):
+            return self._daemon_died(daemon)
+        self._output.show_log_of(daemon.name)
+        self._ended.append(daemon)
+        self._daemons[0] = self._child(self._plan.scheduler(self._listening, self._folder, ""))
         return 0
 
     def _daemon_died(self, daemon: Child) -> int:
         code = daemon.exited.result()
         self._output.show_log_of(daemon.name)
-        self._say(f"{_title(daemon)} ended ({_in_words(daemon, code)}): ending the job")
+        loss = ""
+        if self._listening and daemon is not self._daemons[0]:
+            loss = (
+                " its part of the keys is gone, since each value has one copy: start the job again from a checkpoint;"
+            )
+        self._say(f"{_title(daemon)} ended ({_in_words(daemon, code)}):{loss} ending the job")
         return ExitCode.USAGE if code == ExitCode.USAGE else ExitCode.FAILED  # its settings are ours
 
     def _on_sink_error(self, stream: Stream, error: OSError) -> None:
@@ -261,10 +286,6 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         self._output.say(text)
-
-
-def _address_in(ready_file: Path) -> str:
-    return ready_file.read_text(encoding="utf-8").strip()
 
 
 async def _kill(running: Collection[Child]) -> None:
