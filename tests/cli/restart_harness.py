@@ -14,25 +14,46 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 DEADLINE_S: Final = 60.0
 
 HOLD: Final = '''
-"""Holds each first process of a worker in its 50th pushpull, until it is told to go on."""
+"""Holds the first process of each worker in its 50th push, until it is told to go on."""
 import os, time
 folder = os.environ.get("HOLD_IN", "")
-node = os.environ.get("KVD_NODE_ID", "")
-if folder and os.environ.get("KVD_ROLE") == "worker" and not os.path.exists(os.path.join(folder, node + ".held")):
-    import kvd
-    pushpull, calls = kvd.KVStore.pushpull, 0
-    def held(self, *arguments, **keywords):
+held = os.path.join(folder, os.environ.get("KVD_NODE_ID", "") + ".held")
+calls = 0
+def holding(method):
+    def call(self, *arguments, **keywords):
         global calls
         calls += 1
         if calls == 50:
-            with open(os.path.join(folder, node + ".part"), "w") as file:
+            with open(held + ".part", "w") as file:
                 file.write(str(os.getpid()))
-            os.rename(os.path.join(folder, node + ".part"), os.path.join(folder, node + ".held"))
+            os.rename(held + ".part", held)
             while not os.path.exists(os.path.join(folder, "go")):
                 time.sleep(0.01)
-        return pushpull(self, *arguments, **keywords)
-    kvd.KVStore.pushpull = held
+        return method(self, *arguments, **keywords)
+    return call
+if folder and os.environ.get("KVD_ROLE") == "worker" and not os.path.exists(held):
+    import kvd
+    for name in ("push", "pushpull"):
+        setattr(kvd.KVStore, name, holding(getattr(kvd.KVStore, name)))
 '''
+
+RESTARTABLE: Final = """
+import numpy as np
+import kvd
+
+kv = kvd.create("dist_sync")
+kv.init("w", np.zeros(4, np.float32))
+kv.set_optimizer(kvd.optimizer.SGD(learning_rate=0.1, momentum=0.9))
+first = kv.clock("w")
+kv.rewind(first)
+weights = kv.pull("w")
+for step in range(first, 100):
+    gradient = 2 * (weights - np.array([1, 2, 3, 4], np.float32)) / kv.num_workers
+    kv.pushpull("w", gradient, out=weights)
+print(kv.rank, *weights)
+kv.close()
+"""
+"""A program that goes back to the step in which its predecessor died."""
 
 
 def readme() -> str:
@@ -41,25 +62,14 @@ def readme() -> str:
 
 def readme_program() -> str:
     """The program that README calls ``train.py``."""
-    section = readme().partition("## A program\n")[2]
-    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    assert found is not None, "README has a section 'A program' with a program"
-    return found[1]
-
-
-def restartable_program() -> str:
-    """The same, with the lines that README gives for a worker that may be restarted."""
-    found = re.search(r"```python\n(step = min\(kv\.clock\(key\) for key in keys\).*?)```", readme(), re.DOTALL)
-    assert found is not None, "README has the lines of a program that is restarted"
-    program = readme_program()
-    loop, pull = "for step in range(100):", 'weights = kv.pull("w")\n'
-    assert program.count(loop) == program.count(pull) == 1
-    resume = "keys = ['w']\n" + found[1] + "[weights] = weights\n"
-    return program.replace(pull, resume).replace(loop, "for step in range(step, 100):")
+    blocks = re.findall(r"^```python\n(.*?)^```", readme(), re.DOTALL | re.MULTILINE)
+    found = [block for block in blocks if 'kvd.create("dist_sync"' in block]
+    assert found, "README has a program"
+    return str(found[0])
 
 
 def weights_after(steps: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """What the program ends with, by the formula of SGD with momentum 0.9 and learning rate 0.1."""
+    """What `RESTARTABLE` ends with, by the formula of SGD with momentum 0.9 and learning rate 0.1."""
     goal, weights, momentum = np.array([1.0, 2.0, 3.0, 4.0]), np.zeros(4), np.zeros(4)
     for _ in range(steps):
         momentum = 0.9 * momentum + 2 * (weights - goal)
@@ -76,6 +86,7 @@ class Hold:
         self.environment = {
             "HOLD_IN": str(folder),
             "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, ROOT / "cli"))),
+            "OMP_NUM_THREADS": "1",
         }
 
     def wait_for(self, *nodes: str) -> list[int]:
@@ -89,9 +100,3 @@ class Hold:
 
     def let_go(self) -> None:
         (self._folder / "go").touch()
-
-
-def trained(line: str) -> tuple[int, list[float]]:
-    """Rank and weights in a line that README's program prints."""
-    rank, _, weights = line.partition(" ")
-    return int(rank), [float(word) for word in weights.strip("[]").split()]

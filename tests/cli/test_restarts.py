@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvd.testing.cluster import wait_until
-from tests.cli.restart_harness import DEADLINE_S, Hold, readme_program, restartable_program, trained, weights_after
+from tests.cli.restart_harness import DEADLINE_S, RESTARTABLE, ROOT, Hold, readme_program, weights_after
 
 Spawn = Callable[..., "subprocess.Popen[str]"]
 
@@ -59,11 +59,9 @@ class Output:
             thread.join(DEADLINE_S)
         return code
 
-    def results(self) -> dict[int, list[float]]:
-        """What the workers printed: rank and weights."""
-        words = [line.partition(" | ")[2] for line in self.lines if re.match(r"worker-\d+ +\| \d+ \[", line)]
-        assert len(words) == len(dict(map(trained, words))), self.lines
-        return dict(map(trained, words))
+    def results(self) -> list[str]:
+        """What the workers printed, in the order of their ranks."""
+        return [line.partition(" | ")[2] for line in sorted(self.lines) if re.match(r"worker-\d+ +\| ", line)]
 
 
 def launched(spawn: Spawn, hold: Hold, program: str, folder: Path, *flags: str) -> Output:
@@ -86,31 +84,47 @@ def pid_named(output: Output, name: str) -> int:
     raise AssertionError(f"{name} does not run: {output.lines}")
 
 
-def assert_all_have(results: dict[int, list[float]]) -> None:
-    wanted = weights_after(100)
-    assert results.keys() == {0, 1}
-    for weights in results.values():
-        np.testing.assert_allclose(weights, wanted, atol=2e-3)  # printed with three digits
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the workers of README's program print if nothing happens to them."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "train.py").write_text(readme_program())
+    command = [sys.executable, "-m", "kvd_cli.main", "launch", "-n", "2", "-s", "1", "--", sys.executable, "train.py"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVD_", "DMLC_"))}
+    environment = {**kept, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'cli'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    lines = [line.partition(" | ")[2] for line in sorted(done.stdout.splitlines())]
+    assert len(lines) == 2
+    return lines
+
+
+def assert_trained(results: list[str]) -> None:
+    """`RESTARTABLE` ended in both workers with what the formula gives."""
+    assert [line.split()[0] for line in results] == ["0", "1"], results
+    for line in results:
+        np.testing.assert_allclose([float(word) for word in line.split()[1:]], weights_after(100), rtol=1e-5)
 
 
 def test_a_worker_is_killed_under_launch(spawn: Spawn, hold: Hold, tmp_path: Path) -> None:
-    output = launched(spawn, hold, restartable_program(), tmp_path)
+    output = launched(spawn, hold, RESTARTABLE, tmp_path)
     pids = hold.wait_for("worker-0", "worker-1")
     os.kill(pids[1], signal.SIGKILL)
     output.wait_for(r"worker-1 failed \(SIGKILL\): restart 1 of 1")
     hold.let_go()
     assert output.end() == 0, output.lines
-    assert_all_have(output.results())
+    assert_trained(output.results())
 
 
-def test_the_scheduler_is_killed_under_launch(spawn: Spawn, hold: Hold, tmp_path: Path) -> None:
+def test_the_scheduler_is_killed_under_launch(spawn: Spawn, hold: Hold, tmp_path: Path, undisturbed: list[str]) -> None:
     output = launched(spawn, hold, readme_program(), tmp_path)
     hold.wait_for("worker-0", "worker-1")
     os.kill(pid_named(output, "scheduler"), signal.SIGKILL)
     output.wait_for(r"scheduler ended \(SIGKILL\): restart 1 of 1")
     hold.let_go()
     assert output.end() == 0, output.lines
-    assert_all_have(output.results())
+    assert output.results() == undisturbed
 
 
 def test_the_scheduler_is_killed_once_more_than_it_is_restarted(spawn: Spawn, hold: Hold, tmp_path: Path) -> None:
@@ -126,7 +140,7 @@ def test_a_server_is_killed_under_launch(spawn: Spawn, hold: Hold, tmp_path: Pat
     hold.wait_for("worker-0", "worker-1")
     os.kill(pid_named(output, "server-0"), signal.SIGKILL)
     assert output.end() == 1
-    assert output.results() == {}
+    assert output.results() == []
     assert (
         "launch    | server-0 ended (SIGKILL): its part of the keys is gone, since each value has one copy: "
         "start the job again from a checkpoint; ending the job"
@@ -141,7 +155,8 @@ class Supervised:
         self._restarts = restarts
         self._stopped = False
         self.processes = [start()]
-        self.said: list[str] = []
+        self.printed: list[str] = []
+        self.logged: list[str] = []
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
 
@@ -149,7 +164,8 @@ class Supervised:
         while True:
             process = self.processes[-1]
             out, err = process.communicate()
-            self.said += [*out.splitlines(), *err.splitlines()]
+            self.printed += out.splitlines()
+            self.logged += err.splitlines()
             if process.returncode == 0 or self._stopped or not self._restarts:
                 return
             self.processes.append(self._start())
@@ -204,30 +220,32 @@ class Cluster:
         for one in (*self.workers, self.server, self.scheduler):
             one.stop()
 
-    def results(self) -> dict[int, list[float]]:
-        lines = [line for worker in self.workers for line in worker.said if re.match(r"\d+ \[", line)]
-        return dict(map(trained, lines))
+    def results(self) -> list[str]:
+        """What the workers printed, in the order of their ranks."""
+        return sorted(line for worker in self.workers for line in worker.printed)
 
 
 def test_a_worker_is_killed_under_a_supervisor(spawn: Spawn, hold: Hold, tmp_path: Path) -> None:
-    with Cluster(spawn, hold, tmp_path, restartable_program()) as cluster:
+    with Cluster(spawn, hold, tmp_path, RESTARTABLE) as cluster:
         pids = hold.wait_for("worker-0", "worker-1")
         os.kill(pids[1], signal.SIGKILL)
         hold.let_go()
-        assert [worker.end() for worker in cluster.workers] == [0, 0], [worker.said for worker in cluster.workers]
+        assert [worker.end() for worker in cluster.workers] == [0, 0], [worker.logged for worker in cluster.workers]
         assert [len(worker.processes) for worker in cluster.workers] == [1, 2]
-        assert_all_have(cluster.results())
+        assert_trained(cluster.results())
 
 
-def test_the_scheduler_is_killed_under_a_supervisor(spawn: Spawn, hold: Hold, tmp_path: Path) -> None:
+def test_the_scheduler_is_killed_under_a_supervisor(
+    spawn: Spawn, hold: Hold, tmp_path: Path, undisturbed: list[str]
+) -> None:
     with Cluster(spawn, hold, tmp_path, readme_program()) as cluster:
         hold.wait_for("worker-0", "worker-1")
         cluster.scheduler.processes[0].kill()
         wait_until(lambda: len(cluster.scheduler.processes) == 2, "the scheduler is started again")
         hold.let_go()
-        assert [worker.end() for worker in cluster.workers] == [0, 0], [worker.said for worker in cluster.workers]
+        assert [worker.end() for worker in cluster.workers] == [0, 0], [worker.logged for worker in cluster.workers]
         assert [len(worker.processes) for worker in cluster.workers] == [1, 1]
-        assert_all_have(cluster.results())
+        assert cluster.results() == undisturbed
 
 
 def test_a_server_is_killed_under_a_supervisor(spawn: Spawn, hold: Hold, tmp_path: Path) -> None:
@@ -237,8 +255,8 @@ def test_a_server_is_killed_under_a_supervisor(spawn: Spawn, hold: Hold, tmp_pat
         wait_until(lambda: len(cluster.server.processes) == 2, "the server is started again")
         hold.let_go()
         assert [worker.end() for worker in cluster.workers] == [1, 1]
-        assert cluster.results() == {}
-        assert [worker.said[-1] for worker in cluster.workers] == 2 * [
+        assert cluster.results() == []
+        assert [worker.logged[-1] for worker in cluster.workers] == 2 * [
             "kvd.errors.NodeLost: server 0 died, and with replicas=1 its part of the keys is gone: "
             "start the job again from its last checkpoint"
         ]
