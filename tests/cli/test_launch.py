@@ -55,12 +55,12 @@ def test_a_job_that_uses_the_store(spawn: Spawn) -> None:
     ]
     first, *rest = err.splitlines()
     found = re.fullmatch(
-        r"launch    \| scheduler at (tcp://127\.0\.0\.1:\d+), job (launch-[0-9a-f]{8}); "
-        r"look at it with: KVD_SCHEDULER=(tcp://127\.0\.0\.1:\d+) kvd status",
+        r"launch    \| scheduler at (tcp://127\.0\.0\.1:\d+); "
+        r"look at the job with: KVD_SCHEDULER=(tcp://127\.0\.0\.1:\d+) KVD_JOB=launch-[0-9a-f]{8} kvd status",
         first,
     )
     assert found is not None, err
-    assert found[1] == found[3]
+    assert found[1] == found[2]
     assert rest == []
 
 
@@ -90,7 +90,7 @@ def test_the_scheduler_listens_where_it_is_told(spawn: Spawn) -> None:
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, err
     assert set(out.split()) >= {address}
-    assert err.startswith(f"launch    | scheduler at {address}, job")
+    assert err.startswith(f"launch    | scheduler at {address}; look")
 
 
 def test_logs_in_a_folder(spawn: Spawn, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_workers_know_their_job_their_run_and_their_place(spawn: Spawn, tmp_path
     assert {words[0] for words in said} == {"digits"}
     assert [words[2:] for words in said if words[2] == "0"] == [["0", "2", "0", "2"]]
     assert {tuple(words[2:]) for words in said if words[2] == "1"} == {("1", "2", "1", "2")}
-    assert ", job digits; look at it" in err.splitlines()[0]
+    assert " KVD_JOB=digits kvd status" in err.splitlines()[0]
 
 
 def test_the_rank_is_the_rank_in_the_store(spawn: Spawn) -> None:

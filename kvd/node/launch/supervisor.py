@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shlex
 import signal
 from collections.abc import Collection
 from pathlib import Path
@@ -117,10 +118,8 @@ class Supervisor:
         self._listening = (self._folder / READY_FILE).read_text(encoding="utf-8").strip()
         self.scheduler = self._reach.scheduler("", self._listening)
         if self._job.announce:
-            self._say(
-                f"scheduler at {self.scheduler}, job {self._plan.name}; "
-                f"look at it with: KVD_SCHEDULER={self.scheduler} kvd status"
-            )
+            variables = f"KVD_SCHEDULER={shlex.quote(self.scheduler)} KVD_JOB={shlex.quote(self._plan.name)}"
+            self._say(f"scheduler at {self.scheduler}; look at the job with: {variables} kvd status")
         for remark in self._plan.remarks:
             self._say(remark)
         return None

@@ -73,8 +73,8 @@ def test_the_first_thing_a_launcher_says_is_where_the_scheduler_is(
     assert run(job, lines.take, handle_signals=False) == 0
     first, second = lines.of("launch")
     assert first == (
-        "scheduler at tcp://127.0.0.1:12345, job digits; "
-        "look at it with: KVD_SCHEDULER=tcp://127.0.0.1:12345 kvd status"
+        "scheduler at tcp://127.0.0.1:12345; "
+        "look at the job with: KVD_SCHEDULER=tcp://127.0.0.1:12345 KVD_JOB=digits kvd status"
     )
     assert "core" in second
     assert lines.of("worker-0") == ["12:00:00 worker  the log of the program"]
