@@ -29,7 +29,8 @@ for i in $(seq 2 "$1"); do
     nsenter -t $! -n sh -c "ip link set lo up && ip address add 10.0.0.$i/24 dev eth0 && ip link set eth0 up"
     echo $!
 done
-read end
+read end || true
+kill $(jobs -p)
 """
 
 

@@ -10,8 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.cli.restart_harness import RESTARTABLE, Hold, weights_after
 from tests.node.launch.lan_harness import DEADLINE_S, Lan, missing_for_lan
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -91,11 +93,12 @@ def start(lan: tuple[Lan, str], tmp_path: Path) -> Iterator[Start]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVD_", "DMLC_"))}
     started: list[subprocess.Popen[str]] = []
 
-    def launch(*arguments: str, options: str = "") -> subprocess.Popen[str]:
+    def launch(*arguments: str, options: str = "", path: str = "") -> subprocess.Popen[str]:
         program = [sys.executable, "-m", "kvd_cli.main", "launch", "--ssh", f"{ssh} {options}", *arguments]
         process = subprocess.Popen(
             net.on(1, *program),
-            env={**kept, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'cli'}"},
+            # a launcher that is killed cannot remove its folder: it lies where pytest removes it
+            env={**kept, "PYTHONPATH": path or f"{ROOT}{os.pathsep}{ROOT / 'cli'}", "TMPDIR": str(tmp_path)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -167,15 +170,42 @@ def test_a_launcher_that_is_killed(start: Start) -> None:
 def test_an_ssh_that_dies(start: Start) -> None:
     process = start(*training(waits=True))
     wait_for_workers(process, 3)
-    found = subprocess.run(
-        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
-    )
-    connections = [line.split()[0] for line in found.stdout.splitlines() if " ssh -F" in line and "-- b " in line]
-    assert len(connections) == 3, found.stdout
-    os.kill(int(connections[-1]), signal.SIGKILL)
+    os.kill(connections(process, "b")[-1], signal.SIGKILL)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 137
     assert "worker-2 on b failed (SIGKILL): ending the job" in err
+
+
+def test_a_worker_whose_connection_ends_is_restarted(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "hold").mkdir()
+    hold = Hold(tmp_path / "hold")
+    (tmp_path / "train.py").write_text(RESTARTABLE)
+    program = ["env", f"HOLD_IN={tmp_path / 'hold'}", sys.executable, "train.py"]
+    flags = ["--hosts", "a,b", "--insecure", "-s", "1", "--restart", "1"]
+    process = start(*flags, "--", *program, path=hold.environment["PYTHONPATH"])
+    hold.wait_for("worker-0", "worker-1")
+    os.kill(connections(process, "b")[-1], signal.SIGKILL)
+    assert process.stderr is not None
+    while "worker-1 on b failed (SIGKILL): restart 1 of 1" not in (line := process.stderr.readline()):
+        assert line, "the launcher says that it restarts the worker"
+    hold.let_go()
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    lines = [line.partition(" | ")[2].split() for line in sorted(out.splitlines())]
+    assert [words[0] for words in lines] == ["0", "1"]
+    for words in lines:
+        np.testing.assert_allclose([float(word) for word in words[1:]], weights_after(100), rtol=1e-5)
+
+
+def connections(process: subprocess.Popen[str], host: str) -> list[int]:
+    """The processes of ssh to a host, in the order in which they began."""
+    found = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,args=", "--sort=start_time,pid", "--ppid", str(process.pid)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    pids = [int(line.split()[0]) for line in found.stdout.splitlines() if " ssh -F" in line and f"-- {host} " in line]
+    assert pids, found.stdout
+    return pids
 
 
 def test_a_host_that_is_cut_off(start: Start, lan: tuple[Lan, str]) -> None:
