@@ -33,6 +33,7 @@ class HeldBack:
         self._sink = sink
         self._kept: dict[str, deque[tuple[Stream, bytes]]] = {name: deque(maxlen=KEPT_LINES) for name in daemons}
         self._hidden: set[str] = set()  # those whose last record was held back: what is indented belongs to it
+        self._shown_from = logging.WARNING
         self._lock = threading.Lock()
 
     def write(self, node: str, stream: Stream, line: bytes) -> None:
@@ -46,6 +47,10 @@ class HeldBack:
             return
         with self._lock:
             self._kept[node].append((stream, line[:KEPT_BYTES]))
+
+    def expect_ends(self) -> None:
+        """Hold back warnings, too: the job is ending, and daemons warn of each process that ends."""
+        self._shown_from = logging.ERROR
 
     def release(self, node: str) -> None:
         """Pass on the last lines that were held back of this node, if it is a daemon: it failed.
@@ -63,7 +68,7 @@ class HeldBack:
         level = level_of(line)
         if level is None:
             return line.startswith(b"    ") and node in self._hidden
-        if level < logging.WARNING:
+        if level < self._shown_from:
             self._hidden.add(node)
             return True
         self._hidden.discard(node)

@@ -42,6 +42,10 @@ class JobOutput:
         with contextlib.suppress(OSError):  # nobody reads them
             self._held_back.release(daemon)
 
+    def expect_ends(self) -> None:
+        """From now on, a process that ends is no news: the job is ending."""
+        self._held_back.expect_ends()
+
     def close(self) -> None:
         """Close the files of the log folder."""
         if self._folder is not None:

@@ -259,6 +259,7 @@ class Supervisor:
 
     async def _end(self) -> None:
         """End what runs: workers, servers, scheduler, in this order, for each needs those after it."""
+        self._output.expect_ends()
         await self._end_all(self._workers.values())
         await self._end_all(self._daemons[1:])
         await self._end_all(self._daemons[:1])

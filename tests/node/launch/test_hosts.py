@@ -208,7 +208,8 @@ def test_the_exit_code_and_the_last_words_come_through(
         hosts=[Host("a")], ssh=ssh,
     )  # fmt: skip
     assert run(job, lines.take, handle_signals=False) == 7
-    assert lines.of("worker-0") == ["out", "last words"]
+    said = {(stream, line) for node, stream, line in lines.all if node == "worker-0"}
+    assert said == {("stdout", b"out"), ("stderr", b"last words")}
     assert "worker-0 on a failed (exit code 7): ending the job" in lines.of("launch")
 
 

@@ -39,6 +39,16 @@ def test_what_daemons_log_below_a_warning_is_held_back(lines: Lines) -> None:
     assert lines.all[4:] == [("server-0", "stderr", info)]
 
 
+def test_when_the_job_ends_warnings_are_held_back_too(lines: Lines) -> None:
+    output = HeldBack(lines.take, ["server-0"])
+    warning, error = logged(logging.WARNING, "worker 0 ended"), logged(logging.ERROR, "broken")
+    output.write("server-0", "stderr", warning)
+    output.expect_ends()
+    for line in (warning, error):
+        output.write("server-0", "stderr", line)
+    assert [line for _, _, line in lines.all] == [warning, error]
+
+
 def test_the_traceback_of_a_line_that_is_held_back_is_too(lines: Lines) -> None:
     output = HeldBack(lines.take, ["server-0"])
     for line in (b"12:00:00 server  a message", b"    of two lines", b"12:00:01 server  error: bad", b"    and why"):
