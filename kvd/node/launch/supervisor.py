@@ -126,16 +126,18 @@ class Supervisor:
 
     async def _start_others(self) -> int | None:
         """Start servers and workers. The exit code if the job was stopped meanwhile."""
-        placement = self._plan.placement
+        placement, stop = self._plan.placement, self._stop.code
         for index in range(self._job.servers):
-            host = placement.server(index)
-            await self._room_on(host)
-            scheduler = self._reach.scheduler(host, self._listening)
-            self._daemons.append(self._child(self._plan.server(index, scheduler)))
+            await self._room_on(placement.server(index))
+            if stop.done():
+                return stop.result()
+            self._start_server(index)
         for rank in range(self._job.workers):
             await self._room_on(placement.worker(rank).host)
+            if stop.done():
+                return stop.result()
             self._start_worker(rank)
-        return self._stop.code.result() if self._stop.code.done() else None
+        return None
 
     async def _room_on(self, host: str) -> None:
         """Wait until only few connections to a host are being made: an sshd refuses some of more than ten."""
@@ -164,6 +166,10 @@ class Supervisor:
             self._output.show_log_of(process.name)
             raise RequestTimeout(f"the scheduler was not ready within {limit}", waiting_for=("scheduler",))
         return None
+
+    def _start_server(self, index: int) -> None:
+        scheduler = self._reach.scheduler(self._plan.placement.server(index), self._listening)
+        self._daemons.append(self._child(self._plan.server(index, scheduler)))
 
     def _start_worker(self, rank: int) -> None:
         host = self._plan.placement.worker(rank).host

@@ -18,7 +18,9 @@ from kvd.node.launch import Host, Job, Launch, parse_hosts, run
 from kvd.node.launch.hosts import Place, Placement
 from kvd.node.launch.reach import Reach
 from kvd.node.launch.ssh import on_host
+from kvd.node.launch.supervisor import MOST_CONNECTING
 from kvd.node.remote import Mode
+from kvd.testing.cluster import wait_until
 from tests.node.launch.harness import (
     Launcher,
     Lines,
@@ -146,6 +148,10 @@ if host == "refused":
 if host == "silent":
     open(os.environ["IS_SILENT"], "w").close()
     signal.pause()
+if host == "stuck" and command.endswith(" run"):
+    with open(os.environ["STUCK"], "a") as file:
+        file.write("x")
+    signal.pause()
 if host == "noisy":
     print("welcome to noisy\\nhave a nice day", end=", ", flush=True)
 if host == "closed":
@@ -265,6 +271,24 @@ def test_a_job_is_stopped_while_a_host_does_not_answer(
     asked.open().close()  # returns when the ssh has opened it, too
     launch.stop(5)
     assert result() == 5
+
+
+def test_few_connections_to_a_host_are_made_at_once(
+    ssh: Any, daemon: Any, lines: Lines, mark: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = tmp_path / "stuck"
+    stuck.touch()
+    monkeypatch.setenv("STUCK", str(stuck))
+    job = Job(
+        command=["true"], workers=8, servers=1, environment=mark, daemon=daemon, hosts=parse_hosts("stuck:8"), ssh=ssh
+    )
+    launch = Launch(job, lines.take)
+    result = in_thread(launch)
+    wait_until(lambda: stuck.read_text() == "x" * MOST_CONNECTING, "the first connections are being made")
+    launch.stop(5)
+    launch.stop(5)
+    assert result() == 5
+    assert stuck.read_text() == "x" * MOST_CONNECTING
 
 
 def test_a_job_in_a_folder_that_is_gone(
