@@ -105,7 +105,16 @@ class Config:
     heartbeat_interval_s: float = declare(1.0, "time between two heartbeats", unit="s", minimum=0.01)
     server_timeout_s: float = declare(5.0, "silence after which a server counts as dead", unit="s", minimum=0.02)
     worker_timeout_s: float = declare(20.0, "silence after which a worker counts as dead", unit="s", minimum=0.02)
-    request_timeout_s: float = declare(60.0, "deadline of a call that sets none", unit="s", minimum=0.02)
+    request_timeout_s: float = declare(
+        60.0,
+        "how long a call that sets no deadline waits for the answer of a server or the scheduler",
+        unit="s",
+        minimum=0.02,
+    )
+    round_timeout_s: float = declare(
+        1800.0, "how long a call that sets no deadline waits for other workers that are alive", unit="s", minimum=0.02
+    )
+    notice_s: float = declare(10.0, "after this time a call that waits says for whom", unit="s", minimum=0.02)
     on_worker_loss: str = declare(
         "fail",
         "what happens to calls that wait for a dead worker; shrink is not built yet",
@@ -145,6 +154,7 @@ class Config:
             server_timeout_s=self.server_timeout_s,
             worker_timeout_s=self.worker_timeout_s,
             request_timeout_s=self.request_timeout_s,
+            round_timeout_s=self.round_timeout_s,
         )
         yield from checks.identity_problems(self.node_id)
         yield from checks.unavailable_problems(

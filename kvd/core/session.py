@@ -93,6 +93,7 @@ class Identity(NamedTuple):
     host: str
     pid: int
     preferred_rank: int = NO_RANK
+    host_name: str = ""  # for people
 
 
 class SchedulerSession:
@@ -124,6 +125,10 @@ class SchedulerSession:
     @property
     def state(self) -> SessionState:
         return self._state
+
+    @property
+    def scheduler_address(self) -> str:
+        return self._address
 
     @property
     def name(self) -> str:
@@ -243,4 +248,14 @@ class SchedulerSession:
 
     def _join(self) -> Join:
         who = self.identity
-        return Join(JOIN_REQUEST, who.role, who.node_id, who.address, who.host, who.pid, self.rank, self._settings)
+        return Join(
+            JOIN_REQUEST,
+            who.role,
+            who.node_id,
+            who.address,
+            who.host,
+            who.pid,
+            self.rank,
+            self._settings,
+            who.host_name,
+        )

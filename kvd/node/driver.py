@@ -15,6 +15,8 @@ import numpy as np
 from kvd.core.machine import (
     SCHEDULER,
     Apply,
+    Census,
+    CensusTaken,
     Complete,
     Connect,
     Copy,
@@ -56,6 +58,7 @@ class Driver:
         jobs: runs a server's jobs.
         executor: where commands run and records are saved.
         on_complete: takes the results of local calls, on any thread.
+        on_census: looks which threads of the program wait, on any thread; a worker needs it.
         on_halt: called on the loop's thread when the machine cannot go on.
         persist: puts a record on stable storage; called in the executor.
 
@@ -72,12 +75,14 @@ class Driver:
         jobs: JobRunner | None = None,
         executor: Executor | None = None,
         on_complete: Callable[[Complete], None] | None = None,
+        on_census: Callable[[], CensusTaken] | None = None,
         on_halt: Callable[[KvdError], None] | None = None,
         persist: Callable[[Mapping[str, object]], None] | None = None,
     ) -> None:
         self.machine = machine
         self._transport = transport
         self._on_complete = on_complete
+        self._on_census = on_census
         self._on_halt = on_halt
         self._stepper = Stepper(machine)
         self.feed: Callable[[Event], None] = self._stepper.feed
@@ -109,6 +114,7 @@ class Driver:
             ResetState: self._background.reset_state,
             Persist: self._background.save_record,
             Copy: copy_rows,
+            Census: self._census,
             Complete: self._complete,
             Halt: self._halt,
             LogEntry: _log,
@@ -122,6 +128,10 @@ class Driver:
                 self._halt(Halt(error))
             else:
                 event(logger, logging.ERROR, "cannot connect", error=str(error))
+
+    def _census(self, effect: Census) -> None:
+        if self._on_census is not None:
+            self._stepper.queue(self._on_census())
 
     def _complete(self, effect: Complete) -> None:
         if self._on_complete is not None:

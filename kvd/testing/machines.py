@@ -47,11 +47,14 @@ class MachineFactory:
 
     def worker(self, number: int, wanted: Settings) -> WorkerMachine:
         """A worker that insists on the settings `wanted`."""
-        settings = WorkerSettings(self._cluster.credit_bytes, self._cluster.small_push_bytes)
+        cluster = self._cluster
+        settings = WorkerSettings(cluster.credit_bytes, cluster.small_push_bytes, notice_s=cluster.timeouts.notice_s)
         return WorkerMachine(settings, self._session("worker", number, "", wanted))
 
     def _session(self, role: str, number: int, address: str, wanted: Settings) -> SchedulerSession:
-        identity = Identity(role, f"{role}-{number}", self._incarnation(), address, "sim", 1000 + number, number)
+        identity = Identity(
+            role, f"{role}-{number}", self._incarnation(), address, "sim", 1000 + number, number, "simulated"
+        )
         return SchedulerSession(identity, wanted, SCHEDULER_ADDRESS, self._cluster.timeouts.heartbeat_interval_s)
 
     def _incarnation(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from kvd.core.machine import (
     Apply,
+    Census,
     Complete,
     Connect,
     Copy,
@@ -102,6 +103,9 @@ class Shell:
             ResetState: lambda process, effect: _runner(process).reset(),
             Persist: self._persist,
             Copy: self._copy,
+            Census: lambda process, effect: clock.after(
+                0.0, lambda: self.feed(process, process.calls.waiting.census())
+            ),
             Complete: self._complete,
             Halt: self._halt,
             LogEntry: lambda process, effect: trace.note(f"{process.name}: {effect.text}"),

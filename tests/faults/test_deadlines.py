@@ -20,7 +20,12 @@ from tests.faults.stopping import stopped
 TIMEOUT_S = 2.0
 SLACK_S = 1.5  # a second, and what a busy machine needs
 PATIENT: dict[str, Any] = {"server_timeout_s": 40.0, "worker_timeout_s": 40.0}  # nobody is declared dead
-HURRIED: dict[str, Any] = {"server_timeout_s": 1.0, "worker_timeout_s": 1.0, "request_timeout_s": TIMEOUT_S}
+HURRIED: dict[str, Any] = {
+    "server_timeout_s": 1.0,
+    "worker_timeout_s": 1.0,
+    "request_timeout_s": TIMEOUT_S,
+    "round_timeout_s": TIMEOUT_S,
+}
 
 
 def with_a_key(cluster: LocalCluster) -> Any:

@@ -42,6 +42,7 @@ from kvd.core.scheduler.liveness import Liveness
 from kvd.core.scheduler.record import Record
 from kvd.core.scheduler.roster import MemberEvent, Roster, Seat
 from kvd.core.scheduler.views import Views
+from kvd.core.scheduler.waits import WaitReports
 from kvd.protocol.messages import (
     BIGGEST,
     MAX_MEMBERS,
@@ -62,6 +63,7 @@ from kvd.protocol.messages import (
     StatusQuery,
     StatusReport,
     View,
+    WaitReport,
     Welcome,
 )
 
@@ -103,6 +105,7 @@ class SchedulerMachine:
         self._liveness = Liveness(
             self._roster, settings.heartbeat_interval_s, settings.server_timeout_s, settings.worker_timeout_s, now
         )
+        self._waits = WaitReports(self._roster, self._liveness, self._barriers, cluster.num_workers, incarnation)
         self._views = Views(generation, 0 if earlier is None else 1, self._view())
         self._out: list[Effect] = []
         self._handlers: dict[type, Callable[[Received, Any, float], None]] = {
@@ -111,6 +114,7 @@ class SchedulerMachine:
             Leave: self._leave,
             Enter: self._enter,
             StatusQuery: self._status,
+            WaitReport: self._wait_report,
         }
 
     # ── the machine's interface ──
@@ -279,6 +283,11 @@ class SchedulerMachine:
             settled = self._settle_barriers()
             if settled:
                 self._publish(settled)
+
+    def _wait_report(self, event: Received, report: WaitReport, now: float) -> None:
+        seat = self._sender_seat(event, report.request, now)
+        if seat is not None and seat.member.role == "worker":
+            self._out += self._waits.take(seat, event, report, self._views.newest_epoch, now)
 
     # ── who sent it ──
 

@@ -69,6 +69,7 @@ class Seat:
     pid: int
     peer: Peer | None = None  # where the holder was last heard from
     predecessor: MemberState | None = None
+    host_name: str = ""
 
     @property
     def place(self) -> tuple[str, int]:
@@ -180,7 +181,7 @@ class Roster:
             while len(self._replaced) > MAX_REPLACED:
                 self._replaced.popitem(last=False)
         member = Member(join.role, rank, join.node_id, incarnation, join.address, MemberState.ACTIVE, "", 0.0)
-        seat = self._seats[place] = Seat(member, join.host, join.pid, peer, predecessor)
+        seat = self._seats[place] = Seat(member, join.host, join.pid, peer, predecessor, join.host_name)
         return seat, earlier
 
     # ── what happens to a member ──
