@@ -51,6 +51,29 @@ def test_close_ends_at_its_deadline_when_nodes_are_stopped(who: str) -> None:
             assert time.monotonic() - begun < TIMEOUT_S + SLACK_S
 
 
+@pytest.mark.parametrize("who", ["server", "scheduler"])
+def test_a_node_that_does_not_answer_is_named_long_before_workers_would_be(who: str) -> None:
+    with LocalCluster(1, 2, processes=True, **PATIENT) as cluster:
+        kv = cluster.store(**{**HURRIED, "round_timeout_s": 600.0})
+        kv.init("w", np.zeros(1 << 21, np.float32))  # several slices: some on each server
+        node: Any = cluster.servers[1] if who == "server" else cluster.scheduler
+        with stopped(node):
+            begun = time.monotonic()
+            with pytest.raises(RequestTimeout) as caught:
+                if who == "server":
+                    kv.pushpull("w", np.ones(1 << 21, np.float32))
+                else:
+                    kv.barrier()
+            assert time.monotonic() - begun < TIMEOUT_S + SLACK_S
+    name, text = ("server 1" if who == "server" else "scheduler"), str(caught.value)
+    assert caught.value.waiting_for == (name,)
+    assert node.address in text
+    if who == "server":
+        assert "server 1 (node server-1, host " in text
+        assert f", pid {node.process.pid}, " in text
+        assert "no answer for" in text
+
+
 def test_close_has_one_deadline_for_all_its_parts() -> None:
     """Most of the time passes in the flush, so little is left for the barrier that the other worker never comes to."""
     late_s = 0.9 * TIMEOUT_S
