@@ -46,7 +46,7 @@ def test_it_ends_at_the_deadline_of_rounds_and_names_the_worker() -> None:
     error = worker.error(call)
     assert isinstance(error, RequestTimeout)
     assert (error.outcome, error.waiting_for) == ("unknown", ("worker 1",))
-    assert "pushpull of 'w' (push 1) did not finish within 1.8e+03 s" in str(error)
+    assert "pushpull of 'w' (push 1) did not finish within 1800 s" in str(error)
     assert "worker 1 (node worker-1, host b, pid 4242): alive, heard of" in str(error)
     assert "has not pushed 'w' since push 50" in str(error)
     check_words(str(error))

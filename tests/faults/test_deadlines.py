@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,13 +58,11 @@ def test_a_node_that_does_not_answer_is_named_long_before_workers_would_be(who: 
         kv = cluster.store(**{**HURRIED, "round_timeout_s": 600.0})
         kv.init("w", np.zeros(1 << 21, np.float32))  # several slices: some on each server
         node: Any = cluster.servers[1] if who == "server" else cluster.scheduler
+        call = kv.barrier if who == "scheduler" else partial(kv.pushpull, "w", np.ones(1 << 21, np.float32))
         with stopped(node):
             begun = time.monotonic()
             with pytest.raises(RequestTimeout) as caught:
-                if who == "server":
-                    kv.pushpull("w", np.ones(1 << 21, np.float32))
-                else:
-                    kv.barrier()
+                call()
             assert time.monotonic() - begun < TIMEOUT_S + SLACK_S
     name, text = ("server 1" if who == "server" else "scheduler"), str(caught.value)
     assert caught.value.waiting_for == (name,)

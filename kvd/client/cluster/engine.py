@@ -108,8 +108,7 @@ class Engine:
         if within is not None:
             seconds = min(seconds, within.left_s())
         promise = Promise(self._users.waiting)
-        if threading.get_ident() != self._thread.ident:
-            self._users.this_thread()
+        self._users.this_thread()
         with Uninterrupted(), self._order:
             self.check_usable()
             if self._failure is not None:
@@ -230,6 +229,7 @@ class Engine:
 
     def _run(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
+        self._users.exempt_this_thread()
         self._loop.call_soon(self._driver.start)
         self._loop.call_soon(started.set)
         try:

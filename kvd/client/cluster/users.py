@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from itertools import count
+from types import TracebackType
 from typing import Any
 
 from kvd.client.calls.promise import Promise
@@ -16,7 +16,7 @@ from kvd.errors import KvdError
 
 
 class _User:
-    """A thread or a coroutine. Only itself writes to it."""
+    """A thread or a coroutine. Only itself writes to it. As a context, it waits: see `waiting`."""
 
     __slots__ = ("awaited", "entered", "is_there")
 
@@ -25,15 +25,19 @@ class _User:
         self.awaited: Promise | None = None  # what it waits for, without a timeout
         self.entered = 0  # how often it has begun to wait
 
-    @contextmanager
-    def waiting(self, promise: Promise) -> Iterator[None]:
-        """It waits within the block."""
-        before, self.awaited = self.awaited, promise
+    def waiting(self, promise: Promise) -> _User:
+        """A context in which it waits, without a timeout."""
+        self.awaited = promise
         self.entered += 1
-        try:
-            yield
-        finally:
-            self.awaited = before
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.awaited = None
 
 
 class StoreUsers:
@@ -56,8 +60,12 @@ class StoreUsers:
             self.add(user)
         return user
 
-    def waiting(self, promise: Promise) -> Any:
-        """A context: this thread waits, without a timeout, within the block."""
+    def exempt_this_thread(self) -> None:
+        """This thread works for the users, and is none of them."""
+        self._here.user = _User(lambda: False)
+
+    def waiting(self, promise: Promise) -> _User:
+        """A context in which this thread waits, without a timeout."""
         return self.this_thread().waiting(promise)
 
     def add(self, user: _User) -> None:

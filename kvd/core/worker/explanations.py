@@ -48,14 +48,15 @@ class Explainer:
 
     def notice(self, call: Call, entries: Sequence[Entry], now: float) -> str:
         """For the log."""
-        return f"{title_of(call)} has waited {now - call.begun:.3g} s for {self.reason(entries, now).text}"
+        return f"{title_of(call)} has waited {_seconds(now - call.begun)} s for {self.reason(entries, now).text}"
 
     def timeout_error(self, call: Call, reason: Reason, now: float) -> RequestTimeout:
         """What the caller is told at the deadline: whether anything of the call was sent, and whom it waits for."""
         outcome = self.outcome(call)
         sent = call.is_push and outcome == "unknown"
         hint = "its pushes are still on their way" if sent else "kvd status shows who is there"
-        text = f"{title_of(call)} did not finish within {now - call.begun:.3g} s; it waits for {reason.text}; {hint}"
+        waited = _seconds(now - call.begun)
+        text = f"{title_of(call)} did not finish within {waited} s; it waits for {reason.text}; {hint}"
         return RequestTimeout(text, outcome=outcome, waiting_for=reason.nodes)
 
     @staticmethod
@@ -126,7 +127,7 @@ class Explainer:
         if not sent_at:
             return f"{who}: nothing could be sent to it yet"
         since = max(min(sent_at), self._holds.answered_at(peer))
-        return f"{who}: no answer for {now - since:.3g} s"
+        return f"{who}: no answer for {_seconds(now - since)} s"
 
     def _node(self, role: str, rank: int, now: float) -> str:
         """Who it is, and how it is."""
@@ -142,7 +143,7 @@ class Explainer:
             return f"{who}: its process ended ({known.fact.ended})"
         quiet = next((entry.age_s for entry in self._session.quiet if (entry.role, entry.rank) == (role, rank)), None)
         if quiet is not None:
-            return f"{who}: silent for {quiet:.3g} s"
+            return f"{who}: silent for {_seconds(quiet)} s"
         if known is None:
             return who
         return f"{who}: alive, heard of {known.fact.heard_s + now - known.at:.1f} s ago"
@@ -161,8 +162,13 @@ class Explainer:
         return f"{name_of(role, rank)} ({', '.join(where)})"
 
     def _scheduler(self, now: float) -> str:
-        heard = f", last heard {now - self._session.heard_at:.3g} s ago" if self._session.heard else ""
+        heard = f", last heard {_seconds(now - self._session.heard_at)} s ago" if self._session.heard else ""
         return f"the scheduler at {self._session.scheduler_address}{heard}"
+
+
+def _seconds(duration_s: float) -> str:
+    """Three digits, or all of a whole number: "0.41", "12.3", "1800"."""
+    return f"{duration_s:.3g}" if duration_s < 100 else f"{duration_s:.0f}"
 
 
 def _not_done(blocked: Blocked, clock: int) -> str:

@@ -143,13 +143,11 @@ class WorkerMachine:
         return done
 
     def next_deadline(self) -> float | None:
-        deadlines = (
-            self.session.next_deadline(),
-            self._outbox.next_deadline(),
-            self._calls.next_deadline(),
-            self._waits.due_at,
-        )
-        return min((at for at in deadlines if at is not None and at < NEVER), default=None)
+        earliest = self._waits.due_at
+        for at in (self.session.next_deadline(), self._outbox.next_deadline(), self._calls.next_deadline()):
+            if at is not None and at < earliest:
+                earliest = at
+        return None if earliest == NEVER else earliest
 
     def explain(self, now: float) -> dict[str, object]:
         return {

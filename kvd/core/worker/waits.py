@@ -72,12 +72,18 @@ class Waits:
         )
         self._watched: dict[int, _Watched] = {}  # calls that were looked at, by number
         self._next_look = NEVER
+        self._soon_s = notice_s  # when the first look at a call with the default deadlines is due, at most
         self._last_notice = float("-inf")
 
     # ── when to look ──
 
     def note(self, call: Call) -> None:
         """A call was accepted."""
+        soon = call.begun + self._soon_s
+        if self._next_look <= soon and call.answer_s is not None and call.deadline > soon + self._soon_s:
+            return  # the usual case: a look comes before this call is due for its first
+        if call.answer_s is not None:
+            self._soon_s = min(self._soon_s, call.answer_s / LOOKS_PER_ANSWER)
         at = self._first_look(call)
         if at < self._next_look:
             self._next_look = at
