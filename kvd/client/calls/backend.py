@@ -41,12 +41,31 @@ TYPES: dict[str, StoreType] = {
 }
 
 
-def store_type(name: str) -> StoreType:
-    """The type with this name. Raises ConfigError, which lists the types."""
-    kind = TYPES.get(name)
+#: What MXNet and BytePS call types that do the same.
+ALIASES: dict[str, str] = {
+    "local_update_cpu": "local",
+    "local_allreduce_cpu": "local",
+    "local_allreduce_device": "device",
+    "nccl": "device",
+    "byteps": "dist_sync",
+    "horovod": "dist_sync",
+}
+
+
+def store_type(name: object) -> StoreType:
+    """The type with this name, in upper or lower case, or with this name in MXNet.
+
+    Raises:
+        ConfigError: there is none; it lists the types.
+    """
+    kind = None
+    if isinstance(name, str):
+        lower = name.lower()
+        kind = TYPES.get(ALIASES.get(lower, lower))
     if kind is None:
         known = ", ".join(other for other in TYPES if other != "dist")
-        raise ConfigError(f"no store has the type {name!r}; there are: {known}", setting="type")
+        also = ", ".join(f"{alias} ({meaning})" for alias, meaning in ALIASES.items())
+        raise ConfigError(f"no store has the type {name!r:.80}; there are: {known}; also: {also}", setting="type")
     return kind
 
 

@@ -250,7 +250,10 @@ def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the 
 
     Args:
         type: `local` and `device` live in this process; `dist_sync`, `dist_async`, `dist_device_sync` and
-            `dist_device_async` join the cluster that KVD_* (or DMLC_*) variables, a file or `settings` name.
+            `dist_device_async` join the cluster that KVD_* (or DMLC_*) variables, a file or `settings` name. Upper and
+            lower case are the same. MXNet's and BytePS's names are taken too: `local_update_cpu` and
+            `local_allreduce_cpu` mean `local`, `local_allreduce_device` and `nccl` mean `device`, `byteps` and
+            `horovod` mean `dist_sync`.
         settings: fields of `kvd.Config`.
 
     Raises:
