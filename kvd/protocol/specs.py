@@ -68,7 +68,7 @@ class KeySpec:
     def slice_nbytes(self, index: int) -> int:
         return self.span(index)[1]
 
-    def check_same(self, other: KeySpec, key: str, node: str = "") -> None:
+    def check_same(self, other: KeySpec, key: str | int, node: str = "") -> None:
         """Raises ShapeMismatch or DtypeMismatch if `other`, a value for `key`, does not fit this spec."""
         if other.shape != self.shape:
             raise ShapeMismatch(

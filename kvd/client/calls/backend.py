@@ -16,7 +16,7 @@ from kvd.client.calls.values import Array
 from kvd.errors import ConfigError
 from kvd.optimizer import Optimizer
 
-Updater = Callable[[str, Array, Array], None]
+Updater = Callable[[Any, Array, Array], None]  # of the key as the program wrote it, what came, what is stored
 
 
 class StoreType(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from kvd.client.calls.keys import KeyList
 from kvd.compute.arrays import sum_devices, summed_on_gpu
 from kvd.compute.tensors import (
     as_array,
@@ -43,14 +44,65 @@ class Target(NamedTuple):
     finish: Callable[[], Any]
 
 
-def paired(names: Sequence[str], many: bool, values: Any, what: str) -> list[Any]:
-    """The values of a call as a list, one per key. Raises NotAllowed if their number differs."""
-    if not many:
+def paired(keys: KeyList, values: Any, what: str) -> list[Any]:
+    """The values of a call as a list, one per entry of the keys. Raises NotAllowed if their number differs."""
+    if not keys.many:
         return [values]
-    if not isinstance(values, list | tuple) or len(values) != len(names):
+    if not isinstance(values, list | tuple) or len(values) != keys.size:
         count = len(values) if isinstance(values, list | tuple) else f"a {type(values).__name__}, not a list"
-        raise NotAllowed(f"{len(names)} keys need a list of {len(names)} {what}, got {count}")
+        raise NotAllowed(f"{keys.size} keys need a list of {keys.size} {what}, got {count}")
     return list(values)
+
+
+def values_by_name(keys: KeyList, value: Any) -> list[Any]:
+    """The value of each key, one per name: those of a key that is in the list twice are as those of two devices."""
+    values = paired(keys, value, "values")
+    if keys.places is None:
+        return values
+    return [entries[0] if len(entries) == 1 else _on_devices(entries) for entries in keys.by_name(values)]
+
+
+def targets_by_name(keys: KeyList, out: Any, slice_bytes: int) -> list[Target]:
+    """The memory to write each key to, one per name. Each `out` of a key that is in the list twice gets its value."""
+    outs = paired(keys, out, "outs")
+    if keys.places is None:
+        return [target_of(entry, slice_bytes) for entry in outs]
+    return [
+        target_of(entries[0], slice_bytes) if len(entries) == 1 else target_of(_on_devices(entries), slice_bytes)
+        for entries in keys.by_name(outs)
+    ]
+
+
+def pulled_values(keys: KeyList, targets: Sequence[Target], out: Any) -> Any:
+    """The result of a call, whose bytes have arrived in the targets: `out` as the program gave it; None: new arrays."""
+    arrays = [target.finish() for target in targets]
+    if out is not None:
+        return list(out) if keys.many else out
+    if keys.places is not None:
+        counts = [keys.places.count(index) for index in range(len(arrays))]
+        return keys.by_place(
+            [[array, *(array.copy() for _ in range(count - 1))] for array, count in zip(arrays, counts, strict=True)]
+        )
+    return arrays if keys.many else arrays[0]
+
+
+def check_alike(keys: KeyList, sources: Sequence[Source], targets: Sequence[Target]) -> None:
+    """Raises ShapeMismatch or DtypeMismatch unless what is pulled goes into what is pushed."""
+    for name, source, target in zip(keys.names, sources, targets, strict=True):
+        source.spec.check_same(target.spec, keys.written.get(name, name))
+
+
+def _on_devices(entries: Sequence[Any]) -> list[Any]:
+    """The arrays of several values, each of which is an array or has one per device."""
+    return [
+        array
+        for entry in entries
+        for array in (entry if isinstance(entry, list | tuple) and _is_device_list(entry) else [_array_like(entry)])
+    ]
+
+
+def _array_like(value: Any) -> Any:
+    return value if hasattr(value, "shape") and not isinstance(value, np.generic) else as_array(value)
 
 
 def new_memory(nbytes: int) -> Array:

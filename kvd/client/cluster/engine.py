@@ -14,14 +14,15 @@ import threading
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from itertools import count
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvd.client.calls import checks
+from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.promise import Promise
 from kvd.client.cluster.interrupts import Uninterrupted
+from kvd.client.cluster.open_calls import OpenCalls
 from kvd.config import Config
 from kvd.core.machine import Complete, LocalCall
 from kvd.core.requests import Depart, JoinCluster, Request, TakeBack
@@ -53,8 +54,7 @@ class Engine:
         check_host(config)
         self.config = config
         self._pid = os.getpid()
-        self._promises: dict[int, Promise] = {}
-        self._numbers = count(1)
+        self._open = OpenCalls()
         self._order = threading.RLock()  # calls reach the machine in the order of their submits
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -85,6 +85,11 @@ class Engine:
 
     # ── calls ──
 
+    @property
+    def written(self) -> WrittenKeys:
+        """How the program writes its keys."""
+        return self._open.written
+
     def submit(self, request: Request, timeout: float | None = None) -> Promise:
         """Gives the machine a call and, unless another thread is stepping it, steps it at once on this thread. Calls
         reach the machine in the order of their submits."""
@@ -95,8 +100,7 @@ class Engine:
             if self._failure is not None:
                 promise.set_exception(self._failure)
                 return promise
-            number = next(self._numbers)
-            self._promises[number] = promise
+            number = self._open.begin(promise)
             self._driver.feed(LocalCall(number, request, time.monotonic() + seconds))
         return promise
 
@@ -112,7 +116,7 @@ class Engine:
             try:
                 result = await coroutine
             except BaseException as error:  # noqa: BLE001  the promise raises it
-                promise.set_exception(error)
+                promise.set_exception(self.written.restored(error))
             else:
                 promise.set_result(result)
 
@@ -244,17 +248,9 @@ class Engine:
         self._fail_all(error)
 
     def _fail_all(self, error: KvdError) -> None:
-        while self._promises:
-            with suppress(KeyError):  # another thread has just taken the last one
-                self._promises.popitem()[1].set_exception(error)
+        self._open.fail_all(error)
         self._waiter.wake()
 
     def _completed(self, complete: Complete) -> None:
-        promise = self._promises.pop(complete.call, None)
-        if promise is None:
-            return
-        if complete.error is not None:
-            promise.set_exception(complete.error)
-        else:
-            promise.set_result(complete.result)
-        self._waiter.wake()
+        if self._open.end(complete):
+            self._waiter.wake()

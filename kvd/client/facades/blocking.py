@@ -26,9 +26,10 @@ class KVStore(StoreProperties):
 
     Keys are `str` or `int` (an int is the key of its decimal text). Values are anything that speaks DLPack or the
     buffer protocol: NumPy, CuPy, torch, JAX. A call takes one key and its value, or a list of keys and a list of their
-    values. A value may also be a list of arrays, one per device, which are summed first. Every call returns or raises
-    before its deadline: its `timeout` in seconds, otherwise the setting `request_timeout_s`. Thread-safe: the order of
-    the clocks is the order of the calls.
+    values. A value may also be a list of arrays, one per device, which are summed first. So are the values of a key
+    that is in one list twice; in a pull each of its `out` is filled. Updaters and errors get a key as the program wrote
+    it. Every call returns or raises before its deadline: its `timeout` in seconds, otherwise the setting
+    `request_timeout_s`. Thread-safe: the order of the clocks is the order of the calls.
     """
 
     def __init__(self, backend: Backend) -> None:

@@ -12,7 +12,7 @@ from kvd.client.calls import checks
 from kvd.client.calls.bound_arrays import BoundArrays
 from kvd.client.calls.exits import raise_at_exit
 from kvd.client.calls.handle import Handle
-from kvd.client.calls.keys import key_list, missing
+from kvd.client.calls.keys import KeyList, WrittenKeys, key_list, missing
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Array, Source
@@ -40,10 +40,12 @@ class LocalKeys:
 
     Attributes:
         entries: the keys that were made.
+        written: how the program writes them.
     """
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
+        self.written = WrittenKeys()
         self._lock = threading.RLock()
         self._unobserved = UnobservedErrors()
         self._closed = False
@@ -62,12 +64,13 @@ class LocalKeys:
 
     # ── calls ──
 
-    def names(self, key: Any) -> tuple[list[str], bool]:
-        """The names of one key or of a list of keys, and whether it was a list. Raises unobserved errors of these."""
+    def named(self, key: Any) -> KeyList:
+        """One key, or a list of keys. Raises unobserved errors of these."""
         self.check_open()
-        names, many = key_list(key)
-        self._unobserved.raise_for(names)
-        return names, many
+        keys = key_list(key)
+        self.written.note(keys)
+        self._unobserved.raise_for(keys.names)
+        return keys
 
     def answered(self, work: Callable[[], Any]) -> Handle:
         """The handle of work that is done here and now: it has the errors of kvd, others are raised at once."""
@@ -76,7 +79,7 @@ class LocalKeys:
             with self._lock:
                 promise.set_result(work())
         except KvdError as error:  # any other comes from an updater or from the file system
-            promise.set_exception(error)
+            promise.set_exception(self.written.restored(error))
         return Handle(promise)
 
     def watched(self, names: list[str], work: Callable[[], Any]) -> Handle:

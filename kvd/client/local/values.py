@@ -10,8 +10,20 @@ import numpy as np
 from kvd.client.calls import checks
 from kvd.client.calls.bound_arrays import BoundArrays, bind_result
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
-from kvd.client.calls.values import Array, Source, Target, fresh_target, paired, source_of, target_of
+from kvd.client.calls.values import (
+    Array,
+    Source,
+    Target,
+    check_alike,
+    fresh_target,
+    pulled_values,
+    source_of,
+    target_of,
+    targets_by_name,
+    values_by_name,
+)
 from kvd.client.local.keys import Entry, LocalKeys
 from kvd.client.local.updates import LocalUpdates
 from kvd.compute.optimizers import SliceState
@@ -28,8 +40,9 @@ class LocalValues:
         self._updates = updates
 
     def init(self, key: Any, value: Any) -> Handle:
-        names, many = self._keys.names(key)
-        sources = _sources(names, many, value, copy=True)
+        keys = self._keys.named(key)
+        keys.check_distinct("init")
+        names, sources = keys.names, _sources(keys, value, copy=True)
 
         def work() -> None:
             for name in names:
@@ -42,10 +55,10 @@ class LocalValues:
         return self._keys.watched(names, work)
 
     def push(self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None) -> Handle:
-        names, many = self._keys.names(key)
+        keys = self._keys.named(key)
         priority, samples = checks.priority_and_samples(priority, samples)
-        sources = _sources(names, many, value, copy=False)
-        return self._keys.watched(names, lambda: self._update(names, sources, samples))
+        sources = _sources(keys, value, copy=False)
+        return self._keys.watched(keys.names, lambda: self._update(keys.names, sources, samples))
 
     def _update(self, names: list[str], sources: list[Source], samples: int) -> None:
         """All keys are checked before the first changes."""
@@ -56,55 +69,54 @@ class LocalValues:
             self._updates.apply(name, entry, source.data.view(entry.value.dtype), samples)
 
     def pull(self, key: Any, out: Any, priority: int) -> Handle:
-        names, many = self._keys.names(key)
+        keys = self._keys.named(key)
         checks.priority_and_samples(priority)
-        targets = None if out is None or not names else _targets(names, many, out)
-        return self._keys.answered(lambda: self._read(names, many, targets))
+        targets = None if out is None else _targets(keys, out)
+        return self._keys.answered(lambda: self._read(keys, targets, out))
 
-    def _read(self, names: list[str], many: bool, targets: list[Target] | None) -> Any:
-        """Writes the values into the targets (None: new arrays), and gives the result of the call."""
+    def _read(self, keys: KeyList, targets: list[Target] | None, out: Any) -> Any:
+        """Writes the values into the targets of `out` (None: new arrays), and gives the result of the call."""
         if targets is None:
-            targets = [fresh_target(self._keys.entry(name).spec) for name in names]
-        entries = self._keys.matching(names, [target.spec for target in targets])
+            targets = [fresh_target(self._keys.entry(name).spec) for name in keys.names]
+        entries = self._keys.matching(keys.names, [target.spec for target in targets])
         for entry, target in zip(entries, targets, strict=True):
             np.copyto(target.data, contiguous_bytes(entry.value))
-        arrays = [target.finish() for target in targets]
-        return arrays if many else arrays[0]
+        return pulled_values(keys, targets, out)
 
     def pushpull(
         self, key: Any, value: Any, out: Any, priority: int, samples: int, copy: bool, reservation: Reservation | None
     ) -> Handle:
-        names, many = self._keys.names(key)
+        keys = self._keys.named(key)
         priority, samples = checks.priority_and_samples(priority, samples)
-        targets = _targets(names, many, value if out is None else out)
-        sources = _sources(names, many, value, copy=False)
-        for name, source, target in zip(names, sources, targets, strict=True):
-            source.spec.check_same(target.spec, name)
+        out = value if out is None else out
+        targets, sources = _targets(keys, out), _sources(keys, value, copy=False)
+        check_alike(keys, sources, targets)
 
         def work() -> Any:
-            self._update(names, sources, samples)
-            return self._read(names, many, targets)
+            self._update(keys.names, sources, samples)
+            return self._read(keys, targets, out)
 
-        return self._keys.watched(names, work)
+        return self._keys.watched(keys.names, work)
 
     # ── the value of this worker replaces the stored one ──
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int, reservation: Reservation | None) -> Handle:
-        names, many = self._keys.names(key)
+        keys = self._keys.named(key)
+        keys.check_distinct("broadcast")
         checks.priority_and_samples(priority)
-        targets = _targets(names, many, value if out is None else out)
-        sources = _sources(names, many, value, copy=True)
+        out = value if out is None else out
+        targets, sources = _targets(keys, out), _sources(keys, value, copy=True)
 
         def work() -> Any:
-            for name, source in zip(names, sources, strict=True):
+            for name, source in zip(keys.names, sources, strict=True):
                 entry = self._keys.entries.get(name) or self._keys.make(name, source)
                 entry.spec.check_same(source.spec, name)
                 entry.value = source.data.view(entry.value.dtype).copy()
                 entry.state = SliceState()
                 entry.version += 1
-            return self._read(names, many, targets)
+            return self._read(keys, targets, out)
 
-        return self._keys.watched(names, work)
+        return self._keys.watched(keys.names, work)
 
     def assign(self, values: Mapping[str, Array], absent: Sequence[str]) -> None:
         """See `Assignments.assign`. Nobody waits here, so nobody needs to hear who is absent."""
@@ -115,24 +127,27 @@ class LocalValues:
 
     def bind(self, key: Any) -> Handle:
         """Arrays to use as with a cluster, though there is no copy to save."""
-        names, many = self._keys.names(key)
+        keys = self._keys.named(key)
 
         def work() -> Any:
-            entries = [self._keys.entry(name) for name in names]
-            return bind_result([self._bound(name, entry) for name, entry in zip(names, entries, strict=True)], many)
+            entries = [self._keys.entry(name) for name in keys.names]
+            return bind_result(
+                keys, [self._bound(name, entry) for name, entry in zip(keys.names, entries, strict=True)]
+            )
 
         return self._keys.answered(work)
 
     def _bound(self, name: str, entry: Entry) -> BoundArrays:
         if entry.bound is None:
             entry.bound = BoundArrays.of(entry.spec, np.empty(entry.spec.nbytes, np.uint8))
-            self._read([name], False, [target_of(entry.bound.weight, MAX_SLICE_BYTES)])
+            weight = entry.bound.weight
+            self._read(KeyList([name], False), [target_of(weight, MAX_SLICE_BYTES)], weight)
         return entry.bound
 
 
-def _sources(names: list[str], many: bool, value: Any, *, copy: bool) -> list[Source]:
-    return [source_of(entry, MAX_SLICE_BYTES, copy=copy) for entry in paired(names, many, value, "values")]
+def _sources(keys: KeyList, value: Any, *, copy: bool) -> list[Source]:
+    return [source_of(entry, MAX_SLICE_BYTES, copy=copy) for entry in values_by_name(keys, value)]
 
 
-def _targets(names: list[str], many: bool, out: Any) -> list[Target]:
-    return [target_of(entry, MAX_SLICE_BYTES) for entry in paired(names, many, out, "outs")]
+def _targets(keys: KeyList, out: Any) -> list[Target]:
+    return targets_by_name(keys, out, MAX_SLICE_BYTES)
