@@ -63,6 +63,7 @@ class Transfer:
     samples: int = 1
     how: int = 0  # ADD, ASSIGN or ABSENT
     any_version: bool = False  # pull the newest version, without waiting for the own pushes
+    cast: bool = False  # sources may have other floating dtypes than their keys; targets take the dtypes of the keys
 
 
 @dataclass(frozen=True, slots=True)

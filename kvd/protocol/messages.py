@@ -403,12 +403,20 @@ class Activate:
     clock: Number
 
 
+class Cast(NamedTuple):
+    """The dtype that the bytes of a value have on their way, and that of the key, which they have from then on."""
+
+    given: Annotated[str, Limit(1, 16)]
+    wanted: Annotated[str, Limit(1, 16)]
+
+
 @dataclass(frozen=True, slots=True)
 class Push:
     """Contributions, with their bytes as payload. Answered with Staged (returns the credit), then with Done at commit.
 
     With `pull`, Values takes the place of Done. A `probe` has no payload: it asks what became of an earlier push. A
-    push of at most SMALL_PUSH_BYTES takes no credit, and only a probe of it is answered with Staged.
+    push of at most SMALL_PUSH_BYTES takes no credit, and only a probe of it is answered with Staged. With `cast` the
+    push has one part, which the server converts on arrival.
     """
 
     KIND: ClassVar[int] = 40
@@ -418,6 +426,7 @@ class Push:
     samples: Number
     pull: bool
     probe: bool = False
+    cast: Cast | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,14 +123,26 @@ class Values(Protocol):
 
     def init(self, key: Any, value: Any) -> Handle: ...
 
-    def push(self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None) -> Handle: ...
+    def push(
+        self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None, cast: bool = False
+    ) -> Handle:
+        """`cast`: the value may have another floating dtype than the key, to which it is converted."""
 
-    def pull(self, key: Any, out: Any, priority: int) -> Handle: ...
+    def pull(self, key: Any, out: Any, priority: int, cast: bool = False) -> Handle:
+        """`cast`: the value is converted to the floating dtype of `out`."""
 
     def pushpull(
-        self, key: Any, value: Any, out: Any, priority: int, samples: int, copy: bool, reservation: Reservation | None
+        self,
+        key: Any,
+        value: Any,
+        out: Any,
+        priority: int,
+        samples: int,
+        copy: bool,
+        reservation: Reservation | None,
+        cast: bool = False,
     ) -> Handle:
-        """`copy`: the program may write to the value as soon as this returns."""
+        """`copy`: the program may write to the value as soon as this returns. `cast`: as in push and pull."""
 
 
 class Assignments(Protocol):

@@ -44,31 +44,41 @@ class KVStore(StoreProperties):
     def init_async(self, key: Any, value: Any) -> Handle:
         return self._backend.values.init(key, value)
 
-    async def push(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1) -> Handle:
+    async def push(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1, cast: bool = False) -> Handle:
         return await _when_there_is_room(
-            lambda reservation: self._backend.values.push(key, value, priority, samples, reservation)
+            lambda reservation: self._backend.values.push(key, value, priority, samples, reservation, cast)
         )
 
-    def push_async(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1) -> Handle:
-        return self._backend.values.push(key, value, priority, samples, Reservation())
+    def push_async(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1, cast: bool = False) -> Handle:
+        return self._backend.values.push(key, value, priority, samples, Reservation(), cast)
 
-    async def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
-        return await self._backend.values.pull(key, out, priority)
+    async def pull(
+        self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True, *, cast: bool = False
+    ) -> Any:
+        return await self._backend.values.pull(key, out, priority, cast)
 
-    def pull_async(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> Handle:
-        return self._backend.values.pull(key, out, priority)
+    def pull_async(
+        self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True, *, cast: bool = False
+    ) -> Handle:
+        return self._backend.values.pull(key, out, priority, cast)
 
     async def bind(self, key: Any) -> Any:
         return await self._backend.binding.bind(key)
 
-    async def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1) -> Any:
+    async def pushpull(
+        self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1, cast: bool = False
+    ) -> Any:
         handle = await _when_there_is_room(
-            lambda reservation: self._backend.values.pushpull(key, value, out, priority, samples, True, reservation)
+            lambda reservation: self._backend.values.pushpull(
+                key, value, out, priority, samples, True, reservation, cast
+            )
         )
         return await handle
 
-    def pushpull_async(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1) -> Handle:
-        return self._backend.values.pushpull(key, value, out, priority, samples, True, Reservation())
+    def pushpull_async(
+        self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1, cast: bool = False
+    ) -> Handle:
+        return self._backend.values.pushpull(key, value, out, priority, samples, True, Reservation(), cast)
 
     async def broadcast(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> Any:
         return await (

@@ -53,30 +53,39 @@ class KVStore(StoreProperties):
         """As `init`, without waiting."""
         return self._blocking().values.init(key, value)
 
-    def push(self, key: Key, value: Value, priority: int = 0, *, samples: int = 1) -> Handle:
+    def push(self, key: Key, value: Value, priority: int = 0, *, samples: int = 1, cast: bool = False) -> Handle:
         """Sends a value to be merged. Returns at once, and comes before later calls on the same key.
 
         Args:
             priority: higher ones leave this worker first.
             samples: how many samples the value is the mean of; only a weighted merge uses it.
+            cast: the value may have another floating dtype than the key. It travels as it is; the server converts it
+                to the key's dtype before it is merged.
         """
-        return self._blocking().values.push(key, value, priority, samples, None)
+        return self._blocking().values.push(key, value, priority, samples, None, cast)
 
     push_async = push
 
-    def pull(self, key: Key, out: Value = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
+    def pull(
+        self, key: Key, out: Value = None, priority: int = 0, ignore_sparse: bool = True, *, cast: bool = False
+    ) -> Any:
         """Fills `out`, an array or one per device, with the key's value and returns it; None: a new NumPy array.
+
+        Args:
+            cast: `out` may have another floating dtype than the key: the value is converted when it has arrived.
 
         Raises:
             KeyNotFound: nobody made the key.
             ShapeMismatch, DtypeMismatch: `out` does not fit the key.
             NodeLost: the value waits for a worker that died, or its server did.
         """
-        return self._blocking().values.pull(key, out, priority).wait()
+        return self._blocking().values.pull(key, out, priority, cast).wait()
 
-    def pull_async(self, key: Key, out: Value = None, priority: int = 0, ignore_sparse: bool = True) -> Handle:
-        """As `pull`; `out` is filled when the handle is done."""
-        return self._blocking().values.pull(key, out, priority)
+    def pull_async(
+        self, key: Key, out: Value = None, priority: int = 0, ignore_sparse: bool = True, *, cast: bool = False
+    ) -> Handle:
+        """As `pull`; `out` is filled when the handle is done, with `cast` when it is waited for."""
+        return self._blocking().values.pull(key, out, priority, cast)
 
     def bind(self, key: Key) -> Any:
         """Arrays to keep for a key: (gradient, weight), the same in each call; of a list of keys, two lists.
@@ -92,15 +101,17 @@ class KVStore(StoreProperties):
         """
         return self._blocking().binding.bind(key).wait()
 
-    def pushpull(self, key: Key, value: Value, out: Value = None, priority: int = 0, *, samples: int = 1) -> Any:
-        """Push and pull in one round trip. Without `out` the result is written into `value`."""
-        return self._blocking().values.pushpull(key, value, out, priority, samples, False, None).wait()
+    def pushpull(
+        self, key: Key, value: Value, out: Value = None, priority: int = 0, *, samples: int = 1, cast: bool = False
+    ) -> Any:
+        """Push and pull in one round trip. Without `out` the result is written into `value`. `cast`: as in both."""
+        return self._blocking().values.pushpull(key, value, out, priority, samples, False, None, cast).wait()
 
     def pushpull_async(
-        self, key: Key, value: Value, out: Value = None, priority: int = 0, *, samples: int = 1
+        self, key: Key, value: Value, out: Value = None, priority: int = 0, *, samples: int = 1, cast: bool = False
     ) -> Handle:
-        """As `pushpull`; `out` is filled when the handle is done."""
-        return self._blocking().values.pushpull(key, value, out, priority, samples, True, None)
+        """As `pushpull`; `out` is filled when the handle is done, with `cast` when it is waited for."""
+        return self._blocking().values.pushpull(key, value, out, priority, samples, True, None, cast)
 
     def broadcast(self, key: Key, value: Value, out: Value = None, priority: int = 0) -> Any:
         """Gives rank 0's value to everyone's `out` (None: into `value`), and makes the key if it is new.

@@ -32,6 +32,10 @@ class Entry:
     version: int = 0
     bound: BoundArrays | None = None
 
+    def value_as_array(self) -> Array:
+        """Its value in its shape: not a copy."""
+        return self.value.reshape(self.spec.shape)
+
 
 class LocalKeys:
     """Every call does its work at once, under one lock, so every handle is done.
@@ -109,9 +113,13 @@ class LocalKeys:
             raise missing(name)
         return entry
 
-    def matching(self, names: list[str], specs: list[KeySpec]) -> list[Entry]:
-        """The entries of these keys. Raises KeyNotFound, or ShapeMismatch or DtypeMismatch if a spec differs."""
+    def matching(self, names: list[str], specs: list[KeySpec], *, cast: bool = False) -> list[Entry]:
+        """The entries of these keys. Raises KeyNotFound, or ShapeMismatch or DtypeMismatch if a spec differs.
+
+        Args:
+            cast: another floating dtype fits.
+        """
         entries = [self.entry(name) for name in names]
         for name, entry, spec in zip(names, entries, specs, strict=True):
-            entry.spec.check_same(spec, name)
+            entry.spec.check_same(spec, name, cast=cast)
         return entries

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvd.client.calls import checks
 from kvd.client.calls.bound_arrays import BoundArrays, bind_result
+from kvd.client.calls.casting import CastOuts, cast_values
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
@@ -27,7 +28,7 @@ from kvd.client.calls.values import (
 from kvd.client.local.keys import Entry, LocalKeys
 from kvd.client.local.updates import LocalUpdates
 from kvd.compute.optimizers import SliceState
-from kvd.compute.tensors import contiguous_bytes
+from kvd.compute.tensors import contiguous_bytes, named_dtype
 from kvd.errors import KeyExists
 from kvd.protocol.specs import MAX_SLICE_BYTES
 
@@ -54,23 +55,29 @@ class LocalValues:
 
         return self._keys.watched(names, work)
 
-    def push(self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None) -> Handle:
+    def push(
+        self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None, cast: bool = False
+    ) -> Handle:
         keys = self._keys.named(key)
         priority, samples = checks.priority_and_samples(priority, samples)
         sources = _sources(keys, value, copy=False)
-        return self._keys.watched(keys.names, lambda: self._update(keys.names, sources, samples))
+        return self._keys.watched(keys.names, lambda: self._update(keys.names, sources, samples, cast))
 
-    def _update(self, names: list[str], sources: list[Source], samples: int) -> None:
+    def _update(self, names: list[str], sources: list[Source], samples: int, cast: bool) -> None:
         """All keys are checked before the first changes."""
-        entries = self._keys.matching(names, [source.spec for source in sources])
+        entries = self._keys.matching(names, [source.spec for source in sources], cast=cast)
         for name, entry in zip(names, entries, strict=True):
             self._updates.check(name, entry)
         for name, entry, source in zip(names, entries, sources, strict=True):
-            self._updates.apply(name, entry, source.data.view(entry.value.dtype), samples)
+            received = source.data.view(named_dtype(source.spec.dtype))
+            self._updates.apply(name, entry, cast_values(received, entry.value.dtype), samples)
 
-    def pull(self, key: Any, out: Any, priority: int) -> Handle:
+    def pull(self, key: Any, out: Any, priority: int, cast: bool = False) -> Handle:
         keys = self._keys.named(key)
         checks.priority_and_samples(priority)
+        if cast and out is not None:
+            outs = CastOuts(keys, out)
+            return self._keys.answered(lambda: self._read_cast(keys, outs))
         targets = None if out is None else _targets(keys, out)
         return self._keys.answered(lambda: self._read(keys, targets, out))
 
@@ -83,18 +90,33 @@ class LocalValues:
             np.copyto(target.data, contiguous_bytes(entry.value))
         return pulled_values(keys, targets, out)
 
+    def _read_cast(self, keys: KeyList, outs: CastOuts) -> Any:
+        return outs.fill([self._keys.entry(name).value_as_array() for name in keys.names])
+
     def pushpull(
-        self, key: Any, value: Any, out: Any, priority: int, samples: int, copy: bool, reservation: Reservation | None
+        self,
+        key: Any,
+        value: Any,
+        out: Any,
+        priority: int,
+        samples: int,
+        copy: bool,
+        reservation: Reservation | None,
+        cast: bool = False,
     ) -> Handle:
         keys = self._keys.named(key)
         priority, samples = checks.priority_and_samples(priority, samples)
         out = value if out is None else out
-        targets, sources = _targets(keys, out), _sources(keys, value, copy=False)
-        check_alike(keys, sources, targets)
+        outs = CastOuts(keys, out) if cast else None
+        targets, sources = [] if cast else _targets(keys, out), _sources(keys, value, copy=False)
+        if outs is None:
+            check_alike(keys, sources, targets)
+        else:
+            outs.check_shapes(sources)
 
         def work() -> Any:
-            self._update(keys.names, sources, samples)
-            return self._read(keys, targets, out)
+            self._update(keys.names, sources, samples, cast)
+            return self._read(keys, targets, out) if outs is None else self._read_cast(keys, outs)
 
         return self._keys.watched(keys.names, work)
 

@@ -31,7 +31,7 @@ from kvd.core.server.rounds import Record
 from kvd.core.server.targets import PushTarget, TargetResolver
 from kvd.core.server.waiting import Waiters
 from kvd.errors import KvdError
-from kvd.protocol.messages import ABSENT, MAX_TEXT_CHARS, Push, PushBatch, Refused, Staged, Taken
+from kvd.protocol.messages import ABSENT, MAX_TEXT_CHARS, ErrorCode, Push, PushBatch, Refused, Staged, Taken
 from kvd.protocol.specs import padded
 
 
@@ -68,7 +68,7 @@ class Pushes:
         if rank is None or self._waiters.joins_open(event, push.request):
             return
         targets = self._targets.of_parts(event, push)
-        if targets is not None:
+        if targets is not None and self._is_cast_for(event, push, targets):
             self._admit_and_wait(event, push, rank, targets)
 
     def push_batch(self, event: Received, push: PushBatch) -> None:
@@ -78,6 +78,15 @@ class Pushes:
         targets = self._targets.of_batch(event, push)
         if targets is not None:
             self._admit_and_wait(event, push, rank, targets)
+
+    def _is_cast_for(self, event: Received, push: Push, targets: list[PushTarget]) -> bool:
+        """Whether the payload has become what the key needs; otherwise the sender is told."""
+        if push.cast is None or (len(targets) == 1 and push.cast.wanted == targets[0].group.dtype):
+            return True
+        group = targets[0].group
+        text = f"key {group.key!r} has dtype {group.dtype}, and takes a value of {push.cast.wanted} by itself only"
+        self._effects.refuse(event.peer, push.request, ErrorCode.PROTOCOL_ERROR, text, group.key)
+        return False
 
     # ── admit, wait ──
 
