@@ -189,7 +189,7 @@ class LocalCluster:
 
     def store(self, type: str = "dist_sync", **settings: Any) -> kvd.KVStore:  # noqa: A002
         """A worker's store. It is closed with the cluster and does not wait for the others."""
-        store = kvd.create(type, **{**self.settings, "scheduler": self.address, **settings})
+        store: kvd.KVStore = kvd.create(type, **{**self.settings, "scheduler": self.address, **settings})
         self.stores.append(store)
         return store
 

@@ -52,8 +52,11 @@ ALIASES: dict[str, str] = {
 }
 
 
-def store_type(name: object) -> StoreType:
+def store_type(name: object, others: Sequence[str] = ()) -> StoreType:
     """The type with this name, in upper or lower case, or with this name in MXNet.
+
+    Args:
+        others: what else there is, for the text of the error.
 
     Raises:
         ConfigError: there is none; it lists the types.
@@ -64,7 +67,7 @@ def store_type(name: object) -> StoreType:
         kind = TYPES.get(ALIASES.get(lower, lower))
     if kind is None:
         known = ", ".join(other for other in TYPES if other != "dist")
-        also = ", ".join(f"{alias} ({meaning})" for alias, meaning in ALIASES.items())
+        also = ", ".join([*others, *(f"{alias} ({meaning})" for alias, meaning in ALIASES.items())])
         raise ConfigError(f"no store has the type {name!r:.80}; there are: {known}; also: {also}", setting="type")
     return kind
 

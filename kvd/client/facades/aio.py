@@ -16,7 +16,8 @@ from kvd.client.facades.dead_nodes import count_dead
 from kvd.client.facades.life import StoreLife
 from kvd.client.facades.open import open_backend
 from kvd.client.facades.properties import StoreProperties
-from kvd.errors import RequestTimeout
+from kvd.client.registry import find_factory
+from kvd.errors import ConfigError, RequestTimeout
 from kvd.optimizer import Optimizer
 
 _ErrorType = type[BaseException]  # in the class, `type` is the store's
@@ -165,7 +166,14 @@ async def _when_there_is_room(begin: Callable[[Reservation], Handle]) -> Handle:
 
 
 async def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the name is part of the surface
-    """As `kvd.create`, for an event loop."""
+    """As `kvd.create`, for an event loop. It makes the types of kvd only.
+
+    Raises:
+        ConfigError: the name is that of a registered store, whose members may block; or as `kvd.create`.
+    """
+    if find_factory(type) is not None:
+        text = f"the store {type!r} was registered by another library and may block: make it with kvd.create"
+        raise ConfigError(text, setting="type")
     return KVStore(await asyncio.wrap_future(_open_in_thread(type, settings)))
 
 

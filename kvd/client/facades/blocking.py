@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.handle import Handle
@@ -13,6 +13,7 @@ from kvd.client.facades.dead_nodes import count_dead
 from kvd.client.facades.life import StoreLife
 from kvd.client.facades.open import open_backend
 from kvd.client.facades.properties import StoreProperties
+from kvd.client.registry import KVStoreBase, find_factory, make_store
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
 
@@ -21,7 +22,7 @@ Value = Any
 _ErrorType = type[BaseException]  # in the class, `type` is the store's
 
 
-class KVStore(StoreProperties):
+class KVStore(StoreProperties, KVStoreBase):
     """A store of keys and their values, shared by the workers of a job. `kvd.create` makes one.
 
     Keys are `str` or `int` (an int is the key of its decimal text). Values are anything that speaks DLPack or the
@@ -257,23 +258,38 @@ def leave_at_once(store: KVStore) -> None:
     store._life.abandon(failed=False)
 
 
-def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the name is part of the public surface
+#: The types of kvd: `create` with one of them gives a `KVStore`.
+TypeName = Literal["local", "device", "dist_sync", "dist_async", "dist_device_sync", "dist_device_async"]
+
+
+@overload
+def create(type: TypeName = "local", **settings: Any) -> KVStore: ...
+
+
+@overload
+def create(type: str, **settings: Any) -> Any: ...
+
+
+def create(type: str = "local", **settings: Any) -> Any:  # noqa: A002  the name is part of the public surface
     """Makes a store.
 
     Args:
         type: `local` and `device` live in this process; `dist_sync`, `dist_async`, `dist_device_sync` and
             `dist_device_async` join the cluster that KVD_* (or DMLC_*) variables, a file or `settings` name. Upper and
-            lower case are the same. MXNet's and BytePS's names are taken too: `local_update_cpu` and
-            `local_allreduce_cpu` mean `local`, `local_allreduce_device` and `nccl` mean `device`, `byteps` and
-            `horovod` mean `dist_sync`.
-        settings: fields of `kvd.Config`.
+            lower case are the same. Other names are those of `register_store` and of entry points `kvd.stores`, then
+            MXNet's and BytePS's: `local_update_cpu` and `local_allreduce_cpu` mean `local`, `local_allreduce_device`
+            and `nccl` mean `device`, `byteps` and `horovod` mean `dist_sync`.
+        settings: fields of `kvd.Config`; a registered store takes what it wants.
 
     Raises:
-        ConfigError: a setting is wrong, or differs from the cluster's.
+        ConfigError: a setting is wrong, or differs from the cluster's; or nothing has this name.
         ConnectError: no scheduler answers, or its host is not known.
         RequestTimeout: servers are missing.
         NotAllowed: the cluster is full.
     """
+    factory = find_factory(type)
+    if factory is not None:
+        return make_store(type, factory, settings)
     if asyncio._get_running_loop() is not None:
         raise NotAllowed("kvd.create blocks, and would stop the running event loop: use await kvd.aio.create(...)")
     return KVStore(open_backend(type, settings))
