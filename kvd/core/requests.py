@@ -81,7 +81,13 @@ class TakeBack:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Completes when every push before it is settled, including those whose calls timed out."""
+    """Completes when every push before it is settled, including those whose calls timed out.
+
+    Attributes:
+        kept: wait also for pushes whose callers were told not to wait, though the servers keep them.
+    """
+
+    kept: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -284,6 +284,7 @@ class Taken(Enum):
 
     NOTHING = 0  # the push's clock is free again
     PART = 1  # some slices took it, now or when it was sent before
+    KEPT = 2  # all of it: only the caller is told not to wait, and the push is answered again later
 
 
 class NodeName(NamedTuple):
@@ -494,11 +495,15 @@ class PullBatch:
 
 @dataclass(frozen=True, slots=True)
 class SetOptimizer:
-    """Use this optimizer (`kvd.optimizer.to_wire`) for all keys; setting it again changes nothing. None: assign."""
+    """Use this optimizer (`kvd.optimizer.to_wire`) for all keys; setting it again changes nothing. None: assign.
+
+    `loaded`: one worker has it from a file, and speaks for all.
+    """
 
     KIND: ClassVar[int] = 48
     request: Number
     optimizer: Plain
+    loaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,8 +169,15 @@ class KVStore(StoreProperties, KVStoreBase):
         return list(self._blocking().nodes.send_command(head, body).wait())
 
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
-        """The servers update the values with it from now on. The same optimizer again changes nothing; another one
-        starts with new state. None: a merged value replaces the stored one."""
+        """The servers update the values with it from now on. None: a merged value replaces the stored one.
+
+        The same optimizer again changes nothing. Another one starts with new state; all workers that have set one set
+        it, between the same pushes, and each waits for its pushes so far. One worker may also set optimizers for all.
+
+        Raises:
+            NotAllowed: other workers have set another one. It names them, and what differs; in all workers calls raise
+                it until they agree.
+        """
         self._blocking().updates.set_optimizer(optimizer).wait()
 
     def update_optimizer(self, **hyperparameters: Any) -> None:

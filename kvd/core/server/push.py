@@ -22,6 +22,7 @@ from kvd.core.membership import ViewState
 from kvd.core.refusals import code_of
 from kvd.core.server.admission import Decision, admit
 from kvd.core.server.attachments import Attachments
+from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.participants import Participants
@@ -50,6 +51,7 @@ class Pushes:
         targets: TargetResolver,
         waiters: Waiters,
         participants: Participants,
+        disputes: Disputes,
         *,
         small_push_bytes: int,
     ) -> None:
@@ -59,6 +61,7 @@ class Pushes:
         self._targets = targets
         self._waiters = waiters
         self._participants = participants
+        self._disputes = disputes
         self._small_push_bytes = small_push_bytes
 
     # ── resolve ──
@@ -99,13 +102,15 @@ class Pushes:
             return
         if not push.probe:
             self._stage(event, push, request, rank, targets, decisions)
+            if self._view.is_sync and Decision.STAGE in decisions:
+                self._disputes.pushed(rank)
         pending = Pending(event.peer, event.sender, push.request, True, push.pull, len(targets))
         self._waiters.wait(pending, rank, targets)
         for target in targets:
             self.advance(target.group)
-        if self._participants.dead:
-            for target in targets:
-                self._participants.fail_blocked(target.group)
+        for target in targets:
+            self._participants.fail_blocked(target.group)
+            self._disputes.fail_waiting(target.group)
         if (
             (push.probe or event.nbytes > self._small_push_bytes)
             and not pending.closed
@@ -141,6 +146,8 @@ class Pushes:
         if group.tasks and group.log.closing is None:
             group.working = True
             group.tasks.pop(0)()
+            return
+        if self._disputes.open:
             return
         record = group.log.close_next(self._participants.required)
         while record is not None and not record.contributions:  # all who owed it a push have left: no bytes change

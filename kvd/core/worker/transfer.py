@@ -9,7 +9,7 @@ from functools import partial
 from kvd.core import requests
 from kvd.core.machine import Copy, Effect, Received, Send, Span
 from kvd.core.membership import ViewState
-from kvd.core.worker.asking import Asker, is_of_dead_worker
+from kvd.core.worker.asking import Asker, is_kept
 from kvd.core.worker.calls import COMPLETED, Call, CallBook
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans, plan_slices
@@ -232,7 +232,8 @@ class Transfer:
             self._copy_values(progress, plan, message, event)
         elif isinstance(message, Refused):
             error = self._asker.error_of(event)
-            if transfer.push and is_of_dead_worker(message):  # the push is kept, and is answered later
+            if transfer.push and is_kept(message):  # it is answered later
+                self._pushes.keep(call)
                 self._calls.complete(call, error=error)
                 return
             if message.taken is not Taken.NOTHING:
