@@ -53,7 +53,7 @@ ALIASES: dict[str, str] = {
 
 
 def store_type(name: object, others: Sequence[str] = ()) -> StoreType:
-    """The type with this name, in upper or lower case, or with this name in MXNet.
+    """The type with this name, in upper or lower case, or with this name in MXNet, which it keeps.
 
     Args:
         others: what else there is, for the text of the error.
@@ -65,6 +65,8 @@ def store_type(name: object, others: Sequence[str] = ()) -> StoreType:
     if isinstance(name, str):
         lower = name.lower()
         kind = TYPES.get(ALIASES.get(lower, lower))
+        if kind is not None and lower in ALIASES:
+            return kind._replace(name=lower)
     if kind is None:
         known = ", ".join(other for other in TYPES if other != "dist")
         also = ", ".join([*others, *(f"{alias} ({meaning})" for alias, meaning in ALIASES.items())])
