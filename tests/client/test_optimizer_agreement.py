@@ -147,6 +147,23 @@ def test_a_change_that_one_worker_does_not_make() -> None:
             assert "worker 1 still has SGD(learning_rate=1.0), but worker 0 set SGD(learning_rate=0.5)" in text
 
 
+def test_setting_the_same_again_waits_for_nobody() -> None:
+    def program(kv: kvd.KVStore) -> Any:
+        kv.init("w", np.zeros(4, np.float32))
+        kv.set_optimizer(SGD(1.0))
+        if kv.rank == 0:
+            handle = kv.push("w", ones())
+            kv.set_optimizer(SGD(1.0))
+            assert not handle.done()
+        kv.barrier("worker 0 has set it again")
+        if kv.rank == 1:
+            kv.push("w", ones())
+        return kv.pull("w").tolist()
+
+    with LocalCluster(2, 2) as cluster:
+        assert cluster.run(program) == [[-2.0] * 4] * 2
+
+
 def test_one_worker_may_set_it_for_all() -> None:
     def program(kv: kvd.KVStore) -> Any:
         kv.init("w", np.zeros(4, np.float32))

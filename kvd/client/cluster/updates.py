@@ -22,17 +22,18 @@ class ClusterUpdates:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._has_set = False
+        self._set: list[Optimizer | None] = []  # what this process has set last, if anything
 
     def set_optimizer(self, optimizer: Optimizer | None) -> Handle:
         known = checks.known_optimizer(optimizer)
         message = SetOptimizer(0, None if known is None else to_wire(known))
         checks.check_sendable("the optimizer", message)
-        later, self._has_set = self._has_set, True
+        changes = self._set not in ([], [known])
+        self._set = [known]
         deadline = Deadline(self._engine.config.request_timeout_s)
 
         async def work() -> None:
-            if later:  # the rounds before belong to the optimizer before
+            if changes:  # the rounds before belong to the optimizer before
                 await self._engine.call(requests.Flush(kept=False), deadline.left_s())
             await self._engine.call(requests.Control((message,)), deadline.left_s())
 
