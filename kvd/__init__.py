@@ -4,6 +4,7 @@ from kvd import aio, errors, optimizer
 from kvd.client.calls.backend import Node
 from kvd.client.calls.handle import Handle
 from kvd.client.facades.blocking import KVStore, create
+from kvd.client.registry import KVStoreBase, register_store
 from kvd.config import Config
 from kvd.errors import (
     BarrierBroken,
@@ -30,6 +31,8 @@ __version__ = "0.1.0"
 __all__ = [
     "create",
     "KVStore",
+    "KVStoreBase",
+    "register_store",
     "Handle",
     "Node",
     "Config",

@@ -179,10 +179,10 @@ class RemoteError(KvdError):
 
     Attributes:
         node: who refused, such as ``"server 0"``; empty if this side noticed it.
-        key: the key in question, if there is one.
+        key: the key in question as the program wrote it, a str or an int; empty if there is none.
     """
 
-    def __init__(self, message: str, *, node: str = "", key: str = "") -> None:
+    def __init__(self, message: str, *, node: str = "", key: str | int = "") -> None:
         super().__init__(message)
         self.node = node
         self.key = key

@@ -344,21 +344,8 @@ class LogEntry(NamedTuple):
 
 
 Job: TypeAlias = Create | Apply | Export | Load | Run
-OfOneRun: TypeAlias = (
-    Send
-    | Connect
-    | Disconnect
-    | Job
-    | ResetState
-    | Persist
-    | Copy
-    | Census
-    | Complete
-    | Halt
-    | Stop
-    | DropRun
-    | LogEntry
-)
+Local: TypeAlias = Copy | Census | Complete | Halt | Stop | DropRun | LogEntry
+OfOneRun: TypeAlias = Send | Connect | Disconnect | Job | ResetState | Persist | Local
 
 
 class InRun(NamedTuple):

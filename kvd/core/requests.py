@@ -72,6 +72,7 @@ class Transfer:
     samples: int = 1
     how: int = 0  # ADD, ASSIGN or ABSENT
     any_version: bool = False  # pull the newest version, without waiting for the own pushes
+    cast: bool = False  # sources may have other floating dtypes than their keys; targets take the dtypes of the keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,13 @@ class TakeBack:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Completes when every push before it is settled, including those whose calls timed out."""
+    """Completes when every push before it is settled, including those whose calls timed out.
+
+    Attributes:
+        kept: wait also for pushes whose callers were told not to wait, though the servers keep them.
+    """
+
+    kept: bool = True
 
 
 @dataclass(frozen=True, slots=True)

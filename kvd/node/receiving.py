@@ -6,6 +6,7 @@ import logging
 
 from kvd.core.machine import InvalidFrame, Peer, PeerKind, Received, Send
 from kvd.errors import ProtocolError
+from kvd.node.casting import arrived
 from kvd.node.sending import MessageSender
 from kvd.node.threads import Stepper
 from kvd.observe.log import Throttle, event
@@ -33,6 +34,7 @@ class MessageReceiver:
         except ProtocolError as error:
             self.reject(peer, str(error))
             return
+        payload = arrived(decoded.message, payload)
         nbytes = 0 if payload is None else payload.nbytes
         self._stepper.feed(Received(peer, decoded.sender, decoded.epoch, decoded.message, payload, nbytes, decoded.run))
 

@@ -14,6 +14,7 @@ from kvd.parallel.allreduce.parameter import AllReduceParameter
 from kvd.parallel.batch import DataBatch, DataDesc
 from kvd.parallel.device import Device
 from kvd.parallel.group.group import DataParallelExecutorGroup
+from kvd.parallel.group.monitor import Monitor, MonitorEntry
 from kvd.parallel.group.monitoring import Metric
 from kvd.parallel.group.pipeline import GradientPipeline
 from kvd.parallel.models.model import Executor, GradReq, Model, ModelDescription
@@ -57,6 +58,8 @@ __all__ = [
     "Loss",
     "SoftmaxCrossEntropy",
     "MeanSquaredError",
+    "Monitor",
+    "MonitorEntry",
     "Metric",
     "Accuracy",
     "TopK",

@@ -349,6 +349,7 @@ class Taken(Enum):
 
     NOTHING = 0  # the push's clock is free again
     PART = 1  # some slices took it, now or when it was sent before
+    KEPT = 2  # all of it: only the caller is told not to wait, and the push is answered again later
 
 
 class NodeName(NamedTuple):
@@ -468,12 +469,20 @@ class Activate:
     clock: Number
 
 
+class Cast(NamedTuple):
+    """The dtype that the bytes of a value have on their way, and that of the key, which they have from then on."""
+
+    given: Annotated[str, Limit(1, 16)]
+    wanted: Annotated[str, Limit(1, 16)]
+
+
 @dataclass(frozen=True, slots=True)
 class Push:
     """Contributions, with their bytes as payload. Answered with Staged (returns the credit), then with Done at commit.
 
     With `pull`, Values takes the place of Done. A `probe` has no payload: it asks what became of an earlier push. A
-    push of at most SMALL_PUSH_BYTES takes no credit, and only a probe of it is answered with Staged.
+    push of at most SMALL_PUSH_BYTES takes no credit, and only a probe of it is answered with Staged. With `cast` the
+    push has one part, which the server converts on arrival.
     """
 
     KIND: ClassVar[int] = 40
@@ -483,6 +492,7 @@ class Push:
     samples: Number
     pull: bool
     probe: bool = False
+    cast: Cast | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -550,11 +560,15 @@ class PullBatch:
 
 @dataclass(frozen=True, slots=True)
 class SetOptimizer:
-    """Use this optimizer (`kvd.optimizer.to_wire`) for all keys; setting it again changes nothing. None: assign."""
+    """Use this optimizer (`kvd.optimizer.to_wire`) for all keys; setting it again changes nothing. None: assign.
+
+    `loaded`: one worker has it from a file, and speaks for all.
+    """
 
     KIND: ClassVar[int] = 48
     request: Number
     optimizer: Plain
+    loaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,8 +68,12 @@ class KeySpec:
     def slice_nbytes(self, index: int) -> int:
         return self.span(index)[1]
 
-    def check_same(self, other: KeySpec, key: str, node: str = "") -> None:
-        """Raises ShapeMismatch or DtypeMismatch if `other`, a value for `key`, does not fit this spec."""
+    def check_same(self, other: KeySpec, key: str | int, node: str = "", *, cast: bool = False) -> None:
+        """Raises ShapeMismatch or DtypeMismatch if `other`, a value for `key`, does not fit this spec.
+
+        Args:
+            cast: one floating dtype in place of another fits.
+        """
         if other.shape != self.shape:
             raise ShapeMismatch(
                 f"key {key!r} has shape {self.shape}, the given value has {other.shape}: reshape the value, "
@@ -78,9 +82,13 @@ class KeySpec:
                 node=node,
             )
         if other.dtype != self.dtype:
+            floats = DTYPES[other.dtype].is_float and DTYPES[self.dtype].is_float
+            if cast and floats:
+                return
             raise DtypeMismatch(
                 f"key {key!r} has dtype {self.dtype}, the given value has {other.dtype}: "
-                f"cast it with astype({self.dtype!r})",
+                f"cast it with astype({self.dtype!r})"
+                + (", or pass cast=True to push, pull or pushpull" if floats else ""),
                 key=key,
                 node=node,
             )

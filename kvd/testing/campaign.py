@@ -95,6 +95,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "rounds": lambda campaign, seed: Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0),
     "mixed": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0),
     "tangles": lambda campaign, seed: tangled(WORKERS, STEPS, seed),
+    "casts": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0, casts=True),
     "training": lambda campaign, seed: Training(STEPS, expected=undisturbed_weights("training")),
     "list training": lambda campaign, seed: list_training(
         STEPS, mostly_together(seed), undisturbed_weights("list training")
@@ -125,6 +126,8 @@ CAMPAIGNS: dict[str, Campaign] = {
     "mixed": Campaign("mixed"),
     "mixed, nasty": Campaign("mixed", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
     "mixed, long pauses": Campaign("mixed", mishaps=LONG_PAUSES),
+    "casts": Campaign("casts"),
+    "casts, nasty": Campaign("casts", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
     "lists": Campaign("lists"),
     "lists, nasty": Campaign("lists", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
     "lists, far ahead": Campaign("lists", rounds_ahead=5, shell=ShellSettings(job_s=(0.0, 0.3))),

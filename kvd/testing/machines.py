@@ -24,7 +24,7 @@ class MachineFactory:
     def __init__(self, cluster: ClusterSettings, random: Random) -> None:
         self._cluster = cluster
         self._random = random
-        self._last_pid = 1000
+        self._lives: dict[tuple[str, int], int] = {}
 
     def scheduler(self, now: float, record: Mapping[str, Any] | None) -> SchedulerRouter:
         """A scheduler that starts from the record of an earlier one, if there is one."""
@@ -58,10 +58,9 @@ class MachineFactory:
     def _session(
         self, role: str, number: int, address: str, wanted: Settings, run_key: RunKey = ANY_RUN
     ) -> SchedulerSession:
-        self._last_pid += 1
-        identity = Identity(
-            role, f"{role}-{number}", self._incarnation(), address, "sim", self._last_pid, number, "simulated"
-        )
+        life = self._lives[role, number] = self._lives.get((role, number), -1) + 1
+        pid = 1000 + number + 100 * life
+        identity = Identity(role, f"{role}-{number}", self._incarnation(), address, "sim", pid, number, "simulated")
         interval_s = self._cluster.timeouts.heartbeat_interval_s
         return SchedulerSession(identity, wanted, SCHEDULER_ADDRESS, interval_s, run_key)
 

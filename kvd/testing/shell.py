@@ -44,6 +44,7 @@ from kvd.core.machine import (
 )
 from kvd.core.requests import InitKeys, Request, Transfer
 from kvd.errors import NotAllowed
+from kvd.node.casting import arrived
 from kvd.node.driver import copy_rows
 from kvd.node.jobs import JobRunner
 from kvd.protocol.codec import decode, encode
@@ -177,8 +178,9 @@ class Shell:
     def _deliver(self, process: Process, peer: Peer, header: bytes, payload: bytes | None) -> None:
         decoded = decode(header)
         self._trace.record_header(header)
-        buffer = None if payload is None else bytearray(payload)
-        nbytes = 0 if payload is None else len(payload)
+        values = arrived(decoded.message, None if payload is None else memoryview(payload))
+        buffer = None if values is None else bytearray(values)
+        nbytes = 0 if buffer is None else len(buffer)
         self.feed(process, Received(peer, decoded.sender, decoded.epoch, decoded.message, buffer, nbytes, decoded.run))
 
     # ── effects out ──

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.client.calls.keys import key_list, key_name, missing
+from kvd.client.calls.keys import KeyList, WrittenKeys, key_list, key_name, missing
 from kvd.errors import KeyNotFound, NotAllowed
 from kvd.protocol.specs import MAX_KEY_CHARS
 
@@ -51,7 +51,7 @@ NESTED: dict[str, Any] = {"list": ["w"], "tuple": ("w",), "empty list": [], "set
 def test_one_key_is_no_list(kind: str) -> None:
     key, name = NAMES[kind]
     assert key_name(key) == name
-    assert key_list(key) == ([name], False)
+    assert key_list(key)[:2] == ([name], False)
     assert type(key_list(key)[0][0]) is str
 
 
@@ -59,13 +59,13 @@ def test_one_key_is_no_list(kind: str) -> None:
 @pytest.mark.parametrize("kind", NAMES)
 def test_a_key_in_a_list_has_the_same_name(kind: str, container: type[Any]) -> None:
     key, name = NAMES[kind]
-    assert key_list(container([key])) == ([name], True)
-    assert key_list(container(["first", key, 99])) == (["first", name, "99"], True)
+    assert key_list(container([key]))[:3] == ([name], True, None)
+    assert key_list(container(["first", key, 99]))[:3] == (["first", name, "99"], True, None)
     assert type(key_list(container([key]))[0][0]) is str
 
 
 def test_an_empty_list_has_no_keys() -> None:
-    assert key_list([]) == key_list(()) == ([], True)
+    assert key_list([]) == key_list(()) == KeyList([], True)
 
 
 @pytest.mark.parametrize("kind", NO_KEYS)
@@ -83,11 +83,32 @@ def test_a_list_in_a_list_is_not_a_key(kind: str) -> None:
         key_list(["first", NESTED[kind]])
 
 
-def test_the_keys_that_are_in_a_list_twice_are_named() -> None:
-    with pytest.raises(NotAllowed, match=r"the list names '7', 'w' more than once: sum such values first"):
-        key_list(["w", 7, "v", "7", "w"])
-    with pytest.raises(NotAllowed, match=r"the list names '7' more than once"):
-        key_list([7, np.int64(7)])
+def test_a_key_that_is_in_a_list_twice_has_several_places() -> None:
+    keys = key_list(["w", 7, "v", "7", "w"])
+    assert keys == KeyList(["w", "7", "v"], True, [0, 1, 2, 1, 0], {"7": 7})
+    assert keys.size == 5
+    assert keys.by_name("abcde") == [["a", "e"], ["b", "d"], ["c"]]
+    assert keys.by_place(keys.by_name("abcde")) == list("abcde")
+    with pytest.raises(NotAllowed, match=r"the list names 7, 'w' more than once: init takes one value for each key"):
+        keys.check_distinct("init")
+    with pytest.raises(NotAllowed, match=r"the list names 7 more than once"):
+        key_list([7, np.int64(7)]).check_distinct("init")
+    key_list(["w", 7]).check_distinct("init")
+
+
+def test_keys_are_given_back_as_they_were_written_last() -> None:
+    written = WrittenKeys()
+    written.note(key_list(["a", np.int64(7), -3]))
+    assert [written.of(name) for name in ("a", "7", "-3", "8")] == ["a", 7, -3, "8"]
+    assert type(written.of("7")) is int
+    error = written.restored(KeyNotFound("no key is called '7', nor '77'", key="7"))
+    assert (error.key, str(error)) == (7, "no key is called 7, nor '77'")  # type: ignore[attr-defined]
+    written.note(key_list("7"))
+    assert written.of("7") == "7"
+    error = written.restored(KeyNotFound("no key is called '7'", key="7"))
+    assert (error.key, str(error)) == ("7", "no key is called '7'")  # type: ignore[attr-defined]
+    assert written.name(7) == "7"
+    assert written.of("7") == 7
 
 
 def test_an_error_names_the_value_as_the_caller_does() -> None:

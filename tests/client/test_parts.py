@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.memory_budget import MemoryBudget
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.unobserved_errors import MOST_KEPT, MOST_NOTES, UnobservedErrors
@@ -217,5 +218,5 @@ def test_the_version_of_a_key_is_the_oldest_of_all_its_servers() -> None:
         return promise
 
     view = SimpleNamespace(server_of=lambda name, index: index)
-    engine: Any = SimpleNamespace(run=run, call=call, machine=SimpleNamespace(view=view))
+    engine: Any = SimpleNamespace(run=run, call=call, machine=SimpleNamespace(view=view), written=WrittenKeys())
     assert ClusterRounds(engine, UnobservedErrors()).version("w").wait() == 3

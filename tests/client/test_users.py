@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvd.client.calls.promise import Promise
-from kvd.client.cluster.users import Coroutines, OpenCalls, StoreUsers
-from kvd.core.machine import CensusTaken
+from kvd.client.cluster.open_calls import OpenCalls
+from kvd.client.cluster.users import Coroutines, StoreUsers
+from kvd.core.machine import CensusTaken, Complete
 from kvd.testing.cluster import wait_until
 
 
@@ -18,15 +19,15 @@ class Store:
 
     def __init__(self) -> None:
         self.users = StoreUsers()
-        self.coroutines = Coroutines(self.users)
         self.calls = OpenCalls()
+        self.coroutines = Coroutines(self.users, self.calls.written)
 
     def promise(self) -> Promise:
         return Promise(self.users.waiting)
 
     def call(self) -> tuple[Promise, int]:
         promise = self.promise()
-        return promise, self.calls.open(promise)
+        return promise, self.calls.begin(promise)
 
     def census(self) -> CensusTaken:
         return self.calls.census(self.users, self.coroutines)
@@ -37,9 +38,7 @@ class Store:
         return thread
 
     def end(self, number: int, result: Any = None) -> None:
-        promise = self.calls.close(number)
-        assert promise is not None
-        promise.set_result(result)
+        assert self.calls.end(Complete(number, result))
 
 
 def test_nobody_has_used_the_store() -> None:

@@ -319,7 +319,7 @@ def test_explain_names_the_members_and_the_missing() -> None:
     shown: Any = harness.machine.explain(2.5)
     assert (shown["role"], shown["view"], shown["missing"]) == ("scheduler", [1, 1], ["server 0", "worker 1"])
     assert shown["members"][0]["last_heard_s"] == 2.5
-    assert harness.machine.watched() == [(worker_id(1), "host", worker_id(1))]
+    assert harness.machine.watched() == [(worker_id(1), "host", 71)]
 
 
 def test_more_nodes_than_a_view_can_hold_are_reported() -> None:

@@ -87,6 +87,9 @@ def test_the_same_optimizer_again_changes_nothing() -> None:
     effects = harness.say(1, SetOptimizer(53, to_wire(Adam(0.5))))
     assert len(of(ResetState, effects)) == 1
     assert len(of(ResetState, harness.say(1, SetOptimizer(54, None)))) == 1
+    for request, optimizer in ((55, to_wire(Adam(0.5))), (56, None)):
+        effects = harness.say(0, SetOptimizer(request, optimizer))
+        assert (said(effects), of(ResetState, effects)) == ([Done(request)], [])
     rounds(harness, 2)
     assert rates(harness)[1] is None
 

@@ -9,6 +9,7 @@ import pytest
 from kvd.core.machine import Apply, CallerPeer, Effect, LogEntry, Received
 from kvd.errors import NotAllowed
 from kvd.protocol.messages import (
+    Cast,
     Done,
     Epoch,
     ErrorCode,
@@ -362,3 +363,15 @@ def test_a_request_that_failed_in_one_slice_is_not_answered_from_another() -> No
     for rank in (0, 1):
         effects = harness.push(rank, 1, key="v")
     assert [message.request for message in said(effects) if isinstance(message, Values)] == []
+
+
+# ── values that were converted on arrival ──
+
+
+@pytest.mark.parametrize("wanted", ["float32", "int8"])
+def test_a_value_that_was_converted_to_another_dtype_than_the_keys_is_refused(wanted: str) -> None:
+    harness = ready()
+    refused = refusal(harness.push(0, 1, b"\1", cast=Cast("float16", wanted)))
+    assert (refused.error, refused.key) == (ErrorCode.PROTOCOL_ERROR, "w")
+    assert refused.text == f"key 'w' has dtype uint8, and takes a value of {wanted} by itself only"
+    assert kinds(harness.push(0, 1, b"\1")) == ["Staged"]

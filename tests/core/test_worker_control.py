@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Connect, Disconnect, Span
 from kvd.errors import (
@@ -29,6 +31,7 @@ from kvd.protocol.messages import (
     Staged,
     StatusQuery,
     StatusReport,
+    Taken,
 )
 from tests.core.fakes import SLICE, cluster, from_scheduler, member, of, one, server_id, uint8
 from tests.core.worker_harness import Harness, ready
@@ -71,6 +74,24 @@ def test_flush_does_not_wait_for_a_push_that_never_started() -> None:
     assert harness.result(flush) is None
     wrong = harness.push("w", spec=uint8(9))
     assert isinstance(harness.error(wrong), ShapeMismatch)
+    assert harness.result(harness.call(requests.Flush())) is None
+
+
+def test_a_push_that_the_server_keeps_ends_its_call_and_counts_later() -> None:
+    harness = ready("w")
+    push = harness.push("w")
+    before = [harness.call(requests.Flush(kept=kept)) for kept in (True, False)]
+    send: Any = harness.take(Push)
+    refused = Refused(send.message.request, ErrorCode.NOT_ALLOWED, "the workers' optimizers differ", taken=Taken.KEPT)
+    harness.say(send.peer, refused)
+    assert str(harness.error(push)) == "the workers' optimizers differ"
+    assert harness.result(before[1]) is None
+    assert before[0] not in harness.done
+    assert harness.result(harness.call(requests.Flush(kept=False))) is None
+    assert harness.result(harness.call(requests.ClockOf("w"))) == 1
+    harness.say(send.peer, refused)  # a copy
+    harness.reply(send, Done)
+    assert harness.result(before[0]) is None
     assert harness.result(harness.call(requests.Flush())) is None
 
 

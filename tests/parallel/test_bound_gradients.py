@@ -211,7 +211,9 @@ class Gated(kvd.KVStore):
         self.gate = threading.Event()
         self.gate.set()
 
-    def pushpull_async(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1) -> Any:
+    def pushpull_async(
+        self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1, cast: bool = False
+    ) -> Any:
         return LateAnswer(self, lambda: super(Gated, self).pushpull_async(key, value, out, priority, samples=samples))
 
 

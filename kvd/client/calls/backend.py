@@ -16,7 +16,7 @@ from kvd.client.calls.values import Array
 from kvd.errors import ConfigError
 from kvd.optimizer import Optimizer
 
-Updater = Callable[[str, Array, Array], None]
+Updater = Callable[[Any, Array, Array], None]  # of the key as the program wrote it, what came, what is stored
 
 
 class StoreType(NamedTuple):
@@ -41,12 +41,36 @@ TYPES: dict[str, StoreType] = {
 }
 
 
-def store_type(name: str) -> StoreType:
-    """The type with this name. Raises ConfigError, which lists the types."""
-    kind = TYPES.get(name)
+#: What MXNet and BytePS call types that do the same.
+ALIASES: dict[str, str] = {
+    "local_update_cpu": "local",
+    "local_allreduce_cpu": "local",
+    "local_allreduce_device": "device",
+    "nccl": "device",
+    "byteps": "dist_sync",
+    "horovod": "dist_sync",
+}
+
+
+def store_type(name: object, others: Sequence[str] = ()) -> StoreType:
+    """The type with this name, in upper or lower case, or with this name in MXNet, which it keeps.
+
+    Args:
+        others: what else there is, for the text of the error.
+
+    Raises:
+        ConfigError: there is none; it lists the types.
+    """
+    kind = None
+    if isinstance(name, str):
+        lower = name.lower()
+        kind = TYPES.get(ALIASES.get(lower, lower))
+        if kind is not None and lower in ALIASES:
+            return kind._replace(name=lower)
     if kind is None:
         known = ", ".join(other for other in TYPES if other != "dist")
-        raise ConfigError(f"no store has the type {name!r}; there are: {known}", setting="type")
+        also = ", ".join([*others, *(f"{alias} ({meaning})" for alias, meaning in ALIASES.items())])
+        raise ConfigError(f"no store has the type {name!r:.80}; there are: {known}; also: {also}", setting="type")
     return kind
 
 
@@ -106,14 +130,26 @@ class Values(Protocol):
 
     def init(self, key: Any, value: Any) -> Handle: ...
 
-    def push(self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None) -> Handle: ...
+    def push(
+        self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None, cast: bool = False
+    ) -> Handle:
+        """`cast`: the value may have another floating dtype than the key, to which it is converted."""
 
-    def pull(self, key: Any, out: Any, priority: int) -> Handle: ...
+    def pull(self, key: Any, out: Any, priority: int, cast: bool = False) -> Handle:
+        """`cast`: the value is converted to the floating dtype of `out`."""
 
     def pushpull(
-        self, key: Any, value: Any, out: Any, priority: int, samples: int, copy: bool, reservation: Reservation | None
+        self,
+        key: Any,
+        value: Any,
+        out: Any,
+        priority: int,
+        samples: int,
+        copy: bool,
+        reservation: Reservation | None,
+        cast: bool = False,
     ) -> Handle:
-        """`copy`: the program may write to the value as soon as this returns."""
+        """`copy`: the program may write to the value as soon as this returns. `cast`: as in push and pull."""
 
 
 class Assignments(Protocol):

@@ -8,6 +8,7 @@ from zlib import crc32
 
 import numpy as np
 
+from kvd.client.calls.keys import KeyList, WrittenKeys
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.values import Source
 from kvd.compute.tensors import named_dtype
@@ -54,9 +55,15 @@ class BoundArrays(NamedTuple):
 
 
 class GradientChecksums:
-    """The gradients of one push as they were when it began, to tell at its end whether they were written to."""
+    """The gradients of one push as they were when it began, to tell at its end whether they were written to.
 
-    def __init__(self, pushed: Mapping[str, BoundArrays]) -> None:
+    Args:
+        pushed: by key.
+        written: how the program writes the keys.
+    """
+
+    def __init__(self, pushed: Mapping[str, BoundArrays], written: WrittenKeys) -> None:
+        self._written = written
         self._pushed = {name: (arrays, arrays.checksum()) for name, arrays in pushed.items()}
 
     def verified(self, push: Promise) -> Promise:
@@ -68,7 +75,7 @@ class GradientChecksums:
             if error is None:
                 verified.set_result(push.result())
             else:
-                verified.set_exception(error)
+                verified.set_exception(self._written.restored(error))
 
         push.on_end(ended)
         return verified
@@ -101,8 +108,10 @@ def adjacent_arrays(specs: Mapping[str, KeySpec], memory: Callable[[int], Array]
     }
 
 
-def bind_result(bound: Sequence[BoundArrays], many: bool) -> Any:
+def bind_result(keys: KeyList, bound: Sequence[BoundArrays]) -> Any:
     """What `bind` returns: (gradient, weight) of one key; of a list of keys, a list of each."""
-    if not many:
+    if not keys.many:
         return bound[0].gradient, bound[0].weight
+    if keys.places is not None:
+        bound = [bound[place] for place in keys.places]
     return [arrays.gradient for arrays in bound], [arrays.weight for arrays in bound]

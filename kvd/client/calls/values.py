@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from kvd.client.calls.keys import KeyList
 from kvd.compute.arrays import sum_devices, summed_on_gpu
 from kvd.compute.tensors import (
     as_array,
@@ -43,14 +44,65 @@ class Target(NamedTuple):
     finish: Callable[[], Any]
 
 
-def paired(names: Sequence[str], many: bool, values: Any, what: str) -> list[Any]:
-    """The values of a call as a list, one per key. Raises NotAllowed if their number differs."""
-    if not many:
+def paired(keys: KeyList, values: Any, what: str) -> list[Any]:
+    """The values of a call as a list, one per entry of the keys. Raises NotAllowed if their number differs."""
+    if not keys.many:
         return [values]
-    if not isinstance(values, list | tuple) or len(values) != len(names):
+    if not isinstance(values, list | tuple) or len(values) != keys.size:
         count = len(values) if isinstance(values, list | tuple) else f"a {type(values).__name__}, not a list"
-        raise NotAllowed(f"{len(names)} keys need a list of {len(names)} {what}, got {count}")
+        raise NotAllowed(f"{keys.size} keys need a list of {keys.size} {what}, got {count}")
     return list(values)
+
+
+def values_by_name(keys: KeyList, value: Any) -> list[Any]:
+    """The value of each key, one per name: those of a key that is in the list twice are as those of two devices."""
+    values = paired(keys, value, "values")
+    if keys.places is None:
+        return values
+    return [entries[0] if len(entries) == 1 else on_devices(entries) for entries in keys.by_name(values)]
+
+
+def targets_by_name(keys: KeyList, out: Any, slice_bytes: int) -> list[Target]:
+    """The memory to write each key to, one per name. Each `out` of a key that is in the list twice gets its value."""
+    outs = paired(keys, out, "outs")
+    if keys.places is None:
+        return [target_of(entry, slice_bytes) for entry in outs]
+    return [
+        target_of(entries[0], slice_bytes) if len(entries) == 1 else target_of(on_devices(entries), slice_bytes)
+        for entries in keys.by_name(outs)
+    ]
+
+
+def pulled_values(keys: KeyList, targets: Sequence[Target], out: Any) -> Any:
+    """The result of a call, whose bytes have arrived in the targets: `out` as the program gave it; None: new arrays."""
+    arrays = [target.finish() for target in targets]
+    if out is not None:
+        return list(out) if keys.many else out
+    if keys.places is not None:
+        counts = [keys.places.count(index) for index in range(len(arrays))]
+        return keys.by_place(
+            [[array, *(array.copy() for _ in range(count - 1))] for array, count in zip(arrays, counts, strict=True)]
+        )
+    return arrays if keys.many else arrays[0]
+
+
+def check_alike(keys: KeyList, sources: Sequence[Source], targets: Sequence[Target]) -> None:
+    """Raises ShapeMismatch or DtypeMismatch unless what is pulled goes into what is pushed."""
+    for name, source, target in zip(keys.names, sources, targets, strict=True):
+        source.spec.check_same(target.spec, keys.written.get(name, name))
+
+
+def on_devices(entries: Sequence[Any]) -> list[Any]:
+    """The arrays of several values, each of which is an array or has one per device."""
+    return [
+        array
+        for entry in entries
+        for array in (entry if isinstance(entry, list | tuple) and _is_device_list(entry) else [_array_like(entry)])
+    ]
+
+
+def _array_like(value: Any) -> Any:
+    return value if hasattr(value, "shape") and not isinstance(value, np.generic) else as_array(value)
 
 
 def new_memory(nbytes: int) -> Array:
@@ -70,7 +122,7 @@ def source_of(value: Any, slice_bytes: int, *, copy: bool, memory: Callable[[int
         ShapeMismatch: the arrays of the devices disagree.
     """
     if type(value) is np.ndarray and value.flags.c_contiguous and value.dtype.isnative:  # by far the most common
-        spec = _spec_of(value.dtype, value.shape, slice_bytes)
+        spec = spec_of(value.dtype, value.shape, slice_bytes)
         data: Array = value.ravel().view(BYTE)
         return Source(_copied(data, memory) if copy else data, spec)
     if isinstance(value, list | tuple) and _is_device_list(value):
@@ -78,7 +130,7 @@ def source_of(value: Any, slice_bytes: int, *, copy: bool, memory: Callable[[int
             return source_of(value[0], slice_bytes, copy=copy, memory=memory)
         return _sum_of(value, slice_bytes, memory)
     array = as_array(value)
-    spec = _spec_of(array.dtype, array.shape, slice_bytes)
+    spec = spec_of(array.dtype, array.shape, slice_bytes)
     data = contiguous_bytes(array)
     if copy and np.may_share_memory(data, array):
         data = _copied(data, memory)
@@ -89,10 +141,10 @@ def _sum_of(values: Sequence[Any], slice_bytes: int, memory: Callable[[int], Arr
     """The sum of one array per device, in memory of its own."""
     if summed_on_gpu(values):
         total = as_array(sum_devices(values))
-        return Source(contiguous_bytes(total), _spec_of(total.dtype, total.shape, slice_bytes))
+        return Source(contiguous_bytes(total), spec_of(total.dtype, total.shape, slice_bytes))
     arrays = [as_array(value) for value in values]
     first = arrays[0]
-    spec = _spec_of(first.dtype, first.shape, slice_bytes)
+    spec = spec_of(first.dtype, first.shape, slice_bytes)
     data = memory(first.nbytes)
     sum_devices(arrays, out=data.view(first.dtype).reshape(first.shape))
     return Source(data, spec)
@@ -105,7 +157,7 @@ def _copied(data: Array, memory: Callable[[int], Array]) -> Array:
 
 
 @lru_cache(SPECS_KEPT)
-def _spec_of(dtype: np.dtype[Any], shape: tuple[int, ...], slice_bytes: int) -> KeySpec:
+def spec_of(dtype: np.dtype[Any], shape: tuple[int, ...], slice_bytes: int) -> KeySpec:
     """The spec of such arrays; equal specs are the same object while they are cached.
 
     Raises:
@@ -132,24 +184,24 @@ def target_of(out: Any, slice_bytes: int) -> Target:
         ShapeMismatch, DtypeMismatch: they disagree, or no key can have their dtype.
     """
     if type(out) is np.ndarray and out.flags.carray and out.dtype.isnative:  # by far the most common
-        spec = _spec_of(out.dtype, out.shape, slice_bytes)
+        spec = spec_of(out.dtype, out.shape, slice_bytes)
         return Target(out.ravel().view(BYTE), spec, lambda: out)
     outs = list(out) if isinstance(out, list | tuple) and _is_device_list(out) else [out]
-    views = [_checked_out(entry) for entry in outs]  # before anything is sent
+    views = [checked_out(entry) for entry in outs]  # before anything is sent
     array = views[0]
     for device, other in enumerate(views):
         if other.shape != array.shape:
             raise ShapeMismatch(f"the out of device {device} has shape {other.shape}, that of device 0 {array.shape}")
         if other.dtype != array.dtype:
             raise DtypeMismatch(f"the out of device {device} has dtype {other.dtype}, that of device 0 {array.dtype}")
-    spec = _spec_of(array.dtype, array.shape, slice_bytes)
+    spec = spec_of(array.dtype, array.shape, slice_bytes)
     direct = not _is_foreign(outs[0]) and writable_view(outs[0]) is not None and array.flags.c_contiguous
     value = array if direct else np.empty(array.shape, array.dtype)
     rest = outs[1:] if direct else outs
 
     def finish() -> Any:
         for other in rest:
-            _fill(other, value)
+            fill(other, value)
         return out
 
     return Target(value.reshape(-1).view(BYTE), spec, finish)
@@ -160,14 +212,15 @@ def _is_foreign(out: Any) -> bool:
     return isinstance(out, np.ndarray) and not out.dtype.isnative
 
 
-def _fill(out: Any, value: Array) -> None:
+def fill(out: Any, value: Array) -> None:
+    """Writes the value, of the same shape and dtype, into an array of the program."""
     if _is_foreign(out):  # no cast: the same numbers in the other byte order
         np.copyto(out, value)
     else:
         write_back(out, value)
 
 
-def _checked_out(out: Any) -> Array:
+def checked_out(out: Any) -> Array:
     """The memory of an `out`, or an array of the same shape and dtype. Raises NotAllowed if it is read-only."""
     if isinstance(out, np.generic | int | float | list | tuple):
         kind = "a list of numbers" if isinstance(out, list | tuple) else f"a number ({type(out).__name__})"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvd.client.calls.keys import key_list
+from kvd.client.calls.keys import KeyList, key_list
 from kvd.client.calls.memory_budget import MemoryBudget, Reservation
 from kvd.client.calls.unobserved_errors import UnobservedErrors
-from kvd.client.calls.values import Array, Source, Target, paired, source_of, target_of
+from kvd.client.calls.values import Array, Source, Target, source_of, targets_by_name, values_by_name
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.engine import Engine
 
@@ -33,19 +33,17 @@ class Arguments:
         self._unobserved = unobserved
         self._slice_bytes = slice_bytes
 
-    def names(self, key: Any) -> tuple[list[str], bool]:
-        """The names of one key or of a list of keys, and whether it was a list. Raises unobserved errors of these."""
-        names, many = key_list(key)
-        self._unobserved.raise_for(names)
-        return names, many
+    def named(self, key: Any) -> KeyList:
+        """One key, or a list of keys. Raises unobserved errors of these."""
+        keys = key_list(key)
+        self._engine.written.note(keys)
+        self._unobserved.raise_for(keys.names)
+        return keys
 
-    def sources(
-        self, names: list[str], many: bool, value: Any, *, copy: bool, reservation: Reservation | None = None
-    ) -> list[Source]:
+    def sources(self, keys: KeyList, value: Any, *, copy: bool, reservation: Reservation | None = None) -> list[Source]:
         """The bytes to send. Copies count against the memory budget, see `MemoryBudget.take`."""
-        values = paired(names, many, value, "values")
         sources, copies = [], []
-        for name, entry in zip(names, values, strict=True):
+        for name, entry in zip(keys.names, values_by_name(keys, value), strict=True):
             source = self._bound.source(name, entry, self._slice_bytes)
             if source is None:
                 source = source_of(entry, self._slice_bytes, copy=copy, memory=self._engine.memory)
@@ -55,9 +53,9 @@ class Arguments:
             self._budget.take(copies, reservation)
         return sources
 
-    def init_sources(self, names: list[str], many: bool, value: Any, *, copy: bool) -> list[Source]:
+    def init_sources(self, keys: KeyList, value: Any, *, copy: bool) -> list[Source]:
         """The values to init keys with: copies of them do not count against the budget."""
-        return [source_of(entry, self._slice_bytes, copy=copy) for entry in paired(names, many, value, "values")]
+        return [source_of(entry, self._slice_bytes, copy=copy) for entry in values_by_name(keys, value)]
 
     def given_sources(self, values: Sequence[Array]) -> list[Source]:
         """The bytes of arrays that the caller gives away. They count against the budget as copies do, one by one."""
@@ -66,6 +64,6 @@ class Arguments:
             self._budget.take([source])
         return sources
 
-    def targets(self, names: list[str], many: bool, out: Any) -> list[Target]:
+    def targets(self, keys: KeyList, out: Any) -> list[Target]:
         """The memory to write to."""
-        return [target_of(entry, self._slice_bytes) for entry in paired(names, many, out, "outs")]
+        return targets_by_name(keys, out, self._slice_bytes)

@@ -83,7 +83,7 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
     settings = engine.machine.view.settings
     sync = facts.versioned
     unobserved = UnobservedErrors()
-    bound = BoundKeys()
+    bound = BoundKeys(engine.written)
     budget = MemoryBudget(config.memory_bound_bytes(), config.request_timeout_s)
     arguments = Arguments(engine, bound, budget, unobserved, settings.slice_bytes)
     return Backend(

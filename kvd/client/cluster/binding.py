@@ -6,6 +6,7 @@ from typing import Any
 
 from kvd.client.calls.bound_arrays import BoundArrays, bind_result
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.keys import KeyList
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.engine import Engine
@@ -22,14 +23,14 @@ class ClusterBinding:
         self._bound = bound
 
     def bind(self, key: Any) -> Handle:
-        names, many = self._arguments.names(key)
-        return Handle(self._engine.run(self._bind(names)), lambda bound: bind_result(bound, many), "bind")
+        keys = self._arguments.named(key)
+        return Handle(self._engine.run(self._bind(keys.names)), lambda bound: bind_result(keys, bound), "bind")
 
     async def _bind(self, names: list[str]) -> list[BoundArrays]:
         specs = {name: await self._engine.call(requests.DescribeKey(name)) for name in names}
         made = self._bound.add(specs, self._engine.memory)
         if made:
             weights = [arrays.weight for arrays in made.values()]
-            targets = self._arguments.targets(list(made), True, weights)
+            targets = self._arguments.targets(KeyList(list(made), True), weights)
             await self._engine.call(pull_into(list(made), targets, 0))
         return self._bound.arrays(names)

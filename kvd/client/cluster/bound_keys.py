@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvd.client.calls.bound_arrays import BoundArrays, GradientChecksums, adjacent_arrays
+from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.values import Array, Source, source_of
 from kvd.core.requests import Transfer
@@ -14,9 +15,14 @@ from kvd.protocol.specs import KeySpec
 
 
 class BoundKeys:
-    """Arrays are added once per key and stay."""
+    """Arrays are added once per key and stay.
 
-    def __init__(self) -> None:
+    Args:
+        written: how the program writes the keys.
+    """
+
+    def __init__(self, written: WrittenKeys) -> None:
+        self._written = written
         self._arrays: dict[str, BoundArrays] = {}
         self._lock = threading.Lock()
 
@@ -53,7 +59,7 @@ class BoundKeys:
                 arrays = self._arrays.get(item.key)
                 if arrays is not None and arrays.owns(item.source) and not arrays.overlaps(item.target):
                     pushed[item.key] = arrays
-            checksums = GradientChecksums(pushed)
+            checksums = GradientChecksums(pushed, self._written)
             return checksums.verified(submit(transfer))
 
         return submit_verified

@@ -46,7 +46,7 @@ class ClusterAssignments:
         self._replays: dict[str, int] = {}  # how many broadcasts this process has made, by key
 
     def assign(self, values: Mapping[str, Array], absent: Sequence[str]) -> None:
-        names, _ = self._arguments.names(list(values))
+        names = self._arguments.named(list(values)).names
         sources = self._arguments.given_sources(list(values.values()))
         self._send(names, assignment(names, sources, None, 0))
         if absent and self._absence_counts:
@@ -56,15 +56,17 @@ class ClusterAssignments:
         self._watched(names, Handle(self._engine.submit(transfer), nothing, "assign"))
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int, reservation: Reservation | None) -> Handle:
-        names, many = self._arguments.names(key)
+        keys = self._arguments.named(key)
+        keys.check_distinct("broadcast")
+        names, out = keys.names, value if out is None else out
         priority, _ = checks.priority_and_samples(priority)
-        targets = self._arguments.targets(names, many, value if out is None else out)
+        targets = self._arguments.targets(keys, out)
         sources: list[Source] | None = None
         if self._rank == 0:
-            sources = self._arguments.sources(names, many, value, copy=True, reservation=reservation)
+            sources = self._arguments.sources(keys, value, copy=True, reservation=reservation)
         deadline = Deadline(self._engine.config.round_timeout_s)
         work = self._broadcast(names, sources, targets, priority, deadline)
-        return self._watched(names, Handle(self._engine.run(work), pulled(targets, many), "broadcast"))
+        return self._watched(names, Handle(self._engine.run(work), pulled(keys, targets, out), "broadcast"))
 
     async def _broadcast(
         self, names: list[str], sources: list[Source] | None, targets: list[Target], priority: int, deadline: Deadline

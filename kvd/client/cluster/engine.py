@@ -20,9 +20,11 @@ import numpy as np
 
 from kvd.client.calls import checks
 from kvd.client.calls.deadline import Deadline
+from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.promise import Promise
 from kvd.client.cluster.interrupts import Uninterrupted
-from kvd.client.cluster.users import Coroutines, OpenCalls, StoreUsers
+from kvd.client.cluster.open_calls import OpenCalls
+from kvd.client.cluster.users import Coroutines, StoreUsers
 from kvd.config import Config
 from kvd.core.machine import Complete, LocalCall
 from kvd.core.requests import Depart, Request, TakeBack
@@ -62,7 +64,7 @@ class Engine:
         self._pid = os.getpid()
         self._calls = OpenCalls()
         self._users = StoreUsers()
-        self._coroutines = Coroutines(self._users)
+        self._coroutines = Coroutines(self._users, self._calls.written)
         self._order = threading.RLock()  # calls reach the machine in the order of their submits
         self._closed = False
         self._failure: KvdError | None = None  # why this node cannot go on
@@ -100,6 +102,11 @@ class Engine:
 
     # ── calls ──
 
+    @property
+    def written(self) -> WrittenKeys:
+        """How the program writes its keys."""
+        return self._calls.written
+
     def submit(self, request: Request, timeout: float | None = None, *, within: Deadline | None = None) -> Promise:
         """Gives the machine a call and, unless another thread is stepping it, steps it at once on this thread. Calls
         reach the machine in the order of their submits.
@@ -121,7 +128,7 @@ class Engine:
             if self._failure is not None:
                 promise.set_exception(self._failure)
                 return promise
-            number = self._calls.open(promise)
+            number = self._calls.begin(promise)
             self._driver.feed(LocalCall(number, request, time.monotonic() + seconds, answer_s))
         return promise
 
@@ -238,11 +245,5 @@ class Engine:
         self._waiter.wake()
 
     def _completed(self, complete: Complete) -> None:
-        promise = self._calls.close(complete.call)
-        if promise is None:
-            return
-        if complete.error is not None:
-            promise.set_exception(complete.error)
-        else:
-            promise.set_result(complete.result)
-        self._waiter.wake()
+        if self._calls.end(complete):
+            self._waiter.wake()

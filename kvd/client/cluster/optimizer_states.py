@@ -82,7 +82,7 @@ async def store_states(engine: Engine, path: Path) -> None:
     """
     content = OptimizerStateFile.read(path)
     if content.optimizer is not None:
-        await engine.call(requests.Control((SetOptimizer(0, to_wire(content.optimizer)),)))
+        await engine.call(requests.Control((SetOptimizer(0, to_wire(content.optimizer), loaded=True),)))
     for key, step in content.steps.items():
         spec: KeySpec = await engine.call(requests.DescribeKey(key))
         slots = content.arrays.get(key, {})

@@ -7,7 +7,6 @@ from typing import Any
 from kvd.client.calls import checks
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
-from kvd.client.calls.keys import key_name
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.engine import Engine
 from kvd.core import requests
@@ -44,10 +43,10 @@ class ClusterRounds:
         return Handle(self._engine.submit(requests.Rewind(checks.clock_number(clock))), what="rewind")
 
     def clock(self, key: Any) -> Handle:
-        return Handle(self._engine.submit(requests.ClockOf(key_name(key))), what="clock")
+        return Handle(self._engine.submit(requests.ClockOf(self._engine.written.name(key))), what="clock")
 
     def version(self, key: Any) -> Handle:
-        name = key_name(key)
+        name = self._engine.written.name(key)
 
         async def work() -> int:
             spec = await self._engine.call(requests.DescribeKey(name))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvd.client.calls.values import Source, Target
+from kvd.client.calls.keys import KeyList
+from kvd.client.calls.values import Source, Target, pulled_values
 from kvd.core.requests import Item, Transfer
 from kvd.protocol.messages import ABSENT, ASSIGN
 
@@ -36,14 +37,9 @@ def absence(names: Sequence[str], targets: Sequence[Target] | None, priority: in
     return Transfer(items, push=True, pull=targets is not None, priority=priority, how=ABSENT)
 
 
-def pulled(targets: Sequence[Target], many: bool) -> Callable[[Any], Any]:
+def pulled(keys: KeyList, targets: Sequence[Target], out: Any) -> Callable[[Any], Any]:
     """Makes the result of a call of its targets, when the bytes have arrived: the caller's arrays."""
-
-    def finish(_: Any) -> Any:
-        arrays = [target.finish() for target in targets]
-        return arrays if many else arrays[0]
-
-    return finish
+    return lambda _: pulled_values(keys, targets, out)
 
 
 def nothing(_: Any) -> None:

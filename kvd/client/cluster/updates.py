@@ -6,6 +6,7 @@ from typing import Any
 
 from kvd.client.calls import checks
 from kvd.client.calls.backend import Updater
+from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.optimizer_states import fetch_states, store_states
@@ -21,12 +22,22 @@ class ClusterUpdates:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._set: list[Optimizer | None] = []  # what this process has set last, if anything
 
     def set_optimizer(self, optimizer: Optimizer | None) -> Handle:
         known = checks.known_optimizer(optimizer)
         message = SetOptimizer(0, None if known is None else to_wire(known))
         checks.check_sendable("the optimizer", message)
-        return Handle(self._engine.submit(requests.Control((message,))), nothing, "set_optimizer")
+        changes = self._set not in ([], [known])
+        self._set = [known]
+        deadline = Deadline(self._engine.config.request_timeout_s)
+
+        async def work() -> None:
+            if changes:  # the rounds before belong to the optimizer before
+                await self._engine.call(requests.Flush(kept=False), deadline.left_s())
+            await self._engine.call(requests.Control((message,)), deadline.left_s())
+
+        return Handle(self._engine.run(work()), nothing, "set_optimizer")
 
     def set_updater(self, updater: Updater | None) -> None:
         raise NotAllowed("an updater is code, and no code crosses the wire: use set_optimizer with a cluster")

@@ -6,13 +6,11 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
-from itertools import count
 from types import TracebackType
 from typing import Any
 
+from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.promise import Promise
-from kvd.core.machine import CensusTaken
-from kvd.errors import KvdError
 
 
 class _User:
@@ -88,52 +86,15 @@ class StoreUsers:
             return entered, [user.awaited for user in self._users]
 
 
-class OpenCalls:
-    """The promises of the calls that the machine has not completed, by number."""
-
-    def __init__(self) -> None:
-        self._promises: dict[int, Promise] = {}
-        self._numbers = count(1)
-
-    def open(self, promise: Promise) -> int:
-        """Gives a call its number."""
-        number = next(self._numbers)
-        self._promises[number] = promise
-        return number
-
-    def close(self, number: int) -> Promise | None:
-        return self._promises.pop(number, None)
-
-    def fail_all(self, error: KvdError) -> None:
-        """Ends them all. Other threads may end some meanwhile."""
-        for number in list(self._promises):
-            promise = self._promises.pop(number, None)
-            if promise is not None:
-                promise.set_exception(error)
-
-    def census(self, users: StoreUsers, coroutines: Coroutines) -> CensusTaken:
-        """Who waits, and for which of these calls."""
-        entered, awaited = users.census()
-        numbers = {promise: number for number, promise in list(self._promises.items())}
-        everyone = bool(awaited)
-        calls = []
-        for promise in awaited:
-            number = None if promise is None else numbers.get(promise)
-            if number is not None:
-                calls.append(number)
-            if promise is None or promise.done() or (number is None and not coroutines.runs(promise)):
-                everyone = False
-        return CensusTaken(everyone, entered, tuple(sorted(set(calls))))
-
-
 _COROUTINE: ContextVar[_User] = ContextVar("the coroutine of an engine")
 
 
 class Coroutines:
-    """The coroutines of several calls that run on the engine's loop."""
+    """The coroutines of several calls that run on the engine's loop. `written` restores the keys in their errors."""
 
-    def __init__(self, users: StoreUsers) -> None:
+    def __init__(self, users: StoreUsers, written: WrittenKeys) -> None:
         self._users = users
+        self._written = written
         self._tasks: dict[Promise, asyncio.Task[None]] = {}
 
     def start(self, coroutine: Coroutine[Any, Any, Any], promise: Promise) -> None:
@@ -147,7 +108,7 @@ class Coroutines:
         try:
             result = await coroutine
         except BaseException as error:  # noqa: BLE001  the promise raises it
-            promise.set_exception(error)
+            promise.set_exception(self._written.restored(error))
         else:
             promise.set_result(result)
         finally:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from kvd.client.calls import checks
+from kvd.client.calls.casting import CastOuts
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.unobserved_errors import UnobservedErrors
-from kvd.client.calls.values import fresh_target
+from kvd.client.calls.values import Array, Target, check_alike, fresh_target, pulled_values
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.engine import Engine
@@ -43,64 +46,110 @@ class ClusterValues:
         self._submit_push = bound.verified(engine.submit) if check_bound else engine.submit
 
     def init(self, key: Any, value: Any) -> Handle:
-        names, many = self._arguments.names(key)
-        sources = self._arguments.init_sources(names, many, value, copy=self._rank == 0)  # only these are sent
+        keys = self._arguments.named(key)
+        keys.check_distinct("init")
+        names = keys.names
+        sources = self._arguments.init_sources(keys, value, copy=self._rank == 0)  # only these are sent
         items = tuple(Item(name, spec, data) for name, (data, spec) in zip(names, sources, strict=True))
         return self._watched(names, Handle(self._engine.submit(requests.InitKeys(items)), what="init"))
 
-    def push(self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None) -> Handle:
-        names, many = self._arguments.names(key)
+    def push(
+        self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None, cast: bool = False
+    ) -> Handle:
+        keys = self._arguments.named(key)
+        names = keys.names
         priority, samples = checks.priority_and_samples(priority, samples)
-        sources = self._arguments.sources(names, many, value, copy=True, reservation=reservation)
+        sources = self._arguments.sources(keys, value, copy=True, reservation=reservation)
         if not names:
             return Handle.of(None)
         items = tuple(Item(name, spec, data) for name, (data, spec) in zip(names, sources, strict=True))
-        transfer = requests.Transfer(items, push=True, pull=False, priority=priority, samples=samples)
+        transfer = requests.Transfer(items, push=True, pull=False, priority=priority, samples=samples, cast=cast)
         return self._watched(names, Handle(self._submit_push(transfer), nothing, "push", self._engine.wait))
 
-    def pull(self, key: Any, out: Any, priority: int) -> Handle:
-        names, many = self._arguments.names(key)
+    def pull(self, key: Any, out: Any, priority: int, cast: bool = False) -> Handle:
+        keys = self._arguments.named(key)
         priority, _ = checks.priority_and_samples(priority)
-        if out is None or not names:
-            return self._pull_fresh(names, many, priority)
-        targets = self._arguments.targets(names, many, out)
-        promise = self._engine.submit(pull_into(names, targets, priority))
-        return Handle(promise, pulled(targets, many), "pull", self._engine.wait)
+        if out is None or not keys.names:
+            return self._pull_fresh(keys, priority)
+        if cast:
+            return self._pull_fresh(keys, priority, CastOuts(keys, out))
+        targets = self._arguments.targets(keys, out)
+        promise = self._engine.submit(pull_into(keys.names, targets, priority))
+        return Handle(promise, pulled(keys, targets, out), "pull", self._engine.wait)
 
-    def _pull_fresh(self, names: list[str], many: bool, priority: int) -> Handle:
-        """Pulls into new arrays. Their shapes may be unknown still, but the call must keep its place among the others
-        on its keys: so it is submitted at once, and the bytes become arrays when the handle is waited on."""
+    def _pull_fresh(self, keys: KeyList, priority: int, outs: CastOuts | None = None) -> Handle:
+        """Pulls into new arrays, and from there into `outs`, if there are any. The shapes of the keys may be unknown
+        still, but the call must keep its place among the others on its keys: so it is submitted at once, and the bytes
+        become arrays when the handle is waited on."""
+        names = keys.names
         if not names:
             return Handle.of([])
-        specs = [self._engine.submit(requests.DescribeKey(name)) for name in names]  # known before the bytes arrive
-        pieces = [ReassemblyBuffer() for _ in names]
-        items = tuple(Item(name, None, None, piece) for name, piece in zip(names, pieces, strict=True))
+        pieces = NewValues(self._engine, names)
+        items = tuple(Item(name, None, None, piece) for name, piece in zip(names, pieces.buffers, strict=True))
         transfer = requests.Transfer(items, push=False, pull=True, priority=priority)
 
         def finish(_: Any) -> Any:
-            targets = [fresh_target(spec.result()) for spec in specs]
-            for target, piece in zip(targets, pieces, strict=True):
-                piece.move_to(target.data)
-            return pulled(targets, many)(None)
+            return pieces.given(keys) if outs is None else outs.fill(pieces.arrays())
 
         return Handle(self._engine.submit(transfer), finish, "pull", self._engine.wait)
 
     def pushpull(
-        self, key: Any, value: Any, out: Any, priority: int, samples: int, copy: bool, reservation: Reservation | None
+        self,
+        key: Any,
+        value: Any,
+        out: Any,
+        priority: int,
+        samples: int,
+        copy: bool,
+        reservation: Reservation | None,
+        cast: bool = False,
     ) -> Handle:
-        names, many = self._arguments.names(key)
+        keys = self._arguments.named(key)
+        names, out = keys.names, value if out is None else out
         priority, samples = checks.priority_and_samples(priority, samples)
-        targets = self._arguments.targets(names, many, value if out is None else out)
-        sources = self._arguments.sources(names, many, value, copy=copy, reservation=reservation)
+        outs = CastOuts(keys, out) if cast else None
+        targets = [] if cast else self._arguments.targets(keys, out)
+        sources = self._arguments.sources(keys, value, copy=copy, reservation=reservation)
         if not names:
             return Handle.of([])
+        places: Sequence[Any]
+        if outs is None:
+            check_alike(keys, sources, targets)
+            places, finish = [target.data for target in targets], pulled(keys, targets, out)
+        else:
+            outs.check_shapes(sources)
+            places, finish = self._cast_into(names, outs)
         items = tuple(
-            Item(name, spec, data, target.data)
-            for name, (data, spec), target in zip(names, sources, targets, strict=True)
+            Item(name, spec, data, place) for name, (data, spec), place in zip(names, sources, places, strict=True)
         )
-        for (_, spec), target, name in zip(sources, targets, names, strict=True):
-            spec.check_same(target.spec, name)
-        transfer = requests.Transfer(items, push=True, pull=True, priority=priority, samples=samples)
+        transfer = requests.Transfer(items, push=True, pull=True, priority=priority, samples=samples, cast=cast)
         reclaim = None if copy else partial(self._engine.take_back, [data for data, _ in sources])
-        handle = Handle(self._submit_push(transfer), pulled(targets, many), "pushpull", self._engine.wait, reclaim)
+        handle = Handle(self._submit_push(transfer), finish, "pushpull", self._engine.wait, reclaim)
         return self._watched(names, handle)
+
+    def _cast_into(self, names: list[str], outs: CastOuts) -> tuple[Sequence[Any], Callable[[Any], Any]]:
+        """Where the values are collected in the dtypes of their keys, and what makes the call's result of them."""
+        pieces = NewValues(self._engine, names)
+        return pieces.buffers, lambda _: outs.fill(pieces.arrays())
+
+
+class NewValues:
+    """Values of keys whose shapes may be unknown as yet. Make it just before the call that fills the buffers."""
+
+    def __init__(self, engine: Engine, names: Sequence[str]) -> None:
+        self.buffers = [ReassemblyBuffer() for _ in names]
+        self._specs = [engine.submit(requests.DescribeKey(name)) for name in names]  # known before the bytes arrive
+
+    def given(self, keys: KeyList) -> Any:
+        """The values as new arrays, in the places of the keys."""
+        return pulled_values(keys, self._targets(), None)
+
+    def arrays(self) -> list[Array]:
+        """The values as new arrays, one per name."""
+        return [target.finish() for target in self._targets()]
+
+    def _targets(self) -> list[Target]:
+        targets = [fresh_target(spec.result()) for spec in self._specs]
+        for target, buffer in zip(targets, self.buffers, strict=True):
+            buffer.move_to(target.data)
+        return targets

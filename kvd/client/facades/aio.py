@@ -17,7 +17,8 @@ from kvd.client.facades.dead_nodes import count_dead
 from kvd.client.facades.life import StoreLife
 from kvd.client.facades.open import open_backend
 from kvd.client.facades.properties import StoreProperties
-from kvd.errors import RequestTimeout
+from kvd.client.registry import find_factory
+from kvd.errors import ConfigError, RequestTimeout
 from kvd.optimizer import Optimizer
 
 _ErrorType = type[BaseException]  # in the class, `type` is the store's
@@ -45,31 +46,41 @@ class KVStore(StoreProperties):
     def init_async(self, key: Any, value: Any) -> Handle:
         return self._backend.values.init(key, value)
 
-    async def push(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1) -> Handle:
+    async def push(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1, cast: bool = False) -> Handle:
         return await _when_there_is_room(
-            lambda reservation: self._backend.values.push(key, value, priority, samples, reservation)
+            lambda reservation: self._backend.values.push(key, value, priority, samples, reservation, cast)
         )
 
-    def push_async(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1) -> Handle:
-        return self._backend.values.push(key, value, priority, samples, Reservation())
+    def push_async(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1, cast: bool = False) -> Handle:
+        return self._backend.values.push(key, value, priority, samples, Reservation(), cast)
 
-    async def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
-        return await self._backend.values.pull(key, out, priority)
+    async def pull(
+        self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True, *, cast: bool = False
+    ) -> Any:
+        return await self._backend.values.pull(key, out, priority, cast)
 
-    def pull_async(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> Handle:
-        return self._backend.values.pull(key, out, priority)
+    def pull_async(
+        self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True, *, cast: bool = False
+    ) -> Handle:
+        return self._backend.values.pull(key, out, priority, cast)
 
     async def bind(self, key: Any) -> Any:
         return await self._backend.binding.bind(key)
 
-    async def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1) -> Any:
+    async def pushpull(
+        self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1, cast: bool = False
+    ) -> Any:
         handle = await _when_there_is_room(
-            lambda reservation: self._backend.values.pushpull(key, value, out, priority, samples, True, reservation)
+            lambda reservation: self._backend.values.pushpull(
+                key, value, out, priority, samples, True, reservation, cast
+            )
         )
         return await handle
 
-    def pushpull_async(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1) -> Handle:
-        return self._backend.values.pushpull(key, value, out, priority, samples, True, Reservation())
+    def pushpull_async(
+        self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1, cast: bool = False
+    ) -> Handle:
+        return self._backend.values.pushpull(key, value, out, priority, samples, True, Reservation(), cast)
 
     async def broadcast(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> Any:
         return await (
@@ -156,7 +167,14 @@ async def _when_there_is_room(begin: Callable[[Reservation], Handle]) -> Handle:
 
 
 async def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the name is part of the surface
-    """As `kvd.create`, for an event loop."""
+    """As `kvd.create`, for an event loop. It makes the types of kvd only.
+
+    Raises:
+        ConfigError: the name is that of a registered store, whose members may block; or as `kvd.create`.
+    """
+    if find_factory(type) is not None:
+        text = f"the store {type!r} was registered by another library and may block: make it with kvd.create"
+        raise ConfigError(text, setting="type")
     return KVStore(await asyncio.wrap_future(_open_in_thread(type, settings)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.handle import Handle
@@ -14,6 +14,7 @@ from kvd.client.facades.dead_nodes import count_dead
 from kvd.client.facades.life import StoreLife
 from kvd.client.facades.open import open_backend
 from kvd.client.facades.properties import StoreProperties
+from kvd.client.registry import KVStoreBase, find_factory, make_store
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
 
@@ -22,15 +23,16 @@ Value = Any
 _ErrorType = type[BaseException]  # in the class, `type` is the store's
 
 
-class KVStore(StoreProperties):
+class KVStore(StoreProperties, KVStoreBase):
     """A store of keys and their values, shared by the workers of a job. `kvd.create` makes one.
 
     Keys are `str` or `int` (an int is the key of its decimal text). Values are anything that speaks DLPack or the
     buffer protocol: NumPy, CuPy, torch, JAX. A call takes one key and its value, or a list of keys and a list of their
-    values. A value may also be a list of arrays, one per device, which are summed first. Every call returns or raises
-    before its deadline: its `timeout` in seconds, otherwise the setting `round_timeout_s` for what other workers owe
-    it, and `request_timeout_s` for the answer of a node. Thread-safe: the order of the clocks is the order of the
-    calls.
+    values. A value may also be a list of arrays, one per device, which are summed first. So are the values of a key
+    that is in one list twice; in a pull each of its `out` is filled. Updaters and errors get a key as the program wrote
+    it. Every call returns or raises before its deadline: its `timeout` in seconds, otherwise the setting
+    `round_timeout_s` for what other workers owe it, and `request_timeout_s` for the answer of a node. Thread-safe: the
+    order of the clocks is the order of the calls.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -54,30 +56,39 @@ class KVStore(StoreProperties):
         """As `init`, without waiting."""
         return self._blocking().values.init(key, value)
 
-    def push(self, key: Key, value: Value, priority: int = 0, *, samples: int = 1) -> Handle:
+    def push(self, key: Key, value: Value, priority: int = 0, *, samples: int = 1, cast: bool = False) -> Handle:
         """Sends a value to be merged. Returns at once, and comes before later calls on the same key.
 
         Args:
             priority: higher ones leave this worker first.
             samples: how many samples the value is the mean of; only a weighted merge uses it.
+            cast: the value may have another floating dtype than the key. It travels as it is; the server converts it
+                to the key's dtype before it is merged.
         """
-        return self._blocking().values.push(key, value, priority, samples, None)
+        return self._blocking().values.push(key, value, priority, samples, None, cast)
 
     push_async = push
 
-    def pull(self, key: Key, out: Value = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
+    def pull(
+        self, key: Key, out: Value = None, priority: int = 0, ignore_sparse: bool = True, *, cast: bool = False
+    ) -> Any:
         """Fills `out`, an array or one per device, with the key's value and returns it; None: a new NumPy array.
+
+        Args:
+            cast: `out` may have another floating dtype than the key: the value is converted when it has arrived.
 
         Raises:
             KeyNotFound: nobody made the key.
             ShapeMismatch, DtypeMismatch: `out` does not fit the key.
             NodeLost: the value waits for a worker that died, or its server did.
         """
-        return self._blocking().values.pull(key, out, priority).wait()
+        return self._blocking().values.pull(key, out, priority, cast).wait()
 
-    def pull_async(self, key: Key, out: Value = None, priority: int = 0, ignore_sparse: bool = True) -> Handle:
-        """As `pull`; `out` is filled when the handle is done."""
-        return self._blocking().values.pull(key, out, priority)
+    def pull_async(
+        self, key: Key, out: Value = None, priority: int = 0, ignore_sparse: bool = True, *, cast: bool = False
+    ) -> Handle:
+        """As `pull`; `out` is filled when the handle is done, with `cast` when it is waited for."""
+        return self._blocking().values.pull(key, out, priority, cast)
 
     def bind(self, key: Key) -> Any:
         """Arrays to keep for a key: (gradient, weight), the same in each call; of a list of keys, two lists.
@@ -93,15 +104,17 @@ class KVStore(StoreProperties):
         """
         return self._blocking().binding.bind(key).wait()
 
-    def pushpull(self, key: Key, value: Value, out: Value = None, priority: int = 0, *, samples: int = 1) -> Any:
-        """Push and pull in one round trip. Without `out` the result is written into `value`."""
-        return self._blocking().values.pushpull(key, value, out, priority, samples, False, None).wait()
+    def pushpull(
+        self, key: Key, value: Value, out: Value = None, priority: int = 0, *, samples: int = 1, cast: bool = False
+    ) -> Any:
+        """Push and pull in one round trip. Without `out` the result is written into `value`. `cast`: as in both."""
+        return self._blocking().values.pushpull(key, value, out, priority, samples, False, None, cast).wait()
 
     def pushpull_async(
-        self, key: Key, value: Value, out: Value = None, priority: int = 0, *, samples: int = 1
+        self, key: Key, value: Value, out: Value = None, priority: int = 0, *, samples: int = 1, cast: bool = False
     ) -> Handle:
-        """As `pushpull`; `out` is filled when the handle is done."""
-        return self._blocking().values.pushpull(key, value, out, priority, samples, True, None)
+        """As `pushpull`; `out` is filled when the handle is done, with `cast` when it is waited for."""
+        return self._blocking().values.pushpull(key, value, out, priority, samples, True, None, cast)
 
     def broadcast(self, key: Key, value: Value, out: Value = None, priority: int = 0) -> Any:
         """Gives rank 0's value to everyone's `out` (None: into `value`), and makes the key if it is new.
@@ -158,8 +171,15 @@ class KVStore(StoreProperties):
         return list(self._blocking().nodes.send_command(head, body).wait())
 
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
-        """The servers update the values with it from now on. The same optimizer again changes nothing; another one
-        starts with new state. None: a merged value replaces the stored one."""
+        """The servers update the values with it from now on. None: a merged value replaces the stored one.
+
+        The same optimizer again changes nothing. Another one starts with new state; all workers that have set one set
+        it, between the same pushes, and each waits for its pushes so far. One worker may also set optimizers for all.
+
+        Raises:
+            NotAllowed: other workers have set another one. It names them, and what differs; in all workers calls raise
+                it until they agree.
+        """
         self._blocking().updates.set_optimizer(optimizer).wait()
 
     def update_optimizer(self, **hyperparameters: Any) -> None:
@@ -247,7 +267,19 @@ def leave_at_once(store: KVStore) -> None:
     store._life.abandon(failed=False)
 
 
-def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the name is part of the public surface
+#: The types of kvd: `create` with one of them gives a `KVStore`.
+TypeName = Literal["local", "device", "dist_sync", "dist_async", "dist_device_sync", "dist_device_async"]
+
+
+@overload
+def create(type: TypeName = "local", **settings: Any) -> KVStore: ...
+
+
+@overload
+def create(type: str, **settings: Any) -> Any: ...
+
+
+def create(type: str = "local", **settings: Any) -> Any:  # noqa: A002  the name is part of the public surface
     """Makes a store. In a cluster it returns when all servers are there and all workers have joined.
 
     Waiting for them takes `join_timeout_s` (300 s) at most. After 3 s a warning in the log names those that are missing
@@ -255,15 +287,21 @@ def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the 
 
     Args:
         type: `local` and `device` live in this process; `dist_sync`, `dist_async`, `dist_device_sync` and
-            `dist_device_async` join the cluster that KVD_* (or DMLC_*) variables, a file or `settings` name.
-        settings: fields of `kvd.Config`.
+            `dist_device_async` join the cluster that KVD_* (or DMLC_*) variables, a file or `settings` name. Upper and
+            lower case are the same. Other names are those of `register_store` and of entry points `kvd.stores`, then
+            MXNet's and BytePS's: `local_update_cpu` and `local_allreduce_cpu` mean `local`, `local_allreduce_device`
+            and `nccl` mean `device`, `byteps` and `horovod` mean `dist_sync`.
+        settings: fields of `kvd.Config`; a registered store takes what it wants.
 
     Raises:
-        ConfigError: a setting is wrong, or differs from the cluster's.
+        ConfigError: a setting is wrong, or differs from the cluster's; or nothing has this name.
         ConnectError: no scheduler answers, or its host is not known.
         RequestTimeout: servers or workers are missing; `waiting_for` names them.
         NotAllowed: the cluster is full.
     """
+    factory = find_factory(type)
+    if factory is not None:
+        return make_store(type, factory, settings)
     if asyncio._get_running_loop() is not None:
         raise NotAllowed("kvd.create blocks, and would stop the running event loop: use await kvd.aio.create(...)")
     return KVStore(open_backend(type, settings))

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvd.client.calls.backend import Backend, store_type
+from kvd.client.calls.backend import Backend, StoreType, store_type
 from kvd.client.cluster.backend import open_cluster
 from kvd.client.cluster.joining import Arrival
 from kvd.client.local.backend import open_local
+from kvd.client.registry import registered_names
 from kvd.config import load
+from kvd.errors import ConfigError
+
+
+def _store_type(name: str) -> StoreType:
+    try:
+        return store_type(name)
+    except ConfigError:  # only now it is worth while to look for entry points
+        return store_type(name, registered_names())
 
 
 def open_backend(type_name: str, settings: dict[str, Any], arrival: Arrival | None = None) -> Backend:
@@ -21,6 +30,6 @@ def open_backend(type_name: str, settings: dict[str, Any], arrival: Arrival | No
         ConfigError: the type is unknown, a setting is wrong, or the cluster has another.
         ConnectError, RequestTimeout, NotAllowed: see `Joining.wait`.
     """
-    kind = store_type(type_name)
+    kind = _store_type(type_name)
     loaded = load(settings, overrides_from="keyword")
     return open_local(kind, loaded.config) if kind.mode == "" else open_cluster(kind, loaded, arrival or Arrival())

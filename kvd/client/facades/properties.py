@@ -15,7 +15,7 @@ class StoreProperties:
 
     @property
     def type(self) -> str:
-        """The type that the store was created with."""
+        """The type that the store was created with, in lower case; a name of MXNet's stays, as there."""
         return self._facts.type
 
     @property

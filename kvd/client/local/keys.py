@@ -12,7 +12,7 @@ from kvd.client.calls import checks
 from kvd.client.calls.bound_arrays import BoundArrays
 from kvd.client.calls.exits import raise_at_exit
 from kvd.client.calls.handle import Handle
-from kvd.client.calls.keys import key_list, missing
+from kvd.client.calls.keys import KeyList, WrittenKeys, key_list, missing
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Array, Source
@@ -32,6 +32,10 @@ class Entry:
     version: int = 0
     bound: BoundArrays | None = None
 
+    def value_as_array(self) -> Array:
+        """Its value in its shape: not a copy."""
+        return self.value.reshape(self.spec.shape)
+
 
 class LocalKeys:
     """Every call does its work at once, under one lock, so every handle is done.
@@ -40,10 +44,12 @@ class LocalKeys:
 
     Attributes:
         entries: the keys that were made.
+        written: how the program writes them.
     """
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
+        self.written = WrittenKeys()
         self._lock = threading.RLock()
         self._unobserved = UnobservedErrors()
         self._closed = False
@@ -62,12 +68,13 @@ class LocalKeys:
 
     # ── calls ──
 
-    def names(self, key: Any) -> tuple[list[str], bool]:
-        """The names of one key or of a list of keys, and whether it was a list. Raises unobserved errors of these."""
+    def named(self, key: Any) -> KeyList:
+        """One key, or a list of keys. Raises unobserved errors of these."""
         self.check_open()
-        names, many = key_list(key)
-        self._unobserved.raise_for(names)
-        return names, many
+        keys = key_list(key)
+        self.written.note(keys)
+        self._unobserved.raise_for(keys.names)
+        return keys
 
     def answered(self, work: Callable[[], Any]) -> Handle:
         """The handle of work that is done here and now: it has the errors of kvd, others are raised at once."""
@@ -76,7 +83,7 @@ class LocalKeys:
             with self._lock:
                 promise.set_result(work())
         except KvdError as error:  # any other comes from an updater or from the file system
-            promise.set_exception(error)
+            promise.set_exception(self.written.restored(error))
         return Handle(promise)
 
     def watched(self, names: list[str], work: Callable[[], Any]) -> Handle:
@@ -106,9 +113,13 @@ class LocalKeys:
             raise missing(name)
         return entry
 
-    def matching(self, names: list[str], specs: list[KeySpec]) -> list[Entry]:
-        """The entries of these keys. Raises KeyNotFound, or ShapeMismatch or DtypeMismatch if a spec differs."""
+    def matching(self, names: list[str], specs: list[KeySpec], *, cast: bool = False) -> list[Entry]:
+        """The entries of these keys. Raises KeyNotFound, or ShapeMismatch or DtypeMismatch if a spec differs.
+
+        Args:
+            cast: another floating dtype fits.
+        """
         entries = [self.entry(name) for name in names]
         for name, entry, spec in zip(names, entries, specs, strict=True):
-            entry.spec.check_same(spec, name)
+            entry.spec.check_same(spec, name, cast=cast)
         return entries

@@ -8,7 +8,6 @@ from typing import Any
 from kvd.client.calls import checks
 from kvd.client.calls.backend import Node
 from kvd.client.calls.handle import Handle
-from kvd.client.calls.keys import key_name
 from kvd.client.local.keys import LocalKeys
 from kvd.errors import NotAllowed
 
@@ -49,7 +48,7 @@ class LocalRounds:
 
     def version(self, key: Any) -> Handle:
         self._keys.check_open()
-        name = key_name(key)
+        name = self._keys.written.name(key)
         return self._keys.answered(lambda: self._keys.entry(name).version)
 
 

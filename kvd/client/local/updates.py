@@ -45,7 +45,7 @@ class LocalUpdates:
         """Updates the value of the key with a flat array of its dtype."""
         if self._updater is not None:
             shape = entry.spec.shape
-            self._updater(name, received.reshape(shape), entry.value.reshape(shape))
+            self._updater(self._keys.written.of(name), received.reshape(shape), entry.value.reshape(shape))
         else:
             out = np.empty_like(entry.value)
             apply_update(self._optimizer, entry.state, entry.value, [received], out, self._merge, [samples])

@@ -9,13 +9,26 @@ import numpy as np
 
 from kvd.client.calls import checks
 from kvd.client.calls.bound_arrays import BoundArrays, bind_result
+from kvd.client.calls.casting import CastOuts, cast_values
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
-from kvd.client.calls.values import Array, Source, Target, fresh_target, paired, source_of, target_of
+from kvd.client.calls.values import (
+    Array,
+    Source,
+    Target,
+    check_alike,
+    fresh_target,
+    pulled_values,
+    source_of,
+    target_of,
+    targets_by_name,
+    values_by_name,
+)
 from kvd.client.local.keys import Entry, LocalKeys
 from kvd.client.local.updates import LocalUpdates
 from kvd.compute.optimizers import SliceState
-from kvd.compute.tensors import contiguous_bytes
+from kvd.compute.tensors import contiguous_bytes, named_dtype
 from kvd.errors import KeyExists
 from kvd.protocol.specs import MAX_SLICE_BYTES
 
@@ -28,8 +41,9 @@ class LocalValues:
         self._updates = updates
 
     def init(self, key: Any, value: Any) -> Handle:
-        names, many = self._keys.names(key)
-        sources = _sources(names, many, value, copy=True)
+        keys = self._keys.named(key)
+        keys.check_distinct("init")
+        names, sources = keys.names, _sources(keys, value, copy=True)
 
         def work() -> None:
             for name in names:
@@ -41,70 +55,90 @@ class LocalValues:
 
         return self._keys.watched(names, work)
 
-    def push(self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None) -> Handle:
-        names, many = self._keys.names(key)
+    def push(
+        self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None, cast: bool = False
+    ) -> Handle:
+        keys = self._keys.named(key)
         priority, samples = checks.priority_and_samples(priority, samples)
-        sources = _sources(names, many, value, copy=False)
-        return self._keys.watched(names, lambda: self._update(names, sources, samples))
+        sources = _sources(keys, value, copy=False)
+        return self._keys.watched(keys.names, lambda: self._update(keys.names, sources, samples, cast))
 
-    def _update(self, names: list[str], sources: list[Source], samples: int) -> None:
+    def _update(self, names: list[str], sources: list[Source], samples: int, cast: bool) -> None:
         """All keys are checked before the first changes."""
-        entries = self._keys.matching(names, [source.spec for source in sources])
+        entries = self._keys.matching(names, [source.spec for source in sources], cast=cast)
         for name, entry in zip(names, entries, strict=True):
             self._updates.check(name, entry)
         for name, entry, source in zip(names, entries, sources, strict=True):
-            self._updates.apply(name, entry, source.data.view(entry.value.dtype), samples)
+            received = source.data.view(named_dtype(source.spec.dtype))
+            self._updates.apply(name, entry, cast_values(received, entry.value.dtype), samples)
 
-    def pull(self, key: Any, out: Any, priority: int) -> Handle:
-        names, many = self._keys.names(key)
+    def pull(self, key: Any, out: Any, priority: int, cast: bool = False) -> Handle:
+        keys = self._keys.named(key)
         checks.priority_and_samples(priority)
-        targets = None if out is None or not names else _targets(names, many, out)
-        return self._keys.answered(lambda: self._read(names, many, targets))
+        if cast and out is not None:
+            outs = CastOuts(keys, out)
+            return self._keys.answered(lambda: self._read_cast(keys, outs))
+        targets = None if out is None else _targets(keys, out)
+        return self._keys.answered(lambda: self._read(keys, targets, out))
 
-    def _read(self, names: list[str], many: bool, targets: list[Target] | None) -> Any:
-        """Writes the values into the targets (None: new arrays), and gives the result of the call."""
+    def _read(self, keys: KeyList, targets: list[Target] | None, out: Any) -> Any:
+        """Writes the values into the targets of `out` (None: new arrays), and gives the result of the call."""
         if targets is None:
-            targets = [fresh_target(self._keys.entry(name).spec) for name in names]
-        entries = self._keys.matching(names, [target.spec for target in targets])
+            targets = [fresh_target(self._keys.entry(name).spec) for name in keys.names]
+        entries = self._keys.matching(keys.names, [target.spec for target in targets])
         for entry, target in zip(entries, targets, strict=True):
             np.copyto(target.data, contiguous_bytes(entry.value))
-        arrays = [target.finish() for target in targets]
-        return arrays if many else arrays[0]
+        return pulled_values(keys, targets, out)
+
+    def _read_cast(self, keys: KeyList, outs: CastOuts) -> Any:
+        return outs.fill([self._keys.entry(name).value_as_array() for name in keys.names])
 
     def pushpull(
-        self, key: Any, value: Any, out: Any, priority: int, samples: int, copy: bool, reservation: Reservation | None
+        self,
+        key: Any,
+        value: Any,
+        out: Any,
+        priority: int,
+        samples: int,
+        copy: bool,
+        reservation: Reservation | None,
+        cast: bool = False,
     ) -> Handle:
-        names, many = self._keys.names(key)
+        keys = self._keys.named(key)
         priority, samples = checks.priority_and_samples(priority, samples)
-        targets = _targets(names, many, value if out is None else out)
-        sources = _sources(names, many, value, copy=False)
-        for name, source, target in zip(names, sources, targets, strict=True):
-            source.spec.check_same(target.spec, name)
+        out = value if out is None else out
+        outs = CastOuts(keys, out) if cast else None
+        targets, sources = [] if cast else _targets(keys, out), _sources(keys, value, copy=False)
+        if outs is None:
+            check_alike(keys, sources, targets)
+        else:
+            outs.check_shapes(sources)
 
         def work() -> Any:
-            self._update(names, sources, samples)
-            return self._read(names, many, targets)
+            self._update(keys.names, sources, samples, cast)
+            return self._read(keys, targets, out) if outs is None else self._read_cast(keys, outs)
 
-        return self._keys.watched(names, work)
+        return self._keys.watched(keys.names, work)
 
     # ── the value of this worker replaces the stored one ──
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int, reservation: Reservation | None) -> Handle:
-        names, many = self._keys.names(key)
+        keys = self._keys.named(key)
+        keys.check_distinct("broadcast")
         checks.priority_and_samples(priority)
-        targets = _targets(names, many, value if out is None else out)
-        sources = _sources(names, many, value, copy=True)
+        out = value if out is None else out
+        targets, sources = _targets(keys, out), _sources(keys, value, copy=True)
 
         def work() -> Any:
-            for name, source in zip(names, sources, strict=True):
+            for name, source in zip(keys.names, sources, strict=True):
                 entry = self._keys.entries.get(name) or self._keys.make(name, source)
                 entry.spec.check_same(source.spec, name)
                 entry.value = source.data.view(entry.value.dtype).copy()
                 entry.state = SliceState()
                 entry.version += 1
-            return self._read(names, many, targets)
+            return self._read(keys, targets, out)
 
-        return self._keys.watched(names, work)
+        return self._keys.watched(keys.names, work)
 
     def assign(self, values: Mapping[str, Array], absent: Sequence[str]) -> None:
         """See `Assignments.assign`. Nobody waits here, so nobody needs to hear who is absent."""
@@ -115,24 +149,27 @@ class LocalValues:
 
     def bind(self, key: Any) -> Handle:
         """Arrays to use as with a cluster, though there is no copy to save."""
-        names, many = self._keys.names(key)
+        keys = self._keys.named(key)
 
         def work() -> Any:
-            entries = [self._keys.entry(name) for name in names]
-            return bind_result([self._bound(name, entry) for name, entry in zip(names, entries, strict=True)], many)
+            entries = [self._keys.entry(name) for name in keys.names]
+            return bind_result(
+                keys, [self._bound(name, entry) for name, entry in zip(keys.names, entries, strict=True)]
+            )
 
         return self._keys.answered(work)
 
     def _bound(self, name: str, entry: Entry) -> BoundArrays:
         if entry.bound is None:
             entry.bound = BoundArrays.of(entry.spec, np.empty(entry.spec.nbytes, np.uint8))
-            self._read([name], False, [target_of(entry.bound.weight, MAX_SLICE_BYTES)])
+            weight = entry.bound.weight
+            self._read(KeyList([name], False), [target_of(weight, MAX_SLICE_BYTES)], weight)
         return entry.bound
 
 
-def _sources(names: list[str], many: bool, value: Any, *, copy: bool) -> list[Source]:
-    return [source_of(entry, MAX_SLICE_BYTES, copy=copy) for entry in paired(names, many, value, "values")]
+def _sources(keys: KeyList, value: Any, *, copy: bool) -> list[Source]:
+    return [source_of(entry, MAX_SLICE_BYTES, copy=copy) for entry in values_by_name(keys, value)]
 
 
-def _targets(names: list[str], many: bool, out: Any) -> list[Target]:
-    return [target_of(entry, MAX_SLICE_BYTES) for entry in paired(names, many, out, "outs")]
+def _targets(keys: KeyList, out: Any) -> list[Target]:
+    return targets_by_name(keys, out, MAX_SLICE_BYTES)

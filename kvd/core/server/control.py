@@ -7,9 +7,11 @@ from collections.abc import Callable
 from kvd.core.machine import Export, Job, JobDone, Load, LogEntry, Received, ResetState, Run, Send, Span
 from kvd.core.refusals import refusal_of
 from kvd.core.server.command_answers import CommandAnswers
+from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import Change, FusedGroup, Slice
 from kvd.core.server.keys import KeyTable
+from kvd.core.server.optimizer_agreement import OptimizerAgreement
 from kvd.errors import KvdError, NotAllowed
 from kvd.optimizer import Optimizer, changes_from_wire, from_wire, to_wire, with_hyperparameters
 from kvd.protocol.messages import (
@@ -18,6 +20,7 @@ from kvd.protocol.messages import (
     Done,
     ErrorCode,
     FetchState,
+    NotYetReason,
     OptimizerIs,
     OptimizerQuery,
     Refused,
@@ -31,11 +34,19 @@ from kvd.protocol.messages import (
 class ServerControl:
     """The control side of one server. `advance` starts the next job of a group."""
 
-    def __init__(self, table: KeyTable, effects: ServerEffects, advance: Callable[[FusedGroup], None]) -> None:
+    def __init__(
+        self,
+        table: KeyTable,
+        effects: ServerEffects,
+        agreement: OptimizerAgreement,
+        disputes: Disputes,
+        advance: Callable[[FusedGroup], None],
+    ) -> None:
         self.optimizer: Optimizer | None = None  # with all changes: what a new key starts with
-        self._as_set: Optimizer | None = None  # as set_optimizer gave it
         self._table = table
         self._effects = effects
+        self._agreement = agreement
+        self._disputes = disputes
         self._advance = advance
         self._answers = CommandAnswers()
 
@@ -50,7 +61,7 @@ class ServerControl:
         """Carries the message out if it is one of control. `rank` is that of the worker who sent it, if it is one."""
         message = event.message
         if isinstance(message, SetOptimizer):
-            self._answer(event, message.request, lambda: self._set_optimizer(event, message))
+            self._set_optimizer(event, message, rank)
         elif isinstance(message, UpdateOptimizer):
             self._answer(event, message.request, lambda: self._update_optimizer(event, message, rank))
         elif isinstance(message, OptimizerQuery):
@@ -76,11 +87,38 @@ class ServerControl:
 
     # ── the optimizer ──
 
-    def _set_optimizer(self, event: Received, message: SetOptimizer) -> None:
-        optimizer = None if message.optimizer is None else from_wire(message.optimizer)
-        if not self._answers.start(event.sender, message.request) or optimizer == self._as_set:
+    def _set_optimizer(self, event: Received, message: SetOptimizer, rank: int | None) -> None:
+        if rank is None and not message.loaded:
+            text = "this server does not know the sender as a worker"
+            self._effects.not_yet(event.peer, message.request, NotYetReason.NOT_ATTACHED, text)
             return
-        self._as_set = self.optimizer = optimizer
+        if not self._answers.start(event.sender, message.request):
+            answer = self._answers.find(event.sender, message.request)
+            self._effects.emit(answer._replace(peer=event.peer))
+            return
+        answer = Send(event.peer, Done(message.request))
+        try:
+            optimizer = None if message.optimizer is None else from_wire(message.optimizer)
+            if rank is None or message.loaded:
+                self._use(optimizer)
+            elif self._agreement.set(rank, event.sender, optimizer):
+                self._use(optimizer)
+                self._disputes.find_ahead(rank)
+        except KvdError as error:
+            answer = Send(event.peer, refusal_of(message.request, error))
+        self._answers.finish(event.sender, message.request, answer)
+        self._effects.emit(answer)
+        if self._disputes.open:
+            self._disputes.fail_all()
+        else:
+            for group in list(self._table.groups.values()):
+                self._advance(group)
+
+    def _use(self, optimizer: Optimizer | None) -> None:
+        """All keys are updated with it from now on. The one in use keeps its state."""
+        if optimizer == self.optimizer:
+            return
+        self.optimizer = optimizer
         for group in self._table.groups.values():
             group.optimizer = optimizer
             group.changes = []

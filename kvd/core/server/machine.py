@@ -17,10 +17,12 @@ from kvd.core.membership import name_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable
 from kvd.core.server.control import ServerControl
+from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.key_requests import KeyRequests
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.memory import ServerMemory
+from kvd.core.server.optimizer_agreement import OptimizerAgreement
 from kvd.core.server.participants import Participants
 from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
@@ -85,6 +87,8 @@ class ServerMachine:
         self._attachments = attachments = Attachments(session.view, self.table, effects)
         self._waiters = waiters = Waiters(effects)
         self._participants = participants = Participants(waiters, fail_on_loss=settings.fail_on_worker_loss)
+        self._agreement = agreement = OptimizerAgreement()
+        disputes = Disputes(agreement, self.table, waiters)
         targets = TargetResolver(session, self.table, self._batches, effects)
         self._pushes = pushes = Pushes(
             session.view,
@@ -93,9 +97,10 @@ class ServerMachine:
             targets,
             waiters,
             participants,
+            disputes,
             small_push_bytes=settings.small_push_bytes,
         )
-        self._control = control = ServerControl(self.table, effects, pushes.advance)
+        self._control = control = ServerControl(self.table, effects, agreement, disputes, pushes.advance)
         self._keys = keys = KeyRequests(
             session,
             self.table,
@@ -105,7 +110,7 @@ class ServerMachine:
             control,
             memory or ServerMemory(settings.memory_limit_bytes),
         )
-        pulls = Pulls(effects, attachments, targets, waiters, participants)
+        pulls = Pulls(effects, attachments, targets, waiters, participants, disputes)
         resumption = Resumption(self.table, effects, attachments, targets, pushes.advance)
         self._handlers: dict[type[Any], Callable[[Received, Any], None]] = {
             PushBatch: pushes.push_batch,
@@ -185,6 +190,7 @@ class ServerMachine:
         self.table.validate()
         self._attachments.validate()
         self._waiters.validate(self.table.groups.values())
+        self._agreement.validate()
 
     # ── dispatch ──
 
@@ -238,6 +244,7 @@ class ServerMachine:
         """The worker was replaced: what it staged for open rounds is dropped, and its requests are not answered."""
         groups = list(self.table.groups.values())
         self._control.drop_sender(incarnation)
+        self._agreement.drop_sender(incarnation)
         self._batches.drop_sender(incarnation)
         for group in groups:
             group.log.drop_unclosed(rank)

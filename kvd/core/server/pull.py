@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvd.core.machine import Received
 from kvd.core.server.attachments import Attachments
+from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.participants import Participants
 from kvd.core.server.pending import MAX_PENDING, Pending
@@ -22,12 +23,14 @@ class Pulls:
         targets: TargetResolver,
         waiters: Waiters,
         participants: Participants,
+        disputes: Disputes,
     ) -> None:
         self._effects = effects
         self._attachments = attachments
         self._targets = targets
         self._waiters = waiters
         self._participants = participants
+        self._disputes = disputes
 
     def pull(self, event: Received, pull: Pull) -> None:
         if self._waiters.joins_open(event, pull.request):
@@ -54,6 +57,6 @@ class Pulls:
             self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, text)
             return
         self._waiters.wait(Pending(event.peer, event.sender, request, False, True, len(targets)), rank, targets)
-        if self._participants.dead:
-            for target in targets:
-                self._participants.fail_blocked(target.group)
+        for target in targets:
+            self._participants.fail_blocked(target.group)
+            self._disputes.fail_waiting(target.group)

@@ -22,6 +22,7 @@ from kvd.core.membership import ViewState
 from kvd.core.refusals import code_of
 from kvd.core.server.admission import Decision, admit
 from kvd.core.server.attachments import Attachments
+from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.participants import Participants
@@ -31,7 +32,7 @@ from kvd.core.server.rounds import Record
 from kvd.core.server.targets import PushTarget, TargetResolver
 from kvd.core.server.waiting import Waiters
 from kvd.errors import KvdError
-from kvd.protocol.messages import ABSENT, MAX_TEXT_CHARS, Push, PushBatch, Refused, Staged, Taken
+from kvd.protocol.messages import ABSENT, MAX_TEXT_CHARS, ErrorCode, Push, PushBatch, Refused, Staged, Taken
 from kvd.protocol.specs import padded
 
 
@@ -50,6 +51,7 @@ class Pushes:
         targets: TargetResolver,
         waiters: Waiters,
         participants: Participants,
+        disputes: Disputes,
         *,
         small_push_bytes: int,
     ) -> None:
@@ -59,6 +61,7 @@ class Pushes:
         self._targets = targets
         self._waiters = waiters
         self._participants = participants
+        self._disputes = disputes
         self._small_push_bytes = small_push_bytes
 
     # ── resolve ──
@@ -68,7 +71,7 @@ class Pushes:
         if rank is None or self._waiters.joins_open(event, push.request):
             return
         targets = self._targets.of_parts(event, push)
-        if targets is not None:
+        if targets is not None and self._is_cast_for(event, push, targets):
             self._admit_and_wait(event, push, rank, targets)
 
     def push_batch(self, event: Received, push: PushBatch) -> None:
@@ -78,6 +81,15 @@ class Pushes:
         targets = self._targets.of_batch(event, push)
         if targets is not None:
             self._admit_and_wait(event, push, rank, targets)
+
+    def _is_cast_for(self, event: Received, push: Push, targets: list[PushTarget]) -> bool:
+        """Whether the payload has become what the key needs; otherwise the sender is told."""
+        if push.cast is None or (len(targets) == 1 and push.cast.wanted == targets[0].group.dtype):
+            return True
+        group = targets[0].group
+        text = f"key {group.key!r} has dtype {group.dtype}, and takes a value of {push.cast.wanted} by itself only"
+        self._effects.refuse(event.peer, push.request, ErrorCode.PROTOCOL_ERROR, text, group.key)
+        return False
 
     # ── admit, wait ──
 
@@ -90,13 +102,15 @@ class Pushes:
             return
         if not push.probe:
             self._stage(event, push, request, rank, targets, decisions)
+            if self._view.is_sync and Decision.STAGE in decisions:
+                self._disputes.pushed(rank)
         pending = Pending(event.peer, event.sender, push.request, True, push.pull, len(targets))
         self._waiters.wait(pending, rank, targets)
         for target in targets:
             self.advance(target.group)
-        if self._participants.dead:
-            for target in targets:
-                self._participants.fail_blocked(target.group)
+        for target in targets:
+            self._participants.fail_blocked(target.group)
+            self._disputes.fail_waiting(target.group)
         if (
             (push.probe or event.nbytes > self._small_push_bytes)
             and not pending.closed
@@ -132,6 +146,8 @@ class Pushes:
         if group.tasks and group.log.closing is None:
             group.working = True
             group.tasks.pop(0)()
+            return
+        if self._disputes.open:
             return
         record = group.log.close_next(self._participants.required)
         while record is not None and not record.contributions:  # all who owed it a push have left: no bytes change

@@ -99,8 +99,8 @@ class Asker:
         if isinstance(message, Staged):
             self._outbox.mark_staged(entry, now)
             return
-        if entry.pushes and isinstance(message, Refused) and is_of_dead_worker(message):
-            self._outbox.mark_staged(entry, now)  # the push is kept: the worker may be restarted
+        if entry.pushes and isinstance(message, Refused) and is_kept(message):
+            self._outbox.mark_staged(entry, now)
         else:
             self._outbox.settle(entry)
         entry.answered(event)
@@ -129,6 +129,12 @@ class Asker:
             return error_of(message, "scheduler")
         ranks = {server.incarnation: server.rank for server in self._view.servers()}
         return error_of(message, name_of("server", ranks.get(event.sender, 0)))
+
+
+def is_kept(refused: Refused) -> bool:
+    """Whether the server keeps the push, though its caller is not to wait: a worker of its round is dead and may be
+    restarted, or the workers have yet to agree on an optimizer."""
+    return refused.taken is Taken.KEPT or is_of_dead_worker(refused)
 
 
 def is_of_dead_worker(refused: Refused) -> bool:

@@ -47,6 +47,7 @@ class Call:
     state: CallState = WAITING
     entries: set[Entry] = field(default_factory=set)
     withdraw: Callable[[Call], None] | None = None  # see `hold`
+    is_kept: bool = False  # a push whose caller was told not to wait, and which counts later
 
     def start(self) -> None:
         if self.state is not WAITING:

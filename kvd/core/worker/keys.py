@@ -57,15 +57,19 @@ class WorkerKey:
         self.servers = tuple(view.server_of(self.name, index) for index in range(spec.num_slices))
         self.incarnations = {rank: servers.peer_of(rank) for rank in sorted(set(self.servers))}
 
-    def check_value(self, spec: KeySpec) -> None:
-        """Compares a program's value with the key, and remembers that it fits.
+    def check_value(self, spec: KeySpec, *, cast: bool) -> None:
+        """Compares a program's value with the key, and remembers that it fits as it is.
+
+        Args:
+            cast: it may have another floating dtype.
 
         Raises:
             ShapeMismatch, DtypeMismatch: the value is not like the key's.
         """
         assert self.spec is not None
-        self.spec.check_same(spec, self.name)
-        self.checked_spec = spec
+        self.spec.check_same(spec, self.name, cast=cast)
+        if not cast:
+            self.checked_spec = spec
 
     def lost_servers(self, view: ViewState) -> list[int]:
         """Ranks of the servers that were restarted after the key was placed, and have lost their part of it."""

@@ -13,7 +13,7 @@ from kvd.core.machine import Row
 from kvd.core.membership import ViewState
 from kvd.core.worker.keys import WorkerKey
 from kvd.protocol.messages import MAX_PARTS, SliceId
-from kvd.protocol.specs import padded
+from kvd.protocol.specs import DTYPES, KeySpec, padded
 
 HEADER_BUDGET = 48 << 10  # of the 64 KiB of a header, for the parts
 MAX_PLANS = 256
@@ -28,7 +28,8 @@ class MessagePlan:
     items: tuple[int, ...]  # the call's item that each slice belongs to
     ranges: tuple[tuple[int, int], ...]  # offset and size in bytes of each slice in the value of its item
     rows: tuple[Row, ...]  # from the payload to the values of the items
-    nbytes: int  # of the payload
+    nbytes: int  # of the payload, in the dtypes of the keys
+    is_alone: bool = False  # made for one call, whose values may have other dtypes than the keys
     uses: int = 0
     batch: int = 0  # its number as a batch; 0 until it is declared
     declared_to: int = 0  # the incarnation of the server that was told
@@ -113,6 +114,29 @@ class _OpenMessage:
             [Row(start, offset, size) for (start, size), offset in zip(self.ranges, self.offsets, strict=True)]
         )
         return MessagePlan(self.server, tuple(self.slice_ids), tuple(self.items), tuple(self.ranges), rows, nbytes)
+
+
+def plan_slices(keys: Sequence[WorkerKey], given: Sequence[KeySpec | None]) -> list[MessagePlan]:
+    """A message per slice, for values of these specs (None: the key's), which may have other dtypes than the keys."""
+    plans = []
+    for item, (key, spec) in enumerate(zip(keys, given, strict=True)):
+        assert key.spec is not None
+        itemsize = DTYPES[key.spec.dtype].itemsize
+        given_itemsize = itemsize if spec is None else DTYPES[spec.dtype].itemsize
+        for index, server in enumerate(key.servers):
+            offset, nbytes = key.spec.span(index)
+            range_ = offset // itemsize * given_itemsize, nbytes // itemsize * given_itemsize
+            plan = MessagePlan(
+                server,
+                (SliceId(key.name, index),),
+                (item,),
+                (range_,),
+                (Row(offset, 0, nbytes),),
+                nbytes,
+                is_alone=True,
+            )
+            plans.append(plan)
+    return plans
 
 
 def _header_nbytes(name: str) -> int:

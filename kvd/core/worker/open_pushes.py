@@ -17,6 +17,7 @@ class _Flush:
 
     call: Call
     remaining: int
+    kept: bool  # whether it waits for kept pushes, too
 
 
 class OpenPushes:
@@ -50,18 +51,32 @@ class OpenPushes:
     def settle(self, push: Call) -> None:
         """The push is answered, or was never started: completes the flushes that waited for it alone."""
         for flush in self._flushes.pop(push, ()):
-            flush.remaining -= 1
-            if flush.remaining == 0:
-                self._calls.complete(flush.call)
+            self._done(flush)
+
+    def keep(self, push: Call) -> None:
+        """The servers keep the push: flushes that do not wait for such pushes go on."""
+        push.is_kept = True
+        flushes = self._flushes.get(push, ())
+        self._flushes[push] = tuple([flush for flush in flushes if flush.kept])
+        for flush in flushes:
+            if not flush.kept:
+                self._done(flush)
 
     def flush(self, call: Call, request: requests.Flush) -> None:
         """Completes the call when every push that is open now is settled."""
-        if not self._flushes:
+        pushes = [push for push in self._flushes if request.kept or not push.is_kept]
+        if not pushes:
             self._calls.complete(call)
             return
-        flush = _Flush(call, len(self._flushes))
-        for push, flushes in self._flushes.items():
-            self._flushes[push] = (*flushes, flush)
+        flush = _Flush(call, len(pushes), request.kept)
+        for push in pushes:
+            self._flushes[push] = (*self._flushes[push], flush)
+
+    def _done(self, flush: _Flush) -> None:
+        """One of its pushes is."""
+        flush.remaining -= 1
+        if flush.remaining == 0:
+            self._calls.complete(flush.call)
 
     def validate(self, keys: Iterable[WorkerKey]) -> None:
         """Raises AssertionError unless the window of each key counts exactly the started pushes that are open."""

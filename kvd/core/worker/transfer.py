@@ -9,10 +9,10 @@ from functools import partial
 from kvd.core import requests
 from kvd.core.machine import Copy, Effect, Received, Send, Span
 from kvd.core.membership import ViewState
-from kvd.core.worker.asking import Asker, is_of_dead_worker
+from kvd.core.worker.asking import Asker, is_kept
 from kvd.core.worker.calls import COMPLETED, Call, CallBook
 from kvd.core.worker.keys import WorkerKey
-from kvd.core.worker.message_plans import MessagePlan, MessagePlans
+from kvd.core.worker.message_plans import MessagePlan, MessagePlans, plan_slices
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.outbox import Entry, Outbox
 from kvd.core.worker.participation import Participation
@@ -29,6 +29,7 @@ from kvd.errors import DtypeMismatch, KvdError, NotAllowed, Outcome, ProtocolErr
 from kvd.protocol.messages import (
     ABSENT,
     ANY_CLOCK,
+    Cast,
     DeclareBatch,
     Done,
     Part,
@@ -40,6 +41,13 @@ from kvd.protocol.messages import (
     Taken,
     Values,
 )
+from kvd.protocol.specs import KeySpec
+
+
+def cast_of(key: WorkerKey, spec: KeySpec | None) -> Cast | None:
+    """What the server has to do with a value of this spec when it arrives; None: it has the dtype of the key."""
+    assert key.spec is not None
+    return None if spec is None or spec.dtype == key.spec.dtype else Cast(spec.dtype, key.spec.dtype)
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +111,7 @@ class Transfer:
             return error
         call.start()
         windows = [key.window for key in call.keys]
-        plans = self._plans.of(call.keys)
+        plans = self._plans_of(call, transfer)
         progress = TransferProgress(call, transfer, windows, [None] * len(windows), len(plans))
         takes_newest = transfer.any_version or not self._participation.in_rounds
         clocks: Sequence[int]
@@ -120,13 +128,21 @@ class Transfer:
                 call.hold(partial(self._release, progress))
         shared = clocks[0] if clocks and clocks.count(clocks[0]) == len(clocks) else None
         for plan in plans:
-            if shared is None or not self._plans.use(plan, is_push=transfer.push):
+            if shared is None or plan.is_alone or not self._plans.use(plan, is_push=transfer.push):
                 self._send_parts(progress, plan, clocks)
             else:
                 self._send_batch(progress, plan, shared)
         if not plans:
             self._settle(progress)
         return None
+
+    def _plans_of(self, call: Call, transfer: requests.Transfer) -> Sequence[MessagePlan]:
+        """Slices that the server has to convert travel one by one, so that the sizes of others do not matter."""
+        if transfer.cast:
+            specs = [item.spec for item in transfer.items]
+            if any(cast_of(key, spec) is not None for key, spec in zip(call.keys, specs, strict=True)):
+                return plan_slices(call.keys, specs)
+        return self._plans.of(call.keys)
 
     def _error(self, call: Call, transfer: requests.Transfer) -> KvdError | None:
         if transfer.push:
@@ -140,7 +156,7 @@ class Transfer:
             if item.spec is None or item.spec is key.checked_spec:
                 continue
             try:
-                key.check_value(item.spec)
+                key.check_value(item.spec, cast=transfer.cast)
             except (ShapeMismatch, DtypeMismatch) as error:
                 return error
         return None
@@ -152,7 +168,10 @@ class Transfer:
         )
         number = self._asker.number()
         if transfer.push:
-            self._send(progress, plan, Push(number, parts, transfer.how, transfer.samples, transfer.pull))
+            item = plan.items[0]
+            cast = cast_of(progress.call.keys[item], transfer.items[item].spec) if plan.is_alone else None
+            push = Push(number, parts, transfer.how, transfer.samples, transfer.pull, cast=cast)
+            self._send(progress, plan, push)
         else:
             self._send(progress, plan, Pull(number, parts))
 
@@ -191,7 +210,7 @@ class Transfer:
             Entry(
                 Send(self._servers.peer_of(plan.server), message, payload),
                 partial(self._answered, progress, plan),
-                plan.nbytes if payload else 0,
+                sum([nbytes for _, nbytes in plan.ranges]) if plan.is_alone else plan.nbytes if payload else 0,
                 transfer.priority,
                 plan.slice_ids if transfer.push else (),
                 plan,
@@ -213,7 +232,8 @@ class Transfer:
             self._copy_values(progress, plan, message, event)
         elif isinstance(message, Refused):
             error = self._asker.error_of(event)
-            if transfer.push and is_of_dead_worker(message):  # the push is kept, and is answered later
+            if transfer.push and is_kept(message):  # it is answered later
+                self._pushes.keep(call)
                 self._calls.complete(call, error=error)
                 return
             if message.taken is not Taken.NOTHING:

@@ -15,6 +15,7 @@ from kvd.parallel.device_threads import DeviceThread, run_on_all
 from kvd.parallel.group.binding import Binding, BoundModel
 from kvd.parallel.group.gradient_hook import GroupGradientHook, gradient_hook
 from kvd.parallel.group.input_checks import DescLike, as_descs, fit_batch, part_of
+from kvd.parallel.group.monitor import Monitor
 from kvd.parallel.group.monitoring import GroupMonitor, Metric, Monitors, update_metric
 from kvd.parallel.group.parameters import copy_in, copy_out
 from kvd.parallel.group.pipeline import GradientPipeline, Update
@@ -370,10 +371,11 @@ class DataParallelExecutorGroup:
             self.pipeline.receive()
         copy_out(self.binding, arg_params, aux_params)
 
-    def install_monitor(self, monitor: GroupMonitor | None) -> None:
-        """Call ``monitor(place in the group, device, name, array)`` for every output of every layer; None ends it.
+    def install_monitor(self, monitor: Monitor | GroupMonitor | None) -> None:
+        """Show outputs, weights and gradients to a `Monitor`, or call ``monitor(place in the group, device, name,
+        array)`` for every output of every layer; None ends it. It stays installed over a reshape.
 
-        It is called from the threads of the devices, one call at a time, and stays installed over a reshape.
+        A function is called from the threads of the devices, one call at a time.
         """
         self._monitors.install(monitor, self.binding.executors)
 

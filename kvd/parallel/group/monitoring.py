@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from kvd.errors import InputMismatch, NotAllowed
-from kvd.parallel.device import Array, Device
+from kvd.errors import ConfigError, InputMismatch, NotAllowed
+from kvd.parallel.device import Array, Device, HostArray
 from kvd.parallel.group.binding import Binding
 from kvd.parallel.group.input_checks import fitting, part_of
+from kvd.parallel.group.monitor import Monitor, gradient_name, mxnet_name
 from kvd.parallel.group.results import Results
 from kvd.parallel.models.model import Executor, MonitorHook
 
@@ -35,24 +37,44 @@ class Metric(Protocol):
 
 
 class Monitors:
-    """Passes the outputs of every device's layers to one monitor, one call at a time."""
+    """Passes the outputs of every device's layers to one monitor; to a function in one call at a time."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
-        self._monitor: GroupMonitor | None = None
+        self._monitor: Monitor | GroupMonitor | None = None
+        self._executors: Sequence[Executor] = ()
         self._lock = threading.Lock()
 
-    def install(self, monitor: GroupMonitor | None, executors: Sequence[Executor]) -> None:
+    def install(self, monitor: Monitor | GroupMonitor | None, executors: Sequence[Executor]) -> None:
         """From now on these executors show their outputs to ``monitor``, or to none."""
+        if monitor is not None and not isinstance(monitor, Monitor) and not callable(monitor):
+            text = f"monitor is a Monitor, a function or None, not a {type(monitor).__name__}"
+            raise ConfigError(text, setting="monitor")
+        if isinstance(self._monitor, Monitor):
+            self._monitor.forget(self)
+        if isinstance(monitor, Monitor):
+            monitor.watch(self)
         self._monitor = monitor
         self.attach(executors)
 
+    def arrays(self) -> Iterator[tuple[str, HostArray]]:
+        """See `kvd.parallel.group.monitor.Watched`."""
+        for executor in self._executors:
+            to_host = executor.device.to_host
+            yield from ((mxnet_name(name), to_host(array)) for name, array in executor.params.items())
+            yield from ((mxnet_name(name), to_host(array)) for name, array in executor.aux.items())
+            yield from ((gradient_name(name), to_host(array)) for name, array in executor.grads.items())
+
     def attach(self, executors: Sequence[Executor]) -> None:
         """These executors, one per device, take the place of those before."""
+        self._executors = executors
         for index, executor in enumerate(executors):
             executor.set_monitor(None if self._monitor is None else self._hook(index, self._monitor))
 
-    def _hook(self, index: int, monitor: GroupMonitor) -> MonitorHook:
+    def _hook(self, index: int, monitor: Monitor | GroupMonitor) -> MonitorHook:
+        if isinstance(monitor, Monitor):
+            return partial(monitor.output, self._devices[index])
+
         def show(name: str, array: Array) -> None:
             with self._lock:
                 monitor(index, self._devices[index], name, array)

@@ -37,12 +37,12 @@ class ParameterKeys:
         unknown = [name for name in names if name not in params]
         if unknown:
             raise InputMismatch(f"names has {', '.join(unknown)}, not a parameter of the model", setting="names")
-        self.params = {name: str(names.get(name, name)) for name in params}
-        if len(set(self.params.values())) < len(self.params):
+        self.params: dict[str, str | int] = {name: names.get(name, name) for name in params}
+        if len(set(map(str, self.params.values()))) < len(self.params):
             raise ConfigError("two parameters have one key", setting="names")
         self.states = {name: f"aux:{name}" for name in binding.description.aux}
         self._kv = kv
-        self._keys = {**self.params, **self.states}
+        self._keys: dict[str, str | int] = {**self.params, **self.states}
 
     def init(self, binding: Binding) -> None:
         """Make every key with rank 0's value, the mean over its devices. A key that is live keeps its value."""
@@ -83,11 +83,11 @@ class ParameterKeys:
     def bind(self, names: Sequence[str]) -> dict[str, tuple[HostArray, HostArray]]:
         """Name → the store's arrays for gradient and weight, of those parameters that no other pipeline owns."""
         owned: Collection[str] = _owners.get(self._kv, ())
-        free = [name for name in names if self.params[name] not in owned]
+        free = [name for name in names if str(self.params[name]) not in owned]
         gradients, weights = self._kv.bind([self.params[name] for name in free])
         return dict(zip(free, zip(gradients, weights, strict=True), strict=True))
 
     def claim(self, names: Sequence[str], owner: object) -> None:
         """From now on, and while it exists, ``owner`` alone writes into the store's arrays of these parameters."""
         owners = _owners.setdefault(self._kv, weakref.WeakValueDictionary())
-        owners.update(dict.fromkeys([self.params[name] for name in names], owner))
+        owners.update(dict.fromkeys([str(self.params[name]) for name in names], owner))

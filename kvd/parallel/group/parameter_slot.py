@@ -49,7 +49,7 @@ class ParameterSlot:
         handle: of the step under way; None between steps.
     """
 
-    key: str
+    key: str | int
     priority: int
     weights: HostArray
     gradient: HostArray | None
@@ -84,12 +84,12 @@ class ParameterSlot:
         assert self.local is not None
         state = SliceState.load(arrays)
         if any(slot.size != self.weights.size for slot in state.slots.values()):
-            raise InputMismatch(f"the optimizer's state of {self.key} is of another size", setting=self.key)
+            raise InputMismatch(f"the optimizer's state of {self.key} is of another size", setting=str(self.key))
         self.local.state = state
 
 
 def make_slot(
-    key: str,
+    key: str | int,
     priority: int,
     own: HostArray,
     bound: tuple[HostArray, HostArray] | None,

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias, get_args
 
+from kvd.client.calls.backend import store_type
 from kvd.client.facades.blocking import KVStore
 from kvd.compute.arrays import sum_devices
 from kvd.errors import ConfigError, InputMismatch, NotAllowed
@@ -112,7 +113,7 @@ class GradientPipeline:
         if len(binding.executors) == 1:  # a single device computes its gradients in the memory of the store
             binding.executors[0].use_gradients({name: gradient for name, (gradient, _) in arrays.items()})
         self._parameter_keys.claim(list(arrays), self)
-        self._downloads = Downloads(bound.threads, "device" in kv.type, self._send) if has_gpu else None
+        self._downloads = Downloads(bound.threads, store_type(kv.type).on_device, self._send) if has_gpu else None
 
     def check_covers(self, binding: Binding) -> None:
         """Raises NotAllowed if the binding has a parameter or state without a key here."""

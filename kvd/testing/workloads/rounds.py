@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvd.core.requests import Depart, Transfer, Versions
+from kvd.core.requests import Depart, Item, Transfer, Versions
 from kvd.protocol.messages import Departure
 from kvd.testing.process import Coroutine, Sleep
 from kvd.testing.simulator import Me, World
@@ -34,6 +34,7 @@ class Rounds:
     Attributes:
         grouping: which keys of a step go into one call.
         pushpull: push and pull in one call.
+        casts: some pushes of a worker travel as float64, and the servers make float32 of them again.
     """
 
     workers: int
@@ -43,6 +44,7 @@ class Rounds:
     pushpull: bool = True
     pace_s: float = 0.25
     size: int = SIZE
+    casts: bool = False
 
     def contribution(self, key: str, rank: int, clock: int) -> Floats:
         """Element 0 is a power of two, element 1 the clock; the sum of the others depends on the order."""
@@ -69,13 +71,15 @@ class Rounds:
     def transfer(self, me: Me, keys: Sequence[str], clock: int) -> Coroutine:
         """The push and the pull of some keys."""
         values = [self.contribution(key, me.rank, clock) for key in keys]
+        casts = self.casts and (me.rank + clock) % 3 == 0
+        pushed = as_float64 if casts else item
         targets = [np.full(self.size, np.nan, np.float32) for _ in keys]
         if self.pushpull:
-            items = tuple(item(*entry) for entry in zip(keys, values, targets, strict=True))
-            versions = yield from pushpull(Transfer(items, push=True, pull=True), clock)
+            items = tuple(pushed(*entry) for entry in zip(keys, values, targets, strict=True))
+            versions = yield from pushpull(Transfer(items, push=True, pull=True, cast=casts), clock)
         else:
-            pushes = tuple(item(key, value) for key, value in zip(keys, values, strict=True))
-            yield from begin_push(Transfer(pushes, push=True, pull=False), clock)
+            pushes = tuple(pushed(key, value) for key, value in zip(keys, values, strict=True))
+            yield from begin_push(Transfer(pushes, push=True, pull=False, cast=casts), clock)
             pulls = tuple(item(key, None, target) for key, target in zip(keys, targets, strict=True))
             versions = yield from insist(Transfer(pulls, push=False, pull=True))
         for key, target, version in zip(keys, targets, versions, strict=True):
@@ -95,6 +99,13 @@ class Rounds:
                 world.fail(f"key {key!r} does not end with the bits of its last round")
 
 
-def mixed_rounds(workers: int, steps: int, seed: int, *, pushpull: bool) -> Rounds:
+def mixed_rounds(workers: int, steps: int, seed: int, *, pushpull: bool, casts: bool = False) -> Rounds:
     """Rounds of many small keys, which servers fuse while they are pushed together."""
-    return Rounds(workers, steps, MANY_KEYS[:6], mostly_together(seed), pushpull, size=101)
+    return Rounds(workers, steps, MANY_KEYS[:6], mostly_together(seed), pushpull, size=101, casts=casts)
+
+
+def as_float64(key: str, source: Floats, target: Floats | None = None) -> Item:
+    """The same item; its source travels as float64."""
+    same = item(key, source, target)
+    assert same.spec is not None
+    return same._replace(spec=replace(same.spec, dtype="float64"), source=source.astype(np.float64).view(np.uint8))

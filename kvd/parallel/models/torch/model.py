@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Unpack
+from typing import Any, Protocol, Unpack
 
 import torch
 
@@ -18,15 +18,26 @@ from kvd.parallel.models.outputs import OutputDescriptions
 from kvd.parallel.models.torch.loss import BatchLoss, LossFunction, LossReduction
 from kvd.parallel.models.torch.module_copy import trained_and_states
 from kvd.parallel.models.torch.passes import TorchPasses
-from kvd.parallel.models.torch.tensors import dtype_of, host_copy, outputs_of
+from kvd.parallel.models.torch.tensors import as_tensor, dtype_of, host_copy, outputs_of
 from kvd.parallel.models.torch.threads import CpuThreads
+
+HOST = Device("cpu")
+
+
+class Trained(Protocol):
+    """A group, as far as `TorchModel.state_dict` needs it."""
+
+    def get_params(self, arg_params: Mapping[str, HostArray], aux_params: Mapping[str, HostArray]) -> None:
+        """Writes the parameters and states into the given arrays."""
+        ...
 
 
 class TorchModel:
     """A module, and optionally a loss. Every device gets a deep copy of its own.
 
     - Parameters are those of ``named_parameters()`` that require a gradient, states (aux) those that do not and the
-      persistent buffers. They start with the module's values. The module itself is never changed.
+      persistent buffers. They start with the module's values. The module itself is never changed:
+      ``module.load_state_dict(model.state_dict(group))`` gives it what a group has learned.
     - The data arrays are the positional arguments of ``forward``, in the order of their descriptions, as they are
       described: no axis is moved. It returns a tensor, or a tuple, list or dict of tensors, named ``"output"``,
       ``"output0"``, ``"output1"`` …, or by the dict. Their batch axes are found by describing two sizes.
@@ -77,6 +88,26 @@ class TorchModel:
         """Copies of the module's parameters and states, as `DataParallelExecutorGroup.set_params` takes them."""
         params, aux = trained_and_states(self.module)
         return {name: host_copy(t) for name, t in params.items()}, {name: host_copy(t) for name, t in aux.items()}
+
+    def state_dict(self, group: Trained) -> dict[str, Any]:
+        """What a group has learned, as the module's ``load_state_dict`` takes it and ``torch.save`` writes it.
+
+        Parameters and states are means over the devices of the group, see `DataParallelExecutorGroup.get_params`. They
+        are new tensors in host memory, with the names of ``module.state_dict()``; names that share one tensor share
+        one here, too. What a module adds to its state by itself (``get_extra_state``) is the module's own. If the
+        group is bound to a store, this waits for the weights of its last step.
+
+        Raises:
+            KeyNotFound, ShapeMismatch: the group has another model.
+            NodeLost, RequestTimeout: the weights are waited for, and do not come.
+        """
+        params, aux = self.initial()
+        group.get_params(params, aux)
+        tensors = {name: as_tensor(array, HOST) for name, array in {**params, **aux}.items()}
+        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        first = {id(tensor): name for name, tensor in named.items() if name in tensors}
+        state = self.module.state_dict(keep_vars=True)
+        return {name: tensors[first[id(value)]] if id(value) in first else value for name, value in state.items()}
 
     def describe(self, data: Sequence[DataDesc], labels: Sequence[DataDesc] = ()) -> ModelDescription:
         """See `kvd.parallel.Model.describe`.

@@ -1,0 +1,61 @@
+"""The promises of the calls that the machine has taken, by number."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import count
+
+from kvd.client.calls.keys import WrittenKeys
+from kvd.client.calls.promise import Promise
+from kvd.client.cluster.users import Coroutines, StoreUsers
+from kvd.core.machine import CensusTaken, Complete
+from kvd.errors import KvdError
+
+
+class OpenCalls:
+    """Each call is ended once, on any thread.
+
+    Attributes:
+        written: how the program writes its keys; the errors of calls name them so.
+    """
+
+    def __init__(self) -> None:
+        self.written = WrittenKeys()
+        self._promises: dict[int, Promise] = {}
+        self._numbers = count(1)
+
+    def begin(self, promise: Promise) -> int:
+        """The number of a new call."""
+        number = next(self._numbers)
+        self._promises[number] = promise
+        return number
+
+    def end(self, complete: Complete) -> bool:
+        """Ends the call as the machine says. False if it has ended before."""
+        promise = self._promises.pop(complete.call, None)
+        if promise is None:
+            return False
+        if complete.error is not None:
+            promise.set_exception(self.written.restored(complete.error))
+        else:
+            promise.set_result(complete.result)
+        return True
+
+    def fail_all(self, error: KvdError) -> None:
+        while self._promises:
+            with suppress(KeyError):  # another thread has just taken the last one
+                self._promises.popitem()[1].set_exception(error)
+
+    def census(self, users: StoreUsers, coroutines: Coroutines) -> CensusTaken:
+        """Who waits, and for which of these calls."""
+        entered, awaited = users.census()
+        numbers = {promise: number for number, promise in list(self._promises.items())}
+        everyone = bool(awaited)
+        calls = []
+        for promise in awaited:
+            number = None if promise is None else numbers.get(promise)
+            if number is not None:
+                calls.append(number)
+            if promise is None or promise.done() or (number is None and not coroutines.runs(promise)):
+                everyone = False
+        return CensusTaken(everyone, entered, tuple(sorted(set(calls))))
