@@ -28,8 +28,8 @@ class KVStore(StoreProperties):
     buffer protocol: NumPy, CuPy, torch, JAX. A call takes one key and its value, or a list of keys and a list of their
     values. A value may also be a list of arrays, one per device, which are summed first. Every call returns or raises
     before its deadline: its `timeout` in seconds, otherwise the setting `round_timeout_s` for what other workers owe
-    it, and `request_timeout_s` for the answer of a node. Thread-safe: the order of the clocks is the order of the
-    calls.
+    it, and `request_timeout_s` for the answer of a node. If all workers wait for each other, their calls raise
+    `Deadlock`. Thread-safe: the order of the clocks is the order of the calls.
     """
 
     def __init__(self, backend: Backend) -> None:
