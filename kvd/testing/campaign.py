@@ -94,8 +94,8 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "refusals": lambda campaign, seed: RefusalLedger(WORKERS, STEPS, timeout_s=campaign.timeout_s),
     "rounds": lambda campaign, seed: Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0),
     "mixed": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0),
-    "tangles": lambda campaign, seed: tangled(WORKERS, STEPS, seed),
     "casts": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0, casts=True),
+    "tangles": lambda campaign, seed: tangled(WORKERS, STEPS, seed, max(campaign.staleness, 0)),
     "training": lambda campaign, seed: Training(STEPS, expected=undisturbed_weights("training")),
     "list training": lambda campaign, seed: list_training(
         STEPS, mostly_together(seed), undisturbed_weights("list training")
@@ -170,6 +170,8 @@ CAMPAIGNS: dict[str, Campaign] = {
     "tangles, nasty": Campaign(
         "tangles", mishaps=BUMPY, faults=NASTY, notice_s=0.3, shell=ShellSettings(job_s=(0.0, 0.5))
     ),
+    "tangles, stale by 0": Campaign("tangles", mode="async", staleness=0, mishaps=BUMPY, notice_s=0.3),
+    "tangles, stale by 1": Campaign("tangles", mode="async", staleness=1, mishaps=BUMPY, faults=NASTY, notice_s=0.3),
     "training": Campaign("training"),
     "training, no record": Campaign("training", shell=ShellSettings(state_dir=False)),
     "training, nasty": Campaign("training", mishaps=LASTING, faults=NASTY),

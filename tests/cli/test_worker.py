@@ -47,6 +47,7 @@ def test_the_command_finds_the_cluster(spawn: Spawn) -> None:
         "KVD_PARENT_PID=",
         "KVD_REQUEST_TIMEOUT_S=90s",
         "KVD_ROLE=worker",
+        "KVD_ROUND_TIMEOUT_S=90s",
         "KVD_SCHEDULER=tcp://127.0.0.1:1",
         "KVD_SLICE_BYTES=64KiB",
     ]

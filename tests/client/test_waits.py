@@ -104,9 +104,10 @@ def test_a_worker_that_closes_waits_for_one_that_is_busy() -> None:
         (lambda kv: kv.barrier("here"), "barrier 'here' did not finish within"),
         (lambda kv: kv.barrier(), "has not come to it"),
         (lambda kv: kv.broadcast("a", ones()), "broadcast of 'a'"),
+        (lambda kv: kv.close(), "close did not finish within"),
         (lambda kv: kv.join(), None),
     ],
-    ids=["pushpull", "push", "flush", "barrier", "unnamed barrier", "broadcast", "join"],
+    ids=["pushpull", "push", "flush", "barrier", "unnamed barrier", "broadcast", "close", "join"],
 )
 def test_the_error_names_the_worker_that_does_not_come(call: Callable[[kvd.KVStore], Any], says: str | None) -> None:
     mine, _ = endings(call, nothing, **SOON)

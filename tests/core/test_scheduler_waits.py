@@ -180,7 +180,10 @@ def test_a_barrier_that_was_not_reached_here_is_under_way() -> None:
     report(harness, 0, barriers=("x",))
     assert unasked(report(harness, 1)) == {}
     harness.say(worker_id(0), Enter(61, "x", 0))
-    assert unasked(report(harness, 1))
+    (check,) = {news.check for news in unasked(report(harness, 1)).values()}
+    report(harness, 0, barriers=("x",), check=check)
+    lines = unasked(report(harness, 1, check=check))[worker_id(1)].deadlock
+    assert lines[0].endswith("line 0 (missing at the barrier: worker 1)")
 
 
 def test_a_successor_is_not_blocked_because_its_predecessor_was() -> None:

@@ -92,6 +92,14 @@ def test_whatever_happens_changes_the_stamp(what: str) -> None:
     assert worker.reports[-1].stamp > stamp
 
 
+def test_of_a_barrier_the_scheduler_knows_who_is_missing() -> None:
+    worker = WaitingWorker()
+    call = worker.call(requests.Barrier("user:x"))
+    worker.census = CensusTaken(True, 1, (call,))
+    worker.wait(10)
+    assert (worker.reports[-1].lines, worker.reports[-1].barriers) == (("barrier 'x'",), ("user:x",))
+
+
 def test_it_looks_again_when_the_scheduler_asks() -> None:
     worker, _ = blocked_worker()
     count = worker.queries

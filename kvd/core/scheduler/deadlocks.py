@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvd.core.machine import Send
+from kvd.core.membership import name_of
 from kvd.core.scheduler.barriers import Barriers
 from kvd.core.scheduler.liveness import Liveness
 from kvd.core.scheduler.roster import Roster, Seat
-from kvd.protocol.messages import MAX_STUCK_LINES, Epoch, MemberState, WaitNews, WaitReport
+from kvd.protocol.messages import MAX_ABSENT, MAX_STUCK_LINES, Epoch, MemberState, WaitNews, WaitReport
 
 MAX_LINE_CHARS = 300
 
@@ -135,6 +136,14 @@ class Deadlocks:
         return tuple(lines)
 
     def _line(self, seat: Seat) -> str:
-        what = ", ".join(self._reports[seat.member.rank].report.lines)
+        report = self._reports[seat.member.rank].report
+        what = ", ".join(report.lines)
+        if report.barriers:
+            entered = self._barriers.open()
+            absent = {
+                rank for name in report.barriers for rank in self._roster.barrier_ranks() if rank not in entered[name]
+            }
+            names = ", ".join(name_of("worker", rank) for rank in sorted(absent)[:MAX_ABSENT])
+            what += f" (missing at the barrier: {names})"
         host = f", host {seat.host_name}" if seat.host_name else ""
         return f"{seat.name} (node {seat.member.node_id}{host}, pid {seat.pid}): {what}"[:MAX_LINE_CHARS]

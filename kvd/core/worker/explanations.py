@@ -13,7 +13,7 @@ from kvd.core.worker.holds import Blocked, Holds
 from kvd.core.worker.outbox import QUEUED, Entry
 from kvd.core.worker.words import title_of
 from kvd.errors import Outcome, RequestTimeout
-from kvd.protocol.messages import MemberState
+from kvd.protocol.messages import Enter, MemberState
 
 MAX_NAMED = 3  # nodes that a text describes; it counts the others
 
@@ -65,7 +65,9 @@ class Explainer:
         return "unknown" if call.may_have_happened else "not_sent"
 
     def stuck_line(self, call: Call, entries: Sequence[Entry], now: float) -> str:
-        """A few words for the list of a deadlock."""
+        """A few words for the list of a deadlock. Of a barrier, the scheduler adds who is missing."""
+        if any(isinstance(entry.send.message, Enter) for entry in entries):
+            return title_of(call)
         names = ", ".join(self.reason(entries, now).nodes)
         what = next((blocked for entry in entries if (blocked := self._holds.blocked(entry)).key), None)
         push = "" if what is None else f" to make {what.key!r}" if what.clock == 0 else f" to push {what.key!r}"
