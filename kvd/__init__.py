@@ -3,7 +3,9 @@
 from kvd import aio, errors, optimizer
 from kvd.client.calls.backend import Node
 from kvd.client.calls.handle import Handle
+from kvd.client.cluster.observer import Reading
 from kvd.client.facades.blocking import KVStore, create
+from kvd.client.facades.observer import Observer
 from kvd.config import Config
 from kvd.errors import (
     BarrierBroken,
@@ -20,6 +22,7 @@ from kvd.errors import (
     RequestTimeout,
     ShapeMismatch,
     StoreClosed,
+    VersionUnavailable,
 )
 
 __version__ = "0.1.0"
@@ -28,6 +31,8 @@ __all__ = [
     "create",
     "KVStore",
     "Handle",
+    "Observer",
+    "Reading",
     "Node",
     "Config",
     "aio",
@@ -47,4 +52,5 @@ __all__ = [
     "ShapeMismatch",
     "DtypeMismatch",
     "NotAllowed",
+    "VersionUnavailable",
 ]

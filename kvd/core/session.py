@@ -30,6 +30,8 @@ from kvd.protocol.messages import (
 JOIN_REQUEST = 1
 FIRST_REQUEST = 16  # the session itself uses the numbers below
 JOIN_RETRY_S = 0.5
+VIEW_INTERVAL_S = 5.0  # an observer, which is told of no views, asks for the newest
+VIEW_RETRY_S = 0.1  # it does so earlier when another node has a newer one
 
 
 class SessionState(Enum):
@@ -96,7 +98,8 @@ class Identity(NamedTuple):
 
 
 class SchedulerSession:
-    """Part of servers, workers and observers. An observer joins without being in the view, and sends no heartbeats."""
+    """Part of servers, workers and observers. An observer joins without being in the view. It
+    sends no heartbeats, and asks for the view from time to time."""
 
     def __init__(
         self, identity: Identity, settings: Settings, scheduler_address: str, heartbeat_interval_s: float
@@ -140,7 +143,8 @@ class SchedulerSession:
                 effects.append(Send(SCHEDULER, self._join()))
                 self._next_send = now + JOIN_RETRY_S
             elif self.identity.role == "observer":
-                self._next_send = now + 3600.0
+                effects.append(Send(SCHEDULER, self._join()))  # answered with the newest view
+                self._next_send = now + VIEW_INTERVAL_S
             else:
                 effects.append(Send(SCHEDULER, Heartbeat(self.identity.role, self.rank)))
                 self._next_send = now + self._interval_s
@@ -152,6 +156,11 @@ class SchedulerSession:
 
     def next_deadline(self) -> float | None:
         return self._next_send if self._state in _RUNNING else None
+
+    def view_is_old(self, now: float) -> None:
+        """Another node has a newer view: an observer asks for it soon."""
+        if self.identity.role == "observer":
+            self._next_send = min(self._next_send, now + VIEW_RETRY_S)
 
     def close(self) -> None:
         """This node has left: it sends no more heartbeats."""

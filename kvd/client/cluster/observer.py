@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvd.client.calls.backend import Node
-from kvd.client.calls.checks import command_body, command_head
+from kvd.client.calls.checks import command_body, command_head, seconds, whole
 from kvd.client.calls.deadline import Deadline
-from kvd.client.calls.keys import key_name
-from kvd.client.calls.values import fresh_target
+from kvd.client.calls.keys import key_list
+from kvd.client.calls.values import fresh_target, paired, target_of
 from kvd.client.cluster.answers import answer_bytes, list_keys
+from kvd.client.cluster.cuts import Cuts
 from kvd.client.cluster.engine import Engine
 from kvd.config import Config
 from kvd.core import requests
@@ -22,13 +25,29 @@ from kvd.core.placement import shard_of
 from kvd.core.requests import Item
 from kvd.errors import ConnectError, KvdError, NotAllowed, RequestTimeout
 from kvd.protocol.messages import Command, KeyEntry, MemberState, StatusQuery
-from kvd.protocol.specs import DTYPES
+from kvd.protocol.specs import DTYPES, KeySpec
 
-SAME_VERSION_TRIES = 20
+SAME_VERSION_TRIES = 4
+VIEW_PAUSE_S = 0.005
+ASYNCHRONOUS = "this cluster trains asynchronously, so its keys have no common versions"
+
+
+class Reading(NamedTuple):
+    """What `Observer.read` returns.
+
+    Attributes:
+        version: the step that was read; in asynchronous training the smallest version of a key.
+        versions: the version of each key, by name: how many rounds (asynchronous stores: pushes) it has taken.
+        values: the arrays, in the order of the keys.
+    """
+
+    version: int
+    versions: dict[str, int]
+    values: list[Any]
 
 
 class Observer:
-    """Looks into a cluster without a rank; no worker waits for it.
+    """Looks into a cluster without a rank; no worker waits for it. `kvd.Observer` is its public form.
 
     Raises:
         ConnectError: no scheduler answers within `request_timeout_s`, or its host is not known.
@@ -55,6 +74,7 @@ class Observer:
         except BaseException:
             self._engine.stop()
             raise
+        self._cuts = Cuts(self._engine)
 
     def __enter__(self) -> Observer:
         return self
@@ -118,23 +138,95 @@ class Observer:
         row["slices"] += entry.slices
         row["servers"].append(rank)
 
-    def pull(self, key: str | int) -> np.ndarray[Any, Any]:
-        """The key's value, all of it of one version.
+    # ── values ──
 
-        Raises:
-            KeyNotFound: nobody made it.
-            NotAllowed: it changes too fast to be read in one version.
-        """
-        name = key_name(key)
-        spec = self._ask(requests.DescribeKey(name))
-        target = fresh_target(spec)
-        item = Item(name, spec, None, target.data)
+    def pull(self, keys: Any, version: int | None = None, out: Any = None) -> Any:
+        """As `kvd.Observer.pull`."""
+        _, many = key_list(keys)
+        values = self.read(keys, version, out).values
+        return values if many else values[0]
+
+    def read(self, keys: Any, version: int | None = None, out: Any = None) -> Reading:
+        """As `kvd.Observer.read`."""
+        names, many = key_list(keys)
+        step = None if version is None else whole("a version", version, 0)
+        deadline = Deadline(self._config.request_timeout_s)
+        specs = self._specs(names, deadline)
+        if out is None:
+            targets = [fresh_target(spec) for spec in specs]
+        else:
+            given = zip(paired(names, many, out, "outs"), specs, strict=True)
+            targets = [target_of(entry, spec.slice_bytes) for entry, spec in given]
+        items = tuple(Item(name, target.spec, None, target.data) for name, target in zip(names, targets, strict=True))
+        reached, versions = self._engine.run(self._read(items, step, deadline)).result()
+        values = [target.finish() for target in targets]
+        return Reading(reached, {name: entry.newest for name, entry in zip(names, versions, strict=True)}, values)
+
+    def _specs(self, names: Sequence[str], deadline: Deadline) -> list[KeySpec]:
+        asked = [self._engine.submit(requests.DescribeKey(name), deadline.left_s()) for name in names]
+        return [promise.result() for promise in asked]
+
+    async def _read(
+        self, items: tuple[Item, ...], step: int | None, deadline: Deadline
+    ) -> tuple[int, Sequence[requests.Versions]]:
+        if not items:
+            return 0, []
+        await self._until_view_is_new(deadline)
+        if not self._is_sync:
+            if step is not None:
+                raise NotAllowed(f"{ASYNCHRONOUS}: pull the newest")
+            versions = await self._read_async(items, deadline)
+            return min(entry.oldest for entry in versions), versions
+        if step is None:
+            return await self._cuts.read_newest(items, deadline)
+        return step, await self._cuts.read_step(items, step, deadline)
+
+    async def _until_view_is_new(self, deadline: Deadline) -> None:
+        """Workers may have joined after this node, and decided how the cluster trains."""
+        while self._engine.machine.view_is_old:
+            await asyncio.sleep(VIEW_PAUSE_S)
+            if deadline.left_s() == 0:
+                text = "the scheduler does not say what has changed in the cluster: see kvd status"
+                raise RequestTimeout(text, waiting_for=("scheduler",))
+
+    async def _read_async(self, items: tuple[Item, ...], deadline: Deadline) -> list[requests.Versions]:
+        """The newest values. Keys whose slices were of different versions are read again, a few times."""
+        found: dict[str, requests.Versions] = {}
         for _ in range(SAME_VERSION_TRIES):
-            (versions,) = self._ask(requests.Transfer((item,), push=False, pull=True, any_version=True))
-            if versions.oldest == versions.newest:
-                value: np.ndarray[Any, Any] = target.finish()
-                return value
-        raise NotAllowed(f"key {name!r} changes too fast to be read in one version: try again between steps", key=name)
+            asked = tuple([item for item in items if item.key not in found or _is_mixed(found[item.key])])
+            if not asked:
+                break
+            transfer = requests.Transfer(asked, push=False, pull=True, any_version=True)
+            versions = await self._engine.call(transfer, deadline.left_s())
+            found.update({item.key: version for item, version in zip(asked, versions, strict=True)})
+        return [found[item.key] for item in items]
+
+    def version(self) -> int:
+        """As `kvd.Observer.version`."""
+        return int(self._engine.run(self._version(Deadline(self._config.request_timeout_s))).result())
+
+    async def _version(self, deadline: Deadline) -> int:
+        there = await self._cuts.available((), deadline)
+        if there.highest == 0:
+            return 0
+        await self._until_view_is_new(deadline)
+        if self._is_sync:
+            return there.newest
+        return min([entry.version for _, entry in await list_keys(self._engine)], default=0)
+
+    def wait_for(self, version: int, timeout: float | None = None) -> int:
+        """As `kvd.Observer.wait_for`."""
+        step = whole("a version", version, 0)
+        timeout_s = self._config.request_timeout_s if timeout is None else seconds(timeout)
+        if not self._is_sync:
+            raise NotAllowed(f"{ASYNCHRONOUS} to wait for")
+        return int(self._engine.run(self._cuts.wait_for(step, Deadline(timeout_s), timeout_s)).result())
+
+    @property
+    def _is_sync(self) -> bool:
+        return self._engine.machine.view.is_sync
+
+    # ── commands and deaths ──
 
     def command(self, head: int | str, body: bytes) -> list[bytes]:
         """Runs the controller registered for `head` on every server; their answers in rank order."""
@@ -157,3 +249,7 @@ class Observer:
 
     def _ask(self, request: requests.Request) -> Any:
         return self._engine.submit(request).result()
+
+
+def _is_mixed(versions: requests.Versions) -> bool:
+    return versions.oldest != versions.newest

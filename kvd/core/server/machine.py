@@ -23,6 +23,7 @@ from kvd.core.server.keys import KeyTable
 from kvd.core.server.participants import Participants
 from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
+from kvd.core.server.readings import Readings
 from kvd.core.server.resume import Resumption
 from kvd.core.server.targets import TargetResolver
 from kvd.core.server.waiting import Waiters
@@ -47,9 +48,12 @@ from kvd.protocol.messages import (
     PullBatch,
     Push,
     PushBatch,
+    ReadDone,
+    ReadSlices,
     Refused,
     StatusQuery,
     StatusReport,
+    Survey,
     View,
 )
 
@@ -81,6 +85,7 @@ class ServerMachine:
         self._attachments = attachments = Attachments(session.view, self.table, effects)
         self._waiters = waiters = Waiters(effects)
         self._participants = participants = Participants(waiters, fail_on_loss=settings.fail_on_worker_loss)
+        self._readings = readings = Readings(session.view, self.table, effects, participants)
         targets = TargetResolver(session, self.table, self._batches, effects)
         self._pushes = pushes = Pushes(
             session.view,
@@ -89,6 +94,7 @@ class ServerMachine:
             targets,
             waiters,
             participants,
+            readings,
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(self.table, effects, pushes.advance)
@@ -117,6 +123,9 @@ class ServerMachine:
             ClockQuery: resumption.clocks,
             Activate: resumption.activate,
             StatusQuery: self._status,
+            Survey: readings.survey,
+            ReadSlices: readings.read,
+            ReadDone: readings.done,
         }
 
     # ── the machine's interface ──
@@ -126,6 +135,7 @@ class ServerMachine:
         return self._session.view.epoch
 
     def step(self, event: Event, now: float) -> list[Effect]:
+        self._readings.tick(now)
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, JobDone):
@@ -139,7 +149,8 @@ class ServerMachine:
         return self._effects.take()
 
     def next_deadline(self) -> float | None:
-        return self._session.next_deadline()
+        deadlines = (self._session.next_deadline(), self._readings.next_deadline())
+        return min((at for at in deadlines if at is not None), default=None)
 
     def explain(self, now: float) -> dict[str, object]:
         groups = self.table.groups.values()
@@ -154,6 +165,7 @@ class ServerMachine:
             "slices": len(self.table.slices),
             "bytes_led": self.table.bytes_led,
             "bytes_staged": sum(group.log.staged_bytes(group.nbytes) for group in groups),
+            "bytes_read": self._readings.held_nbytes,
             "requests_waiting": len(self._waiters.pending),
             "workers": ranks,
             "paths": {name_of("worker", rank): self._attachments.path_of(rank) for rank in ranks},
@@ -172,6 +184,7 @@ class ServerMachine:
         self.table.validate()
         self._attachments.validate()
         self._waiters.validate(self.table.groups.values())
+        self._readings.validate()
 
     # ── dispatch ──
 
@@ -220,6 +233,7 @@ class ServerMachine:
         for group in self.table.groups.values():
             self._pushes.advance(group)
             self._participants.fail_blocked(group)
+        self._readings.view_changed()
 
     def _forget(self, rank: int, incarnation: int) -> None:
         """The worker was replaced: what it staged for open rounds is dropped, and its requests are not answered."""

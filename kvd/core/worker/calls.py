@@ -41,6 +41,7 @@ class Call:
     request: requests.Request
     deadline: float
     is_push: bool
+    step: int = 0  # of a push: see `kvd.core.worker.steps`
     keys: Sequence[WorkerKey] = ()
     state: CallState = WAITING
     entries: set[Entry] = field(default_factory=set)
@@ -121,6 +122,12 @@ class CallBook:
             call.let_go()
             withdraw(call)
         self.complete(call, error=error)
+
+    def end(self, call: Call, result: Any) -> None:
+        """Completes a call that is no push before its requests are answered: they are given up."""
+        for entry in list(call.entries):
+            self._outbox.settle(entry)
+        self.complete(call, result)
 
     def abandon_all(self, error: KvdError) -> None:
         for call in self.open_calls():

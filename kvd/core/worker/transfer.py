@@ -25,6 +25,7 @@ from kvd.core.worker.push_window import (
     settle_pushes,
 )
 from kvd.core.worker.servers import Servers
+from kvd.core.worker.steps import StepCounter, Steps
 from kvd.errors import DtypeMismatch, KvdError, NotAllowed, ProtocolError, ShapeMismatch
 from kvd.protocol.messages import (
     ABSENT,
@@ -40,6 +41,8 @@ from kvd.protocol.messages import (
     Taken,
     Values,
 )
+
+NO_STEPS = Steps(0, 0)  # of a pull
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +60,7 @@ class TransferProgress:
     windows: list[PushWindow]  # of the call's keys
     versions: list[requests.Versions | None]  # pulled so far, one per item
     remaining: int  # messages that are not answered
+    steps: Steps = NO_STEPS  # of a push
     pulling: Sequence[int] = ()  # the clocks that hold rounds back, one per window; empty once they are released
     is_untaken: bool = True  # so far no server has taken any of it
     error: KvdError | None = None  # the first
@@ -80,6 +84,7 @@ class Transfer:
         asker: Asker,
         calls: CallBook,
         pushes: OpenPushes,
+        steps: StepCounter,
         emit: Callable[[Effect], None],
         wake: Callable[[WorkerKey], None],
     ) -> None:
@@ -91,6 +96,7 @@ class Transfer:
         self._asker = asker
         self._calls = calls
         self._pushes = pushes
+        self._steps = steps
         self._emit = emit
         self._wake = wake
 
@@ -109,6 +115,7 @@ class Transfer:
         clocks: Sequence[int]
         if transfer.push:
             clocks = begin_pushes(windows)
+            progress.steps = self._steps.begin(call, clocks)
         elif takes_newest:
             clocks = [ANY_CLOCK] * len(windows)
         else:
@@ -152,7 +159,9 @@ class Transfer:
         )
         number = self._asker.number()
         if transfer.push:
-            self._send(progress, plan, Push(number, parts, transfer.how, transfer.samples, transfer.pull))
+            step, settled = progress.steps
+            message = Push(number, parts, transfer.how, transfer.samples, transfer.pull, step=step, settled=settled)
+            self._send(progress, plan, message)
         else:
             self._send(progress, plan, Pull(number, parts))
 
@@ -162,7 +171,10 @@ class Transfer:
             self.declare(plan, transfer.priority)
         number = self._asker.number()
         if transfer.push:
-            message = PushBatch(number, plan.batch, clock, transfer.how, transfer.samples, transfer.pull)
+            step, settled = progress.steps
+            message = PushBatch(
+                number, plan.batch, clock, transfer.how, transfer.samples, transfer.pull, step=step, settled=settled
+            )
             self._send(progress, plan, message)
         else:
             self._send(progress, plan, PullBatch(number, plan.batch, clock))
