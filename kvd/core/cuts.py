@@ -60,7 +60,8 @@ class Choice(NamedTuple):
     """What a reader asks for next.
 
     Attributes:
-        patience_s: how long it waits for a step that is still to come before it looks again; None: the step is there.
+        patience_s: how long it waits for a step that is still to come, or for more of its values, before it looks
+            again; None: the step is there.
     """
 
     step: int

@@ -95,7 +95,10 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class StopReading:
-    """Ends the Read of this number with None, unless values of it have come. The result is whether it was ended."""
+    """Ends the Read of this number with None, unless values of it have come since it was to be ended before.
+
+    The result is whether it was ended.
+    """
 
     number: int
 

@@ -144,7 +144,7 @@ class SchedulerSession:
                 self._next_send = now + JOIN_RETRY_S
             elif self.identity.role == "observer":
                 effects.append(Send(SCHEDULER, self._join()))  # answered with the newest view
-                self._next_send = now + VIEW_INTERVAL_S
+                self._next_send = now + (VIEW_INTERVAL_S if self.view.knows_all_servers else JOIN_RETRY_S)
             else:
                 effects.append(Send(SCHEDULER, Heartbeat(self.identity.role, self.rank)))
                 self._next_send = now + self._interval_s

@@ -14,6 +14,7 @@ from kvd.testing.settings import ClusterSettings, ShellSettings
 from kvd.testing.simulator import Me, World
 from kvd.testing.workloads.ledger import Ledger, list_ledger
 from kvd.testing.workloads.lives import LifeLedger, ListLives
+from kvd.testing.workloads.readings import uneven_rounds, watched_rounds
 from kvd.testing.workloads.refusals import RefusalLedger
 from kvd.testing.workloads.rounds import Rounds, mixed_rounds
 from kvd.testing.workloads.steps import mostly_together, one_by_one
@@ -23,6 +24,7 @@ WORKERS = 3
 STEPS = 8
 HARD = Mishaps(within_s=6.0, crashes=2, pauses=2, cuts=2, ghosts=2, scheduler_restarts=1)
 LASTING = replace(HARD, within_s=25.0)  # runs in a nasty network take this long; joining is a good part of it
+NO_DEATHS = replace(HARD, crashes=0, ghosts=0)  # of workers
 LONG_PAUSES = Mishaps(within_s=6.0, crashes=1, pauses=3, cuts=1, scheduler_restarts=1, longest_pause_s=18.0)
 
 
@@ -64,7 +66,7 @@ class Campaign:
         )
         world = World(seed, cluster, self.faults)
         workload = WORKLOADS[self.workload](self, seed)
-        live_through(world, workload.program, self.mishaps)
+        live_through(world, workload.program, self.mishaps, reader=getattr(workload, "reader", None))
         workload.check(world)
         return world
 
@@ -87,6 +89,8 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "rounds": lambda campaign, seed: Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0),
     "mixed": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0),
     "training": lambda campaign, seed: Training(STEPS, expected=undisturbed_weights("training")),
+    "watched": lambda campaign, seed: watched_rounds(WORKERS, STEPS, seed),
+    "watched, uneven": lambda campaign, seed: uneven_rounds(WORKERS, STEPS, seed),
     "list training": lambda campaign, seed: list_training(
         STEPS, mostly_together(seed), undisturbed_weights("list training")
     ),
@@ -148,6 +152,16 @@ CAMPAIGNS: dict[str, Campaign] = {
     ),
     "refusals, stale by 1": Campaign(
         "refusals", mode="async", staleness=1, shell=ShellSettings(job_s=(0.0, 0.5), failing_updates=0.3)
+    ),
+    "watched": Campaign("watched"),
+    "watched, nasty": Campaign("watched", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
+    "watched, uneven": Campaign("watched, uneven", mishaps=NO_DEATHS),
+    "watched, uneven, nasty": Campaign(
+        "watched, uneven",
+        mishaps=replace(NO_DEATHS, within_s=25.0),
+        faults=NASTY,
+        rounds_ahead=3,
+        shell=ShellSettings(job_s=(0.0, 0.5)),
     ),
     "training": Campaign("training"),
     "training, no record": Campaign("training", shell=ShellSettings(state_dir=False)),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
+from kvd.core.membership import EMPTY_SETTINGS
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.core.session import Identity, SchedulerSession
@@ -49,6 +50,11 @@ class MachineFactory:
         """A worker that insists on the settings `wanted`."""
         settings = WorkerSettings(self._cluster.credit_bytes, self._cluster.small_push_bytes)
         return WorkerMachine(settings, self._session("worker", number, "", wanted))
+
+    def reader(self, number: int) -> WorkerMachine:
+        """An observer, which nobody waits for."""
+        settings = WorkerSettings(self._cluster.credit_bytes, self._cluster.small_push_bytes)
+        return WorkerMachine(settings, self._session("observer", number, "", EMPTY_SETTINGS))
 
     def _session(self, role: str, number: int, address: str, wanted: Settings) -> SchedulerSession:
         identity = Identity(role, f"{role}-{number}", self._incarnation(), address, "sim", 1000 + number, number)

@@ -12,6 +12,7 @@ from kvd.core.session import (
     JOIN_RETRY_S,
     TRANSITIONS,
     VIEW_INTERVAL_S,
+    VIEW_RETRY_S,
     Identity,
     SchedulerSession,
     SessionEvent,
@@ -31,7 +32,7 @@ from kvd.protocol.messages import (
     View,
     Welcome,
 )
-from tests.core.fakes import OPEN, cluster, from_scheduler, member, of, one, said, session, view, welcome
+from tests.core.fakes import OPEN, cluster, from_scheduler, member, members, of, one, said, session, view, welcome
 
 VIEW = view(cluster(), [member("worker", 1)])
 
@@ -90,8 +91,22 @@ def test_an_observer_sends_no_heartbeats() -> None:
     node.tick(0.0)
     node.receive(welcome(-1), 0.0)
     node.take_effects()
-    assert said(node.tick(1.0)) == said(session("observer", 0).tick(0.0))  # it asks for the view again
-    assert node.next_deadline() == 1.0 + VIEW_INTERVAL_S
+    join = said(session("observer", 0).tick(0.0))
+    assert said(node.tick(1.0)) == join  # it asks for the view again
+    assert node.next_deadline() == 1.0 + JOIN_RETRY_S
+    node.receive(from_scheduler(view(cluster(), members()), (1, 3)), 1.1)
+    assert said(node.tick(1.0 + JOIN_RETRY_S)) == join  # less often, now that it knows the servers
+    assert node.next_deadline() == 1.0 + JOIN_RETRY_S + VIEW_INTERVAL_S
+    node.view_is_old(2.0)  # another node has a newer one
+    node.view_is_old(2.05)
+    assert node.next_deadline() == 2.0 + VIEW_RETRY_S
+
+
+def test_only_an_observer_asks_for_views() -> None:
+    node = joined()
+    deadline = node.next_deadline()
+    node.view_is_old(0.1)
+    assert node.next_deadline() == deadline
 
 
 def test_it_joins_a_scheduler_that_forgot_it_again_with_the_same_rank() -> None:

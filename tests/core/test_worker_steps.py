@@ -161,7 +161,7 @@ def test_a_read_ends_when_one_server_has_moved_on() -> None:
     assert copies(late) == []  # the memory is the program's again
 
 
-def test_a_read_can_be_stopped_while_nothing_has_come() -> None:
+def test_a_read_can_be_stopped_while_nothing_comes() -> None:
     harness = Harness(role="observer", servers=2)
     harness.know("a", spec=uint8(SLICE + 1))
     call = harness.call(requests.Read((Item("a", None, None, "target"),), 1, 7))
@@ -177,6 +177,12 @@ def test_a_read_can_be_stopped_while_nothing_has_come() -> None:
         harness.say(send.peer, Values(send.message.request, (7,)), b"x" * nbytes)
         assert harness.result(harness.call(requests.StopReading(2))) is False
     assert harness.result(call) == [Versions(7, 7)]
+    call = harness.call(requests.Read((Item("a", None, None, "target"),), 3, 8))
+    send = take(harness, ReadSlices)
+    harness.say(send.peer, Values(send.message.request, (8,)), b"x" * SLICE)
+    assert harness.result(harness.call(requests.StopReading(3))) is False
+    assert harness.result(harness.call(requests.StopReading(3))) is True  # the rest does not come
+    assert harness.result(call) is None
 
 
 def test_a_read_that_fails() -> None:

@@ -89,7 +89,7 @@ class Cuts:
         read = requests.Read(items, number, choice.step, choice.is_over)
         reading = self._engine.submit(read, deadline.left_s())
         has_waited = False
-        if choice.patience_s is not None and not await _ends_within(reading, choice.patience_s):
+        while choice.patience_s is not None and not has_waited and not await _ends_within(reading, choice.patience_s):
             has_waited = await self._engine.call(requests.StopReading(number), deadline.left_s())
         return await reading, has_waited
 

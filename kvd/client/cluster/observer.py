@@ -151,6 +151,8 @@ class Observer:
         names, many = key_list(keys)
         step = None if version is None else whole("a version", version, 0)
         deadline = Deadline(self._config.request_timeout_s)
+        if not self._engine.machine.is_up_to_date:
+            self._engine.run(self._until_ready(deadline)).result()
         specs = self._specs(names, deadline)
         if out is None:
             targets = [fresh_target(spec) for spec in specs]
@@ -171,7 +173,7 @@ class Observer:
     ) -> tuple[int, Sequence[requests.Versions]]:
         if not items:
             return 0, []
-        await self._until_view_is_new(deadline)
+        await self._until_ready(deadline)
         if not self._is_sync:
             if step is not None:
                 raise NotAllowed(f"{ASYNCHRONOUS}: pull the newest")
@@ -181,13 +183,14 @@ class Observer:
             return await self._cuts.read_newest(items, deadline)
         return step, await self._cuts.read_step(items, step, deadline)
 
-    async def _until_view_is_new(self, deadline: Deadline) -> None:
-        """Workers may have joined after this node, and decided how the cluster trains."""
-        while self._engine.machine.view_is_old:
+    async def _until_ready(self, deadline: Deadline) -> None:
+        """Servers and workers may have joined after this node, which the scheduler says when it is asked again."""
+        while not self._engine.machine.is_up_to_date:
             await asyncio.sleep(VIEW_PAUSE_S)
             if deadline.left_s() == 0:
-                text = "the scheduler does not say what has changed in the cluster: see kvd status"
-                raise RequestTimeout(text, waiting_for=("scheduler",))
+                missing = tuple(f"server {rank}" for rank in self._engine.machine.view.missing_servers())
+                text = f"the cluster is not complete, it waits for {', '.join(missing or ('the scheduler',))}"
+                raise RequestTimeout(f"{text}: see kvd status", outcome="not_sent", waiting_for=missing)
 
     async def _read_async(self, items: tuple[Item, ...], deadline: Deadline) -> list[requests.Versions]:
         """The newest values. Keys whose slices were of different versions are read again, a few times."""
@@ -209,7 +212,7 @@ class Observer:
         there = await self._cuts.available((), deadline)
         if there.highest == 0:
             return 0
-        await self._until_view_is_new(deadline)
+        await self._until_ready(deadline)
         if self._is_sync:
             return there.newest
         return min([entry.version for _, entry in await list_keys(self._engine)], default=0)

@@ -233,7 +233,6 @@ class ServerMachine:
         for group in self.table.groups.values():
             self._pushes.advance(group)
             self._participants.fail_blocked(group)
-        self._readings.view_changed()
 
     def _forget(self, rank: int, incarnation: int) -> None:
         """The worker was replaced: what it staged for open rounds is dropped, and its requests are not answered."""

@@ -198,14 +198,6 @@ class Readings:
         """A worker says that its pushes up to this step are committed."""
         if step > self._over:
             self._over = step
-            self._go_on_all()
-
-    def view_changed(self) -> None:
-        """Rounds may not wait for anyone any more."""
-        self._go_on_all()
-
-    def _go_on_all(self) -> None:
-        if self._waiting:
             for reader in list(self._readers.values()):
                 for reading in list(reader.waiting.values()):
                     self._go_on(reading, reading.missing)
@@ -231,7 +223,7 @@ class Readings:
 
     def _is_known(self, log: SliceLog, step: int) -> bool:
         """Whether no more versions of steps up to this one will come."""
-        return log.step > step or log.version == step or step <= self._over or not self._participants.required
+        return log.step > step or log.version == step or step <= self._over
 
     # ── the end of waiting ──
 

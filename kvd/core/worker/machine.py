@@ -117,9 +117,10 @@ class WorkerMachine:
         return self.session.view
 
     @property
-    def view_is_old(self) -> bool:
-        """Whether another node has told of a newer view, which is on its way."""
-        return self._newest_epoch > self.session.view.epoch
+    def is_up_to_date(self) -> bool:
+        """Whether this node knows all servers, and the newest view that another node has told of."""
+        view = self.session.view
+        return view.knows_all_servers and self._newest_epoch <= view.epoch
 
     def step(self, event: Event, now: float) -> list[Effect]:
         effects = self._effects

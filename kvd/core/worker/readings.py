@@ -26,6 +26,7 @@ class _Progress:
     versions: list[requests.Versions | None]  # so far, one per item
     remaining: int  # messages that are not answered
     servers: tuple[int, ...]  # the ranks that were asked
+    remained: int  # of `remaining`, when the read was to be stopped last
 
 
 class Readings:
@@ -84,7 +85,7 @@ class Readings:
         call.start()
         plans = self._plans.of(call.keys)
         asked = tuple(sorted({plan.server for plan in plans}))
-        progress = self._open = _Progress(call, read, [None] * len(call.keys), len(plans), asked)
+        progress = self._open = _Progress(call, read, [None] * len(call.keys), len(plans), asked, len(plans))
         for plan in plans:
             message = ReadSlices(0, read.number, read.step, read.is_over, plan.slice_ids)
             peer = self._servers.peer_of(plan.server)
@@ -124,15 +125,11 @@ class Readings:
             self._asker.ask(None, self._servers.peer_of(rank), done, lambda event: None)
 
     def stop(self, call: Call, request: requests.StopReading) -> None:
-        """Ends a read whose step has not come."""
-        progress = self._open
-        is_waiting = (
-            progress is not None
-            and progress.read.number == request.number
-            and progress.call.state is not COMPLETED
-            and not any(progress.versions)
-        )
-        if is_waiting:
-            assert progress is not None
-            self._end(progress, None)
-        self._calls.complete(call, is_waiting)
+        """Ends a read whose step does not come."""
+        progress, is_stuck = self._open, False
+        if progress is not None and progress.read.number == request.number and progress.call.state is not COMPLETED:
+            is_stuck = progress.remaining == progress.remained
+            progress.remained = progress.remaining
+            if is_stuck:
+                self._end(progress, None)
+        self._calls.complete(call, is_stuck)
