@@ -1,0 +1,10 @@
+"""The benchmark of readers runs, and both kinds of steps are measured."""
+
+from __future__ import annotations
+
+from benchmarks.readers import measure
+
+
+def test_steps_with_and_without_readers_are_measured() -> None:
+    times = measure(megabytes=0.1, readers=1, interval_s=0.01, turns=1, turn_s=0.5)
+    assert all(len(taken) > 0 and min(taken) > 0 for taken in times.values())
