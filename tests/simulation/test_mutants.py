@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +18,13 @@ from kvd.core.server.groups import FusedGroup
 from kvd.core.server.machine import ServerMachine
 from kvd.core.server.progress import WorkerProgress
 from kvd.core.server.push import Pushes
-from kvd.core.server.readings import Readings
 from kvd.core.server.rounds import PushStatus, Record, SliceLog
-from kvd.core.worker.calls import Call, CallState
+from kvd.core.worker.calls import CallState
 from kvd.core.worker.clocks import WorkerClocks
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.machine import WorkerMachine
 from kvd.core.worker.outbox import Entry, Outbox
 from kvd.core.worker.push_window import PushWindow
-from kvd.core.worker.steps import StepCounter, Steps
 from kvd.core.worker.transfer import Transfer, TransferProgress
 from kvd.node.optimizer_states import OptimizerStates
 from kvd.protocol.messages import SliceId
@@ -35,21 +33,11 @@ from kvd.testing.mishaps import Mishaps
 from kvd.testing.network import NASTY, Faults
 from kvd.testing.settings import ShellSettings
 from kvd.testing.trace import Violation
+from tests.simulation.mutants_harness import SEEDS, caught
 
 pytestmark = pytest.mark.no_cover  # broken builds say nothing about coverage, and it would triple their time
 
-SEEDS = 25
 CALM_BUT_OUT_OF_ORDER = Faults(delay_s=(0.0005, 0.2), duplicates=0.3, ordered=False)
-
-
-def caught(campaign: Campaign, seeds: int = SEEDS) -> str:
-    """What the checkers say of the first seed that fails; "" if none does."""
-    for seed in range(seeds):
-        try:
-            campaign.run(seed)
-        except AssertionError as violation:
-            return str(violation)
-    return ""
 
 
 def ack_before_applied(patch: pytest.MonkeyPatch) -> None:
@@ -307,32 +295,6 @@ HAUNTED = Campaign("lives", mishaps=Mishaps(ghosts=5))
 PUSHY = Campaign("ledger", mishaps=Mishaps(pauses=3), faults=CALM_BUT_OUT_OF_ORDER)
 
 
-def steps_are_not_told(patch: pytest.MonkeyPatch) -> None:
-    """Pushes do not say in which step they were made."""
-    patch.setattr(StepCounter, "begin", lambda counter, call, clocks: Steps(0, 0))
-
-
-def readers_get_the_newest(patch: pytest.MonkeyPatch) -> None:
-    """A reader is given the version that is there when its question arrives."""
-    patch.setattr(SliceLog, "version_after", lambda log, step: log.version)
-
-
-def every_step_is_complete(patch: pytest.MonkeyPatch) -> None:
-    """A reader does not wait for what may still be pushed in its step."""
-    patch.setattr(Readings, "_is_known", lambda readings, log, step: True)
-
-
-def open_pushes_are_settled(patch: pytest.MonkeyPatch) -> None:
-    """A worker says that its steps are over when it begins the next one, whatever of them is under way."""
-    begin = StepCounter.begin
-
-    def hasty(counter: StepCounter, call: Call, clocks: Sequence[int]) -> Steps:
-        step, _ = begin(counter, call, clocks)
-        return Steps(step, step - 1)
-
-    patch.setattr(StepCounter, "begin", hasty)
-
-
 @pytest.mark.parametrize(
     ("mutate", "campaign", "complaint"),
     [
@@ -370,10 +332,6 @@ def open_pushes_are_settled(patch: pytest.MonkeyPatch) -> None:
         (credit_is_kept, Campaign("ledger"), "bytes are in flight"),
         (retries_are_made_once, CAMPAIGNS["ledger, nasty"], "is never sent again"),
         (settled_pushes_wake_nobody, Campaign("ledger"), "waits for nothing"),
-        (steps_are_not_told, CAMPAIGNS["watched, uneven"], "brought|RequestTimeout|the last read"),
-        (readers_get_the_newest, CAMPAIGNS["watched"], "brought"),
-        (every_step_is_complete, CAMPAIGNS["watched"], "brought"),
-        (open_pushes_are_settled, CAMPAIGNS["watched, uneven, nasty"], "brought"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
