@@ -13,7 +13,7 @@ import pytest
 
 import kvd
 from kvd.errors import KeyNotFound, NotAllowed, RequestTimeout, ShapeMismatch, StoreClosed, VersionUnavailable
-from kvd.testing.cluster import LocalCluster
+from kvd.testing.cluster import LocalCluster, ProcessNode
 
 KEYS = [f"layer {number}" for number in range(8)]
 SIZE = 3000  # float32: three slices of the smallest size
@@ -227,3 +227,14 @@ def test_asynchronous_training_gives_the_newest_values() -> None:
             reader.pull("a", version=1)
         with pytest.raises(NotAllowed, match="asynchronously"):
             reader.wait_for(1)
+
+
+def test_it_reads_while_the_scheduler_is_gone() -> None:
+    with LocalCluster(1, 1, processes=True) as cluster, observer(cluster) as reader:
+        store = cluster.store()
+        store.init("a", ones(1))
+        assert content(reader.pull("a")) == 1
+        assert isinstance(cluster.scheduler, ProcessNode)
+        cluster.scheduler.kill()
+        store.pushpull("a", ones(2))
+        assert content(reader.pull("a")) == 2

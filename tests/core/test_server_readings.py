@@ -50,7 +50,7 @@ class Reader:
 
     @property
     def held(self) -> int:
-        return int(self.harness.explain()["bytes_read"])
+        return int(self.harness.explain()["bytes_held_by_readers"])
 
 
 def two_keys() -> tuple[Harness, Reader]:

@@ -29,6 +29,7 @@ from kvd.protocol.specs import DTYPES, KeySpec
 
 SAME_VERSION_TRIES = 4
 VIEW_PAUSE_S = 0.005
+NEWS_S = 1.0  # how long a scheduler that may be down is waited for
 ASYNCHRONOUS = "this cluster trains asynchronously, so its keys have no common versions"
 
 
@@ -75,6 +76,7 @@ class Observer:
             self._engine.stop()
             raise
         self._cuts = Cuts(self._engine)
+        self._known: dict[str, KeySpec] = {}  # of keys that were read
 
     def __enter__(self) -> Observer:
         return self
@@ -160,13 +162,21 @@ class Observer:
             given = zip(paired(names, many, out, "outs"), specs, strict=True)
             targets = [target_of(entry, spec.slice_bytes) for entry, spec in given]
         items = tuple(Item(name, target.spec, None, target.data) for name, target in zip(names, targets, strict=True))
-        reached, versions = self._engine.run(self._read(items, step, deadline)).result()
+        try:
+            reached, versions = self._engine.run(self._read(items, step, deadline)).result()
+        except KvdError:
+            self._known.clear()  # something has changed, perhaps the keys
+            raise
         values = [target.finish() for target in targets]
         return Reading(reached, {name: entry.newest for name, entry in zip(names, versions, strict=True)}, values)
 
     def _specs(self, names: Sequence[str], deadline: Deadline) -> list[KeySpec]:
-        asked = [self._engine.submit(requests.DescribeKey(name), deadline.left_s()) for name in names]
-        return [promise.result() for promise in asked]
+        """Shape and dtype of the keys, which never change."""
+        unknown = [name for name in names if name not in self._known]
+        asked = [self._engine.submit(requests.DescribeKey(name), deadline.left_s()) for name in unknown]
+        found = {name: promise.result() for name, promise in zip(unknown, asked, strict=True)}
+        self._known.update(found)
+        return [self._known[name] for name in names]
 
     async def _read(
         self, items: tuple[Item, ...], step: int | None, deadline: Deadline
@@ -185,7 +195,8 @@ class Observer:
 
     async def _until_ready(self, deadline: Deadline) -> None:
         """Servers and workers may have joined after this node, which the scheduler says when it is asked again."""
-        while not self._engine.machine.is_up_to_date:
+        machine, news = self._engine.machine, Deadline(NEWS_S)
+        while not machine.is_up_to_date and not (machine.view.knows_all_servers and news.left_s() == 0):
             await asyncio.sleep(VIEW_PAUSE_S)
             if deadline.left_s() == 0:
                 missing = tuple(f"server {rank}" for rank in self._engine.machine.view.missing_servers())

@@ -165,7 +165,7 @@ class ServerMachine:
             "slices": len(self.table.slices),
             "bytes_led": self.table.bytes_led,
             "bytes_staged": sum(group.log.staged_bytes(group.nbytes) for group in groups),
-            "bytes_read": self._readings.held_nbytes,
+            "bytes_held_by_readers": self._readings.held_nbytes,
             "requests_waiting": len(self._waiters.pending),
             "workers": ranks,
             "paths": {name_of("worker", rank): self._attachments.path_of(rank) for rank in ranks},
