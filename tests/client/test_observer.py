@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -196,6 +197,48 @@ def test_what_is_read_where() -> None:
         for version in (-1, 1.5, True):
             with pytest.raises(NotAllowed, match="a version"):
                 reader.pull("b", version=version)  # type: ignore[arg-type]
+
+
+def test_several_threads_may_read_at_once() -> None:
+    with small_slices() as cluster, training(cluster, layer_by_layer, KEYS), observer(cluster) as reader:
+
+        def read(number: int) -> list[kvd.Reading]:
+            return [reader.read(KEYS[number:]) for _ in range(10)]
+
+        with ThreadPoolExecutor(3) as pool:
+            readings = [reading for some in pool.map(read, range(3)) for reading in some]
+    assert all({content(value) for value in reading.values} == {reading.version} for reading in readings)
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_calls_end_when_it_is_closed(servers: int) -> None:
+    """Whether it waits for a step, or for the cluster to be complete."""
+    with LocalCluster(1, 1) as cluster:
+        scheduler = cluster.start("scheduler", num_workers=1, num_servers=1) if servers == 0 else cluster.scheduler
+        try:
+            reader = observer(cluster, scheduler=scheduler.address)
+            with ThreadPoolExecutor(1) as pool:
+                call = pool.submit(reader.wait_for, 5) if servers else pool.submit(reader.pull, "a")
+                assert not wait([call], timeout=0.3).done
+                reader.close()
+                with pytest.raises(StoreClosed):
+                    call.result(30)
+        finally:
+            if servers == 0:
+                scheduler.stop()
+
+
+def test_a_cluster_without_its_servers() -> None:
+    with LocalCluster(1, 1) as cluster:
+        scheduler = cluster.start("scheduler", num_workers=1, num_servers=2)
+        try:
+            short = {"request_timeout_s": 2.0, "server_timeout_s": 0.5, "worker_timeout_s": 0.5}
+            with observer(cluster, scheduler=scheduler.address, **short) as reader:
+                assert reader.status()["missing"][:2] == ["server 0", "server 1"]
+                with pytest.raises(RequestTimeout, match="it waits for server 0, server 1: see kvd status"):
+                    reader.pull("a")
+        finally:
+            scheduler.stop()
 
 
 def test_a_closed_observer_says_so() -> None:

@@ -198,6 +198,7 @@ class Observer:
         machine, news = self._engine.machine, Deadline(NEWS_S)
         while not machine.is_up_to_date and not (machine.view.knows_all_servers and news.left_s() == 0):
             await asyncio.sleep(VIEW_PAUSE_S)
+            self._engine.check_usable()
             if deadline.left_s() == 0:
                 missing = tuple(f"server {rank}" for rank in self._engine.machine.view.missing_servers())
                 text = f"the cluster is not complete, it waits for {', '.join(missing or ('the scheduler',))}"
