@@ -2,7 +2,8 @@
 
 Two workers push and pull all keys of a model again and again, with SGD and momentum, and compute nothing. Observers in
 processes of their own read all keys at a fixed rate. Times with readers and times without are taken in turn, in one
-run; while the readers do not read, their processes are stopped.
+run; while the readers do not read, their processes are stopped. On a machine that does other things too, the processor
+time says more than the time.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from rich.console import Console
 
 from benchmarks.arguments import positive
 from benchmarks.report import print_table, time_text
-from kvd.testing.cluster import LocalCluster, wait_until
+from kvd.testing.cluster import LocalCluster, ProcessNode, wait_until
+from kvd_cli.bench_usage import cpu_s_of
 
 KEYS: Final = tuple(f"layer {number}" for number in range(8))
 WARM_UP_STEPS: Final = 10
@@ -84,11 +87,30 @@ class Lines:
         self._thread.join()
 
 
-def measure(megabytes: float, readers: int, interval_s: float, turns: int, turn_s: float) -> dict[str, list[float]]:
-    """The times of steps in seconds, without readers and with them."""
+@dataclass(slots=True)
+class Figures:
+    """What was measured in all turns of one kind.
+
+    Attributes:
+        times_s: of the steps.
+        cpu_s: processor time of the workers, the server and the readers.
+    """
+
+    times_s: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0
+
+    def row(self, name: str) -> list[str]:
+        """A row of the table."""
+        middle, mean = statistics.median(self.times_s), statistics.mean(self.times_s)
+        each = [middle, mean, self.cpu_s / len(self.times_s)]
+        return [name, str(len(self.times_s)), *[time_text(1e6 * seconds) for seconds in each]]
+
+
+def measure(megabytes: float, readers: int, interval_s: float, turns: int, turn_s: float) -> dict[str, Figures]:
+    """The figures without readers and with them."""
     floats = int(megabytes * 1e6 / 4 / len(KEYS))
     names = json.dumps(KEYS)
-    times: dict[str, list[float]] = {"without": [], "with": []}
+    figures = {"without": Figures(), "with": Figures()}
     with LocalCluster(2, 1, processes=True) as cluster:
         processes: list[Lines] = []
         try:
@@ -101,17 +123,21 @@ def measure(megabytes: float, readers: int, interval_s: float, turns: int, turn_
             ]
             processes += watching
             wait_until(lambda: all(len(reader.numbers) >= 2 for reader in watching), "the readers read", 60.0)
+            (server,) = cluster.servers
+            assert isinstance(server, ProcessNode)
+            pids = [server.process.pid, *[process.process.pid for process in processes]]
             for _ in range(turns):
                 for kind, number in (("without", signal.SIGSTOP), ("with", signal.SIGCONT)):
                     for reader in watching:
                         os.kill(reader.process.pid, number)
-                    first = len(worker.numbers)
+                    first, cpu_s = len(worker.numbers), cpu_s_of(pids)
                     threading.Event().wait(turn_s)
-                    times[kind] += worker.numbers[first + 1 :]
+                    figures[kind].times_s += worker.numbers[first + 1 :]
+                    figures[kind].cpu_s += (cpu_s_of(pids) or 0.0) - (cpu_s or 0.0)
         finally:
             for process in processes:
                 process.end()
-    return times
+    return figures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,12 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=positive(int), default=8, help="how often both are measured")
     parser.add_argument("--turn", type=positive(float), default=3.0, metavar="SECONDS", help="how long one takes")
     given = parser.parse_args(arguments)
-    times = measure(given.megabytes, given.readers, given.interval, given.turns, given.turn)
-    rows = []
-    for kind in ("without", "with"):
-        mean, median = statistics.mean(times[kind]), statistics.median(times[kind])
-        rows.append([f"{kind} readers", str(len(times[kind])), time_text(1e6 * median), time_text(1e6 * mean)])
-    print_table(Console(), ["", "steps", "median", "mean"], rows)
+    figures = measure(given.megabytes, given.readers, given.interval, given.turns, given.turn)
+    rows = [found.row(f"{kind} readers") for kind, found in figures.items()]
+    print_table(Console(), ["", "steps", "median", "mean", "processor time per step"], rows)
     return 0
 
 

@@ -46,7 +46,7 @@ def open_pushes_are_settled(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mutate", "campaign", "complaint"),
     [
-        (steps_are_not_told, CAMPAIGNS["watched, uneven"], "brought|RequestTimeout|the last read"),
+        (steps_are_not_told, CAMPAIGNS["watched, uneven"], "brought|RequestTimeout|has not finished"),
         (readers_get_the_newest, CAMPAIGNS["watched"], "brought"),
         (every_step_is_complete, CAMPAIGNS["watched"], "brought"),
         (open_pushes_are_settled, CAMPAIGNS["watched, uneven, nasty"], "brought"),
