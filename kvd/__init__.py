@@ -3,7 +3,9 @@
 from kvd import aio, errors, optimizer
 from kvd.client.calls.backend import Node
 from kvd.client.calls.handle import Handle
+from kvd.client.cluster.observer import Reading
 from kvd.client.facades.blocking import KVStore, create
+from kvd.client.facades.observer import Observer
 from kvd.client.registry import KVStoreBase, register_store
 from kvd.config import Config
 from kvd.errors import (
@@ -24,6 +26,7 @@ from kvd.errors import (
     RequestTimeout,
     ShapeMismatch,
     StoreClosed,
+    VersionUnavailable,
 )
 
 __version__ = "0.1.0"
@@ -34,6 +37,8 @@ __all__ = [
     "KVStoreBase",
     "register_store",
     "Handle",
+    "Observer",
+    "Reading",
     "Node",
     "Config",
     "aio",
@@ -56,4 +61,5 @@ __all__ = [
     "ShapeMismatch",
     "DtypeMismatch",
     "NotAllowed",
+    "VersionUnavailable",
 ]

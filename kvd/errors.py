@@ -21,6 +21,7 @@
         ├── ShapeMismatch    (also a ValueError)
         ├── DtypeMismatch    (also a TypeError)
         └── NotAllowed
+            └── VersionUnavailable   the servers do not have a version, or not yet
 
 The attributes carry what a program needs; the message says what a person can do next.
 """
@@ -209,3 +210,21 @@ class DtypeMismatch(RemoteError, TypeError):
 
 class NotAllowed(RemoteError):
     """The request makes no sense in the state that the cluster, the key or the store is in."""
+
+
+class VersionUnavailable(NotAllowed):
+    """The servers do not keep this version any more, or it is not complete yet.
+
+    Attributes:
+        version: that was asked for.
+        oldest: the oldest version that they have of all the keys.
+        newest: the newest one that is complete.
+    """
+
+    def __init__(
+        self, message: str, *, version: int = 0, oldest: int = 0, newest: int = 0, node: str = "", key: str = ""
+    ) -> None:
+        super().__init__(message, node=node, key=key)
+        self.version = version
+        self.oldest = oldest
+        self.newest = newest

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import sys
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,11 +15,12 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from kvd.client.cluster.observer import Reading
 from kvd.errors import ConfigError
 from kvd_cli.connect import as_worker, observer
 from kvd_cli.flags import common_options
 from kvd_cli.options import OUTPUT_FORMATS, current
-from kvd_cli.outfile import write_file
+from kvd_cli.outfile import Sink, write_file
 from kvd_cli.output import print_json, print_table, size
 
 Array = npt.NDArray[Any]
@@ -96,14 +99,28 @@ def pushpull(key: str, file: Path, dtype: str | None, out: Path | None) -> None:
 
 
 @click.command()
-@click.argument("key")
-@click.option("-o", "out", type=OutFile(), metavar="FILE.npy", help="write the value here instead of showing a summary")
+@click.argument("keys", metavar="KEY...", nargs=-1, required=True)
+@click.option(
+    "-o",
+    "out",
+    type=OutFile(),
+    metavar="FILE",
+    help="write the value here instead of showing a summary: to a .npy file, or several values to an .npz file",
+)
 @common_options(output_flags=("--format",))
-def pull(key: str, out: Path | None) -> None:
-    """Get the value of KEY without joining as a worker."""
-    with observer(f"pulling {key!r}") as cluster:
-        value = cluster.pull(key)
-    _deliver(key, value, out)
+def pull(keys: tuple[str, ...], out: Path | None) -> None:
+    """Get the value of each KEY without joining as a worker.
+
+    With dist_sync, several values are of one step of the training.
+    """
+    with observer(f"pulling {', '.join(keys)}") as cluster:
+        reading = cluster.read(list(keys))
+    if len(keys) == 1:
+        _deliver(keys[0], reading.values[0], out)
+    elif out is not None:
+        write_arrays(out, dict(zip(keys, reading.values, strict=True)))
+    else:
+        _show_all(keys, reading)
 
 
 def read_array(file: Path, dtype: str | None = None) -> Array:
@@ -140,12 +157,58 @@ def write_array(file: Path, array: Array) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    if array.dtype.name == "bfloat16":
-        click.echo(
-            "note: .npy files have no bfloat16: the values are written as float32, which holds them exactly", err=True
-        )
-        array = array.astype(np.float32)
-    write_file(file, lambda sink: np.save(sink, array, allow_pickle=False))
+    plain = _for_npy([array])[0]
+    write_file(file, lambda sink: np.save(sink, plain, allow_pickle=False))
+
+
+def write_arrays(file: Path, arrays: Mapping[str, Array]) -> None:
+    """Write an .npz file under exactly this name, with an array for each key: see `write_file`.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as members:
+        for key, array in zip(arrays, _for_npy(list(arrays.values())), strict=True):
+            with members.open(f"{key}.npy", "w", force_zip64=True) as member:
+                np.save(member, array, allow_pickle=False)
+
+    def save(sink: Sink) -> None:
+        sink.write(archive.getvalue())
+
+    write_file(file, save)
+
+
+def _for_npy(arrays: Sequence[Array]) -> list[Array]:
+    """The arrays in dtypes that .npy files have."""
+    if all(array.dtype.name != "bfloat16" for array in arrays):
+        return list(arrays)
+    click.echo(
+        "note: .npy files have no bfloat16: the values are written as float32, which holds them exactly", err=True
+    )
+    return [array.astype(np.float32) if array.dtype.name == "bfloat16" else array for array in arrays]
+
+
+def _show_all(keys: Sequence[str], reading: Reading) -> None:
+    """Write a summary of several values of one step to stdout."""
+    summaries = [summarise(key, value) for key, value in zip(keys, reading.values, strict=True)]
+    if current().output == "json":
+        rows = [{**summary, "version": reading.versions[summary["key"]]} for summary in summaries]
+        print_json({"version": reading.version, "keys": rows})
+        return
+    table = [[key, reading.versions[key], *_row(value)] for key, value in zip(keys, reading.values, strict=True)]
+    print_table(["KEY", "VERSION", *_COLUMNS], table)
+
+
+_COLUMNS = ("SHAPE", "DTYPE", "BYTES", "MIN", "MAX", "MEAN")
+
+
+def _row(value: Array) -> list[object]:
+    """What a table says of a value."""
+    summary = summarise("", value)
+    shape = "×".join(map(str, value.shape)) or "scalar"
+    figures = ["-" if summary[name] is None else summary[name] for name in ("min", "max", "mean")]
+    return [shape, summary["dtype"], size(value.nbytes), *figures]
 
 
 def _deliver(key: str, value: Array, out: Path | None) -> None:
@@ -153,13 +216,10 @@ def _deliver(key: str, value: Array, out: Path | None) -> None:
     if out is not None:
         write_array(out, value)
         return
-    summary = summarise(key, value)
     if current().output == "json":
-        print_json(summary)
+        print_json(summarise(key, value))
         return
-    shape = "×".join(map(str, value.shape)) or "scalar"
-    row = [key, shape, summary["dtype"], size(value.nbytes), *(summary[name] for name in ("min", "max", "mean"))]
-    print_table(["KEY", "SHAPE", "DTYPE", "BYTES", "MIN", "MAX", "MEAN"], [["-" if x is None else x for x in row]])
+    print_table(["KEY", *_COLUMNS], [[key, *_row(value)]])
     sys.stdout.flush()
     click.echo(_shown(value))
 

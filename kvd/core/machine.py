@@ -206,6 +206,7 @@ class Contribution(NamedTuple):
     span: Span | None  # None: the worker takes part without a value (ABSENT)
     samples: int
     how: int
+    step: int = 0  # of the worker, when it pushed this
 
     def part(self, offset: int, nbytes: int) -> Contribution:
         """The contribution to `nbytes` of its bytes, from `offset` on."""

@@ -71,6 +71,11 @@ class ViewState:
         count = self.settings.num_servers
         return count > 0 and len(servers) == count and all(server.state is MemberState.ACTIVE for server in servers)
 
+    @property
+    def knows_all_servers(self) -> bool:
+        """Whether each server has joined, also if it is gone now."""
+        return 0 < self.settings.num_servers == sum(role == "server" for role, _ in self.members)
+
     def missing_servers(self) -> list[int]:
         """The ranks of servers that have not joined or are not active."""
         alive = {server.rank for server in self.servers() if server.state is MemberState.ACTIVE}

@@ -76,6 +76,44 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Survey:
+    """Which steps of these keys the servers have. The result is a list of Surveyed: answers of the servers.
+
+    Attributes:
+        items: the keys; none: all that the servers lead.
+    """
+
+    items: tuple[Item, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Sync: the targets of the items take the values of one step. It completes when all are there: the result is a
+    list with the Versions of each item; or at once with None, when a server does not have that step any more.
+
+    Attributes:
+        number: grows from one Read of this node to the next. The servers forget those before.
+        step: see `kvd.core.server.readings`.
+        is_over: nothing more of this step will be pushed.
+    """
+
+    items: tuple[Item, ...]
+    number: int
+    step: int
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StopReading:
+    """Ends the Read of this number with None, unless values of it have come since it was to be ended before.
+
+    The result is whether it was ended.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class TakeBack:
     """The program takes back memory that an earlier Transfer pushes from.
 
@@ -173,6 +211,9 @@ Request: TypeAlias = (
     | InitKeys
     | DescribeKey
     | Transfer
+    | Survey
+    | Read
+    | StopReading
     | TakeBack
     | Flush
     | Barrier

@@ -33,6 +33,8 @@ JOIN_REQUEST = 1
 FIRST_REQUEST = 16  # the session itself uses the numbers below
 JOIN_RETRY_S = 0.5
 JOIN_SOON_S = 0.1  # after the scheduler said "not yet"
+VIEW_INTERVAL_S = 5.0  # an observer, which is told of no views, asks for the newest
+VIEW_RETRY_S = 0.1  # it does so earlier when another node has a newer one
 
 
 class SessionState(Enum):
@@ -126,7 +128,8 @@ class _Told(NamedTuple):
 
 
 class SchedulerSession:
-    """Part of servers, workers and observers. An observer joins without being in the view, and sends no heartbeats.
+    """Part of servers, workers and observers. An observer joins without being in the view. It
+    sends no heartbeats, and asks for the view from time to time.
 
     Attributes:
         run: the run that this node belongs to; NO_RUN until it is welcomed, and for a server of the cluster.
@@ -189,7 +192,8 @@ class SchedulerSession:
                 effects.append(Send(SCHEDULER, self._join()))
                 self._next_send = now + JOIN_RETRY_S
             elif self.identity.role == "observer":
-                self._next_send = now + 3600.0
+                effects.append(Send(SCHEDULER, self._join()))  # answered with the newest view
+                self._next_send = now + (VIEW_INTERVAL_S if self.view.knows_all_servers else JOIN_RETRY_S)
             else:
                 effects.append(Send(SCHEDULER, Heartbeat(self.identity.role, self.rank)))
                 self._next_send = now + self._told.heartbeat_interval_s
@@ -201,6 +205,11 @@ class SchedulerSession:
 
     def next_deadline(self) -> float | None:
         return self._next_send if self._state in _RUNNING else None
+
+    def view_is_old(self, now: float) -> None:
+        """Another node has a newer view: an observer asks for it soon."""
+        if self.identity.role == "observer":
+            self._next_send = min(self._next_send, now + VIEW_RETRY_S)
 
     def close(self) -> None:
         """This node has left: it sends no more heartbeats."""

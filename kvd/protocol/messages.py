@@ -483,6 +483,8 @@ class Push:
     With `pull`, Values takes the place of Done. A `probe` has no payload: it asks what became of an earlier push. A
     push of at most SMALL_PUSH_BYTES takes no credit, and only a probe of it is answered with Staged. With `cast` the
     push has one part, which the server converts on arrival.
+
+    `step` is the sender's step (`kvd.core.worker.steps`); its pushes of steps up to `settled` are committed.
     """
 
     KIND: ClassVar[int] = 40
@@ -493,6 +495,8 @@ class Push:
     pull: bool
     probe: bool = False
     cast: Cast | None = None
+    step: Number = 0
+    settled: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -543,6 +547,8 @@ class PushBatch:
     samples: Number
     pull: bool
     probe: bool = False
+    step: Number = 0
+    settled: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -754,6 +760,60 @@ class WaitNews:
     deadlock: Annotated[tuple[Text, ...], Limit(0, MAX_STUCK_LINES)] = ()
 
 
+# ── readers: observer ↔ server ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Which steps of these slices do you have? No slices: all that you lead. Answered with Surveyed."""
+
+    KIND: ClassVar[int] = 68
+    request: Number
+    slice_ids: Annotated[tuple[SliceId, ...], Limit(0, MAX_PARTS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """The steps of the newest versions of the slices, from `lowest` to `highest`.
+
+    Every slice still has its version for the steps from `kept` on. `level`: each slice was pushed to in every step.
+    Nothing more is pushed in the steps up to `over`. Also answers a ReadSlices for a step that is not kept any more.
+    """
+
+    KIND: ClassVar[int] = 69
+    request: Number
+    lowest: Number
+    highest: Number
+    kept: Number
+    level: bool
+    over: Number
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSlices:
+    """Send what these slices were after this step, when it is complete. Answered with Values, or with Surveyed.
+
+    `number` is that of the sender's read: messages of earlier ones are forgotten. With `is_over`, nothing more of the
+    step is to come.
+    """
+
+    KIND: ClassVar[int] = 70
+    request: Number
+    number: Number
+    step: Number
+    is_over: bool
+    slice_ids: SliceIds
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """My read of this number has ended: what you sent for it is not in use any more."""
+
+    KIND: ClassVar[int] = 71
+    request: Number
+    number: Number
+
+
 Message: TypeAlias = (
     Join
     | Welcome
@@ -799,4 +859,8 @@ Message: TypeAlias = (
     | Waits
     | WaitReport
     | WaitNews
+    | Survey
+    | Surveyed
+    | ReadSlices
+    | ReadDone
 )

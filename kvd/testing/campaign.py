@@ -15,6 +15,7 @@ from kvd.testing.simulator import Me, World
 from kvd.testing.workloads.ledger import Ledger, list_ledger
 from kvd.testing.workloads.lives import LifeLedger, ListLives
 from kvd.testing.workloads.meetings import Meetings
+from kvd.testing.workloads.readings import uneven_rounds, watched_rounds
 from kvd.testing.workloads.refusals import RefusalLedger
 from kvd.testing.workloads.rounds import Rounds, mixed_rounds
 from kvd.testing.workloads.steps import mostly_together, one_by_one
@@ -26,6 +27,7 @@ STEPS = 8
 HARD = Mishaps(within_s=6.0, crashes=2, pauses=2, cuts=2, ghosts=2, scheduler_restarts=1)
 LASTING = replace(HARD, within_s=25.0)  # runs in a nasty network take this long; joining is a good part of it
 BUMPY = Mishaps(within_s=12.0, pauses=3, cuts=2, scheduler_restarts=1)  # nobody dies
+NO_DEATHS = replace(HARD, crashes=0, ghosts=0)  # of workers
 LONG_PAUSES = Mishaps(within_s=6.0, crashes=1, pauses=3, cuts=1, scheduler_restarts=1, longest_pause_s=18.0)
 LATE = replace(LASTING, crashes=3, restart_after_s=(8.0, 16.0))  # most of the dead are declared dead first
 
@@ -71,7 +73,7 @@ class Campaign:
         )
         world = World(seed, cluster, self.faults)
         workload = WORKLOADS[self.workload](self, seed)
-        live_through(world, workload.program, self.mishaps)
+        live_through(world, workload.program, self.mishaps, reader=getattr(workload, "reader", None))
         workload.check(world)
         return world
 
@@ -97,6 +99,8 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "casts": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0, casts=True),
     "tangles": lambda campaign, seed: tangled(WORKERS, STEPS, seed, max(campaign.staleness, 0)),
     "training": lambda campaign, seed: Training(STEPS, expected=undisturbed_weights("training")),
+    "watched": lambda campaign, seed: watched_rounds(WORKERS, STEPS, seed),
+    "watched, uneven": lambda campaign, seed: uneven_rounds(WORKERS, STEPS, seed),
     "list training": lambda campaign, seed: list_training(
         STEPS, mostly_together(seed), undisturbed_weights("list training")
     ),
@@ -172,6 +176,16 @@ CAMPAIGNS: dict[str, Campaign] = {
     ),
     "tangles, stale by 0": Campaign("tangles", mode="async", staleness=0, mishaps=BUMPY, notice_s=0.3),
     "tangles, stale by 1": Campaign("tangles", mode="async", staleness=1, mishaps=BUMPY, faults=NASTY, notice_s=0.3),
+    "watched": Campaign("watched"),
+    "watched, nasty": Campaign("watched", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
+    "watched, uneven": Campaign("watched, uneven", mishaps=NO_DEATHS),
+    "watched, uneven, nasty": Campaign(
+        "watched, uneven",
+        mishaps=replace(NO_DEATHS, within_s=25.0),
+        faults=NASTY,
+        rounds_ahead=3,
+        shell=ShellSettings(job_s=(0.0, 0.5)),
+    ),
     "training": Campaign("training"),
     "training, no record": Campaign("training", shell=ShellSettings(state_dir=False)),
     "training, nasty": Campaign("training", mishaps=LASTING, faults=NASTY),

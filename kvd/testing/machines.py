@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
+from kvd.core.membership import EMPTY_SETTINGS
 from kvd.core.scheduler.machine import SchedulerSettings
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.server.router import ServerRouter, ServerSettings
@@ -54,6 +55,11 @@ class MachineFactory:
         cluster = self._cluster
         settings = WorkerSettings(cluster.credit_bytes, cluster.small_push_bytes, notice_s=cluster.timeouts.notice_s)
         return WorkerMachine(settings, self._session("worker", number, "", wanted, run_key))
+
+    def reader(self, number: int) -> WorkerMachine:
+        """An observer, which nobody waits for."""
+        settings = WorkerSettings(self._cluster.credit_bytes, self._cluster.small_push_bytes)
+        return WorkerMachine(settings, self._session("observer", number, "", EMPTY_SETTINGS, PROGRAM))
 
     def _session(
         self, role: str, number: int, address: str, wanted: Settings, run_key: RunKey = ANY_RUN

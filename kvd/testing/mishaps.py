@@ -13,6 +13,7 @@ from kvd.testing.network import CALM
 from kvd.testing.simulator import Program, World
 
 SUPERVISION_S = 1.0
+READERS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,10 @@ def plan(world: World, mishaps: Mishaps) -> None:
     """Draws the times and the victims from the seed of the world."""
     random, at = Random(world.seed * 31 + 7), world.clock.at
     workers = [f"worker {number}" for number in range(world.cluster.workers)]
-    nodes = [*workers, *[f"server {rank}" for rank in range(world.cluster.servers)], "scheduler"]
+    readers = [name for name in world.processes if name.startswith("reader")]
+    nodes = [*workers, *readers, *[f"server {rank}" for rank in range(world.cluster.servers)], "scheduler"]
+    for victim in readers[1:]:  # one is left to read
+        at(random.uniform(0.0, mishaps.within_s), partial(_bury, world, victim))
     for _ in range(mishaps.crashes):
         time, victim, effects = random.uniform(0.0, mishaps.within_s), random.choice(workers), random.randrange(4)
         restart_after_s = random.uniform(*mishaps.restart_after_s)
@@ -50,7 +54,7 @@ def plan(world: World, mishaps: Mishaps) -> None:
     for _ in range(mishaps.pauses):
         victim = random.choice(nodes)
         time, length_s = random.uniform(0.0, mishaps.within_s), random.uniform(0.0, mishaps.longest_pause_s)
-        at(time, partial(world.pause, victim, length_s))
+        at(time, partial(_pause, world, victim, length_s))
     for _ in range(mishaps.ghosts):
         time, victim = random.uniform(0.0, mishaps.within_s), random.choice(workers)
         replaced_after_s, length_s = random.uniform(0.1, 2.0), random.uniform(0.1, 4.0)
@@ -64,6 +68,11 @@ def plan(world: World, mishaps: Mishaps) -> None:
         time, down_s = random.uniform(0.0, mishaps.within_s), random.uniform(0.0, 2.0)
         at(time, partial(world.kill, "scheduler"))
         at(time + down_s, partial(_revive_scheduler, world))
+
+
+def _pause(world: World, name: str, length_s: float) -> None:
+    if name in world.processes:  # else it is dead for good
+        world.pause(name, length_s)
 
 
 def _crash(world: World, name: str, effects: int, restart_after_s: float) -> None:
@@ -80,6 +89,12 @@ def _crash(world: World, name: str, effects: int, restart_after_s: float) -> Non
             world.start_worker(_number_of(name))
 
     world.clock.after(restart_after_s, restart)
+
+
+def _bury(world: World, name: str) -> None:
+    """The node dies, and nobody starts it again."""
+    world.kill(name)
+    del world.processes[name]
 
 
 def _haunt(world: World, name: str, pause_s: float, replaced_after_s: float) -> None:
@@ -123,11 +138,20 @@ def _revive_scheduler(world: World) -> None:
         world.start_scheduler()
 
 
-def live_through(world: World, program: Program, mishaps: Mishaps, patience_s: float = 240.0) -> None:
-    """Runs a program on all workers through the mishaps, and then without any until every program has ended."""
+def live_through(
+    world: World, program: Program, mishaps: Mishaps, patience_s: float = 240.0, reader: Program | None = None
+) -> None:
+    """Runs a program on all workers through the mishaps, and then without any until every program has ended.
+
+    Args:
+        reader: a program that READERS observers run; all but one of them die on the way.
+    """
     watch_everything(world)
     world.call_watchers.append(DeadlockCheck())
     world.start_all(program)
+    for number in range(READERS if reader is not None else 0):
+        assert reader is not None
+        world.start_reader(number, reader)
     plan(world, mishaps)
     world.clock.after(SUPERVISION_S, lambda: _supervise(world))
     world.run(mishaps.within_s)

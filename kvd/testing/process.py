@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from kvd.core.machine import CensusTaken, Event, Machine, Peer
-from kvd.core.requests import Request, Transfer
+from kvd.core.requests import Read, Request, Transfer
 from kvd.errors import KvdError
 from kvd.node.jobs import JobRunner
 
@@ -103,7 +103,7 @@ class OpenCalls:
         return [type(call.request).__name__ for call in self._pending.values()]
 
     def _count_writers(self, request: Request, change: int) -> None:
-        if isinstance(request, Transfer):
+        if isinstance(request, Transfer | Read):
             for item in request.items:
                 if item.target is not None:
                     self._writers[id(item.target)] = self._writers.get(id(item.target), 0) + change

@@ -145,6 +145,13 @@ class World:
             self._runner.start(process, self._programs[name](Me(self, process, number)))
         return process
 
+    def start_reader(self, number: int, program: Program) -> Process:
+        """Starts an observer with this program."""
+        name = f"reader {number}"
+        process = self._start(Process(name, self._next_life(name), self._machines.reader(number)))
+        self._runner.start(process, program(Me(self, process, number)))
+        return process
+
     def _start(self, process: Process) -> Process:
         self.processes[process.name] = process
         if process.address:

@@ -129,6 +129,29 @@ def test_a_value_is_pushed_and_pulled(ask: Kvd, saved: Callable[[Any], Path], tm
     assert np.load(tmp_path / "new.npy").tolist() == [[0, 0], [0, 9]]
 
 
+def test_several_values_are_pulled_of_one_step(ask: Kvd, saved: Callable[[Any], Path], tmp_path: Path) -> None:
+    for key, value in [("layers/0", [1, 2]), ("layers/1", [3])]:
+        assert ask("init", key, saved(value)).exit_code == 0
+    assert ask("push", "layers/1", saved([5])).exit_code == 0
+
+    shown = ask("pull", "layers/0", "layers/1")
+    assert [line.split() for line in shown.stdout.splitlines()] == [
+        ["KEY", "VERSION", "SHAPE", "DTYPE", "BYTES", "MIN", "MAX", "MEAN"],
+        ["layers/0", "0", "2", "float32", "8", "B", "1.0", "2.0", "1.5"],
+        ["layers/1", "1", "1", "float32", "4", "B", "5.0", "5.0", "5.0"],
+    ]
+    as_json = json.loads(ask("pull", "layers/1", "layers/0", "--format", "json").stdout)
+    assert as_json["version"] >= 1
+    assert [(row["key"], row["version"]) for row in as_json["keys"]] == [("layers/1", 1), ("layers/0", 0)]
+
+    written = ask("pull", "layers/1", "layers/0", "-o", tmp_path / "out.npz")
+    assert (written.exit_code, written.stdout) == (0, "")
+    with np.load(tmp_path / "out.npz") as arrays:
+        assert {key: array.tolist() for key, array in arrays.items()} == {"layers/1": [5], "layers/0": [1, 2]}
+    assert ask("pull", "layers/0", "unknown").exit_code == 1
+    assert ask("pull").exit_code == 2
+
+
 def test_keys(ask: Kvd, saved: Callable[[Any], Path]) -> None:
     assert ask("init", "listed", saved(np.zeros((3, 4, 5)))).exit_code == 0
     (key,) = [key for key in json.loads(ask("keys", "-o", "json").stdout) if key["key"] == "listed"]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.memory_budget import MemoryBudget
@@ -184,25 +185,22 @@ def test_the_version_of_a_key_on_several_servers_is_the_smallest() -> None:
     }
 
 
-@pytest.mark.parametrize("mixed", [0, 1, SAME_VERSION_TRIES - 1, SAME_VERSION_TRIES])
-def test_an_observer_pulls_again_until_all_slices_are_of_one_version(mixed: int) -> None:
-    observer, pulls = Observer.__new__(Observer), 0
+@pytest.mark.parametrize("mixed", [0, 1, SAME_VERSION_TRIES])
+def test_in_asynchronous_training_an_observer_reads_a_key_of_several_versions_again(mixed: int) -> None:
+    """But not for ever: the slices of a large key are rarely of one version."""
+    asked: list[list[str]] = []
 
-    def ask(request: Any) -> Any:
-        nonlocal pulls
-        if isinstance(request, requests.DescribeKey):
-            return KeySpec("uint8", (2,), 1 << 20)
-        pulls += 1
-        request.items[0].target[:] = pulls
-        return (SimpleNamespace(oldest=3, newest=4 if pulls <= mixed else 3),)
+    async def call(request: Any, timeout: float) -> Any:
+        asked.append([item.key for item in request.items])
+        newest = 4 if len(asked) <= mixed else 3
+        return [requests.Versions(3, newest if item.key == "large" else 3) for item in request.items]
 
-    observer._ask = ask  # type: ignore[method-assign]
-    if mixed < SAME_VERSION_TRIES:
-        assert observer.pull("w").tolist() == [mixed + 1] * 2
-    else:
-        with pytest.raises(NotAllowed, match="changes too fast"):
-            observer.pull("w")
-        assert pulls == SAME_VERSION_TRIES
+    observer = Observer.__new__(Observer)
+    observer._engine = SimpleNamespace(call=call)  # type: ignore[assignment]
+    items = tuple(requests.Item(name, None) for name in ("small", "large"))
+    versions = asyncio.run(observer._read_async(items, Deadline(60.0)))
+    assert asked == [["small", "large"], *[["large"]] * min(mixed, SAME_VERSION_TRIES - 1)]
+    assert versions == [requests.Versions(3, 3), requests.Versions(3, 4 if mixed == SAME_VERSION_TRIES else 3)]
 
 
 def test_the_version_of_a_key_is_the_oldest_of_all_its_servers() -> None:

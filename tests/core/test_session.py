@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import SCHEDULER, Connect, Halt, LogEntry, Send
-from kvd.core.session import JOIN_RETRY_S, TRANSITIONS, Identity, SchedulerSession, SessionEvent, SessionState
+from kvd.core.session import (
+    JOIN_RETRY_S,
+    TRANSITIONS,
+    VIEW_INTERVAL_S,
+    VIEW_RETRY_S,
+    Identity,
+    SchedulerSession,
+    SessionEvent,
+    SessionState,
+)
 from kvd.errors import ConfigError, NotAllowed, ProtocolError
 from kvd.protocol.messages import (
     ErrorCode,
@@ -23,7 +32,20 @@ from kvd.protocol.messages import (
     View,
     Welcome,
 )
-from tests.core.fakes import OPEN, cluster, from_scheduler, member, of, one, said, session, view, welcome, worker_id
+from tests.core.fakes import (
+    OPEN,
+    cluster,
+    from_scheduler,
+    member,
+    members,
+    of,
+    one,
+    said,
+    session,
+    view,
+    welcome,
+    worker_id,
+)
 
 VIEW = view(cluster(), [member("worker", 1)])
 
@@ -82,8 +104,22 @@ def test_an_observer_sends_no_heartbeats() -> None:
     node.tick(0.0)
     node.receive(welcome(-1), 0.0)
     node.take_effects()
-    assert node.tick(1.0) == []
-    assert node.next_deadline() == 3601.0
+    join = said(session("observer", 0).tick(0.0))
+    assert said(node.tick(1.0)) == join  # it asks for the view again
+    assert node.next_deadline() == 1.0 + JOIN_RETRY_S
+    node.receive(from_scheduler(view(cluster(), members()), (1, 3)), 1.1)
+    assert said(node.tick(1.0 + JOIN_RETRY_S)) == join  # less often, now that it knows the servers
+    assert node.next_deadline() == 1.0 + JOIN_RETRY_S + VIEW_INTERVAL_S
+    node.view_is_old(2.0)  # another node has a newer one
+    node.view_is_old(2.05)
+    assert node.next_deadline() == 2.0 + VIEW_RETRY_S
+
+
+def test_only_an_observer_asks_for_views() -> None:
+    node = joined()
+    deadline = node.next_deadline()
+    node.view_is_old(0.1)
+    assert node.next_deadline() == deadline
 
 
 def test_it_joins_a_scheduler_that_forgot_it_again_with_the_same_rank() -> None:

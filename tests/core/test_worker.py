@@ -136,7 +136,7 @@ def test_a_push_a_pull_and_a_pushpull() -> None:
     push = harness.push("w")
     send = harness.take(Push)
     assert send.peer == server_id(0)
-    assert send.message == Push(send.message.request, (Part("w", 0, 1),), 0, 1, False)  # type: ignore[union-attr]
+    assert send.message == Push(send.message.request, (Part("w", 0, 1),), 0, 1, False, step=1)  # type: ignore[union-attr]
     assert send.payload == (Span("source w", 0, 1),)
     pull = harness.pull("w")
     assert harness.clocks(Pull) == [("w", 0, 1)]  # it waits for the version of the push

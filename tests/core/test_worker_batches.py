@@ -51,7 +51,7 @@ def test_a_push_of_many_slices_goes_as_a_batch_at_once() -> None:
     batch = harness.declared()
     assert batch.slice_ids == (SliceId("a", 0), SliceId("b", 0))
     send = harness.take(PushBatch)
-    assert send.message == PushBatch(send.message.request, batch.batch, 1, 0, 5, True)  # type: ignore[union-attr]
+    assert send.message == PushBatch(send.message.request, batch.batch, 1, 0, 5, True, step=1)  # type: ignore[union-attr]
     assert send.payload == (Span("source a", 0, 1), Span("source b", 0, 1))
     harness.sent.append(send)
     effects = harness.values(PushBatch, (1,), b"x", b"y")

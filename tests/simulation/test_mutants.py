@@ -33,21 +33,11 @@ from kvd.testing.mishaps import Mishaps
 from kvd.testing.network import NASTY, Faults
 from kvd.testing.settings import ShellSettings
 from kvd.testing.trace import Violation
+from tests.simulation.mutants_harness import SEEDS, caught
 
 pytestmark = pytest.mark.no_cover  # broken builds say nothing about coverage, and it would triple their time
 
-SEEDS = 25
 CALM_BUT_OUT_OF_ORDER = Faults(delay_s=(0.0005, 0.2), duplicates=0.3, ordered=False)
-
-
-def caught(campaign: Campaign, seeds: int = SEEDS) -> str:
-    """What the checkers say of the first seed that fails; "" if none does."""
-    for seed in range(seeds):
-        try:
-            campaign.run(seed)
-        except AssertionError as violation:
-            return str(violation)
-    return ""
 
 
 def ack_before_applied(patch: pytest.MonkeyPatch) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 import pytest
 
+from kvd.core.cuts import Available, Choice, Chooser
 from kvd.core.machine import Peer
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.keys import KeyTable
 from kvd.protocol.codec import decode
 from kvd.protocol.messages import Enter, Push, PushBatch
-from kvd.testing.campaign import CAMPAIGNS, Campaign
+from kvd.testing.campaign import CAMPAIGNS, STEPS, Campaign
 from kvd.testing.network import CALM, NASTY, Network
 from kvd.testing.process import Process
 from kvd.testing.trace import Violation
+from kvd.testing.workloads.readings import Readers, Seen
+from kvd.testing.workloads.steps import Keys
 
 pytestmark = pytest.mark.no_cover  # thousands of runs of the same lines: coverage would triple their time
 
@@ -76,6 +80,35 @@ def test_groups_are_fused_and_parted(name: str, monkeypatch: pytest.MonkeyPatch)
     for seed in range(12):
         CAMPAIGNS[name].run(seed)
     assert min(counts.values()) >= 5, counts
+
+
+@pytest.mark.parametrize("name", [name for name in CAMPAIGNS if name.startswith("watched")])
+def test_readers_read_in_the_middle_of_a_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Campaigns whose readers come when all is over, are always in time or never wait, would prove little."""
+    counts = {"in the middle": 0, "too late": 0, "of a step to come": 0}
+    read, too_late, choose = Readers.read, Chooser.was_too_late, Chooser.choose
+
+    def counting_read(readers: Readers, keys: Keys, numbers: Iterator[int]) -> Generator[Any, Any, Seen]:
+        seen = yield from read(readers, keys, numbers)
+        counts["in the middle"] += 0 < seen.step < STEPS and len(keys) > 1
+        return seen
+
+    def counting_late(chooser: Chooser) -> None:
+        counts["too late"] += 1
+        too_late(chooser)
+
+    def counting_choose(chooser: Chooser, there: Available) -> Choice:
+        choice = choose(chooser, there)
+        counts["of a step to come"] += choice.patience_s is not None
+        return choice
+
+    monkeypatch.setattr(Readers, "read", counting_read)
+    monkeypatch.setattr(Chooser, "was_too_late", counting_late)
+    monkeypatch.setattr(Chooser, "choose", counting_choose)
+    for seed in range(10):
+        CAMPAIGNS[name].run(seed)
+    assert min(counts.values()) >= 1, counts
+    assert counts["in the middle"] >= 20, counts
 
 
 @pytest.mark.parametrize("name", CAMPAIGNS)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvd.client.calls.backend import Node
-from kvd.client.calls.checks import command_body, command_head
+from kvd.client.calls.checks import command_body, command_head, seconds, whole
 from kvd.client.calls.deadline import Deadline
-from kvd.client.calls.keys import key_name
-from kvd.client.calls.values import fresh_target
+from kvd.client.calls.keys import key_list
+from kvd.client.calls.values import fresh_target, paired, target_of
 from kvd.client.cluster.answers import answer_bytes, list_keys
+from kvd.client.cluster.cuts import Cuts
 from kvd.client.cluster.engine import Engine
 from kvd.config import Config
 from kvd.core import requests
@@ -22,13 +25,30 @@ from kvd.core.placement import shard_of
 from kvd.core.requests import Item
 from kvd.errors import ConnectError, KvdError, NotAllowed, RequestTimeout
 from kvd.protocol.messages import Command, EndRun, KeyEntry, MemberState, Shutdown, StatusQuery
-from kvd.protocol.specs import DTYPES
+from kvd.protocol.specs import DTYPES, KeySpec
 
-SAME_VERSION_TRIES = 20
+SAME_VERSION_TRIES = 4
+VIEW_PAUSE_S = 0.005
+NEWS_S = 1.0  # how long a scheduler that may be down is waited for
+ASYNCHRONOUS = "this cluster trains asynchronously, so its keys have no common versions"
+
+
+class Reading(NamedTuple):
+    """What `Observer.read` returns.
+
+    Attributes:
+        version: the step that was read; in asynchronous training the smallest version of a key.
+        versions: the version of each key, by name: how many rounds (asynchronous stores: pushes) it has taken.
+        values: the arrays, in the order of the keys.
+    """
+
+    version: int
+    versions: dict[str, int]
+    values: list[Any]
 
 
 class Observer:
-    """Looks into a cluster without a rank; no worker waits for it.
+    """Looks into a cluster without a rank; no worker waits for it. `kvd.Observer` is its public form.
 
     Raises:
         ConnectError: no scheduler answers within `request_timeout_s`, or its host is not known.
@@ -56,6 +76,8 @@ class Observer:
         except BaseException:
             self._engine.stop()
             raise
+        self._cuts = Cuts(self._engine)
+        self._known: dict[str, KeySpec] = {}  # of keys that were read
 
     def __enter__(self) -> Observer:
         return self
@@ -119,23 +141,111 @@ class Observer:
         row["slices"] += entry.slices
         row["servers"].append(rank)
 
-    def pull(self, key: str | int) -> np.ndarray[Any, Any]:
-        """The key's value, all of it of one version.
+    # ── values ──
 
-        Raises:
-            KeyNotFound: nobody made it.
-            NotAllowed: it changes too fast to be read in one version.
-        """
-        name = key_name(key)
-        spec = self._ask(requests.DescribeKey(name))
-        target = fresh_target(spec)
-        item = Item(name, spec, None, target.data)
+    def pull(self, keys: Any, version: int | None = None, out: Any = None) -> Any:
+        """As `kvd.Observer.pull`."""
+        values = self.read(keys, version, out).values
+        return values if key_list(keys).many else values[0]
+
+    def read(self, keys: Any, version: int | None = None, out: Any = None) -> Reading:
+        """As `kvd.Observer.read`."""
+        named = key_list(keys)
+        names = named.names
+        step = None if version is None else whole("a version", version, 0)
+        deadline = Deadline(self._config.request_timeout_s)
+        if not self._engine.machine.is_up_to_date:
+            self._engine.run(self._until_ready(deadline)).result()
+        specs = self._specs(names, deadline)
+        if out is None:
+            targets = [fresh_target(spec) for spec in specs]
+        else:
+            given = zip(named.by_name(paired(named, out, "outs")), specs, strict=True)
+            targets = [target_of(_one_or_all(entries), spec.slice_bytes) for entries, spec in given]
+        items = tuple(Item(name, target.spec, None, target.data) for name, target in zip(names, targets, strict=True))
+        try:
+            reached, versions = self._engine.run(self._read(items, step, deadline)).result()
+        except KvdError:
+            self._known.clear()  # something has changed, perhaps the keys
+            raise
+        values = [target.finish() for target in targets]
+        newest = {name: entry.newest for name, entry in zip(names, versions, strict=True)}
+        if named.places is not None:
+            values = [values[place] for place in named.places] if out is None else paired(named, out, "outs")
+        return Reading(reached, newest, values)
+
+    def _specs(self, names: Sequence[str], deadline: Deadline) -> list[KeySpec]:
+        """Shape and dtype of the keys, which never change."""
+        unknown = [name for name in names if name not in self._known]
+        asked = [self._engine.submit(requests.DescribeKey(name), deadline.left_s()) for name in unknown]
+        found = {name: promise.result() for name, promise in zip(unknown, asked, strict=True)}
+        self._known.update(found)
+        return [self._known[name] for name in names]
+
+    async def _read(
+        self, items: tuple[Item, ...], step: int | None, deadline: Deadline
+    ) -> tuple[int, Sequence[requests.Versions]]:
+        if not items:
+            return 0, []
+        await self._until_ready(deadline)
+        if not self._is_sync:
+            if step is not None:
+                raise NotAllowed(f"{ASYNCHRONOUS}: pull the newest")
+            versions = await self._read_async(items, deadline)
+            return min(entry.oldest for entry in versions), versions
+        if step is None:
+            return await self._cuts.read_newest(items, deadline)
+        return step, await self._cuts.read_step(items, step, deadline)
+
+    async def _until_ready(self, deadline: Deadline) -> None:
+        """Servers and workers may have joined after this node, which the scheduler says when it is asked again."""
+        machine, news = self._engine.machine, Deadline(NEWS_S)
+        while not machine.is_up_to_date and not (machine.view.knows_all_servers and news.left_s() == 0):
+            await asyncio.sleep(VIEW_PAUSE_S)
+            self._engine.check_usable()
+            if deadline.left_s() == 0:
+                missing = tuple(f"server {rank}" for rank in self._engine.machine.view.missing_servers())
+                text = f"the cluster is not complete, it waits for {', '.join(missing or ('the scheduler',))}"
+                raise RequestTimeout(f"{text}: see kvd status", outcome="not_sent", waiting_for=missing)
+
+    async def _read_async(self, items: tuple[Item, ...], deadline: Deadline) -> list[requests.Versions]:
+        """The newest values. Keys whose slices were of different versions are read again, a few times."""
+        found: dict[str, requests.Versions] = {}
         for _ in range(SAME_VERSION_TRIES):
-            (versions,) = self._ask(requests.Transfer((item,), push=False, pull=True, any_version=True))
-            if versions.oldest == versions.newest:
-                value: np.ndarray[Any, Any] = target.finish()
-                return value
-        raise NotAllowed(f"key {name!r} changes too fast to be read in one version: try again between steps", key=name)
+            asked = tuple([item for item in items if item.key not in found or _is_mixed(found[item.key])])
+            if not asked:
+                break
+            transfer = requests.Transfer(asked, push=False, pull=True, any_version=True)
+            versions = await self._engine.call(transfer, deadline.left_s())
+            found.update({item.key: version for item, version in zip(asked, versions, strict=True)})
+        return [found[item.key] for item in items]
+
+    def version(self) -> int:
+        """As `kvd.Observer.version`."""
+        return int(self._engine.run(self._version(Deadline(self._config.request_timeout_s))).result())
+
+    async def _version(self, deadline: Deadline) -> int:
+        there = await self._cuts.available((), deadline)
+        if there.highest == 0:
+            return 0
+        await self._until_ready(deadline)
+        if self._is_sync:
+            return there.newest
+        return min([entry.version for _, entry in await list_keys(self._engine)], default=0)
+
+    def wait_for(self, version: int, timeout: float | None = None) -> int:
+        """As `kvd.Observer.wait_for`."""
+        step = whole("a version", version, 0)
+        timeout_s = self._config.request_timeout_s if timeout is None else seconds(timeout)
+        if not self._is_sync:
+            raise NotAllowed(f"{ASYNCHRONOUS} to wait for")
+        return int(self._engine.run(self._cuts.wait_for(step, Deadline(timeout_s), timeout_s)).result())
+
+    @property
+    def _is_sync(self) -> bool:
+        return self._engine.machine.view.is_sync
+
+    # ── commands and deaths ──
 
     def command(self, head: int | str, body: bytes) -> list[bytes]:
         """Runs the controller registered for `head` on every server; their answers in rank order."""
@@ -179,3 +289,12 @@ class Observer:
 
     def _ask(self, request: requests.Request) -> Any:
         return self._engine.submit(request).result()
+
+
+def _is_mixed(versions: requests.Versions) -> bool:
+    return versions.oldest != versions.newest
+
+
+def _one_or_all(outs: Sequence[Any]) -> Any:
+    """The arrays that the value of one key goes to, as `target_of` takes them."""
+    return outs[0] if len(outs) == 1 else list(outs)

@@ -31,8 +31,8 @@ class KVStore(StoreProperties, KVStoreBase):
     values. A value may also be a list of arrays, one per device, which are summed first. So are the values of a key
     that is in one list twice; in a pull each of its `out` is filled. Updaters and errors get a key as the program wrote
     it. Every call returns or raises before its deadline: its `timeout` in seconds, otherwise the setting
-    `round_timeout_s` for what other workers owe it, and `request_timeout_s` for the answer of a node. If all workers wait for
-    each other, their calls raise `Deadlock`. Thread-safe: the order of the clocks is the order of the calls.
+    `round_timeout_s` for what other workers owe it, and `request_timeout_s` for the answer of a node. If all workers
+    wait for each other, their calls raise `Deadlock`. Thread-safe: the order of the clocks is the order of the calls.
     """
 
     def __init__(self, backend: Backend) -> None:

@@ -26,6 +26,7 @@ from kvd.core.server.optimizer_agreement import OptimizerAgreement
 from kvd.core.server.participants import Participants
 from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
+from kvd.core.server.readings import Readings
 from kvd.core.server.resume import Resumption
 from kvd.core.server.targets import TargetResolver
 from kvd.core.server.wait_answers import WaitAnswers
@@ -52,9 +53,12 @@ from kvd.protocol.messages import (
     PullBatch,
     Push,
     PushBatch,
+    ReadDone,
+    ReadSlices,
     Refused,
     StatusQuery,
     StatusReport,
+    Survey,
     View,
     WaitQuery,
 )
@@ -89,6 +93,7 @@ class ServerMachine:
         self._participants = participants = Participants(waiters, fail_on_loss=settings.fail_on_worker_loss)
         self._agreement = agreement = OptimizerAgreement()
         disputes = Disputes(agreement, self.table, waiters)
+        self._readings = readings = Readings(session.view, self.table, effects, participants)
         targets = TargetResolver(session, self.table, self._batches, effects)
         self._pushes = pushes = Pushes(
             session.view,
@@ -98,6 +103,7 @@ class ServerMachine:
             waiters,
             participants,
             disputes,
+            readings,
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(self.table, effects, agreement, disputes, pushes.advance)
@@ -127,6 +133,9 @@ class ServerMachine:
             Activate: resumption.activate,
             StatusQuery: self._status,
             WaitQuery: WaitAnswers(self.table, effects, attachments, participants).answer,
+            Survey: readings.survey,
+            ReadSlices: readings.read,
+            ReadDone: readings.done,
         }
 
     # ── the machine's interface ──
@@ -144,6 +153,7 @@ class ServerMachine:
         return self._session
 
     def step(self, event: Event, now: float) -> list[Effect]:
+        self._readings.tick(now)
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, JobDone):
@@ -157,7 +167,8 @@ class ServerMachine:
         return self._effects.take()
 
     def next_deadline(self) -> float | None:
-        return self._session.next_deadline()
+        deadlines = (self._session.next_deadline(), self._readings.next_deadline())
+        return min((at for at in deadlines if at is not None), default=None)
 
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
         groups = self.table.groups.values()
@@ -172,6 +183,7 @@ class ServerMachine:
             "slices": len(self.table.slices),
             "bytes_led": self.table.bytes_led,
             "bytes_staged": sum(group.log.staged_bytes(group.nbytes) for group in groups),
+            "bytes_held_by_readers": self._readings.held_nbytes,
             "requests_waiting": len(self._waiters.pending),
             "workers": ranks,
             "paths": {name_of("worker", rank): self._attachments.path_of(rank) for rank in ranks},
@@ -191,6 +203,7 @@ class ServerMachine:
         self._attachments.validate()
         self._waiters.validate(self.table.groups.values())
         self._agreement.validate()
+        self._readings.validate()
 
     # ── dispatch ──
 

@@ -28,6 +28,7 @@ from kvd.core.server.groups import FusedGroup
 from kvd.core.server.participants import Participants
 from kvd.core.server.pending import Pending
 from kvd.core.server.progress import PushRequest, Refusal
+from kvd.core.server.readings import Readings
 from kvd.core.server.rounds import Record
 from kvd.core.server.targets import PushTarget, TargetResolver
 from kvd.core.server.waiting import Waiters
@@ -52,6 +53,7 @@ class Pushes:
         waiters: Waiters,
         participants: Participants,
         disputes: Disputes,
+        readings: Readings,
         *,
         small_push_bytes: int,
     ) -> None:
@@ -62,6 +64,7 @@ class Pushes:
         self._waiters = waiters
         self._participants = participants
         self._disputes = disputes
+        self._readings = readings
         self._small_push_bytes = small_push_bytes
 
     # ── resolve ──
@@ -104,6 +107,7 @@ class Pushes:
             self._stage(event, push, request, rank, targets, decisions)
             if self._view.is_sync and Decision.STAGE in decisions:
                 self._disputes.pushed(rank)
+        self._readings.step_is_over(push.settled)
         pending = Pending(event.peer, event.sender, push.request, True, push.pull, len(targets))
         self._waiters.wait(pending, rank, targets)
         for target in targets:
@@ -134,7 +138,8 @@ class Pushes:
         for target, decision in zip(targets, decisions, strict=True):
             if decision is Decision.STAGE:
                 span = None if push.how == ABSENT else Span(event.payload, offset, target.nbytes)
-                target.group.log.stage(Contribution(rank, target.clock, span, push.samples, push.how), request)
+                given = Contribution(rank, target.clock, span, push.samples, push.how, push.step)
+                target.group.log.stage(given, request)
             offset += padded(target.nbytes)
 
     # ── close ──
@@ -193,6 +198,7 @@ class Pushes:
         """The closed round becomes a version, and those who waited for it are answered."""
         group.log.commit(buffer)
         self._waiters.settle(group)
+        self._readings.committed(group)
 
     # ── an update that fails ──
 

@@ -56,6 +56,8 @@ class SliceLog:
     version: int = 0  # committed records
     closed: int = 0  # closed records, the one being applied included
     closing: Record | None = None
+    step: int = 0  # of the current version: see `kvd.core.server.readings`
+    previous_step: int = 0
     progress: dict[int, WorkerProgress] = field(default_factory=dict)  # by rank
     _rounds: dict[int, dict[int, Contribution]] = field(default_factory=dict)  # sync: clock → rank → contribution
     _arrived: list[Contribution] = field(default_factory=list)  # async, in the order of arrival
@@ -204,6 +206,8 @@ class SliceLog:
         self.closing = None
         self.previous, self.current = self.current, buffer
         self.version += 1
+        self.previous_step = self.step
+        self.step = max(self.step, self.version, *[given.step for given in record.contributions])
         if not self.sync:
             for contribution in record.contributions:
                 self._progress_to_change(contribution.rank).committed = contribution.clock
@@ -240,8 +244,8 @@ class SliceLog:
         return (
             self.is_idle
             and other.is_idle
-            and (self.version, self.closed, self.previous is None)
-            == (other.version, other.closed, other.previous is None)
+            and (self.version, self.closed, self.previous is None, self.step, self.previous_step)
+            == (other.version, other.closed, other.previous is None, other.step, other.previous_step)
             and all(self.progress_of(rank) == other.progress_of(rank) for rank in ranks)
         )
 
@@ -282,6 +286,12 @@ class SliceLog:
             return self.previous
         return None
 
+    def version_after(self, step: int) -> int | None:
+        """The newest version of a step up to this one; None if it is not kept any more."""
+        if self.step <= step:
+            return self.version
+        return self.version - 1 if self.previous is not None and self.previous_step <= step else None
+
     def staged_bytes(self, nbytes: int) -> int:
         """Bytes held for rounds that are open."""
         return nbytes * (len(self._arrived) + sum(len(contributions) for contributions in self._rounds.values()))
@@ -292,10 +302,12 @@ class SliceLog:
         """Raises AssertionError if an invariant is broken: those of `WorkerProgress`, and
 
         closed = version, plus 1 while a round is being applied
+        no version has a step below its number
         a staged contribution has a clock that is staged, not skipped, and not in a closed round
         no worker has more than `rounds_ahead` contributions staged
         """
         assert self.closed == self.version + (self.closing is not None), f"rounds {self.closed} of {self.version}"
+        assert max(self.version, self.previous_step) <= self.step, f"version {self.version} is of step {self.step}"
         for progress in self.progress.values():
             progress.validate(sync=self.sync)
         staged = [entry for contributions in self._rounds.values() for entry in contributions.values()]

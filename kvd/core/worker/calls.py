@@ -43,6 +43,7 @@ class Call:
     begun: float = 0.0
     answer_s: float | None = None  # see LocalCall
     ends_at: float = 0.0  # no later than `deadline`; changed by CallBook only
+    step: int = 0  # of a push: see `kvd.core.worker.steps`
     keys: Sequence[WorkerKey] = ()
     state: CallState = WAITING
     entries: set[Entry] = field(default_factory=set)
@@ -141,6 +142,12 @@ class CallBook:
             call.let_go()
             withdraw(call)
         self.complete(call, error=error)
+
+    def end(self, call: Call, result: Any) -> None:
+        """Completes a call that is no push before its requests are answered: they are given up."""
+        for entry in list(call.entries):
+            self._outbox.settle(entry)
+        self.complete(call, result)
 
     def abandon_all(self, error: KvdError) -> None:
         for call in self.open_calls():

@@ -12,6 +12,7 @@ from kvd.core.worker.calls import Call, CallBook
 from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.servers import Servers
+from kvd.core.worker.steps import StepCounter
 from kvd.errors import KvdError, NotAllowed
 from kvd.protocol.messages import Activate, ClockQuery, Clocks, MemberState
 
@@ -27,6 +28,7 @@ class WorkerClocks:
         asker: Asker,
         calls: CallBook,
         pushes: OpenPushes,
+        steps: StepCounter,
     ) -> None:
         self._session = session
         self._servers = servers
@@ -34,6 +36,7 @@ class WorkerClocks:
         self._asker = asker
         self._calls = calls
         self._pushes = pushes
+        self._steps = steps
         self._rewound: int | None = None  # the clock that `rewind` named, for keys that are found later
 
     def take_over(self, key: WorkerKey, then: Callable[[KvdError | None], None]) -> None:
@@ -58,9 +61,11 @@ class WorkerClocks:
         if self._session.predecessor not in (MemberState.LEFT, MemberState.DONE):
             lowest = min(entry.lowest for entry in clocks)
             key.window.start_at(lowest if self._rewound is None else min(lowest, self._rewound))
+            self._steps.reached(key.window.clock)
             then(None)
             return
         key.window.start_at(max(entry.highest for entry in clocks))
+        self._steps.reached(key.window.clock)
 
         def activated(answers: list[Received], error: KvdError | None) -> None:
             if error is None:
@@ -79,6 +84,7 @@ class WorkerClocks:
         self._rewound = request.clock
         for key in self._keys.by_name.values():
             key.window.rewind(request.clock)
+        self._steps.go_back(max([key.window.clock for key in self._keys.by_name.values()], default=0))
         self._calls.complete(call)
 
     def clock_of(self, call: Call, request: requests.ClockOf) -> None:

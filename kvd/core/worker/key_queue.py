@@ -14,6 +14,7 @@ from kvd.core.worker.calls import WAITING, Call, CallBook
 from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.servers import Servers, loss_text
+from kvd.core.worker.steps import StepCounter
 from kvd.errors import KeyNotFound, KvdError, NodeLost, NotAllowed
 
 UNKNOWN, ASKING, READY, LOST = KeyState  # the hot path compares: one look-up instead of two
@@ -43,6 +44,7 @@ class KeyQueue:
         keys: KeyTable,
         calls: CallBook,
         pushes: OpenPushes,
+        steps: StepCounter,
         starters: Mapping[type[Any], Start],
         look_up: LookUp,
     ) -> None:
@@ -51,16 +53,18 @@ class KeyQueue:
         self._keys = keys
         self._calls = calls
         self._pushes = pushes
+        self._steps = steps
         self._starters = starters
         self._look_up = look_up
 
     # ── calls in ──
 
-    def enter_transfer(self, call: Call, transfer: requests.Transfer) -> None:
-        """Starts the push or pull; or queues it, if a key has earlier calls or does not let it start."""
+    def enter_transfer(self, call: Call, transfer: requests.Transfer | requests.Read | requests.Survey) -> None:
+        """Starts a call that moves values, or asks for their versions; or queues it, if a key has earlier calls or does
+        not let it start."""
         known = self._keys.by_name
         call.set_keys([known.get(item.key) or self._keys.get_or_add(item.key) for item in transfer.items])
-        if transfer.push:
+        if call.is_push:
             self._pushes.accept(call)
         if self._can_start_at_once(call):  # most calls do not need the queues
             self._start(call)
@@ -84,6 +88,8 @@ class KeyQueue:
     def _enqueue(self, call: Call, *, wait: bool = False) -> None:
         for key in call.keys:
             key.queue.append(call)
+        if call.is_push:
+            self._steps.queued(call)
         call.hold(self._withdraw)
         for key in call.keys:
             if key.state is UNKNOWN and call.state is WAITING:

@@ -40,8 +40,10 @@ from kvd.core.worker.not_yet import NotYetReactions
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.outbox import Outbox
 from kvd.core.worker.participation import Participation
+from kvd.core.worker.readings import Readings
 from kvd.core.worker.servers import Servers
 from kvd.core.worker.settings import WorkerSettings
+from kvd.core.worker.steps import StepCounter
 from kvd.core.worker.transfer import Transfer
 from kvd.core.worker.waits import Waits
 from kvd.errors import KvdError
@@ -59,32 +61,40 @@ class WorkerMachine:
         self.session = session
         view = session.view
         self._effects: list[Effect] = []  # of the present step
+        self._newest_epoch = Epoch(0, 0)  # that another node has told of
         emit = self._effects.append
         self._outbox = outbox = Outbox(settings.credit_bytes, settings.small_push_bytes)
         self._calls = calls = CallBook(session, outbox, emit)
         servers, pushes = Servers(view), OpenPushes(calls)
+        steps = StepCounter(pushes)
         self._keys = keys = KeyTable()
         self._asker = asker = Asker(view, servers, outbox, calls)
         self._connections = Connections(session, servers, keys, outbox, calls, asker, emit)
         self._participation = taking_part = Participation(session, outbox, asker, calls)
         self._control = ControlCalls(calls, pushes, asker, outbox, view, servers, taking_part, emit)
-        self._clocks = WorkerClocks(session, servers, keys, asker, calls, pushes)
+        self._clocks = WorkerClocks(session, servers, keys, asker, calls, pushes, steps)
         self._waits = Waits(session, outbox, asker, calls, pushes, settings.notice_s, emit)
         plans = MessagePlans(view, batches=settings.batches and not taking_part.is_observer)
-        transfer = Transfer(view, servers, plans, taking_part, outbox, asker, calls, pushes, emit, self._wake)
+        transfer = Transfer(view, servers, plans, taking_part, outbox, asker, calls, pushes, steps, emit, self._wake)
         directory = KeyDirectory(
             session, servers, keys, plans, taking_part, asker, calls, self._clocks, self._wake, self._fail_waiting
         )
+        readings = Readings(view, servers, plans, asker, calls, emit)
         self._not_yet = NotYetReactions(keys, outbox, asker, self._connections, transfer)
         starters: dict[type[Any], Start] = {
             requests.Transfer: transfer.start,
+            requests.Read: readings.read,
+            requests.Survey: readings.survey,
             requests.DescribeKey: directory.describe,
             requests.ClockOf: self._clocks.clock_of,
             requests.SliceControl: self._control.slice_control,
         }
-        self._queue = queue = KeyQueue(view, servers, keys, calls, pushes, starters, directory.look_up)
+        self._queue = queue = KeyQueue(view, servers, keys, calls, pushes, steps, starters, directory.look_up)
         self._call_table: dict[type[Any], Callable[[Call, Any], None]] = {
             requests.Transfer: queue.enter_transfer,
+            requests.Read: queue.enter_transfer,
+            requests.Survey: queue.enter_transfer,
+            requests.StopReading: readings.stop,
             requests.DescribeKey: queue.enter,
             requests.ClockOf: queue.enter,
             requests.SliceControl: queue.enter,
@@ -114,6 +124,12 @@ class WorkerMachine:
     def view(self) -> ViewState:
         """The newest view that the scheduler announced."""
         return self.session.view
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether this node knows all servers, and the newest view that another node has told of."""
+        view = self.session.view
+        return view.knows_all_servers and self._newest_epoch <= view.epoch
 
     def step(self, event: Event, now: float) -> list[Effect]:
         effects = self._effects
@@ -192,6 +208,9 @@ class WorkerMachine:
             self._effects += self.session.take_effects()
             if self.session.failure is not None:
                 return
+        if event.epoch > self.session.view.epoch:
+            self._newest_epoch = max(self._newest_epoch, event.epoch)
+            self.session.view_is_old(now)
         message = event.message
         entry = self._outbox.find(getattr(message, "request", 0))
         if entry is None or entry.send.peer != event.peer:

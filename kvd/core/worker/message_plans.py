@@ -158,3 +158,17 @@ def plan_messages(keys: Sequence[WorkerKey], limit: int) -> list[MessagePlan]:
                 messages.append(message)
             message.add(key.name, index, item, span)
     return [message.plan() for message in messages]
+
+
+def lists_of_slices(keys: Sequence[WorkerKey]) -> list[tuple[int, tuple[SliceId, ...]]]:
+    """The slices of the keys by the rank of the server that leads them, in lists that fit in a header each."""
+    lists: list[_OpenMessage] = []
+    open_: dict[int, _OpenMessage] = {}
+    for key in keys:
+        for index, server in enumerate(key.servers):
+            message = open_.get(server)
+            if message is None or not message.has_room(key.name, 0, 0):
+                message = open_[server] = _OpenMessage(server)
+                lists.append(message)
+            message.add(key.name, index, 0, (0, 0))
+    return [(message.server, tuple(message.slice_ids)) for message in lists]

@@ -33,6 +33,11 @@ class OpenPushes:
     def __len__(self) -> int:
         return len(self._flushes)
 
+    @property
+    def oldest(self) -> Call | None:
+        """The open push that was accepted first."""
+        return next(iter(self._flushes), None)
+
     def any_waiting(self) -> bool:
         """Whether a push was not started yet: it waits for earlier calls on its keys."""
         return any(push.state is WAITING for push in self._flushes)

@@ -25,6 +25,7 @@ from kvd.core.worker.push_window import (
     settle_pushes,
 )
 from kvd.core.worker.servers import Servers
+from kvd.core.worker.steps import StepCounter, Steps
 from kvd.errors import DtypeMismatch, KvdError, NotAllowed, Outcome, ProtocolError, RequestTimeout, ShapeMismatch
 from kvd.protocol.messages import (
     ABSENT,
@@ -50,6 +51,9 @@ def cast_of(key: WorkerKey, spec: KeySpec | None) -> Cast | None:
     return None if spec is None or spec.dtype == key.spec.dtype else Cast(spec.dtype, key.spec.dtype)
 
 
+NO_STEPS = Steps(0, 0)  # of a pull
+
+
 @dataclass(slots=True, eq=False)
 class TransferProgress:
     """How far a push or pull has come; it outlives the deadline of its call.
@@ -65,6 +69,7 @@ class TransferProgress:
     windows: list[PushWindow]  # of the call's keys
     versions: list[requests.Versions | None]  # pulled so far, one per item
     remaining: int  # messages that are not answered
+    steps: Steps = NO_STEPS  # of a push
     pulling: Sequence[int] = ()  # the clocks that hold rounds back, one per window; empty once they are released
     is_untaken: bool = True  # so far no server has taken any of it
     error: KvdError | None = None  # the first
@@ -88,6 +93,7 @@ class Transfer:
         asker: Asker,
         calls: CallBook,
         pushes: OpenPushes,
+        steps: StepCounter,
         emit: Callable[[Effect], None],
         wake: Callable[[WorkerKey], None],
     ) -> None:
@@ -99,6 +105,7 @@ class Transfer:
         self._asker = asker
         self._calls = calls
         self._pushes = pushes
+        self._steps = steps
         self._emit = emit
         self._wake = wake
 
@@ -117,6 +124,7 @@ class Transfer:
         clocks: Sequence[int]
         if transfer.push:
             clocks = begin_pushes(windows)
+            progress.steps = self._steps.begin(call, clocks)
         elif takes_newest:
             clocks = [ANY_CLOCK] * len(windows)
         else:
@@ -170,7 +178,10 @@ class Transfer:
         if transfer.push:
             item = plan.items[0]
             cast = cast_of(progress.call.keys[item], transfer.items[item].spec) if plan.is_alone else None
-            push = Push(number, parts, transfer.how, transfer.samples, transfer.pull, cast=cast)
+            step, settled = progress.steps
+            push = Push(
+                number, parts, transfer.how, transfer.samples, transfer.pull, cast=cast, step=step, settled=settled
+            )
             self._send(progress, plan, push)
         else:
             self._send(progress, plan, Pull(number, parts))
@@ -181,7 +192,10 @@ class Transfer:
             self.declare(plan, transfer.priority)
         number = self._asker.number()
         if transfer.push:
-            message = PushBatch(number, plan.batch, clock, transfer.how, transfer.samples, transfer.pull)
+            step, settled = progress.steps
+            message = PushBatch(
+                number, plan.batch, clock, transfer.how, transfer.samples, transfer.pull, step=step, settled=settled
+            )
             self._send(progress, plan, message)
         else:
             self._send(progress, plan, PullBatch(number, plan.batch, clock))

@@ -1,0 +1,60 @@
+"""Broken builds that give readers keys of different steps, each of which a checker must catch within some seeds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from kvd.core.server.readings import Readings
+from kvd.core.server.rounds import SliceLog
+from kvd.core.worker.calls import Call
+from kvd.core.worker.steps import StepCounter, Steps
+from kvd.testing.campaign import CAMPAIGNS, Campaign
+from tests.simulation.mutants_harness import caught
+
+pytestmark = pytest.mark.no_cover  # broken builds say nothing about coverage, and it would triple their time
+
+
+def steps_are_not_told(patch: pytest.MonkeyPatch) -> None:
+    """Pushes do not say in which step they were made."""
+    patch.setattr(StepCounter, "begin", lambda counter, call, clocks: Steps(0, 0))
+
+
+def readers_get_the_newest(patch: pytest.MonkeyPatch) -> None:
+    """A reader is given the version that is there when its question arrives."""
+    patch.setattr(SliceLog, "version_after", lambda log, step: log.version)
+
+
+def every_step_is_complete(patch: pytest.MonkeyPatch) -> None:
+    """A reader does not wait for what may still be pushed in its step."""
+    patch.setattr(Readings, "_is_known", lambda readings, log, step: True)
+
+
+def open_pushes_are_settled(patch: pytest.MonkeyPatch) -> None:
+    """A worker says that its steps are over when it begins the next one, whatever of them is under way."""
+    begin = StepCounter.begin
+
+    def hasty(counter: StepCounter, call: Call, clocks: Sequence[int]) -> Steps:
+        step, _ = begin(counter, call, clocks)
+        return Steps(step, step - 1)
+
+    patch.setattr(StepCounter, "begin", hasty)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "campaign", "complaint"),
+    [
+        (steps_are_not_told, CAMPAIGNS["watched, uneven"], "brought|RequestTimeout|has not finished"),
+        (readers_get_the_newest, CAMPAIGNS["watched"], "brought"),
+        (every_step_is_complete, CAMPAIGNS["watched"], "brought"),
+        (open_pushes_are_settled, CAMPAIGNS["watched, uneven, nasty"], "brought"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_broken_build_is_caught(
+    mutate: Callable[[pytest.MonkeyPatch], None], campaign: Campaign, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    assert re.search(complaint, caught(campaign) or "nothing")
