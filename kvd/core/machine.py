@@ -201,14 +201,20 @@ class Extent(NamedTuple):
     nbytes: int
 
 
-class Create(NamedTuple):
-    """Make the first version of a slice from received bytes. Its JobDone has the buffer."""
+class FirstBytes(NamedTuple):
+    """A slice that is to be made, and the received bytes that it starts with."""
 
-    job: int
     key: str
     slice_index: int
     dtype: str
     source: Span
+
+
+class Create(NamedTuple):
+    """Make the first version of each of these slices. Its JobDone has a list of their buffers."""
+
+    job: int
+    slices: tuple[FirstBytes, ...]
 
 
 class Apply(NamedTuple):

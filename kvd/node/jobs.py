@@ -10,7 +10,7 @@ import numpy as np
 
 from kvd.compute.optimizers import SliceState, apply_update
 from kvd.compute.tensors import contiguous_bytes, named_dtype
-from kvd.core.machine import Apply, Buffer, Create, Export, Job, JobDone, Load, Run, ScatterList, Span
+from kvd.core.machine import Apply, Buffer, Create, Export, FirstBytes, Job, JobDone, Load, Run, ScatterList, Span
 from kvd.errors import KvdError, NotAllowed, ProtocolError
 from kvd.node.optimizer_states import OptimizerStates, copied
 from kvd.protocol.specs import padded
@@ -117,13 +117,15 @@ class JobRunner:
             return self._load(job)
         return self._run_command(job)
 
-    def _create(self, job: Create) -> Array:
-        dtype = named_dtype(job.dtype)
-        slice_id = (job.key, job.slice_index)
-        self._counts[slice_id] = job.source.nbytes // dtype.itemsize
+    def _create(self, job: Create) -> list[Array]:
+        return [self._first_version(first) for first in job.slices]
+
+    def _first_version(self, first: FirstBytes) -> Array:
+        slice_id = (first.key, first.slice_index)
+        self._counts[slice_id] = first.source.nbytes // named_dtype(first.dtype).itemsize
         self._states.drop(slice_id)
-        made = self._allocate(job.source.nbytes)
-        np.copyto(made, view(job.source, UINT8))
+        made = self._allocate(first.source.nbytes)
+        np.copyto(made, view(first.source, UINT8))
         return made
 
     def _apply(self, job: Apply) -> Array:

@@ -43,6 +43,7 @@ Plain: TypeAlias = Annotated[object, "plain data, which its reader checks"]
 
 NO_RANK = -1
 ANY_CLOCK = -1  # in a pull: whatever is committed
+NO_KEY = -1  # in a KeyInfo: no such key is live
 
 
 class Epoch(NamedTuple):
@@ -65,6 +66,21 @@ class SliceId(NamedTuple):
 
     key: Key
     slice_index: Number
+
+
+class NewSlice(NamedTuple):
+    """One slice of a key that is to be made."""
+
+    key: Key
+    slice_index: Number
+    spec: Number  # the place of the key's spec in the specs of the message
+
+
+class NewKey(NamedTuple):
+    """A key whose slices are made."""
+
+    key: Key
+    spec: Number  # the place of its spec in the specs of the message
 
 
 class Settings(NamedTuple):
@@ -134,6 +150,7 @@ class Quiet(NamedTuple):
 Shape: TypeAlias = Annotated[tuple[Annotated[int, Limit(0, MAX_KEY_NBYTES)], ...], Limit(0, MAX_DIMENSIONS)]
 Parts: TypeAlias = Annotated[tuple[Part, ...], Limit(1, MAX_PARTS)]
 SliceIds: TypeAlias = Annotated[tuple[SliceId, ...], Limit(1, MAX_PARTS)]
+Specs: TypeAlias = Annotated[tuple[KeySpec, ...], Limit(1, MAX_PARTS)]
 
 # How a push counts in its round.
 ADD = 0  # a gradient or value, merged with the others'
@@ -295,7 +312,7 @@ class NodeName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Not carried out, now or ever."""
+    """Not carried out, now or ever. With `places`, that is so for these entries of the request's list alone."""
 
     KIND: ClassVar[int] = 17
     request: Number
@@ -305,6 +322,7 @@ class Refused:
     taken: Taken = Taken.NOTHING
     nodes: Annotated[tuple[NodeName, ...], Limit(0, MAX_MEMBERS)] = ()  # for NODE_LOST and BARRIER_BROKEN
     last_seen_s: float = 0.0  # for NODE_LOST: seconds of silence before the node was declared dead
+    places: Annotated[tuple[Number, ...], Limit(0, MAX_PARTS)] = ()  # error, text and key are those of the first
 
 
 # ── values: worker ↔ server ───────────────────────────────────────────────────────────────────────────────────────────
@@ -335,41 +353,46 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """One slice of a new key; its value is the payload."""
+    """Slices of new keys, with their values as payload. Answered with Done, or Refused with the places of some."""
 
     KIND: ClassVar[int] = 33
     request: Number
-    key: Key
-    spec: KeySpec
-    index: Number
+    specs: Specs
+    slices: Annotated[tuple[NewSlice, ...], Limit(1, MAX_PARTS)]
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """All slices of the key are stored: it is live. To the server of slice 0, which answers the waiting Lookups."""
+    """All slices of these keys are stored: they are live. To the server of their slices 0, which answers the waiting
+    Lookups. Answered like Init."""
 
     KIND: ClassVar[int] = 34
     request: Number
-    key: Key
-    spec: KeySpec
+    specs: Specs
+    keys: Annotated[tuple[NewKey, ...], Limit(1, MAX_PARTS)]
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What is this key? To the server of its slice 0. With `wait`, answered when the key is live."""
+    """What are these keys? To the server of their slices 0. With `wait`, answered when all of them are live."""
 
     KIND: ClassVar[int] = 35
     request: Number
-    key: Key
+    keys: Annotated[tuple[Key, ...], Limit(1, MAX_PARTS)]
     wait: bool
 
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
+    """For each key of a Lookup, the place of its spec in `specs`; NO_KEY if it is not live.
+
+    There may be fewer entries than keys: the rest did not fit, and is asked for again.
+    """
+
     KIND: ClassVar[int] = 36
     request: Number
-    spec: KeySpec
-    publisher: Number  # the incarnation of the worker that published it
+    specs: Annotated[tuple[KeySpec, ...], Limit(0, MAX_PARTS)]
+    keys: Annotated[tuple[Annotated[int, Limit(-1, MAX_PARTS)], ...], Limit(1, MAX_PARTS)]
 
 
 @dataclass(frozen=True, slots=True)

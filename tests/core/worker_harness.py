@@ -8,6 +8,7 @@ from kvd.core import requests
 from kvd.core.machine import Complete, Effect, LocalCall, Received, Send, Tick
 from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.protocol.messages import (
+    NO_KEY,
     Attach,
     DeclareBatch,
     Done,
@@ -36,7 +37,6 @@ from tests.core.fakes import (
     uint8,
     view,
     welcome,
-    worker_id,
 )
 
 
@@ -157,9 +157,18 @@ class Harness:
         return self.say(send.peer, message(send.message.request), payload)  # type: ignore[union-attr]
 
     def found(self, spec: KeySpec | None = None) -> None:
-        """Answers the oldest Lookup: the key is live."""
+        """Answers the oldest Lookup: all its keys are live, with this spec."""
         send = self.take(Lookup)
-        self.say(send.peer, KeyInfo(send.message.request, spec or uint8(1), worker_id(0)))  # type: ignore[union-attr]
+        lookup = send.message
+        assert isinstance(lookup, Lookup)
+        self.say(send.peer, KeyInfo(lookup.request, (spec or uint8(1),), (0,) * len(lookup.keys)))
+
+    def missing(self) -> None:
+        """Answers the oldest Lookup: none of its keys is live."""
+        send = self.take(Lookup)
+        lookup = send.message
+        assert isinstance(lookup, Lookup)
+        self.say(send.peer, KeyInfo(lookup.request, (), (NO_KEY,) * len(lookup.keys)))
 
     def know(self, *keys: str, spec: KeySpec | None = None) -> None:
         """Makes the keys known to the worker."""

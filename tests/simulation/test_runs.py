@@ -73,7 +73,7 @@ def test_groups_are_fused_and_parted(name: str, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(KeyTable, "fuse", counting_fuse)
     monkeypatch.setattr(KeyTable, "part", counting_part)
-    for seed in range(5):
+    for seed in range(10):
         CAMPAIGNS[name].run(seed)
     assert min(counts.values()) >= 5, counts
 

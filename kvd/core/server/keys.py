@@ -1,13 +1,11 @@
-"""The keys of which a server leads a part: their slices, which keys are live, and the look-ups that wait for one."""
+"""The keys of which a server leads a part: their slices, and which keys are live."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import count
-from typing import NamedTuple
 
-from kvd.core.machine import Peer
 from kvd.core.server.groups import FusedGroup, Slice, fused, parted
 from kvd.core.server.rounds import SliceLog
 from kvd.optimizer import Optimizer
@@ -15,29 +13,24 @@ from kvd.protocol.messages import KeyEntry
 from kvd.protocol.specs import KeySpec
 
 MAX_SLICES = 1 << 20
-MAX_WAITING = 1 << 16
 PAGE = 100
 PAGE_BYTES = 48 << 10
 
 
-class Live(NamedTuple):
-    """A published key, on the server of its slice 0."""
-
-    spec: KeySpec
-    publisher: int
-
-
 class KeyTable:
-    """All slices of one server, by key and index."""
+    """All slices of one server, by key and index.
+
+    Attributes:
+        live: the published keys whose slice 0 is here, and their specs.
+    """
 
     def __init__(self) -> None:
         self.slices: dict[tuple[str, int], Slice] = {}
         self.groups: dict[int, FusedGroup] = {}
-        self.live: dict[str, Live] = {}
+        self.live: dict[str, KeySpec] = {}
         self.bytes_led = 0
         self._indices: dict[str, list[int]] = {}
-        self._lookups: dict[str, dict[tuple[Peer, int], None]] = {}
-        self._lookups_waiting = 0
+        self._sorted: list[str] = []  # the names of the keys, as of the latest listing
         self._numbers = count(1)
 
     # ── slices and their groups ──
@@ -107,37 +100,13 @@ class KeyTable:
             for slice_ in self.of_key(key)
         )
 
-    # ── live keys ──
-
-    def await_live(self, key: str, peer: Peer, request: int) -> bool:
-        """Notes a Lookup that waits. False if MAX_WAITING wait already."""
-        if self._lookups_waiting >= MAX_WAITING:
-            return False
-        asked = self._lookups.setdefault(key, {})
-        if (peer, request) not in asked:
-            asked[peer, request] = None
-            self._lookups_waiting += 1
-        return True
-
-    def publish(self, key: str, live: Live) -> list[tuple[Peer, int]]:
-        """Marks the key as live. Returns the look-ups that waited for it, as (peer, request)."""
-        self.live[key] = live
-        waiting = list(self._lookups.pop(key, {}))
-        self._lookups_waiting -= len(waiting)
-        return waiting
-
-    def give_up_lookups(self) -> list[tuple[str, Peer, int]]:
-        """Forgets the look-ups that wait, and returns them as (key, peer, request): rank 0 will not come."""
-        waiting = [(key, peer, request) for key, asked in self._lookups.items() for peer, request in asked]
-        self._lookups = {}
-        self._lookups_waiting = 0
-        return waiting
-
     # ── listings ──
 
     def page(self, after: str) -> tuple[tuple[KeyEntry, ...], bool]:
         """The entries of up to PAGE keys after `after` that fit in a header, and whether there are more."""
-        keys = sorted(self._indices)
+        if len(self._sorted) != len(self._indices):  # keys are added, and stay
+            self._sorted = sorted(self._indices)
+        keys = self._sorted
         first = bisect_right(keys, after) if after else 0
         entries: list[KeyEntry] = []
         room = PAGE_BYTES

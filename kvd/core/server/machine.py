@@ -18,6 +18,7 @@ from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable
 from kvd.core.server.control import ServerControl
 from kvd.core.server.effects import ServerEffects
+from kvd.core.server.key_creation import KeyCreation
 from kvd.core.server.key_requests import KeyRequests
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.participants import Participants
@@ -92,15 +93,10 @@ class ServerMachine:
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(self.table, effects, pushes.advance)
-        self._keys = keys = KeyRequests(
-            session,
-            self.table,
-            effects,
-            attachments,
-            participants,
-            control,
-            memory_limit_bytes=settings.memory_limit_bytes,
+        self._creation = creation = KeyCreation(
+            session, self.table, effects, attachments, control, memory_limit_bytes=settings.memory_limit_bytes
         )
+        self._keys = keys = KeyRequests(session, self.table, effects, attachments, participants)
         pulls = Pulls(effects, attachments, targets, waiters, participants)
         resumption = Resumption(self.table, effects, attachments, targets, pushes.advance)
         self._handlers: dict[type[Any], Callable[[Received, Any], None]] = {
@@ -110,7 +106,7 @@ class ServerMachine:
             Pull: pulls.pull,
             DeclareBatch: self._declare,
             Attach: attachments.attach,
-            Init: keys.init,
+            Init: creation.init,
             Publish: keys.publish,
             Lookup: keys.lookup,
             ListKeys: keys.list,
@@ -171,6 +167,8 @@ class ServerMachine:
         self._session.validate()
         self.table.validate()
         self._attachments.validate()
+        self._creation.validate()
+        self._keys.validate()
         self._waiters.validate(self.table.groups.values())
 
     # ── dispatch ──

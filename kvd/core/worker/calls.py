@@ -45,6 +45,7 @@ class Call:
     state: CallState = WAITING
     entries: set[Entry] = field(default_factory=set)
     withdraw: Callable[[Call], None] | None = None  # see `hold`
+    blocker: int = 0  # the place of the key that it was found to wait for last
 
     def start(self) -> None:
         if self.state is not WAITING:

@@ -5,7 +5,8 @@ A key lets a call start when it is known, and a push only within its push window
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 from kvd.core import requests
@@ -22,9 +23,9 @@ Start: TypeAlias = Callable[[Call, Any], KvdError | None]
 
 
 class LookUp(Protocol):
-    """Asks for a key that is not known yet."""
+    """Asks for keys that are not known yet."""
 
-    def __call__(self, key: WorkerKey, *, wait: bool = False) -> None: ...
+    def __call__(self, keys: Sequence[WorkerKey], *, wait: bool = False) -> None: ...
 
 
 class KeyQueue:
@@ -33,7 +34,7 @@ class KeyQueue:
     Args:
         starters: by the type of a request, what starts it. It gets the call and its request, and returns the error
             that the call ends with if it cannot start.
-        look_up: asks for a key.
+        look_up: asks for keys.
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class KeyQueue:
         for key in call.keys:
             key.queue.append(call)
         call.hold(self._withdraw)
-        for key in call.keys:
-            if key.state is UNKNOWN and call.state is WAITING:
-                self._look_up(key, wait=wait)
+        unknown = [key for key in dict.fromkeys(call.keys) if key.state is UNKNOWN]
+        if unknown:
+            self._look_up(unknown, wait=wait)
         self._try_start(call)
 
     # ── calls out ──
@@ -111,13 +112,20 @@ class KeyQueue:
         return True
 
     def _must_wait(self, call: Call) -> bool:
-        limit = self._view.settings.rounds_ahead
-        for key in call.keys:
-            if key.state is UNKNOWN or key.state is ASKING or key.queue[0] is not call:
-                return True
-            if call.is_push and key.window.holds_back(limit) and not self._is_hopeless(key):
+        """Looks first at the key that the call waited for last: as its keys become ready one after the other, this
+        looks at each of them once, and not at all of them each time."""
+        keys, first = call.keys, call.blocker
+        for place in chain(range(first, len(keys)), range(first)):
+            if self._key_must_wait(call, keys[place]):
+                call.blocker = place
                 return True
         return False
+
+    def _key_must_wait(self, call: Call, key: WorkerKey) -> bool:
+        if key.state is UNKNOWN or key.state is ASKING or key.queue[0] is not call:
+            return True
+        limit = self._view.settings.rounds_ahead
+        return call.is_push and key.window.holds_back(limit) and not self._is_hopeless(key)
 
     def _is_hopeless(self, key: WorkerKey) -> bool:
         """Whether a push of the key starts only to be told what is wrong: it does not wait for its window then."""

@@ -54,7 +54,7 @@ class WorkerKey:
     def place(self, spec: KeySpec, view: ViewState, servers: Servers) -> None:
         """Takes the spec, and notes which servers lead the slices."""
         self.spec, self.checked_spec = spec, None
-        self.servers = tuple(view.server_of(self.name, index) for index in range(spec.num_slices))
+        self.servers = tuple([view.server_of(self.name, index) for index in range(spec.num_slices)])
         self.incarnations = {rank: servers.peer_of(rank) for rank in sorted(set(self.servers))}
 
     def check_value(self, spec: KeySpec) -> None:

@@ -31,7 +31,9 @@ from kvd.core.worker.calls import WAITING, Call, CallBook
 from kvd.core.worker.clocks import WorkerClocks
 from kvd.core.worker.connections import Connections
 from kvd.core.worker.control import ControlCalls
+from kvd.core.worker.init_calls import InitCalls
 from kvd.core.worker.key_directory import KeyDirectory
+from kvd.core.worker.key_making import KeyMaking
 from kvd.core.worker.key_queue import KeyQueue, Start
 from kvd.core.worker.keys import KeyTable, WorkerKey
 from kvd.core.worker.message_plans import MessagePlans
@@ -69,8 +71,10 @@ class WorkerMachine:
         plans = MessagePlans(view, batches=settings.batches and not taking_part.is_observer)
         transfer = Transfer(view, servers, plans, taking_part, outbox, asker, calls, pushes, emit, self._wake)
         directory = KeyDirectory(
-            session, servers, keys, plans, taking_part, asker, calls, self._clocks, self._wake, self._fail_waiting
+            session, servers, plans, taking_part, asker, calls, self._clocks, self._wake, self._fail_waiting
         )
+        making = KeyMaking(view, servers, plans, asker)
+        inits = InitCalls(session, keys, taking_part, calls, directory, making, self._wake)
         self._not_yet = NotYetReactions(keys, outbox, asker, self._connections, transfer)
         starters: dict[type[Any], Start] = {
             requests.Transfer: transfer.start,
@@ -84,7 +88,7 @@ class WorkerMachine:
             requests.DescribeKey: queue.enter,
             requests.ClockOf: queue.enter,
             requests.SliceControl: queue.enter,
-            requests.InitKeys: directory.init_keys,
+            requests.InitKeys: inits.init_keys,
             requests.TakeBack: transfer.take_back,
             requests.Flush: pushes.flush,
             requests.Rewind: self._clocks.rewind,
