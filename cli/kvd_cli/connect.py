@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from kvd.client.cluster.observer import Observer
-from kvd.client.facades.blocking import KVStore, create, leave_at_once
 from kvd_cli.options import current
 from kvd_cli.patience import told_when_slow
+
+if TYPE_CHECKING:  # `kvd --help` needs no client
+    from kvd.client.cluster.observer import Observer
+    from kvd.client.facades.blocking import KVStore
 
 
 @contextlib.contextmanager
@@ -18,6 +21,8 @@ def observer() -> Iterator[Observer]:
     Raises:
         ConnectError: no scheduler answers, or its host is not known.
     """
+    from kvd.client.cluster.observer import Observer
+
     config = current().load_client().config
     with told_when_slow(config):
         cluster = Observer(config)
@@ -28,6 +33,8 @@ def observer() -> Iterator[Observer]:
 @contextlib.contextmanager
 def as_worker() -> Iterator[KVStore]:
     """A worker of the cluster, in the cluster's mode. It leaves without waiting for the others."""
+    from kvd.client.facades.blocking import create, leave_at_once
+
     loaded = current().load_client()
     given = {name: getattr(loaded.config, name) for name, origin in loaded.origin.items() if origin != "default"}
     with told_when_slow(loaded.config):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -59,6 +58,8 @@ def installed_controllers() -> dict[str, Controller]:
 
     One that cannot be loaded says so when a command asks for it: it must not keep the others from working.
     """
+    from importlib.metadata import entry_points  # takes a while, and most processes run no commands
+
     controllers: dict[str, Controller] = {"ping": ping}
     for entry in entry_points(group="kvd.commands"):
         try:

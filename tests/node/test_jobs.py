@@ -134,7 +134,7 @@ def test_a_command_that_cannot_be_loaded_says_so_and_leaves_the_others_alone(mon
         EntryPoint(name, value, "kvd.commands")
         for name, value in (("gone", "no.such:thing"), ("ok", "base64:b64encode"))
     ]
-    monkeypatch.setattr("kvd.node.jobs.entry_points", lambda group: installed if group == "kvd.commands" else [])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: installed if group == "kvd.commands" else [])
     runner = JobRunner()
     error = runner.run(Run(1, "gone", Span(None, 0, 0))).error
     assert isinstance(error, NotAllowed)
