@@ -258,6 +258,13 @@ class ResetState(NamedTuple):
     """Forget the optimizer's state of every slice: another optimizer is set. Takes effect at once, without JobDone."""
 
 
+class ForgetState(NamedTuple):
+    """Forget what is kept besides the bytes of these slices (key and index): they are deleted. Takes effect at once,
+    without JobDone."""
+
+    slices: tuple[tuple[str, int], ...]
+
+
 class Run(NamedTuple):
     """Run the controller registered for `head`. Its JobDone has the answer in bytes, or the error."""
 
@@ -312,7 +319,9 @@ class LogEntry(NamedTuple):
 
 
 Job: TypeAlias = Create | Apply | Export | Load | Run
-Effect: TypeAlias = Send | Connect | Disconnect | Job | ResetState | Persist | Copy | Complete | Halt | LogEntry
+Effect: TypeAlias = (
+    Send | Connect | Disconnect | Job | ResetState | ForgetState | Persist | Copy | Complete | Halt | LogEntry
+)
 
 
 class Machine(Protocol):

@@ -41,6 +41,13 @@ class InitKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class DeleteKeys:
+    """Completes when the keys are gone, which they are once every worker that takes part has deleted them."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DescribeKey:
     """The result is the KeySpec of a live key. With `wait`, the call waits until the key is live."""
 
@@ -148,6 +155,7 @@ class SchedulerStatus:
 Request: TypeAlias = (
     JoinCluster
     | InitKeys
+    | DeleteKeys
     | DescribeKey
     | Transfer
     | TakeBack

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
-from kvd.core.machine import Halt, Job, JobDone, Persist, Persisted, ResetState, Run
+from kvd.core.machine import ForgetState, Halt, Job, JobDone, Persist, Persisted, ResetState, Run
 from kvd.errors import KvdError, NotAllowed
 from kvd.node.jobs import JobRunner
 from kvd.node.threads import Stepper
@@ -39,6 +39,9 @@ class Background:
 
     def reset_state(self, effect: ResetState) -> None:
         self._runner().reset()
+
+    def forget_state(self, effect: ForgetState) -> None:
+        self._runner().forget(effect.slices)
 
     def run_job(self, job: Job) -> None:
         runner = self._runner()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -103,9 +103,20 @@ class JobRunner:
         except Exception as error:  # noqa: BLE001  custom optimizers and commands may raise anything
             return JobDone(job.job, None, NotAllowed(f"{type(error).__name__}: {error}"))
 
+    @property
+    def slices(self) -> set[tuple[str, int]]:
+        """The slices that were made and not forgotten, by key and index."""
+        return set(self._counts)
+
     def reset(self) -> None:
         """Start every slice with a new state, because another optimizer was set."""
         self._states.clear()
+
+    def forget(self, slices: Sequence[tuple[str, int]]) -> None:
+        """Forget the states of slices that are deleted."""
+        for slice_id in slices:
+            self._counts.pop(slice_id, None)
+            self._states.drop(slice_id)
 
     def _result(self, job: Job) -> Any:
         if isinstance(job, Apply):

@@ -54,6 +54,7 @@ from kvd.core.machine import (
     Effect,
     Event,
     Export,
+    ForgetState,
     Halt,
     Load,
     LocalCall,
@@ -71,7 +72,9 @@ from kvd.transport.host import HostTransport
 FAILED_TICK_PAUSE_S = 1.0
 LONGEST_POLL_S = 60.0
 
-_ONLY_ON_THE_LOOP = frozenset({Connect, Disconnect, Persist, Halt, Create, Apply, Export, Load, Run, ResetState})
+_ONLY_ON_THE_LOOP = frozenset(
+    {Connect, Disconnect, Persist, Halt, Create, Apply, Export, Load, Run, ResetState, ForgetState}
+)
 
 logger = logging.getLogger("kvd.node")
 

@@ -59,6 +59,7 @@ class Part(NamedTuple):
     key: Key
     slice_index: Number
     clock: Signed
+    creation: Number = 0  # see KeyId
 
 
 class SliceId(NamedTuple):
@@ -66,6 +67,24 @@ class SliceId(NamedTuple):
 
     key: Key
     slice_index: Number
+    creation: Number = 0  # see KeyId
+
+
+class KeyId(NamedTuple):
+    """A key by its name and its creation: a number larger than those of all keys of the name that were deleted.
+
+    What was sent to a deleted key has the creation of that key, so it does not count in its successor of the same name.
+    """
+
+    key: Key
+    creation: Number
+
+
+class Made(NamedTuple):
+    """What a live key is like."""
+
+    spec: KeySpec
+    creation: Number
 
 
 class NewSlice(NamedTuple):
@@ -150,6 +169,7 @@ class Quiet(NamedTuple):
 Shape: TypeAlias = Annotated[tuple[Annotated[int, Limit(0, MAX_KEY_NBYTES)], ...], Limit(0, MAX_DIMENSIONS)]
 Parts: TypeAlias = Annotated[tuple[Part, ...], Limit(1, MAX_PARTS)]
 SliceIds: TypeAlias = Annotated[tuple[SliceId, ...], Limit(1, MAX_PARTS)]
+KeyIds: TypeAlias = Annotated[tuple[KeyId, ...], Limit(1, MAX_PARTS)]
 Specs: TypeAlias = Annotated[tuple[KeySpec, ...], Limit(1, MAX_PARTS)]
 
 # How a push counts in its round.
@@ -359,6 +379,7 @@ class Init:
     request: Number
     specs: Specs
     slices: Annotated[tuple[NewSlice, ...], Limit(1, MAX_PARTS)]
+    creation: Number = 0  # of all these keys; if it is not large enough, the answer is Outdated
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,6 +391,7 @@ class Publish:
     request: Number
     specs: Specs
     keys: Annotated[tuple[NewKey, ...], Limit(1, MAX_PARTS)]
+    creation: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,15 +406,45 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """For each key of a Lookup, the place of its spec in `specs`; NO_KEY if it is not live.
+    """For each key of a Lookup, the place in `made` of what it is like; NO_KEY if it is not live.
 
     There may be fewer entries than keys: the rest did not fit, and is asked for again.
     """
 
     KIND: ClassVar[int] = 36
     request: Number
-    specs: Annotated[tuple[KeySpec, ...], Limit(0, MAX_PARTS)]
+    made: Annotated[tuple[Made, ...], Limit(0, MAX_PARTS)]
     keys: Annotated[tuple[Annotated[int, Limit(-1, MAX_PARTS)], ...], Limit(1, MAX_PARTS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Outdated:
+    """Nothing of the Init was carried out: keys have been deleted here. Make these with at least this creation."""
+
+    KIND: ClassVar[int] = 72
+    request: Number
+    creation: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """My rank deletes these keys. To the server of their slices 0, where they are gone once all ranks have said so.
+
+    Answered with Done when all of them are gone there.
+    """
+
+    KIND: ClassVar[int] = 73
+    request: Number
+    keys: KeyIds
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """These keys are gone where their slices 0 were: drop their other slices. Answered with Done."""
+
+    KIND: ClassVar[int] = 74
+    request: Number
+    keys: KeyIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,6 +476,7 @@ class Activate:
     request: Number
     key: Key
     clock: Number
+    creation: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -569,6 +622,7 @@ class StoreState:
     index: Number
     step: Number
     slots: Annotated[tuple[tuple[Name, Name], ...], Limit(0, 16)]
+    creation: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -623,6 +677,9 @@ Message: TypeAlias = (
     | Publish
     | Lookup
     | KeyInfo
+    | Outdated
+    | Delete
+    | Drop
     | ClockQuery
     | Clocks
     | Activate

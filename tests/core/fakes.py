@@ -13,6 +13,7 @@ from kvd.protocol.messages import (
     Init,
     KeyInfo,
     Lookup,
+    Made,
     Member,
     MemberState,
     NewKey,
@@ -133,4 +134,4 @@ def lookup_of(request: int, key: str, wait: bool) -> Lookup:
 
 
 def info_of(request: int, spec: KeySpec) -> KeyInfo:
-    return KeyInfo(request, (spec,), (0,))
+    return KeyInfo(request, (Made(spec, 0),), (0,))

@@ -18,6 +18,7 @@ from kvd.protocol.messages import (
     KeyList,
     ListKeys,
     Lookup,
+    Made,
     NewKey,
     NewSlice,
     Publish,
@@ -147,7 +148,7 @@ def test_some_keys_of_a_publish_are_refused() -> None:
     harness.init("c", b"z", publish=False)
     refused = refusal(harness.say(0, publish_all(7, "a", "b", "c")))
     assert (refused.error, refused.key, refused.places) == (ErrorCode.NOT_ALLOWED, "b", (1,))
-    assert said(harness.say(1, Lookup(8, ("a", "b", "c"), False))) == [KeyInfo(8, (uint8(1),), (0, NO_KEY, 0))]
+    assert said(harness.say(1, Lookup(8, ("a", "b", "c"), False))) == [KeyInfo(8, (Made(uint8(1), 0),), (0, NO_KEY, 0))]
     assert refusal(harness.say(0, Publish(9, (uint8(1),), (NewKey("a", 1),)))).places == (0,)  # there is no spec 1
 
 
@@ -159,7 +160,7 @@ def test_a_look_up_of_several_keys_waits_until_all_are_live() -> None:
     assert harness.say(1, Lookup(8, ("c", "d", "a"), True)) == []
     assert harness.say(1, Lookup(8, ("c", "d", "a"), True)) == []
     assert said(harness.say(0, publish_all(9, "b", "c")), worker_id(1)) == []
-    info = KeyInfo(8, (uint8(1), uint8(2)), (0, 1, 0))
+    info = KeyInfo(8, (Made(uint8(1), 0), Made(uint8(2), 0)), (0, 1, 0))
     assert said(harness.say(0, publish_all(10, "a")), worker_id(1)) == [info]
     assert said(harness.say(1, Lookup(8, ("c", "d", "a"), True))) == [info]
 
@@ -171,8 +172,8 @@ def test_keys_that_are_published_in_one_message_end_a_look_up_once() -> None:
     harness.say(1, Lookup(8, ("a", "b", "c"), True))
     harness.say(0, lookup_of(9, "b", True))
     effects = harness.say(0, publish_all(10, "c", "b", "a"))
-    assert said(effects, worker_id(1)) == [KeyInfo(8, (uint8(1),), (0, 0, 0))]
-    assert said(effects, worker_id(0)) == [KeyInfo(9, (uint8(1),), (0,)), Done(10)]
+    assert said(effects, worker_id(1)) == [KeyInfo(8, (Made(uint8(1), 0),), (0, 0, 0))]
+    assert said(effects, worker_id(0)) == [KeyInfo(9, (Made(uint8(1), 0),), (0,)), Done(10)]
 
 
 def test_an_answer_to_a_look_up_fits_into_a_header() -> None:
@@ -184,7 +185,7 @@ def test_an_answer_to_a_look_up_fits_into_a_header() -> None:
     while found < len(names):
         (info,) = said(harness.say(1, Lookup(5, names[found:], True)))
         encode(info, 1, Epoch(1, 1))
-        assert [info.specs[place].shape[-1] for place in info.keys] == list(range(found, found + len(info.keys)))
+        assert [info.made[place].spec.shape[-1] for place in info.keys] == list(range(found, found + len(info.keys)))
         found += len(info.keys)
 
 

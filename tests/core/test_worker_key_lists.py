@@ -21,6 +21,7 @@ from kvd.protocol.messages import (
     Init,
     KeyInfo,
     Lookup,
+    Made,
     Publish,
     Pull,
     Push,
@@ -159,7 +160,7 @@ def test_the_others_ask_for_all_keys_in_one_message() -> None:
     call = make_all(harness, "a", "b", "c")
     lookup = harness.take(Lookup)
     assert lookup.message == Lookup(lookup.message.request, ("a", "b", "c"), True)  # type: ignore[union-attr]
-    harness.say(lookup.peer, KeyInfo(lookup.message.request, (uint8(1), uint8(2)), (0, 1)))
+    harness.say(lookup.peer, KeyInfo(lookup.message.request, (Made(uint8(1), 0), Made(uint8(2), 0)), (0, 1)))
     rest = harness.take(Lookup)  # the answer had no room for it
     assert rest.message.keys == ("c",)  # type: ignore[union-attr]
     assert call not in harness.done
@@ -175,7 +176,7 @@ def test_a_restarted_worker_0_makes_the_keys_that_are_missing_in_one_message() -
     call = make_all(harness, "a", "b", "c")
     lookup = harness.take(Lookup)
     assert not lookup.message.wait  # type: ignore[union-attr]
-    harness.say(lookup.peer, KeyInfo(lookup.message.request, (uint8(1),), (NO_KEY, 0, NO_KEY)))  # type: ignore[union-attr]
+    harness.say(lookup.peer, KeyInfo(lookup.message.request, (Made(uint8(1), 0),), (NO_KEY, 0, NO_KEY)))  # type: ignore[union-attr]
     clocks(harness, 4, 4)
     init = harness.take(Init)
     assert [slice_.key for slice_ in init.message.slices] == ["a", "c"]  # type: ignore[union-attr]

@@ -16,6 +16,7 @@ from kvd.protocol.messages import (
     ErrorCode,
     KeyInfo,
     Lookup,
+    Made,
     Member,
     NotYet,
     NotYetReason,
@@ -149,19 +150,19 @@ class Harness:
 
     def clocks(self, kind: type[Any] = Push) -> list[tuple[str, int, int]]:
         """Key, slice and clock of every part in the messages of this kind in `sent`."""
-        return [tuple(part) for message in self.waiting(kind) for part in message.parts]
+        return [tuple(part[:3]) for message in self.waiting(kind) for part in message.parts]
 
     # ── answers ──
 
     def reply(self, send: Send, message: Any, payload: bytes | None = None) -> list[Effect]:
         return self.say(send.peer, message(send.message.request), payload)  # type: ignore[union-attr]
 
-    def found(self, spec: KeySpec | None = None) -> None:
+    def found(self, spec: KeySpec | None = None, creation: int = 0) -> None:
         """Answers the oldest Lookup: all its keys are live, with this spec."""
         send = self.take(Lookup)
         lookup = send.message
         assert isinstance(lookup, Lookup)
-        self.say(send.peer, KeyInfo(lookup.request, (spec or uint8(1),), (0,) * len(lookup.keys)))
+        self.say(send.peer, KeyInfo(lookup.request, (Made(spec or uint8(1), creation),), (0,) * len(lookup.keys)))
 
     def missing(self) -> None:
         """Answers the oldest Lookup: none of its keys is live."""

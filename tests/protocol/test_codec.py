@@ -25,6 +25,7 @@ from kvd.protocol.codec import (
 from kvd.protocol.messages import (
     BIGGEST,
     MAX_PARTS,
+    Delete,
     Departure,
     Done,
     Enter,
@@ -33,10 +34,12 @@ from kvd.protocol.messages import (
     HeartbeatAck,
     Init,
     Join,
+    KeyId,
     KeyInfo,
     Leave,
     Limit,
     Lookup,
+    Made,
     MemberState,
     NewKey,
     NewSlice,
@@ -98,7 +101,7 @@ def test_the_bytes_of_a_message_are_fixed() -> None:
     assert encode(Done(5), 7, VIEW) == bytes([0x96, VERSION, 16, 7, 3, 9, 5])
     spec = KeySpec("int8", (2, 3), 4096)
     assert msgpack.unpackb(encode(Init(5, (spec,), (NewSlice("w", 1, 0),)), 7, VIEW)) == [
-        VERSION, 33, 7, 3, 9, 5, [["int8", [2, 3], 4096]], [["w", 1, 0]],
+        VERSION, 33, 7, 3, 9, 5, [["int8", [2, 3], 4096]], [["w", 1, 0]], 0,
     ]  # fmt: skip
 
 
@@ -136,7 +139,8 @@ MEMBERS = View(SETTINGS, (), ())
 INIT = Init(1, (KeySpec("int8", (), 4096),), (NewSlice("w", 0, 0),))
 PUBLISH = Publish(1, INIT.specs, (NewKey("w", 0),))
 LOOKUP = Lookup(1, ("w",), True)
-KEY_INFO = KeyInfo(1, INIT.specs, (0,))
+DELETE = Delete(1, (KeyId("w", 0),))
+KEY_INFO = KeyInfo(1, (Made(INIT.specs[0], 0),), (0,))
 # What takes the place of a value of each type without being one. 1.0 and True equal 1, and are no whole numbers.
 JUNK: list[Any] = [None, True, 1.5, b"x", {}, {"a": 1}, [], [[]], "", "x", 1, -5]
 SPEC = ["float32", [2, 3], 4096]
@@ -152,17 +156,21 @@ SPEC = ["float32", [2, 3], 4096]
         (JOIN, 3, ["", "x" * 108], ["x" * 109]),
         (REFUSED, 2, ["", "x" * 1000], ["x" * 1001]),
         (PUSH, 2, [0, 2], [-1, 3]),
-        (PUSH, 1, [[["w", 0, -1]], [["w", 0, 1]] * MAX_PARTS], [[], [["w", 0, 1]] * (MAX_PARTS + 1)]),
-        (PUSH, 1, [[["x" * 200, BIGGEST, BIGGEST]]], [[["x" * 201, 0, 1]], [["", 0, 1]], [["w", -1, 1]]]),
-        (PUSH, 1, [[["w", 0, 1]]], [[["w", 0, -2]], [["w", 0, BIGGEST + 1]], [["w", BIGGEST + 1, 1]]]),
-        (PUSH, 1, [[["w", 0, 1]]], [[["w", 0]], [["w", 0, 1, 1]], [["w", True, 1]], [["w", 0, 1.0]], [b"w"], ["w01"]]),
-        (KEY_INFO, 1, [[["int8", [], 4096], ["int8", [1] * 32, 16 << 20]], []],
-         [[["int8", [1] * 33, 4096]], [["int8", [], 4032]], [["int8", [], (16 << 20) + 64]], [["int8", [], 4097]]]),
-        (KEY_INFO, 1, [[["int8", [MAX_KEY_NBYTES], 4096]]],
-         [[["int8", [MAX_KEY_NBYTES + 1], 4096]], [["int16", [], 4096]], [["", [], 4096]], [["int8", [-1], 4096]]]),
-        (KEY_INFO, 1, [[["float64", [0, MAX_KEY_NBYTES], 4096]]],
-         [[["float64", [MAX_KEY_NBYTES], 4096]], [["int8", [MAX_KEY_NBYTES] * 32, 4096]], [["int8", 3, 4096]],
-          [SPEC[:2]]]),
+        (PUSH, 1, [[["w", 0, -1, 0]], [["w", 0, 1, 0]] * MAX_PARTS], [[], [["w", 0, 1, 0]] * (MAX_PARTS + 1)]),
+        (PUSH, 1, [[["x" * 200, *[BIGGEST] * 3]]], [[["x" * 201, 0, 1, 0]], [["", 0, 1, 0]], [["w", -1, 1, 0]]]),
+        (PUSH, 1, [[["w", 0, 1, 0]]],
+         [[["w", 0, -2, 0]], [["w", 0, BIGGEST + 1, 0]], [["w", BIGGEST + 1, 1, 0]], [["w", 0, 1, -1]],
+          [["w", 0, 1, BIGGEST + 1]], [["w", 0, 1, True]], [["w", 0, 1]], [["w", 0, 1, 0, 1]], [["w", True, 1, 0]],
+          [["w", 0, 1.0, 0]], [b"w"], ["w010"]]),
+        (KEY_INFO, 1, [[[["int8", [], 4096], 0], [["int8", [1] * 32, 16 << 20], BIGGEST]], []],
+         [[[["int8", [1] * 33, 4096], 0]], [[["int8", [], 4032], 0]], [[["int8", [], (16 << 20) + 64], 0]],
+          [[["int8", [], 4097], 0]], [[["int8", [], 4096], -1]], [[["int8", [], 4096]]]]),
+        (KEY_INFO, 1, [[[["int8", [MAX_KEY_NBYTES], 4096], 0]]], [[[["int8", [MAX_KEY_NBYTES + 1], 4096], 0]],
+         [[["int16", [], 4096], 0]], [[["", [], 4096], 0]], [[["int8", [-1], 4096], 0]]]),
+        (KEY_INFO, 1, [[[["float64", [0, MAX_KEY_NBYTES], 4096], 0]]],
+         [[[["float64", [MAX_KEY_NBYTES], 4096], 0]], [[["int8", [MAX_KEY_NBYTES] * 32, 4096], 0]],
+          [[["int8", 3, 4096], 0]], [[SPEC[:2], 0]]]),
+        (DELETE, 1, [[["w", 0]] * MAX_PARTS], [[], [["w", 0]] * (MAX_PARTS + 1), [["", 0]], [["w", -1]], [["w"]]]),
         (KEY_INFO, 2, [[-1], [MAX_PARTS], [0] * MAX_PARTS], [[], [-2], [MAX_PARTS + 1], [0] * (MAX_PARTS + 1), ["w"]]),
         (INIT, 2, [[["w", 0, 0]] * MAX_PARTS], [[], [["w", 0, 0]] * (MAX_PARTS + 1), [["w", 0]], [["", 0, 0]],
                                                 [["w", -1, 0]], [["w", 0, -1]], [["w", 0, 0, 0]], ["w"]]),

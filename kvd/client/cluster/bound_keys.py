@@ -14,7 +14,7 @@ from kvd.protocol.specs import KeySpec
 
 
 class BoundKeys:
-    """Arrays are added once per key and stay."""
+    """Arrays are added once per key and stay until it is deleted."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, BoundArrays] = {}
@@ -27,6 +27,12 @@ class BoundKeys:
             made = adjacent_arrays(fresh, memory)
             self._arrays.update(made)
         return made
+
+    def forget(self, names: Sequence[str]) -> None:
+        """The keys are deleted: their arrays are the program's."""
+        with self._lock:
+            for name in names:
+                self._arrays.pop(name, None)
 
     def arrays(self, names: Sequence[str]) -> list[BoundArrays]:
         return [self._arrays[name] for name in names]

@@ -7,7 +7,7 @@ others from being made; all that are taken are created in one job.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvd.core.machine import Create, FirstBytes, JobDone, Received, Span
@@ -18,7 +18,7 @@ from kvd.core.server.effects import ServerEffects
 from kvd.core.server.keys import MAX_SLICES, KeyTable
 from kvd.core.server.rounds import SliceLog
 from kvd.core.session import SchedulerSession
-from kvd.protocol.messages import MAX_TEXT_CHARS, Done, ErrorCode, Init, Refused
+from kvd.protocol.messages import MAX_TEXT_CHARS, Done, ErrorCode, Init, NotYetReason, Outdated, Refused
 from kvd.protocol.specs import KeySpec, padded
 
 COPIES = 3  # of each slice that a server leads: the version, the one before, and the one that is being made
@@ -56,7 +56,11 @@ class ListRefusals:
 
 
 class KeyCreation:
-    """Creates slices, within the memory of this server."""
+    """Creates slices, within the memory of this server.
+
+    Args:
+        take_away: removes the slices of a key that was deleted.
+    """
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class KeyCreation:
         effects: ServerEffects,
         attachments: Attachments,
         control: ServerControl,
+        take_away: Callable[[str], None],
         *,
         memory_limit_bytes: int,
     ) -> None:
@@ -74,6 +79,7 @@ class KeyCreation:
         self._effects = effects
         self._attachments = attachments
         self._control = control
+        self._take_away = take_away
         self._memory_limit_bytes = memory_limit_bytes
         self._creating: set[tuple[str, int]] = set()  # slices whose Create is under way
         self._creating_keys = Counter[str]()  # how many of each key
@@ -87,8 +93,18 @@ class KeyCreation:
         if isinstance(slices, str):
             self._effects.refuse(event.peer, init.request, ErrorCode.PROTOCOL_ERROR, slices, init.slices[0].key)
             return
+        if init.creation < self._table.creation:
+            self._effects.send(event.peer, Outdated(init.request, self._table.creation))
+            return
         if any((new.key, new.slice_index) in self._creating for new in slices):
             return  # it is asked again, and this will be done by then
+        leftovers = sorted({new.key for new in slices if rank == 0 and self._is_left_over(new.key, init.creation)})
+        if not all(map(self._table.is_quiescent, leftovers)):
+            text = "a slice is being updated"
+            self._effects.not_yet(event.peer, init.request, NotYetReason.UPDATING, text, leftovers[0])
+            return
+        for key in leftovers:
+            self._take_away(key)
         refused = ListRefusals()
         wanted: list[_New] = []
         for new in slices:
@@ -108,12 +124,18 @@ class KeyCreation:
             lambda job: Create(job, firsts), lambda done: self._created(event, init, wanted, refused, done)
         )
 
+    def _is_left_over(self, key: str, creation: int) -> bool:
+        """Whether the slices here are those of a deleted key. Worker 0 makes a key of its name only if there is none at
+        its home; nobody was left to have the others dropped."""
+        slices = self._table.of_key(key)
+        return bool(slices) and slices[0].creation < creation and self._view.server_of(key, 0) != self._session.rank
+
     def _is_made(self, event: Received, init: Init, new: _New) -> bool:
         """Whether this slice came before. An init that was given up may be made again with other values."""
         old = self._table.slices.get((new.key, new.slice_index))
         if old is None or old.creator != event.sender or old.spec != new.spec:
             return False
-        return init.request <= old.request or self._table.is_in_use(new.key)
+        return init.request <= old.request or (old.creation == init.creation and self._table.is_in_use(new.key))
 
     def _error(self, new: _New, rank: int) -> tuple[ErrorCode, str] | None:
         """Why the slice cannot be created."""
@@ -168,6 +190,9 @@ class KeyCreation:
             self._end(new)
         if self._attachments.find(event.sender) is None:
             return  # it was replaced: its successor makes the keys again
+        if init.creation < self._table.creation:  # since it was asked
+            self._effects.send(event.peer, Outdated(init.request, self._table.creation))
+            return
         if done.error is not None:
             error = refusal_of(init.request, done.error)
             for new in wanted:
@@ -183,7 +208,16 @@ class KeyCreation:
     def _add(self, event: Received, init: Init, new: _New, buffer: object) -> None:
         settings = self._view.settings
         log = SliceLog(self._view.is_sync, settings.rounds_ahead, settings.staleness, buffer)
-        self._table.add(new.key, new.slice_index, new.spec, log, event.sender, self._control.optimizer, init.request)
+        self._table.add(
+            new.key,
+            new.slice_index,
+            new.spec,
+            log,
+            event.sender,
+            self._control.optimizer,
+            init.request,
+            init.creation,
+        )
 
     def validate(self) -> None:
         """Raises AssertionError unless the slices that are being created are counted."""

@@ -20,13 +20,13 @@ from kvd.protocol.messages import (
     KeyList,
     ListKeys,
     Lookup,
+    Made,
     MemberState,
     NodeName,
     NotYetReason,
     Publish,
     Refused,
 )
-from kvd.protocol.specs import KeySpec
 
 INFO_BYTES = 48 << 10  # of the 64 KiB of a header, for the specs and places of a KeyInfo
 
@@ -56,11 +56,15 @@ class KeyRequests:
         refused = ListRefusals()
         for place, (key, number) in enumerate(publish.keys):
             made = self._table.slices.get((key, 0))
-            is_known = number < len(publish.specs) and made is not None and made.spec == publish.specs[number]
-            if rank != 0 or not is_known:
+            if (
+                rank != 0
+                or made is None
+                or number >= len(publish.specs)
+                or (made.spec, made.creation) != (publish.specs[number], publish.creation)
+            ):
                 refused.add(place, ErrorCode.NOT_ALLOWED, "only worker 0 publishes, and only what it made", key)
             elif key not in self._table.live:
-                self._table.live[key] = publish.specs[number]
+                self._table.live[key] = Made(made.spec, made.creation)
                 for lookup in self._lookups.published(key):
                     self._answer(lookup.peer, lookup.request, lookup.keys)
         self._effects.send(event.peer, refused.answer(publish.request))
@@ -77,18 +81,18 @@ class KeyRequests:
 
     def _answer(self, peer: Peer, request: int, keys: Sequence[str]) -> None:
         """What is known of the keys, or of as many of them as fit into a header."""
-        specs: dict[KeySpec, int] = {}
+        different: dict[Made, int] = {}
         places: list[int] = []
         room = INFO_BYTES
         for key in keys:
-            spec = self._table.live.get(key)
-            if spec is not None and spec not in specs:
-                room -= 9 * len(spec.shape) + 32  # at most, as msgpack
+            made = self._table.live.get(key)
+            if made is not None and made not in different:
+                room -= 9 * len(made.spec.shape) + 42  # at most, as msgpack
                 if places and room < 0:
                     break
-                specs[spec] = len(specs)
-            places.append(NO_KEY if spec is None else specs[spec])
-        self._effects.send(peer, KeyInfo(request, tuple(specs), tuple(places)))
+                different[made] = len(different)
+            places.append(NO_KEY if made is None else different[made])
+        self._effects.send(peer, KeyInfo(request, tuple(different), tuple(places)))
 
     def fail_lookups_without_rank_0(self) -> None:
         """Worker 0 makes the keys: if it is gone, nobody waits for them any longer."""

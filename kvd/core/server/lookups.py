@@ -60,6 +60,8 @@ class WaitingLookups:
         """The key is live. Returns the look-ups that wait for nothing any more."""
         ended = []
         for lookup in self._waiting.pop(key, {}).values():
+            if not lookup.move_on(self._live):
+                lookup.position = 0  # keys may have been deleted meanwhile
             if lookup.move_on(self._live):
                 self._waiting.setdefault(lookup.key, {})[lookup.peer, lookup.request] = lookup
             else:

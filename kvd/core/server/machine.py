@@ -17,6 +17,7 @@ from kvd.core.membership import name_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable
 from kvd.core.server.control import ServerControl
+from kvd.core.server.deletions import Deletions
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.key_creation import KeyCreation
 from kvd.core.server.key_requests import KeyRequests
@@ -34,8 +35,10 @@ from kvd.protocol.messages import (
     Attach,
     ClockQuery,
     DeclareBatch,
+    Delete,
     Departure,
     Done,
+    Drop,
     Epoch,
     ErrorCode,
     Init,
@@ -93,8 +96,15 @@ class ServerMachine:
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(self.table, effects, pushes.advance)
+        self._deletions = deletions = Deletions(self.table, effects, attachments, participants, waiters)
         self._creation = creation = KeyCreation(
-            session, self.table, effects, attachments, control, memory_limit_bytes=settings.memory_limit_bytes
+            session,
+            self.table,
+            effects,
+            attachments,
+            control,
+            deletions.take_away,
+            memory_limit_bytes=settings.memory_limit_bytes,
         )
         self._keys = keys = KeyRequests(session, self.table, effects, attachments, participants)
         pulls = Pulls(effects, attachments, targets, waiters, participants)
@@ -109,6 +119,8 @@ class ServerMachine:
             Init: creation.init,
             Publish: keys.publish,
             Lookup: keys.lookup,
+            Delete: deletions.delete,
+            Drop: deletions.drop,
             ListKeys: keys.list,
             ClockQuery: resumption.clocks,
             Activate: resumption.activate,
@@ -126,6 +138,7 @@ class ServerMachine:
             self._receive(event, now)
         elif isinstance(event, JobDone):
             self._effects.end_job(event)
+            self._deletions.advance()
         elif isinstance(event, LocalCall):
             self._say_goodbye(event)
         elif isinstance(event, InvalidFrame) and event.peer == SCHEDULER:
@@ -169,6 +182,7 @@ class ServerMachine:
         self._attachments.validate()
         self._creation.validate()
         self._keys.validate()
+        self._deletions.validate()
         self._waiters.validate(self.table.groups.values())
 
     # ── dispatch ──
@@ -215,7 +229,8 @@ class ServerMachine:
         self._attachments.welcome_named()
         self._participants.update(self._session.view)
         self._keys.fail_lookups_without_rank_0()
-        for group in self.table.groups.values():
+        self._deletions.view_changed()
+        for group in list(self.table.groups.values()):
             self._pushes.advance(group)
             self._participants.fail_blocked(group)
 
@@ -224,6 +239,7 @@ class ServerMachine:
         groups = list(self.table.groups.values())
         self._control.drop_sender(incarnation)
         self._batches.drop_sender(incarnation)
+        self._deletions.drop_rank(rank)
         for group in groups:
             group.log.drop_unclosed(rank)
         self._waiters.drop_sender(incarnation, groups)

@@ -11,10 +11,10 @@ from kvd.core.session import SchedulerSession
 from kvd.core.worker.calls import Call, CallBook
 from kvd.core.worker.key_directory import KeyDirectory, Search, not_joined
 from kvd.core.worker.key_making import KeyMaking
-from kvd.core.worker.keys import KeyTable, WorkerKey
+from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
 from kvd.core.worker.participation import Participation
 from kvd.errors import KeyExists, KvdError, NotAllowed, RemoteError
-from kvd.protocol.messages import MemberState
+from kvd.protocol.messages import Made, MemberState
 from kvd.protocol.specs import KeySpec
 
 
@@ -33,6 +33,7 @@ class InitCalls:
 
     Args:
         wake: a key became ready: the calls that queue for it go on.
+        afterwards: acts when the deletion of a key has ended, if the call still waits for that.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class InitCalls:
         directory: KeyDirectory,
         making: KeyMaking,
         wake: Callable[[WorkerKey], None],
+        afterwards: Callable[[WorkerKey, Call, Callable[[], None]], None],
     ) -> None:
         self._session = session
         self._view = session.view
@@ -53,11 +55,17 @@ class InitCalls:
         self._directory = directory
         self._making = making
         self._wake = wake
+        self._afterwards = afterwards
 
     def init_keys(self, call: Call, request: requests.InitKeys) -> None:
         error = self._error(request)
         if error is not None or not request.items:
             self._calls.complete(call, error=error)
+            return
+        deleting = (self._keys.by_name.get(item.key) for item in request.items)
+        last = next((key for key in deleting if key is not None and key.state is KeyState.DELETING), None)
+        if last is not None:
+            self._afterwards(last, call, partial(self.init_keys, call, request))
             return
         call.start()
         call.set_keys([self._keys.get_or_add(item.key) for item in request.items])
@@ -105,19 +113,26 @@ class InitCalls:
     def _find_or_make(self, init: _InitCall, keys: Sequence[WorkerKey]) -> None:
         """Rank 0 after a restart looks whether its predecessor made the keys; the others wait until they are live."""
 
-        def found(key: WorkerKey, spec: KeySpec) -> None:
-            error = self._spec_error(key, init.items[key], spec)
+        def found(key: WorkerKey, made: Made) -> None:
+            error = self._spec_error(key, init.items[key], made.spec)
             if error is not None:
                 self._ended(init, key, error)
             else:
-                self._directory.found(key, spec, partial(self._ended, init, key))
+                self._directory.found(key, made, partial(self._ended, init, key))
 
         def failed(some: Sequence[WorkerKey], error: KvdError) -> None:
             for key in some:
                 self._ended(init, key, error)
 
-        search = Search(found, partial(self._make, init), failed)
-        self._directory.ask(init.call, keys, search, wait=self._session.rank != 0)
+        def missing(some: Sequence[WorkerKey]) -> None:
+            if is_maker:
+                self._make(init, some)
+            else:  # they were live, and deleted since
+                self._directory.ask(init.call, some, search, wait=True)
+
+        is_maker = self._session.rank == 0
+        search = Search(found, missing, failed)
+        self._directory.ask(init.call, keys, search, wait=not is_maker)
 
     def _spec_error(self, key: WorkerKey, item: requests.Item, spec: KeySpec) -> KvdError | None:
         """Why a key that is live already is not the one that the call wants to make."""

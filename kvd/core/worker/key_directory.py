@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvd.core import requests
 from kvd.core.machine import Received
@@ -21,16 +21,21 @@ from kvd.core.worker.message_plans import HEADER_BUDGET, MessagePlans, header_nb
 from kvd.core.worker.participation import Participation
 from kvd.core.worker.servers import Servers
 from kvd.errors import KeyNotFound, KvdError, NotAllowed, ProtocolError
-from kvd.protocol.messages import MAX_PARTS, NO_KEY, KeyInfo, Lookup
-from kvd.protocol.specs import KeySpec
+from kvd.protocol.messages import MAX_PARTS, NO_KEY, KeyInfo, Lookup, Made
 
 
 class Search(NamedTuple):
     """What is done with the answers to a question for keys."""
 
-    found: Callable[[WorkerKey, KeySpec], None]
+    found: Callable[[WorkerKey, Made], None]
     missing: Callable[[Sequence[WorkerKey]], None]  # these are not live
     failed: Callable[[Sequence[WorkerKey], KvdError], None]  # there is no answer for these
+
+
+class LookUp(Protocol):
+    """Asks for keys that are not known yet, for the calls that queue for them."""
+
+    def __call__(self, keys: Sequence[WorkerKey], *, wait: bool = False) -> None: ...
 
 
 class KeyDirectory:
@@ -92,8 +97,8 @@ class KeyDirectory:
             return
         missing = []
         for key, place in zip(keys, message.keys, strict=False):
-            if NO_KEY < place < len(message.specs):
-                search.found(key, message.specs[place])
+            if NO_KEY < place < len(message.made) and message.made[place].creation >= key.creation:
+                search.found(key, message.made[place])
             else:
                 missing.append(key)
         if missing:
@@ -113,8 +118,8 @@ class KeyDirectory:
         else:
             self.ask(None, keys, Search(self._found_by_queue, self._not_there, self._cannot_be_had), wait=wait)
 
-    def _found_by_queue(self, key: WorkerKey, spec: KeySpec) -> None:
-        self.found(key, spec, partial(self._looked_up, key))
+    def _found_by_queue(self, key: WorkerKey, made: Made) -> None:
+        self.found(key, made, partial(self._looked_up, key))
 
     def _not_there(self, keys: Sequence[WorkerKey]) -> None:
         for key in keys:
@@ -126,7 +131,7 @@ class KeyDirectory:
 
     def _looked_up(self, key: WorkerKey, error: KvdError | None) -> None:
         """The calls that queue for the key go on, or fail."""
-        if error is None or key.state in (KeyState.READY, KeyState.LOST):  # found in another way meanwhile
+        if error is None or key.state in (KeyState.READY, KeyState.DELETING, KeyState.LOST):  # found in another way
             self._wake(key)
             return
         key.move_to(KeyState.UNKNOWN)
@@ -140,16 +145,16 @@ class KeyDirectory:
 
     # ── a key that is live ──
 
-    def found(self, key: WorkerKey, spec: KeySpec, then: Callable[[KvdError | None], None]) -> None:
+    def found(self, key: WorkerKey, made: Made, then: Callable[[KvdError | None], None]) -> None:
         """The key is live. A worker whose rank had an earlier holder takes over its clock first."""
-        if key.state is KeyState.READY:
+        if key.state in (KeyState.READY, KeyState.DELETING):
             then(None)
             return
-        key.place(spec, self._view, self._servers)
+        key.place(made.spec, made.creation, self._view, self._servers)
         self._plans.clear()
 
         def clock_known(error: KvdError | None) -> None:
-            if error is None:
+            if error is None and key.state is not KeyState.DELETING:
                 key.move_to(KeyState.READY)
             then(error)
 

@@ -20,7 +20,7 @@ from kvd.core.worker.keys import KeyState, WorkerKey
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans, plan_messages
 from kvd.core.worker.servers import Servers
 from kvd.errors import KeyExists, KvdError
-from kvd.protocol.messages import Init, NewKey, NewSlice, Publish, Refused
+from kvd.protocol.messages import Init, NewKey, NewSlice, Outdated, Publish, Refused
 from kvd.protocol.specs import KeySpec
 
 Ended: TypeAlias = Callable[[WorkerKey, KvdError | None], None]
@@ -34,6 +34,7 @@ class _Making:
     keys: list[WorkerKey]
     ended: Ended  # told of each key when it is live, or cannot be made
     remaining: int  # messages that are not answered
+    is_outdated: bool = False  # a server wants a larger creation
     errors: dict[int, KvdError] = field(default_factory=dict)  # by the place of the key
 
 
@@ -45,6 +46,7 @@ class KeyMaking:
         self._servers = servers
         self._plans = plans
         self._asker = asker
+        self._creation = 0  # of the keys that are made next: larger than those of the keys known to be deleted
 
     def make(self, call: Call, wanted: Sequence[tuple[WorkerKey, Item]], ended: Ended) -> None:
         """Makes these keys with the values of the items. `ended` is told of each."""
@@ -55,6 +57,13 @@ class KeyMaking:
         if fresh:
             self._store(call, fresh, ended)
 
+    def deleted(self, key: WorkerKey) -> None:
+        """The key is gone: keys that are made from now on must not be taken for it."""
+        self._creation = max(self._creation, key.creation + 1)
+        key.forget()
+        key.creation += 1  # an answer about the deleted key may still come
+        self._plans.clear()
+
     # ── the slices go to their servers ──
 
     def _store(self, call: Call, wanted: Sequence[tuple[WorkerKey, Item]], ended: Ended) -> None:
@@ -62,14 +71,16 @@ class KeyMaking:
         keys = [key for key, _ in wanted]
         for key, item in wanted:
             assert item.spec is not None
-            key.place(KeySpec(item.spec.dtype, item.spec.shape, slice_bytes), self._view, self._servers)
+            spec = KeySpec(item.spec.dtype, item.spec.shape, slice_bytes)
+            key.place(spec, self._creation, self._view, self._servers)
         self._plans.clear()
         plans = plan_messages(keys, slice_bytes, with_specs=True)
         making = _Making(call, keys, ended, len(plans))
+        make_again = partial(self._store, call, wanted, ended)
         for plan in plans:
             specs, places = _numbered([keys[item] for item in plan.items])
             slices = tuple(
-                [NewSlice(key, index, place) for (key, index), place in zip(plan.slice_ids, places, strict=True)]
+                [NewSlice(key, index, place) for (key, index, _), place in zip(plan.slice_ids, places, strict=True)]
             )
             payload = tuple(
                 [
@@ -77,16 +88,21 @@ class KeyMaking:
                     for item, (offset, nbytes) in zip(plan.items, plan.ranges, strict=True)
                 ]
             )
-            server, answered = self._servers.peer_of(plan.server), partial(self._stored, making, plan)
-            self._asker.ask(call, server, Init(0, specs, slices), answered, payload)
+            server, answered = self._servers.peer_of(plan.server), partial(self._stored, making, plan, make_again)
+            self._asker.ask(call, server, Init(0, specs, slices, self._creation), answered, payload)
 
-    def _stored(self, making: _Making, plan: MessagePlan, event: Received) -> None:
+    def _stored(self, making: _Making, plan: MessagePlan, make_again: Callable[[], None], event: Received) -> None:
+        if isinstance(event.message, Outdated):
+            self._creation = max(self._creation, event.message.creation)
+            making.is_outdated = True
         error = self._asker.error_of(event)
         if error is not None:
             for place in _refused_places(event, len(plan.items)):
                 making.errors.setdefault(plan.items[place], error)
         making.remaining -= 1
-        if making.remaining == 0:
+        if making.remaining == 0 and making.is_outdated:
+            make_again()
+        elif making.remaining == 0:
             self._publish(making.call, [key for n, key in enumerate(making.keys) if n not in making.errors], making)
             for number, failure in making.errors.items():
                 making.ended(making.keys[number], failure)
@@ -114,11 +130,14 @@ class KeyMaking:
             for place, key in enumerate(some):
                 published(key, error if place in refused else None)
 
-        for rank, here in by_home(keys, self._view):
+        creations = sorted({key.creation for key in keys})
+        alike = [[key for key in keys if key.creation == creation] for creation in creations]
+        for rank, here in [group for some in alike for group in by_home(some, self._view)]:
             for some in in_messages(here, with_specs=True):
                 specs, places = _numbered(some)
                 named = tuple([NewKey(key.name, place) for key, place in zip(some, places, strict=True)])
-                self._asker.ask(call, self._servers.peer_of(rank), Publish(0, specs, named), partial(answered, some))
+                home, message = self._servers.peer_of(rank), Publish(0, specs, named, some[0].creation)
+                self._asker.ask(call, home, message, partial(answered, some))
 
     def _publish_again(self, call: Call, wanted: Sequence[tuple[WorkerKey, Item]], ended: Ended) -> None:
         """An earlier init was given up when only the answer to its Publish was missing. Others may use its values

@@ -99,8 +99,8 @@ class _OpenMessage:
             and self.header_nbytes + header_nbytes <= HEADER_BUDGET
         )
 
-    def add(self, name: str, index: int, item: int, span: tuple[int, int], header_nbytes: int) -> None:
-        self.slice_ids.append(SliceId(name, index))
+    def add(self, slice_id: SliceId, item: int, span: tuple[int, int], header_nbytes: int) -> None:
+        self.slice_ids.append(slice_id)
         self.items.append(item)
         self.ranges.append(span)
         self.offsets.append(self.payload_nbytes)
@@ -117,7 +117,7 @@ class _OpenMessage:
 
 def header_nbytes(key: WorkerKey, *, with_spec: bool = False) -> int:
     """The most that a slice of this key takes in a header: a character is at most 4 bytes in UTF-8."""
-    nbytes = 4 * len(key.name) + 20
+    nbytes = 4 * len(key.name) + (29 if key.creation else 21)
     if with_spec and key.spec is not None:
         nbytes += 9 * len(key.spec.shape) + 32
     return nbytes
@@ -140,5 +140,5 @@ def plan_messages(keys: Sequence[WorkerKey], limit: int, *, with_specs: bool = F
             if message is None or not message.has_room(header, span[1], limit):
                 message = open_[server] = _OpenMessage(server)
                 messages.append(message)
-            message.add(key.name, index, item, span, header)
+            message.add(SliceId(key.name, index, key.creation), item, span, header)
     return [message.plan() for message in messages]
