@@ -68,6 +68,7 @@ def test_a_key_is_gone_once_all_ranks_have_deleted_it() -> None:
     assert delete(harness, 0, request=50) == []
     assert values(harness.pull(1, 0)) == ((0,), [b"a"])
     assert harness.explain()["bytes_led"] == 1
+    assert harness.explain()["waiting_for"] == ["worker 1"]
     effects = delete(harness, 1, request=60)
     assert said(effects, worker_id(0)) == [Done(50)]
     assert said(effects, worker_id(1)) == [Done(60)]

@@ -102,6 +102,11 @@ class Deletions:
             if not ranks:
                 del self._by_key[key]
 
+    @property
+    def blockers(self) -> set[int]:
+        """The ranks that others wait for."""
+        return {rank for key in self._by_key.keys() - self._going for rank in self._missing(key)}
+
     # ── all ranks have deleted a key ──
 
     def _close(self, key: str) -> None:

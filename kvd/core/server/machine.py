@@ -154,6 +154,7 @@ class ServerMachine:
         groups = self.table.groups.values()
         ranks = self._attachments.ranks
         blockers = {rank for group in groups for rank in self._participants.blockers(group)}
+        blockers |= self._deletions.blockers
         return {
             "role": "server",
             "rank": self._session.rank,
