@@ -12,7 +12,7 @@ from kvd.client.calls.optimizer_state_file import OptimizerStateFile
 from kvd.core.machine import Send
 from kvd.errors import KeyExists, ShapeMismatch
 from kvd.node.sending import MessageSender
-from kvd.protocol.messages import Init, Lookup, Publish
+from kvd.protocol.messages import Epoch, Init, Lookup, Publish
 from kvd.testing.cluster import LocalCluster
 
 KEYS = 5000
@@ -23,9 +23,9 @@ def test_a_list_of_thousands_of_keys_takes_a_few_messages(monkeypatch: pytest.Mo
     sent: list[type] = []
     send = MessageSender.send
 
-    def counting(sender: MessageSender, effect: Send) -> None:
+    def counting(sender: MessageSender, effect: Send, run: int, epoch: Epoch) -> None:
         sent.append(type(effect.message))
-        send(sender, effect)
+        send(sender, effect, run, epoch)
 
     monkeypatch.setattr(MessageSender, "send", counting)
 

@@ -147,7 +147,10 @@ def test_the_memory_of_a_deleted_key_is_there_for_others() -> None:
     harness = Harness(memory=7 * 100)
     harness.init("a", bytes(100))
     assert refusal(harness.say(0, init_of(harness.request(), "b", uint8(60), 0), bytes(60))).error
+    memory = harness.machine._creation._memory
+    assert memory.of_others(run=-1) == 700
     delete_by_all(harness, "a")
+    assert memory.of_others(run=-1) == 0  # other runs may have it
     make(harness, "b", bytes(100), 1)
 
 

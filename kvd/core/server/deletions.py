@@ -8,6 +8,7 @@ their slices of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvd.core.machine import ForgetState, LogEntry, Peer, Received
@@ -32,7 +33,11 @@ class _Waiting:
 
 
 class Deletions:
-    """The keys that some ranks, but not all, have deleted."""
+    """The keys that some ranks, but not all, have deleted.
+
+    Args:
+        give_back: keys are gone: their memory is free.
+    """
 
     def __init__(
         self,
@@ -41,12 +46,14 @@ class Deletions:
         attachments: Attachments,
         participants: Participants,
         waiters: Waiters,
+        give_back: Callable[[], None],
     ) -> None:
         self._table = table
         self._effects = effects
         self._attachments = attachments
         self._participants = participants
         self._waiters = waiters
+        self._give_back = give_back
         self._waiting: dict[PushRequest, _Waiting] = {}
         self._by_key: dict[str, dict[int, _Waiting]] = {}  # key → rank
         self._going: set[str] = set()  # all ranks have deleted them; an update of their group is still running
@@ -138,6 +145,7 @@ class Deletions:
                 refusal = Refused(entry.pending.request, ErrorCode.KEY_NOT_FOUND, text, key)
                 self._waiters.fail(entry.pending, refusal)
             group.waiting = []
+        self._give_back()
         self._effects.emit(ForgetState(tuple([(slice_.key, slice_.index) for slice_ in slices])))
         self._effects.emit(LogEntry("debug", f"key {key!r} was deleted"))
 

@@ -16,6 +16,7 @@ from kvd.core.server.attachments import Attachments
 from kvd.core.server.control import ServerControl
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.keys import MAX_SLICES, KeyTable
+from kvd.core.server.memory import ServerMemory
 from kvd.core.server.rounds import SliceLog
 from kvd.core.session import SchedulerSession
 from kvd.protocol.messages import MAX_TEXT_CHARS, Done, ErrorCode, Init, NotYetReason, Outdated, Refused
@@ -70,8 +71,7 @@ class KeyCreation:
         attachments: Attachments,
         control: ServerControl,
         take_away: Callable[[str], None],
-        *,
-        memory_limit_bytes: int,
+        memory: ServerMemory,
     ) -> None:
         self._session = session
         self._view = session.view
@@ -80,7 +80,7 @@ class KeyCreation:
         self._attachments = attachments
         self._control = control
         self._take_away = take_away
-        self._memory_limit_bytes = memory_limit_bytes
+        self._memory = memory
         self._creating: set[tuple[str, int]] = set()  # slices whose Create is under way
         self._creating_keys = Counter[str]()  # how many of each key
         self._creating_nbytes = 0
@@ -148,16 +148,27 @@ class KeyCreation:
             text = f"key {new.key!r} has {new.num_slices} slices: choose a larger slice_bytes"
             return ErrorCode.NOT_ALLOWED, text
         old = self._table.slices.get((new.key, new.slice_index))
-        staging = settings.rounds_ahead * settings.num_workers
         led = self._table.bytes_led + self._creating_nbytes - (0 if old is None else old.nbytes)
-        demand = (led + self._still_to_come(new)) * (COPIES + staging)
-        if demand > self._memory_limit_bytes or len(self._table.slices) + len(self._creating) >= MAX_SLICES:
+        demand = (led + self._still_to_come(new)) * self._copies
+        is_full = len(self._table.slices) + len(self._creating) >= MAX_SLICES
+        if is_full or not self._memory.grant(self._session.run, demand):
+            others = self._memory.of_others(self._session.run)
+            of_others = f", besides {others >> 20} MiB of other runs" if others else ""
             return ErrorCode.NOT_ALLOWED, (
                 f"key {new.key!r} would take {self._session.name} to {demand >> 20} MiB ({COPIES} copies, and "
-                f"{staging} staged), its limit is {self._memory_limit_bytes >> 20} MiB: add servers, or raise "
-                f"memory_limit_bytes"
+                f"{self._copies - COPIES} staged), its limit is {self._memory.limit_bytes >> 20} MiB{of_others}: add "
+                f"servers, or raise memory_limit_bytes"
             )
         return None
+
+    @property
+    def _copies(self) -> int:
+        """How often a byte that is led may be held, staged contributions included."""
+        return COPIES + self._view.settings.rounds_ahead * self._view.settings.num_workers
+
+    def give_back(self) -> None:
+        """Keys were deleted: other runs may have their memory."""
+        self._memory.grant(self._session.run, (self._table.bytes_led + self._creating_nbytes) * self._copies)
 
     def _still_to_come(self, new: _New) -> int:
         """The bytes of this slice, and of the others if it is the first of its key that comes here: a key that does not

@@ -134,8 +134,8 @@ class Generations:
             left = sorted({slice_.key for slice_ in slices_of(server)} - {PHASE})
             if left:
                 world.fail(f"server {rank} still has {left}")
-            jobs = world.processes[f"server {rank}"].jobs
-            kept = set() if jobs is None else jobs.slices - {(PHASE, 0)}
+            runners = world.processes[f"server {rank}"].runners.values()
+            kept = {slice_id for runner in runners for slice_id in runner.slices} - {(PHASE, 0)}
             if kept:
                 world.fail(f"server {rank} still has states of {sorted(kept)}")
         if world.value(PHASE)[0] != 2 * self.generations * self.workers:
