@@ -1,13 +1,15 @@
-"""kvd, a parameter server for Python: `create` gives a store of values that the workers of a job share."""
+"""kvd, a parameter server for Python: `create` gives a store of values that the workers of a job share.
 
-from kvd import aio, errors, optimizer
-from kvd.client.calls.backend import Node
-from kvd.client.calls.handle import Handle
-from kvd.client.cluster.observer import Reading
-from kvd.client.facades.blocking import KVStore, create
-from kvd.client.facades.observer import Observer
-from kvd.client.registry import KVStoreBase, register_store
-from kvd.config import Config
+The errors are here from the start. Everything else is imported when it is first used: a program that only wants to know
+the version, or to catch a KvdError, does not wait for NumPy and ZeroMQ.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvd import errors
 from kvd.errors import (
     BarrierBroken,
     ConfigError,
@@ -28,6 +30,16 @@ from kvd.errors import (
     StoreClosed,
     VersionUnavailable,
 )
+
+if TYPE_CHECKING:
+    from kvd import aio, optimizer
+    from kvd.client.calls.backend import Node
+    from kvd.client.calls.handle import Handle
+    from kvd.client.cluster.observer import Reading
+    from kvd.client.facades.blocking import KVStore, create
+    from kvd.client.facades.observer import Observer
+    from kvd.client.registry import KVStoreBase, register_store
+    from kvd.config import Config
 
 __version__ = "0.1.0"
 
@@ -63,3 +75,31 @@ __all__ = [
     "NotAllowed",
     "VersionUnavailable",
 ]
+
+# Name → the module that it is imported from when it is first used. A name without one is a module of this package.
+_WHEN_USED = {
+    "create": "kvd.client.facades.blocking",
+    "KVStore": "kvd.client.facades.blocking",
+    "Handle": "kvd.client.calls.handle",
+    "Node": "kvd.client.calls.backend",
+    "Config": "kvd.config",
+    "Observer": "kvd.client.facades.observer",
+    "Reading": "kvd.client.cluster.observer",
+    "KVStoreBase": "kvd.client.registry",
+    "register_store": "kvd.client.registry",
+    "aio": "",
+    "optimizer": "",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHEN_USED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _WHEN_USED[name]
+    value = getattr(import_module(home), name) if home else import_module(f"{__name__}.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHEN_USED})

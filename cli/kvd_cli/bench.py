@@ -8,7 +8,6 @@ from pathlib import Path
 
 import click
 
-from kvd.client.facades.blocking import KVStore
 from kvd_cli.bench_plot import counted, is_plotted, throughput_chart
 from kvd_cli.bench_report import HEADINGS, curve, table_lines
 from kvd_cli.bench_run import TRANSPORTS, JobFailed, make_job, measure
@@ -57,6 +56,8 @@ def bench(
 
     A work is one of the names in the default of --only, or SIZE or SIZExCOUNT, such as 16KiB or 4MiBx64.
     """
+    from kvd.client.facades.blocking import KVStore  # `kvd --help` needs no client
+
     works = _checked_works(only, plot)
     if bound and not KVStore.is_capable("bind"):
         raise click.UsageError("--bound: kv.bind is not available in this version of kvd; measure without it")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from kvd.client.cluster.observer import Observer
-from kvd.client.facades.blocking import KVStore, leave_at_once, visit
-from kvd.config import Config
 from kvd_cli.options import current
 from kvd_cli.patience import told_when_slow
+
+if TYPE_CHECKING:  # `kvd --help` needs no client
+    from kvd.client.cluster.observer import Observer
+    from kvd.client.facades.blocking import KVStore
+    from kvd.config import Config
 
 
 @contextlib.contextmanager
@@ -22,6 +25,8 @@ def observer(doing: str) -> Iterator[Observer]:
     Raises:
         ConnectError: no scheduler answers, or its host is not known.
     """
+    from kvd.client.cluster.observer import Observer
+
     config = current().load_client().config
     with told_when_slow(_connecting(config), config):
         cluster = Observer(config)
@@ -36,6 +41,8 @@ def as_worker(doing: str) -> Iterator[KVStore]:
     Args:
         doing: what the block does, for a person who waits for it.
     """
+    from kvd.client.facades.blocking import leave_at_once, visit
+
     loaded = current().load_client()
     given = {name: getattr(loaded.config, name) for name, origin in loaded.origin.items() if origin != "default"}
     given.setdefault(

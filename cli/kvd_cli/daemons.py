@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 
 from kvd.config import Loaded, Role, child_environment, named_setting, rank_variables, systemd_environment, with_unset
-from kvd.node import roles
 from kvd.node.parent import Guard
 from kvd.observe import log
 from kvd.observe.systemd import Notifier
@@ -94,5 +93,7 @@ def _worker_environment(loaded: Loaded) -> dict[str, str]:
 
 
 def _run_daemon(role: Role, ready_file: Path | None) -> None:
+    from kvd.node.roles import run_daemon  # `kvd --help` runs no daemon
+
     loaded = current().load_silently()
-    click.get_current_context().exit(roles.run_daemon(loaded, role, ready_file=ready_file))
+    click.get_current_context().exit(run_daemon(loaded, role, ready_file=ready_file))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +135,8 @@ def _read_file(path: Path | None) -> dict[str, tuple[object, str]]:
     """The settings of a TOML file, each with ``FILE:LINE``."""
     if path is None:
         return {}
+    import tomllib  # most programs have no file
+
     try:
         text = path.read_text(encoding="utf-8")
         table = tomllib.loads(text)

@@ -224,14 +224,20 @@ class Extent(NamedTuple):
     nbytes: int
 
 
-class Create(NamedTuple):
-    """Make the first version of a slice from received bytes. Its JobDone has the buffer."""
+class FirstBytes(NamedTuple):
+    """A slice that is to be made, and the received bytes that it starts with."""
 
-    job: int
     key: str
     slice_index: int
     dtype: str
     source: Span
+
+
+class Create(NamedTuple):
+    """Make the first version of each of these slices. Its JobDone has a list of their buffers."""
+
+    job: int
+    slices: tuple[FirstBytes, ...]
 
 
 class Apply(NamedTuple):
@@ -273,6 +279,13 @@ class Load(NamedTuple):
 
 class ResetState(NamedTuple):
     """Forget the optimizer's state of every slice: another optimizer is set. Takes effect at once, without JobDone."""
+
+
+class ForgetState(NamedTuple):
+    """Forget what is kept besides the bytes of these slices (key and index): they are deleted. Takes effect at once,
+    without JobDone."""
+
+    slices: tuple[tuple[str, int], ...]
 
 
 class Run(NamedTuple):
@@ -346,7 +359,7 @@ class LogEntry(NamedTuple):
 
 Job: TypeAlias = Create | Apply | Export | Load | Run
 Local: TypeAlias = Copy | Census | Complete | Halt | Stop | DropRun | LogEntry
-OfOneRun: TypeAlias = Send | Connect | Disconnect | Job | ResetState | Persist | Local
+OfOneRun: TypeAlias = Send | Connect | Disconnect | Job | ResetState | ForgetState | Persist | Local
 
 
 class InRun(NamedTuple):

@@ -50,6 +50,13 @@ class InitKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class DeleteKeys:
+    """Completes when the keys are gone, which they are once every worker that takes part has deleted them."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DescribeKey:
     """The result is the KeySpec of a live key. With `wait`, the call waits until the key is live."""
 
@@ -209,6 +216,7 @@ class TellScheduler:
 Request: TypeAlias = (
     JoinCluster
     | InitKeys
+    | DeleteKeys
     | DescribeKey
     | Transfer
     | Survey

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
-from kvd.core.machine import DropRun, Halt, Job, JobDone, Persist, Persisted, ResetState, Run
+from kvd.core.machine import DropRun, ForgetState, Halt, Job, JobDone, Persist, Persisted, ResetState, Run
 from kvd.errors import KvdError, NotAllowed
 from kvd.node.jobs import JobRunner
 from kvd.node.threads import Stepper
@@ -41,6 +41,10 @@ class Background:
     def reset_state(self, _effect: ResetState, run: int) -> None:
         """Another optimizer is set in this run."""
         self._runner(run).reset()
+
+    def forget_state(self, effect: ForgetState, run: int) -> None:
+        """Slices of this run are deleted."""
+        self._runner(run).forget(effect.slices)
 
     def drop_run(self, effect: DropRun) -> None:
         self._runners.pop(effect.run, None)

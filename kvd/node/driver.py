@@ -25,6 +25,7 @@ from kvd.core.machine import (
     DropRun,
     Event,
     Export,
+    ForgetState,
     Halt,
     InRun,
     Load,
@@ -137,6 +138,8 @@ class Driver:
                 attempt(self._background.run_job, effect, run)
             elif kind is ResetState:
                 attempt(self._background.reset_state, effect, run)
+            elif kind is ForgetState:
+                attempt(self._background.forget_state, effect, run)
             else:
                 attempt(self._actions[kind], effect)
 

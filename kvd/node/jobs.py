@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvd.compute.optimizers import SliceState, apply_update
 from kvd.compute.tensors import contiguous_bytes, named_dtype
-from kvd.core.machine import Apply, Buffer, Create, Export, Job, JobDone, Load, Run, ScatterList, Span
+from kvd.core.machine import Apply, Buffer, Create, Export, FirstBytes, Job, JobDone, Load, Run, ScatterList, Span
 from kvd.errors import KvdError, NotAllowed, ProtocolError
 from kvd.node.optimizer_states import OptimizerStates, copied
 from kvd.protocol.specs import padded
@@ -59,6 +58,8 @@ def installed_controllers() -> dict[str, Controller]:
 
     One that cannot be loaded says so when a command asks for it: it must not keep the others from working.
     """
+    from importlib.metadata import entry_points  # takes a while, and most processes run no commands
+
     controllers: dict[str, Controller] = {"ping": ping}
     for entry in entry_points(group="kvd.commands"):
         try:
@@ -102,9 +103,20 @@ class JobRunner:
         except Exception as error:  # noqa: BLE001  custom optimizers and commands may raise anything
             return JobDone(job.job, None, NotAllowed(f"{type(error).__name__}: {error}"))
 
+    @property
+    def slices(self) -> set[tuple[str, int]]:
+        """The slices that were made and not forgotten, by key and index."""
+        return set(self._counts)
+
     def reset(self) -> None:
         """Start every slice with a new state, because another optimizer was set."""
         self._states.clear()
+
+    def forget(self, slices: Sequence[tuple[str, int]]) -> None:
+        """Forget the states of slices that are deleted."""
+        for slice_id in slices:
+            self._counts.pop(slice_id, None)
+            self._states.drop(slice_id)
 
     def _result(self, job: Job) -> Any:
         if isinstance(job, Apply):
@@ -117,13 +129,15 @@ class JobRunner:
             return self._load(job)
         return self._run_command(job)
 
-    def _create(self, job: Create) -> Array:
-        dtype = named_dtype(job.dtype)
-        slice_id = (job.key, job.slice_index)
-        self._counts[slice_id] = job.source.nbytes // dtype.itemsize
+    def _create(self, job: Create) -> list[Array]:
+        return [self._first_version(first) for first in job.slices]
+
+    def _first_version(self, first: FirstBytes) -> Array:
+        slice_id = (first.key, first.slice_index)
+        self._counts[slice_id] = first.source.nbytes // named_dtype(first.dtype).itemsize
         self._states.drop(slice_id)
-        made = self._allocate(job.source.nbytes)
-        np.copyto(made, view(job.source, UINT8))
+        made = self._allocate(first.source.nbytes)
+        np.copyto(made, view(first.source, UINT8))
         return made
 
     def _apply(self, job: Apply) -> Array:

@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load
 
 
 def parse_tensors(data: bytes, expected_format: str) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
@@ -16,6 +14,9 @@ def parse_tensors(data: bytes, expected_format: str) -> tuple[dict[str, np.ndarr
     Raises:
         ValueError: it is something else; the text says what is wrong.
     """
+    from safetensors import SafetensorError  # most programs read no such file: they need not wait for the import
+    from safetensors.numpy import load
+
     try:
         tensors = load(data)
     except SafetensorError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import logging
 
 from kvd.optimizer.fields import kinds
@@ -31,6 +30,8 @@ def known_optimizers() -> dict[str, type[Optimizer]]:
 
 @functools.cache
 def _installed() -> dict[str, type[Optimizer]]:
+    import importlib.metadata  # takes a while, and most processes decode no optimizer
+
     found: dict[str, type[Optimizer]] = {}
     for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         try:

@@ -250,9 +250,9 @@ def _check_for(annotation: Any) -> Check:
 
 def _part(value: object) -> object:
     """The check of a Part, written out because a header holds up to a thousand of them."""
-    if type(value) is not list or len(value) != 3:
-        raise ProtocolError(f"expected [key, index, clock], got {_short(value)}")
-    key, index, clock = value
+    if type(value) is not list or len(value) != 4:
+        raise ProtocolError(f"expected [key, index, clock, creation], got {_short(value)}")
+    key, index, clock, creation = value
     if (
         type(key) is not str
         or not 0 < len(key) <= MAX_KEY_CHARS
@@ -260,9 +260,11 @@ def _part(value: object) -> object:
         or not 0 <= index <= BIGGEST
         or type(clock) is not int
         or not -1 <= clock <= BIGGEST
+        or type(creation) is not int
+        or not 0 <= creation <= BIGGEST
     ):
-        raise ProtocolError(f"expected [key, index, clock], got {_short(value)}")
-    return messages.Part(key, index, clock)
+        raise ProtocolError(f"expected [key, index, clock, creation], got {_short(value)}")
+    return messages.Part(key, index, clock, creation)
 
 
 def _fields_of(kind: type[Any]) -> Callable[[Message], Iterable[object]]:

@@ -54,6 +54,7 @@ EXIT_BARRIER = "kvd:exit"  # where the workers of a run meet before they leave
 NO_RUN = 0  # the message concerns the cluster, not a run
 MAX_RUNS = 64  # listed in a view, those that are gone included
 ANY_CLOCK = -1  # in a pull: whatever is committed
+NO_KEY = -1  # in a KeyInfo: no such key is live
 
 
 class Epoch(NamedTuple):
@@ -69,6 +70,7 @@ class Part(NamedTuple):
     key: Key
     slice_index: Number
     clock: Signed
+    creation: Number = 0  # see KeyId
 
 
 class SliceId(NamedTuple):
@@ -76,6 +78,39 @@ class SliceId(NamedTuple):
 
     key: Key
     slice_index: Number
+    creation: Number = 0  # see KeyId
+
+
+class KeyId(NamedTuple):
+    """A key by its name and its creation: a number larger than those of all keys of the name that were deleted.
+
+    What was sent to a deleted key has the creation of that key, so it does not count in its successor of the same name.
+    """
+
+    key: Key
+    creation: Number
+
+
+class Made(NamedTuple):
+    """What a live key is like."""
+
+    spec: KeySpec
+    creation: Number
+
+
+class NewSlice(NamedTuple):
+    """One slice of a key that is to be made."""
+
+    key: Key
+    slice_index: Number
+    spec: Number  # the place of the key's spec in the specs of the message
+
+
+class NewKey(NamedTuple):
+    """A key whose slices are made."""
+
+    key: Key
+    spec: Number  # the place of its spec in the specs of the message
 
 
 class Settings(NamedTuple):
@@ -173,6 +208,8 @@ Shape: TypeAlias = Annotated[tuple[Annotated[int, Limit(0, MAX_KEY_NBYTES)], ...
 Runs: TypeAlias = Annotated[tuple[RunEntry, ...], Limit(0, MAX_RUNS)]
 Parts: TypeAlias = Annotated[tuple[Part, ...], Limit(1, MAX_PARTS)]
 SliceIds: TypeAlias = Annotated[tuple[SliceId, ...], Limit(1, MAX_PARTS)]
+KeyIds: TypeAlias = Annotated[tuple[KeyId, ...], Limit(1, MAX_PARTS)]
+Specs: TypeAlias = Annotated[tuple[KeySpec, ...], Limit(1, MAX_PARTS)]
 
 # How a push counts in its round.
 ADD = 0  # a gradient or value, merged with the others'
@@ -361,7 +398,7 @@ class NodeName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Not carried out, now or ever."""
+    """Not carried out, now or ever. With `places`, that is so for these entries of the request's list alone."""
 
     KIND: ClassVar[int] = 17
     request: Number
@@ -371,6 +408,7 @@ class Refused:
     taken: Taken = Taken.NOTHING
     nodes: Annotated[tuple[NodeName, ...], Limit(0, MAX_MEMBERS)] = ()  # for NODE_LOST and BARRIER_BROKEN
     last_seen_s: float = 0.0  # for NODE_LOST: seconds of silence before the node was declared dead
+    places: Annotated[tuple[Number, ...], Limit(0, MAX_PARTS)] = ()  # error, text and key are those of the first
 
 
 # ── values: worker ↔ server ───────────────────────────────────────────────────────────────────────────────────────────
@@ -401,41 +439,78 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """One slice of a new key; its value is the payload."""
+    """Slices of new keys, with their values as payload. Answered with Done, or Refused with the places of some."""
 
     KIND: ClassVar[int] = 33
     request: Number
-    key: Key
-    spec: KeySpec
-    index: Number
+    specs: Specs
+    slices: Annotated[tuple[NewSlice, ...], Limit(1, MAX_PARTS)]
+    creation: Number = 0  # of all these keys; if it is not large enough, the answer is Outdated
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """All slices of the key are stored: it is live. To the server of slice 0, which answers the waiting Lookups."""
+    """All slices of these keys are stored: they are live. To the server of their slices 0, which answers the waiting
+    Lookups. Answered like Init."""
 
     KIND: ClassVar[int] = 34
     request: Number
-    key: Key
-    spec: KeySpec
+    specs: Specs
+    keys: Annotated[tuple[NewKey, ...], Limit(1, MAX_PARTS)]
+    creation: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What is this key? To the server of its slice 0. With `wait`, answered when the key is live."""
+    """What are these keys? To the server of their slices 0. With `wait`, answered when all of them are live."""
 
     KIND: ClassVar[int] = 35
     request: Number
-    key: Key
+    keys: Annotated[tuple[Key, ...], Limit(1, MAX_PARTS)]
     wait: bool
 
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
+    """For each key of a Lookup, the place in `made` of what it is like; NO_KEY if it is not live.
+
+    There may be fewer entries than keys: the rest did not fit, and is asked for again.
+    """
+
     KIND: ClassVar[int] = 36
     request: Number
-    spec: KeySpec
-    publisher: Number  # the incarnation of the worker that published it
+    made: Annotated[tuple[Made, ...], Limit(0, MAX_PARTS)]
+    keys: Annotated[tuple[Annotated[int, Limit(-1, MAX_PARTS)], ...], Limit(1, MAX_PARTS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Outdated:
+    """Nothing of the Init was carried out: keys have been deleted here. Make these with at least this creation."""
+
+    KIND: ClassVar[int] = 72
+    request: Number
+    creation: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """My rank deletes these keys. To the server of their slices 0, where they are gone once all ranks have said so.
+
+    Answered with Done when all of them are gone there.
+    """
+
+    KIND: ClassVar[int] = 73
+    request: Number
+    keys: KeyIds
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """These keys are gone where their slices 0 were: drop their other slices. Answered with Done."""
+
+    KIND: ClassVar[int] = 74
+    request: Number
+    keys: KeyIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,6 +542,7 @@ class Activate:
     request: Number
     key: Key
     clock: Number
+    creation: Number = 0
 
 
 class Cast(NamedTuple):
@@ -631,6 +707,7 @@ class StoreState:
     index: Number
     step: Number
     slots: Annotated[tuple[tuple[Name, Name], ...], Limit(0, 16)]
+    creation: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -834,6 +911,9 @@ Message: TypeAlias = (
     | Publish
     | Lookup
     | KeyInfo
+    | Outdated
+    | Delete
+    | Drop
     | ClockQuery
     | Clocks
     | Activate

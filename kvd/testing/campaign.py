@@ -8,10 +8,11 @@ from functools import cache
 from typing import Protocol
 
 from kvd.testing.mishaps import Mishaps, live_through
-from kvd.testing.network import CALM, NASTY, ROUGH, Faults
+from kvd.testing.network import CALM, LATE_COPIES, NASTY, ROUGH, Faults
 from kvd.testing.process import Coroutine
 from kvd.testing.settings import ClusterSettings, ShellSettings, Timeouts
 from kvd.testing.simulator import Me, World
+from kvd.testing.workloads.deletions import Generations
 from kvd.testing.workloads.ledger import Ledger, list_ledger
 from kvd.testing.workloads.lives import LifeLedger, ListLives
 from kvd.testing.workloads.meetings import Meetings
@@ -92,6 +93,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "lives": lambda campaign, seed: LifeLedger(WORKERS, STEPS),
     "lists": lambda campaign, seed: list_ledger(WORKERS, STEPS, seed, campaign.timeout_s),
     "list lives": lambda campaign, seed: ListLives(WORKERS, STEPS, grouping=mostly_together(seed)),
+    "deletions": lambda campaign, seed: Generations(WORKERS, sync=campaign.mode == "sync"),
     "meetings": lambda campaign, seed: Meetings(WORKERS, STEPS),
     "refusals": lambda campaign, seed: RefusalLedger(WORKERS, STEPS, timeout_s=campaign.timeout_s),
     "rounds": lambda campaign, seed: Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0),
@@ -144,6 +146,15 @@ CAMPAIGNS: dict[str, Campaign] = {
     "list training, nasty": Campaign(
         "list training", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))
     ),
+    "deletions": Campaign("deletions"),
+    "deletions, nasty": Campaign("deletions", mishaps=LASTING, faults=NASTY),
+    "deletions, slow jobs": Campaign("deletions", mishaps=LASTING, shell=ShellSettings(job_s=(0.0, 0.5))),
+    "deletions, no record": Campaign("deletions", shell=ShellSettings(state_dir=False)),
+    "deletions, async, slow jobs": Campaign(
+        "deletions", mode="async", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.5))
+    ),
+    "deletions, late copies": Campaign("deletions", mishaps=LASTING, faults=LATE_COPIES),
+    "deletions, long pauses": Campaign("deletions", mishaps=LONG_PAUSES),
     "meetings": Campaign("meetings"),
     "meetings, nasty": Campaign("meetings", mishaps=LASTING, faults=NASTY),
     "meetings, long pauses": Campaign("meetings", mishaps=LONG_PAUSES),

@@ -27,6 +27,7 @@ class Faults:
         breaks: the chance, per message, that its connection breaks: what is under way is lost from some point on, and
             the other side sees a new connection, which may overtake the rest of the old one.
         loss, duplicates: chances per message, whatever the connection does.
+        late_s: the longest time by which the second copy of a message is late, besides its delay.
         ordered: messages of a connection arrive in order.
     """
 
@@ -34,11 +35,13 @@ class Faults:
     breaks: float = 0.0
     loss: float = 0.0
     duplicates: float = 0.0
+    late_s: float = 0.0
     ordered: bool = True
 
 
 CALM = Faults()
 ROUGH = Faults(delay_s=(0.0005, 0.05), breaks=0.01)
+LATE_COPIES = Faults(delay_s=(0.0005, 0.05), duplicates=0.5, late_s=8.0, ordered=False)
 NASTY = Faults(delay_s=(0.0005, 0.6), breaks=0.005, loss=0.03, duplicates=0.15, ordered=False)
 
 
@@ -131,8 +134,10 @@ class Network:
             self.lost += 1
             return
         copies = 2 if faults.duplicates and chance() < faults.duplicates else 1
-        for _ in range(copies):
+        for copy in range(copies):
             arrival = self._clock.now + self._random.uniform(*faults.delay_s)
+            if copy and faults.late_s:
+                arrival += self._random.uniform(0.0, faults.late_s)
             if faults.ordered:
                 arrival = max(arrival, connection.arrival.get((route, to_server), 0.0))
                 connection.arrival[route, to_server] = arrival

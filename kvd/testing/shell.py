@@ -24,6 +24,7 @@ from kvd.core.machine import (
     Effect,
     Event,
     Export,
+    ForgetState,
     Halt,
     InRun,
     Job,
@@ -149,6 +150,8 @@ class Shell:
                 self._start_job(process, effect, run)
             elif isinstance(effect, ResetState):
                 _runner(process, run).reset()
+            elif isinstance(effect, ForgetState):
+                _runner(process, run).forget(effect.slices)
             else:
                 self._carry_out[type(effect)](process, effect)
         self._on_step(process)

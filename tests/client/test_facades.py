@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import pytest
 
 import kvd
 from kvd.client.calls import exits
-from kvd.client.calls.backend import Backend, StoreFacts
+from kvd.client.calls.backend import StoreFacts
 from kvd.client.calls.handle import Handle
 from kvd.client.facades.life import StoreLife
 from kvd.client.facades.open import open_backend
@@ -42,11 +43,7 @@ class Closing:
 def life_of(closing: Closing, *, distributed: bool) -> StoreLife:
     local = open_backend("local", {})
     facts = FACTS._replace(distributed=distributed)
-    return StoreLife(
-        Backend(
-            facts, local.values, local.assignments, local.binding, local.rounds, local.updates, local.nodes, closing
-        )
-    )
+    return StoreLife(replace(local, facts=facts, closing=closing))
 
 
 def test_the_properties_are_those_of_the_facts() -> None:

@@ -8,7 +8,21 @@ from typing import Any, TypeVar
 from kvd.core.machine import SCHEDULER, Copy, Effect, Received, Send, Span
 from kvd.core.placement import initial_shards
 from kvd.core.session import Identity, SchedulerSession
-from kvd.protocol.messages import Epoch, Member, MemberState, Settings, View, Welcome
+from kvd.protocol.messages import (
+    Epoch,
+    Init,
+    KeyInfo,
+    Lookup,
+    Made,
+    Member,
+    MemberState,
+    NewKey,
+    NewSlice,
+    Publish,
+    Settings,
+    View,
+    Welcome,
+)
 from kvd.protocol.specs import KeySpec
 
 T = TypeVar("T")
@@ -102,3 +116,22 @@ def copies(effects: Iterable[Effect]) -> list[tuple[Any, int, Span]]:
         for target, row in zip(copy.targets, copy.rows, strict=True)
         if target is not None
     ]
+
+
+# ── messages about one key ──
+
+
+def init_of(request: int, key: str, spec: KeySpec, index: int) -> Init:
+    return Init(request, (spec,), (NewSlice(key, index, 0),))
+
+
+def publish_of(request: int, key: str, spec: KeySpec) -> Publish:
+    return Publish(request, (spec,), (NewKey(key, 0),))
+
+
+def lookup_of(request: int, key: str, wait: bool) -> Lookup:
+    return Lookup(request, (key,), wait)
+
+
+def info_of(request: int, spec: KeySpec) -> KeyInfo:
+    return KeyInfo(request, (Made(spec, 0),), (0,))

@@ -11,11 +11,9 @@ from kvd.protocol.messages import (
     Attach,
     DeclareBatch,
     Epoch,
-    Init,
     Member,
     NotYet,
     Part,
-    Publish,
     Pull,
     PullBatch,
     Push,
@@ -29,10 +27,12 @@ from kvd.protocol.specs import KeySpec
 from tests.core.fakes import (
     cluster,
     from_scheduler,
+    init_of,
     members,
     of,
     one,
     padded_bytes,
+    publish_of,
     read,
     said,
     session,
@@ -96,7 +96,7 @@ class Harness:
 
     def _result(self, job: Any) -> Any:
         if isinstance(job, Create):
-            return read(job.source)
+            return [read(first.source) for first in job.slices]
         if isinstance(job, Apply):
             values = [read(given.span) for given in job.contributions if given.span is not None]
             return values[0] if job.assign else bytes(sum(column) % 256 for column in zip(*values, strict=True))
@@ -132,9 +132,9 @@ class Harness:
         spec = spec or uint8(len(value))
         for index in range(spec.num_slices):
             start, length = spec.span(index)
-            self.say(0, Init(self.request(), key, spec, index), value[start : start + length], life=life)
+            self.say(0, init_of(self.request(), key, spec, index), value[start : start + length], life=life)
         if publish:
-            self.say(0, Publish(self.request(), key, spec), life=life)
+            self.say(0, publish_of(self.request(), key, spec), life=life)
 
     def push(
         self, rank: int, clock: int, value: bytes | None = b"\1", *, key: str = "w", index: int = 0, **more: Any

@@ -17,14 +17,12 @@ from kvd.protocol.messages import (
     Clocks,
     ErrorCode,
     FetchState,
-    Init,
     NotYetReason,
-    Publish,
     SliceId,
     Taken,
 )
 from kvd.protocol.specs import KeySpec
-from tests.core.fakes import member, of, one, read, said, uint8, worker_id
+from tests.core.fakes import init_of, member, of, one, publish_of, read, said, uint8, worker_id
 from tests.core.server_harness import Harness, kinds, not_yet, packed, refusal, together, values
 
 A, B, C = b"\1", b"\2", b"\3"
@@ -278,11 +276,11 @@ def test_a_key_that_is_made_again_leaves_its_group() -> None:
         harness.init(key, b"\0", publish=False)
     harness.declare(1, 1, "a", "b")
     harness.push_batch(1, 1, A, B)
-    harness.say(0, Init(harness.request(), "a", uint8(2), 0), b"\0\0")
+    harness.say(0, init_of(harness.request(), "a", uint8(2), 0), b"\0\0")
     assert harness.groups == [["a", "b"]]
     harness.look(member("worker", 1, life=1))
     harness.attach(1, life=1)  # what was staged is dropped: nobody uses it any more
-    assert kinds(harness.say(0, Init(harness.request(), "a", uint8(2), 0), b"\0\0")) == ["Done"]
+    assert kinds(harness.say(0, init_of(harness.request(), "a", uint8(2), 0), b"\0\0")) == ["Done"]
     assert harness.groups == [["b"], ["a"]]
     harness.declare(1, 1, "a", "b", life=1)
     harness.push_batch(1, 1, b"\1\1", B, life=1)
@@ -297,7 +295,7 @@ def test_a_key_that_is_pushed_to_while_it_is_made_again_stays_as_it_is() -> None
     for rank in (0, 1):
         harness.declare(rank, 1, "a", "b")
     harness.hold = True
-    harness.say(0, Init(harness.request(), "a", uint8(2), 0), b"\0\0")
+    harness.say(0, init_of(harness.request(), "a", uint8(2), 0), b"\0\0")
     for rank in (0, 1):
         harness.push_batch(rank, 1, A, B)
     create, apply = harness.jobs
@@ -305,7 +303,7 @@ def test_a_key_that_is_pushed_to_while_it_is_made_again_stays_as_it_is() -> None
     assert refusal(harness.finish(create)).error is ErrorCode.KEY_EXISTS
     assert kinds(harness.finish(apply)) == ["Done", "Done"]
     assert harness.groups == [["a", "b"]]
-    assert kinds(harness.say(0, Publish(harness.request(), "b", uint8(1)))) == ["Done"]
+    assert kinds(harness.say(0, publish_of(harness.request(), "b", uint8(1)))) == ["Done"]
 
 
 def test_contributions_point_into_the_payload_they_came_in() -> None:

@@ -77,7 +77,7 @@ class Cluster:
         if isinstance(effect, Send):
             self.send(machine, effect)
         elif isinstance(effect, Create):
-            self.queue.append((who, JobDone(effect.job, read(effect.source))))
+            self.queue.append((who, JobDone(effect.job, [read(first.source) for first in effect.slices])))
         elif isinstance(effect, Apply):
             given = [read(entry.span) for entry in effect.contributions if entry.span is not None]
             summed = given[0] if effect.assign else bytes(sum(column) % 256 for column in zip(*given, strict=True))

@@ -30,17 +30,7 @@ from kvd.protocol.messages import (
     Taken,
     Welcome,
 )
-from tests.core.fakes import (
-    SLICE,
-    cluster,
-    from_scheduler,
-    member,
-    of,
-    one,
-    padded_bytes,
-    said,
-    uint8,
-)
+from tests.core.fakes import SLICE, cluster, from_scheduler, init_of, member, of, one, padded_bytes, said, uint8
 from tests.core.server_harness import Harness as Server
 from tests.core.server_harness import kinds, not_yet, ready, refusal, values
 from tests.core.worker_harness import Harness as Worker
@@ -285,10 +275,10 @@ def test_a_repeated_init_brings_its_own_values() -> None:
     harness = Server()
     spec = uint8(2 * SLICE)
     old, new = b"\1" * SLICE, b"\2" * SLICE
-    harness.say(0, Init(11, "w", spec, 0), old)  # slice 1 does not get through, and the call is given up
-    harness.say(0, Init(21, "w", spec, 0), new)
-    harness.say(0, Init(22, "w", spec, 1), new)
-    assert said(harness.say(0, Init(11, "w", spec, 0), old)) == [Done(11)]  # a late copy changes nothing
+    harness.say(0, init_of(11, "w", spec, 0), old)  # slice 1 does not get through, and the call is given up
+    harness.say(0, init_of(21, "w", spec, 0), new)
+    harness.say(0, init_of(22, "w", spec, 1), new)
+    assert said(harness.say(0, init_of(11, "w", spec, 0), old)) == [Done(11)]  # a late copy changes nothing
     assert harness.value("w", 0) + harness.value("w", 1) == new + new
 
 
@@ -325,7 +315,7 @@ def test_an_init_whose_publish_was_refused_can_be_repeated() -> None:
 def test_a_key_that_does_not_fit_takes_no_room() -> None:
     harness = Server(memory=10 * 7 * SLICE)  # (3 + 2 rounds ahead × 2 workers) × ten slices
     big = uint8(11 * SLICE)
-    assert refusal(harness.say(0, Init(11, "big", big, 0), bytes(SLICE))).error is ErrorCode.NOT_ALLOWED
+    assert refusal(harness.say(0, init_of(11, "big", big, 0), bytes(SLICE))).error is ErrorCode.NOT_ALLOWED
     harness.init("fits", bytes(10 * SLICE), uint8(10 * SLICE))
     assert harness.value("fits", 9) == bytes(SLICE)
 

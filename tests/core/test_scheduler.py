@@ -19,7 +19,6 @@ from kvd.protocol.messages import (
     HeartbeatAck,
     Join,
     Leave,
-    Lookup,
     MemberState,
     NotYet,
     NotYetReason,
@@ -31,7 +30,7 @@ from kvd.protocol.messages import (
     View,
     Welcome,
 )
-from tests.core.fakes import OPEN, of, one, said, server_id, worker_id
+from tests.core.fakes import OPEN, lookup_of, of, one, said, server_id, worker_id
 from tests.core.scheduler_harness import BARE, Harness, answer
 
 # ── how it is told ──
@@ -296,7 +295,7 @@ def test_a_heartbeat_for_a_rank_that_another_node_holds_is_refused_as_replaced()
 
 def test_messages_for_servers_are_refused_and_answers_are_not_answered() -> None:
     harness = Harness()
-    refused = answer(harness.say(51, Lookup(4, "w", False)), Refused)
+    refused = answer(harness.say(51, lookup_of(4, "w", False)), Refused)
     assert (refused.error, refused.request, refused.text) == (
         ErrorCode.PROTOCOL_ERROR,
         4,

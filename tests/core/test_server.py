@@ -21,6 +21,7 @@ from kvd.core.machine import (
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.errors import NotAllowed
 from kvd.protocol.messages import (
+    NO_KEY,
     Activate,
     Attach,
     ClockQuery,
@@ -29,14 +30,12 @@ from kvd.protocol.messages import (
     Done,
     Epoch,
     ErrorCode,
-    Init,
     KeyInfo,
     KeyList,
     ListKeys,
-    Lookup,
+    Made,
     NotYetReason,
     Part,
-    Publish,
     Pull,
     Push,
     Refused,
@@ -45,7 +44,22 @@ from kvd.protocol.messages import (
     Welcome,
 )
 from kvd.protocol.specs import KeySpec
-from tests.core.fakes import SLICE, cluster, from_scheduler, member, of, one, said, session, uint8, worker_id
+from tests.core.fakes import (
+    SLICE,
+    cluster,
+    from_scheduler,
+    info_of,
+    init_of,
+    lookup_of,
+    member,
+    of,
+    one,
+    publish_of,
+    said,
+    session,
+    uint8,
+    worker_id,
+)
 from tests.core.server_harness import Harness, kinds, not_yet, ready, refusal, values
 
 # ── attaching ──
@@ -76,8 +90,8 @@ def test_a_server_or_a_stranger_is_no_worker() -> None:
     harness = Harness(attach=False)
     assert harness.step(Received(CallerPeer(b"x"), 1000, Epoch(0, 0), Attach(1, 0))) == []
     for message in (
-        Init(3, "w", uint8(1), 0),
-        Publish(3, "w", uint8(1)),
+        init_of(3, "w", uint8(1), 0),
+        publish_of(3, "w", uint8(1)),
         ClockQuery(3, "w"),
         Activate(3, "w", 1),
         Push(3, (Part("w", 0, 1),), 0, 1, False),
@@ -91,31 +105,31 @@ def test_a_server_or_a_stranger_is_no_worker() -> None:
 
 def test_a_key_is_made_published_and_found() -> None:
     harness = Harness()
-    assert refusal(harness.say(1, Lookup(5, "w", False))).error is ErrorCode.KEY_NOT_FOUND
-    assert harness.say(1, Lookup(6, "w", True)) == []
-    assert harness.say(1, Lookup(6, "w", True)) == []
+    assert said(harness.say(1, lookup_of(5, "w", False))) == [KeyInfo(5, (), (NO_KEY,))]
+    assert harness.say(1, lookup_of(6, "w", True)) == []
+    assert harness.say(1, lookup_of(6, "w", True)) == []
     spec = uint8(2)
-    assert said(harness.say(0, Init(7, "w", spec, 0), b"ab")) == [Done(7)]
-    assert refusal(harness.say(1, Lookup(5, "w", False))).error is ErrorCode.KEY_NOT_FOUND
-    effects = harness.say(0, Publish(8, "w", spec))
-    info = KeyInfo(6, spec, worker_id(0))
+    assert said(harness.say(0, init_of(7, "w", spec, 0), b"ab")) == [Done(7)]
+    assert said(harness.say(1, lookup_of(5, "w", False))) == [KeyInfo(5, (), (NO_KEY,))]
+    effects = harness.say(0, publish_of(8, "w", spec))
+    info = info_of(6, spec)
     assert said(effects, worker_id(1)) == [info]
     assert said(effects, worker_id(0)) == [Done(8)]
-    assert said(harness.say(0, Publish(8, "w", spec))) == [Done(8)]
-    assert said(harness.say(1, Lookup(6, "w", True))) == [info]
+    assert said(harness.say(0, publish_of(8, "w", spec))) == [Done(8)]
+    assert said(harness.say(1, lookup_of(6, "w", True))) == [info]
     assert values(harness.pull(1, 0)) == ((0,), [b"ab"])
 
 
 def test_an_init_that_is_sent_again_changes_nothing() -> None:
     harness = Harness()
     harness.hold = True
-    first = one(of(Create, harness.say(0, Init(7, "w", uint8(1), 0), b"a")))
-    assert of(Create, harness.say(0, Init(7, "w", uint8(1), 0), b"a")) == []
+    first = one(of(Create, harness.say(0, init_of(7, "w", uint8(1), 0), b"a")))
+    assert of(Create, harness.say(0, init_of(7, "w", uint8(1), 0), b"a")) == []
     assert said(harness.finish(first)) == [Done(7)]
     harness.hold = False
     for rank in (0, 1):
         harness.push(rank, 1)
-    effects = harness.say(0, Init(7, "w", uint8(1), 0), b"a")
+    effects = harness.say(0, init_of(7, "w", uint8(1), 0), b"a")
     assert (said(effects), of(Create, effects)) == ([Done(7)], [])
     assert values(harness.pull(0, 1)) == ((1,), [b"\2"])
 
@@ -129,24 +143,24 @@ def test_an_init_that_is_sent_again_changes_nothing() -> None:
     ],
 )
 def test_an_invalid_init_is_refused(rank: int, index: int, payload: bytes, error: ErrorCode) -> None:
-    assert refusal(Harness().say(rank, Init(3, "w", uint8(4), index), payload)).error is error
+    assert refusal(Harness().say(rank, init_of(3, "w", uint8(4), index), payload)).error is error
 
 
 def test_only_worker_0_publishes_what_it_made() -> None:
     harness = Harness()
-    assert refusal(harness.say(0, Publish(3, "w", uint8(1)))).error is ErrorCode.NOT_ALLOWED
+    assert refusal(harness.say(0, publish_of(3, "w", uint8(1)))).error is ErrorCode.NOT_ALLOWED
     harness.init("w", b"a", publish=False)
-    assert refusal(harness.say(1, Publish(3, "w", uint8(1)))).error is ErrorCode.NOT_ALLOWED
-    assert refusal(harness.say(0, Publish(3, "w", uint8(2)))).error is ErrorCode.NOT_ALLOWED  # not what it made
+    assert refusal(harness.say(1, publish_of(3, "w", uint8(1)))).error is ErrorCode.NOT_ALLOWED
+    assert refusal(harness.say(0, publish_of(3, "w", uint8(2)))).error is ErrorCode.NOT_ALLOWED  # not what it made
 
 
 def test_a_failed_create_is_refused_with_its_error() -> None:
     harness = Harness()
     harness.error = NotAllowed("no memory")
-    refused = refusal(harness.say(0, Init(3, "w", uint8(1), 0), b"a"))
+    refused = refusal(harness.say(0, init_of(3, "w", uint8(1), 0), b"a"))
     assert (refused.error, refused.text, refused.key) == (ErrorCode.NOT_ALLOWED, "no memory", "w")
     harness.error = None
-    assert said(harness.say(0, Init(3, "w", uint8(1), 0), b"a")) == [Done(3)]
+    assert said(harness.say(0, init_of(3, "w", uint8(1), 0), b"a")) == [Done(3)]
 
 
 def test_a_new_incarnation_replaces_an_unpublished_key() -> None:
@@ -167,7 +181,7 @@ def test_a_new_incarnation_replaces_an_unpublished_key() -> None:
 def test_an_unfinished_key_of_a_replaced_worker_is_dropped() -> None:
     harness = Harness()
     harness.hold = True
-    late = one(of(Create, harness.say(0, Init(7, "w", uint8(1), 0), b"a")))
+    late = one(of(Create, harness.say(0, init_of(7, "w", uint8(1), 0), b"a")))
     harness.look(member("worker", 0, life=1))
     harness.attach(0, life=1)
     assert said(harness.finish(late)) == []
@@ -178,7 +192,7 @@ def test_a_live_key_is_not_made_again() -> None:
     harness = ready(b"a")
     harness.look(member("worker", 0, life=1))
     harness.attach(0, life=1)
-    assert refusal(harness.say(0, Init(3, "w", uint8(1), 0), b"b", life=1)).error is ErrorCode.KEY_EXISTS
+    assert refusal(harness.say(0, init_of(3, "w", uint8(1), 0), b"b", life=1)).error is ErrorCode.KEY_EXISTS
     assert values(harness.pull(1, 0)) == ((0,), [b"a"])
 
 
@@ -189,31 +203,31 @@ def test_a_key_in_use_is_not_created_again_even_if_it_was_never_published() -> N
         harness.push(rank, 1)
     harness.look(member("worker", 0, life=1))
     harness.attach(0, life=1)
-    assert refusal(harness.say(0, Init(3, "w", uint8(1), 0), b"b", life=1)).error is ErrorCode.KEY_EXISTS
+    assert refusal(harness.say(0, init_of(3, "w", uint8(1), 0), b"b", life=1)).error is ErrorCode.KEY_EXISTS
 
 
 def test_an_init_beyond_the_memory_bound_is_refused() -> None:
     # 3 copies, and 2 rounds ahead of 2 workers: 7 times the bytes led
     harness = Harness(memory=7 * 100)
     harness.init("a", bytes(60))
-    refused = refusal(harness.say(0, Init(3, "b", uint8(41), 0), bytes(41)))
+    refused = refusal(harness.say(0, init_of(3, "b", uint8(41), 0), bytes(41)))
     assert refused.error is ErrorCode.NOT_ALLOWED
     assert "4 staged" in refused.text
-    assert said(harness.say(0, Init(4, "b", uint8(40), 0), bytes(40))) == [Done(4)]
-    assert said(harness.say(0, Init(4, "b", uint8(40), 0), bytes(40))) == [Done(4)]  # asked again: it is there
+    assert said(harness.say(0, init_of(4, "b", uint8(40), 0), bytes(40))) == [Done(4)]
+    assert said(harness.say(0, init_of(4, "b", uint8(40), 0), bytes(40))) == [Done(4)]  # asked again: it is there
 
 
 def test_keys_that_are_being_created_count_towards_the_bound() -> None:
     harness = Harness(memory=7 * 100)
     harness.hold = True
-    assert len(of(Create, harness.say(0, Init(3, "a", uint8(60), 0), bytes(60)))) == 1
-    assert refusal(harness.say(0, Init(4, "b", uint8(60), 0), bytes(60))).error is ErrorCode.NOT_ALLOWED
+    assert len(of(Create, harness.say(0, init_of(3, "a", uint8(60), 0), bytes(60)))) == 1
+    assert refusal(harness.say(0, init_of(4, "b", uint8(60), 0), bytes(60))).error is ErrorCode.NOT_ALLOWED
 
 
 def test_the_number_of_slices_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.core.server.key_requests.MAX_SLICES", 1)
+    monkeypatch.setattr("kvd.core.server.key_creation.MAX_SLICES", 1)
     harness = ready()
-    assert refusal(harness.say(0, Init(3, "b", uint8(1), 0), b"a")).error is ErrorCode.NOT_ALLOWED
+    assert refusal(harness.say(0, init_of(3, "b", uint8(1), 0), b"a")).error is ErrorCode.NOT_ALLOWED
 
 
 def test_keys_are_listed_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,8 +347,8 @@ def test_a_float_key_keeps_its_spec() -> None:
     harness = Harness()
     spec = KeySpec("float32", (2, 1), SLICE)
     harness.init("w", bytes(8), spec)
-    (info,) = said(harness.say(1, Lookup(3, "w", True)))
-    assert info.spec == spec
+    (info,) = said(harness.say(1, lookup_of(3, "w", True)))
+    assert info.made == (Made(spec, 0),)
     assert Span(b"", 0, 0).nbytes == 0
 
 
@@ -370,9 +384,9 @@ def test_an_init_that_arrives_twice_creates_the_slice_once() -> None:
     """Before anybody has pushed: a second Create would put an older value in place of a newer one."""
     harness = Harness()
     for request, value in ((7, b"a"), (9, b"b")):  # the second was made with other values, after the first was given up
-        assert len(of(Create, harness.say(0, Init(request, "w", uint8(1), 0), value))) == 1
+        assert len(of(Create, harness.say(0, init_of(request, "w", uint8(1), 0), value))) == 1
         for again in (request, 7):
-            effects = harness.say(0, Init(again, "w", uint8(1), 0), value)
+            effects = harness.say(0, init_of(again, "w", uint8(1), 0), value)
             assert (said(effects), of(Create, effects)) == ([Done(again)], [])
-    harness.say(0, Publish(10, "w", uint8(1)))
+    harness.say(0, publish_of(10, "w", uint8(1)))
     assert values(harness.pull(1, 0)) == ((0,), [b"b"])

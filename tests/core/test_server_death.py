@@ -25,7 +25,7 @@ from kvd.protocol.messages import (
     StoreState,
     UpdateOptimizer,
 )
-from tests.core.fakes import cluster, member, of, one, said, worker_id
+from tests.core.fakes import cluster, lookup_of, member, of, one, said, worker_id
 from tests.core.server_harness import Harness, kinds, not_yet, ready, refusal, values
 
 
@@ -173,9 +173,9 @@ def test_an_update_under_way_is_not_stopped_by_a_replacement() -> None:
 @pytest.mark.parametrize(("state", "told"), [("dead", True), ("left", True), ("gone", True), ("done", False)])
 def test_who_waits_for_a_key_is_told_that_nobody_will_make_it(state: str, told: bool) -> None:
     harness = Harness()
-    assert harness.say(1, Lookup(5, "w", True)) == []
+    assert harness.say(1, lookup_of(5, "w", True)) == []
     effects = harness.look(member("worker", 0, state))
-    again = harness.say(1, Lookup(6, "w", True))
+    again = harness.say(1, lookup_of(6, "w", True))
     if told:
         refused = refusal(effects)
         assert (refused.request, refused.error, refused.nodes, refused.key) == (
@@ -192,18 +192,21 @@ def test_who_waits_for_a_key_is_told_that_nobody_will_make_it(state: str, told: 
 
 def test_with_wait_a_dead_worker_0_is_waited_for() -> None:
     harness = Harness(fail=False)
-    harness.say(1, Lookup(5, "w", True))
+    harness.say(1, lookup_of(5, "w", True))
     assert said(harness.look(member("worker", 0, "dead"))) == []
 
 
-def test_so_many_wait_for_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.core.server.keys.MAX_WAITING", 1)
+def test_so_many_names_wait_for_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.core.server.lookups.MAX_WAITING", 2)
     harness = Harness()
-    harness.say(1, Lookup(5, "w", True))
-    assert refusal(harness.say(1, Lookup(6, "w", True))).error is ErrorCode.NOT_ALLOWED
+    assert harness.say(1, Lookup(5, ("w", "v"), True)) == []
+    assert not_yet(harness.say(1, lookup_of(6, "w", True))).reason is NotYetReason.BUSY
+    assert harness.say(1, Lookup(5, ("w", "v"), True)) == []  # asked again: it waits already
     harness.init("w", b"\0")
-    assert kinds(harness.say(1, Lookup(7, "v", True))) == []  # the first was answered
-    assert kinds(harness.say(1, Lookup(8, "u", True))) == ["Refused"]
+    assert not_yet(harness.say(1, lookup_of(7, "v", True))).reason is NotYetReason.BUSY
+    harness.init("v", b"\0")
+    assert kinds(harness.say(1, Lookup(8, ("u", "t"), True))) == []  # the first was answered
+    assert not_yet(harness.say(1, lookup_of(9, "s", True))).reason is NotYetReason.BUSY
 
 
 def test_attach_again_after_a_new_view() -> None:

@@ -104,7 +104,7 @@ def test_a_worker_that_left_the_rounds_is_not_waited_for() -> None:
 
 def test_a_look_up_waits_for_worker_0() -> None:
     harness = Harness()
-    harness.say(1, Lookup(700, "new", True))
+    harness.say(1, Lookup(700, ("new",), True))
     assert waits(harness, 1).waits == (Wait(700, "new", 0, (Absent(0, 0),)),)
     harness.init("new", b"\0")
     assert waits(harness, 1).held == ()

@@ -23,7 +23,6 @@ from kvd.protocol.messages import (
     FetchState,
     Leave,
     ListKeys,
-    Lookup,
     NodeName,
     Pull,
     Push,
@@ -313,7 +312,6 @@ def test_a_worker_leaves_again_when_the_scheduler_has_forgotten_it() -> None:
 def test_a_call_on_two_unknown_keys_fails_once() -> None:
     harness = Harness()
     call = harness.pull("a", "b")
-    harness.refuse(Lookup, ErrorCode.KEY_NOT_FOUND, key="a")
+    harness.missing()
     assert harness.error(call).key == "a"
-    harness.refuse(Lookup, ErrorCode.KEY_NOT_FOUND, key="b")
     assert len(harness.machine._outbox) == 0

@@ -17,7 +17,6 @@ from kvd.protocol.messages import (
     Done,
     ErrorCode,
     Init,
-    KeyInfo,
     Lookup,
     NodeName,
     Publish,
@@ -25,7 +24,7 @@ from kvd.protocol.messages import (
     Push,
     Refused,
 )
-from tests.core.fakes import SLICE, one, server_id, uint8, worker_id
+from tests.core.fakes import SLICE, info_of, one, server_id, uint8
 from tests.core.worker_harness import Harness
 
 # ── init ──
@@ -39,7 +38,7 @@ def test_worker_0_makes_a_key_and_publishes_it_when_all_slices_are_there() -> No
     harness = Harness(servers=2)
     call = make(harness, count=2 * SLICE)
     sends = [harness.take(Init), harness.take(Init)]
-    assert {send.message.index: send.payload[0] for send in sends} == {  # type: ignore[union-attr]
+    assert {send.message.slices[0].slice_index: send.payload[0] for send in sends} == {  # type: ignore[union-attr]
         0: ("value", 0, SLICE),
         1: ("value", SLICE, SLICE),
     }
@@ -65,7 +64,7 @@ def test_a_key_whose_init_failed_can_be_made_later(kind: Any) -> None:
     harness.refuse(kind, ErrorCode.NOT_ALLOWED)
     assert isinstance(harness.error(call), NotAllowed)
     pull = harness.pull("w")
-    harness.refuse(Lookup, ErrorCode.KEY_NOT_FOUND)
+    harness.missing()
     assert pull in harness.done
     again = make(harness)
     harness.reply(harness.take(Init), Done)
@@ -212,7 +211,7 @@ def test_a_restarted_worker_0_finds_its_key_or_makes_it() -> None:
     clocks(harness, 2, 2)
     assert harness.result(call) is None
     other = make(harness, "v")
-    harness.refuse(Lookup, ErrorCode.KEY_NOT_FOUND)
+    harness.missing()
     harness.reply(harness.take(Init), Done)
     harness.reply(harness.take(Publish), Done)
     assert harness.result(other) is None
@@ -230,14 +229,5 @@ def test_the_spec_of_a_key_comes_from_its_home() -> None:
     call = harness.call(requests.DescribeKey("w", wait=True))
     send = harness.take(Lookup)
     assert harness.step(Tick()) == []
-    harness.say(send.peer, KeyInfo(send.message.request, uint8(3), worker_id(0)))  # type: ignore[union-attr]
+    harness.say(send.peer, info_of(send.message.request, uint8(3)))  # type: ignore[union-attr]
     assert harness.result(call) == uint8(3)
-
-
-def test_several_keys_in_one_call() -> None:
-    harness = Harness()
-    call = harness.call(requests.InitKeys((Item("a", uint8(1), "x"), Item("b", uint8(1), "y"))))
-    for kind in (Init, Init, Publish, Publish):
-        assert call not in harness.done
-        harness.reply(harness.take(kind), Done)
-    assert harness.result(call) is None

@@ -23,7 +23,7 @@ def test_no_batch_exceeds_the_header_limit() -> None:
             assert len(plan.slice_ids) <= MAX_PARTS
             header = encode(DeclareBatch(1 << 61, 1 << 61, plan.slice_ids), 1 << 61, Epoch(1 << 61, 1 << 61))
             assert len(header) <= MAX_HEADER_BYTES
-            parts = tuple(Part(key, index, 1 << 61) for key, index in plan.slice_ids)
+            parts = tuple(Part(key, index, 1 << 61, creation) for key, index, creation in plan.slice_ids)
             header = encode(Push(1 << 61, parts, 0, 1 << 61, True), 1 << 61, Epoch(1 << 61, 1 << 61))
             assert len(header) <= MAX_HEADER_BYTES
 

@@ -8,6 +8,7 @@ from kvd.core import requests
 from kvd.core.machine import Complete, Effect, LocalCall, Received, Send, Tick
 from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.protocol.messages import (
+    NO_KEY,
     Attach,
     DeclareBatch,
     Done,
@@ -15,6 +16,7 @@ from kvd.protocol.messages import (
     ErrorCode,
     KeyInfo,
     Lookup,
+    Made,
     Member,
     NotYet,
     NotYetReason,
@@ -36,7 +38,6 @@ from tests.core.fakes import (
     uint8,
     view,
     welcome,
-    worker_id,
 )
 
 
@@ -149,17 +150,26 @@ class Harness:
 
     def clocks(self, kind: type[Any] = Push) -> list[tuple[str, int, int]]:
         """Key, slice and clock of every part in the messages of this kind in `sent`."""
-        return [tuple(part) for message in self.waiting(kind) for part in message.parts]
+        return [tuple(part[:3]) for message in self.waiting(kind) for part in message.parts]
 
     # ── answers ──
 
     def reply(self, send: Send, message: Any, payload: bytes | None = None) -> list[Effect]:
         return self.say(send.peer, message(send.message.request), payload)  # type: ignore[union-attr]
 
-    def found(self, spec: KeySpec | None = None) -> None:
-        """Answers the oldest Lookup: the key is live."""
+    def found(self, spec: KeySpec | None = None, creation: int = 0) -> None:
+        """Answers the oldest Lookup: all its keys are live, with this spec."""
         send = self.take(Lookup)
-        self.say(send.peer, KeyInfo(send.message.request, spec or uint8(1), worker_id(0)))  # type: ignore[union-attr]
+        lookup = send.message
+        assert isinstance(lookup, Lookup)
+        self.say(send.peer, KeyInfo(lookup.request, (Made(spec or uint8(1), creation),), (0,) * len(lookup.keys)))
+
+    def missing(self) -> None:
+        """Answers the oldest Lookup: none of its keys is live."""
+        send = self.take(Lookup)
+        lookup = send.message
+        assert isinstance(lookup, Lookup)
+        self.say(send.peer, KeyInfo(lookup.request, (), (NO_KEY,) * len(lookup.keys)))
 
     def know(self, *keys: str, spec: KeySpec | None = None) -> None:
         """Makes the keys known to the worker."""

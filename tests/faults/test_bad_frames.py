@@ -13,7 +13,6 @@ from kvd.protocol.codec import VERSION, encode
 from kvd.protocol.messages import (
     ErrorCode,
     Heartbeat,
-    Init,
     Part,
     Pull,
     Push,
@@ -24,6 +23,7 @@ from kvd.protocol.messages import (
 )
 from kvd.protocol.specs import KeySpec
 from kvd.testing.cluster import LocalCluster
+from tests.core.fakes import init_of
 from tests.faults.bad_input_harness import NO_VIEW, STRANGER, RawPeer, addresses, busy, is_alive
 
 HEADER = encode(StatusQuery(7), STRANGER, NO_VIEW)
@@ -81,7 +81,7 @@ def test_random_bytes_and_changed_messages(cluster: LocalCluster, stores: list[k
         for message in (
             Push(3, (Part("w", 0, 1),), 0, 1, True),
             Pull(4, (Part("w", 0, -1),)),
-            Init(5, "x", spec, 0),
+            init_of(5, "x", spec, 0),
             Heartbeat("worker", 0),
             SetOptimizer(6, {"name": "SGD", "learning_rate": 0.1}),
         )

@@ -11,18 +11,16 @@ import numpy as np
 import kvd
 from kvd.protocol.codec import decode
 from kvd.protocol.messages import (
+    NO_KEY,
     Attach,
     Departure,
     Done,
     ErrorCode,
-    Init,
     Join,
     Leave,
-    Lookup,
     NotYet,
     NotYetReason,
     Part,
-    Publish,
     Pull,
     Push,
     PushBatch,
@@ -35,6 +33,7 @@ from kvd.protocol.messages import (
 from kvd.protocol.specs import KeySpec
 from kvd.testing.cluster import LocalCluster, engine_of
 from kvd.transport.base import joined, pieces_of
+from tests.core.fakes import init_of, lookup_of, publish_of
 from tests.faults.bad_input_harness import RawPeer, addresses, busy, is_alive
 
 
@@ -47,17 +46,13 @@ def test_strangers_do_not_push(cluster: LocalCluster, stores: list[kvd.KVStore])
                     refused = raw.answers(Push(clock, (Part("w", 0, clock),), 0, 1, False), value)
                     assert refused.reason is NotYetReason.NOT_ATTACHED
                     assert refused.request == clock
-                assert (
-                    raw.answers(Publish(5, "w", KeySpec("float32", (1,), 1 << 20))).reason is NotYetReason.NOT_ATTACHED
-                )
-                assert (
-                    raw.answers(Init(6, "mine", KeySpec("float32", (1,), 1 << 20), 0), bytes(4)).reason
-                    is NotYetReason.NOT_ATTACHED
-                )
+                spec = KeySpec("float32", (1,), 1 << 20)
+                assert raw.answers(publish_of(5, "w", spec)).reason is NotYetReason.NOT_ATTACHED
+                assert raw.answers(init_of(6, "mine", spec, 0), bytes(4)).reason is NotYetReason.NOT_ATTACHED
                 pull = raw.answers(Pull(7, (Part("w", 0, 3),)))
                 assert isinstance(pull, NotYet) or pull.error is ErrorCode.KEY_NOT_FOUND
                 assert raw.answers(Pull(8, (Part("no such key", 0, -1),))).error is ErrorCode.KEY_NOT_FOUND
-                assert raw.answers(Lookup(9, "no such key", False)).error is ErrorCode.KEY_NOT_FOUND
+                assert raw.answers(lookup_of(9, "no such key", False)).keys == (NO_KEY,)
 
 
 def test_frames_that_are_recorded_and_sent_again_count_once(cluster: LocalCluster, stores: list[kvd.KVStore]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.core.machine import Apply, Contribution, Create, Export, Extent, Load, Run, Span
+from kvd.core.machine import Apply, Contribution, Create, Export, Extent, FirstBytes, Load, Run, Span
 from kvd.errors import NotAllowed, ProtocolError
 from kvd.node.jobs import JobRunner, ping, view
 from kvd.optimizer import SGD
@@ -21,9 +21,10 @@ def span_of(values: Any, dtype: str = "float32", lead: int = 0) -> Span:
 
 
 def made(runner: JobRunner, values: Any, dtype: str = "float32") -> Any:
-    done = runner.run(Create(1, "w", 0, dtype, span_of(values, dtype, lead=8)))
+    done = runner.run(Create(1, (FirstBytes("w", 0, dtype, span_of(values, dtype, lead=8)),)))
     assert done.error is None
-    return done.result
+    (first,) = done.result
+    return first
 
 
 def apply(runner: JobRunner, current: Any, *given: Any, assign: bool = False, optimizer: Any = None) -> Any:
@@ -37,10 +38,11 @@ def apply(runner: JobRunner, current: Any, *given: Any, assign: bool = False, op
 
 def test_a_slice_is_created_as_a_copy() -> None:
     source = bytearray(np.arange(4, dtype=np.float32).tobytes())
-    done = JobRunner().run(Create(5, "w", 0, "float32", Span(source, 0, 16)))
+    done = JobRunner().run(Create(5, (FirstBytes("w", 0, "float32", Span(source, 0, 16)),)))
     source[:] = bytes(16)
     assert done.job == 5
-    assert done.result.view(np.float32).tolist() == [0, 1, 2, 3]
+    (first,) = done.result
+    assert first.view(np.float32).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "int32", "int64", "uint8"])
@@ -132,7 +134,7 @@ def test_a_command_that_cannot_be_loaded_says_so_and_leaves_the_others_alone(mon
         EntryPoint(name, value, "kvd.commands")
         for name, value in (("gone", "no.such:thing"), ("ok", "base64:b64encode"))
     ]
-    monkeypatch.setattr("kvd.node.jobs.entry_points", lambda group: installed if group == "kvd.commands" else [])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: installed if group == "kvd.commands" else [])
     runner = JobRunner()
     error = runner.run(Run(1, "gone", Span(None, 0, 0))).error
     assert isinstance(error, NotAllowed)

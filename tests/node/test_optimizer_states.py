@@ -12,7 +12,7 @@ import pytest
 
 from kvd.compute.optimizers import SliceState
 from kvd.compute.tensors import named_dtype
-from kvd.core.machine import Apply, Contribution, Create, Export, Extent, Load, ScatterList, Span
+from kvd.core.machine import Apply, Contribution, Create, Export, Extent, FirstBytes, Load, ScatterList, Span
 from kvd.errors import KvdError
 from kvd.node.jobs import JobRunner
 from kvd.node.optimizer_states import OptimizerStates
@@ -38,9 +38,9 @@ class Server:
 
     def create(self, key: str, values: Any) -> None:
         data = np.asarray(values, named_dtype(self.dtype)).tobytes()
-        done = self.runner.run(Create(1, key, 0, self.dtype, Span(data, 0, len(data))))
+        done = self.runner.run(Create(1, (FirstBytes(key, 0, self.dtype, Span(data, 0, len(data))),)))
         assert done.error is None
-        self.current[key] = Span(done.result, 0, len(data))
+        self.current[key] = Span(done.result[0], 0, len(data))
         self.groups = {keys: number for keys, number in self.groups.items() if key not in keys}
 
     def push(self, keys: Sequence[str], *given: dict[str, Any], optimizer: Any = None, how: int = ADD) -> None:

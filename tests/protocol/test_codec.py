@@ -25,6 +25,7 @@ from kvd.protocol.codec import (
 from kvd.protocol.messages import (
     BIGGEST,
     MAX_PARTS,
+    Delete,
     Departure,
     Done,
     Enter,
@@ -33,14 +34,20 @@ from kvd.protocol.messages import (
     HeartbeatAck,
     Init,
     Join,
+    KeyId,
     KeyInfo,
     Leave,
     Limit,
+    Lookup,
+    Made,
     MemberState,
+    NewKey,
+    NewSlice,
     NodeName,
     NotYet,
     NotYetReason,
     Part,
+    Publish,
     Pull,
     Push,
     PushBatch,
@@ -94,8 +101,8 @@ def test_named_tuples_come_back_as_named_tuples() -> None:
 def test_the_bytes_of_a_message_are_fixed() -> None:
     assert encode(Done(5), 7, VIEW, 2) == bytes([0x97, VERSION, 16, 7, 3, 9, 2, 5])
     spec = KeySpec("int8", (2, 3), 4096)
-    assert msgpack.unpackb(encode(Init(5, "w", spec, 1), 7, VIEW)) == [
-        VERSION, 33, 7, 3, 9, 0, 5, "w", ["int8", [2, 3], 4096], 1,
+    assert msgpack.unpackb(encode(Init(5, (spec,), (NewSlice("w", 1, 0),)), 7, VIEW)) == [
+        VERSION, 33, 7, 3, 9, 0, 5, [["int8", [2, 3], 4096]], [["w", 1, 0]], 0,
     ]  # fmt: skip
 
 
@@ -130,6 +137,11 @@ JOIN = Join(1, "worker", "node", "tcp://h:1", "host", 12, -1, SETTINGS)
 PUSH = Push(1, (Part("w", 0, 1),), 0, 1, False)
 REFUSED = Refused(1, ErrorCode.NOT_ALLOWED, "t")
 MEMBERS = View(SETTINGS, (), ())
+INIT = Init(1, (KeySpec("int8", (), 4096),), (NewSlice("w", 0, 0),))
+PUBLISH = Publish(1, INIT.specs, (NewKey("w", 0),))
+LOOKUP = Lookup(1, ("w",), True)
+DELETE = Delete(1, (KeyId("w", 0),))
+KEY_INFO = KeyInfo(1, (Made(INIT.specs[0], 0),), (0,))
 # What takes the place of a value of each type without being one. 1.0 and True equal 1, and are no whole numbers.
 JUNK: list[Any] = [None, True, 1.5, b"x", {}, {"a": 1}, [], [[]], "", "x", 1, -5]
 SPEC = ["float32", [2, 3], 4096]
@@ -145,16 +157,26 @@ SPEC = ["float32", [2, 3], 4096]
         (JOIN, 3, ["", "x" * 108], ["x" * 109]),
         (REFUSED, 2, ["", "x" * 1000], ["x" * 1001]),
         (PUSH, 2, [0, 2], [-1, 3]),
-        (PUSH, 1, [[["w", 0, -1]], [["w", 0, 1]] * MAX_PARTS], [[], [["w", 0, 1]] * (MAX_PARTS + 1)]),
-        (PUSH, 1, [[["x" * 200, BIGGEST, BIGGEST]]], [[["x" * 201, 0, 1]], [["", 0, 1]], [["w", -1, 1]]]),
-        (PUSH, 1, [[["w", 0, 1]]], [[["w", 0, -2]], [["w", 0, BIGGEST + 1]], [["w", BIGGEST + 1, 1]]]),
-        (PUSH, 1, [[["w", 0, 1]]], [[["w", 0]], [["w", 0, 1, 1]], [["w", True, 1]], [["w", 0, 1.0]], [b"w"], ["w01"]]),
-        (KeyInfo(1, KeySpec("int8", (), 4096), 0), 1, [["int8", [], 4096], ["int8", [1] * 32, 16 << 20]],
-         [["int8", [1] * 33, 4096], ["int8", [], 4032], ["int8", [], (16 << 20) + 64], ["int8", [], 4097]]),
-        (KeyInfo(1, KeySpec("int8", (), 4096), 0), 1, [["int8", [MAX_KEY_NBYTES], 4096]],
-         [["int8", [MAX_KEY_NBYTES + 1], 4096], ["int16", [], 4096], ["", [], 4096], ["int8", [-1], 4096]]),
-        (KeyInfo(1, KeySpec("int8", (), 4096), 0), 1, [["float64", [0, MAX_KEY_NBYTES], 4096]],
-         [["float64", [MAX_KEY_NBYTES], 4096], ["int8", [MAX_KEY_NBYTES] * 32, 4096], ["int8", 3, 4096], SPEC[:2]]),
+        (PUSH, 1, [[["w", 0, -1, 0]], [["w", 0, 1, 0]] * MAX_PARTS], [[], [["w", 0, 1, 0]] * (MAX_PARTS + 1)]),
+        (PUSH, 1, [[["x" * 200, *[BIGGEST] * 3]]], [[["x" * 201, 0, 1, 0]], [["", 0, 1, 0]], [["w", -1, 1, 0]]]),
+        (PUSH, 1, [[["w", 0, 1, 0]]],
+         [[["w", 0, -2, 0]], [["w", 0, BIGGEST + 1, 0]], [["w", BIGGEST + 1, 1, 0]], [["w", 0, 1, -1]],
+          [["w", 0, 1, BIGGEST + 1]], [["w", 0, 1, True]], [["w", 0, 1]], [["w", 0, 1, 0, 1]], [["w", True, 1, 0]],
+          [["w", 0, 1.0, 0]], [b"w"], ["w010"]]),
+        (KEY_INFO, 1, [[[["int8", [], 4096], 0], [["int8", [1] * 32, 16 << 20], BIGGEST]], []],
+         [[[["int8", [1] * 33, 4096], 0]], [[["int8", [], 4032], 0]], [[["int8", [], (16 << 20) + 64], 0]],
+          [[["int8", [], 4097], 0]], [[["int8", [], 4096], -1]], [[["int8", [], 4096]]]]),
+        (KEY_INFO, 1, [[[["int8", [MAX_KEY_NBYTES], 4096], 0]]], [[[["int8", [MAX_KEY_NBYTES + 1], 4096], 0]],
+         [[["int16", [], 4096], 0]], [[["", [], 4096], 0]], [[["int8", [-1], 4096], 0]]]),
+        (KEY_INFO, 1, [[[["float64", [0, MAX_KEY_NBYTES], 4096], 0]]], [[[["float64", [MAX_KEY_NBYTES], 4096], 0]],
+         [[["int8", [MAX_KEY_NBYTES] * 32, 4096], 0]], [[["int8", 3, 4096], 0]], [[SPEC[:2], 0]]]),
+        (DELETE, 1, [[["w", 0]] * MAX_PARTS], [[], [["w", 0]] * (MAX_PARTS + 1), [["", 0]], [["w", -1]], [["w"]]]),
+        (KEY_INFO, 2, [[-1], [MAX_PARTS], [0] * MAX_PARTS], [[], [-2], [MAX_PARTS + 1], [0] * (MAX_PARTS + 1), ["w"]]),
+        (INIT, 2, [[["w", 0, 0]] * MAX_PARTS], [[], [["w", 0, 0]] * (MAX_PARTS + 1), [["w", 0]], [["", 0, 0]],
+                                                [["w", -1, 0]], [["w", 0, -1]], [["w", 0, 0, 0]], ["w"]]),
+        (PUBLISH, 2, [[["w", 0]] * MAX_PARTS], [[], [["w", 0]] * (MAX_PARTS + 1), [["", 0]], [["w", -1]], [["w"]]]),
+        (LOOKUP, 1, [["w"] * MAX_PARTS, ["x" * 200]], [[], ["w"] * (MAX_PARTS + 1), [""], ["x" * 201], "w", [1]]),
+        (REFUSED, 7, [[], [0] * MAX_PARTS], [[0] * (MAX_PARTS + 1), [-1], ["w"], 1]),
         (State(1, 1, ()), 2, [[], [["m", "float32"]] * 16], [[["m", "float32"]] * 17, [["m"]], [["m", 3]], ["mf"]]),
         (HeartbeatAck(()), 0, [[], [["worker", 1, 0.5]] * 200], [[["worker", 1, 0.5]] * 201, [["", 1, 0.5]]]),
         (View(SETTINGS, (), ()), 2, [[], [0] * 4096], [[0] * 4097, [-1]]),
@@ -211,7 +233,7 @@ REAL = HeartbeatAck((Quiet("worker", 1, 0.5),))
         (PUSH, 4, [True]),
         (PUSH, 1, []),
         (HeartbeatAck(()), 0, [[]]),
-        (KeyInfo(1, KeySpec("int8", (), 4096), 0), 1, []),
+        (KEY_INFO, 1, [[]]),
         (View(SETTINGS, (), ()), 0, []),
         (REFUSED, 6, [1.5, 1, -5]),
         (REFUSED, 1, [1]),
@@ -349,7 +371,7 @@ def test_bytes_that_are_not_a_header_are_refused(header: bytes) -> None:
 
 def _with_field(raw: bytes) -> bytes:
     """A Refused whose text is replaced by raw msgpack."""
-    return bytes([0x9D, VERSION, 17, 7, 3, 9, 0, 1, 4]) + raw + b"\xa0\x00\x90\x00"
+    return bytes([0x9E, VERSION, 17, 7, 3, 9, 0, 1, 4]) + raw + b"\xa0\x00\x90\x00\x90"
 
 
 @pytest.mark.parametrize("raw", [

@@ -165,6 +165,12 @@ class Assignments(Protocol):
         """
 
 
+class Deletion(Protocol):
+    """The end of keys."""
+
+    def delete(self, key: Any) -> Handle: ...
+
+
 class Binding(Protocol):
     """Arrays that a program keeps for a key."""
 
@@ -225,6 +231,7 @@ class Backend:
     facts: StoreFacts
     values: Values
     assignments: Assignments
+    deletion: Deletion
     binding: Binding
     rounds: Rounds
     updates: Updates

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save
 
 from kvd.errors import NotAllowed, ProtocolError
 from kvd.node.atomic_file import write_atomically
@@ -46,6 +45,8 @@ class OptimizerStateFile:
         Raises:
             OSError: the file cannot be written.
         """
+        from safetensors.numpy import save  # most programs write no such file: they need not wait for the import
+
         tensors = {
             f"{key}{SEPARATOR}{slot}": array for key, slots in self.arrays.items() for slot, array in slots.items()
         }

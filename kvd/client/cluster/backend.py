@@ -11,6 +11,7 @@ from kvd.client.cluster.binding import ClusterBinding
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.broadcast import ClusterAssignments
 from kvd.client.cluster.closing import ClusterClosing
+from kvd.client.cluster.deletion import ClusterDeletion
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.joining import Arrival, Joining
 from kvd.client.cluster.nodes import ClusterNodes
@@ -86,12 +87,14 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
     bound = BoundKeys(engine.written)
     budget = MemoryBudget(config.memory_bound_bytes(), config.request_timeout_s)
     arguments = Arguments(engine, bound, budget, unobserved, settings.slice_bytes)
+    assignments = ClusterAssignments(
+        engine, arguments, unobserved, facts.rank, sync, absence_counts=sync or settings.staleness >= 0
+    )
     return Backend(
         facts=facts,
         values=ClusterValues(engine, arguments, bound, unobserved, facts.rank, config.check_bound),
-        assignments=ClusterAssignments(
-            engine, arguments, unobserved, facts.rank, sync, absence_counts=sync or settings.staleness >= 0
-        ),
+        assignments=assignments,
+        deletion=ClusterDeletion(engine, arguments, bound, assignments, unobserved),
         binding=ClusterBinding(engine, arguments, bound),
         rounds=ClusterRounds(engine, unobserved),
         updates=ClusterUpdates(engine),

@@ -34,6 +34,12 @@ class BoundKeys:
             self._arrays.update(made)
         return made
 
+    def forget(self, names: Sequence[str]) -> None:
+        """The keys are deleted: their arrays are the program's."""
+        with self._lock:
+            for name in names:
+                self._arrays.pop(name, None)
+
     def arrays(self, names: Sequence[str]) -> list[BoundArrays]:
         return [self._arrays[name] for name in names]
 

@@ -52,6 +52,11 @@ class ClusterAssignments:
         if absent and self._absence_counts:
             self._send(list(absent), absence(absent, None, 0))
 
+    def forget(self, names: Sequence[str]) -> None:
+        """The keys are deleted: broadcasts of keys of their names are counted from 0."""
+        for name in names:
+            self._replays.pop(name, None)
+
     def _send(self, names: list[str], transfer: requests.Transfer) -> None:
         self._watched(names, Handle(self._engine.submit(transfer), nothing, "assign"))
 

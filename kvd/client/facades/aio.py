@@ -92,6 +92,12 @@ class KVStore(StoreProperties):
     def broadcast_async(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> Handle:
         return self._backend.assignments.broadcast(key, value, out, priority, Reservation())
 
+    async def delete(self, key: Any) -> None:
+        await self._backend.deletion.delete(key)
+
+    def delete_async(self, key: Any) -> Handle:
+        return self._backend.deletion.delete(key)
+
     async def flush(self, timeout: float | None = None) -> None:
         await self._backend.rounds.flush(timeout)
 

@@ -127,6 +127,25 @@ class KVStore(StoreProperties, KVStoreBase):
         """As `broadcast`, without waiting."""
         return self._blocking().assignments.broadcast(key, value, out, priority, None)
 
+    def delete(self, key: Key) -> None:
+        """Deletes a key, or a list of keys; all workers call it. Returns when it is gone for all of them.
+
+        It waits for the earlier calls of this worker on the key, and for the other workers as a round does: also for
+        one that died, until it is restarted and deletes the key. A key of the same name can then be made with another
+        shape; nothing that was sent to the deleted key counts in it. A call that timed out goes on: delete again to
+        wait for its end.
+
+        Raises:
+            KeyNotFound: there is no such key (not after a restart of this worker: its predecessor may have deleted it).
+            NodeLost: a worker that has not deleted it died. The key is still there: delete it again.
+            NotAllowed: this worker has left the rounds.
+        """
+        self._blocking().deletion.delete(key).wait()
+
+    def delete_async(self, key: Key) -> Handle:
+        """As `delete`, without waiting. Later calls on the key wait for the end of the deletion."""
+        return self._blocking().deletion.delete(key)
+
     # ── rounds and barriers ──
 
     def flush(self, timeout: float | None = None) -> None:

@@ -30,6 +30,7 @@ def open_local(kind: StoreType, config: Config) -> Backend:
         ),
         values=values,
         assignments=values,
+        deletion=values,
         binding=values,
         rounds=LocalRounds(keys, kind.name),
         updates=updates,

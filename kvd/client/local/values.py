@@ -145,6 +145,20 @@ class LocalValues:
         for name, value in values.items():
             self.broadcast(name, value, None, 0, None)
 
+    # ── the end of keys ──
+
+    def delete(self, key: Any) -> Handle:
+        """All keys are there, or none is deleted."""
+        names = self._keys.named(key).names
+
+        def work() -> None:
+            for name in names:
+                self._keys.entry(name)
+            for name in names:
+                del self._keys.entries[name]
+
+        return self._keys.watched(names, work)
+
     # ── arrays to keep ──
 
     def bind(self, key: Any) -> Handle:

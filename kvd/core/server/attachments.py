@@ -90,7 +90,8 @@ class Attachments:
         self._paths[rank] = PeerPath(attach.path, attach.path_reason)
         self._came_over[rank] = peer
         if incarnation in self._successors:
-            versions = [group.log.version for group in self._table.groups.values()]
+            versions = [group.log.version for group in self._table.groups.values()] or [0]
+            counted = counted or [0]  # its keys may have been deleted since it came
             clocks = Clocks(attach.request, min(counted), max(counted), min(versions), max(versions))
             self._effects.send(peer, clocks)
         else:

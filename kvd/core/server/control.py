@@ -182,6 +182,10 @@ class ServerControl:
         slice_ = self._slice(event, message.request, message.key, message.index)
         if slice_ is None:
             return
+        if slice_.creation != message.creation:
+            text = f"key {message.key!r} was deleted, and made again"
+            self._effects.refuse(event.peer, message.request, ErrorCode.KEY_NOT_FOUND, text, message.key)
+            return
         sender, request = slice_.loaded
         if sender == event.sender and message.request <= request:
             self._effects.send(

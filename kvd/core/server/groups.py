@@ -46,6 +46,7 @@ class Slice:
     creator: int  # the incarnation whose Init made it
     group: FusedGroup
     request: int = 0  # of that Init
+    creation: int = 0  # of the key
     position: int = 0  # among the slices of the group
     offset: int = 0  # in its bytes
     loaded: tuple[int, int] = (0, 0)  # who stored optimizer state of it last, and the request

@@ -1,43 +1,39 @@
-"""The keys of which a server leads a part: their slices, which keys are live, and the look-ups that wait for one."""
+"""The keys of which a server leads a part: their slices, and which keys are live."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import count
-from typing import NamedTuple
 
-from kvd.core.machine import Peer
 from kvd.core.server.groups import FusedGroup, Slice, fused, parted
 from kvd.core.server.rounds import SliceLog
 from kvd.optimizer import Optimizer
-from kvd.protocol.messages import KeyEntry
+from kvd.protocol.messages import KeyEntry, Made
 from kvd.protocol.specs import KeySpec
 
 MAX_SLICES = 1 << 20
-MAX_WAITING = 1 << 16
 PAGE = 100
 PAGE_BYTES = 48 << 10
 
 
-class Live(NamedTuple):
-    """A published key, on the server of its slice 0."""
-
-    spec: KeySpec
-    publisher: int
-
-
 class KeyTable:
-    """All slices of one server, by key and index."""
+    """All slices of one server, by key and index.
+
+    Attributes:
+        live: the published keys whose slice 0 is here, and what they are like.
+        creation: keys that are made from now on have at least this creation: it is larger than those of all keys that
+            were deleted here.
+    """
 
     def __init__(self) -> None:
         self.slices: dict[tuple[str, int], Slice] = {}
         self.groups: dict[int, FusedGroup] = {}
-        self.live: dict[str, Live] = {}
+        self.live: dict[str, Made] = {}
+        self.creation = 0
         self.bytes_led = 0
         self._indices: dict[str, list[int]] = {}
-        self._lookups: dict[str, dict[tuple[Peer, int], None]] = {}
-        self._lookups_waiting = 0
+        self._sorted: list[str] | None = []  # the names of the keys; None if some came or went since the last listing
         self._numbers = count(1)
 
     # ── slices and their groups ──
@@ -51,10 +47,15 @@ class KeyTable:
         creator: int,
         optimizer: Optimizer | None,
         request: int = 0,
+        creation: int = 0,
     ) -> None:
-        """Adds a slice. It replaces an unpublished one of the same name, and slices of the key with another spec."""
-        indices = self._indices.setdefault(key, [])
-        if indices and self.slices[key, indices[0]].spec != spec:  # all have the same one
+        """Adds a slice. It replaces an unpublished one of the same name, and slices of another spec or creation."""
+        if key not in self._indices:
+            self._indices[key] = []
+            self._sorted = None
+        indices = self._indices[key]
+        first = self.slices[key, indices[0]] if indices else None
+        if first is not None and (first.spec, first.creation) != (spec, creation):  # all have the same
             for other in indices:
                 self._forget(key, other)
             indices.clear()
@@ -62,7 +63,7 @@ class KeyTable:
             self._forget(key, index)
             indices.remove(index)
         group = FusedGroup(next(self._numbers), log, spec.dtype, optimizer)
-        slice_ = Slice(key, index, spec, spec.slice_nbytes(index), creator, group, request)
+        slice_ = Slice(key, index, spec, spec.slice_nbytes(index), creator, group, request, creation)
         group.take([slice_])
         indices.append(index)
         self.slices[key, index] = slice_
@@ -77,6 +78,22 @@ class KeyTable:
         del self.groups[slice_.group.number]
         del self.slices[key, index]
         self.bytes_led -= slice_.nbytes
+
+    def remove(self, key: str) -> list[FusedGroup]:
+        """Removes a key, whose groups are quiescent. Returns the groups that it had: some may wait for them."""
+        for slice_ in self.of_key(key):
+            if len(slice_.group.slices) > 1:
+                self.part(slice_.group)
+        removed = [slice_.group for slice_ in self.of_key(key)]
+        for index in self._indices.pop(key, []):
+            self._forget(key, index)
+        self.live.pop(key, None)
+        self._sorted = None
+        return removed
+
+    def is_quiescent(self, key: str) -> bool:
+        """Whether no slice of the key is being updated, by itself or with others."""
+        return all(slice_.group.is_quiescent for slice_ in self.of_key(key))
 
     def fuse(self, slices: Sequence[Slice]) -> FusedGroup | None:
         """One group of exactly these slices; None if they cannot be fused."""
@@ -107,41 +124,13 @@ class KeyTable:
             for slice_ in self.of_key(key)
         )
 
-    # ── live keys ──
-
-    def await_live(self, key: str, peer: Peer, request: int) -> bool:
-        """Notes a Lookup that waits. False if MAX_WAITING wait already."""
-        if self._lookups_waiting >= MAX_WAITING:
-            return False
-        asked = self._lookups.setdefault(key, {})
-        if (peer, request) not in asked:
-            asked[peer, request] = None
-            self._lookups_waiting += 1
-        return True
-
-    def publish(self, key: str, live: Live) -> list[tuple[Peer, int]]:
-        """Marks the key as live. Returns the look-ups that waited for it, as (peer, request)."""
-        self.live[key] = live
-        waiting = list(self._lookups.pop(key, {}))
-        self._lookups_waiting -= len(waiting)
-        return waiting
-
-    def give_up_lookups(self) -> list[tuple[str, Peer, int]]:
-        """Forgets the look-ups that wait, and returns them as (key, peer, request): rank 0 will not come."""
-        waiting = [(key, peer, request) for key, asked in self._lookups.items() for peer, request in asked]
-        self._lookups = {}
-        self._lookups_waiting = 0
-        return waiting
-
-    def lookups_of(self, peer: Peer) -> list[tuple[str, int]]:
-        """The look-ups of this peer that wait, as (key, request)."""
-        return [(key, request) for key, asked in self._lookups.items() for asker, request in asked if asker == peer]
-
     # ── listings ──
 
     def page(self, after: str) -> tuple[tuple[KeyEntry, ...], bool]:
         """The entries of up to PAGE keys after `after` that fit in a header, and whether there are more."""
-        keys = sorted(self._indices)
+        if self._sorted is None:
+            self._sorted = sorted(self._indices)
+        keys = self._sorted
         first = bisect_right(keys, after) if after else 0
         entries: list[KeyEntry] = []
         room = PAGE_BYTES

@@ -17,8 +17,10 @@ from kvd.core.membership import name_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable
 from kvd.core.server.control import ServerControl
+from kvd.core.server.deletions import Deletions
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
+from kvd.core.server.key_creation import KeyCreation
 from kvd.core.server.key_requests import KeyRequests
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.memory import ServerMemory
@@ -39,8 +41,10 @@ from kvd.protocol.messages import (
     Attach,
     ClockQuery,
     DeclareBatch,
+    Delete,
     Departure,
     Done,
+    Drop,
     Epoch,
     ErrorCode,
     Init,
@@ -107,15 +111,19 @@ class ServerMachine:
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(self.table, effects, agreement, disputes, pushes.advance)
-        self._keys = keys = KeyRequests(
+        self._deletions = deletions = Deletions(
+            self.table, effects, attachments, participants, waiters, lambda: self._creation.give_back()
+        )
+        self._creation = creation = KeyCreation(
             session,
             self.table,
             effects,
             attachments,
-            participants,
             control,
+            deletions.take_away,
             memory or ServerMemory(settings.memory_limit_bytes),
         )
+        self._keys = keys = KeyRequests(session, self.table, effects, attachments, participants)
         pulls = Pulls(effects, attachments, targets, waiters, participants, disputes)
         resumption = Resumption(self.table, effects, attachments, targets, pushes.advance)
         self._handlers: dict[type[Any], Callable[[Received, Any], None]] = {
@@ -125,14 +133,16 @@ class ServerMachine:
             Pull: pulls.pull,
             DeclareBatch: self._declare,
             Attach: attachments.attach,
-            Init: keys.init,
+            Init: creation.init,
             Publish: keys.publish,
             Lookup: keys.lookup,
+            Delete: deletions.delete,
+            Drop: deletions.drop,
             ListKeys: keys.list,
             ClockQuery: resumption.clocks,
             Activate: resumption.activate,
             StatusQuery: self._status,
-            WaitQuery: WaitAnswers(self.table, effects, attachments, participants).answer,
+            WaitQuery: WaitAnswers(self.table, effects, attachments, participants, keys.lookups_of).answer,
             Survey: readings.survey,
             ReadSlices: readings.read,
             ReadDone: readings.done,
@@ -158,6 +168,7 @@ class ServerMachine:
             self._receive(event, now)
         elif isinstance(event, JobDone):
             self._effects.end_job(event)
+            self._deletions.advance()
         elif isinstance(event, LocalCall):
             self._say_goodbye(event)
         elif isinstance(event, InvalidFrame) and event.peer == SCHEDULER:
@@ -174,6 +185,7 @@ class ServerMachine:
         groups = self.table.groups.values()
         ranks = self._attachments.ranks
         blockers = {rank for group in groups for rank in self._participants.blockers(group)}
+        blockers |= self._deletions.blockers
         return {
             "role": "server",
             "rank": self._session.rank,
@@ -201,6 +213,9 @@ class ServerMachine:
         self._session.validate()
         self.table.validate()
         self._attachments.validate()
+        self._creation.validate()
+        self._keys.validate()
+        self._deletions.validate()
         self._waiters.validate(self.table.groups.values())
         self._agreement.validate()
         self._readings.validate()
@@ -249,7 +264,8 @@ class ServerMachine:
         self._attachments.welcome_named()
         self._participants.update(self._session.view)
         self._keys.fail_lookups_without_rank_0()
-        for group in self.table.groups.values():
+        self._deletions.view_changed()
+        for group in list(self.table.groups.values()):
             self._pushes.advance(group)
             self._participants.fail_blocked(group)
 
@@ -259,6 +275,7 @@ class ServerMachine:
         self._control.drop_sender(incarnation)
         self._agreement.drop_sender(incarnation)
         self._batches.drop_sender(incarnation)
+        self._deletions.drop_rank(rank)
         for group in groups:
             group.log.drop_unclosed(rank)
         self._waiters.drop_sender(incarnation, groups)

@@ -157,8 +157,12 @@ class Readings:
             reader.held_nbytes + nbytes <= MAX_CUTS_OF_ONE * led and self.held_nbytes + nbytes <= MAX_CUTS * led
         ) or nbytes == 0
 
+    def _find(self, slice_id: SliceId) -> Slice | None:
+        slice_ = self._table.slices.get((slice_id.key, slice_id.slice_index))
+        return slice_ if slice_ is not None and slice_.creation == slice_id.creation else None
+
     def _slices(self, event: Received, request: int, slice_ids: tuple[SliceId, ...]) -> tuple[Slice, ...] | None:
-        found = [self._table.slices.get((name, index)) for name, index in slice_ids]
+        found = [self._find(slice_id) for slice_id in slice_ids]
         if len(set(slice_ids)) < len(slice_ids):
             text = "a reader names the same slice twice"
             self._effects.refuse(event.peer, request, ErrorCode.PROTOCOL_ERROR, text, slice_ids[0].key)

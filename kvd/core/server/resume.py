@@ -53,6 +53,8 @@ class Resumption:
         if rank is None:
             return
         slices = self._table.of_key(activate.key)
+        if any(slice_.creation != activate.creation for slice_ in slices):
+            slices = []  # it speaks of a key that was deleted
         targets = self._targets.of_slices(event, activate.request, slices, [activate.clock] * len(slices), push=True)
         if targets is None:
             return

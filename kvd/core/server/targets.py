@@ -93,8 +93,10 @@ class TargetResolver:
         slices = []
         for slice_id in slice_ids:
             slice_ = self._table.slices.get((slice_id[0], slice_id[1]))
-            if slice_ is None:
+            if slice_ is None or slice_.creation != slice_id.creation:
                 text = f"{self._session.name} has no slice {slice_id[1]} of key {slice_id[0]!r}"
+                if slice_ is not None:
+                    text = f"key {slice_id[0]!r} was deleted, and made again: look at its new shape and value first"
                 self._effects.refuse(event.peer, request, ErrorCode.KEY_NOT_FOUND, text, slice_id[0])
                 return None
             slices.append(slice_)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvd.core.machine import Received
+from collections.abc import Callable
+
+from kvd.core.machine import Peer, Received
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Waiting
@@ -17,17 +19,23 @@ class WaitAnswers:
     """Answers WaitQuery. It reads the state of the other parts, and changes nothing."""
 
     def __init__(
-        self, table: KeyTable, effects: ServerEffects, attachments: Attachments, participants: Participants
+        self,
+        table: KeyTable,
+        effects: ServerEffects,
+        attachments: Attachments,
+        participants: Participants,
+        lookups: Callable[[Peer], list[tuple[str, int]]],
     ) -> None:
         self._table = table
         self._effects = effects
         self._attachments = attachments
         self._participants = participants
+        self._lookups = lookups
 
     def answer(self, event: Received, query: WaitQuery) -> None:
         rank = self._attachments.find(event.sender)
         found = {} if rank is None else self._of_worker(event.sender, rank)
-        for key, request in self._table.lookups_of(event.peer) if rank != 0 else ():
+        for key, request in self._lookups(event.peer) if rank != 0 else ():
             found[request] = Wait(request, key, 0, (Absent(0, 0),))
         held = sorted(found)
         details = []

@@ -49,6 +49,7 @@ class Call:
     entries: set[Entry] = field(default_factory=set)
     withdraw: Callable[[Call], None] | None = None  # see `hold`
     is_kept: bool = False  # a push whose caller was told not to wait, and which counts later
+    blocker: int = 0  # the place of the key that it was found to wait for last
 
     def start(self) -> None:
         if self.state is not WAITING:

@@ -13,7 +13,7 @@ from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.servers import Servers
 from kvd.core.worker.steps import StepCounter
-from kvd.errors import KvdError, NotAllowed
+from kvd.errors import KeyNotFound, KvdError, NotAllowed
 from kvd.protocol.messages import Activate, ClockQuery, Clocks, MemberState
 
 
@@ -42,7 +42,11 @@ class WorkerClocks:
     def take_over(self, key: WorkerKey, then: Callable[[KvdError | None], None]) -> None:
         """Asks the servers of the key where the predecessor stood. `then` gets the error if one refuses."""
 
+        window = key.window
+
         def answered(answers: list[Received], error: KvdError | None) -> None:
+            if error is None and key.window is not window:
+                error = KeyNotFound(f"key {key.name!r} was deleted", key=key.name)
             if error is not None:
                 then(error)
                 return
@@ -55,7 +59,7 @@ class WorkerClocks:
     def _go_on_from(self, key: WorkerKey, clocks: list[Clocks], then: Callable[[KvdError | None], None]) -> None:
         """After a death: from the clock that all slices have counted, since the step is redone. After a departure:
         from the newest clock of all, and the servers are told that this rank counts again from there on."""
-        if key.state is KeyState.READY:  # it was asked for twice at once, and has its clock
+        if key.state in (KeyState.READY, KeyState.DELETING):  # it was asked for twice at once, and has its clock
             then(None)
             return
         if self._session.predecessor not in (MemberState.LEFT, MemberState.DONE):
@@ -64,15 +68,16 @@ class WorkerClocks:
             self._steps.reached(key.window.clock)
             then(None)
             return
-        key.window.start_at(max(entry.highest for entry in clocks))
-        self._steps.reached(key.window.clock)
+        window = key.window
+        window.start_at(max(entry.highest for entry in clocks))
+        self._steps.reached(window.clock)
 
         def activated(answers: list[Received], error: KvdError | None) -> None:
             if error is None:
-                key.window.resume()
+                window.resume()
             then(error)
 
-        message = Activate(0, key.name, key.window.clock)
+        message = Activate(0, key.name, key.window.clock, key.creation)
         questions = [(self._servers.peer_of(rank), message, ()) for rank in sorted(key.incarnations)]
         self._asker.ask_all(None, questions, activated)
 

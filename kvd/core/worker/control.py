@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kvd.core import requests
@@ -14,7 +15,7 @@ from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.outbox import Outbox
 from kvd.core.worker.participation import Participation
 from kvd.core.worker.servers import Servers
-from kvd.protocol.messages import StatusQuery
+from kvd.protocol.messages import StatusQuery, StoreState
 
 
 class ControlCalls:
@@ -82,7 +83,8 @@ class ControlCalls:
         """Asks the servers that lead the slices of the call's key."""
         (key,) = call.keys
         questions: list[tuple[Peer, Any, tuple[Span, ...]]] = []
-        for index, message in enumerate(request.messages):
+        for index, given in enumerate(request.messages):
+            message = replace(given, creation=key.creation) if isinstance(given, StoreState) else given
             payload = (Span(request.payloads[index], 0, request.nbytes[index]),) if request.payloads else ()
             questions.append((self._servers.peer_of(key.servers[index]), message, payload))
         self._asker.gather(call, questions)

@@ -5,27 +5,24 @@ A key lets a call start when it is known, and a push only within its push window
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeAlias
 
 from kvd.core import requests
-from kvd.core.membership import ViewState, name_of
+from kvd.core.membership import name_of
+from kvd.core.session import SchedulerSession
 from kvd.core.worker.calls import WAITING, Call, CallBook
+from kvd.core.worker.key_directory import LookUp
 from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.servers import Servers, loss_text
 from kvd.core.worker.steps import StepCounter
 from kvd.errors import KeyNotFound, KvdError, NodeLost, NotAllowed
 
-UNKNOWN, ASKING, READY, LOST = KeyState  # the hot path compares: one look-up instead of two
+UNKNOWN, ASKING, READY, DELETING, LOST = KeyState  # the hot path compares: one look-up instead of two
 
 Start: TypeAlias = Callable[[Call, Any], KvdError | None]
-
-
-class LookUp(Protocol):
-    """Asks for a key that is not known yet."""
-
-    def __call__(self, key: WorkerKey, *, wait: bool = False) -> None: ...
 
 
 class KeyQueue:
@@ -34,12 +31,12 @@ class KeyQueue:
     Args:
         starters: by the type of a request, what starts it. It gets the call and its request, and returns the error
             that the call ends with if it cannot start.
-        look_up: asks for a key.
+        look_up: asks for keys.
     """
 
     def __init__(
         self,
-        view: ViewState,
+        session: SchedulerSession,
         servers: Servers,
         keys: KeyTable,
         calls: CallBook,
@@ -48,7 +45,8 @@ class KeyQueue:
         starters: Mapping[type[Any], Start],
         look_up: LookUp,
     ) -> None:
-        self._view = view
+        self._session = session
+        self._view = session.view
         self._servers = servers
         self._keys = keys
         self._calls = calls
@@ -76,6 +74,11 @@ class KeyQueue:
         call.set_keys([self._keys.get_or_add(request.key)])
         self._enqueue(call, wait=isinstance(request, requests.DescribeKey) and request.wait)
 
+    def enter_deletion(self, call: Call, keys: Sequence[WorkerKey]) -> None:
+        """The same for the deletion of keys, which waits until no earlier call on them is under way."""
+        call.set_keys(keys)
+        self._enqueue(call)
+
     def _can_start_at_once(self, call: Call) -> bool:
         limit, is_push = self._view.settings.rounds_ahead, call.is_push
         for key in call.keys:
@@ -91,9 +94,9 @@ class KeyQueue:
         if call.is_push:
             self._steps.queued(call)
         call.hold(self._withdraw)
-        for key in call.keys:
-            if key.state is UNKNOWN and call.state is WAITING:
-                self._look_up(key, wait=wait)
+        unknown = [key for key in dict.fromkeys(call.keys) if key.state is UNKNOWN]
+        if unknown:
+            self._look_up(unknown, wait=wait)
         self._try_start(call)
 
     # ── calls out ──
@@ -117,13 +120,24 @@ class KeyQueue:
         return True
 
     def _must_wait(self, call: Call) -> bool:
-        limit = self._view.settings.rounds_ahead
-        for key in call.keys:
-            if key.state is UNKNOWN or key.state is ASKING or key.queue[0] is not call:
-                return True
-            if call.is_push and key.window.holds_back(limit) and not self._is_hopeless(key):
+        """Looks first at the key that the call waited for last: as its keys become ready one after the other, this
+        looks at each of them once, and not at all of them each time."""
+        keys, first = call.keys, call.blocker
+        for place in chain(range(first, len(keys)), range(first)):
+            if self._key_must_wait(call, keys[place]):
+                call.blocker = place
                 return True
         return False
+
+    def _key_must_wait(self, call: Call, key: WorkerKey) -> bool:
+        if key.state is UNKNOWN or key.state is ASKING or key.queue[0] is not call:
+            return True
+        if isinstance(call.request, requests.DeleteKeys):  # another deletion of the key is joined
+            return key.window.is_in_use and not self._is_hopeless(key)
+        if key.state is DELETING:
+            return self._gone_error(key) is None
+        limit = self._view.settings.rounds_ahead
+        return call.is_push and key.window.holds_back(limit) and not self._is_hopeless(key)
 
     def _is_hopeless(self, key: WorkerKey) -> bool:
         """Whether a push of the key starts only to be told what is wrong: it does not wait for its window then."""
@@ -186,9 +200,23 @@ class KeyQueue:
         for call in list(key.queue):
             if isinstance(error, KeyNotFound) and getattr(call.request, "wait", False):
                 some_wait = True
+            elif isinstance(error, KeyNotFound) and self._was_deleted_before(call, key):
+                self._leave_out(call, key)
             else:
                 self._calls.abandon(call, error)
         return some_wait
+
+    def _was_deleted_before(self, call: Call, key: WorkerKey) -> bool:
+        """Whether the call deletes a key that this worker has deleted, or its predecessor may have."""
+        is_deletion = isinstance(call.request, requests.DeleteKeys)
+        return is_deletion and (key.creation > 0 or self._session.predecessor is not None)
+
+    def _leave_out(self, call: Call, key: WorkerKey) -> None:
+        """The call goes on without the key."""
+        key.queue.remove(call)
+        call.set_keys([other for other in call.keys if other is not key])
+        call.blocker = 0
+        self._try_start(call)
 
     # ── invariants ──
 

@@ -19,24 +19,27 @@ class KeyState(StrEnum):
     UNKNOWN = auto()  # not asked for, or the last look-up failed
     ASKING = auto()  # the look-up, or the question for a predecessor's clock, is on its way
     READY = auto()  # its spec, its servers and its clock are known
+    DELETING = auto()  # this worker has deleted it, and waits for the others
     LOST = auto()  # a server of it was restarted, and its slices there are gone
 
 
 KEY_TRANSITIONS: dict[KeyState, frozenset[KeyState]] = {
     KeyState.UNKNOWN: frozenset({KeyState.ASKING, KeyState.READY}),  # READY: this worker initialised or found it
     KeyState.ASKING: frozenset({KeyState.UNKNOWN, KeyState.READY}),
-    KeyState.READY: frozenset({KeyState.LOST}),
+    KeyState.READY: frozenset({KeyState.LOST, KeyState.DELETING, KeyState.UNKNOWN}),  # UNKNOWN: others deleted it
+    KeyState.DELETING: frozenset({KeyState.UNKNOWN, KeyState.READY}),
     KeyState.LOST: frozenset({KeyState.READY}),  # it was initialised again on the restarted server
 }
 
 
 @dataclass(slots=True, eq=False)
 class WorkerKey:
-    """One key, as this worker sees it. A key that is READY or LOST has its spec, servers and incarnations."""
+    """One key, as this worker sees it. A key that is READY, DELETING or LOST has its spec, servers and incarnations."""
 
     name: str
     spec: KeySpec | None = None
     servers: tuple[int, ...] = ()  # the rank that leads each slice
+    creation: int = 0  # tells it from the keys of its name that were deleted
     incarnations: dict[int, int] = field(default_factory=dict)  # of those servers, when the key was placed
     state: KeyState = KeyState.UNKNOWN
     window: PushWindow = field(default_factory=PushWindow)
@@ -51,10 +54,18 @@ class WorkerKey:
             raise RuntimeError(f"key {self.name!r} cannot become {state} when it is {self.state}: this is a bug in kvd")
         self.state = state
 
-    def place(self, spec: KeySpec, view: ViewState, servers: Servers) -> None:
-        """Takes the spec, and notes which servers lead the slices."""
-        self.spec, self.checked_spec = spec, None
-        self.servers = tuple(view.server_of(self.name, index) for index in range(spec.num_slices))
+    def forget(self) -> None:
+        """The key was deleted. The calls that queue for it stay."""
+        self.move_to(KeyState.UNKNOWN)
+        self.spec = self.checked_spec = None
+        self.servers, self.incarnations = (), {}
+        self.window = PushWindow()
+        self.is_publishing = self.is_initialised_here = False
+
+    def place(self, spec: KeySpec, creation: int, view: ViewState, servers: Servers) -> None:
+        """Takes the spec and the creation, and notes which servers lead the slices."""
+        self.spec, self.checked_spec, self.creation = spec, None, creation
+        self.servers = tuple([view.server_of(self.name, index) for index in range(spec.num_slices)])
         self.incarnations = {rank: servers.peer_of(rank) for rank in sorted(set(self.servers))}
 
     def check_value(self, spec: KeySpec, *, cast: bool) -> None:

@@ -31,7 +31,10 @@ from kvd.core.worker.calls import WAITING, Call, CallBook
 from kvd.core.worker.clocks import WorkerClocks
 from kvd.core.worker.connections import Connections
 from kvd.core.worker.control import ControlCalls
+from kvd.core.worker.deletions import Deletions
+from kvd.core.worker.init_calls import InitCalls
 from kvd.core.worker.key_directory import KeyDirectory
+from kvd.core.worker.key_making import KeyMaking
 from kvd.core.worker.key_queue import KeyQueue, Start
 from kvd.core.worker.keys import KeyTable, WorkerKey
 from kvd.core.worker.looks import NEVER
@@ -77,9 +80,23 @@ class WorkerMachine:
         plans = MessagePlans(view, batches=settings.batches and not taking_part.is_observer)
         transfer = Transfer(view, servers, plans, taking_part, outbox, asker, calls, pushes, steps, emit, self._wake)
         directory = KeyDirectory(
-            session, servers, keys, plans, taking_part, asker, calls, self._clocks, self._wake, self._fail_waiting
+            session, servers, plans, taking_part, asker, calls, self._clocks, self._wake, self._fail_waiting
         )
         readings = Readings(view, servers, plans, asker, calls, emit)
+        making = KeyMaking(view, servers, plans, asker)
+        self._deletions = deletions = Deletions(
+            view,
+            servers,
+            keys,
+            taking_part,
+            asker,
+            calls,
+            making,
+            directory.look_up,
+            lambda call, some: self._queue.enter_deletion(call, some),
+            self._wake,
+        )
+        inits = InitCalls(session, keys, taking_part, calls, directory, making, self._wake, deletions.afterwards)
         self._not_yet = NotYetReactions(keys, outbox, asker, self._connections, transfer)
         starters: dict[type[Any], Start] = {
             requests.Transfer: transfer.start,
@@ -88,8 +105,9 @@ class WorkerMachine:
             requests.DescribeKey: directory.describe,
             requests.ClockOf: self._clocks.clock_of,
             requests.SliceControl: self._control.slice_control,
+            requests.DeleteKeys: deletions.start,
         }
-        self._queue = queue = KeyQueue(view, servers, keys, calls, pushes, steps, starters, directory.look_up)
+        self._queue = queue = KeyQueue(session, servers, keys, calls, pushes, steps, starters, directory.look_up)
         self._call_table: dict[type[Any], Callable[[Call, Any], None]] = {
             requests.Transfer: queue.enter_transfer,
             requests.Read: queue.enter_transfer,
@@ -98,7 +116,8 @@ class WorkerMachine:
             requests.DescribeKey: queue.enter,
             requests.ClockOf: queue.enter,
             requests.SliceControl: queue.enter,
-            requests.InitKeys: directory.init_keys,
+            requests.InitKeys: inits.init_keys,
+            requests.DeleteKeys: deletions.enter,
             requests.TakeBack: transfer.take_back,
             requests.Flush: pushes.flush,
             requests.Rewind: self._clocks.rewind,
@@ -196,6 +215,7 @@ class WorkerMachine:
         self._outbox.validate()
         self._queue.validate()
         self._waits.validate()
+        self._deletions.validate()
 
     # ── messages ──
 
@@ -204,6 +224,7 @@ class WorkerMachine:
             if self.session.receive(event, now):
                 self._connections.view_changed()
                 self._queue.servers_changed()
+                self._deletions.servers_changed()
                 self._participation.view_changed()
             self._effects += self.session.take_effects()
             if self.session.failure is not None:

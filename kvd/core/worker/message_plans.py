@@ -92,21 +92,21 @@ class _OpenMessage:
     payload_nbytes: int = 0
     header_nbytes: int = 0
 
-    def has_room(self, name: str, nbytes: int, limit: int) -> bool:
+    def has_room(self, header_nbytes: int, nbytes: int, limit: int) -> bool:
         """Whether one more slice goes in. Small slices share a message, a full one has it for itself."""
         return (
             len(self.slice_ids) < MAX_PARTS
             and self.payload_nbytes + nbytes <= limit
-            and self.header_nbytes + _header_nbytes(name) <= HEADER_BUDGET
+            and self.header_nbytes + header_nbytes <= HEADER_BUDGET
         )
 
-    def add(self, name: str, index: int, item: int, span: tuple[int, int]) -> None:
-        self.slice_ids.append(SliceId(name, index))
+    def add(self, slice_id: SliceId, item: int, span: tuple[int, int], header_nbytes: int) -> None:
+        self.slice_ids.append(slice_id)
         self.items.append(item)
         self.ranges.append(span)
         self.offsets.append(self.payload_nbytes)
         self.payload_nbytes += padded(span[1])
-        self.header_nbytes += _header_nbytes(name)
+        self.header_nbytes += header_nbytes
 
     def plan(self) -> MessagePlan:
         nbytes = self.offsets[-1] + self.ranges[-1][1]
@@ -128,7 +128,7 @@ def plan_slices(keys: Sequence[WorkerKey], given: Sequence[KeySpec | None]) -> l
             range_ = offset // itemsize * given_itemsize, nbytes // itemsize * given_itemsize
             plan = MessagePlan(
                 server,
-                (SliceId(key.name, index),),
+                (SliceId(key.name, index, key.creation),),
                 (item,),
                 (range_,),
                 (Row(offset, 0, nbytes),),
@@ -139,24 +139,32 @@ def plan_slices(keys: Sequence[WorkerKey], given: Sequence[KeySpec | None]) -> l
     return plans
 
 
-def _header_nbytes(name: str) -> int:
+def header_nbytes(key: WorkerKey, *, with_spec: bool = False) -> int:
     """The most that a slice of this key takes in a header: a character is at most 4 bytes in UTF-8."""
-    return 4 * len(name) + 20
+    nbytes = 4 * len(key.name) + (29 if key.creation else 21)
+    if with_spec and key.spec is not None:
+        nbytes += 9 * len(key.spec.shape) + 32
+    return nbytes
 
 
-def plan_messages(keys: Sequence[WorkerKey], limit: int) -> list[MessagePlan]:
-    """Cuts the keys into slices and packs them, in order, into messages of at most `limit` bytes to a server."""
+def plan_messages(keys: Sequence[WorkerKey], limit: int, *, with_specs: bool = False) -> list[MessagePlan]:
+    """Cuts the keys into slices and packs them, in order, into messages of at most `limit` bytes to a server.
+
+    Args:
+        with_specs: the header has the specs of the keys too.
+    """
     messages: list[_OpenMessage] = []
     open_: dict[int, _OpenMessage] = {}
     for item, key in enumerate(keys):
         assert key.spec is not None
+        header = header_nbytes(key, with_spec=with_specs)
         for index, server in enumerate(key.servers):
             span = key.spec.span(index)
             message = open_.get(server)
-            if message is None or not message.has_room(key.name, span[1], limit):
+            if message is None or not message.has_room(header, span[1], limit):
                 message = open_[server] = _OpenMessage(server)
                 messages.append(message)
-            message.add(key.name, index, item, span)
+            message.add(SliceId(key.name, index, key.creation), item, span, header)
     return [message.plan() for message in messages]
 
 
@@ -165,10 +173,11 @@ def lists_of_slices(keys: Sequence[WorkerKey]) -> list[tuple[int, tuple[SliceId,
     lists: list[_OpenMessage] = []
     open_: dict[int, _OpenMessage] = {}
     for key in keys:
+        header = header_nbytes(key)
         for index, server in enumerate(key.servers):
             message = open_.get(server)
-            if message is None or not message.has_room(key.name, 0, 0):
+            if message is None or not message.has_room(header, 0, 0):
                 message = open_[server] = _OpenMessage(server)
                 lists.append(message)
-            message.add(key.name, index, 0, (0, 0))
+            message.add(SliceId(key.name, index, key.creation), 0, (0, 0), header)
     return [(message.server, tuple(message.slice_ids)) for message in lists]

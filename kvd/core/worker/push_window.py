@@ -29,6 +29,7 @@ class PushWindow:
     open_pushes: int = 0  # started and not settled
     failing_pushes: int = 0  # open pushes of which a message was refused; the others may have been taken
     pulling: list[int] = field(default_factory=list)  # the versions that open pulls wait for (sync mode)
+    reading: int = 0  # open pulls that wait for no version in particular
     partial_failure: KvdError | None = None  # what a push was refused with that others took: only rewind goes on
 
     def holds_back(self, limit: int) -> bool:
@@ -48,6 +49,11 @@ class PushWindow:
         """Whether a push was made since the key was found, or since the last rewind."""
         return self.clock != self.base_clock
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a push or pull is under way."""
+        return self.open_pushes > 0 or self.reading > 0 or bool(self.pulling)
+
     def start_at(self, clock: int) -> None:
         """Goes on from the clock of a predecessor."""
         self.clock = self.base_clock = clock
@@ -66,6 +72,7 @@ class PushWindow:
         """Raises AssertionError if an invariant is broken."""
         assert self.base_clock <= self.clock, f"the clock lies before its start: {self}"
         assert 0 <= self.failing_pushes <= self.open_pushes, f"more pushes fail than are open: {self}"
+        assert self.reading >= 0, f"more pulls ended than were begun: {self}"
         assert all(clock <= self.clock for clock in self.pulling), f"a later version is pulled: {self}"
 
 
@@ -87,6 +94,18 @@ def end_pulls(windows: Sequence[PushWindow], clocks: Sequence[int]) -> None:
     """Undoes `begin_pulls`, which was called at these clocks: the values are here, or are not wanted any more."""
     for position, clock in enumerate(clocks):
         windows[position].pulling.remove(clock)
+
+
+def begin_reads(windows: Sequence[PushWindow]) -> None:
+    """Counts an open pull of each key that takes whatever version is there."""
+    for window in windows:
+        window.reading += 1
+
+
+def end_reads(windows: Sequence[PushWindow]) -> None:
+    """Undoes `begin_reads`: the values are here, or are not wanted any more."""
+    for window in windows:
+        window.reading -= 1
 
 
 def mark_failing(windows: Sequence[PushWindow]) -> None:

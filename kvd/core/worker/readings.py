@@ -11,9 +11,10 @@ from kvd.core.machine import Copy, Effect, Received
 from kvd.core.membership import ViewState
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import COMPLETED, Call, CallBook
+from kvd.core.worker.keys import KeyState
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans, lists_of_slices
 from kvd.core.worker.servers import Servers
-from kvd.errors import DtypeMismatch, KvdError, ProtocolError, ShapeMismatch
+from kvd.errors import DtypeMismatch, KeyNotFound, KvdError, ProtocolError, ShapeMismatch
 from kvd.protocol.messages import MemberState, ReadDone, ReadSlices, Survey, Surveyed, Values
 
 
@@ -63,6 +64,7 @@ class Readings:
             lists = [(server.rank, ()) for server in self._view.servers() if server.state is MemberState.ACTIVE]
 
         def then(answers: list[Received], error: KvdError | None) -> None:
+            self._look_again(call, error)
             result = [event.message for event in answers if isinstance(event.message, Surveyed)]
             if error is None and len(result) < len(answers):
                 error = ProtocolError("a server did not answer which steps it has")
@@ -105,6 +107,7 @@ class Readings:
         fits = isinstance(message, Values) and event.nbytes == plan.nbytes
         if not isinstance(message, Values) or not fits or len(message.versions) != len(plan.slice_ids):
             error = error or ProtocolError("the server answered a read with something that does not fit")
+            self._look_again(call, error)
             self._calls.complete(call, error=error)
             return
         for item, version in zip(plan.items, message.versions, strict=True):
@@ -115,6 +118,14 @@ class Readings:
         progress.remaining -= 1
         if progress.remaining == 0:
             self._end(progress, progress.versions)
+
+    def _look_again(self, call: Call, error: KvdError | None) -> None:
+        """No reader is asked before keys are deleted: when it meets a deletion, its next call looks them up again."""
+        if isinstance(error, KeyNotFound):
+            for key in call.keys:
+                if key.state is KeyState.READY:
+                    key.forget()
+            self._plans.clear()
 
     def _end(self, progress: _Progress, result: Sequence[requests.Versions | None] | None) -> None:
         """Completes the call, and tells the servers that nothing which they sent for it is in use."""

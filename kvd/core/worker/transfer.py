@@ -11,7 +11,7 @@ from kvd.core.machine import Copy, Effect, Received, Send, Span
 from kvd.core.membership import ViewState
 from kvd.core.worker.asking import Asker, is_kept
 from kvd.core.worker.calls import COMPLETED, Call, CallBook
-from kvd.core.worker.keys import WorkerKey
+from kvd.core.worker.keys import KeyState, WorkerKey
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans, plan_slices
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.outbox import Entry, Outbox
@@ -20,13 +20,24 @@ from kvd.core.worker.push_window import (
     PushWindow,
     begin_pulls,
     begin_pushes,
+    begin_reads,
     end_pulls,
+    end_reads,
     mark_failing,
     settle_pushes,
 )
 from kvd.core.worker.servers import Servers
 from kvd.core.worker.steps import StepCounter, Steps
-from kvd.errors import DtypeMismatch, KvdError, NotAllowed, Outcome, ProtocolError, RequestTimeout, ShapeMismatch
+from kvd.errors import (
+    DtypeMismatch,
+    KeyNotFound,
+    KvdError,
+    NotAllowed,
+    Outcome,
+    ProtocolError,
+    RequestTimeout,
+    ShapeMismatch,
+)
 from kvd.protocol.messages import (
     ABSENT,
     ANY_CLOCK,
@@ -71,6 +82,7 @@ class TransferProgress:
     remaining: int  # messages that are not answered
     steps: Steps = NO_STEPS  # of a push
     pulling: Sequence[int] = ()  # the clocks that hold rounds back, one per window; empty once they are released
+    is_reading: bool = False  # it is counted in `reading` of the windows
     is_untaken: bool = True  # so far no server has taken any of it
     error: KvdError | None = None  # the first
 
@@ -134,6 +146,10 @@ class Transfer:
             progress.pulling = clocks
             if not transfer.push:
                 call.hold(partial(self._release, progress))
+        elif transfer.pull and not transfer.push:
+            begin_reads(windows)
+            progress.is_reading = True
+            call.hold(partial(self._release, progress))
         shared = clocks[0] if clocks and clocks.count(clocks[0]) == len(clocks) else None
         for plan in plans:
             if shared is None or plan.is_alone or not self._plans.use(plan, is_push=transfer.push):
@@ -172,7 +188,10 @@ class Transfer:
     def _send_parts(self, progress: TransferProgress, plan: MessagePlan, clocks: Sequence[int]) -> None:
         transfer = progress.transfer
         parts = tuple(
-            [Part(key, index, clocks[item]) for (key, index), item in zip(plan.slice_ids, plan.items, strict=True)]
+            [
+                Part(key, index, clocks[item], creation)
+                for (key, index, creation), item in zip(plan.slice_ids, plan.items, strict=True)
+            ]
         )
         number = self._asker.number()
         if transfer.push:
@@ -252,6 +271,8 @@ class Transfer:
                 return
             if message.taken is not Taken.NOTHING:
                 progress.is_untaken = False
+            if isinstance(error, KeyNotFound) and not self._participation.in_rounds:
+                self._forget_deleted(call.keys)
         elif not isinstance(message, Done) or transfer.pull:
             error = ProtocolError(f"the server answered with a {type(message).__name__} that does not fit")
         progress.remaining -= 1
@@ -296,9 +317,8 @@ class Transfer:
         A push that no server took gives its clock back.
         """
         call = progress.call
-        if progress.pulling:
-            end_pulls(progress.windows, progress.pulling)
-            progress.pulling = ()
+        if progress.pulling or progress.is_reading:
+            self._end_pull(progress)
             call.let_go()  # no cycle stays behind that keeps the program's memory
         if call.is_push:
             settle_pushes(progress.windows, progress.error, progress.is_untaken)
@@ -311,10 +331,24 @@ class Transfer:
 
     def _release(self, progress: TransferProgress, call: Call) -> None:
         """Nobody waits for the pull any more: the rounds that it held back go on."""
-        end_pulls(progress.windows, progress.pulling)
-        progress.pulling = ()
+        self._end_pull(progress)
         for key in call.keys:
             self._wake(key)
+
+    def _end_pull(self, progress: TransferProgress) -> None:
+        end_pulls(progress.windows, progress.pulling)
+        progress.pulling = ()
+        if progress.is_reading:
+            end_reads(progress.windows)
+            progress.is_reading = False
+
+    def _forget_deleted(self, keys: Sequence[WorkerKey]) -> None:
+        """A reader, who is not asked before keys are deleted, has met a deletion: its next call looks at the keys
+        again."""
+        for key in keys:
+            if key.state is KeyState.READY and not key.window.open_pushes:
+                key.forget()
+        self._plans.clear()
 
     # ── the program's memory ──
 

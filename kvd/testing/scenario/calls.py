@@ -72,6 +72,7 @@ def _request(words: list[str], worker: str) -> tuple[requests.Request, Floats | 
         "rewind": lambda: requests.Rewind(int(rest[0])),
         "clock": lambda: requests.ClockOf(rest[0]),
         "describe": lambda: requests.DescribeKey(rest[0]),
+        "delete": lambda: requests.DeleteKeys(tuple(rest)),
         "set_optimizer": lambda: requests.Control(
             (SetOptimizer(0, to_wire(SGD(float(rest[0]), momentum=float("".join(rest[1:2]) or 0)))),)
         ),

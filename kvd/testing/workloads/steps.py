@@ -42,20 +42,22 @@ def item(key: str, source: Floats | None = None, target: Floats | None = None) -
 
 
 def begin(me: Me, keys: Sequence[str], initial: Floats, optimizer: SGD | None) -> Generator[Any, Any, int]:
-    """Joins, makes the keys, and finds the step to go on from."""
+    """Joins, makes the keys, all in one call if they are many, and finds the step to go on from."""
     yield JoinCluster()
     if optimizer is not None and me.rank == 0:
         yield from insist(Control((SetOptimizer(0, to_wire(optimizer)),)))
-    requests = [InitKeys((item(key, initial.copy()),)) for key in keys]
+    lists = [tuple(keys)] if len(keys) > 2 else [(key,) for key in keys]
     calls = []
-    for request in requests:
-        calls.append((yield Start(request)))  # noqa: PERF401  no comprehension can wait
-    for request, call in zip(requests, calls, strict=True):
+    for names in lists:
+        request = InitKeys(tuple(item(key, initial.copy()) for key in names))
+        calls.append((yield Start(request)))
+    for names, call in zip(lists, calls, strict=True):
         try:
             yield call
         except NodeLost:
-            with suppress(KeyExists):  # the first went through after all
-                yield from insist(request)
+            for key in names:
+                with suppress(KeyExists):  # the first went through after all
+                    yield from insist(InitKeys((item(key, initial.copy()),)))
     step = 0
     if me.machine.session.predecessor:
         clocks: list[int] = []

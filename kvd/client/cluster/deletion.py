@@ -1,0 +1,41 @@
+"""`delete` in a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvd.client.calls.handle import Handle
+from kvd.client.calls.unobserved_errors import UnobservedErrors
+from kvd.client.cluster.arguments import Arguments
+from kvd.client.cluster.bound_keys import BoundKeys
+from kvd.client.cluster.broadcast import ClusterAssignments
+from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.transfers import nothing
+from kvd.core import requests
+
+
+class ClusterDeletion:
+    """Deletes keys, and what this process keeps by their names."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        arguments: Arguments,
+        bound: BoundKeys,
+        assignments: ClusterAssignments,
+        unobserved: UnobservedErrors,
+    ) -> None:
+        self._engine = engine
+        self._arguments = arguments
+        self._bound = bound
+        self._assignments = assignments
+        self._watched = unobserved.watch
+
+    def delete(self, key: Any) -> Handle:
+        names = self._arguments.named(key).names
+        if not names:
+            return Handle.of(None)
+        handle = Handle(self._engine.submit(requests.DeleteKeys(tuple(names))), nothing, "delete", self._engine.wait)
+        self._bound.forget(names)
+        self._assignments.forget(names)
+        return self._watched(names, handle)

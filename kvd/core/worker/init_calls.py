@@ -1,0 +1,146 @@
+"""The InitKeys calls of a program: worker 0 makes the keys, the others wait until they are live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvd.core import requests
+from kvd.core.session import SchedulerSession
+from kvd.core.worker.calls import Call, CallBook
+from kvd.core.worker.key_directory import KeyDirectory, Search, not_joined
+from kvd.core.worker.key_making import KeyMaking
+from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
+from kvd.core.worker.participation import Participation
+from kvd.errors import KeyExists, KvdError, NotAllowed, RemoteError
+from kvd.protocol.messages import Made, MemberState
+from kvd.protocol.specs import KeySpec
+
+
+@dataclass(slots=True, eq=False)
+class _InitCall:
+    """An InitKeys under way: what it wants, how many of its keys are still to come, and the first error."""
+
+    call: Call
+    items: dict[WorkerKey, requests.Item]
+    remaining: int
+    error: KvdError | None = None
+
+
+class InitCalls:
+    """Completes each InitKeys when all of its keys are live, with the first error if some cannot be.
+
+    Args:
+        wake: a key became ready: the calls that queue for it go on.
+        afterwards: acts when the deletion of a key has ended, if the call still waits for that.
+    """
+
+    def __init__(
+        self,
+        session: SchedulerSession,
+        keys: KeyTable,
+        participation: Participation,
+        calls: CallBook,
+        directory: KeyDirectory,
+        making: KeyMaking,
+        wake: Callable[[WorkerKey], None],
+        afterwards: Callable[[WorkerKey, Call, Callable[[], None]], None],
+    ) -> None:
+        self._session = session
+        self._view = session.view
+        self._keys = keys
+        self._participation = participation
+        self._calls = calls
+        self._directory = directory
+        self._making = making
+        self._wake = wake
+        self._afterwards = afterwards
+
+    def init_keys(self, call: Call, request: requests.InitKeys) -> None:
+        error = self._error(request)
+        if error is not None or not request.items:
+            self._calls.complete(call, error=error)
+            return
+        deleting = (self._keys.by_name.get(item.key) for item in request.items)
+        last = next((key for key in deleting if key is not None and key.state is KeyState.DELETING), None)
+        if last is not None:
+            self._afterwards(last, call, partial(self.init_keys, call, request))
+            return
+        call.start()
+        call.set_keys([self._keys.get_or_add(item.key) for item in request.items])
+        items = dict(zip(call.keys, request.items, strict=True))
+        init = _InitCall(call, items, len(items))
+        wanted = []
+        for key in items:
+            if key.is_initialised_here:
+                text = f"key {key.name!r} is live already: init makes a key once; push changes its value"
+                self._ended(init, key, KeyExists(text, key=key.name))
+            else:
+                wanted.append(key)
+        if self._session.rank == 0 and not self._session.predecessor:
+            self._make(init, wanted)
+        else:
+            self._find_or_make(init, wanted)
+
+    def _error(self, request: requests.InitKeys) -> KvdError | None:
+        """Why no key of the call can be made."""
+        if not self._view.shards:
+            return not_joined()
+        if not self._participation.in_rounds and request.items:
+            return NotAllowed("only a worker that takes part in the rounds makes keys")
+        names = [item.key for item in request.items]
+        if len(set(names)) < len(names):
+            seen: set[str] = set()
+            twice = next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+            return NotAllowed(f"key {twice!r} is named twice in one init: give it one value", key=twice)
+        return None
+
+    def _ended(self, init: _InitCall, key: WorkerKey, error: KvdError | None) -> None:
+        """One key of an InitKeys is live, or has failed."""
+        if error is None:
+            key.is_initialised_here = True
+        if error is None or key.is_initialised_here:
+            self._wake(key)
+        init.error = init.error or error
+        init.remaining -= 1
+        if init.remaining == 0:
+            self._calls.complete(init.call, error=init.error)
+
+    def _make(self, init: _InitCall, keys: Sequence[WorkerKey]) -> None:
+        self._making.make(init.call, [(key, init.items[key]) for key in keys], partial(self._ended, init))
+
+    def _find_or_make(self, init: _InitCall, keys: Sequence[WorkerKey]) -> None:
+        """Rank 0 after a restart looks whether its predecessor made the keys; the others wait until they are live."""
+
+        def found(key: WorkerKey, made: Made) -> None:
+            error = self._spec_error(key, init.items[key], made.spec)
+            if error is not None:
+                self._ended(init, key, error)
+            else:
+                self._directory.found(key, made, partial(self._ended, init, key))
+
+        def failed(some: Sequence[WorkerKey], error: KvdError) -> None:
+            for key in some:
+                self._ended(init, key, error)
+
+        def missing(some: Sequence[WorkerKey]) -> None:
+            if is_maker:
+                self._make(init, some)
+            else:  # they were live, and deleted since
+                self._directory.ask(init.call, some, search, wait=True)
+
+        is_maker = self._session.rank == 0
+        search = Search(found, missing, failed)
+        self._directory.ask(init.call, keys, search, wait=not is_maker)
+
+    def _spec_error(self, key: WorkerKey, item: requests.Item, spec: KeySpec) -> KvdError | None:
+        """Why a key that is live already is not the one that the call wants to make."""
+        assert item.spec is not None
+        try:
+            spec.check_same(item.spec, key.name)
+        except RemoteError as error:
+            return error
+        if self._session.rank == 0 and self._session.predecessor == MemberState.LEFT:
+            return KeyExists(f"key {key.name!r} is live already: pull it, or take another name", key=key.name)
+        return None
