@@ -63,6 +63,7 @@ class Transfer:
     samples: int = 1
     how: int = 0  # ADD, ASSIGN or ABSENT
     any_version: bool = False  # pull the newest version, without waiting for the own pushes
+    place: int = 0  # where the program is, see `kvd.core.places`
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,18 @@ class Rewind:
     """Set the clock of every key back to `clock`. NotAllowed while pushes are open."""
 
     clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Go on after all that counted of a predecessor. NotAllowed while pushes are open."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComeTo:
+    """The program has come to this place, see `kvd.core.places`; all its pushes are settled. Servers remember it."""
+
+    place: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +168,8 @@ Request: TypeAlias = (
     | Barrier
     | Depart
     | Rewind
+    | Resume
+    | ComeTo
     | ClockOf
     | Control
     | SliceControl

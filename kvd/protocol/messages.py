@@ -374,16 +374,22 @@ class KeyInfo:
 
 @dataclass(frozen=True, slots=True)
 class ClockQuery:
-    """Which clock has my rank reached in the slices of this key that you lead?"""
+    """Which clock has my rank reached in the slices of this key that you lead, and where did `place` begin?"""
 
     KIND: ClassVar[int] = 37
     request: Number
     key: Key
+    place: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """The smallest and largest clock that the server counts for the rank, and the committed versions."""
+    """The smallest and largest clock that the server counts for the rank, and the committed versions.
+
+    `place` is the newest place of the rank, in these slices. `begun`, in the answer to a ClockQuery, is the clock at
+    which the rank came to the place that was asked for. `trained`, in the answer to an Attach, says whether a
+    contribution that the rank pushed at its newest place has counted.
+    """
 
     KIND: ClassVar[int] = 38
     request: Number
@@ -391,6 +397,9 @@ class Clocks:
     highest: Number
     oldest_version: Number
     newest_version: Number
+    place: Number = 0
+    begun: Number = 0
+    trained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,11 +413,21 @@ class Activate:
 
 
 @dataclass(frozen=True, slots=True)
+class ComeTo:
+    """The program of my rank has come to this place, and all its pushes have counted. Answered with Done."""
+
+    KIND: ClassVar[int] = 64
+    request: Number
+    place: Number
+
+
+@dataclass(frozen=True, slots=True)
 class Push:
     """Contributions, with their bytes as payload. Answered with Staged (returns the credit), then with Done at commit.
 
     With `pull`, Values takes the place of Done. A `probe` has no payload: it asks what became of an earlier push. A
-    push of at most SMALL_PUSH_BYTES takes no credit, and only a probe of it is answered with Staged.
+    push of at most SMALL_PUSH_BYTES takes no credit, and only a probe of it is answered with Staged. `place` is where
+    the program of the worker is, see `kvd.core.places`.
     """
 
     KIND: ClassVar[int] = 40
@@ -418,6 +437,7 @@ class Push:
     samples: Number
     pull: bool
     probe: bool = False
+    place: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,6 +488,7 @@ class PushBatch:
     samples: Number
     pull: bool
     probe: bool = False
+    place: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -603,6 +624,7 @@ Message: TypeAlias = (
     | ClockQuery
     | Clocks
     | Activate
+    | ComeTo
     | Push
     | Staged
     | Pull

@@ -16,6 +16,7 @@ from kvd.testing.workloads.ledger import Ledger, list_ledger
 from kvd.testing.workloads.lives import LifeLedger, ListLives
 from kvd.testing.workloads.refusals import RefusalLedger
 from kvd.testing.workloads.rounds import Rounds, mixed_rounds
+from kvd.testing.workloads.stepped import SteppedLedger, SteppedTraining
 from kvd.testing.workloads.steps import mostly_together, one_by_one
 from kvd.testing.workloads.training import Training, list_training
 
@@ -87,6 +88,8 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "rounds": lambda campaign, seed: Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0),
     "mixed": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0),
     "training": lambda campaign, seed: Training(STEPS, expected=undisturbed_weights("training")),
+    "stepped": lambda campaign, seed: SteppedTraining(STEPS, expected=undisturbed_weights("training")),
+    "stepped ledger": lambda campaign, seed: SteppedLedger(WORKERS, STEPS),
     "list training": lambda campaign, seed: list_training(
         STEPS, mostly_together(seed), undisturbed_weights("list training")
     ),
@@ -149,6 +152,16 @@ CAMPAIGNS: dict[str, Campaign] = {
     "refusals, stale by 1": Campaign(
         "refusals", mode="async", staleness=1, shell=ShellSettings(job_s=(0.0, 0.5), failing_updates=0.3)
     ),
+    "stepped": Campaign("stepped"),
+    "stepped, far ahead": Campaign("stepped", rounds_ahead=5, shell=ShellSettings(job_s=(0.0, 0.3))),
+    "stepped, no record": Campaign("stepped", shell=ShellSettings(state_dir=False)),
+    "stepped, nasty": Campaign("stepped", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
+    "stepped, long pauses": Campaign("stepped", mishaps=LONG_PAUSES),
+    "stepped ledger": Campaign("stepped ledger", mode="async"),
+    "stepped ledger, nasty": Campaign(
+        "stepped ledger", mode="async", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.5))
+    ),
+    "stepped ledger, stale by 1": Campaign("stepped ledger", mode="async", staleness=1),
     "training": Campaign("training"),
     "training, no record": Campaign("training", shell=ShellSettings(state_dir=False)),
     "training, nasty": Campaign("training", mishaps=LASTING, faults=NASTY),

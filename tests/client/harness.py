@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -97,3 +97,9 @@ def failed_workers(cluster: LocalCluster) -> list[int]:
     """The ranks of the workers whose programs ended with an error, from the scheduler."""
     members: Any = cluster.scheduler._daemon.machine.explain(0.0)["members"]  # type: ignore[union-attr]
     return [member["rank"] for member in members if "ended with an error" in member["reason"]]
+
+
+def each(kv: kvd.KVStore, total: int, body: Callable[[int], object], keys: Any = None) -> None:
+    """A loop over `kv.steps`, as one statement."""
+    for step in kv.steps(total, keys):
+        body(step)

@@ -41,7 +41,15 @@ def life_of(closing: Closing, *, distributed: bool) -> StoreLife:
     facts = FACTS._replace(distributed=distributed)
     return StoreLife(
         Backend(
-            facts, local.values, local.assignments, local.binding, local.rounds, local.updates, local.nodes, closing
+            facts,
+            local.values,
+            local.assignments,
+            local.binding,
+            local.rounds,
+            local.steps,
+            local.updates,
+            local.nodes,
+            closing,
         )
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvd.client.calls.backend import Backend, StoreFacts, StoreType
 from kvd.client.calls.memory_budget import MemoryBudget
+from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.binding import ClusterBinding
@@ -16,6 +17,8 @@ from kvd.client.cluster.rounds import ClusterRounds
 from kvd.client.cluster.updates import ClusterUpdates
 from kvd.client.cluster.values import ClusterValues
 from kvd.config import Config, Loaded
+from kvd.core import requests
+from kvd.core.worker.step_loops import StepLoops
 from kvd.errors import ConfigError
 from kvd.protocol.messages import MemberState, Settings
 
@@ -80,15 +83,28 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
     bound = BoundKeys()
     budget = MemoryBudget(config.memory_bound_bytes(), config.request_timeout_s)
     arguments = Arguments(engine, bound, budget, unobserved, settings.slice_bytes)
+    steps = _steps(engine, facts)
     return Backend(
         facts=facts,
-        values=ClusterValues(engine, arguments, bound, unobserved, facts.rank, config.check_bound),
+        values=ClusterValues(engine, arguments, bound, unobserved, steps, facts.rank, config.check_bound),
         assignments=ClusterAssignments(
-            engine, arguments, unobserved, facts.rank, sync, absence_counts=sync or settings.staleness >= 0
+            engine, arguments, unobserved, steps, facts.rank, sync, absence_counts=sync or settings.staleness >= 0
         ),
         binding=ClusterBinding(engine, arguments, bound),
-        rounds=ClusterRounds(engine, unobserved),
+        rounds=ClusterRounds(engine, unobserved, steps),
+        steps=steps,
         updates=ClusterUpdates(engine),
         nodes=ClusterNodes(engine),
         closing=ClusterClosing(engine, unobserved),
     )
+
+
+def _steps(engine: Engine, facts: StoreFacts) -> ProgramSteps:
+    """The loops of a program that continues the one of a dead predecessor, if there is one."""
+
+    async def announce(place: int) -> None:
+        await engine.call(requests.Flush())
+        await engine.call(requests.ComeTo(place))
+
+    loops = StepLoops(engine.machine.stopped(), is_strict=facts.versioned)
+    return ProgramSteps(loops, lambda place: engine.run(announce(place)))

@@ -8,8 +8,9 @@ from typing import Any
 from kvd.client.calls import checks
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.unobserved_errors import UnobservedErrors
-from kvd.client.calls.values import fresh_target
+from kvd.client.calls.values import Target, fresh_target
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.engine import Engine
@@ -33,12 +34,14 @@ class ClusterValues:
         arguments: Arguments,
         bound: BoundKeys,
         unobserved: UnobservedErrors,
+        steps: ProgramSteps,
         rank: int,
         check_bound: bool,
     ) -> None:
         self._engine = engine
         self._arguments = arguments
         self._watched = unobserved.watch
+        self._steps = steps
         self._rank = rank
         self._submit_push = bound.verified(engine.submit) if check_bound else engine.submit
 
@@ -55,7 +58,10 @@ class ClusterValues:
         if not names:
             return Handle.of(None)
         items = tuple(Item(name, spec, data) for name, (data, spec) in zip(names, sources, strict=True))
-        transfer = requests.Transfer(items, push=True, pull=False, priority=priority, samples=samples)
+        if not self._steps.take_pushes(names):
+            return Handle.of(None)
+        place = self._steps.place
+        transfer = requests.Transfer(items, push=True, pull=False, priority=priority, samples=samples, place=place)
         return self._watched(names, Handle(self._submit_push(transfer), nothing, "push", self._engine.wait))
 
     def pull(self, key: Any, out: Any, priority: int) -> Handle:
@@ -63,7 +69,9 @@ class ClusterValues:
         priority, _ = checks.priority_and_samples(priority)
         if out is None or not names:
             return self._pull_fresh(names, many, priority)
-        targets = self._arguments.targets(names, many, out)
+        return self._pull_into(names, many, self._arguments.targets(names, many, out), priority)
+
+    def _pull_into(self, names: list[str], many: bool, targets: list[Target], priority: int) -> Handle:
         promise = self._engine.submit(pull_into(names, targets, priority))
         return Handle(promise, pulled(targets, many), "pull", self._engine.wait)
 
@@ -100,7 +108,10 @@ class ClusterValues:
         )
         for (_, spec), target, name in zip(sources, targets, names, strict=True):
             spec.check_same(target.spec, name)
-        transfer = requests.Transfer(items, push=True, pull=True, priority=priority, samples=samples)
+        if not self._steps.take_pushes(names):
+            return self._pull_into(names, many, targets, priority)
+        place = self._steps.place
+        transfer = requests.Transfer(items, push=True, pull=True, priority=priority, samples=samples, place=place)
         reclaim = None if copy else partial(self._engine.take_back, [data for data, _ in sources])
         handle = Handle(self._submit_push(transfer), pulled(targets, many), "pushpull", self._engine.wait, reclaim)
         return self._watched(names, handle)

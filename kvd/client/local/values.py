@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from kvd.client.calls import checks
 from kvd.client.calls.bound_arrays import BoundArrays, bind_result
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.values import Array, Source, Target, fresh_target, paired, source_of, target_of
 from kvd.client.local.keys import Entry, LocalKeys
 from kvd.client.local.updates import LocalUpdates
@@ -23,9 +25,10 @@ from kvd.protocol.specs import MAX_SLICE_BYTES
 class LocalValues:
     """Safe to use from several threads. Nothing is ever under way, so no call needs a reservation."""
 
-    def __init__(self, keys: LocalKeys, updates: LocalUpdates) -> None:
+    def __init__(self, keys: LocalKeys, updates: LocalUpdates, steps: ProgramSteps) -> None:
         self._keys = keys
         self._updates = updates
+        self._steps = steps
 
     def init(self, key: Any, value: Any) -> Handle:
         names, many = self._keys.names(key)
@@ -45,6 +48,7 @@ class LocalValues:
         names, many = self._keys.names(key)
         priority, samples = checks.priority_and_samples(priority, samples)
         sources = _sources(names, many, value, copy=False)
+        self._steps.take_pushes(names)
         return self._keys.watched(names, lambda: self._update(names, sources, samples))
 
     def _update(self, names: list[str], sources: list[Source], samples: int) -> None:
@@ -80,6 +84,7 @@ class LocalValues:
         sources = _sources(names, many, value, copy=False)
         for name, source, target in zip(names, sources, targets, strict=True):
             source.spec.check_same(target.spec, name)
+        self._steps.take_pushes(names)
 
         def work() -> Any:
             self._update(names, sources, samples)
@@ -94,22 +99,27 @@ class LocalValues:
         checks.priority_and_samples(priority)
         targets = _targets(names, many, value if out is None else out)
         sources = _sources(names, many, value, copy=True)
+        self._steps.take_broadcasts(names)
 
         def work() -> Any:
-            for name, source in zip(names, sources, strict=True):
-                entry = self._keys.entries.get(name) or self._keys.make(name, source)
-                entry.spec.check_same(source.spec, name)
-                entry.value = source.data.view(entry.value.dtype).copy()
-                entry.state = SliceState()
-                entry.version += 1
+            self._replace(names, sources)
             return self._read(names, many, targets)
 
         return self._keys.watched(names, work)
 
+    def _replace(self, names: list[str], sources: list[Source]) -> None:
+        for name, source in zip(names, sources, strict=True):
+            entry = self._keys.entries.get(name) or self._keys.make(name, source)
+            entry.spec.check_same(source.spec, name)
+            entry.value = source.data.view(entry.value.dtype).copy()
+            entry.state = SliceState()
+            entry.version += 1
+
     def assign(self, values: Mapping[str, Array], absent: Sequence[str]) -> None:
         """See `Assignments.assign`. Nobody waits here, so nobody needs to hear who is absent."""
         for name, value in values.items():
-            self.broadcast(name, value, None, 0, None)
+            sources = [source_of(value, MAX_SLICE_BYTES, copy=True)]
+            self._keys.watched([name], partial(self._replace, [name], sources))
 
     # ── arrays to keep ──
 

@@ -32,6 +32,7 @@ from kvd.protocol.messages import (
     Activate,
     Attach,
     ClockQuery,
+    ComeTo,
     DeclareBatch,
     Departure,
     Done,
@@ -116,6 +117,7 @@ class ServerMachine:
             ListKeys: keys.list,
             ClockQuery: resumption.clocks,
             Activate: resumption.activate,
+            ComeTo: resumption.come_to,
             StatusQuery: self._status,
         }
 

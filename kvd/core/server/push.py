@@ -120,7 +120,8 @@ class Pushes:
         for target, decision in zip(targets, decisions, strict=True):
             if decision is Decision.STAGE:
                 span = None if push.how == ABSENT else Span(event.payload, offset, target.nbytes)
-                target.group.log.stage(Contribution(rank, target.clock, span, push.samples, push.how), request)
+                contribution = Contribution(rank, target.clock, span, push.samples, push.how)
+                target.group.log.stage(contribution, request, push.place)
             offset += padded(target.nbytes)
 
     # ── close ──

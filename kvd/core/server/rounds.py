@@ -114,11 +114,13 @@ class SliceLog:
         """The push is refused for good: see `WorkerProgress.last_refusal`."""
         self._progress_to_change(rank).refuse(refusal)
 
-    def stage(self, contribution: Contribution, push: PushRequest) -> None:
-        """Takes the contribution, whose status is NEXT, of this push message."""
+    def stage(self, contribution: Contribution, push: PushRequest, place: int = 0) -> None:
+        """Takes the contribution, whose status is NEXT, of this push message, which was made at `place`."""
         rank, clock = contribution.rank, contribution.clock
         progress = self._progress_to_change(rank)
         progress.staged = clock
+        if place != progress.place or not progress.trained:
+            progress.come_to(place, clock, is_contribution=contribution.how == ADD)
         progress.last_request = push
         if self.sync:
             self._rounds.setdefault(clock, {})[rank] = contribution
@@ -131,7 +133,7 @@ class SliceLog:
             contributions.pop(rank, None)
         self._arrived = [contribution for contribution in self._arrived if contribution.rank != rank]
         progress = self._progress_to_change(rank)
-        progress.staged = self.resume_clock(rank)
+        progress.fall_back(self.resume_clock(rank))
         progress.last_refusal = None
 
     def activate(self, rank: int, clock: int) -> None:
@@ -144,6 +146,19 @@ class SliceLog:
         if not self.sync:
             progress.counted = max(progress.counted, clock)
             progress.committed = max(progress.committed, clock)
+
+    def move_to(self, rank: int, place: int) -> None:
+        """The program of the rank has come to this place."""
+        if rank in self.progress:
+            self.progress[rank].move_to(place)
+
+    def begun_at(self, rank: int, place: int) -> int:
+        """The clock at which a rank, of which nothing is staged, came to this place of its program."""
+        return self.progress_of(rank).begun_at(place, max(self.counted_clock(rank), self.resume_clock(rank)))
+
+    def has_trained(self, rank: int) -> bool:
+        """Whether a contribution that the rank pushed at its newest place has counted."""
+        return 0 < self.progress_of(rank).trained <= self.own_clock(rank)
 
     # ── rounds ──
 
@@ -218,7 +233,7 @@ class SliceLog:
         for contribution in record.contributions:
             before = contribution.clock - 1
             progress = self._progress_to_change(contribution.rank)
-            progress.staged = before
+            progress.fall_back(before)
             progress.last_request = None  # what is dropped here without a refusal is sent again as it was
             if not self.sync:
                 progress.counted = before

@@ -41,6 +41,7 @@ class Call:
     request: requests.Request
     deadline: float
     is_push: bool
+    place: int = 0  # of a push: where the program was when it made the call, see `kvd.core.places`
     keys: Sequence[WorkerKey] = ()
     state: CallState = WAITING
     entries: set[Entry] = field(default_factory=set)
@@ -91,7 +92,10 @@ class CallBook:
     def accept(self, event: LocalCall) -> Call:
         """Enters a call. It is completed at once if this node has failed."""
         request = event.request
-        call = Call(event.call, request, event.deadline, isinstance(request, requests.Transfer) and request.push)
+        if isinstance(request, requests.Transfer):
+            call = Call(event.call, request, event.deadline, request.push, request.place)
+        else:
+            call = Call(event.call, request, event.deadline, False)
         self._open[call.number] = call
         heappush(self.deadlines, (call.deadline, call.number))
         if self._session.failure is not None:

@@ -74,6 +74,8 @@ class KeyQueue:
 
     def _can_start_at_once(self, call: Call) -> bool:
         limit, is_push = self._view.settings.rounds_ahead, call.is_push
+        if is_push and self._pushes.holds_back(call):
+            return False
         for key in call.keys:
             if key.state is not READY or key.queue:
                 return False
@@ -112,10 +114,11 @@ class KeyQueue:
 
     def _must_wait(self, call: Call) -> bool:
         limit = self._view.settings.rounds_ahead
+        is_held = call.is_push and self._pushes.holds_back(call)
         for key in call.keys:
             if key.state is UNKNOWN or key.state is ASKING or key.queue[0] is not call:
                 return True
-            if call.is_push and key.window.holds_back(limit) and not self._is_hopeless(key):
+            if call.is_push and (is_held or key.window.holds_back(limit)) and not self._is_hopeless(key):
                 return True
         return False
 

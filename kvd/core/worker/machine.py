@@ -24,6 +24,7 @@ from typing import Any
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Effect, Event, InvalidFrame, LocalCall, Received
 from kvd.core.membership import ViewState
+from kvd.core.places import Inheritance
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.barriers import BarrierCalls
@@ -39,11 +40,13 @@ from kvd.core.worker.not_yet import NotYetReactions
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.outbox import Outbox
 from kvd.core.worker.participation import Participation
+from kvd.core.worker.predecessor import Predecessor
 from kvd.core.worker.servers import Servers
 from kvd.core.worker.settings import WorkerSettings
+from kvd.core.worker.step_loops import Stopped
 from kvd.core.worker.transfer import Transfer
 from kvd.errors import KvdError
-from kvd.protocol.messages import Epoch, NotYet
+from kvd.protocol.messages import Epoch, MemberState, NotYet
 
 __all__ = ["WorkerMachine", "WorkerSettings"]
 
@@ -59,13 +62,14 @@ class WorkerMachine:
         emit = self._effects.append
         self._outbox = outbox = Outbox(settings.credit_bytes, settings.small_push_bytes)
         self._calls = calls = CallBook(session, outbox, emit)
-        servers, pushes = Servers(view), OpenPushes(calls)
+        servers, pushes = Servers(view), OpenPushes(calls, self._wake)
         self._keys = keys = KeyTable()
         self._asker = asker = Asker(view, servers, outbox, calls)
-        self._connections = Connections(session, servers, keys, outbox, calls, asker, emit)
+        self._predecessor = left = Predecessor()
+        self._connections = Connections(session, servers, keys, outbox, calls, asker, left, emit)
         self._participation = taking_part = Participation(session, outbox, asker, calls)
         self._control = ControlCalls(calls, pushes, asker, outbox, view, servers, taking_part, emit)
-        self._clocks = WorkerClocks(session, servers, keys, asker, calls, pushes)
+        self._clocks = WorkerClocks(session, servers, keys, asker, calls, pushes, left)
         plans = MessagePlans(view, batches=settings.batches and not taking_part.is_observer)
         transfer = Transfer(view, servers, plans, taking_part, outbox, asker, calls, pushes, emit, self._wake)
         directory = KeyDirectory(
@@ -88,6 +92,8 @@ class WorkerMachine:
             requests.TakeBack: transfer.take_back,
             requests.Flush: pushes.flush,
             requests.Rewind: self._clocks.rewind,
+            requests.Resume: self._clocks.resume,
+            requests.ComeTo: self._clocks.come_to,
             requests.Barrier: BarrierCalls(asker, calls).enter,
             requests.JoinCluster: self._connections.join,
             requests.Depart: taking_part.leave,
@@ -150,6 +156,16 @@ class WorkerMachine:
     def has_pushed(self, name: str) -> bool:
         """Whether this incarnation has pushed to the key since it took the clock over, or went back."""
         return self._clocks.has_pushed(name)
+
+    def stopped(self) -> Stopped | None:
+        """Where the program of a predecessor stopped that did not leave in good order; None without one."""
+        if self.session.predecessor in (None, MemberState.LEFT):
+            return None
+        return Stopped(self._predecessor.place, self._predecessor.trained, self._clocks.inherited)
+
+    def inherited(self, name: str) -> Inheritance | None:
+        """What a predecessor has left in the key; None without one, or while the key is not known."""
+        return self._clocks.inherited(name)
 
     def validate(self) -> None:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""

@@ -152,7 +152,8 @@ class Transfer:
         )
         number = self._asker.number()
         if transfer.push:
-            self._send(progress, plan, Push(number, parts, transfer.how, transfer.samples, transfer.pull))
+            how, samples, pull, place = transfer.how, transfer.samples, transfer.pull, transfer.place
+            self._send(progress, plan, Push(number, parts, how, samples, pull, False, place))
         else:
             self._send(progress, plan, Pull(number, parts))
 
@@ -162,8 +163,8 @@ class Transfer:
             self.declare(plan, transfer.priority)
         number = self._asker.number()
         if transfer.push:
-            message = PushBatch(number, plan.batch, clock, transfer.how, transfer.samples, transfer.pull)
-            self._send(progress, plan, message)
+            how, samples, pull, place = transfer.how, transfer.samples, transfer.pull, transfer.place
+            self._send(progress, plan, PushBatch(number, plan.batch, clock, how, samples, pull, False, place))
         else:
             self._send(progress, plan, PullBatch(number, plan.batch, clock))
 
