@@ -184,6 +184,7 @@ class Contribution(NamedTuple):
     span: Span | None  # None: the worker takes part without a value (ABSENT)
     samples: int
     how: int
+    place: int = 0  # where the program of the worker is, see `kvd.core.places`
 
     def part(self, offset: int, nbytes: int) -> Contribution:
         """The contribution to `nbytes` of its bytes, from `offset` on."""

@@ -42,6 +42,7 @@ Words: TypeAlias = Annotated[str, Limit(0, 80)]
 Plain: TypeAlias = Annotated[object, "plain data, which its reader checks"]
 
 NO_RANK = -1
+NO_STEP = -1
 ANY_CLOCK = -1  # in a pull: whatever is committed
 
 
@@ -421,6 +422,47 @@ class ComeTo:
     place: Number
 
 
+class StepsLeft(Enum):
+    """What there is for a worker in a loop over steps that all workers share."""
+
+    SOME = 0  # its next step
+    OTHERS = 1  # none now: others make the last ones, and may die
+    NONE = 2  # all are done
+
+
+@dataclass(frozen=True, slots=True)
+class TakeStep:
+    """Which step do I make next? To the server of rank 0. The step `done` has counted.
+
+    `first` is the number of the loop's first step among the steps of all loops, `total` the number of its steps.
+    """
+
+    KIND: ClassVar[int] = 65
+    request: Number
+    first: Number
+    total: Number
+    done: Signed
+
+
+@dataclass(frozen=True, slots=True)
+class StepIs:
+    """The step that you make next, from 0 on; NO_STEP if there is none. Workers of these ranks make the last ones."""
+
+    KIND: ClassVar[int] = 66
+    request: Number
+    left: StepsLeft
+    step: Signed
+    held_by: Annotated[tuple[Number, ...], Limit(0, MAX_MEMBERS)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """I have no step to make: until I push again, bounded staleness does not wait for me. Answered with Done."""
+
+    KIND: ClassVar[int] = 67
+    request: Number
+
+
 @dataclass(frozen=True, slots=True)
 class Push:
     """Contributions, with their bytes as payload. Answered with Staged (returns the credit), then with Done at commit.
@@ -625,6 +667,9 @@ Message: TypeAlias = (
     | Clocks
     | Activate
     | ComeTo
+    | TakeStep
+    | StepIs
+    | Rest
     | Push
     | Staged
     | Pull

@@ -16,6 +16,7 @@ from kvd.testing.workloads.ledger import Ledger, list_ledger
 from kvd.testing.workloads.lives import LifeLedger, ListLives
 from kvd.testing.workloads.refusals import RefusalLedger
 from kvd.testing.workloads.rounds import Rounds, mixed_rounds
+from kvd.testing.workloads.shared import SharedLedger
 from kvd.testing.workloads.stepped import SteppedLedger, SteppedTraining
 from kvd.testing.workloads.steps import mostly_together, one_by_one
 from kvd.testing.workloads.training import Training, list_training
@@ -90,6 +91,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "training": lambda campaign, seed: Training(STEPS, expected=undisturbed_weights("training")),
     "stepped": lambda campaign, seed: SteppedTraining(STEPS, expected=undisturbed_weights("training")),
     "stepped ledger": lambda campaign, seed: SteppedLedger(WORKERS, STEPS),
+    "shared": lambda campaign, seed: SharedLedger(WORKERS * STEPS),
     "list training": lambda campaign, seed: list_training(
         STEPS, mostly_together(seed), undisturbed_weights("list training")
     ),
@@ -162,6 +164,15 @@ CAMPAIGNS: dict[str, Campaign] = {
         "stepped ledger", mode="async", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.5))
     ),
     "stepped ledger, stale by 1": Campaign("stepped ledger", mode="async", staleness=1),
+    "shared": Campaign("shared", mode="async"),
+    "shared, no record": Campaign("shared", mode="async", shell=ShellSettings(state_dir=False)),
+    "shared, nasty": Campaign(
+        "shared", mode="async", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.5))
+    ),
+    "shared, long pauses": Campaign("shared", mode="async", mishaps=LONG_PAUSES),
+    "shared, stale by 0, nasty": Campaign("shared", mode="async", staleness=0, mishaps=LASTING, faults=NASTY),
+    "shared, stale by 1": Campaign("shared", mode="async", staleness=1),
+    "shared, stale by 3": Campaign("shared", mode="async", staleness=3),
     "training": Campaign("training"),
     "training, no record": Campaign("training", shell=ShellSettings(state_dir=False)),
     "training, nasty": Campaign("training", mishaps=LASTING, faults=NASTY),

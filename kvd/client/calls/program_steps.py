@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from typing import Any
 
@@ -13,6 +13,7 @@ from kvd.client.calls.keys import key_list
 from kvd.client.calls.promise import Promise
 from kvd.core.worker.step_loops import Replay, StepLoops
 from kvd.errors import KvdError, NotAllowed
+from kvd.protocol.messages import NO_STEP
 
 
 class ProgramSteps:
@@ -20,11 +21,19 @@ class ProgramSteps:
 
     Args:
         announce: tells the servers that all pushes have counted that were made before this place; None: there are none.
+        share: gets this worker's next step of a shared loop, None at its end, from the number of the loop's first step,
+            how many it has, and the step that is done; None: workers share no steps here.
     """
 
-    def __init__(self, loops: StepLoops, announce: Callable[[int], Promise] | None = None) -> None:
+    def __init__(
+        self,
+        loops: StepLoops,
+        announce: Callable[[int], Promise] | None = None,
+        share: Callable[[int, int, int], Promise] | None = None,
+    ) -> None:
         self._loops = loops
         self._announce = announce
+        self._share = share
         self._has_pushed_outside = False  # since the last loop
         self._lock = threading.RLock()  # an iteration that is dropped ends its loop, whatever its thread does then
         self._broadcasts: list[Promise] = []
@@ -66,6 +75,7 @@ class ProgramSteps:
     def meeting(self, kind: str) -> str:
         """The kind of a barrier at the present place: each step has its own, which a step that is made again finds."""
         with self._lock:
+            self._loops.check_together("a barrier")
             return kind + self._loops.label
 
     def check_may_resume(self) -> None:
@@ -80,9 +90,16 @@ class ProgramSteps:
 
     # ── the loop, for its iteration ──
 
-    def begin(self, total: int, keys: Collection[str] | None) -> int:
+    def begin(self, total: int, keys: Collection[str] | None, *, shared: bool) -> int:
         with self._lock:
-            return self._loops.begin(total, keys)
+            return self._loops.begin(total, keys, shared=shared and self._share is not None)
+
+    def ask_for_step(self, total: int, done: int) -> Promise | None:
+        """The next step of a shared loop; None in other loops."""
+        with self._lock:
+            if self._share is None or not self._loops.is_shared:
+                return None
+            return self._share(self._loops.first, total, done)
 
     def enter(self, step: int) -> Promise | None:
         """Begins a step. The promise, if there is one, is kept before the step pushes."""
@@ -138,38 +155,63 @@ class StepIteration:
         self._keys = None if keys is None else _key_names(keys)
         if not isinstance(shared, bool):
             raise NotAllowed(f"shared is True or False, not {shared!r:.40}")
-        if shared:
-            raise NotAllowed("kv.steps(…, shared=True) is not built yet: give each worker its own number of steps")
+        self._shared = shared
         self._next = 0
+        self._done = NO_STEP
         self.announced: Promise | None = None
 
-    def next_step(self) -> int | None:
-        """The step that begins now; None at the end. Wait for `before_next` first, and for `announced` after it.
+    def end_step(self) -> Promise | None:
+        """Ends the present step, or begins the loop. Wait for `before_next` first.
+
+        Returns:
+            In a shared loop, the promise of the step that begins next (None at the end).
 
         Raises:
-            NotAllowed: the step before has not pushed all of its keys; see also `StepLoops.begin`.
+            NotAllowed: the step has not pushed all of its keys; see also `StepLoops.begin`.
         """
         if self._state is IterationState.ENDED:
             return None
         try:
             if self._state is IterationState.NEW:
-                self._next = self._steps.begin(self._total, self._keys)
+                self._next = self._steps.begin(self._total, self._keys, shared=self._shared)
                 self._state = IterationState.OPEN
             else:
                 self._steps.leave()
-            if self._next < self._total:
-                self.announced = self._steps.enter(self._next)
-                self._next += 1
-                return self._next - 1
+            return self._steps.ask_for_step(self._total, self._done) if self._next < self._total else None
         except BaseException:
             self.close()
             raise
-        self.close()
-        return None
+
+    def begin_step(self) -> int | None:
+        """Begins the next step; None at the end. Wait for `announced` after it."""
+        return self._begin(self._next if self._next < self._total else None)
+
+    def begin_given(self, step: int | None) -> int | None:
+        """Begins the step that the promise of `end_step` gave."""
+        begun = self._begin(step)
+        self._next = 0  # in a shared loop others know which comes next
+        return begun
+
+    def _begin(self, step: int | None) -> int | None:
+        if self._state is IterationState.ENDED or step is None:
+            self.close()
+            return None
+        self.announced = self._steps.enter(step)
+        self._next, self._done = step + 1, step
+        return step
 
     def before_next(self) -> Sequence[Promise]:
         """What the present step waits for before it ends; errors are the program's to see."""
         return self._steps.take_open_broadcasts() if self._state is IterationState.OPEN else ()
+
+    @contextmanager
+    def closed_by_errors(self) -> Iterator[None]:
+        """An error in this block ends the loop."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Ends the loop, whatever step it is in."""
@@ -190,7 +232,12 @@ class Steps:
     def __next__(self) -> int:
         for promise in self._iteration.before_next():
             promise.exception()
-        step = self._iteration.next_step()
+        given = self._iteration.end_step()
+        if given is None:
+            step = self._iteration.begin_step()
+        else:
+            with self._iteration.closed_by_errors():
+                step = self._iteration.begin_given(given.result())
         if step is None:
             raise StopIteration
         if self._iteration.announced is not None:
@@ -218,7 +265,12 @@ class AsyncSteps:
         for promise in self._iteration.before_next():
             with suppress(KvdError):
                 await promise
-        step = self._iteration.next_step()
+        given = self._iteration.end_step()
+        if given is None:
+            step = self._iteration.begin_step()
+        else:
+            with self._iteration.closed_by_errors():
+                step = self._iteration.begin_given(await given)
         if step is None:
             raise StopAsyncIteration
         if self._iteration.announced is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvd.client.calls.backend import Backend, StoreFacts, StoreType
 from kvd.client.calls.memory_budget import MemoryBudget
-from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.binding import ClusterBinding
@@ -14,11 +13,10 @@ from kvd.client.cluster.closing import ClusterClosing
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.nodes import ClusterNodes
 from kvd.client.cluster.rounds import ClusterRounds
+from kvd.client.cluster.steps import program_steps
 from kvd.client.cluster.updates import ClusterUpdates
 from kvd.client.cluster.values import ClusterValues
 from kvd.config import Config, Loaded
-from kvd.core import requests
-from kvd.core.worker.step_loops import StepLoops
 from kvd.errors import ConfigError
 from kvd.protocol.messages import MemberState, Settings
 
@@ -83,7 +81,7 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
     bound = BoundKeys()
     budget = MemoryBudget(config.memory_bound_bytes(), config.request_timeout_s)
     arguments = Arguments(engine, bound, budget, unobserved, settings.slice_bytes)
-    steps = _steps(engine, facts)
+    steps = program_steps(engine, is_sync=sync)
     return Backend(
         facts=facts,
         values=ClusterValues(engine, arguments, bound, unobserved, steps, facts.rank, config.check_bound),
@@ -97,14 +95,3 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
         nodes=ClusterNodes(engine),
         closing=ClusterClosing(engine, unobserved),
     )
-
-
-def _steps(engine: Engine, facts: StoreFacts) -> ProgramSteps:
-    """The loops of a program that continues the one of a dead predecessor, if there is one."""
-
-    async def announce(place: int) -> None:
-        await engine.call(requests.Flush())
-        await engine.call(requests.ComeTo(place))
-
-    loops = StepLoops(engine.machine.stopped(), is_strict=facts.versioned)
-    return ProgramSteps(loops, lambda place: engine.run(announce(place)))

@@ -152,11 +152,16 @@ class KVStore(StoreProperties):
         Args:
             total: how many steps there are.
             keys: those that each step pushes; None: those that the first step pushes.
-            shared: not built yet.
+            shared: all workers together make `total` steps in `dist_async`: whoever is free makes the next one, and the
+                step of a worker that died is given out again. All of them call it with the same `total`. Bounded
+                staleness does not wait for a worker that finds no more steps, and no worker waits for a slow one but
+                at the end, for the step that it makes. In other types each worker makes every step.
 
         Raises:
             NotAllowed: a step pushes another key, pushes a key twice or not at all; a loop is open already; the
-                predecessor of this worker cannot be continued, since its keys are at different clocks.
+                predecessor of this worker cannot be continued, since its keys are at different clocks; a broadcast or
+                barrier in a shared step.
+            RequestTimeout: shared steps are left that others do not finish within `request_timeout_s`.
         """
         return Steps(StepIteration(self._blocking().steps, total, keys, shared))
 

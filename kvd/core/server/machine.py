@@ -24,6 +24,7 @@ from kvd.core.server.participants import Participants
 from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
 from kvd.core.server.resume import Resumption
+from kvd.core.server.shared_steps import SharedSteps
 from kvd.core.server.targets import TargetResolver
 from kvd.core.server.waiting import Waiters
 from kvd.core.session import FIRST_REQUEST, SchedulerSession
@@ -49,8 +50,10 @@ from kvd.protocol.messages import (
     Push,
     PushBatch,
     Refused,
+    Rest,
     StatusQuery,
     StatusReport,
+    TakeStep,
     View,
 )
 
@@ -103,6 +106,7 @@ class ServerMachine:
             memory_limit_bytes=settings.memory_limit_bytes,
         )
         pulls = Pulls(effects, attachments, targets, waiters, participants)
+        self._shared = shared = SharedSteps(session.view, effects, attachments, participants, self._advance_all)
         resumption = Resumption(self.table, effects, attachments, targets, pushes.advance)
         self._handlers: dict[type[Any], Callable[[Received, Any], None]] = {
             PushBatch: pushes.push_batch,
@@ -118,6 +122,8 @@ class ServerMachine:
             ClockQuery: resumption.clocks,
             Activate: resumption.activate,
             ComeTo: resumption.come_to,
+            TakeStep: shared.take,
+            Rest: shared.rest,
             StatusQuery: self._status,
         }
 
@@ -166,7 +172,7 @@ class ServerMachine:
     @property
     def required_ranks(self) -> list[int]:
         """The ranks that rounds wait for."""
-        return self._participants.required
+        return self._participants.awaited
 
     def validate(self) -> None:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
@@ -174,6 +180,7 @@ class ServerMachine:
         self.table.validate()
         self._attachments.validate()
         self._waiters.validate(self.table.groups.values())
+        self._shared.validate()
 
     # ── dispatch ──
 
@@ -218,15 +225,21 @@ class ServerMachine:
             self._forget(rank, incarnation)
         self._attachments.welcome_named()
         self._participants.update(self._session.view)
+        self._shared.view_changed()
         self._keys.fail_lookups_without_rank_0()
         for group in self.table.groups.values():
             self._pushes.advance(group)
             self._participants.fail_blocked(group)
 
+    def _advance_all(self) -> None:
+        for group in list(self.table.groups.values()):
+            self._pushes.advance(group)
+
     def _forget(self, rank: int, incarnation: int) -> None:
         """The worker was replaced: what it staged for open rounds is dropped, and its requests are not answered."""
         groups = list(self.table.groups.values())
         self._control.drop_sender(incarnation)
+        self._participants.wake(rank)
         self._batches.drop_sender(incarnation)
         for group in groups:
             group.log.drop_unclosed(rank)

@@ -18,6 +18,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvd.core.machine import Buffer, Contribution, ScatterList
+from kvd.core.places import PlaceKind, kind_of, step_of
+from kvd.core.server.counted_steps import CountedSteps
 from kvd.core.server.progress import NO_PROGRESS, PushRequest, Refusal, WorkerProgress
 from kvd.protocol.messages import ADD
 
@@ -57,6 +59,7 @@ class SliceLog:
     closed: int = 0  # closed records, the one being applied included
     closing: Record | None = None
     progress: dict[int, WorkerProgress] = field(default_factory=dict)  # by rank
+    shared: CountedSteps = field(default_factory=CountedSteps)  # async: the shared steps that count here
     _rounds: dict[int, dict[int, Contribution]] = field(default_factory=dict)  # sync: clock → rank → contribution
     _arrived: list[Contribution] = field(default_factory=list)  # async, in the order of arrival
 
@@ -114,9 +117,9 @@ class SliceLog:
         """The push is refused for good: see `WorkerProgress.last_refusal`."""
         self._progress_to_change(rank).refuse(refusal)
 
-    def stage(self, contribution: Contribution, push: PushRequest, place: int = 0) -> None:
-        """Takes the contribution, whose status is NEXT, of this push message, which was made at `place`."""
-        rank, clock = contribution.rank, contribution.clock
+    def stage(self, contribution: Contribution, push: PushRequest) -> None:
+        """Takes the contribution, whose status is NEXT, of this push message."""
+        rank, clock, place = contribution.rank, contribution.clock, contribution.place
         progress = self._progress_to_change(rank)
         progress.staged = clock
         if place != progress.place or not progress.trained:
@@ -204,9 +207,23 @@ class SliceLog:
         for position, contribution in enumerate(self._arrived):
             if bound is None or contribution.clock <= bound or contribution.rank not in required:
                 del self._arrived[position]
-                self._progress_to_change(contribution.rank).counted = contribution.clock
+                progress = self._progress_to_change(contribution.rank)
+                progress.counted = contribution.clock
+                if self._is_counted_step(contribution):
+                    progress.committed = contribution.clock  # earlier ones are: only one is applied at a time
+                    return ()
                 return (contribution,)
         return None
+
+    def _is_counted_step(self, contribution: Contribution) -> bool:
+        """Whether this is a shared step that another worker has made already. If not, it is counted now."""
+        if kind_of(contribution.place) is not PlaceKind.SHARED:
+            return False
+        step = step_of(contribution.place)
+        if step in self.shared:
+            return True
+        self.shared.add(step)
+        return False
 
     def is_closing_of(self, rank: int) -> bool:
         """A push of this rank is in the round that is being applied."""
@@ -237,6 +254,8 @@ class SliceLog:
             progress.last_request = None  # what is dropped here without a refusal is sent again as it was
             if not self.sync:
                 progress.counted = before
+            if kind_of(contribution.place) is PlaceKind.SHARED:
+                self.shared.remove(step_of(contribution.place))
             for contributions in self._rounds.values():
                 contributions.pop(contribution.rank, None)
             self._arrived = [other for other in self._arrived if other.rank != contribution.rank]
@@ -257,6 +276,7 @@ class SliceLog:
             and other.is_idle
             and (self.version, self.closed, self.previous is None)
             == (other.version, other.closed, other.previous is None)
+            and self.shared == other.shared
             and all(self.progress_of(rank) == other.progress_of(rank) for rank in ranks)
         )
 
@@ -267,6 +287,7 @@ class SliceLog:
             current=current,
             previous=previous,
             progress={rank: replace(progress) for rank, progress in self.progress.items()},
+            shared=self.shared.copy(),
             _rounds={},
             _arrived=[],
         )
@@ -311,6 +332,7 @@ class SliceLog:
         no worker has more than `rounds_ahead` contributions staged
         """
         assert self.closed == self.version + (self.closing is not None), f"rounds {self.closed} of {self.version}"
+        self.shared.validate()
         for progress in self.progress.values():
             progress.validate(sync=self.sync)
         staged = [entry for contributions in self._rounds.values() for entry in contributions.values()]

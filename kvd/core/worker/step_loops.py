@@ -87,6 +87,16 @@ class StepLoops:
         """Tells apart the steps in which the same line of a program runs; empty outside of loops."""
         return f" {self._loops}.{step_of(self.place) - self._first}" if self.is_inside else ""
 
+    @property
+    def first(self) -> int:
+        """The number of the open loop's first step among the steps of all loops."""
+        return self._first
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a loop is open whose steps all workers share."""
+        return self.is_inside and self._kind is PlaceKind.SHARED
+
     # ── the loop ──
 
     def begin(self, total: int, keys: Collection[str] | None, *, shared: bool = False) -> int:
@@ -197,6 +207,7 @@ class StepLoops:
         """
         if not self.is_inside:
             return self._broadcast_outside()
+        self.check_together("a broadcast")
         for name in names:
             if name in self._pushed or name in self._broadcast:
                 raise NotAllowed(
@@ -206,6 +217,14 @@ class StepLoops:
                 )
         self._broadcast.update(names)
         return Replay.NEW
+
+    def check_together(self, what: str) -> None:
+        """Raises NotAllowed in a shared step: one worker makes it, so the others are not there."""
+        if self.is_shared:
+            raise NotAllowed(
+                f"{what} takes all workers, and a step of kv.steps(…, shared=True) is made by one of them: call it "
+                f"before the loop or after it"
+            )
 
     def _broadcast_outside(self) -> Replay:
         stopped = self._predecessor.place
