@@ -50,7 +50,12 @@ def size_problems(*, slice_bytes: int, credit_bytes: int, memory_limit_bytes: in
 
 
 def time_problems(
-    *, heartbeat_interval_s: float, server_timeout_s: float, worker_timeout_s: float, request_timeout_s: float
+    *,
+    heartbeat_interval_s: float,
+    server_timeout_s: float,
+    worker_timeout_s: float,
+    request_timeout_s: float,
+    round_timeout_s: float,
 ) -> Iterator[Problem]:
     """What is wrong with the intervals and timeouts."""
     beat = heartbeat_interval_s
@@ -68,11 +73,26 @@ def time_problems(
                 f"{limit + beat:g} ({name} + heartbeat_interval_s)",
             )
 
+    if round_timeout_s < request_timeout_s:
+        yield (
+            "round_timeout_s",
+            f"round_timeout_s = {round_timeout_s:g} is shorter than request_timeout_s = {request_timeout_s:g}: other "
+            f"workers need at least the time of a server; set it to {request_timeout_s:g} or more",
+        )
+
 
 def identity_problems(node_id: str) -> Iterator[Problem]:
     """What is wrong with this node's name. An empty one was not given."""
     if node_id and not re.fullmatch(r"[!-~]{1,128}", node_id):
         yield "node_id", f"node_id = {node_id!r}: use up to 128 printable ASCII characters without spaces"
+
+
+def job_problems(job: str, run: str) -> Iterator[Problem]:
+    """What is wrong with the name of the job, or with the token of the program. An empty token was not given."""
+    if not re.fullmatch(r"[\w.+:-]{1,64}(@[0-9a-f]{1,16})?", job):
+        yield "job", f"job = {job!r}: use 1 to 64 letters, digits and the characters . _ + : -"
+    if len(run) > 128 or not run.isprintable():
+        yield "run", f"run = {run!r}: use up to 128 printable characters"
 
 
 def unavailable_problems(*, keyfile: str, metrics_bind: str, replicas: int, on_worker_loss: str) -> Iterator[Problem]:

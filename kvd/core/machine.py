@@ -6,13 +6,13 @@ A machine is a deterministic function of its events: the same state and the same
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 from kvd.core.requests import Request
 from kvd.errors import KvdError
-from kvd.protocol.messages import Epoch, Message, PathKind
+from kvd.protocol.messages import NO_RUN, Epoch, Message, PathKind
 
 Buffer: TypeAlias = Any  # memory that machines pass on and never read
 
@@ -109,14 +109,20 @@ class Received(NamedTuple):
     message: Message
     payload: Buffer = None
     nbytes: int = 0
+    run: int = NO_RUN
 
 
 class LocalCall(NamedTuple):
-    """The program requests something. Exactly one Complete answers it, at `deadline` at the latest."""
+    """The program requests something. Exactly one Complete answers it, at `deadline` at the latest.
+
+    `answer_s`: it also ends when a node has owed it an answer for that many seconds and does not say that it waits for
+    other workers. None: the program chose the deadline itself, and may do something else after it.
+    """
 
     call: int
     request: Request
     deadline: float
+    answer_s: float | None = None
 
 
 class JobDone(NamedTuple):
@@ -125,6 +131,7 @@ class JobDone(NamedTuple):
     job: int
     result: Any = None
     error: KvdError | None = None
+    run: int = NO_RUN
 
 
 class Persisted(NamedTuple):
@@ -147,11 +154,26 @@ class InvalidFrame(NamedTuple):
     text: str
 
 
+class CensusTaken(NamedTuple):
+    """The answer to a Census.
+
+    Attributes:
+        everyone: every thread and coroutine that has used the store, and is alive, waits inside it without a timeout of
+            its own.
+        entered: how often any of them has begun to wait so far.
+        calls: the open calls that they wait for.
+    """
+
+    everyone: bool
+    entered: int
+    calls: tuple[int, ...]
+
+
 class Tick(NamedTuple):
     """Time has passed: the machine's deadline is reached, or nothing has happened for a while."""
 
 
-Event: TypeAlias = Received | LocalCall | JobDone | Persisted | PeerLost | InvalidFrame | Tick
+Event: TypeAlias = Received | LocalCall | JobDone | Persisted | PeerLost | InvalidFrame | CensusTaken | Tick
 
 
 # ── effects ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -284,6 +306,10 @@ class Copy(NamedTuple):
     rows: tuple[Row, ...]
 
 
+class Census(NamedTuple):
+    """Look which of the program's threads wait inside the store; then comes CensusTaken."""
+
+
 class Complete(NamedTuple):
     """A local call is answered."""
 
@@ -298,6 +324,18 @@ class Halt(NamedTuple):
     error: KvdError
 
 
+class Stop(NamedTuple):
+    """The node was asked to end in good order."""
+
+    reason: str
+
+
+class DropRun(NamedTuple):
+    """The values of this run are given up: forget what its jobs have left."""
+
+    run: int
+
+
 class LogEntry(NamedTuple):
     """A decision and its reason, for the log. `level` is "debug", "info", "warning" or "error"."""
 
@@ -307,7 +345,35 @@ class LogEntry(NamedTuple):
 
 
 Job: TypeAlias = Create | Apply | Export | Load | Run
-Effect: TypeAlias = Send | Connect | Disconnect | Job | ResetState | Persist | Copy | Complete | Halt | LogEntry
+OfOneRun: TypeAlias = (
+    Send
+    | Connect
+    | Disconnect
+    | Job
+    | ResetState
+    | Persist
+    | Copy
+    | Census
+    | Complete
+    | Halt
+    | Stop
+    | DropRun
+    | LogEntry
+)
+
+
+class InRun(NamedTuple):
+    """What a machine that serves several runs does for one of them; NO_RUN: for the cluster.
+
+    `epoch` is that of the run's view: it goes into the header of each message.
+    """
+
+    run: int
+    epoch: Epoch
+    effects: Sequence[OfOneRun]
+
+
+Effect: TypeAlias = OfOneRun | InRun
 
 
 class Machine(Protocol):
@@ -316,8 +382,12 @@ class Machine(Protocol):
     incarnation: int
 
     @property
+    def run(self) -> int:
+        """The run that its messages belong to, except those in an InRun."""
+
+    @property
     def epoch(self) -> Epoch:
-        """That of the newest view that the machine knows; it goes into every header."""
+        """That of the newest view that the machine knows; it goes into every header, except of those in an InRun."""
 
     def step(self, event: Event, now: float) -> list[Effect]:
         """Handles one event at the time `now`, in seconds of a clock that never goes back."""
@@ -325,8 +395,8 @@ class Machine(Protocol):
     def next_deadline(self) -> float | None:
         """When the machine needs a Tick if nothing else happens; None: never."""
 
-    def explain(self, now: float) -> dict[str, object]:
-        """What `kvd status` shows, as plain data ready for JSON."""
+    def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
+        """What `kvd status` shows of a run, as plain data ready for JSON. A machine of one run shows that."""
 
     def validate(self) -> None:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""

@@ -3,8 +3,8 @@
 Over 400 lines because every message stands on one page: what kvd says can be read here from top to bottom.
 
 Before the fields of its message, a header carries the protocol version, the kind of the message, the sender's
-incarnation, and the epoch of the newest view that the sender knows. Values travel in a payload frame of their own: the
-bytes of the parts, in order, each starting at a multiple of 8.
+incarnation, the epoch of the newest view that the sender knows, and the run to which view and message belong. Values
+travel in a payload frame of their own: the bytes of the parts, in order, each starting at a multiple of 8.
 
 A node may repeat a request at any time, with the same bytes. Every request is answered, and none is carried out twice.
 """
@@ -30,6 +30,12 @@ MAX_PARTS = 1024
 MAX_MEMBERS = 200
 MAX_TEXT_CHARS = 1000
 SMALL_PUSH_BYTES = 16 << 10
+MAX_HELD = 4096  # requests in one Waits
+MAX_WAITS = 64  # of them with details
+MAX_ABSENT = 16  # workers named for one of these, or for a barrier
+MAX_ASKED_ABOUT = 64  # nodes in one WaitReport
+MAX_ASKED_BARRIERS = 16
+MAX_STUCK_LINES = 32  # of a deadlock
 
 Number: TypeAlias = Annotated[int, Limit(0, BIGGEST)]
 Signed: TypeAlias = Annotated[int, Limit(-1, BIGGEST)]
@@ -39,10 +45,15 @@ NodeId: TypeAlias = Annotated[str, Limit(0, 128)]
 Address: TypeAlias = Annotated[str, Limit(0, 108)]
 Text: TypeAlias = Annotated[str, Limit(0, MAX_TEXT_CHARS)]
 Words: TypeAlias = Annotated[str, Limit(0, 80)]
+JobName: TypeAlias = Annotated[str, Limit(0, 81)]  # NAME, or for readers NAME@RUN
+Token: TypeAlias = Annotated[str, Limit(0, 128)]
 Plain: TypeAlias = Annotated[object, "plain data, which its reader checks"]
 
 NO_RANK = -1
 NO_STEP = -1
+EXIT_BARRIER = "kvd:exit"  # where the workers of a run meet before they leave
+NO_RUN = 0  # the message concerns the cluster, not a run
+MAX_RUNS = 64  # listed in a view, those that are gone included
 ANY_CLOCK = -1  # in a pull: whatever is committed
 
 
@@ -97,6 +108,7 @@ class Departure(StrEnum):
     DONE = "done"  # it leaves the rounds and stays connected
     LEFT = "left"  # it leaves the cluster in good order
     FAILED = "failed"  # its program ended with an error, which counts as a death
+    WITHDRAWN = "withdrawn"  # it gave up joining and has done nothing: its place is as it found it
 
 
 class Member(NamedTuple):
@@ -110,6 +122,32 @@ class Member(NamedTuple):
     state: MemberState
     reason: Words
     last_seen_s: float  # of a dead member: seconds of silence before it was declared dead
+
+
+class RunPhase(StrEnum):
+    """Where a run stands; `kvd.core.scheduler.phase` has the transitions."""
+
+    FORMING = "forming"  # not all of its workers have joined
+    RUNNING = "running"
+    CLOSING = "closing"  # the exit barrier was passed: its workers are leaving
+    ENDED = "ended"  # all workers have left; its values can be read
+    FAILED = "failed"  # nobody is left, and somebody died or never came; its program can be started again
+    GONE = "gone"  # its values are given up
+
+
+class RunEntry(NamedTuple):
+    """One run, in the view of the cluster.
+
+    Attributes:
+        job: its name.
+        token: what binds processes to it; "" if its first worker had none.
+    """
+
+    run: Number
+    job: JobName
+    token: Token
+    phase: RunPhase
+    num_workers: Number
 
 
 class KeyEntry(NamedTuple):
@@ -133,6 +171,7 @@ class Quiet(NamedTuple):
 
 
 Shape: TypeAlias = Annotated[tuple[Annotated[int, Limit(0, MAX_KEY_NBYTES)], ...], Limit(0, MAX_DIMENSIONS)]
+Runs: TypeAlias = Annotated[tuple[RunEntry, ...], Limit(0, MAX_RUNS)]
 Parts: TypeAlias = Annotated[tuple[Part, ...], Limit(1, MAX_PARTS)]
 SliceIds: TypeAlias = Annotated[tuple[SliceId, ...], Limit(1, MAX_PARTS)]
 
@@ -158,6 +197,11 @@ class Join:
     pid: Number
     rank: Signed  # the rank that the node had, or prefers
     settings: Settings
+    host_name: Name = ""  # for people
+    job: JobName = ""  # whose run a worker or an observer wants; the header names the run of one that has joined before
+    token: Token = ""
+    operator: bool = False  # a worker for one command: it acts in the newest run of the job, even if that has ended
+    runs: Runs = ()  # those that a server knows, for a scheduler without its record
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +222,7 @@ class View:
     settings: Settings
     members: Annotated[tuple[Member, ...], Limit(0, MAX_MEMBERS)]
     shards: Annotated[tuple[Number, ...], Limit(0, 4096)]
+    runs: Runs = ()  # in the view of the cluster: all runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +253,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """I have reached this barrier. Answered when all have; a settled generation always gives the same answer."""
+    """I have reached this barrier. Answered when all have, or cannot; the same request always gets the same answer."""
 
     KIND: ClassVar[int] = 7
     request: Number
@@ -228,6 +273,24 @@ class StatusQuery:
 class StatusReport:
     KIND: ClassVar[int] = 9
     request: Number
+
+
+@dataclass(frozen=True, slots=True)
+class EndRun:
+    """End the newest run of this job, and give up its values."""
+
+    KIND: ClassVar[int] = 10
+    request: Number
+    job: JobName
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """End this daemon. The scheduler passes it on to the servers first. Without `force`, it refuses if a run lives."""
+
+    KIND: ClassVar[int] = 11
+    request: Number
+    force: bool
 
 
 # ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -278,6 +341,8 @@ class ErrorCode(Enum):
     NODE_LOST = 9
     BARRIER_BROKEN = 10
     REPLACED = 11  # another incarnation has the sender's rank: the sender must stop
+    JOB_ENDED = 12  # the sender's run has ended
+    JOB_BUSY = 13  # another program's run of the job is alive
 
 
 class Taken(Enum):
@@ -645,6 +710,99 @@ class KeyList:
     more: bool
 
 
+# ── waits: worker ↔ server, worker ↔ scheduler ────────────────────────────────────────────────────────────────────────
+
+
+class Absent(NamedTuple):
+    """A worker that others wait for, and the newest of its pushes that the server has; 0: none."""
+
+    rank: Number
+    clock: Number
+
+
+class Wait(NamedTuple):
+    """What an open request waits for: pushes of the key, or with clock 0, until worker 0 has made it."""
+
+    request: Number
+    key: Key
+    clock: Number  # of the request
+    absent: Annotated[tuple[Absent, ...], Limit(1, MAX_ABSENT)]
+
+
+class BarrierWait(NamedTuple):
+    """A barrier that the receiver has entered, and workers that have not; the first MAX_ABSENT of them."""
+
+    name: Key
+    absent: Annotated[tuple[Number, ...], Limit(1, MAX_ABSENT)]
+
+
+class NodeFact(NamedTuple):
+    """Where a node runs, and when it was last heard."""
+
+    role: Annotated[str, Limit(1, 8)]
+    rank: Number
+    host_name: Name
+    pid: Number
+    heard_s: float  # seconds ago
+    ended: Words  # how its process ended; "" if nothing is known of that
+
+
+@dataclass(frozen=True, slots=True)
+class WaitQuery:
+    """What do my open requests wait for? To a server; answered with Waits. It is not repeated: the next one is."""
+
+    KIND: ClassVar[int] = 60
+    request: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """`held` are your open requests that wait for nothing but other workers, the oldest first; `waits` says more."""
+
+    KIND: ClassVar[int] = 61
+    request: Number
+    held: Annotated[tuple[Number, ...], Limit(0, MAX_HELD)]
+    waits: Annotated[tuple[Wait, ...], Limit(0, MAX_WAITS)]
+    is_all: bool  # all that wait so are in `held`
+
+
+@dataclass(frozen=True, slots=True)
+class WaitReport:
+    """My calls wait for these nodes, and at these barriers: tell me more. To the scheduler; answered with WaitNews.
+
+    If `blocked`, this worker does nothing more unless another worker does: all that it has sent is at the servers and
+    waits there for others, and so do all threads of its program that use the store. The stamp is then the same as in
+    the report before, unless anything has happened in between. `check` is from the latest WaitNews that came before
+    this worker looked.
+    """
+
+    KIND: ClassVar[int] = 62
+    request: Number
+    nodes: Annotated[tuple[NodeName, ...], Limit(0, MAX_ASKED_ABOUT)]
+    barriers: Annotated[tuple[Key, ...], Limit(0, MAX_ASKED_BARRIERS)]
+    blocked: bool
+    stamp: Number
+    check: Number
+    lines: Annotated[tuple[Text, ...], Limit(0, 4)]  # what the blocked calls wait for, for people
+
+
+@dataclass(frozen=True, slots=True)
+class WaitNews:
+    """The answer to a WaitReport. With request 0, it comes unasked, and has one of two meanings.
+
+    `check` (not 0): all workers seem to be blocked; look again, and send another report with this number.
+    `deadlock`: they are, by these texts for people. It holds while your stamp is still `stamp`.
+    """
+
+    KIND: ClassVar[int] = 63
+    request: Number
+    nodes: Annotated[tuple[NodeFact, ...], Limit(0, MAX_ASKED_ABOUT)] = ()
+    barriers: Annotated[tuple[BarrierWait, ...], Limit(0, MAX_ASKED_BARRIERS)] = ()
+    check: Number = 0
+    stamp: Number = 0
+    deadlock: Annotated[tuple[Text, ...], Limit(0, MAX_STUCK_LINES)] = ()
+
+
 Message: TypeAlias = (
     Join
     | Welcome
@@ -655,6 +813,8 @@ Message: TypeAlias = (
     | Enter
     | StatusQuery
     | StatusReport
+    | EndRun
+    | Shutdown
     | Done
     | NotYet
     | Refused
@@ -688,4 +848,8 @@ Message: TypeAlias = (
     | CommandResult
     | ListKeys
     | KeyList
+    | WaitQuery
+    | Waits
+    | WaitReport
+    | WaitNews
 )

@@ -10,22 +10,26 @@ from typing import Protocol
 from kvd.testing.mishaps import Mishaps, live_through
 from kvd.testing.network import CALM, NASTY, ROUGH, Faults
 from kvd.testing.process import Coroutine
-from kvd.testing.settings import ClusterSettings, ShellSettings
+from kvd.testing.settings import ClusterSettings, ShellSettings, Timeouts
 from kvd.testing.simulator import Me, World
 from kvd.testing.workloads.ledger import Ledger, list_ledger
 from kvd.testing.workloads.lives import LifeLedger, ListLives
+from kvd.testing.workloads.meetings import Meetings
 from kvd.testing.workloads.refusals import RefusalLedger
 from kvd.testing.workloads.rounds import Rounds, mixed_rounds
 from kvd.testing.workloads.shared import SharedLedger
 from kvd.testing.workloads.stepped import SteppedLedger, SteppedTraining
 from kvd.testing.workloads.steps import mostly_together, one_by_one
+from kvd.testing.workloads.tangles import tangled
 from kvd.testing.workloads.training import Training, list_training
 
 WORKERS = 3
 STEPS = 8
 HARD = Mishaps(within_s=6.0, crashes=2, pauses=2, cuts=2, ghosts=2, scheduler_restarts=1)
 LASTING = replace(HARD, within_s=25.0)  # runs in a nasty network take this long; joining is a good part of it
+BUMPY = Mishaps(within_s=12.0, pauses=3, cuts=2, scheduler_restarts=1)  # nobody dies
 LONG_PAUSES = Mishaps(within_s=6.0, crashes=1, pauses=3, cuts=1, scheduler_restarts=1, longest_pause_s=18.0)
+LATE = replace(LASTING, crashes=3, restart_after_s=(8.0, 16.0))  # most of the dead are declared dead first
 
 
 class Workload(Protocol):
@@ -44,6 +48,7 @@ class Campaign:
     Attributes:
         workload: a name in WORKLOADS.
         timeout_s: of the pushes of a ledger; None: the cluster's.
+        notice_s: when workers begin to look what their calls wait for.
     """
 
     workload: str
@@ -53,6 +58,7 @@ class Campaign:
     faults: Faults = ROUGH
     rounds_ahead: int = 2
     timeout_s: float | None = None
+    notice_s: float = 10.0
     shell: ShellSettings = field(default_factory=ShellSettings)
 
     def run(self, seed: int) -> World:
@@ -62,6 +68,7 @@ class Campaign:
             mode=self.mode,
             staleness=self.staleness,
             rounds_ahead=self.rounds_ahead,
+            timeouts=Timeouts(notice_s=self.notice_s),
             shell=self.shell,
         )
         world = World(seed, cluster, self.faults)
@@ -85,9 +92,11 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "lives": lambda campaign, seed: LifeLedger(WORKERS, STEPS),
     "lists": lambda campaign, seed: list_ledger(WORKERS, STEPS, seed, campaign.timeout_s),
     "list lives": lambda campaign, seed: ListLives(WORKERS, STEPS, grouping=mostly_together(seed)),
+    "meetings": lambda campaign, seed: Meetings(WORKERS, STEPS),
     "refusals": lambda campaign, seed: RefusalLedger(WORKERS, STEPS, timeout_s=campaign.timeout_s),
     "rounds": lambda campaign, seed: Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0),
     "mixed": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0),
+    "tangles": lambda campaign, seed: tangled(WORKERS, STEPS, seed),
     "training": lambda campaign, seed: Training(STEPS, expected=undisturbed_weights("training")),
     "stepped": lambda campaign, seed: SteppedTraining(STEPS, expected=undisturbed_weights("training")),
     "stepped ledger": lambda campaign, seed: SteppedLedger(WORKERS, STEPS),
@@ -133,6 +142,10 @@ CAMPAIGNS: dict[str, Campaign] = {
     "list training, nasty": Campaign(
         "list training", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))
     ),
+    "meetings": Campaign("meetings"),
+    "meetings, nasty": Campaign("meetings", mishaps=LASTING, faults=NASTY),
+    "meetings, long pauses": Campaign("meetings", mishaps=LONG_PAUSES),
+    "meetings, late restarts": Campaign("meetings", mishaps=LATE, faults=NASTY),
     "refusals": Campaign("refusals", shell=ShellSettings(failing_updates=0.3)),
     "refusals, nasty": Campaign(
         "refusals", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.5), failing_updates=0.3)
@@ -173,6 +186,11 @@ CAMPAIGNS: dict[str, Campaign] = {
     "shared, stale by 0, nasty": Campaign("shared", mode="async", staleness=0, mishaps=LASTING, faults=NASTY),
     "shared, stale by 1": Campaign("shared", mode="async", staleness=1),
     "shared, stale by 3": Campaign("shared", mode="async", staleness=3),
+    "tangles": Campaign("tangles", mishaps=Mishaps()),
+    "tangles, bumpy": Campaign("tangles", mishaps=BUMPY, notice_s=0.3),
+    "tangles, nasty": Campaign(
+        "tangles", mishaps=BUMPY, faults=NASTY, notice_s=0.3, shell=ShellSettings(job_s=(0.0, 0.5))
+    ),
     "training": Campaign("training"),
     "training, no record": Campaign("training", shell=ShellSettings(state_dir=False)),
     "training, nasty": Campaign("training", mishaps=LASTING, faults=NASTY),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kvd.core.server.machine import ServerMachine
-from kvd.testing.process import Process
+from kvd.core.server.router import ServerRouter
+from kvd.errors import Deadlock
+from kvd.testing.process import PendingCall, Process
 from kvd.testing.simulator import World, slices_of
 
 
@@ -15,9 +16,10 @@ def watch_everything(world: World) -> None:
 
 def check_staging(world: World, process: Process) -> None:
     """Staging is bounded by `rounds_ahead` × workers × the bytes led."""
-    machine = process.machine
-    if not isinstance(machine, ServerMachine):
+    router = process.machine
+    if not isinstance(router, ServerRouter):
         return
+    machine = router.latest()
     slices = slices_of(machine)
     staged = sum(slice_.log.staged_bytes(slice_.nbytes) for slice_ in slices)
     bound = world.cluster.rounds_ahead * world.cluster.workers * sum(slice_.nbytes for slice_ in slices)
@@ -32,9 +34,10 @@ class StalenessCheck:
         self._counted: dict[tuple[str, int], dict[int, int]] = {}
 
     def __call__(self, world: World, process: Process) -> None:
-        machine, staleness = process.machine, world.cluster.staleness
-        if staleness < 0 or not isinstance(machine, ServerMachine):
+        router, staleness = process.machine, world.cluster.staleness
+        if staleness < 0 or not isinstance(router, ServerRouter):
             return
+        machine = router.latest()
         required = machine.required_ranks
         for slice_ in slices_of(machine):
             counted = {rank: slice_.log.counted_clock(rank) for rank in range(world.cluster.workers)}
@@ -46,6 +49,28 @@ class StalenessCheck:
                 if clock > before.get(rank, 0) and clock > slowest + staleness:
                     text = f"slice {slice_.index} of {slice_.key!r} counts push {clock} of worker {rank}, "
                     world.fail(f"{text}the slowest has made {slowest}")
+
+
+class DeadlockCheck:
+    """A call ends with Deadlock only if every worker's program waits for a call that the same deadlock ends.
+
+    Programs of workers that have left, or have ended, wait for nothing.
+    """
+
+    def __init__(self) -> None:
+        self.found = 0
+
+    def __call__(self, world: World, process: Process, call: PendingCall) -> None:
+        if not isinstance(call.error, Deadlock):
+            return
+        self.found += 1
+        for other in world.processes.values():
+            if other.program is None or other.finished:
+                continue
+            waited = other.calls.waiting.call
+            is_stuck = waited is not None and (not waited.done or isinstance(waited.error, Deadlock))
+            if not is_stuck:
+                world.fail(f"{process.name} is told of a deadlock, and {other.name} can go on: {call.error}")
 
 
 def check_everything_ended(world: World) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvd
+from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Target, source_of, target_of
 from kvd.client.cluster.broadcast import ClusterAssignments, Here
@@ -112,10 +113,12 @@ def test_broadcast_gives_everyone_the_value_of_rank_0(kind: str) -> None:
 def test_async_broadcasts_one_after_the_other_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     pull = ClusterAssignments._pull
 
-    async def late(part: ClusterAssignments, names: list[str], targets: list[Target], priority: int) -> None:
+    async def late(
+        part: ClusterAssignments, names: list[str], targets: list[Target], priority: int, deadline: Deadline
+    ) -> None:
         if part._rank == 1:
             await asyncio.sleep(0.2)
-        await pull(part, names, targets, priority)
+        await pull(part, names, targets, priority, deadline)
 
     def program(kv: kvd.KVStore) -> list[float]:
         out = np.empty(5, np.float32)
@@ -153,7 +156,7 @@ def test_a_restarted_worker_passes_old_broadcasts_and_takes_part_in_new_ones(kin
         return float(value[0])
 
     with LocalCluster(2, 1, request_timeout_s=30.0) as cluster:
-        stores = together(*(partial(cluster.store, kind, node_id=f"worker-{number}") for number in range(2)))
+        stores = cluster.open_stores(kind, [{"node_id": f"worker-{number}"} for number in range(2)])
         zero, one = sorted(stores, key=lambda store: store.rank)
         node_id = f"worker-{stores.index(zero)}"
         assert together(partial(begin, zero), partial(begin, one)) == [1, 1]
@@ -176,7 +179,7 @@ class RecordingEngine:
         self.asked: list[Any] = []
         self._counted = counted
 
-    async def call(self, request: Any) -> Any:
+    async def call(self, request: Any, *, within: Deadline) -> Any:
         self.asked.append(request)
         return self._counted if isinstance(request, requests.ClockOf) else None
 
@@ -195,7 +198,7 @@ def test_a_restarted_async_worker_meets_the_others_unless_its_predecessor_has(
     rank: int, counted: int, assigns: bool, passed: bool
 ) -> None:
     engine: Any = RecordingEngine(counted)
-    here = Here(Replay.PERHAPS, 0, "kvd:broadcast", "kvd:broadcast read")
+    here = Here(Replay.PERHAPS, 0, "kvd:broadcast", "kvd:broadcast read", Deadline(60.0))
     part = ClusterAssignments(engine, None, UnobservedErrors(), None, rank, sync=False, absence_counts=False)  # type: ignore[arg-type]
     sources = [source_of(ones(), 1 << 20, copy=True)] if rank == 0 else None
     asyncio.run(part._broadcast(["w"], sources, [target_of(ones(), 1 << 20)], 0, here))
@@ -206,7 +209,7 @@ def test_a_restarted_async_worker_meets_the_others_unless_its_predecessor_has(
 
 def test_broadcast_and_push_in_one_round_are_refused() -> None:
     with LocalCluster(2, 1) as cluster:
-        one, other = (cluster.store(node_id=f"worker-{number}") for number in range(2))
+        one, other = cluster.open_stores()
         init_all([one, other], "w", ones())
         push = other.push("w", ones())
         wait_until(lambda: engine_of(other).machine._outbox.unstaged == 0, "the push is staged")

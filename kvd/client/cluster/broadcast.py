@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvd.client.calls import checks
+from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.program_steps import ProgramSteps
@@ -21,13 +22,14 @@ from kvd.protocol.messages import MemberState
 
 
 class Here(NamedTuple):
-    """Where a broadcast was called: what it is in a restarted program, the place of the program, and the kinds of the
-    barriers of asynchronous workers."""
+    """Where a broadcast was called: what it is in a restarted program, the place of the program, the kinds of the
+    barriers of asynchronous workers, and when all of it ends."""
 
     replay: Replay
     place: int
     written: str
     read: str
+    deadline: Deadline
 
 
 class ClusterAssignments:
@@ -77,7 +79,8 @@ class ClusterAssignments:
             sources = self._arguments.sources(names, many, value, copy=True, reservation=reservation)
         replay = self._steps.take_broadcasts(names)
         written, read = self._steps.meeting("kvd:broadcast"), self._steps.meeting("kvd:broadcast read")
-        work = self._broadcast(names, sources, targets, priority, Here(replay, self._steps.place, written, read))
+        here = Here(replay, self._steps.place, written, read, Deadline(self._engine.config.round_timeout_s))
+        work = self._broadcast(names, sources, targets, priority, here)
         promise = self._steps.add_broadcast(self._engine.run(work))
         return self._watched(names, Handle(promise, pulled(targets, many), "broadcast"))
 
@@ -90,38 +93,41 @@ class ClusterAssignments:
         here: Here,
     ) -> None:
         """Rank 0 makes the keys that are new. Then comes a round in which only its values count, and all pull them."""
-        await self._make(names, sources)
-        counted, replays = await self._replayed(names) if here.replay is Replay.PERHAPS else (0, 0)
+        deadline = here.deadline
+        await self._make(names, sources, deadline)
+        counted, replays = await self._replayed(names, deadline) if here.replay is Replay.PERHAPS else (0, 0)
         is_past = here.replay is Replay.PASSED
         if self._sync and (is_past or counted > replays):
-            await self._pull(names, targets, priority)  # the predecessor was past this
+            await self._pull(names, targets, priority, deadline)  # the predecessor was past this
         elif self._sync:
-            await self._round(names, sources, targets, priority, here.place)
+            await self._round(names, sources, targets, priority, here)
         else:
             # The last clock of rank 0 may be that of an assignment that no worker has read yet.
             is_met = is_past or (counted > replays + 1 if sources is not None else counted > 0 and replays == 0)
             if sources is not None and not is_past and counted <= replays:
-                await self._engine.call(assignment(names, sources, None, priority, here.place))
-            await self._meet(here.written, names, is_met)
-            await self._pull(names, targets, priority)
-            await self._meet(here.read, names, is_met)  # until then nobody writes: some have yet to read
+                await self._engine.call(assignment(names, sources, None, priority, here.place), within=deadline)
+            await self._meet(here.written, names, is_met, deadline)
+            await self._pull(names, targets, priority, deadline)
+            await self._meet(here.read, names, is_met, deadline)  # until then nobody writes: some have yet to read
 
-    async def _make(self, names: list[str], sources: list[Source] | None) -> None:
+    async def _make(self, names: list[str], sources: list[Source] | None, deadline: Deadline) -> None:
         """Rank 0 inits the keys that do not exist; the others wait for them."""
         for position, name in enumerate(names):
             if sources is None:
-                await self._engine.call(requests.DescribeKey(name, wait=True))
+                await self._engine.call(requests.DescribeKey(name, wait=True), within=deadline)
                 continue
             data, spec = sources[position]
             try:
-                await self._engine.call(requests.DescribeKey(name))
+                await self._engine.call(requests.DescribeKey(name), within=deadline)
             except KeyError:
-                await self._engine.call(requests.InitKeys((Item(name, spec, data),)))
+                await self._engine.call(requests.InitKeys((Item(name, spec, data),)), within=deadline)
 
-    async def _replayed(self, names: list[str]) -> tuple[int, int]:
+    async def _replayed(self, names: list[str], deadline: Deadline) -> tuple[int, int]:
         """How many pushes of these keys a dead predecessor made where it stopped (0 without one, and once this process
         has pushed), and how many broadcasts of them this process has repeated there before this one."""
-        clocks = [await self._engine.call(requests.ClockOf(name)) - self._made_before(name) for name in names]
+        clocks = [
+            await self._engine.call(requests.ClockOf(name), within=deadline) - self._made_before(name) for name in names
+        ]
         replays = max((self._replays.get(name, 0) for name in names), default=0)
         self._replays.update(dict.fromkeys(names, replays + 1))
         is_new = self._engine.session.predecessor != MemberState.DEAD or any(
@@ -134,17 +140,18 @@ class ClusterAssignments:
         left = self._engine.machine.inherited(name)
         return 0 if left is None else min(left.begun, left.counted)
 
-    async def _meet(self, kind: str, names: list[str], passed: bool) -> None:
+    async def _meet(self, kind: str, names: list[str], passed: bool, deadline: Deadline) -> None:
         for name in names:
-            await self._engine.call(requests.Barrier(checks.barrier_name(kind, name), passed))
+            await self._engine.call(requests.Barrier(checks.barrier_name(kind, name), passed), within=deadline)
 
     async def _round(
-        self, names: list[str], sources: list[Source] | None, targets: list[Target], priority: int, place: int
+        self, names: list[str], sources: list[Source] | None, targets: list[Target], priority: int, here: Here
     ) -> None:
         if sources is not None:
-            await self._engine.call(assignment(names, sources, targets, priority, place))
+            transfer = assignment(names, sources, targets, priority, here.place)
         else:
-            await self._engine.call(absence(names, targets, priority, place))
+            transfer = absence(names, targets, priority, here.place)
+        await self._engine.call(transfer, within=here.deadline)
 
-    async def _pull(self, names: list[str], targets: list[Target], priority: int) -> None:
-        await self._engine.call(pull_into(names, targets, priority))
+    async def _pull(self, names: list[str], targets: list[Target], priority: int, deadline: Deadline) -> None:
+        await self._engine.call(pull_into(names, targets, priority), within=deadline)

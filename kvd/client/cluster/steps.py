@@ -49,7 +49,7 @@ class ServersOfSteps:
         if answer.left is StepsLeft.SOME:
             return answer.step
         await self._engine.call(requests.Control((Rest(0),)))
-        limit_s, pause_s = self._engine.config.request_timeout_s, FIRST_PAUSE_S
+        limit_s, pause_s = self._engine.config.round_timeout_s, FIRST_PAUSE_S
         deadline, held_by = time.monotonic() + limit_s, answer.held_by
         while answer.left is StepsLeft.OTHERS:
             if answer.held_by != held_by:  # one of them is done

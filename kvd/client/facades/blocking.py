@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.program_steps import StepIteration, Steps
+from kvd.client.cluster.joining import Arrival
 from kvd.client.facades.dead_nodes import count_dead
 from kvd.client.facades.life import StoreLife
 from kvd.client.facades.open import open_backend
@@ -28,8 +29,9 @@ class KVStore(StoreProperties):
     Keys are `str` or `int` (an int is the key of its decimal text). Values are anything that speaks DLPack or the
     buffer protocol: NumPy, CuPy, torch, JAX. A call takes one key and its value, or a list of keys and a list of their
     values. A value may also be a list of arrays, one per device, which are summed first. Every call returns or raises
-    before its deadline: its `timeout` in seconds, otherwise the setting `request_timeout_s`. Thread-safe: the order of
-    the clocks is the order of the calls.
+    before its deadline: its `timeout` in seconds, otherwise the setting `round_timeout_s` for what other workers owe
+    it, and `request_timeout_s` for the answer of a node. Thread-safe: the order of the clocks is the order of the
+    calls.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -161,7 +163,7 @@ class KVStore(StoreProperties):
             NotAllowed: a step pushes another key, pushes a key twice or not at all; a loop is open already; the
                 predecessor of this worker cannot be continued, since its keys are at different clocks; a broadcast or
                 barrier in a shared step.
-            RequestTimeout: shared steps are left that others do not finish within `request_timeout_s`.
+            RequestTimeout: shared steps are left that others do not finish within `round_timeout_s`.
         """
         return Steps(StepIteration(self._blocking().steps, total, keys, shared))
 
@@ -253,7 +255,7 @@ class KVStore(StoreProperties):
     def close(self) -> None:
         """Leaves the cluster: flush, leave the rounds, wait for the other workers, go. They stop waiting for this one.
 
-        All of that together takes `request_timeout_s` at most, and about a second more to say goodbye.
+        All of that together takes `round_timeout_s` at most (`request_timeout_s` if a node does not answer).
 
         Raises:
             KvdError: the first error of the way, or one that nobody observed; the store is closed all the same.
@@ -299,7 +301,10 @@ def leave_at_once(store: KVStore) -> None:
 
 
 def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the name is part of the public surface
-    """Makes a store.
+    """Makes a store. In a cluster it returns when all servers are there and all workers have joined.
+
+    Waiting for them takes `join_timeout_s` (300 s) at most. After 3 s a warning in the log names those that are missing
+    and how to start them, and again after 9, 21, 45 … s. A worker that joined once and is dead now is not waited for.
 
     Args:
         type: `local` and `device` live in this process; `dist_sync`, `dist_async`, `dist_device_sync` and
@@ -309,9 +314,20 @@ def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the 
     Raises:
         ConfigError: a setting is wrong, or differs from the cluster's.
         ConnectError: no scheduler answers, or its host is not known.
-        RequestTimeout: servers are missing.
+        RequestTimeout: servers or workers are missing; `waiting_for` names them.
         NotAllowed: the cluster is full.
     """
     if asyncio._get_running_loop() is not None:
         raise NotAllowed("kvd.create blocks, and would stop the running event loop: use await kvd.aio.create(...)")
     return KVStore(open_backend(type, settings))
+
+
+def visit(type: str, tell: Callable[[str], None], **settings: Any) -> KVStore:  # noqa: A002  as in `create`
+    """As `create`, for one that comes for a single request.
+
+    It does not wait for the workers of the job, and acts in the newest run of it, even if that has ended.
+
+    Args:
+        tell: takes a line for the person who waits, in place of the log.
+    """
+    return KVStore(open_backend(type, settings, Arrival(wait_for_workers=False, operator=True, tell=tell)))

@@ -1,4 +1,4 @@
-"""The server: it leads slices, merges what the workers push, and serves what is committed.
+"""One run in a server: it leads slices, merges what the workers push, and serves what is committed.
 
 The machine is its table of messages and the parts that it owns; `push` tells the life of a push, `pull` that of a pull.
 A worker's death arrives as a view: `_view_changed` detaches replaced workers (`attachments`), takes over who takes part
@@ -20,15 +20,18 @@ from kvd.core.server.control import ServerControl
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.key_requests import KeyRequests
 from kvd.core.server.keys import KeyTable
+from kvd.core.server.memory import ServerMemory
 from kvd.core.server.participants import Participants
 from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
 from kvd.core.server.resume import Resumption
 from kvd.core.server.shared_steps import SharedSteps
 from kvd.core.server.targets import TargetResolver
+from kvd.core.server.wait_answers import WaitAnswers
 from kvd.core.server.waiting import Waiters
 from kvd.core.session import FIRST_REQUEST, SchedulerSession
 from kvd.protocol.messages import (
+    NO_RUN,
     SMALL_PUSH_BYTES,
     Activate,
     Attach,
@@ -55,6 +58,7 @@ from kvd.protocol.messages import (
     StatusReport,
     TakeStep,
     View,
+    WaitQuery,
 )
 
 
@@ -74,9 +78,9 @@ class ServerSettings:
 
 
 class ServerMachine:
-    """The state machine of a server."""
+    """The state machine of one run in a server. Its memory is shared with the machines of the other runs."""
 
-    def __init__(self, settings: ServerSettings, session: SchedulerSession) -> None:
+    def __init__(self, settings: ServerSettings, session: SchedulerSession, memory: ServerMemory | None = None) -> None:
         self.incarnation = session.incarnation
         self.table = KeyTable()
         self._session = session
@@ -103,7 +107,7 @@ class ServerMachine:
             attachments,
             participants,
             control,
-            memory_limit_bytes=settings.memory_limit_bytes,
+            memory or ServerMemory(settings.memory_limit_bytes),
         )
         pulls = Pulls(effects, attachments, targets, waiters, participants)
         self._shared = shared = SharedSteps(session.view, effects, attachments, participants, self._advance_all)
@@ -125,13 +129,22 @@ class ServerMachine:
             TakeStep: shared.take,
             Rest: shared.rest,
             StatusQuery: self._status,
+            WaitQuery: WaitAnswers(self.table, effects, attachments, participants).answer,
         }
 
     # ── the machine's interface ──
 
     @property
+    def run(self) -> int:
+        return self._session.run
+
+    @property
     def epoch(self) -> Epoch:
         return self._session.view.epoch
+
+    @property
+    def session(self) -> SchedulerSession:
+        return self._session
 
     def step(self, event: Event, now: float) -> list[Effect]:
         if isinstance(event, Received):
@@ -149,7 +162,7 @@ class ServerMachine:
     def next_deadline(self) -> float | None:
         return self._session.next_deadline()
 
-    def explain(self, now: float) -> dict[str, object]:
+    def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
         groups = self.table.groups.values()
         ranks = self._attachments.ranks
         blockers = {rank for group in groups for rank in self._participants.blockers(group)}
