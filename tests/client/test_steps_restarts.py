@@ -303,18 +303,19 @@ def test_another_program_does_not_go_on_where_its_predecessor_stopped(orphaned: 
 
 
 def test_a_worker_that_takes_the_rank_of_one_that_left_begins_its_loops_anew() -> None:
-    with LocalCluster(1, 2, **SLOW_TO_JUDGE) as cluster:
-        for life in range(2):
-            kv = cluster.store(node_id="worker-0")
-            if life == 0:
-                kv.init(["a", "b"], [np.zeros(4, np.float32)] * 2)
+    """Asynchronous, so that the worker that stays, and keeps the run alive, need not push."""
+    with LocalCluster(2, 2, **SLOW_TO_JUDGE) as cluster, ThreadPoolExecutor(2) as pool:
+        kv, other = pool.map(lambda number: cluster.store("dist_async", node_id=f"worker-{number}"), range(2))
+        list(pool.map(lambda store: store.init(["a", "b"], [np.zeros(4, np.float32)] * 2), (kv, other)))
+        for _ in range(2):
             assert step_through(kv, 3, ["a", "b"]) == [0, 1, 2]
+            kv.set_barrier_before_exit(False)
             kv.close()
-        kv = cluster.store(node_id="worker-0")
+            kv = cluster.store("dist_async", node_id="worker-0")
         assert step_through(kv, 3, ["a"], 1) == [0]
         kv.flush()
         kv.__exit__(Killed, None, None)
-        kv = cluster.store(node_id="worker-0")
+        kv = cluster.store("dist_async", node_id="worker-0")
         assert step_through(kv, 3, ["a"]) == [0, 1, 2]
         kv.flush()
         assert kv.version("a") == 9

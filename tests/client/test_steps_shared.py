@@ -69,10 +69,11 @@ def test_every_step_is_made_once(settings: dict[str, Any]) -> None:
 def test_nobody_waits_for_a_straggler_beyond_its_own_step() -> None:
     """The straggler makes one step while the others make all that are left."""
     made: Counter[int] = Counter()
-    others_are_done = threading.Event()
+    straggler_has_begun, others_are_done = threading.Event(), threading.Event()
 
     def between(kv: kvd.KVStore, step: int) -> None:
         if kv.rank == 2 and not made[2]:
+            straggler_has_begun.set()
             assert others_are_done.wait(30)
         made[kv.rank] += 1
         if made[0] + made[1] == TOTAL - 1:
@@ -81,7 +82,7 @@ def test_nobody_waits_for_a_straggler_beyond_its_own_step() -> None:
     def program(kv: kvd.KVStore) -> int:
         prepare(kv)
         if kv.rank != 2:
-            kv.pull("b")
+            assert straggler_has_begun.wait(30)
         return len(share(kv, between))
 
     with LocalCluster(3, 2) as cluster:

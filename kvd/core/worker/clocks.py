@@ -14,6 +14,7 @@ from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.predecessor import Predecessor
 from kvd.core.worker.servers import Servers
+from kvd.core.worker.step_loops import Stopped
 from kvd.errors import KvdError, NotAllowed
 from kvd.protocol.messages import Activate, ClockQuery, Clocks, ComeTo, MemberState
 
@@ -111,6 +112,12 @@ class WorkerClocks:
         """Tells all servers where the program is."""
         servers = [self._servers.peer_of(server.rank) for server in self._session.view.servers()]
         self._asker.gather(call, [(server, ComeTo(0, request.place), ()) for server in servers])
+
+    def stopped(self) -> Stopped | None:
+        """Where the program of a predecessor stopped that did not leave in good order; None without one."""
+        if self._session.predecessor in (None, MemberState.LEFT):
+            return None
+        return Stopped(self._predecessor.place, self._predecessor.trained, self.inherited)
 
     def inherited(self, name: str) -> Inheritance | None:
         """What a predecessor has left in the key; None without one, or while the key is not known."""

@@ -48,7 +48,7 @@ from kvd.core.worker.step_loops import Stopped
 from kvd.core.worker.transfer import Transfer
 from kvd.core.worker.waits import Waits
 from kvd.errors import KvdError
-from kvd.protocol.messages import NO_RUN, Epoch, Member, MemberState, NotYet, WaitNews
+from kvd.protocol.messages import NO_RUN, Epoch, Member, NotYet, WaitNews
 from kvd.protocol.messages import Waits as WaitsMessage
 
 __all__ = ["WorkerMachine", "WorkerSettings"]
@@ -68,7 +68,7 @@ class WorkerMachine:
         servers, pushes = Servers(view), OpenPushes(calls, self._wake)
         self._keys = keys = KeyTable()
         self._asker = asker = Asker(view, servers, outbox, calls)
-        self._predecessor = left = Predecessor()
+        left = Predecessor()
         self._connections = Connections(session, servers, keys, outbox, calls, asker, left, emit)
         self._participation = taking_part = Participation(session, outbox, asker, calls)
         self._control = ControlCalls(calls, pushes, asker, outbox, view, servers, taking_part, emit)
@@ -180,9 +180,7 @@ class WorkerMachine:
 
     def stopped(self) -> Stopped | None:
         """Where the program of a predecessor stopped that did not leave in good order; None without one."""
-        if self.session.predecessor in (None, MemberState.LEFT):
-            return None
-        return Stopped(self._predecessor.place, self._predecessor.trained, self._clocks.inherited)
+        return self._clocks.stopped()
 
     def inherited(self, name: str) -> Inheritance | None:
         """What a predecessor has left in the key; None without one, or while the key is not known."""
