@@ -67,14 +67,16 @@ def train(kv: kvd.KVStore, epochs: int, batch: int, devices: int) -> float:
     mine = slice(kv.rank, None, kv.num_workers)  # every worker sees its own part of the images
     images, labels = data.train_images[mine], data.train_labels[mine]
     steps = len(data.train_labels) // kv.num_workers // batch  # the same number everywhere
-    for epoch in range(epochs):
+    for step in kv.steps(epochs * steps):  # a restarted worker goes on with the step in which its predecessor died
+        epoch, number = divmod(step, steps)
         order = np.random.default_rng([epoch, kv.rank]).permutation(len(labels))
-        for step in range(steps):
-            part = order[step * batch : (step + 1) * batch]
-            group.forward_backward(DataBatch([images[part]], [labels[part]]))
-        pipeline.share_states()  # BatchNorm's running means, which differ between workers
-        if kv.rank == 0:
-            print(f"epoch {epoch + 1}: accuracy {accuracy(group, data.test_images, data.test_labels):.3f}", flush=True)
+        part = order[number * batch : (number + 1) * batch]
+        group.forward_backward(DataBatch([images[part]], [labels[part]]))
+        if number == steps - 1:
+            pipeline.share_states()  # BatchNorm's running means, which differ between workers
+            if kv.rank == 0:
+                reached = accuracy(group, data.test_images, data.test_labels)
+                print(f"epoch {epoch + 1}: accuracy {reached:.3f}", flush=True)
     return accuracy(group, data.test_images, data.test_labels)
 
 

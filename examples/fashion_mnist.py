@@ -94,12 +94,12 @@ def train(kv: kvd.KVStore, folder: Path, epochs: int, batch: int, devices: list[
     group = make_group(devices, (batch, *images.shape[1:]))
     group.bind_to(kv, optimizer=SGD(0.05, momentum=0.9, wd=1e-4))
     steps = len(labels) // (batch * kv.num_workers)
-    for epoch in range(epochs):
+    for step in kv.steps(epochs * steps):  # a restarted worker goes on with the step in which its predecessor died
+        epoch, number = divmod(step, steps)
         order = np.random.default_rng(epoch).permutation(len(labels))[kv.rank :: kv.num_workers]
-        for step in range(steps):
-            part = order[step * batch : (step + 1) * batch]
-            group.forward_backward(DataBatch([images[part]], [labels[part]]))
-        if kv.rank == 0:
+        part = order[number * batch : (number + 1) * batch]
+        group.forward_backward(DataBatch([images[part]], [labels[part]]))
+        if kv.rank == 0 and number == steps - 1:
             print(f"epoch {epoch + 1}: accuracy {accuracy(group, test_images, test_labels):.3f}", flush=True)
     return accuracy(group, test_images, test_labels)
 

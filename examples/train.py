@@ -44,12 +44,15 @@ def train(kv: kvd.KVStore, epochs: int, batch: int, rate: float) -> float:
     kv.init(keys, values)
     kv.set_optimizer(SGD(rate, momentum=0.9, rescale_grad=1 / batch))
     kv.pull(keys, out=values)
-    for epoch in range(epochs):
-        order = np.random.default_rng(epoch).permutation(len(images))
-        for start in range(0, len(order) - batch + 1, batch):
-            mine = order[start : start + batch][kv.rank :: kv.num_workers]
-            gradients = softmax_gradients(weight, bias, images[mine], data.train_labels[mine])
-            kv.pushpull(keys, gradients, out=values)  # their sum over all workers, as one process would have it
+    steps = len(images) // batch  # of one epoch
+    for step in kv.steps(
+        epochs * steps, keys
+    ):  # a restarted worker goes on with the step in which its predecessor died
+        order = np.random.default_rng(step // steps).permutation(len(images))
+        start = step % steps * batch
+        mine = order[start : start + batch][kv.rank :: kv.num_workers]
+        gradients = softmax_gradients(weight, bias, images[mine], data.train_labels[mine])
+        kv.pushpull(keys, gradients, out=values)  # their sum over all workers, as one process would have it
     predicted = (test_images @ weight + bias).argmax(axis=1)
     return float((predicted == data.test_labels).mean())
 

@@ -12,6 +12,7 @@
     ├── ProtocolError        bytes that are not a valid message
     ├── NodeLost             a node that the call waits for is dead
     ├── BarrierBroken        some workers can no longer reach a barrier
+    ├── NotResumed           a restarted worker pushes, and has not said where it goes on
     ├── JobEnded             the run that this worker belongs to has ended
     ├── JobBusy              another program runs under the job's name
     ├── StoreClosed          the store was closed, or belongs to another process
@@ -145,6 +146,18 @@ class BarrierBroken(KvdError):
     def __init__(self, message: str, *, missing: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.missing = missing
+
+
+class NotResumed(KvdError):
+    """A worker that was restarted pushes before it has said where it goes on: it would train its first steps twice.
+
+    Attributes:
+        key: the key of the push.
+    """
+
+    def __init__(self, message: str, *, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class JobEnded(KvdError):

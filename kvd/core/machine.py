@@ -75,9 +75,6 @@ class PeerPath(NamedTuple):
         return f"{self.kind}: {self.reason}" if self.reason else str(self.kind)
 
 
-# ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class Span(NamedTuple):
     """A range of bytes in a buffer."""
 
@@ -207,6 +204,7 @@ class Contribution(NamedTuple):
     samples: int
     how: int
     step: int = 0  # of the worker, when it pushed this
+    place: int = 0  # where the program of the worker is, see `kvd.core.places`
 
     def part(self, offset: int, nbytes: int) -> Contribution:
         """The contribution to `nbytes` of its bytes, from `offset` on."""

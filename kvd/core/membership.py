@@ -33,15 +33,26 @@ class ViewState:
     def __init__(self) -> None:
         self.epoch = Epoch(0, 0)
         self.settings = EMPTY_SETTINGS
+        self.newest_epoch = Epoch(0, 0)  # that any node has told of
         self.is_sync = True  # whether workers share rounds; false in async mode
         self.shards: tuple[int, ...] = ()
         self.runs: tuple[RunEntry, ...] = ()
         self.members: dict[tuple[str, int], Member] = {}
         self._by_incarnation: dict[int, Member] = {}
 
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether it names all servers, and is the newest view that another node has told of."""
+        return self.knows_all_servers and self.newest_epoch <= self.epoch
+
+    def hear_of(self, epoch: Epoch) -> bool:
+        """Another node knows the view of this epoch; True if it is newer than this one."""
+        self.newest_epoch = max(self.newest_epoch, epoch)
+        return epoch > self.epoch
+
     def forget(self) -> None:
         """The next view is of another run: its epochs are counted from their own beginning."""
-        self.epoch = Epoch(0, 0)
+        self.epoch = self.newest_epoch = Epoch(0, 0)
 
     def update(self, epoch: Epoch, view: View) -> bool:
         """Takes the view if it is newer than the known one; True if it is."""

@@ -79,6 +79,7 @@ class Transfer:
     samples: int = 1
     how: int = 0  # ADD, ASSIGN or ABSENT
     any_version: bool = False  # pull the newest version, without waiting for the own pushes
+    place: int = 0  # where the program is, see `kvd.core.places`
     cast: bool = False  # sources may have other floating dtypes than their keys; targets take the dtypes of the keys
 
 
@@ -171,6 +172,18 @@ class Rewind:
 
 
 @dataclass(frozen=True, slots=True)
+class Resume:
+    """Go on after all that counted of a predecessor. NotAllowed while pushes are open."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComeTo:
+    """The program has come to this place, see `kvd.core.places`; all its pushes are settled. Servers remember it."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClockOf:
     """The result is the clock of this worker for the key."""
 
@@ -227,6 +240,8 @@ Request: TypeAlias = (
     | Barrier
     | Depart
     | Rewind
+    | Resume
+    | ComeTo
     | ClockOf
     | Control
     | SliceControl

@@ -50,6 +50,7 @@ Token: TypeAlias = Annotated[str, Limit(0, 128)]
 Plain: TypeAlias = Annotated[object, "plain data, which its reader checks"]
 
 NO_RANK = -1
+NO_STEP = -1
 EXIT_BARRIER = "kvd:exit"  # where the workers of a run meet before they leave
 NO_RUN = 0  # the message concerns the cluster, not a run
 MAX_RUNS = 64  # listed in a view, those that are gone included
@@ -515,16 +516,22 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class ClockQuery:
-    """Which clock has my rank reached in the slices of this key that you lead?"""
+    """Which clock has my rank reached in the slices of this key that you lead, and where did `place` begin?"""
 
     KIND: ClassVar[int] = 37
     request: Number
     key: Key
+    place: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """The smallest and largest clock that the server counts for the rank, and the committed versions."""
+    """The smallest and largest clock that the server counts for the rank, and the committed versions.
+
+    `place` is the newest place of the rank, in these slices. `begun`, in the answer to a ClockQuery, is the clock at
+    which the rank came to the place that was asked for. `trained`, in the answer to an Attach, says whether a
+    contribution that the rank pushed at its newest place has counted.
+    """
 
     KIND: ClassVar[int] = 38
     request: Number
@@ -532,6 +539,9 @@ class Clocks:
     highest: Number
     oldest_version: Number
     newest_version: Number
+    place: Number = 0
+    begun: Number = 0
+    trained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -553,6 +563,56 @@ class Cast(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ComeTo:
+    """The program of my rank has come to this place, and all its pushes have counted. Answered with Done."""
+
+    KIND: ClassVar[int] = 64
+    request: Number
+    place: Number
+
+
+class StepsLeft(Enum):
+    """What there is for a worker in a loop over steps that all workers share."""
+
+    SOME = 0  # its next step
+    OTHERS = 1  # none now: others make the last ones, and may die
+    NONE = 2  # all are done
+
+
+@dataclass(frozen=True, slots=True)
+class TakeStep:
+    """Which step do I make next? To the server of rank 0. The step `done` has counted.
+
+    `first` is the number of the loop's first step among the steps of all loops, `total` the number of its steps.
+    """
+
+    KIND: ClassVar[int] = 65
+    request: Number
+    first: Number
+    total: Number
+    done: Signed
+
+
+@dataclass(frozen=True, slots=True)
+class StepIs:
+    """The step that you make next, from 0 on; NO_STEP if there is none. Workers of these ranks make the last ones."""
+
+    KIND: ClassVar[int] = 66
+    request: Number
+    left: StepsLeft
+    step: Signed
+    held_by: Annotated[tuple[Number, ...], Limit(0, MAX_MEMBERS)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """I have no step to make: until I push again, bounded staleness does not wait for me. Answered with Done."""
+
+    KIND: ClassVar[int] = 67
+    request: Number
+
+
+@dataclass(frozen=True, slots=True)
 class Push:
     """Contributions, with their bytes as payload. Answered with Staged (returns the credit), then with Done at commit.
 
@@ -561,6 +621,7 @@ class Push:
     push has one part, which the server converts on arrival.
 
     `step` is the sender's step (`kvd.core.worker.steps`); its pushes of steps up to `settled` are committed.
+    `place` is where its program is (`kvd.core.places`).
     """
 
     KIND: ClassVar[int] = 40
@@ -573,6 +634,7 @@ class Push:
     cast: Cast | None = None
     step: Number = 0
     settled: Number = 0
+    place: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -625,6 +687,7 @@ class PushBatch:
     probe: bool = False
     step: Number = 0
     settled: Number = 0
+    place: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -917,6 +980,10 @@ Message: TypeAlias = (
     | ClockQuery
     | Clocks
     | Activate
+    | ComeTo
+    | TakeStep
+    | StepIs
+    | Rest
     | Push
     | Staged
     | Pull

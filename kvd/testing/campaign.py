@@ -19,6 +19,8 @@ from kvd.testing.workloads.meetings import Meetings
 from kvd.testing.workloads.readings import uneven_rounds, watched_rounds
 from kvd.testing.workloads.refusals import RefusalLedger
 from kvd.testing.workloads.rounds import Rounds, mixed_rounds
+from kvd.testing.workloads.shared import SharedLedger
+from kvd.testing.workloads.stepped import SteppedLedger, SteppedTraining
 from kvd.testing.workloads.steps import mostly_together, one_by_one
 from kvd.testing.workloads.tangles import tangled
 from kvd.testing.workloads.training import Training, list_training
@@ -103,6 +105,9 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "training": lambda campaign, seed: Training(STEPS, expected=undisturbed_weights("training")),
     "watched": lambda campaign, seed: watched_rounds(WORKERS, STEPS, seed),
     "watched, uneven": lambda campaign, seed: uneven_rounds(WORKERS, STEPS, seed),
+    "stepped": lambda campaign, seed: SteppedTraining(STEPS, expected=undisturbed_weights("training")),
+    "stepped ledger": lambda campaign, seed: SteppedLedger(WORKERS, STEPS),
+    "shared": lambda campaign, seed: SharedLedger(WORKERS * STEPS),
     "list training": lambda campaign, seed: list_training(
         STEPS, mostly_together(seed), undisturbed_weights("list training")
     ),
@@ -180,6 +185,25 @@ CAMPAIGNS: dict[str, Campaign] = {
     "refusals, stale by 1": Campaign(
         "refusals", mode="async", staleness=1, shell=ShellSettings(job_s=(0.0, 0.5), failing_updates=0.3)
     ),
+    "stepped": Campaign("stepped"),
+    "stepped, far ahead": Campaign("stepped", rounds_ahead=5, shell=ShellSettings(job_s=(0.0, 0.3))),
+    "stepped, no record": Campaign("stepped", shell=ShellSettings(state_dir=False)),
+    "stepped, nasty": Campaign("stepped", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
+    "stepped, long pauses": Campaign("stepped", mishaps=LONG_PAUSES),
+    "stepped ledger": Campaign("stepped ledger", mode="async"),
+    "stepped ledger, nasty": Campaign(
+        "stepped ledger", mode="async", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.5))
+    ),
+    "stepped ledger, stale by 1": Campaign("stepped ledger", mode="async", staleness=1),
+    "shared": Campaign("shared", mode="async"),
+    "shared, no record": Campaign("shared", mode="async", shell=ShellSettings(state_dir=False)),
+    "shared, nasty": Campaign(
+        "shared", mode="async", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.5))
+    ),
+    "shared, long pauses": Campaign("shared", mode="async", mishaps=LONG_PAUSES),
+    "shared, stale by 0, nasty": Campaign("shared", mode="async", staleness=0, mishaps=LASTING, faults=NASTY),
+    "shared, stale by 1": Campaign("shared", mode="async", staleness=1),
+    "shared, stale by 3": Campaign("shared", mode="async", staleness=3),
     "tangles": Campaign("tangles", mishaps=Mishaps()),
     "tangles, bumpy": Campaign("tangles", mishaps=BUMPY, notice_s=0.3),
     "tangles, nasty": Campaign(

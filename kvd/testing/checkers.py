@@ -40,11 +40,12 @@ class StalenessCheck:
         machine = router.latest()
         required = machine.required_ranks
         for slice_ in slices_of(machine):
-            counted = {rank: slice_.log.counted_clock(rank) for rank in required}
+            counted = {rank: slice_.log.counted_clock(rank) for rank in range(world.cluster.workers)}
             before = self._counted.get((slice_.key, slice_.index), {})
             self._counted[slice_.key, slice_.index] = counted
             slowest = min((slice_.log.staged_clock(rank) for rank in required), default=0)
-            for rank, clock in counted.items():
+            for rank in required:
+                clock = counted[rank]
                 if clock > before.get(rank, 0) and clock > slowest + staleness:
                     text = f"slice {slice_.index} of {slice_.key!r} counts push {clock} of worker {rank}, "
                     world.fail(f"{text}the slowest has made {slowest}")

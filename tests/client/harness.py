@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -92,3 +92,9 @@ def failed_workers(cluster: LocalCluster) -> list[int]:
     router: Any = cluster.scheduler._daemon.machine  # type: ignore[union-attr]
     members: Any = router.explain(0.0, [slot.run for slot in router.runs][-1])["members"]
     return [member["rank"] for member in members if "ended with an error" in member["reason"]]
+
+
+def each(kv: kvd.KVStore, total: int, body: Callable[[int], object], keys: Any = None, *, shared: bool = False) -> None:
+    """A loop over `kv.steps`, as one statement."""
+    for step in kv.steps(total, keys, shared):
+        body(step)

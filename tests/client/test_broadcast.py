@@ -16,8 +16,9 @@ import kvd
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Target, source_of, target_of
-from kvd.client.cluster.broadcast import ClusterAssignments
+from kvd.client.cluster.broadcast import ClusterAssignments, Here
 from kvd.core import requests
+from kvd.core.worker.step_loops import Replay
 from kvd.errors import (
     DtypeMismatch,
     KeyExists,
@@ -164,6 +165,7 @@ def test_a_restarted_worker_passes_old_broadcasts_and_takes_part_in_new_ones(kin
         zero.__exit__(RuntimeError, None, None)
         successor = cluster.store(kind, node_id=node_id)
         begin(successor)  # nobody else is there for it
+        successor.resume()
         together(partial(step, successor), partial(step, one))
         assert together(partial(again, successor), partial(again, one)) == [50, 50]
 
@@ -173,7 +175,7 @@ class RecordingEngine:
 
     def __init__(self, counted: int) -> None:
         self.session = SimpleNamespace(predecessor=MemberState.DEAD)
-        self.machine = SimpleNamespace(has_pushed=lambda name: False)
+        self.machine = SimpleNamespace(has_pushed=lambda name: False, inherited=lambda name: None)
         self.asked: list[Any] = []
         self._counted = counted
 
@@ -196,9 +198,10 @@ def test_a_restarted_async_worker_meets_the_others_unless_its_predecessor_has(
     rank: int, counted: int, assigns: bool, passed: bool
 ) -> None:
     engine: Any = RecordingEngine(counted)
-    part = ClusterAssignments(engine, None, UnobservedErrors(), rank, sync=False, absence_counts=False)  # type: ignore[arg-type]
+    here = Here(Replay.PERHAPS, 0, "kvd:broadcast", "kvd:broadcast read", Deadline(60.0))
+    part = ClusterAssignments(engine, None, UnobservedErrors(), None, rank, sync=False, absence_counts=False)  # type: ignore[arg-type]
     sources = [source_of(ones(), 1 << 20, copy=True)] if rank == 0 else None
-    asyncio.run(part._broadcast(["w"], sources, [target_of(ones(), 1 << 20)], 0, Deadline(60.0)))
+    asyncio.run(part._broadcast(["w"], sources, [target_of(ones(), 1 << 20)], 0, here))
     transfers = [request for request in engine.asked if isinstance(request, requests.Transfer)]
     assert [(transfer.push, transfer.pull) for transfer in transfers] == [(True, False)] * assigns + [(False, True)]
     assert [request.passed for request in engine.asked if isinstance(request, requests.Barrier)] == [passed] * 2

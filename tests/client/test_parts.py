@@ -12,8 +12,8 @@ import pytest
 
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
-from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.memory_budget import MemoryBudget
+from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.unobserved_errors import MOST_KEPT, MOST_NOTES, UnobservedErrors
 from kvd.client.cluster.arguments import Arguments
@@ -22,6 +22,7 @@ from kvd.client.cluster.nodes import ClusterNodes
 from kvd.client.cluster.observer import SAME_VERSION_TRIES, Observer
 from kvd.client.cluster.rounds import ClusterRounds
 from kvd.core import requests
+from kvd.core.worker.step_loops import StepLoops
 from kvd.errors import KvdError, NotAllowed, RequestTimeout
 from kvd.protocol.messages import KeyEntry, MemberState, Quiet
 from kvd.protocol.specs import KeySpec
@@ -216,5 +217,8 @@ def test_the_version_of_a_key_is_the_oldest_of_all_its_servers() -> None:
         return promise
 
     view = SimpleNamespace(server_of=lambda name, index: index)
-    engine: Any = SimpleNamespace(run=run, call=call, machine=SimpleNamespace(view=view), written=WrittenKeys())
-    assert ClusterRounds(engine, UnobservedErrors()).version("w").wait() == 3
+    engine: Any = SimpleNamespace(run=run, call=call, machine=SimpleNamespace(view=view))
+    assert (
+        ClusterRounds(engine, UnobservedErrors(), ProgramSteps(StepLoops(None, is_strict=True))).version("w").wait()
+        == 3
+    )

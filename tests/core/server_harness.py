@@ -6,6 +6,7 @@ from typing import Any
 
 from kvd.core.machine import Apply, Create, Effect, Export, JobDone, Load, Received, Run, Send, ServerPeer, Span, Tick
 from kvd.core.server.machine import ServerMachine, ServerSettings
+from kvd.core.server.memory import ServerMemory
 from kvd.errors import KvdError
 from kvd.protocol.messages import (
     Attach,
@@ -59,7 +60,9 @@ class Harness:
         small: int = -1,
     ) -> None:
         self.settings = settings or cluster(workers)
-        self.machine = ServerMachine(ServerSettings(memory, fail, small_push_bytes=small), session("server", 0))
+        self.memory = ServerMemory(memory)
+        told = ServerSettings(memory, fail, small_push_bytes=small)
+        self.machine = ServerMachine(told, session("server", 0), self.memory)
         self.members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in members(workers)}
         self.epoch = 0
         self.hold = False

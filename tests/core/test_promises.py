@@ -137,9 +137,9 @@ def test_a_successor_learns_its_clocks_from_the_servers() -> None:
     assert said(harness.attach(0)) == [Done(1)]  # its own pushes are no news to it
     harness.look(member("worker", 1, life=1))
     for _ in range(2):
-        assert said(harness.attach(1, life=1)) == [Clocks(1, 1, 1, 1, 1)]
+        assert said(harness.attach(1, life=1)) == [Clocks(1, 1, 1, 1, 1, trained=True)]
     harness.push(1, 2, life=1)
-    assert said(harness.attach(1, life=1)) == [Clocks(1, 1, 1, 1, 1)]  # what is staged does not count yet
+    assert said(harness.attach(1, life=1)) == [Clocks(1, 1, 1, 1, 1, trained=True)]  # what is staged does not count yet
 
 
 def test_a_successor_asks_for_its_clocks_even_if_the_scheduler_knows_no_predecessor() -> None:

@@ -145,9 +145,9 @@ def test_what_is_staged_goes_with_the_key_and_who_waits_is_told() -> None:
 
 def test_the_memory_of_a_deleted_key_is_there_for_others() -> None:
     harness = Harness(memory=7 * 100)
+    memory = harness.memory
     harness.init("a", bytes(100))
     assert refusal(harness.say(0, init_of(harness.request(), "b", uint8(60), 0), bytes(60))).error
-    memory = harness.machine._creation._memory
     assert memory.of_others(run=-1) == 700
     delete_by_all(harness, "a")
     assert memory.of_others(run=-1) == 0  # other runs may have it

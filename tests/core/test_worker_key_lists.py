@@ -200,10 +200,10 @@ def test_a_call_looks_at_each_of_its_keys_once_while_they_become_ready_one_by_on
     looks = 0
     must_wait = KeyQueue._key_must_wait
 
-    def counting(queue: KeyQueue, *rest: Any) -> bool:
+    def counting(queue: KeyQueue, *rest: Any, **more: Any) -> bool:
         nonlocal looks
         looks += 1
-        return must_wait(queue, *rest)
+        return must_wait(queue, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KeyQueue, "_key_must_wait", counting)

@@ -132,7 +132,7 @@ class Book:
     def __init__(self) -> None:
         self.effects: list[Any] = []
         self.calls = CallBook(session("worker", 0), Outbox(100), self.effects.append)
-        self.pushes = OpenPushes(self.calls)
+        self.pushes = OpenPushes(self.calls, lambda key: None)
         self.numbers = 0
 
     def accept(self, request: requests.Request, deadline: float = 9.0) -> Call:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.values import Array
 from kvd.errors import ConfigError
 from kvd.optimizer import Optimizer
@@ -184,6 +185,7 @@ class Rounds(Protocol):
     def barrier(self, name: str, timeout: float | None) -> Handle: ...
     def join(self) -> Handle: ...
     def rewind(self, clock: int) -> Handle: ...
+    def resume(self) -> Handle: ...
     def clock(self, key: Any) -> Handle: ...
     def version(self, key: Any) -> Handle: ...
 
@@ -234,6 +236,7 @@ class Backend:
     deletion: Deletion
     binding: Binding
     rounds: Rounds
+    steps: ProgramSteps
     updates: Updates
     nodes: Nodes
     closing: Closing

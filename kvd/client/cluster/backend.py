@@ -16,6 +16,7 @@ from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.joining import Arrival, Joining
 from kvd.client.cluster.nodes import ClusterNodes
 from kvd.client.cluster.rounds import ClusterRounds
+from kvd.client.cluster.steps import program_steps
 from kvd.client.cluster.updates import ClusterUpdates
 from kvd.client.cluster.values import ClusterValues
 from kvd.config import Config, Loaded
@@ -87,16 +88,18 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
     bound = BoundKeys(engine.written)
     budget = MemoryBudget(config.memory_bound_bytes(), config.request_timeout_s)
     arguments = Arguments(engine, bound, budget, unobserved, settings.slice_bytes)
+    steps = program_steps(engine, is_sync=sync)
     assignments = ClusterAssignments(
-        engine, arguments, unobserved, facts.rank, sync, absence_counts=sync or settings.staleness >= 0
+        engine, arguments, unobserved, steps, facts.rank, sync, absence_counts=sync or settings.staleness >= 0
     )
     return Backend(
         facts=facts,
-        values=ClusterValues(engine, arguments, bound, unobserved, facts.rank, config.check_bound),
+        values=ClusterValues(engine, arguments, bound, unobserved, steps, facts.rank, config.check_bound),
         assignments=assignments,
         deletion=ClusterDeletion(engine, arguments, bound, assignments, unobserved),
         binding=ClusterBinding(engine, arguments, bound),
-        rounds=ClusterRounds(engine, unobserved),
+        rounds=ClusterRounds(engine, unobserved, steps),
+        steps=steps,
         updates=ClusterUpdates(engine),
         nodes=ClusterNodes(engine),
         closing=ClusterClosing(engine, unobserved),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvd.client.calls import checks
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Array, Source, Target
 from kvd.client.cluster.arguments import Arguments
@@ -16,7 +17,19 @@ from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.transfers import absence, assignment, nothing, pull_into, pulled
 from kvd.core import requests
 from kvd.core.requests import Item
+from kvd.core.worker.step_loops import Replay
 from kvd.protocol.messages import MemberState
+
+
+class Here(NamedTuple):
+    """Where a broadcast was called: what it is in a restarted program, the place of the program, the kinds of the
+    barriers of asynchronous workers, and when all of it ends."""
+
+    replay: Replay
+    place: int
+    written: str
+    read: str
+    deadline: Deadline
 
 
 class ClusterAssignments:
@@ -33,6 +46,7 @@ class ClusterAssignments:
         engine: Engine,
         arguments: Arguments,
         unobserved: UnobservedErrors,
+        steps: ProgramSteps,
         rank: int,
         sync: bool,
         absence_counts: bool,
@@ -40,17 +54,18 @@ class ClusterAssignments:
         self._engine = engine
         self._arguments = arguments
         self._watched = unobserved.watch
+        self._steps = steps
         self._rank = rank
         self._sync = sync
         self._absence_counts = absence_counts
-        self._replays: dict[str, int] = {}  # how many broadcasts this process has made, by key
+        self._replays: dict[str, int] = {}  # by key: how many broadcasts this process has made there
 
     def assign(self, values: Mapping[str, Array], absent: Sequence[str]) -> None:
         names = self._arguments.named(list(values)).names
         sources = self._arguments.given_sources(list(values.values()))
-        self._send(names, assignment(names, sources, None, 0))
+        self._send(names, assignment(names, sources, None, 0, self._steps.place))
         if absent and self._absence_counts:
-            self._send(list(absent), absence(absent, None, 0))
+            self._send(list(absent), absence(absent, None, 0, self._steps.place))
 
     def forget(self, names: Sequence[str]) -> None:
         """The keys are deleted: broadcasts of keys of their names are counted from 0."""
@@ -69,30 +84,38 @@ class ClusterAssignments:
         sources: list[Source] | None = None
         if self._rank == 0:
             sources = self._arguments.sources(keys, value, copy=True, reservation=reservation)
-        deadline = Deadline(self._engine.config.round_timeout_s)
-        work = self._broadcast(names, sources, targets, priority, deadline)
-        return self._watched(names, Handle(self._engine.run(work), pulled(keys, targets, out), "broadcast"))
+        replay = self._steps.take_broadcasts(names)
+        written, read = self._steps.meeting("kvd:broadcast"), self._steps.meeting("kvd:broadcast read")
+        here = Here(replay, self._steps.place, written, read, Deadline(self._engine.config.round_timeout_s))
+        work = self._broadcast(names, sources, targets, priority, here)
+        promise = self._steps.add_broadcast(self._engine.run(work))
+        return self._watched(names, Handle(promise, pulled(keys, targets, out), "broadcast"))
 
     async def _broadcast(
-        self, names: list[str], sources: list[Source] | None, targets: list[Target], priority: int, deadline: Deadline
+        self,
+        names: list[str],
+        sources: list[Source] | None,
+        targets: list[Target],
+        priority: int,
+        here: Here,
     ) -> None:
         """Rank 0 makes the keys that are new. Then comes a round in which only its values count, and all pull them."""
+        deadline = here.deadline
         await self._make(names, sources, deadline)
-        counted, replays = await self._replayed(names, deadline)
-        if self._sync and counted > replays:
+        counted, replays = await self._replayed(names, deadline) if here.replay is Replay.PERHAPS else (0, 0)
+        is_past = here.replay is Replay.PASSED
+        if self._sync and (is_past or counted > replays):
             await self._pull(names, targets, priority, deadline)  # the predecessor was past this
         elif self._sync:
-            await self._round(names, sources, targets, priority, deadline)
+            await self._round(names, sources, targets, priority, here)
         else:
             # The last clock of rank 0 may be that of an assignment that no worker has read yet.
-            passed = counted > replays + 1 if sources is not None else counted > 0 and replays == 0
-            if sources is not None and counted <= replays:
-                await self._engine.call(assignment(names, sources, None, priority), within=deadline)
-            await self._meet("kvd:broadcast", names, passed, deadline)
+            is_met = is_past or (counted > replays + 1 if sources is not None else counted > 0 and replays == 0)
+            if sources is not None and not is_past and counted <= replays:
+                await self._engine.call(assignment(names, sources, None, priority, here.place), within=deadline)
+            await self._meet(here.written, names, is_met, deadline)
             await self._pull(names, targets, priority, deadline)
-            await self._meet(
-                "kvd:broadcast read", names, passed, deadline
-            )  # until then nobody writes: some have yet to read
+            await self._meet(here.read, names, is_met, deadline)  # until then nobody writes: some have yet to read
 
     async def _make(self, names: list[str], sources: list[Source] | None, deadline: Deadline) -> None:
         """Rank 0 inits the keys that do not exist; the others wait for them."""
@@ -107,9 +130,11 @@ class ClusterAssignments:
                 await self._engine.call(requests.InitKeys((Item(name, spec, data),)), within=deadline)
 
     async def _replayed(self, names: list[str], deadline: Deadline) -> tuple[int, int]:
-        """How many pushes of these keys a dead predecessor made (0 without one, and once this process has pushed), and
-        how many broadcasts of them this process has repeated before this one."""
-        clocks = [await self._engine.call(requests.ClockOf(name), within=deadline) for name in names]
+        """How many pushes of these keys a dead predecessor made where it stopped (0 without one, and once this process
+        has pushed), and how many broadcasts of them this process has repeated there before this one."""
+        clocks = [
+            await self._engine.call(requests.ClockOf(name), within=deadline) - self._made_before(name) for name in names
+        ]
         replays = max((self._replays.get(name, 0) for name in names), default=0)
         self._replays.update(dict.fromkeys(names, replays + 1))
         is_new = self._engine.session.predecessor != MemberState.DEAD or any(
@@ -117,17 +142,23 @@ class ClusterAssignments:
         )
         return 0 if is_new else min(clocks, default=0), replays
 
+    def _made_before(self, name: str) -> int:
+        """How many pushes of the key the predecessor had made before it came to the place where it stopped."""
+        left = self._engine.machine.inherited(name)
+        return 0 if left is None else min(left.begun, left.counted)
+
     async def _meet(self, kind: str, names: list[str], passed: bool, deadline: Deadline) -> None:
         for name in names:
             await self._engine.call(requests.Barrier(checks.barrier_name(kind, name), passed), within=deadline)
 
     async def _round(
-        self, names: list[str], sources: list[Source] | None, targets: list[Target], priority: int, deadline: Deadline
+        self, names: list[str], sources: list[Source] | None, targets: list[Target], priority: int, here: Here
     ) -> None:
         if sources is not None:
-            await self._engine.call(assignment(names, sources, targets, priority), within=deadline)
+            transfer = assignment(names, sources, targets, priority, here.place)
         else:
-            await self._engine.call(absence(names, targets, priority), within=deadline)
+            transfer = absence(names, targets, priority, here.place)
+        await self._engine.call(transfer, within=here.deadline)
 
     async def _pull(self, names: list[str], targets: list[Target], priority: int, deadline: Deadline) -> None:
         await self._engine.call(pull_into(names, targets, priority), within=deadline)

@@ -154,7 +154,7 @@ class Observer:
         names = named.names
         step = None if version is None else whole("a version", version, 0)
         deadline = Deadline(self._config.request_timeout_s)
-        if not self._engine.machine.is_up_to_date:
+        if not self._engine.machine.view.is_up_to_date:
             self._engine.run(self._until_ready(deadline)).result()
         specs = self._specs(names, deadline)
         if out is None:
@@ -200,7 +200,7 @@ class Observer:
     async def _until_ready(self, deadline: Deadline) -> None:
         """Servers and workers may have joined after this node, which the scheduler says when it is asked again."""
         machine, news = self._engine.machine, Deadline(NEWS_S)
-        while not machine.is_up_to_date and not (machine.view.knows_all_servers and news.left_s() == 0):
+        while not machine.view.is_up_to_date and not (machine.view.knows_all_servers and news.left_s() == 0):
             await asyncio.sleep(VIEW_PAUSE_S)
             self._engine.check_usable()
             if deadline.left_s() == 0:

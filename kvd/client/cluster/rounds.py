@@ -7,6 +7,8 @@ from typing import Any
 from kvd.client.calls import checks
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.program_steps import ProgramSteps
+from kvd.client.calls.promise import Promise
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.engine import Engine
 from kvd.core import requests
@@ -16,9 +18,10 @@ from kvd.protocol.messages import ClockQuery, Departure
 class ClusterRounds:
     """Flush, barriers, clocks and versions."""
 
-    def __init__(self, engine: Engine, unobserved: UnobservedErrors) -> None:
+    def __init__(self, engine: Engine, unobserved: UnobservedErrors, steps: ProgramSteps) -> None:
         self._engine = engine
         self._unobserved = unobserved
+        self._steps = steps
 
     def flush(self, timeout: float | None) -> Handle:
         async def work() -> None:
@@ -28,7 +31,8 @@ class ClusterRounds:
         return Handle(self._engine.run(work()), what="flush")
 
     def barrier(self, name: str, timeout: float | None) -> Handle:
-        return Handle(self._engine.submit(requests.Barrier(checks.barrier_name("user", name)), timeout), what="barrier")
+        full = checks.barrier_name(self._steps.meeting("user"), name)
+        return Handle(self._engine.submit(requests.Barrier(full), timeout), what="barrier")
 
     def join(self) -> Handle:
         deadline = Deadline(self._engine.config.round_timeout_s)
@@ -40,7 +44,19 @@ class ClusterRounds:
         return Handle(self._engine.run(work()), what="join")
 
     def rewind(self, clock: int) -> Handle:
-        return Handle(self._engine.submit(requests.Rewind(checks.clock_number(clock))), what="rewind")
+        return Handle(self._go_on(requests.Rewind(checks.clock_number(clock))), what="rewind")
+
+    def resume(self) -> Handle:
+        return Handle(self._go_on(requests.Resume()), what="resume")
+
+    def _go_on(self, request: requests.Rewind | requests.Resume) -> Promise:
+        self._steps.check_may_resume()
+
+        async def work() -> None:
+            await self._engine.call(request)
+            self._steps.resume()
+
+        return self._engine.run(work())
 
     def clock(self, key: Any) -> Handle:
         return Handle(self._engine.submit(requests.ClockOf(self._engine.written.name(key))), what="clock")

@@ -18,23 +18,23 @@ def pull_into(names: Sequence[str], targets: Sequence[Target], priority: int) ->
 
 
 def assignment(
-    names: Sequence[str], sources: Sequence[Source], targets: Sequence[Target] | None, priority: int
+    names: Sequence[str], sources: Sequence[Source], targets: Sequence[Target] | None, priority: int, place: int
 ) -> Transfer:
     """Replaces the values by these; pulls the result into the targets, if there are any."""
     places = [None] * len(names) if targets is None else [target.data for target in targets]
     items = tuple(
         Item(name, spec, data, place) for name, (data, spec), place in zip(names, sources, places, strict=True)
     )
-    return Transfer(items, push=True, pull=targets is not None, priority=priority, how=ASSIGN)
+    return Transfer(items, push=True, pull=targets is not None, priority=priority, how=ASSIGN, place=place)
 
 
-def absence(names: Sequence[str], targets: Sequence[Target] | None, priority: int) -> Transfer:
+def absence(names: Sequence[str], targets: Sequence[Target] | None, priority: int, place: int) -> Transfer:
     """Takes part in the round without a value; pulls the result into the targets, if there are any."""
     if targets is None:
         items = tuple(Item(name, None) for name in names)
     else:
         items = tuple(Item(name, spec, None, data) for name, (data, spec, _) in zip(names, targets, strict=True))
-    return Transfer(items, push=True, pull=targets is not None, priority=priority, how=ABSENT)
+    return Transfer(items, push=True, pull=targets is not None, priority=priority, how=ABSENT, place=place)
 
 
 def pulled(keys: KeyList, targets: Sequence[Target], out: Any) -> Callable[[Any], Any]:

@@ -11,6 +11,7 @@ from kvd.client.calls.casting import CastOuts
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Array, Target, check_alike, fresh_target, pulled_values
 from kvd.client.cluster.arguments import Arguments
@@ -36,12 +37,14 @@ class ClusterValues:
         arguments: Arguments,
         bound: BoundKeys,
         unobserved: UnobservedErrors,
+        steps: ProgramSteps,
         rank: int,
         check_bound: bool,
     ) -> None:
         self._engine = engine
         self._arguments = arguments
         self._watched = unobserved.watch
+        self._steps = steps
         self._rank = rank
         self._submit_push = bound.verified(engine.submit) if check_bound else engine.submit
 
@@ -63,7 +66,11 @@ class ClusterValues:
         if not names:
             return Handle.of(None)
         items = tuple(Item(name, spec, data) for name, (data, spec) in zip(names, sources, strict=True))
-        transfer = requests.Transfer(items, push=True, pull=False, priority=priority, samples=samples, cast=cast)
+        if not self._steps.take_pushes(names):
+            return Handle.of(None)
+        transfer = requests.Transfer(
+            items, push=True, pull=False, priority=priority, samples=samples, cast=cast, place=self._steps.place
+        )
         return self._watched(names, Handle(self._submit_push(transfer), nothing, "push", self._engine.wait))
 
     def pull(self, key: Any, out: Any, priority: int, cast: bool = False) -> Handle:
@@ -73,7 +80,9 @@ class ClusterValues:
             return self._pull_fresh(keys, priority)
         if cast:
             return self._pull_fresh(keys, priority, CastOuts(keys, out))
-        targets = self._arguments.targets(keys, out)
+        return self._pull_into(keys, self._arguments.targets(keys, out), out, priority)
+
+    def _pull_into(self, keys: KeyList, targets: list[Target], out: Any, priority: int) -> Handle:
         promise = self._engine.submit(pull_into(keys.names, targets, priority))
         return Handle(promise, pulled(keys, targets, out), "pull", self._engine.wait)
 
@@ -115,14 +124,22 @@ class ClusterValues:
         places: Sequence[Any]
         if outs is None:
             check_alike(keys, sources, targets)
-            places, finish = [target.data for target in targets], pulled(keys, targets, out)
         else:
             outs.check_shapes(sources)
+        if not self._steps.take_pushes(names):
+            if outs is not None:
+                return self._pull_fresh(keys, priority, outs)
+            return self._pull_into(keys, targets, out, priority)
+        if outs is None:
+            places, finish = [target.data for target in targets], pulled(keys, targets, out)
+        else:
             places, finish = self._cast_into(names, outs)
         items = tuple(
             Item(name, spec, data, place) for name, (data, spec), place in zip(names, sources, places, strict=True)
         )
-        transfer = requests.Transfer(items, push=True, pull=True, priority=priority, samples=samples, cast=cast)
+        transfer = requests.Transfer(
+            items, push=True, pull=True, priority=priority, samples=samples, cast=cast, place=self._steps.place
+        )
         reclaim = None if copy else partial(self._engine.take_back, [data for data, _ in sources])
         handle = Handle(self._submit_push(transfer), finish, "pushpull", self._engine.wait, reclaim)
         return self._watched(names, handle)

@@ -12,6 +12,7 @@ from typing import Any
 from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.program_steps import AsyncSteps, StepIteration
 from kvd.client.cluster.joining import Arrival
 from kvd.client.facades.dead_nodes import count_dead
 from kvd.client.facades.life import StoreLife
@@ -106,6 +107,13 @@ class KVStore(StoreProperties):
 
     async def join(self) -> None:
         await self._backend.rounds.join()
+
+    def steps(self, total: int, keys: Sequence[Any] | None = None, shared: bool = False) -> AsyncSteps:
+        """``async for step in kv.steps(total)``."""
+        return AsyncSteps(StepIteration(self._backend.steps, total, keys, shared))
+
+    async def resume(self) -> None:
+        await self._backend.rounds.resume()
 
     async def rewind(self, clock: int) -> None:
         await self._backend.rounds.rewind(clock)

@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 
 from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.program_steps import StepIteration, Steps
 from kvd.client.cluster.joining import Arrival
 from kvd.client.facades.dead_nodes import count_dead
 from kvd.client.facades.life import StoreLife
@@ -64,6 +65,9 @@ class KVStore(StoreProperties, KVStoreBase):
             samples: how many samples the value is the mean of; only a weighted merge uses it.
             cast: the value may have another floating dtype than the key. It travels as it is; the server converts it
                 to the key's dtype before it is merged.
+
+        Raises:
+            NotResumed: this worker of a synchronous store was restarted, and has not said where it goes on.
         """
         return self._blocking().values.push(key, value, priority, samples, None, cast)
 
@@ -167,8 +171,52 @@ class KVStore(StoreProperties, KVStoreBase):
         """Leaves the rounds and stays: the others no longer wait for this worker's pushes (uneven data)."""
         self._blocking().rounds.join().wait()
 
+    def steps(self, total: int, keys: Sequence[Key] | None = None, shared: bool = False) -> Steps:
+        """Iterates over the steps of a training: ``for step in kv.steps(total)``.
+
+        A new worker gets ``range(total)``. A restarted one goes on with the step in which its predecessor stopped, and
+        pulls give it the values of that step; in `dist_sync` it ends with the bits of a run that was never disturbed.
+        What the program pushes or broadcasts before the loop, and in loops before it, counts once as well: repeat it
+        as it was. A program that is restarted has the same loops in the same order.
+
+        Each step pushes each key of the loop once, and broadcasts no key that it pushes. Its pushes wait until those of
+        the step before are acknowledged. A barrier in a step is one of that step. The loop ends after its last step,
+        with ``break``, or with an exception; a step that was left early stays as far as it has come.
+
+        Args:
+            total: how many steps there are.
+            keys: those that each step pushes; None: those that the first step pushes.
+            shared: all workers together make `total` steps in `dist_async`: whoever is free makes the next one, and the
+                step of a worker that died is given out again. All of them call it with the same `total`. Bounded
+                staleness does not wait for a worker that finds no more steps, and no worker waits for a slow one but
+                at the end, for the step that it makes. In other types each worker makes every step.
+
+        Raises:
+            NotAllowed: a step pushes another key, pushes a key twice or not at all; a loop is open already; the
+                predecessor of this worker cannot be continued, since its keys are at different clocks; a broadcast or
+                barrier in a shared step.
+            RequestTimeout: shared steps are left that others do not finish within `round_timeout_s`.
+        """
+        return Steps(StepIteration(self._blocking().steps, total, keys, shared))
+
+    def resume(self) -> None:
+        """Says that the program knows where it goes on, as one that has read its own checkpoint.
+
+        This worker then pushes after all that counted of its predecessor, and its loops over `steps` begin with step 0.
+        Nothing happens in a worker without a predecessor.
+
+        Raises:
+            NotAllowed: in a loop over `steps`, or while pushes are under way.
+        """
+        self._blocking().rounds.resume().wait()
+
     def rewind(self, clock: int) -> None:
-        """Goes back to the step after push number `clock` of each key: the step in which the predecessor died."""
+        """Goes back to the step after push number `clock` of each key: the step in which the predecessor died. Programs
+        whose loop is over `steps` need not call it.
+
+        Raises:
+            NotAllowed: in a loop over `steps`, or while pushes are under way.
+        """
         self._blocking().rounds.rewind(clock).wait()
 
     def clock(self, key: Key) -> int:
@@ -279,6 +327,11 @@ def backend_of(store: KVStore, *, may_block: bool = True) -> Backend:
         may_block: the caller makes a call that may block, which raises NotAllowed in an event loop.
     """
     return store._blocking() if may_block else store._backend
+
+
+def stopped_in_loop(store: KVStore) -> bool:
+    """Whether this worker was restarted, and its predecessor had a loop over `steps`, which says where to go on."""
+    return store._backend.steps.is_behind_loops
 
 
 def leave_at_once(store: KVStore) -> None:

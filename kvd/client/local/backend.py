@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from kvd.client.calls.backend import Backend, StoreFacts, StoreType
+from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.local.keys import LocalKeys
 from kvd.client.local.rounds import LocalClosing, LocalRounds, NoNodes
 from kvd.client.local.updates import LocalUpdates
 from kvd.client.local.values import LocalValues
 from kvd.config import Config
+from kvd.core.worker.step_loops import StepLoops
 
 
 def open_local(kind: StoreType, config: Config) -> Backend:
     """A store in this process: one worker, no servers."""
     keys = LocalKeys()
     updates = LocalUpdates(keys, config.merge)
-    values = LocalValues(keys, updates)
+    steps = ProgramSteps(StepLoops(None, is_strict=False))
+    values = LocalValues(keys, updates, steps)
     return Backend(
         facts=StoreFacts(
             type=kind.name,
@@ -32,7 +35,8 @@ def open_local(kind: StoreType, config: Config) -> Backend:
         assignments=values,
         deletion=values,
         binding=values,
-        rounds=LocalRounds(keys, kind.name),
+        rounds=LocalRounds(keys, steps, kind.name),
+        steps=steps,
         updates=updates,
         nodes=NoNodes(keys),
         closing=LocalClosing(keys),

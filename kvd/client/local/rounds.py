@@ -8,6 +8,7 @@ from typing import Any
 from kvd.client.calls import checks
 from kvd.client.calls.backend import Node
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.local.keys import LocalKeys
 from kvd.errors import NotAllowed
 
@@ -19,8 +20,9 @@ class LocalRounds:
         type_name: the type of the store, for the text of an error.
     """
 
-    def __init__(self, keys: LocalKeys, type_name: str) -> None:
+    def __init__(self, keys: LocalKeys, steps: ProgramSteps, type_name: str) -> None:
         self._keys = keys
+        self._steps = steps
         self._type_name = type_name
 
     def flush(self, timeout: float | None) -> Handle:
@@ -42,6 +44,11 @@ class LocalRounds:
         self._keys.check_open()
         checks.clock_number(clock)
         raise NotAllowed(f"a {self._type_name} store has no steps to go back to: load a checkpoint instead")
+
+    def resume(self) -> Handle:
+        self._keys.check_open()
+        self._steps.check_may_resume()
+        return Handle.of(None)
 
     def clock(self, key: Any) -> Handle:
         return self.version(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvd.client.calls.casting import CastOuts, cast_values
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.values import (
     Array,
     Source,
@@ -36,9 +38,10 @@ from kvd.protocol.specs import MAX_SLICE_BYTES
 class LocalValues:
     """Safe to use from several threads. Nothing is ever under way, so no call needs a reservation."""
 
-    def __init__(self, keys: LocalKeys, updates: LocalUpdates) -> None:
+    def __init__(self, keys: LocalKeys, updates: LocalUpdates, steps: ProgramSteps) -> None:
         self._keys = keys
         self._updates = updates
+        self._steps = steps
 
     def init(self, key: Any, value: Any) -> Handle:
         keys = self._keys.named(key)
@@ -61,6 +64,7 @@ class LocalValues:
         keys = self._keys.named(key)
         priority, samples = checks.priority_and_samples(priority, samples)
         sources = _sources(keys, value, copy=False)
+        self._steps.take_pushes(keys.names)
         return self._keys.watched(keys.names, lambda: self._update(keys.names, sources, samples, cast))
 
     def _update(self, names: list[str], sources: list[Source], samples: int, cast: bool) -> None:
@@ -113,6 +117,7 @@ class LocalValues:
             check_alike(keys, sources, targets)
         else:
             outs.check_shapes(sources)
+        self._steps.take_pushes(keys.names)
 
         def work() -> Any:
             self._update(keys.names, sources, samples, cast)
@@ -128,22 +133,27 @@ class LocalValues:
         checks.priority_and_samples(priority)
         out = value if out is None else out
         targets, sources = _targets(keys, out), _sources(keys, value, copy=True)
+        self._steps.take_broadcasts(keys.names)
 
         def work() -> Any:
-            for name, source in zip(keys.names, sources, strict=True):
-                entry = self._keys.entries.get(name) or self._keys.make(name, source)
-                entry.spec.check_same(source.spec, name)
-                entry.value = source.data.view(entry.value.dtype).copy()
-                entry.state = SliceState()
-                entry.version += 1
+            self._replace(keys.names, sources)
             return self._read(keys, targets, out)
 
         return self._keys.watched(keys.names, work)
 
+    def _replace(self, names: list[str], sources: list[Source]) -> None:
+        for name, source in zip(names, sources, strict=True):
+            entry = self._keys.entries.get(name) or self._keys.make(name, source)
+            entry.spec.check_same(source.spec, name)
+            entry.value = source.data.view(entry.value.dtype).copy()
+            entry.state = SliceState()
+            entry.version += 1
+
     def assign(self, values: Mapping[str, Array], absent: Sequence[str]) -> None:
         """See `Assignments.assign`. Nobody waits here, so nobody needs to hear who is absent."""
         for name, value in values.items():
-            self.broadcast(name, value, None, 0, None)
+            sources = [source_of(value, MAX_SLICE_BYTES, copy=True)]
+            self._keys.watched([name], partial(self._replace, [name], sources))
 
     # ── the end of keys ──
 

@@ -90,12 +90,21 @@ class Attachments:
         self._paths[rank] = PeerPath(attach.path, attach.path_reason)
         self._came_over[rank] = peer
         if incarnation in self._successors:
-            versions = [group.log.version for group in self._table.groups.values()] or [0]
-            counted = counted or [0]  # its keys may have been deleted since it came
-            clocks = Clocks(attach.request, min(counted), max(counted), min(versions), max(versions))
-            self._effects.send(peer, clocks)
+            self._effects.send(peer, self._clocks(attach.request, rank))
         else:
             self._effects.send(peer, Done(attach.request))
+
+    def _clocks(self, request: int, rank: int) -> Clocks:
+        """How far the rank has come with all slices together."""
+        logs = [group.log for group in self._table.groups.values()]
+        if not logs:
+            return Clocks(request, 0, 0, 0, 0)  # its keys may have been deleted since it came
+        counted = [log.own_clock(rank) for log in logs]
+        versions = [log.version for log in logs]
+        place = max(log.progress_of(rank).place for log in logs)
+        trained = any(log.progress_of(rank).place == place and log.has_trained(rank) for log in logs)
+        oldest, newest = min(versions), max(versions)
+        return Clocks(request, min(counted), max(counted), oldest, newest, place, trained=trained)
 
     # ── the view ──
 

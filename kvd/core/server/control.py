@@ -56,6 +56,7 @@ class ServerControl:
 
     def drop_sender(self, incarnation: int) -> None:
         self._answers.drop_sender(incarnation)
+        self._agreement.drop_sender(incarnation)
 
     def receive(self, event: Received, rank: int | None) -> bool:
         """Carries the message out if it is one of control. `rank` is that of the worker who sent it, if it is one."""

@@ -30,6 +30,7 @@ from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
 from kvd.core.server.readings import Readings
 from kvd.core.server.resume import Resumption
+from kvd.core.server.shared_steps import SharedSteps
 from kvd.core.server.targets import TargetResolver
 from kvd.core.server.wait_answers import WaitAnswers
 from kvd.core.server.waiting import Waiters
@@ -40,6 +41,7 @@ from kvd.protocol.messages import (
     Activate,
     Attach,
     ClockQuery,
+    ComeTo,
     DeclareBatch,
     Delete,
     Departure,
@@ -60,9 +62,11 @@ from kvd.protocol.messages import (
     ReadDone,
     ReadSlices,
     Refused,
+    Rest,
     StatusQuery,
     StatusReport,
     Survey,
+    TakeStep,
     View,
     WaitQuery,
 )
@@ -95,7 +99,7 @@ class ServerMachine:
         self._attachments = attachments = Attachments(session.view, self.table, effects)
         self._waiters = waiters = Waiters(effects)
         self._participants = participants = Participants(waiters, fail_on_loss=settings.fail_on_worker_loss)
-        self._agreement = agreement = OptimizerAgreement()
+        agreement = OptimizerAgreement()
         disputes = Disputes(agreement, self.table, waiters)
         self._readings = readings = Readings(session.view, self.table, effects, participants)
         targets = TargetResolver(session, self.table, self._batches, effects)
@@ -112,9 +116,9 @@ class ServerMachine:
         )
         self._control = control = ServerControl(self.table, effects, agreement, disputes, pushes.advance)
         self._deletions = deletions = Deletions(
-            self.table, effects, attachments, participants, waiters, lambda: self._creation.give_back()
+            self.table, effects, attachments, participants, waiters, lambda: creation.give_back()
         )
-        self._creation = creation = KeyCreation(
+        creation = KeyCreation(
             session,
             self.table,
             effects,
@@ -123,8 +127,11 @@ class ServerMachine:
             deletions.take_away,
             memory or ServerMemory(settings.memory_limit_bytes),
         )
-        self._keys = keys = KeyRequests(session, self.table, effects, attachments, participants)
+        keys = KeyRequests(session, self.table, effects, attachments, participants)
         pulls = Pulls(effects, attachments, targets, waiters, participants, disputes)
+        shared = SharedSteps(session.view, effects, attachments, participants, self._advance_all)
+        self._validated = (session, self.table, attachments, creation, keys, deletions, agreement, readings, shared)
+        self._view_followers = (shared.view_changed, keys.fail_lookups_without_rank_0, deletions.view_changed)
         resumption = Resumption(self.table, effects, attachments, targets, pushes.advance)
         self._handlers: dict[type[Any], Callable[[Received, Any], None]] = {
             PushBatch: pushes.push_batch,
@@ -141,6 +148,9 @@ class ServerMachine:
             ListKeys: keys.list,
             ClockQuery: resumption.clocks,
             Activate: resumption.activate,
+            ComeTo: resumption.come_to,
+            TakeStep: shared.take,
+            Rest: shared.rest,
             StatusQuery: self._status,
             WaitQuery: WaitAnswers(self.table, effects, attachments, participants, keys.lookups_of).answer,
             Survey: readings.survey,
@@ -206,19 +216,13 @@ class ServerMachine:
     @property
     def required_ranks(self) -> list[int]:
         """The ranks that rounds wait for."""
-        return self._participants.required
+        return self._participants.awaited
 
     def validate(self) -> None:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
-        self._session.validate()
-        self.table.validate()
-        self._attachments.validate()
-        self._creation.validate()
-        self._keys.validate()
-        self._deletions.validate()
+        for part in self._validated:
+            part.validate()
         self._waiters.validate(self.table.groups.values())
-        self._agreement.validate()
-        self._readings.validate()
 
     # ── dispatch ──
 
@@ -263,17 +267,21 @@ class ServerMachine:
             self._forget(rank, incarnation)
         self._attachments.welcome_named()
         self._participants.update(self._session.view)
-        self._keys.fail_lookups_without_rank_0()
-        self._deletions.view_changed()
+        for follow in self._view_followers:
+            follow()
         for group in list(self.table.groups.values()):
             self._pushes.advance(group)
             self._participants.fail_blocked(group)
+
+    def _advance_all(self) -> None:
+        for group in list(self.table.groups.values()):
+            self._pushes.advance(group)
 
     def _forget(self, rank: int, incarnation: int) -> None:
         """The worker was replaced: what it staged for open rounds is dropped, and its requests are not answered."""
         groups = list(self.table.groups.values())
         self._control.drop_sender(incarnation)
-        self._agreement.drop_sender(incarnation)
+        self._participants.wake(rank)
         self._batches.drop_sender(incarnation)
         self._deletions.drop_rank(rank)
         for group in groups:

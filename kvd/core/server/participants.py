@@ -13,20 +13,35 @@ class Participants:
 
     Attributes:
         required: ranks that have not left the rounds, whether they are there yet or not.
+        awaited: those of them that do not rest.
         dead: rank → seconds of silence before it was declared dead; empty if waiting calls are not to fail.
     """
 
     def __init__(self, waiters: Waiters, *, fail_on_loss: bool) -> None:
         self.required: list[int] = []
+        self.awaited: list[int] = []
         self.dead: dict[int, float] = {}
         self._waiters = waiters
         self._fail_on_loss = fail_on_loss
+        self._resting: set[int] = set()
 
     def update(self, view: ViewState) -> None:
         self.required = view.required_ranks()
+        self.awaited = [rank for rank in self.required if rank not in self._resting]
         self.dead = {}
         if self._fail_on_loss:
             self.dead = {rank: member.last_seen_s for rank, member in view.dead_workers().items()}
+
+    def rest(self, rank: int) -> None:
+        """The worker has nothing to push for now: in async mode nobody is too far ahead of it."""
+        self._resting.add(rank)
+        self.awaited = [other for other in self.required if other not in self._resting]
+
+    def wake(self, rank: int) -> None:
+        """The worker pushes, or has a successor."""
+        if rank in self._resting:
+            self._resting.remove(rank)
+            self.awaited = [other for other in self.required if other not in self._resting]
 
     def blockers(self, group: FusedGroup) -> list[int]:
         """The ranks that the group's waiting requests wait for."""
@@ -37,8 +52,8 @@ class Participants:
             return log.missing(log.closed + 1, self.required)
         if log.staleness < 0:
             return []
-        slowest = log.slowest(self.required)
-        return [rank for rank in self.required if log.staged_clock(rank) == slowest]
+        slowest = log.slowest(self.awaited)
+        return [rank for rank in self.awaited if log.staged_clock(rank) == slowest]
 
     def fail_blocked(self, group: FusedGroup) -> None:
         """Tells those who wait for a dead worker. What they pushed stays staged, in case it comes back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvd.core.places import START
 from kvd.protocol.messages import ErrorCode
 
 
@@ -35,12 +36,16 @@ class WorkerProgress:
     Invariants, checked by `validate`:
         async: 0 ≤ committed ≤ counted ≤ staged
         sync:  0 = committed = counted, 0 ≤ skipped ≤ staged
+        begun ≤ staged, trained ≤ staged
 
     Attributes:
         staged: the newest clock whose bytes are here, or that the rank was moved to.
         counted: async: the newest clock in a closed round.
         committed: async: the newest clock in a committed round.
         skipped: sync: the rounds up to this clock closed without the rank; its own pushes come after it.
+        place: where the rank's program was when it made its latest push, see `kvd.core.places`.
+        begun: the clock before the first push that was made there.
+        trained: the clock of the first contribution that was pushed there; 0: there were only broadcasts.
         last_request: the latest push that was taken. An earlier one that still arrives was given up by its sender.
         last_refusal: the latest push that was refused for good. Its sender may use the clock for another push, so this
             one must not take it when it comes again.
@@ -50,8 +55,33 @@ class WorkerProgress:
     counted: int = 0
     committed: int = 0
     skipped: int = 0
+    place: int = 0
+    begun: int = 0
+    trained: int = field(default=0, compare=False)
     last_request: PushRequest | None = field(default=None, compare=False)
     last_refusal: Refusal | None = None
+
+    def come_to(self, place: int, clock: int, *, is_contribution: bool) -> None:
+        """The push of `clock` is staged, and was made at `place`."""
+        if place != self.place:
+            self.place, self.begun, self.trained = place, clock - 1, 0
+        if is_contribution and not self.trained:
+            self.trained = clock
+
+    def fall_back(self, clock: int) -> None:
+        """What was staged after `clock` is forgotten."""
+        self.staged = clock
+        self.begun = min(self.begun, clock)
+        if self.trained > clock:
+            self.trained = 0
+
+    def move_to(self, place: int) -> None:
+        """The rank has come to this place without a push; at START it begins its program anew."""
+        self.place, self.begun, self.trained = place, 0 if place == START else self.staged, 0
+
+    def begun_at(self, place: int, counted: int) -> int:
+        """The clock at which the rank came to this place, or `counted`, its newest, if it made no push there."""
+        return min(self.begun, counted) if place == self.place else counted
 
     def refusal_of(self, push: PushRequest) -> Refusal | None:
         """What the sender was told of this push, or of a later one with the same or a later clock."""
@@ -71,10 +101,11 @@ class WorkerProgress:
             self.last_refusal = refusal
 
     def take_later_request(self, other: WorkerProgress) -> None:
-        """Of both, keeps the later push of the same sender."""
+        """Of both, keeps the later push of the same sender, and whether one has contributed at the place of both."""
         mine, theirs = self.last_request, other.last_request
         if theirs is not None and (mine is None or (mine.sender == theirs.sender and mine.number < theirs.number)):
             self.last_request = theirs
+        self.trained = self.trained or other.trained
 
     def validate(self, *, sync: bool) -> None:
         """Raises AssertionError if an invariant is broken."""
@@ -83,6 +114,8 @@ class WorkerProgress:
             assert 0 <= self.skipped <= self.staged, f"skipped rounds lie before staged ones: {self}"
         else:
             assert 0 <= self.committed <= self.counted <= self.staged, f"committed ≤ counted ≤ staged: {self}"
+        assert 0 <= self.begun <= self.staged, f"the place begins after its pushes: {self}"
+        assert 0 <= self.trained <= self.staged, f"a contribution is noted that is not staged: {self}"
 
 
 NO_PROGRESS = WorkerProgress()  # of a rank that has never pushed; only read

@@ -134,11 +134,12 @@ class Pushes:
         decisions: Sequence[Decision],
     ) -> None:
         """Each part of the payload starts at a multiple of 8."""
+        self._participants.wake(rank)
         offset = 0
         for target, decision in zip(targets, decisions, strict=True):
             if decision is Decision.STAGE:
                 span = None if push.how == ABSENT else Span(event.payload, offset, target.nbytes)
-                given = Contribution(rank, target.clock, span, push.samples, push.how, push.step)
+                given = Contribution(rank, target.clock, span, push.samples, push.how, push.step, push.place)
                 target.group.log.stage(given, request)
             offset += padded(target.nbytes)
 
@@ -154,10 +155,10 @@ class Pushes:
             return
         if self._disputes.open:
             return
-        record = group.log.close_next(self._participants.required)
+        record = group.log.close_next(self._participants.awaited)
         while record is not None and not record.contributions:  # all who owed it a push have left: no bytes change
             self._commit(group, group.log.current)
-            record = group.log.close_next(self._participants.required)
+            record = group.log.close_next(self._participants.awaited)
         if record is not None:
             self._apply(group, record)
 

@@ -1,4 +1,4 @@
-"""A rank resumes: its new holder asks for its clocks in a key, and takes part in the rounds again."""
+"""A rank resumes: its new holder asks for its clocks, takes part in the rounds again, and says where its program is."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.targets import TargetResolver
-from kvd.protocol.messages import Activate, ClockQuery, Clocks, Done, ErrorCode, NotYetReason
+from kvd.protocol.messages import Activate, ClockQuery, Clocks, ComeTo, Done, ErrorCode, NotYetReason
 
 
 class Resumption:
-    """Answers ClockQuery and Activate. `advance` closes the next round of a group if it is complete."""
+    """Answers ClockQuery, Activate and ComeTo. `advance` closes the next round of a group if it is complete."""
 
     def __init__(
         self,
@@ -46,7 +46,10 @@ class Resumption:
             return
         clocks = [max(log.counted_clock(rank), log.resume_clock(rank)) for log in logs]
         versions = [log.version for log in logs]
-        self._effects.send(event.peer, Clocks(query.request, min(clocks), max(clocks), min(versions), max(versions)))
+        place = max(log.progress_of(rank).place for log in logs)
+        begun = min(log.begun_at(rank, query.place) for log in logs)
+        answer = Clocks(query.request, min(clocks), max(clocks), min(versions), max(versions), place, begun)
+        self._effects.send(event.peer, answer)
 
     def activate(self, event: Received, activate: Activate) -> None:
         rank = self._attachments.rank_of(event, activate.request)
@@ -62,3 +65,11 @@ class Resumption:
             target.group.log.activate(rank, activate.clock)
             self._advance(target.group)
         self._effects.send(event.peer, Done(activate.request))
+
+    def come_to(self, event: Received, message: ComeTo) -> None:
+        rank = self._attachments.rank_of(event, message.request)
+        if rank is None:
+            return
+        for group in self._table.groups.values():
+            group.log.move_to(rank, message.place)
+        self._effects.send(event.peer, Done(message.request))

@@ -18,6 +18,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvd.core.machine import Buffer, Contribution, ScatterList
+from kvd.core.places import PlaceKind, kind_of, step_of
+from kvd.core.server.counted_steps import CountedSteps
 from kvd.core.server.progress import NO_PROGRESS, PushRequest, Refusal, WorkerProgress
 from kvd.protocol.messages import ADD
 
@@ -59,6 +61,7 @@ class SliceLog:
     step: int = 0  # of the current version: see `kvd.core.server.readings`
     previous_step: int = 0
     progress: dict[int, WorkerProgress] = field(default_factory=dict)  # by rank
+    shared: CountedSteps = field(default_factory=CountedSteps)  # async: the shared steps that count here
     _rounds: dict[int, dict[int, Contribution]] = field(default_factory=dict)  # sync: clock → rank → contribution
     _arrived: list[Contribution] = field(default_factory=list)  # async, in the order of arrival
 
@@ -118,9 +121,11 @@ class SliceLog:
 
     def stage(self, contribution: Contribution, push: PushRequest) -> None:
         """Takes the contribution, whose status is NEXT, of this push message."""
-        rank, clock = contribution.rank, contribution.clock
+        rank, clock, place = contribution.rank, contribution.clock, contribution.place
         progress = self._progress_to_change(rank)
         progress.staged = clock
+        if place != progress.place or not progress.trained:
+            progress.come_to(place, clock, is_contribution=contribution.how == ADD)
         progress.last_request = push
         if self.sync:
             self._rounds.setdefault(clock, {})[rank] = contribution
@@ -133,7 +138,7 @@ class SliceLog:
             contributions.pop(rank, None)
         self._arrived = [contribution for contribution in self._arrived if contribution.rank != rank]
         progress = self._progress_to_change(rank)
-        progress.staged = self.resume_clock(rank)
+        progress.fall_back(self.resume_clock(rank))
         progress.last_refusal = None
 
     def activate(self, rank: int, clock: int) -> None:
@@ -146,6 +151,19 @@ class SliceLog:
         if not self.sync:
             progress.counted = max(progress.counted, clock)
             progress.committed = max(progress.committed, clock)
+
+    def move_to(self, rank: int, place: int) -> None:
+        """The program of the rank has come to this place."""
+        if rank in self.progress:
+            self.progress[rank].move_to(place)
+
+    def begun_at(self, rank: int, place: int) -> int:
+        """The clock at which a rank, of which nothing is staged, came to this place of its program."""
+        return self.progress_of(rank).begun_at(place, max(self.counted_clock(rank), self.resume_clock(rank)))
+
+    def has_trained(self, rank: int) -> bool:
+        """Whether a contribution that the rank pushed at its newest place has counted."""
+        return 0 < self.progress_of(rank).trained <= self.own_clock(rank)
 
     # ── rounds ──
 
@@ -191,9 +209,23 @@ class SliceLog:
         for position, contribution in enumerate(self._arrived):
             if bound is None or contribution.clock <= bound or contribution.rank not in required:
                 del self._arrived[position]
-                self._progress_to_change(contribution.rank).counted = contribution.clock
+                progress = self._progress_to_change(contribution.rank)
+                progress.counted = contribution.clock
+                if self._is_counted_step(contribution):
+                    progress.committed = contribution.clock  # earlier ones are: only one is applied at a time
+                    return ()
                 return (contribution,)
         return None
+
+    def _is_counted_step(self, contribution: Contribution) -> bool:
+        """Whether this is a shared step that another worker has made already. If not, it is counted now."""
+        if kind_of(contribution.place) is not PlaceKind.SHARED:
+            return False
+        step = step_of(contribution.place)
+        if step in self.shared:
+            return True
+        self.shared.add(step)
+        return False
 
     def is_closing_of(self, rank: int) -> bool:
         """A push of this rank is in the round that is being applied."""
@@ -222,10 +254,12 @@ class SliceLog:
         for contribution in record.contributions:
             before = contribution.clock - 1
             progress = self._progress_to_change(contribution.rank)
-            progress.staged = before
+            progress.fall_back(before)
             progress.last_request = None  # what is dropped here without a refusal is sent again as it was
             if not self.sync:
                 progress.counted = before
+            if kind_of(contribution.place) is PlaceKind.SHARED:
+                self.shared.remove(step_of(contribution.place))
             for contributions in self._rounds.values():
                 contributions.pop(contribution.rank, None)
             self._arrived = [other for other in self._arrived if other.rank != contribution.rank]
@@ -246,6 +280,7 @@ class SliceLog:
             and other.is_idle
             and (self.version, self.closed, self.previous is None, self.step, self.previous_step)
             == (other.version, other.closed, other.previous is None, other.step, other.previous_step)
+            and self.shared == other.shared
             and all(self.progress_of(rank) == other.progress_of(rank) for rank in ranks)
         )
 
@@ -256,6 +291,7 @@ class SliceLog:
             current=current,
             previous=previous,
             progress={rank: replace(progress) for rank, progress in self.progress.items()},
+            shared=self.shared.copy(),
             _rounds={},
             _arrived=[],
         )
@@ -308,6 +344,7 @@ class SliceLog:
         """
         assert self.closed == self.version + (self.closing is not None), f"rounds {self.closed} of {self.version}"
         assert max(self.version, self.previous_step) <= self.step, f"version {self.version} is of step {self.step}"
+        self.shared.validate()
         for progress in self.progress.values():
             progress.validate(sync=self.sync)
         staged = [entry for contributions in self._rounds.values() for entry in contributions.values()]

@@ -8,6 +8,7 @@ from typing import Any
 from kvd.core import requests
 from kvd.core.worker.calls import WAITING, Call
 from kvd.core.worker.keys import WorkerKey
+from kvd.core.worker.message_plans import MessagePlan
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.outbox import Entry, Outbox
 
@@ -56,7 +57,13 @@ class Blockers:
             self._about = {}
             for entry in self._outbox.entries():
                 message: Any = entry.send.message
-                names = {key for key, _ in entry.plan.slice_ids} if entry.plan else {getattr(message, "key", "")}
-                for key in names:
+                for key in _keys_of(entry.plan, message):
                     self._about.setdefault(key, []).append(entry)
         return self._about.get(name, [])
+
+
+def _keys_of(plan: MessagePlan | None, message: Any) -> set[str]:
+    """The keys that a message is about."""
+    if plan is not None:
+        return {slice_id.key for slice_id in plan.slice_ids}
+    return {message.key} if hasattr(message, "key") else set(getattr(message, "keys", ()))

@@ -40,6 +40,7 @@ class Call:
     request: requests.Request
     deadline: float
     is_push: bool
+    place: int = 0  # of a push: where the program was when it made the call, see `kvd.core.places`
     begun: float = 0.0
     answer_s: float | None = None  # see LocalCall
     ends_at: float = 0.0  # no later than `deadline`; changed by CallBook only
@@ -109,9 +110,11 @@ class CallBook:
     def accept(self, event: LocalCall, now: float) -> Call:
         """Enters a call. It is completed at once if this node has failed."""
         number, request, deadline, answer_s = event
-        is_push = isinstance(request, requests.Transfer) and request.push
+        is_push, place = False, 0
+        if isinstance(request, requests.Transfer):
+            is_push, place = request.push, request.place
         ends_at = deadline if answer_s is None else min(deadline, now + answer_s)
-        call = Call(number, request, deadline, is_push, now, answer_s, ends_at)
+        call = Call(number, request, deadline, is_push, place, now, answer_s, ends_at)
         self.activity += 1
         self._open[number] = call
         heappush(self.deadlines, (ends_at, number))

@@ -6,15 +6,18 @@ from collections.abc import Callable
 
 from kvd.core import requests
 from kvd.core.machine import Received
+from kvd.core.places import START, Inheritance
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import Call, CallBook
 from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
 from kvd.core.worker.open_pushes import OpenPushes
+from kvd.core.worker.predecessor import Predecessor
 from kvd.core.worker.servers import Servers
+from kvd.core.worker.step_loops import Stopped
 from kvd.core.worker.steps import StepCounter
 from kvd.errors import KeyNotFound, KvdError, NotAllowed
-from kvd.protocol.messages import Activate, ClockQuery, Clocks, MemberState
+from kvd.protocol.messages import Activate, ClockQuery, Clocks, ComeTo, MemberState
 
 
 class WorkerClocks:
@@ -29,6 +32,7 @@ class WorkerClocks:
         calls: CallBook,
         pushes: OpenPushes,
         steps: StepCounter,
+        predecessor: Predecessor,
     ) -> None:
         self._session = session
         self._servers = servers
@@ -37,6 +41,7 @@ class WorkerClocks:
         self._calls = calls
         self._pushes = pushes
         self._steps = steps
+        self._predecessor = predecessor
         self._rewound: int | None = None  # the clock that `rewind` named, for keys that are found later
 
     def take_over(self, key: WorkerKey, then: Callable[[KvdError | None], None]) -> None:
@@ -53,18 +58,22 @@ class WorkerClocks:
             clocks = [event.message for event in answers if isinstance(event.message, Clocks)]
             self._go_on_from(key, clocks, then)
 
-        questions = [(self._servers.peer_of(rank), ClockQuery(0, key.name), ()) for rank in sorted(key.incarnations)]
+        query = ClockQuery(0, key.name, self._predecessor.place)
+        questions = [(self._servers.peer_of(rank), query, ()) for rank in sorted(key.incarnations)]
         self._asker.ask_all(None, questions, answered)
 
     def _go_on_from(self, key: WorkerKey, clocks: list[Clocks], then: Callable[[KvdError | None], None]) -> None:
-        """After a death: from the clock that all slices have counted, since the step is redone. After a departure:
-        from the newest clock of all, and the servers are told that this rank counts again from there on."""
+        """After a death: from the clock that all slices have counted, or from the beginning of the step in which the
+        predecessor stopped, since that is redone. After a departure: from the newest clock of all, and the servers are
+        told that this rank counts again from there on."""
         if key.state in (KeyState.READY, KeyState.DELETING):  # it was asked for twice at once, and has its clock
             then(None)
             return
         if self._session.predecessor not in (MemberState.LEFT, MemberState.DONE):
-            lowest = min(entry.lowest for entry in clocks)
-            key.window.start_at(lowest if self._rewound is None else min(lowest, self._rewound))
+            place = max(entry.place for entry in clocks)
+            left = Inheritance(place, min(entry.lowest for entry in clocks), min(entry.begun for entry in clocks))
+            first = min(left.begun, left.counted) if self._predecessor.is_redone else left.counted
+            key.window.inherit(left, first if self._rewound is None else min(first, self._rewound))
             self._steps.reached(key.window.clock)
             then(None)
             return
@@ -90,7 +99,41 @@ class WorkerClocks:
         for key in self._keys.by_name.values():
             key.window.rewind(request.clock)
         self._steps.go_back(max([key.window.clock for key in self._keys.by_name.values()], default=0))
-        self._calls.complete(call)
+        self._begin_again(call)
+
+    def resume(self, call: Call, request: requests.Resume) -> None:
+        """Goes on after all that counted of the predecessor: the program knows where it is."""
+        if self._pushes:
+            self._calls.complete(call, error=NotAllowed("resume while pushes are under way: call it before the first"))
+            return
+        for key in self._keys.by_name.values():
+            key.window.catch_up()
+        self._begin_again(call)
+
+    def _begin_again(self, call: Call) -> None:
+        """The places of the predecessor's program mean nothing any more, here and on the servers."""
+        has_place = self._predecessor.place != START
+        self._predecessor.forget()
+        if has_place:
+            self.come_to(call, requests.ComeTo(START))
+        else:
+            self._calls.complete(call)
+
+    def come_to(self, call: Call, request: requests.ComeTo) -> None:
+        """Tells all servers where the program is."""
+        servers = [self._servers.peer_of(server.rank) for server in self._session.view.servers()]
+        self._asker.gather(call, [(server, ComeTo(0, request.place), ()) for server in servers])
+
+    def stopped(self) -> Stopped | None:
+        """Where the program of a predecessor stopped that did not leave in good order; None without one."""
+        if self._session.predecessor in (None, MemberState.LEFT):
+            return None
+        return Stopped(self._predecessor.place, self._predecessor.trained, self.inherited)
+
+    def inherited(self, name: str) -> Inheritance | None:
+        """What a predecessor has left in the key; None without one, or while the key is not known."""
+        key = self._keys.by_name.get(name)
+        return None if key is None else key.window.inherited
 
     def clock_of(self, call: Call, request: requests.ClockOf) -> None:
         """Completes the call with the clock of its key."""

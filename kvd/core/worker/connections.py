@@ -10,13 +10,15 @@ from collections.abc import Callable
 
 from kvd.core import requests
 from kvd.core.machine import Connect, Disconnect, Effect, Received, ServerPeer
+from kvd.core.places import START
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import Call, CallBook
 from kvd.core.worker.keys import KeyTable
 from kvd.core.worker.outbox import Outbox
+from kvd.core.worker.predecessor import Predecessor
 from kvd.core.worker.servers import NOT_CONNECTED, Servers
-from kvd.protocol.messages import Attach, Clocks, Done, ErrorCode, Member, MemberState, Refused
+from kvd.protocol.messages import Attach, Clocks, ComeTo, Done, ErrorCode, Member, MemberState, Refused
 
 
 class Connections:
@@ -34,6 +36,7 @@ class Connections:
         outbox: Outbox,
         calls: CallBook,
         asker: Asker,
+        predecessor: Predecessor,
         emit: Callable[[Effect], None],
     ) -> None:
         self._session = session
@@ -43,6 +46,7 @@ class Connections:
         self._outbox = outbox
         self._calls = calls
         self._asker = asker
+        self._predecessor = predecessor
         self._emit = emit
         self._is_observer = session.identity.role == "observer"
         self._attached: set[int] = set()  # incarnations of servers that know this worker
@@ -67,6 +71,10 @@ class Connections:
             return
         if not self._is_observer and (not self._view.all_servers_active() or self.unreached_servers()):
             return
+        if self._session.predecessor in (MemberState.DONE, MemberState.GONE) and self._predecessor.finish():
+            for incarnation in self._attached:
+                self._asker.ask(None, ServerPeer(incarnation), ComeTo(0, self._predecessor.place), lambda event: None)
+        self._predecessor.end_learning()
         self._let_in(self._visiting)
         if self._is_observer or not self._view.missing_workers():
             self._let_in(self._joining)
@@ -131,8 +139,16 @@ class Connections:
                 self._session.replaced(message.text)
             if isinstance(message, Clocks):
                 self._session.succeeded_the_dead()  # a scheduler that was restarted without its record cannot know
+                self._learn_of_predecessor(server, message)
             if isinstance(message, Done | Clocks):
                 self._attached.add(server)
                 self._check_joined()
 
         self._asker.ask(None, server, Attach(0, max(self._session.rank, 0)), answered)
+
+    def _learn_of_predecessor(self, server: ServerPeer, clocks: Clocks) -> None:
+        """One that left in good order has stopped nowhere: whoever takes its rank begins a program."""
+        if self._session.predecessor != MemberState.LEFT:
+            self._predecessor.learn(clocks)
+        elif clocks.place and server not in self._attached:
+            self._asker.ask(None, server, ComeTo(0, START), lambda event: None)

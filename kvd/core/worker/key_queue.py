@@ -81,6 +81,8 @@ class KeyQueue:
 
     def _can_start_at_once(self, call: Call) -> bool:
         limit, is_push = self._view.settings.rounds_ahead, call.is_push
+        if is_push and self._pushes.holds_back(call):
+            return False
         for key in call.keys:
             if key.state is not READY or key.queue:
                 return False
@@ -123,13 +125,14 @@ class KeyQueue:
         """Looks first at the key that the call waited for last: as its keys become ready one after the other, this
         looks at each of them once, and not at all of them each time."""
         keys, first = call.keys, call.blocker
+        is_held = call.is_push and self._pushes.holds_back(call)
         for place in chain(range(first, len(keys)), range(first)):
-            if self._key_must_wait(call, keys[place]):
+            if self._key_must_wait(call, keys[place], is_held=is_held):
                 call.blocker = place
                 return True
         return False
 
-    def _key_must_wait(self, call: Call, key: WorkerKey) -> bool:
+    def _key_must_wait(self, call: Call, key: WorkerKey, *, is_held: bool) -> bool:
         if key.state is UNKNOWN or key.state is ASKING or key.queue[0] is not call:
             return True
         if isinstance(call.request, requests.DeleteKeys):  # another deletion of the key is joined
@@ -137,7 +140,7 @@ class KeyQueue:
         if key.state is DELETING:
             return self._gone_error(key) is None
         limit = self._view.settings.rounds_ahead
-        return call.is_push and key.window.holds_back(limit) and not self._is_hopeless(key)
+        return call.is_push and (is_held or key.window.holds_back(limit)) and not self._is_hopeless(key)
 
     def _is_hopeless(self, key: WorkerKey) -> bool:
         """Whether a push of the key starts only to be told what is wrong: it does not wait for its window then."""

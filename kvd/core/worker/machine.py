@@ -24,6 +24,7 @@ from typing import Any
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, CensusTaken, Effect, Event, InvalidFrame, LocalCall, Received
 from kvd.core.membership import ViewState
+from kvd.core.places import Inheritance
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.barriers import BarrierCalls
@@ -43,9 +44,11 @@ from kvd.core.worker.not_yet import NotYetReactions
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.outbox import Outbox
 from kvd.core.worker.participation import Participation
+from kvd.core.worker.predecessor import Predecessor
 from kvd.core.worker.readings import Readings
 from kvd.core.worker.servers import Servers
 from kvd.core.worker.settings import WorkerSettings
+from kvd.core.worker.step_loops import Stopped
 from kvd.core.worker.steps import StepCounter
 from kvd.core.worker.transfer import Transfer
 from kvd.core.worker.waits import Waits
@@ -64,18 +67,18 @@ class WorkerMachine:
         self.session = session
         view = session.view
         self._effects: list[Effect] = []  # of the present step
-        self._newest_epoch = Epoch(0, 0)  # that another node has told of
         emit = self._effects.append
         self._outbox = outbox = Outbox(settings.credit_bytes, settings.small_push_bytes)
         self._calls = calls = CallBook(session, outbox, emit)
-        servers, pushes = Servers(view), OpenPushes(calls)
+        servers, pushes = Servers(view), OpenPushes(calls, self._wake)
         steps = StepCounter(pushes)
-        self._keys = keys = KeyTable()
+        keys = KeyTable()
         self._asker = asker = Asker(view, servers, outbox, calls)
-        self._connections = Connections(session, servers, keys, outbox, calls, asker, emit)
-        self._participation = taking_part = Participation(session, outbox, asker, calls)
+        left = Predecessor()
+        self._connections = Connections(session, servers, keys, outbox, calls, asker, left, emit)
+        taking_part = Participation(session, outbox, asker, calls)
         self._control = ControlCalls(calls, pushes, asker, outbox, view, servers, taking_part, emit)
-        self._clocks = WorkerClocks(session, servers, keys, asker, calls, pushes, steps)
+        self._clocks = WorkerClocks(session, servers, keys, asker, calls, pushes, steps, left)
         self._waits = Waits(session, outbox, asker, calls, pushes, settings.notice_s, emit)
         plans = MessagePlans(view, batches=settings.batches and not taking_part.is_observer)
         transfer = Transfer(view, servers, plans, taking_part, outbox, asker, calls, pushes, steps, emit, self._wake)
@@ -84,7 +87,7 @@ class WorkerMachine:
         )
         readings = Readings(view, servers, plans, asker, calls, emit)
         making = KeyMaking(view, servers, plans, asker)
-        self._deletions = deletions = Deletions(
+        deletions = Deletions(
             view,
             servers,
             keys,
@@ -108,6 +111,13 @@ class WorkerMachine:
             requests.DeleteKeys: deletions.start,
         }
         self._queue = queue = KeyQueue(session, servers, keys, calls, pushes, steps, starters, directory.look_up)
+        self._view_followers = (
+            self._connections.view_changed,
+            queue.servers_changed,
+            deletions.servers_changed,
+            taking_part.view_changed,
+        )
+        self._validated = (session, keys, calls, outbox, queue, self._waits, deletions)
         self._call_table: dict[type[Any], Callable[[Call, Any], None]] = {
             requests.Transfer: queue.enter_transfer,
             requests.Read: queue.enter_transfer,
@@ -121,6 +131,8 @@ class WorkerMachine:
             requests.TakeBack: transfer.take_back,
             requests.Flush: pushes.flush,
             requests.Rewind: self._clocks.rewind,
+            requests.Resume: self._clocks.resume,
+            requests.ComeTo: self._clocks.come_to,
             requests.Barrier: BarrierCalls(asker, calls).enter,
             requests.JoinCluster: self._connections.join,
             requests.Depart: taking_part.leave,
@@ -143,12 +155,6 @@ class WorkerMachine:
     def view(self) -> ViewState:
         """The newest view that the scheduler announced."""
         return self.session.view
-
-    @property
-    def is_up_to_date(self) -> bool:
-        """Whether this node knows all servers, and the newest view that another node has told of."""
-        view = self.session.view
-        return view.knows_all_servers and self._newest_epoch <= view.epoch
 
     def step(self, event: Event, now: float) -> list[Effect]:
         effects = self._effects
@@ -207,30 +213,30 @@ class WorkerMachine:
         """Whether this incarnation has pushed to the key since it took the clock over, or went back."""
         return self._clocks.has_pushed(name)
 
+    def stopped(self) -> Stopped | None:
+        """Where the program of a predecessor stopped that did not leave in good order; None without one."""
+        return self._clocks.stopped()
+
+    def inherited(self, name: str) -> Inheritance | None:
+        """What a predecessor has left in the key; None without one, or while the key is not known."""
+        return self._clocks.inherited(name)
+
     def validate(self) -> None:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
-        self.session.validate()
-        self._keys.validate()
-        self._calls.validate()
-        self._outbox.validate()
-        self._queue.validate()
-        self._waits.validate()
-        self._deletions.validate()
+        for part in self._validated:
+            part.validate()
 
     # ── messages ──
 
     def _receive(self, event: Received, now: float) -> None:
         if event.peer == SCHEDULER:
             if self.session.receive(event, now):
-                self._connections.view_changed()
-                self._queue.servers_changed()
-                self._deletions.servers_changed()
-                self._participation.view_changed()
+                for follow in self._view_followers:
+                    follow()
             self._effects += self.session.take_effects()
             if self.session.failure is not None:
                 return
-        if event.epoch > self.session.view.epoch:
-            self._newest_epoch = max(self._newest_epoch, event.epoch)
+        if event.epoch > self.session.view.epoch and self.session.view.hear_of(event.epoch):
             self.session.view_is_old(now)
         message = event.message
         entry = self._outbox.find(getattr(message, "request", 0))

@@ -1,9 +1,9 @@
-"""The pushes that are accepted and not settled, and the flushes that wait for them."""
+"""The pushes that are accepted and not settled, the flushes that wait for them, and the pushes of the next place."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvd.core import requests
@@ -24,10 +24,17 @@ class OpenPushes:
     """A push is open from its acceptance until all its messages are answered, or until it fails before its start.
 
     The deadline of its call does not end it: what was sent may still be committed.
+
+    Pushes that a program makes at one place (`kvd.core.places`) wait until those of earlier places are settled.
+
+    Args:
+        wake: a key lets more calls start.
     """
 
-    def __init__(self, calls: CallBook) -> None:
+    def __init__(self, calls: CallBook, wake: Callable[[WorkerKey], None]) -> None:
         self._calls = calls
+        self._wake = wake
+        self._holds_back = False  # a push may wait for those of an earlier place
         self._flushes: dict[Call, tuple[_Flush, ...]] = {}  # of every open push: who waits for it
 
     def __len__(self) -> int:
@@ -54,9 +61,12 @@ class OpenPushes:
         self._flushes[push] = ()
 
     def settle(self, push: Call) -> None:
-        """The push is answered, or was never started: completes the flushes that waited for it alone."""
+        """The push is answered, or was never started: completes the flushes that waited for it alone, and lets the
+        pushes of the next place start if it was the last of its own."""
         for flush in self._flushes.pop(push, ()):
             self._done(flush)
+        if self._holds_back:
+            self._release(push.place)
 
     def keep(self, push: Call) -> None:
         """The servers keep the push: flushes that do not wait for such pushes go on."""
@@ -66,6 +76,32 @@ class OpenPushes:
         for flush in flushes:
             if not flush.kept:
                 self._done(flush)
+
+    # ── one place after the other ──
+
+    def holds_back(self, push: Call) -> bool:
+        """Whether the push waits for one that was made at an earlier place."""
+        first = next(iter(self._flushes))  # it is open itself
+        if first.place == push.place:
+            return False
+        self._holds_back = True
+        return True
+
+    def _release(self, settled_place: int) -> None:
+        """A push of this place is settled: those of the next place start if it was the last."""
+        place = next((push.place for push in self._flushes), settled_place)
+        if place == settled_place:
+            self._holds_back = bool(self._flushes)
+            return
+        self._holds_back = False  # whoever still waits says so again
+        for push in list(self._flushes):
+            if push.place != place:
+                self._holds_back = True
+                break
+            for key in push.keys if push.state is WAITING else ():
+                self._wake(key)
+
+    # ── flushes ──
 
     def flush(self, call: Call, request: requests.Flush) -> None:
         """Completes the call when every push that is open now is settled."""

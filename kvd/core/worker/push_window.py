@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvd.core.places import Inheritance
 from kvd.errors import KvdError
 
 
@@ -30,6 +31,7 @@ class PushWindow:
     failing_pushes: int = 0  # open pushes of which a message was refused; the others may have been taken
     pulling: list[int] = field(default_factory=list)  # the versions that open pulls wait for (sync mode)
     reading: int = 0  # open pulls that wait for no version in particular
+    inherited: Inheritance | None = None  # from a predecessor that died
     partial_failure: KvdError | None = None  # what a push was refused with that others took: only rewind goes on
 
     def holds_back(self, limit: int) -> bool:
@@ -57,6 +59,16 @@ class PushWindow:
     def start_at(self, clock: int) -> None:
         """Goes on from the clock of a predecessor."""
         self.clock = self.base_clock = clock
+
+    def inherit(self, left: Inheritance, clock: int) -> None:
+        """Goes on from `clock`, after what a predecessor has left."""
+        self.inherited = left
+        self.start_at(clock)
+
+    def catch_up(self) -> None:
+        """Goes on after all that counted of the predecessor, unless this worker has pushed since."""
+        if self.inherited is not None and not self.has_pushed:
+            self.start_at(max(self.clock, self.inherited.counted))
 
     def resume(self) -> None:
         """This worker counts again from its present clock on; the rounds before were closed without it."""

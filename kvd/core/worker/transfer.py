@@ -199,7 +199,15 @@ class Transfer:
             cast = cast_of(progress.call.keys[item], transfer.items[item].spec) if plan.is_alone else None
             step, settled = progress.steps
             push = Push(
-                number, parts, transfer.how, transfer.samples, transfer.pull, cast=cast, step=step, settled=settled
+                number,
+                parts,
+                transfer.how,
+                transfer.samples,
+                transfer.pull,
+                cast=cast,
+                step=step,
+                settled=settled,
+                place=transfer.place,
             )
             self._send(progress, plan, push)
         else:
@@ -213,7 +221,15 @@ class Transfer:
         if transfer.push:
             step, settled = progress.steps
             message = PushBatch(
-                number, plan.batch, clock, transfer.how, transfer.samples, transfer.pull, step=step, settled=settled
+                number,
+                plan.batch,
+                clock,
+                transfer.how,
+                transfer.samples,
+                transfer.pull,
+                step=step,
+                settled=settled,
+                place=transfer.place,
             )
             self._send(progress, plan, message)
         else:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias, get_args
 
 from kvd.client.calls.backend import store_type
-from kvd.client.facades.blocking import KVStore
+from kvd.client.facades.blocking import KVStore, stopped_in_loop
 from kvd.compute.arrays import sum_devices
 from kvd.errors import ConfigError, InputMismatch, NotAllowed
 from kvd.optimizer import Optimizer, with_hyperparameters
@@ -247,6 +247,8 @@ class GradientPipeline:
             )
         if clocks and step != max(clocks) and self.kv.num_servers:
             self.kv.rewind(step)  # the predecessor died between the keys of one step
+        elif self.kv.restarted and not stopped_in_loop(self.kv):
+            self.kv.resume()  # whoever trains with the group skips the steps that are done
         return step
 
     def _pull_all(self) -> None:

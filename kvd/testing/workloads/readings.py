@@ -63,7 +63,7 @@ class Readers:
     def program(self, me: Me) -> Coroutine:
         random, numbers = Random(self.seed * 17 + me.number), count(1)
         yield JoinCluster()
-        while not me.machine.is_up_to_date:
+        while not me.machine.view.is_up_to_date:
             yield Sleep(PAUSE_S)
         reached = 0
         while reached < self.steps:

@@ -42,7 +42,20 @@ def item(key: str, source: Floats | None = None, target: Floats | None = None) -
 
 
 def begin(me: Me, keys: Sequence[str], initial: Floats, optimizer: SGD | None) -> Generator[Any, Any, int]:
-    """Joins, makes the keys, all in one call if they are many, and finds the step to go on from."""
+    """Joins, makes the keys, and finds the step to go on from."""
+    yield from enter(me, keys, initial, optimizer)
+    step = 0
+    if me.machine.session.predecessor:
+        clocks: list[int] = []
+        for key in keys:
+            clocks.append((yield from insist(ClockOf(key))))  # noqa: PERF401  no comprehension can wait
+        step = min(clocks)
+        yield Rewind(step)
+    return step
+
+
+def enter(me: Me, keys: Sequence[str], initial: Floats, optimizer: SGD | None) -> Generator[Any, Any, None]:
+    """Joins, and makes the keys."""
     yield JoinCluster()
     if optimizer is not None and me.rank == 0:
         yield from insist(Control((SetOptimizer(0, to_wire(optimizer)),)))
@@ -58,14 +71,6 @@ def begin(me: Me, keys: Sequence[str], initial: Floats, optimizer: SGD | None) -
             for key in names:
                 with suppress(KeyExists):  # the first went through after all
                     yield from insist(InitKeys((item(key, initial.copy()),)))
-    step = 0
-    if me.machine.session.predecessor:
-        clocks: list[int] = []
-        for key in keys:
-            clocks.append((yield from insist(ClockOf(key))))  # noqa: PERF401  no comprehension can wait
-        step = min(clocks)
-        yield Rewind(step)
-    return step
 
 
 def insist(request: Request) -> Generator[Any, Any, Any]:

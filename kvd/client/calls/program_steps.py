@@ -1,0 +1,298 @@
+"""The loops over steps of a store's program, for its threads, and the iteration that `kv.steps` returns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from enum import Enum, auto
+from typing import Any
+
+from kvd.client.calls import checks
+from kvd.client.calls.keys import key_list
+from kvd.client.calls.promise import Promise
+from kvd.core.worker.step_loops import Replay, StepLoops
+from kvd.errors import KvdError, NotAllowed
+from kvd.protocol.messages import NO_STEP
+
+
+class ProgramSteps:
+    """`StepLoops` behind a lock, and the broadcasts that belong to the present step.
+
+    Args:
+        announce: tells the servers that all pushes have counted that were made before this place; None: there are none.
+        share: gets this worker's next step of a shared loop, None at its end, from the number of the loop's first step,
+            how many it has, and the step that is done; None: workers share no steps here.
+    """
+
+    def __init__(
+        self,
+        loops: StepLoops,
+        announce: Callable[[int], Promise] | None = None,
+        share: Callable[[int, int, int], Promise] | None = None,
+    ) -> None:
+        self._loops = loops
+        self._announce = announce
+        self._share = share
+        self._has_pushed_outside = False  # since the last loop
+        self._lock = threading.RLock()  # an iteration that is dropped ends its loop, whatever its thread does then
+        self._broadcasts: list[Promise] = []
+
+    @property
+    def place(self) -> int:
+        """Where the program is, for its next push."""
+        return self._loops.place
+
+    @property
+    def is_behind_loops(self) -> bool:
+        """See `StepLoops.is_behind_loops`."""
+        return self._loops.is_behind_loops
+
+    # ── calls of the program ──
+
+    def take_pushes(self, names: Collection[str]) -> bool:
+        """See `StepLoops.take_pushes`."""
+        if self._loops.is_plain:
+            self._has_pushed_outside = True
+            return True
+        with self._lock:
+            is_wanted = self._loops.take_pushes(names)
+            self._has_pushed_outside |= is_wanted and not self._loops.is_inside
+        return is_wanted
+
+    def take_broadcasts(self, names: Collection[str]) -> Replay:
+        """See `StepLoops.take_broadcasts`."""
+        with self._lock:
+            return self._loops.take_broadcasts(names)
+
+    def add_broadcast(self, promise: Promise) -> Promise:
+        """The step is not done before this broadcast is."""
+        if self._loops.is_inside:
+            with self._lock:
+                self._broadcasts.append(promise)
+        return promise
+
+    def meeting(self, kind: str) -> str:
+        """The kind of a barrier at the present place: each step has its own, which a step that is made again finds."""
+        with self._lock:
+            self._loops.check_together("a barrier")
+            return kind + self._loops.label
+
+    def check_may_resume(self) -> None:
+        """See `StepLoops.check_may_resume`."""
+        with self._lock:
+            self._loops.check_may_resume()
+
+    def resume(self) -> None:
+        """See `StepLoops.resume`."""
+        with self._lock:
+            self._loops.resume()
+
+    # ── the loop, for its iteration ──
+
+    def begin(self, total: int, keys: Collection[str] | None, *, shared: bool) -> int:
+        with self._lock:
+            return self._loops.begin(total, keys, shared=shared and self._share is not None)
+
+    def ask_for_step(self, total: int, done: int) -> Promise | None:
+        """The next step of a shared loop; None in other loops."""
+        with self._lock:
+            if self._share is None or not self._loops.is_shared:
+                return None
+            return self._share(self._loops.first, total, done)
+
+    def enter(self, step: int) -> Promise | None:
+        """Begins a step. The promise, if there is one, is kept before the step pushes."""
+        with self._lock:
+            self._loops.enter(step)
+            has_pushed, self._has_pushed_outside = self._has_pushed_outside, False
+            return self._announce(self._loops.place) if has_pushed and self._announce is not None else None
+
+    def leave(self) -> None:
+        with self._lock:
+            self._loops.leave()
+
+    def end(self) -> None:
+        with self._lock:
+            self._loops.end()
+            self._broadcasts.clear()
+
+    def take_open_broadcasts(self) -> Sequence[Promise]:
+        """The broadcasts of the present step, once."""
+        with self._lock:
+            broadcasts, self._broadcasts = self._broadcasts, []
+        return broadcasts
+
+
+class IterationState(Enum):
+    """How far an iteration has come. It only goes forward."""
+
+    NEW = auto()  # its loop has not begun
+    OPEN = auto()
+    ENDED = auto()
+
+
+class StepIteration:
+    """One loop over steps, as `kv.steps` gives it to a blocking and to an async `for`.
+
+    It begins with its first step and ends with its last one, with an error, with `close`, or when nothing refers to it
+    any more, as after `break`.
+
+    Attributes:
+        announced: what the step that has just begun waits for.
+
+    Args:
+        total: as the program gave it; so are `keys`.
+
+    Raises:
+        NotAllowed: wrong arguments.
+    """
+
+    def __init__(self, steps: ProgramSteps, total: object, keys: object, shared: object) -> None:
+        self._state = IterationState.NEW
+        self._steps = steps
+        self._total = checks.whole("the number of steps", total, 0)
+        self._keys = None if keys is None else _key_names(keys)
+        if not isinstance(shared, bool):
+            raise NotAllowed(f"shared is True or False, not {shared!r:.40}")
+        self._shared = shared
+        self._next = 0
+        self._done = NO_STEP
+        self.announced: Promise | None = None
+
+    def end_step(self) -> Promise | None:
+        """Ends the present step, or begins the loop. Wait for `before_next` first.
+
+        Returns:
+            In a shared loop, the promise of the step that begins next (None at the end).
+
+        Raises:
+            NotAllowed: the step has not pushed all of its keys; see also `StepLoops.begin`.
+        """
+        if self._state is IterationState.ENDED:
+            return None
+        try:
+            if self._state is IterationState.NEW:
+                self._next = self._steps.begin(self._total, self._keys, shared=self._shared)
+                self._state = IterationState.OPEN
+            else:
+                self._steps.leave()
+            return self._steps.ask_for_step(self._total, self._done) if self._next < self._total else None
+        except BaseException:
+            self.close()
+            raise
+
+    def begin_step(self) -> int | None:
+        """Begins the next step; None at the end. Wait for `announced` after it."""
+        return self._begin(self._next if self._next < self._total else None)
+
+    def begin_given(self, step: int | None) -> int | None:
+        """Begins the step that the promise of `end_step` gave."""
+        begun = self._begin(step)
+        self._next = 0  # in a shared loop others know which comes next
+        return begun
+
+    def _begin(self, step: int | None) -> int | None:
+        if self._state is IterationState.ENDED or step is None:
+            self.close()
+            return None
+        self.announced = self._steps.enter(step)
+        self._next, self._done = step + 1, step
+        return step
+
+    def before_next(self) -> Sequence[Promise]:
+        """What the present step waits for before it ends; errors are the program's to see."""
+        return self._steps.take_open_broadcasts() if self._state is IterationState.OPEN else ()
+
+    @contextmanager
+    def closed_by_errors(self) -> Iterator[None]:
+        """An error in this block ends the loop."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the loop, whatever step it is in."""
+        state, self._state = self._state, IterationState.ENDED
+        if state is IterationState.OPEN:
+            self._steps.end()
+
+
+class Steps:
+    """The steps of a loop: see `kvd.KVStore.steps`."""
+
+    def __init__(self, iteration: StepIteration) -> None:
+        self._iteration = iteration
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> int:
+        for promise in self._iteration.before_next():
+            promise.exception()
+        given = self._iteration.end_step()
+        if given is None:
+            step = self._iteration.begin_step()
+        else:
+            with self._iteration.closed_by_errors():
+                step = self._iteration.begin_given(given.result())
+        if step is None:
+            raise StopIteration
+        if self._iteration.announced is not None:
+            self._iteration.announced.result()
+        return step
+
+    def close(self) -> None:
+        """Ends the loop early; `break` does so by itself, unless a variable holds these steps."""
+        self._iteration.close()
+
+    def __del__(self) -> None:
+        _close_dropped(self)
+
+
+class AsyncSteps:
+    """The same for an event loop."""
+
+    def __init__(self, iteration: StepIteration) -> None:
+        self._iteration = iteration
+
+    def __aiter__(self) -> AsyncSteps:
+        return self
+
+    async def __anext__(self) -> int:
+        for promise in self._iteration.before_next():
+            with suppress(KvdError):
+                await promise
+        given = self._iteration.end_step()
+        if given is None:
+            step = self._iteration.begin_step()
+        else:
+            with self._iteration.closed_by_errors():
+                step = self._iteration.begin_given(await given)
+        if step is None:
+            raise StopAsyncIteration
+        if self._iteration.announced is not None:
+            await self._iteration.announced
+        return step
+
+    def close(self) -> None:
+        """See `Steps.close`."""
+        self._iteration.close()
+
+    def __del__(self) -> None:
+        _close_dropped(self)
+
+
+def _close_dropped(steps: Any) -> None:
+    iteration = getattr(steps, "_iteration", None)  # its arguments may have been wrong
+    if iteration is not None:
+        iteration.close()
+
+
+def _key_names(keys: object) -> list[str]:
+    names = key_list(keys).names
+    if not names:
+        raise NotAllowed("keys is empty: list the keys that each step pushes, or leave it out")
+    return names

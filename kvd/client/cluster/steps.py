@@ -1,0 +1,72 @@
+"""The steps of a program as its servers see them: announced, and given out where all workers share them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from kvd.client.calls.program_steps import ProgramSteps
+from kvd.client.calls.promise import Promise
+from kvd.client.cluster.engine import Engine
+from kvd.core import requests
+from kvd.core.membership import name_of
+from kvd.core.worker.step_loops import StepLoops
+from kvd.errors import RequestTimeout
+from kvd.protocol.messages import NO_STEP, Rest, StepIs, StepsLeft, TakeStep
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.2
+
+
+def program_steps(engine: Engine, *, is_sync: bool) -> ProgramSteps:
+    """The loops of a program that continues the one of a dead predecessor, if there is one."""
+    servers = ServersOfSteps(engine)
+    loops = StepLoops(engine.machine.stopped(), is_strict=is_sync)
+    return ProgramSteps(loops, servers.announce, None if is_sync else servers.share)
+
+
+class ServersOfSteps:
+    """Each call is a promise; see `ProgramSteps`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def announce(self, place: int) -> Promise:
+        async def work() -> None:
+            await self._engine.call(requests.Flush())
+            await self._engine.call(requests.ComeTo(place))
+
+        return self._engine.run(work())
+
+    def share(self, first: int, total: int, done: int) -> Promise:
+        return self._engine.run(self._next_step(first, total, done))
+
+    async def _next_step(self, first: int, total: int, done: int) -> int | None:
+        """The step `done` has counted, and another begins. Where there is none, the others do not wait for this worker;
+        it waits for them, since the step of one that dies is given out again."""
+        if done != NO_STEP:
+            await self._engine.call(requests.Flush())
+        answer = await self._ask(first, total, done)
+        if answer.left is StepsLeft.SOME:
+            return answer.step
+        await self._engine.call(requests.Control((Rest(0),)))
+        limit_s, pause_s = self._engine.config.round_timeout_s, FIRST_PAUSE_S
+        deadline, held_by = time.monotonic() + limit_s, answer.held_by
+        while answer.left is StepsLeft.OTHERS:
+            if answer.held_by != held_by:  # one of them is done
+                deadline, held_by = time.monotonic() + limit_s, answer.held_by
+            if time.monotonic() >= deadline:
+                names = tuple(name_of("worker", rank) for rank in held_by)
+                text = (
+                    f"all steps of kv.steps are given out, and {', '.join(names)} did not finish theirs within "
+                    f"{limit_s:g} s: kvd status shows who is there"
+                )
+                raise RequestTimeout(text, outcome="not_sent", waiting_for=names)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            answer = await self._ask(first, total, done)
+        return None if answer.step == NO_STEP else answer.step
+
+    async def _ask(self, first: int, total: int, done: int) -> StepIs:
+        ((answer, _, _),) = await self._engine.call(requests.Control((TakeStep(0, first, total, done),), (0,)))
+        assert isinstance(answer, StepIs)
+        return answer
