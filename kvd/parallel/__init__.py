@@ -16,7 +16,7 @@ from kvd.parallel.device import Device
 from kvd.parallel.group.group import DataParallelExecutorGroup
 from kvd.parallel.group.monitoring import Metric
 from kvd.parallel.group.pipeline import GradientPipeline
-from kvd.parallel.models.model import Executor, GradReq, Model, ModelDescription
+from kvd.parallel.models.model import BindOptions, Executor, GradReq, Model, ModelDescription
 from kvd.parallel.models.numpy.convolution import Conv2D
 from kvd.parallel.models.numpy.layer import Layer
 from kvd.parallel.models.numpy.layers import Dense, Dropout, Embedding, Flatten, ReLU, Tanh
@@ -42,6 +42,7 @@ __all__ = [
     "ModelDescription",
     "Executor",
     "GradReq",
+    "BindOptions",
     "Sequential",
     "TorchModel",
     "JaxModel",

@@ -78,7 +78,7 @@ class KVStore(StoreProperties):
         return self._blocking().values.pull(key, out, priority)
 
     def bind(self, key: Key) -> Any:
-        """Arrays to keep for a key: (gradient, weight), the same in each call; of a list of keys, two lists.
+        """Arrays to keep for a key: `(gradient, weight)`, the same in each call; of a list of keys, two lists.
 
         `gradient`, zeros at first, is in memory that a server of this host reads directly: a push of it copies
         nothing. Do not write to it between a push and its end (its handle, or the return of `pushpull`). `weight` has
