@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,26 @@ def test_allreduce_logistic(workers: int) -> None:
         first, last = re.findall(r"\d\.\d+", text)[:2]
         assert float(first) == 0.693
         assert float(last) < 0.2
+
+
+def test_a_checkpoint_continues_with_the_same_bits(tmp_path: Path) -> None:
+    """Saved by two servers after 30 steps and stopped at 34, loaded by one."""
+    run("checkpoint.py", str(tmp_path / "a"), "--steps", "34", workers=2, servers=2)
+    continued = run("checkpoint.py", str(tmp_path / "a"), "--steps", "55", workers=2)
+    undisturbed = run("checkpoint.py", str(tmp_path / "b"), "--steps", "55", workers=2, servers=2)
+    assert {text.partition(",")[0] for text in continued.values()} == {"from step 30 to 55"}
+    digests = {text.partition("digest ")[2] for results in (continued, undisturbed) for text in results.values()}
+    assert len(digests) == 1
+
+
+def test_a_checkpoint_has_the_state_of_the_optimizer(tmp_path: Path) -> None:
+    """With the state of another step, the same weights go on to other ones."""
+    run("checkpoint.py", str(tmp_path / "a"), "--steps", "20")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.copy(tmp_path / "a" / "step-000010" / "optimizer.safetensors", tmp_path / "b" / "step-000020")
+    right, wrong = (run("checkpoint.py", str(tmp_path / name), "--steps", "30")[0] for name in ("a", "b"))
+    assert right.partition(",")[0] == wrong.partition(",")[0] == "from step 20 to 30"
+    assert right != wrong
 
 
 def write_idx(path: Path, array: Any) -> None:
