@@ -26,12 +26,13 @@ _TARGET = re.compile(r'id="([^"]+)"')
 
 def main(folder: Path) -> int:
     """Writes the pages into the folder, and the problems to stderr."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # such as a type in a signature that cannot be resolved
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")  # such as a type in a signature that cannot be resolved
         surface.stand_in_for("jax", "numpy")
         modules = surface.load()
         found = list(checks.problems(modules))
         write(modules, folder)
+    found += [f"pdoc: {str(warning.message).splitlines()[0]}" for warning in warned]
     found += broken_links(folder)
     for problem in found:
         print(problem, file=sys.stderr)

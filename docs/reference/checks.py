@@ -13,7 +13,8 @@ from typing import Any
 from pdoc.doc import Class, Doc, Function, Module
 
 from docs.reference.surface import ERRORS, is_described_by_class, public_members, texts_of_settings
-from kvd.client.calls.backend import TYPES
+from kvd.client.calls.backend import store_type
+from kvd.errors import ConfigError
 
 ELSEWHERE = ("cupy", "jax", "mx", "mxnet")
 """Libraries that docstrings name and that need not be installed here."""
@@ -59,12 +60,12 @@ class _Names:
     """What a name in a docstring may mean wherever it stands.
 
     Attributes:
-        words: the parameters and members of everything public, the settings, and the types of stores.
+        words: the parameters and members of everything public, and the settings.
     """
 
     def __init__(self, modules: Mapping[str, Module]) -> None:
         self._modules = modules
-        self.words = set(texts_of_settings()) | set(TYPES)
+        self.words = set(texts_of_settings())
         for module in modules.values():
             for member in public_members(module):
                 self.words |= {member.name, *parameters_of(member)}
@@ -84,7 +85,9 @@ class _Names:
             if found is not None:
                 return True
         head = name.partition(".")[0]
-        return head in self.words or head in ELSEWHERE or (head != "kvd" and _is_importable(name))
+        if head in self.words or head in ELSEWHERE or _is_type(name):
+            return True
+        return head != "kvd" and _is_importable(name)
 
     def has_error(self, name: str) -> bool:
         """Whether it is a built-in error, or one that kvd exports."""
@@ -161,6 +164,15 @@ def attributes_of(kind: type) -> set[str]:
         if base.__module__.partition(".")[0] == "kvd":
             names |= set(_ATTRIBUTE.findall(inspect.getsource(base)))
     return names
+
+
+def _is_type(name: str) -> bool:
+    """Whether a store can have this type."""
+    try:
+        store_type(name)
+    except ConfigError:
+        return False
+    return True
 
 
 @functools.cache

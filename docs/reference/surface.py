@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 import types
+import typing
 from collections.abc import Iterator, MutableSequence, Sequence
 from typing import Any
 
@@ -59,7 +60,10 @@ def load(names: Sequence[str] = MODULES) -> dict[str, Module]:
     for name in names:
         imported = importlib.import_module(name)
         for entry in getattr(imported, "__all__", ()):
-            setattr(imported, entry, getattr(imported, entry))  # some are imported when they are first used
+            value = getattr(imported, entry)
+            setattr(imported, entry, value)  # some are imported when they are first used
+            if hasattr(value, "_fields"):  # a NamedTuple, whose constructor does not know where its types come from
+                value.__new__.__annotations__.update(typing.get_type_hints(value))
         modules[name] = Module(imported)
     public = {member.obj for module in modules.values() for member in module.own_members if isinstance(member, Class)}
     for module in modules.values():

@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -57,15 +58,31 @@ def wrong(value: int) -> None:
 '''
 
 
+class Built(NamedTuple):
+    """The reference, and how its building ended."""
+
+    folder: Path
+    code: int
+    said: str
+
+
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """The reference as `make lint` builds it, in a process of its own: it replaces libraries that are not installed."""
     folder = tmp_path_factory.mktemp("reference")
     command = [sys.executable, "-m", "docs.reference.build", str(folder)]
     environment = child_environment({"PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}"})
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    return Built(folder, done.returncode, done.stdout + done.stderr)
+
+
+@pytest.fixture
+def pages(built: Built) -> Path:
+    return built.folder
+
+
+def test_no_docstring_has_a_problem(built: Built) -> None:
+    assert built.code == 0, built.said
 
 
 @pytest.mark.parametrize("name", surface.MODULES)
