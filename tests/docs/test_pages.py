@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from pathlib import Path
@@ -137,6 +138,12 @@ def found(name: str) -> Any:
     except ImportError:
         parent, _, last = name.rpartition(".")
         return getattr(found(parent), last)
+
+
+@every_page
+def test_programs_are_valid_python(page: Path) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL):
+        ast.parse(block)
 
 
 def test_the_readme_lists_every_page() -> None:
