@@ -1,8 +1,4 @@
-"""kvd, a parameter server for Python: `create` gives a store of values that the workers of a job share.
-
-`kvd.aio` is the same for event loops, `kvd.optimizer` says what the servers do with gradients, `kvd.parallel` computes
-gradients on several devices, and `kvd.errors` has every error, by the same names as here.
-"""
+"""kvd, a parameter server for Python: `create` gives a store of values that the workers of a job share."""
 
 from kvd import aio, errors, optimizer
 from kvd.client.calls.backend import Node
