@@ -157,6 +157,7 @@ def test_the_readme_lists_every_page() -> None:
 def test_the_checkpoint_page_quotes_the_example() -> None:
     example = text_of(ROOT / "examples" / "checkpoint.py")
     blocks = re.findall(r"^```python\n(.*?)^```", text_of(ROOT / "docs" / "checkpoints.md"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
+    quoted = [block for block in blocks if block.startswith("def ")]
+    assert len(quoted) == 2
+    for block in quoted:
         assert block in example

@@ -1,11 +1,10 @@
-"""The program and the commands of the README, run as they are written."""
+"""The program of the README, run as it is written. Its commands for several hosts run in `tests/cli`."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,29 +17,6 @@ from tests.docs.sources_harness import ROOT
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TIMEOUT_S = 115
 PRINTED = "[[1. 2. 3. 4.]]"
-PRIVATE = ("-rnm", "--pid", "--fork", "--kill-child", "--mount-proc")  # whatever is left ends with the namespace
-HOSTS = """
-set -e
-mount -t tmpfs none /run
-ip link add switch type bridge && ip link set switch up
-for n in 1 2 3; do
-    ip netns add host$n
-    ip link add cable$n type veth peer name eth0 netns host$n
-    ip link set cable$n master switch up
-    ip -n host$n address add 10.0.0.$n/24 dev eth0
-    ip -n host$n link set eth0 up && ip -n host$n link set lo up
-done
-on() { n=$1; shift; exec ip netns exec host$n sh -c "exec $*"; }
-on 1 "$1" 2>scheduler &
-on 2 "$2" 2>server &
-on 2 "$3" >worker-2 2>log-2 & second=$!
-on 3 "$3" >worker-3 2>log-3 & third=$!
-set +e
-wait $second; echo $? >codes
-wait $third; echo $? >>codes
-kill %1 %2
-wait
-"""
 
 
 def blocks(language: str, heading: str) -> list[str]:
@@ -106,24 +82,3 @@ def test_the_program_in_one_process(folder: Path, environment: dict[str, str]) -
     )
     assert done.returncode == 0, done.stderr
     assert f"worker 0: {PRINTED}" in done.stdout
-
-
-def test_the_program_on_three_hosts(folder: Path, environment: dict[str, str]) -> None:
-    """Network namespaces with one address each and nothing else in common but a switch."""
-    unshare = shutil.which("unshare")
-    allowed = unshare and not subprocess.run([unshare, *PRIVATE, "true"], capture_output=True, check=False).returncode
-    if unshare is None or not allowed or shutil.which("ip") is None:
-        pytest.skip("this needs ip (iproute2), and a kernel that lets this user make network namespaces")
-    scheduler, others = blocks("sh", "On several hosts")
-    server, worker = others.splitlines()
-    subprocess.run(
-        [unshare, *PRIVATE, "bash", "-c", HOSTS, "bash", scheduler.strip(), server, worker],
-        cwd=folder,
-        env=environment,
-        timeout=TIMEOUT_S,
-        check=True,
-    )
-    told = {name: (folder / name).read_text() for name in ("scheduler", "server", "log-2", "log-3")}
-    assert (folder / "codes").read_text().split() == ["0", "0"], told
-    printed = "".join((folder / name).read_text() for name in ("worker-2", "worker-3"))
-    assert sorted(printed.splitlines()) == [f"worker {rank}: {PRINTED}" for rank in range(2)], told

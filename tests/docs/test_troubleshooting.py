@@ -38,6 +38,10 @@ def test_other_messages_are_not_found(message: str) -> None:
     assert not is_in_sources(message)
 
 
+def test_each_class_that_is_explained_exists() -> None:
+    assert set(re.findall(r"^\| `(\w+)` \|", CLASSES, re.MULTILINE)) <= {kind.__name__ for kind in ERRORS}
+
+
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
 def test_each_class_of_error_is_explained(kind: type[errors.KvdError]) -> None:
     name = kind.__name__
