@@ -1,7 +1,8 @@
 """Training that can be stopped at any time and started again: it saves the weights and the state of the optimizer.
 
 Run it, stop it, and run it again with the same folder: it goes on after the last step that was saved, and ends with the
-same bits as a training that was never stopped, also with another number of servers: ::
+same bits as a training that was never stopped, also with another number of servers. A single worker that dies needs no
+checkpoint, only to be started again: ::
 
     kvd launch -n 2 -s 2 -- python examples/checkpoint.py /tmp/checkpoints
 """
@@ -78,13 +79,13 @@ def train(kv: kvd.KVStore, folder: Path, steps: int, every: int, batch: int) -> 
     values = [np.zeros((PIXELS, CLASSES), np.float32), np.zeros(CLASSES, np.float32)]
     optimizer = SGD(Cosine(0.5, steps=200), momentum=0.9, rescale_grad=1 / batch)
     begun = load(kv, folder, values, optimizer)
-    for step in range(begun, steps):
-        kv.pull(KEYS, out=values)
+    kv.pull(KEYS, out=values)
+    for taken in kv.steps(steps - begun):
+        step = begun + taken
         mine = np.random.default_rng(step).permutation(len(images))[:batch][kv.rank :: kv.num_workers]
-        kv.push(KEYS, gradients(values, images[mine], data.train_labels[mine]))
+        kv.pushpull(KEYS, gradients(values, images[mine], data.train_labels[mine]), out=values)
         if kv.rank == 0 and (step + 1) % every == 0:
             save(kv, folder, step + 1)
-    kv.pull(KEYS, out=values)
     return begun, values
 
 
