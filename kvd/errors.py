@@ -11,6 +11,8 @@
     ├── ProtocolError        bytes that are not a valid message
     ├── NodeLost             a node that the call waits for is dead
     ├── BarrierBroken        some workers can no longer reach a barrier
+    ├── JobEnded             the run that this worker belongs to has ended
+    ├── JobBusy              another program runs under the job's name
     ├── StoreClosed          the store was closed, or belongs to another process
     └── RemoteError          a server or the scheduler refused
         ├── KeyNotFound      (also a KeyError)
@@ -120,6 +122,30 @@ class BarrierBroken(KvdError):
     def __init__(self, message: str, *, missing: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.missing = missing
+
+
+class JobEnded(KvdError):
+    """The run that this process belongs to has ended: its workers left, or ``kvd jobs end`` ended it.
+
+    Attributes:
+        job: the name of the job.
+    """
+
+    def __init__(self, message: str, *, job: str) -> None:
+        super().__init__(message)
+        self.job = job
+
+
+class JobBusy(KvdError):
+    """Another program is running under the name of the job, and this process does not belong to it.
+
+    Attributes:
+        job: the name of the job.
+    """
+
+    def __init__(self, message: str, *, job: str) -> None:
+        super().__init__(message)
+        self.job = job
 
 
 class StoreClosed(KvdError):

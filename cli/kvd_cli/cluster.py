@@ -10,6 +10,7 @@ import click
 from kvd_cli.connect import as_worker, observer
 from kvd_cli.flags import common_options
 from kvd_cli.health import Report, health_of
+from kvd_cli.jobs import print_runs
 from kvd_cli.options import current
 from kvd_cli.output import ago, print_json, print_table, size
 
@@ -24,7 +25,7 @@ def status() -> None:
     Exits with 1 if a node is dead or missing, if a worker's process has ended, if a server has left while workers are
     active, or if a server does not answer.
     """
-    with observer() as cluster:
+    with observer("asking the nodes how they are") as cluster:
         report: Report = cluster.status()
     health = health_of(report)
     if current().output == "json":
@@ -34,6 +35,9 @@ def status() -> None:
         if report.get("servers"):
             click.echo()
             print_table(["SERVER", "KEYS", "SLICES", "HOLDS", "STAGED", "WAITING", "NOTES"], _server_rows(report))
+        if report["jobs"]:
+            click.echo()
+            print_runs(report["jobs"])
         paths = _path_rows(report)
         if paths:
             click.echo()
@@ -120,7 +124,7 @@ def _by_rank(entry: tuple[tuple[str, str], list[str]]) -> tuple[int, list[str]]:
 @common_options()
 def keys() -> None:
     """List the keys with their shape, dtype, version and location."""
-    with observer() as cluster:
+    with observer("listing the keys of all servers") as cluster:
         found = cluster.keys()
     if current().output == "json":
         print_json(found)
@@ -146,7 +150,7 @@ def keys() -> None:
 @common_options()
 def dead_nodes() -> None:
     """List the nodes that were declared dead, and why."""
-    with observer() as cluster:
+    with observer("asking the scheduler for the dead") as cluster:
         nodes = cluster.dead_nodes()
     if current().output == "json":
         names = ("role", "rank", "node_id", "reason", "last_seen_s")
@@ -165,7 +169,7 @@ def command(head: str, body: str) -> None:
 
     HEAD is the name of the controller, BODY is its argument.
     """
-    with observer() as cluster:
+    with observer(f"running {head!r} on all servers") as cluster:
         answers = cluster.command(head, body.encode())
     texts = [answer.decode("utf-8", "backslashreplace") for answer in answers]
     if current().output == "json":
@@ -182,5 +186,5 @@ def barrier(name: str) -> None:
 
     This joins the cluster as a worker.
     """
-    with as_worker() as store:
+    with as_worker(f"waiting at barrier {name!r} for all other workers") as store:
         store.barrier(name)

@@ -6,36 +6,53 @@ import contextlib
 from collections.abc import Iterator
 
 from kvd.client.cluster.observer import Observer
-from kvd.client.facades.blocking import KVStore, create, leave_at_once
+from kvd.client.facades.blocking import KVStore, leave_at_once, visit
+from kvd.config import Config
 from kvd_cli.options import current
 from kvd_cli.patience import told_when_slow
 
 
 @contextlib.contextmanager
-def observer() -> Iterator[Observer]:
+def observer(doing: str) -> Iterator[Observer]:
     """A connection that sees everything and joins nothing.
+
+    Args:
+        doing: what the block does, for a person who waits for it.
 
     Raises:
         ConnectError: no scheduler answers, or its host is not known.
     """
     config = current().load_client().config
-    with told_when_slow(config):
+    with told_when_slow(_connecting(config), config):
         cluster = Observer(config)
-    with cluster:
+    with cluster, told_when_slow(doing, config):
         yield cluster
 
 
 @contextlib.contextmanager
-def as_worker() -> Iterator[KVStore]:
-    """A worker of the cluster, in the cluster's mode. It leaves without waiting for the others."""
+def as_worker(doing: str) -> Iterator[KVStore]:
+    """A worker of the cluster, in the cluster's mode. It leaves without waiting for the others.
+
+    Args:
+        doing: what the block does, for a person who waits for it.
+    """
     loaded = current().load_client()
     given = {name: getattr(loaded.config, name) for name, origin in loaded.origin.items() if origin != "default"}
-    with told_when_slow(loaded.config):
-        store = create("dist", **given)
+    given.setdefault(
+        "join_timeout_s", loaded.config.request_timeout_s
+    )  # nobody waits at a prompt as long as a job does
+    with told_when_slow(_connecting(loaded.config), loaded.config) as patience:
+        store = visit("dist", patience.say, **given)
     store.set_barrier_before_exit(False)
     try:
-        yield store
+        with told_when_slow(doing, loaded.config):
+            yield store
     except BaseException:
         leave_at_once(store)  # a refused command is not a dead worker
         raise
-    store.close()
+    with told_when_slow("leaving the cluster", loaded.config):
+        store.close()
+
+
+def _connecting(config: Config) -> str:
+    return f"waiting for an answer from the cluster at {config.scheduler}"

@@ -59,7 +59,7 @@ def setting_options(
         leave_out: settings that get no flag.
         short: further spellings, such as ``{"num_workers": "-n"}``.
     """
-    left_out = {*leave_out, "scheduler"}  # the common options have it
+    left_out = {*leave_out, "scheduler", "job"}  # the common options have it
     chosen = [s for s in all_settings() if s.name not in left_out and (role is None or role in s.used_by)]
 
     def decorate(command: Command) -> Command:
@@ -101,6 +101,7 @@ def common_options(*, output_flags: Sequence[str] = ("-o", "--output")) -> Calla
     timeout = named_setting("request_timeout_s")
     decorators = [
         _setting_option(scheduler, "-S"),
+        _setting_option(named_setting("job")),
         _common(*output_flags, name="output", type=click.Choice(OUTPUT_FORMATS), help="output format"),
         _common("--timeout", name="timeout_s", type=SettingType(timeout), help="how long to wait, such as 5s"),
         _common(

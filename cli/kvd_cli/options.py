@@ -117,6 +117,7 @@ def with_deadline(config: Config, timeout_s: float) -> Config:
     return dataclasses.replace(
         config,
         request_timeout_s=timeout_s,
+        join_timeout_s=timeout_s,
         heartbeat_interval_s=beat_s,
         server_timeout_s=min(config.server_timeout_s, timeout_s / 2),
         worker_timeout_s=min(config.worker_timeout_s, timeout_s / 2),

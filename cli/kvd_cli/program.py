@@ -21,6 +21,8 @@ COMMANDS: Final = {
     "worker": "kvd_cli.daemons:worker",
     "launch": "kvd_cli.launch:launch",
     "status": "kvd_cli.cluster:status",
+    "jobs": "kvd_cli.jobs:jobs",
+    "shutdown": "kvd_cli.jobs:shutdown",
     "keys": "kvd_cli.cluster:keys",
     "init": "kvd_cli.values:init",
     "push": "kvd_cli.values:push",

@@ -62,7 +62,7 @@ def init(key: str, file: Path, dtype: str | None) -> None:
     This joins the cluster as a worker.
     """
     array = read_array(file, dtype)
-    with as_worker() as store:
+    with as_worker(f"making {key!r}") as store:
         store.init(key, array)
 
 
@@ -75,7 +75,7 @@ def push(key: str, file: Path, dtype: str | None) -> None:
     This joins the cluster as a worker and returns when the push is acknowledged.
     """
     array = read_array(file, dtype)
-    with as_worker() as store:
+    with as_worker(f"waiting until the push of {key!r} counts, which may take pushes of all other workers") as store:
         store.push(key, array)
         store.flush()
 
@@ -90,7 +90,7 @@ def pushpull(key: str, file: Path, dtype: str | None, out: Path | None) -> None:
     This joins the cluster as a worker. With dist_sync it waits for the pushes of all others.
     """
     array = read_array(file, dtype)
-    with as_worker() as store:
+    with as_worker(f"waiting for the new value of {key!r}, which may take pushes of all other workers") as store:
         value = store.pushpull(key, array)
     _deliver(key, value, out)
 
@@ -101,7 +101,7 @@ def pushpull(key: str, file: Path, dtype: str | None, out: Path | None) -> None:
 @common_options(output_flags=("--format",))
 def pull(key: str, out: Path | None) -> None:
     """Get the value of KEY without joining as a worker."""
-    with observer() as cluster:
+    with observer(f"pulling {key!r}") as cluster:
         value = cluster.pull(key)
     _deliver(key, value, out)
 

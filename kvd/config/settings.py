@@ -70,6 +70,14 @@ class Config:
     )
     rounds_ahead: int = declare(2, "rounds by which a worker may lead the open one in dist_sync", minimum=1)
 
+    # The job
+    job: str = declare("default", "name of the job; programs under different names share the daemons")
+    run: str = declare(
+        "",
+        "token of one start of a whole program, the same for all of its workers; launchers draw it",
+        used_by=("worker",),
+    )
+
     # Data in flight and in memory
     slice_bytes: int = declare(
         4 * MiB,
@@ -105,6 +113,9 @@ class Config:
     heartbeat_interval_s: float = declare(1.0, "time between two heartbeats", unit="s", minimum=0.01)
     server_timeout_s: float = declare(5.0, "silence after which a server counts as dead", unit="s", minimum=0.02)
     worker_timeout_s: float = declare(20.0, "silence after which a worker counts as dead", unit="s", minimum=0.02)
+    join_timeout_s: float = declare(
+        300.0, "how long a worker waits until its cluster is complete", unit="s", minimum=0.02, used_by=("worker",)
+    )
     request_timeout_s: float = declare(60.0, "deadline of a call that sets none", unit="s", minimum=0.02)
     on_worker_loss: str = declare(
         "fail",
@@ -147,6 +158,7 @@ class Config:
             request_timeout_s=self.request_timeout_s,
         )
         yield from checks.identity_problems(self.node_id)
+        yield from checks.job_problems(self.job, self.run)
         yield from checks.unavailable_problems(
             keyfile=self.keyfile,
             metrics_bind=self.metrics_bind,

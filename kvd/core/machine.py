@@ -6,13 +6,13 @@ A machine is a deterministic function of its events: the same state and the same
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 from kvd.core.requests import Request
 from kvd.errors import KvdError
-from kvd.protocol.messages import Epoch, Message, PathKind
+from kvd.protocol.messages import NO_RUN, Epoch, Message, PathKind
 
 Buffer: TypeAlias = Any  # memory that machines pass on and never read
 
@@ -109,6 +109,7 @@ class Received(NamedTuple):
     message: Message
     payload: Buffer = None
     nbytes: int = 0
+    run: int = NO_RUN
 
 
 class LocalCall(NamedTuple):
@@ -125,6 +126,7 @@ class JobDone(NamedTuple):
     job: int
     result: Any = None
     error: KvdError | None = None
+    run: int = NO_RUN
 
 
 class Persisted(NamedTuple):
@@ -297,6 +299,18 @@ class Halt(NamedTuple):
     error: KvdError
 
 
+class Stop(NamedTuple):
+    """The node was asked to end in good order."""
+
+    reason: str
+
+
+class DropRun(NamedTuple):
+    """The values of this run are given up: forget what its jobs have left."""
+
+    run: int
+
+
 class LogEntry(NamedTuple):
     """A decision and its reason, for the log. `level` is "debug", "info", "warning" or "error"."""
 
@@ -306,7 +320,23 @@ class LogEntry(NamedTuple):
 
 
 Job: TypeAlias = Create | Apply | Export | Load | Run
-Effect: TypeAlias = Send | Connect | Disconnect | Job | ResetState | Persist | Copy | Complete | Halt | LogEntry
+OfOneRun: TypeAlias = (
+    Send | Connect | Disconnect | Job | ResetState | Persist | Copy | Complete | Halt | Stop | DropRun | LogEntry
+)
+
+
+class InRun(NamedTuple):
+    """What a machine that serves several runs does for one of them; NO_RUN: for the cluster.
+
+    `epoch` is that of the run's view: it goes into the header of each message.
+    """
+
+    run: int
+    epoch: Epoch
+    effects: Sequence[OfOneRun]
+
+
+Effect: TypeAlias = OfOneRun | InRun
 
 
 class Machine(Protocol):
@@ -315,8 +345,12 @@ class Machine(Protocol):
     incarnation: int
 
     @property
+    def run(self) -> int:
+        """The run that its messages belong to, except those in an InRun."""
+
+    @property
     def epoch(self) -> Epoch:
-        """That of the newest view that the machine knows; it goes into every header."""
+        """That of the newest view that the machine knows; it goes into every header, except of those in an InRun."""
 
     def step(self, event: Event, now: float) -> list[Effect]:
         """Handles one event at the time `now`, in seconds of a clock that never goes back."""
@@ -324,8 +358,8 @@ class Machine(Protocol):
     def next_deadline(self) -> float | None:
         """When the machine needs a Tick if nothing else happens; None: never."""
 
-    def explain(self, now: float) -> dict[str, object]:
-        """What `kvd status` shows, as plain data ready for JSON."""
+    def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
+        """What `kvd status` shows of a run, as plain data ready for JSON. A machine of one run shows that."""
 
     def validate(self) -> None:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.core.placement import shard_of
-from kvd.protocol.messages import Epoch, Member, MemberState, Settings, View
+from kvd.protocol.messages import Epoch, Member, MemberState, RunEntry, Settings, View
 
 EMPTY_SETTINGS = Settings("", "", -1, 0, 0, 0, 0, 0)
 
@@ -35,8 +35,13 @@ class ViewState:
         self.settings = EMPTY_SETTINGS
         self.is_sync = True  # whether workers share rounds; false in async mode
         self.shards: tuple[int, ...] = ()
+        self.runs: tuple[RunEntry, ...] = ()
         self.members: dict[tuple[str, int], Member] = {}
         self._by_incarnation: dict[int, Member] = {}
+
+    def forget(self) -> None:
+        """The next view is of another run: its epochs are counted from their own beginning."""
+        self.epoch = Epoch(0, 0)
 
     def update(self, epoch: Epoch, view: View) -> bool:
         """Takes the view if it is newer than the known one; True if it is."""
@@ -46,6 +51,7 @@ class ViewState:
         self.settings = view.settings
         self.is_sync = view.settings.mode != "async"
         self.shards = view.shards
+        self.runs = view.runs
         self.members = {(member.role, member.rank): member for member in view.members}
         self._by_incarnation = {member.incarnation: member for member in view.members}
         return True
@@ -69,6 +75,10 @@ class ViewState:
         """The ranks of servers that have not joined or are not active."""
         alive = {server.rank for server in self.servers() if server.state is MemberState.ACTIVE}
         return [rank for rank in range(self.settings.num_servers) if rank not in alive]
+
+    def missing_workers(self) -> list[int]:
+        """The ranks that no worker has taken yet. One that joined and is dead, or has left, is not missing."""
+        return [rank for rank in range(self.settings.num_workers) if ("worker", rank) not in self.members]
 
     def required_ranks(self) -> list[int]:
         """The ranks of the workers that rounds wait for: all that have not left the rounds, joined or not."""

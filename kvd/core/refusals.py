@@ -44,6 +44,10 @@ def error_of(refused: Refused, node: str) -> KvdError:
         return errors.BarrierBroken(refused.text, missing=nodes)
     if refused.error is ErrorCode.CONFIG_ERROR:
         return errors.ConfigError(refused.text, setting=refused.key)
+    if refused.error is ErrorCode.JOB_ENDED:
+        return errors.JobEnded(refused.text, job=refused.key)
+    if refused.error is ErrorCode.JOB_BUSY:
+        return errors.JobBusy(refused.text, job=refused.key)
     if refused.error is ErrorCode.PROTOCOL_ERROR:
         return errors.ProtocolError(refused.text)
     return _CLASSES[refused.error](refused.text, node=node, key=refused.key)

@@ -30,7 +30,16 @@ class Versions(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JoinCluster:
-    """The result is the rank, when all servers are active and know this node; an observer only waits for a view."""
+    """The result is the rank, when all servers are active and know this node, and all workers have joined.
+
+    A worker has joined when its rank has been taken once, whatever became of it since. An observer only waits for a
+    view.
+
+    Attributes:
+        wait_for_workers: False: do not wait for the other workers, and take part in nothing that needs them.
+    """
+
+    wait_for_workers: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +154,13 @@ class SchedulerStatus:
     """The result is the payload of the scheduler's StatusReport, and its size in bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class TellScheduler:
+    """One message to the scheduler, whose `request` is filled in. The result is None, once it has answered."""
+
+    message: Any
+
+
 Request: TypeAlias = (
     JoinCluster
     | InitKeys
@@ -159,4 +175,5 @@ Request: TypeAlias = (
     | Control
     | SliceControl
     | SchedulerStatus
+    | TellScheduler
 )

@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 from kvd.core.machine import SCHEDULER, Connect, Effect, Halt, LogEntry, Received, Send
 from kvd.core.membership import ViewState, name_of
+from kvd.core.refusals import error_of
 from kvd.errors import ConfigError, KvdError, NotAllowed, ProtocolError
 from kvd.protocol.messages import (
     NO_RANK,
+    NO_RUN,
     ErrorCode,
     Heartbeat,
     HeartbeatAck,
@@ -30,6 +32,7 @@ from kvd.protocol.messages import (
 JOIN_REQUEST = 1
 FIRST_REQUEST = 16  # the session itself uses the numbers below
 JOIN_RETRY_S = 0.5
+JOIN_SOON_S = 0.1  # after the scheduler said "not yet"
 
 
 class SessionState(Enum):
@@ -95,13 +98,52 @@ class Identity(NamedTuple):
     preferred_rank: int = NO_RANK
 
 
+class RunKey(NamedTuple):
+    """Which run a node wants, or belongs to.
+
+    Attributes:
+        run: its number; NO_RUN: the scheduler decides. A server of the cluster keeps it.
+        operator: see `Join.operator`.
+    """
+
+    job: str = ""
+    token: str = ""
+    operator: bool = False
+    run: int = NO_RUN
+
+
+ANY_RUN = RunKey()
+
+
+class _Told(NamedTuple):
+    """What a session is told at its start."""
+
+    settings: Settings
+    scheduler_address: str
+    heartbeat_interval_s: float
+    run_key: RunKey
+
+
 class SchedulerSession:
-    """Part of servers, workers and observers. An observer joins without being in the view, and sends no heartbeats."""
+    """Part of servers, workers and observers. An observer joins without being in the view, and sends no heartbeats.
+
+    Attributes:
+        run: the run that this node belongs to; NO_RUN until it is welcomed, and for a server of the cluster.
+        why_not_joined: why the scheduler lets this node wait, in its words; "" if it did not say.
+    """
 
     def __init__(
-        self, identity: Identity, settings: Settings, scheduler_address: str, heartbeat_interval_s: float
+        self,
+        identity: Identity,
+        settings: Settings,
+        scheduler_address: str,
+        heartbeat_interval_s: float,
+        run_key: RunKey = ANY_RUN,
     ) -> None:
         self.identity = identity
+        self.run = run_key.run
+        self.why_not_joined = ""
+        self._told = _Told(settings, scheduler_address, heartbeat_interval_s, run_key)
         self.view = ViewState()
         self.rank = identity.preferred_rank
         self.predecessor: MemberState | None = None
@@ -110,9 +152,6 @@ class SchedulerSession:
         self.heard = False  # anything at all came from the scheduler
         self.heard_at = 0.0
         self.quiet: tuple[Quiet, ...] = ()
-        self._settings = settings
-        self._address = scheduler_address
-        self._interval_s = heartbeat_interval_s
         self._state = SessionState.NOT_STARTED
         self._next_send = float("-inf")  # when the next Join or Heartbeat is due; the first call of `tick` is at once
         self._effects: list[Effect] = []
@@ -120,6 +159,11 @@ class SchedulerSession:
     @property
     def incarnation(self) -> int:
         return self.identity.incarnation
+
+    @property
+    def job(self) -> str:
+        """The name of the job that this node belongs to, or wants to."""
+        return self._told.run_key.job
 
     @property
     def state(self) -> SessionState:
@@ -133,7 +177,7 @@ class SchedulerSession:
         """What is due: the first Connect and Join, another Join, or a Heartbeat."""
         effects = self.take_effects()
         if self._change(SessionEvent.START):
-            effects.append(Connect(SCHEDULER, self._address))
+            effects.append(Connect(SCHEDULER, self._told.scheduler_address))
             self._next_send = now
         if self._state in _RUNNING and now >= self._next_send:
             if not self.joined:
@@ -143,7 +187,7 @@ class SchedulerSession:
                 self._next_send = now + 3600.0
             else:
                 effects.append(Send(SCHEDULER, Heartbeat(self.identity.role, self.rank)))
-                self._next_send = now + self._interval_s
+                self._next_send = now + self._told.heartbeat_interval_s
         return effects
 
     def is_due(self, now: float) -> bool:
@@ -169,7 +213,7 @@ class SchedulerSession:
         if isinstance(message, View):
             return self.view.update(event.epoch, message)
         if isinstance(message, Welcome):
-            return self._welcomed(message, now)
+            return self._welcomed(message, event.run, now)
         if isinstance(message, HeartbeatAck):
             self.quiet = message.quiet
         elif isinstance(message, NotYet):
@@ -181,7 +225,7 @@ class SchedulerSession:
     def invalid_frame(self, text: str) -> None:
         """The scheduler sent something that is no message; in place of the answer to a Join, that ends the session."""
         if not self.joined:
-            self._fail(ProtocolError(f"the scheduler at {self._address} cannot be understood: {text}"))
+            self._fail(ProtocolError(f"the scheduler at {self._told.scheduler_address} cannot be understood: {text}"))
 
     def replaced(self, text: str) -> None:
         """A server says that another process has this one's place; a scheduler without its record may not know."""
@@ -197,19 +241,25 @@ class SchedulerSession:
             assert self.joined == (self._state is SessionState.JOINED), f"joined: {self.joined}, {self._state}"
         assert (self.failure is not None) == (self._state is SessionState.FAILED), f"{self._state}: {self.failure!r}"
 
-    def _welcomed(self, welcome: Welcome, now: float) -> bool:
+    def _welcomed(self, welcome: Welcome, run: int, now: float) -> bool:
         if self._state is SessionState.REJOINING and welcome.rank != self.rank:
             text = f"the scheduler forgot this node and gave its rank to another: it was {self.identity.role} "
             self._fail(NotAllowed(f"{text}{self.rank}, now it would be {welcome.rank}", node="scheduler"))
             return False
         if self._change(SessionEvent.WELCOME):
             self.rank = welcome.rank
+            if run != self.run:
+                self.run = run
+                self.view.forget()  # it may have known the view of the cluster
             self.predecessor = welcome.predecessor or self.predecessor  # one without a record knows of none
-            self._next_send = now + self._interval_s
+            self._next_send = now + self._told.heartbeat_interval_s
             self._effects.append(LogEntry("info", f"joined as {self.name}", {"node_id": self.identity.node_id}))
         return self.joined
 
     def _forgotten(self, not_yet: NotYet, now: float) -> None:
+        if not_yet.request == JOIN_REQUEST and not self.joined:
+            self.why_not_joined = not_yet.text
+            self._next_send = min(self._next_send, now + JOIN_SOON_S)
         if not_yet.reason is NotYetReason.NOT_JOINED and self._change(SessionEvent.FORGOTTEN):
             self._next_send = now
             self._effects.append(LogEntry("warning", "the scheduler was restarted and forgot this node; joining again"))
@@ -217,6 +267,8 @@ class SchedulerSession:
     def _refused(self, refused: Refused) -> None:
         if refused.error is ErrorCode.REPLACED:
             self._fail(NotAllowed(refused.text, node=self.name))
+        elif refused.error in (ErrorCode.JOB_ENDED, ErrorCode.JOB_BUSY):
+            self._fail(error_of(refused, "scheduler"))
         elif self.joined:
             return  # a late answer to an earlier Join, or the answer to a request of the machine
         elif refused.request == JOIN_REQUEST and refused.error is ErrorCode.CONFIG_ERROR:
@@ -224,7 +276,8 @@ class SchedulerSession:
         elif refused.request == JOIN_REQUEST:
             self._fail(NotAllowed(refused.text, node="scheduler"))
         elif refused.error is ErrorCode.PROTOCOL_ERROR:
-            self._fail(ProtocolError(f"the scheduler at {self._address} does not understand this node: {refused.text}"))
+            where = self._told.scheduler_address
+            self._fail(ProtocolError(f"the scheduler at {where} does not understand this node: {refused.text}"))
 
     def _change(self, event: SessionEvent) -> bool:
         """Changes the state as TRANSITIONS says; False if the event means nothing in this state."""
@@ -243,4 +296,18 @@ class SchedulerSession:
 
     def _join(self) -> Join:
         who = self.identity
-        return Join(JOIN_REQUEST, who.role, who.node_id, who.address, who.host, who.pid, self.rank, self._settings)
+        key = self._told.run_key
+        return Join(
+            JOIN_REQUEST,
+            who.role,
+            who.node_id,
+            who.address,
+            who.host,
+            who.pid,
+            self.rank,
+            self._told.settings,
+            key.job,
+            key.token,
+            key.operator,
+            self.view.runs,
+        )

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
-from kvd.core.machine import Halt, Job, JobDone, Persist, Persisted, ResetState, Run
+from kvd.core.machine import DropRun, Halt, Job, JobDone, Persist, Persisted, ResetState, Run
 from kvd.errors import KvdError, NotAllowed
 from kvd.node.jobs import JobRunner
 from kvd.node.threads import Stepper
@@ -17,7 +17,7 @@ class Background:
     two cores, handing a merge of 1 MiB to another thread costs more than it gains.
 
     Args:
-        jobs: runs the jobs of a server.
+        new_runner: makes what runs the jobs of a server, for one run.
         executor: None: everything runs at once.
         persist: puts a record on stable storage; None: records are not kept.
         halt: called when a record cannot be saved.
@@ -26,27 +26,33 @@ class Background:
     def __init__(
         self,
         stepper: Stepper,
-        jobs: JobRunner | None,
+        new_runner: Callable[[], JobRunner] | None,
         executor: Executor | None,
         persist: Callable[[Mapping[str, object]], None] | None,
         halt: Callable[[Halt], None],
     ) -> None:
         self._stepper = stepper
-        self._jobs = jobs
+        self._new_runner = new_runner
+        self._runners: dict[int, JobRunner] = {}  # by run
         self._executor = executor
         self._persist = persist
         self._halt = halt
 
-    def reset_state(self, effect: ResetState) -> None:
-        self._runner().reset()
+    def reset_state(self, _effect: ResetState, run: int) -> None:
+        """Another optimizer is set in this run."""
+        self._runner(run).reset()
 
-    def run_job(self, job: Job) -> None:
-        runner = self._runner()
+    def drop_run(self, effect: DropRun) -> None:
+        self._runners.pop(effect.run, None)
+
+    def run_job(self, job: Job, run: int) -> None:
+        """Runs a job of this run."""
+        runner = self._runner(run)
         if self._executor is None or not isinstance(job, Run):
-            self._stepper.queue(runner.run(job))
+            self._stepper.queue(runner.run(job)._replace(run=run))
             return
         future = asyncio.get_running_loop().run_in_executor(self._executor, runner.run, job)
-        future.add_done_callback(lambda done: self._job_done(job, done))
+        future.add_done_callback(lambda done: self._job_done(job, run, done))
 
     def save_record(self, effect: Persist) -> None:
         if self._persist is None or self._executor is None:
@@ -55,18 +61,22 @@ class Background:
         future = asyncio.get_running_loop().run_in_executor(self._executor, self._persist, effect.record)
         future.add_done_callback(lambda done: self._record_saved(effect.token, done))
 
-    def _runner(self) -> JobRunner:
-        assert self._jobs is not None
-        return self._jobs
+    def _runner(self, run: int) -> JobRunner:
+        runner = self._runners.get(run)
+        if runner is None:
+            assert self._new_runner is not None
+            runner = self._runners[run] = self._new_runner()
+        return runner
 
-    def _job_done(self, job: Run, done: asyncio.Future[JobDone]) -> None:
+    def _job_done(self, job: Run, run: int, done: asyncio.Future[JobDone]) -> None:
         if done.cancelled():
             return
         error = done.exception()
         if error is None:
-            self._stepper.feed(done.result())
+            self._stepper.feed(done.result()._replace(run=run))
         else:  # not an Exception: the command tried to end the process
-            self._stepper.feed(JobDone(job.job, None, NotAllowed(f"it raised {type(error).__name__}({error})")))
+            refused = NotAllowed(f"it raised {type(error).__name__}({error})")
+            self._stepper.feed(JobDone(job.job, None, refused, run))
 
     def _record_saved(self, token: int, done: asyncio.Future[None]) -> None:
         if done.cancelled():

@@ -7,6 +7,7 @@ import logging
 import signal
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 from kvd.config import Config, Role, systemd_environment
@@ -33,7 +34,12 @@ class DaemonRole(Protocol):
         """The role."""
 
     def make_driver(
-        self, address: str, transport: HostTransport, executor: Executor, on_halt: Callable[[KvdError], None]
+        self,
+        address: str,
+        transport: HostTransport,
+        executor: Executor,
+        on_halt: Callable[[KvdError], None],
+        on_stop: Callable[[str], None],
     ) -> Driver:
         """The driver of the role's machine. The transport listens at `address` already."""
 
@@ -100,7 +106,9 @@ class Daemon:
         background: list[asyncio.Task[None]] = []
         try:
             address = self.transport.listen(self._listen_address)
-            self._driver = self._role.make_driver(address, self.transport, self._executor, self._halted)
+            self._driver = self._role.make_driver(
+                address, self.transport, self._executor, self._halted, partial(self.end, ExitCode.OK)
+            )
             self._driver.start()
             self.address = address
             background += [loop.create_task(self._feed_watchdog()), loop.create_task(self._announce(address, ready))]

@@ -20,9 +20,11 @@ from kvd.core.machine import (
     Copy,
     Create,
     Disconnect,
+    DropRun,
     Event,
     Export,
     Halt,
+    InRun,
     Load,
     LogEntry,
     Machine,
@@ -31,6 +33,7 @@ from kvd.core.machine import (
     Run,
     Send,
     Span,
+    Stop,
 )
 from kvd.errors import ConnectError, KvdError
 from kvd.node.background import Background
@@ -42,6 +45,7 @@ from kvd.node.threads import Stepper
 from kvd.observe.log import event
 from kvd.transport.base import NOTHING, Transport
 
+_JOBS = frozenset({Create, Apply, Export, Load, Run})
 LONG_COPY_BYTES = 64 << 10
 
 logger = logging.getLogger("kvd.node")
@@ -53,10 +57,11 @@ class Driver:
     Args:
         machine: the role.
         transport: its connections.
-        jobs: runs a server's jobs.
+        new_runner: makes what runs a server's jobs, for one run.
         executor: where commands run and records are saved.
         on_complete: takes the results of local calls, on any thread.
         on_halt: called on the loop's thread when the machine cannot go on.
+        on_stop: called on the loop's thread when the node was asked to end.
         persist: puts a record on stable storage; called in the executor.
 
     Attributes:
@@ -69,50 +74,65 @@ class Driver:
         machine: Machine,
         transport: Transport,
         *,
-        jobs: JobRunner | None = None,
+        new_runner: Callable[[], JobRunner] | None = None,
         executor: Executor | None = None,
         on_complete: Callable[[Complete], None] | None = None,
         on_halt: Callable[[KvdError], None] | None = None,
+        on_stop: Callable[[str], None] | None = None,
         persist: Callable[[Mapping[str, object]], None] | None = None,
     ) -> None:
         self.machine = machine
         self._transport = transport
         self._on_complete = on_complete
         self._on_halt = on_halt
+        self._on_stop = on_stop
         self._stepper = Stepper(machine)
         self.feed: Callable[[Event], None] = self._stepper.feed
         self._sender = MessageSender(machine, transport, self._stepper)
         self._receiver = MessageReceiver(self._stepper, self._sender)
-        self._background = Background(self._stepper, jobs, executor, persist, self._halt)
+        self._background = Background(self._stepper, new_runner, executor, persist, self._halt)
+
+        self._actions = self._table_of_actions()
 
     def start(self) -> None:
         """Starts on the running loop."""
         self._transport.start(self._receiver.receive, self._receiver.reject)
-        self._stepper.start(self._actions())
+        self._stepper.start(self._actions)
 
     def stop(self, linger_s: float = 0.5) -> None:
         """Stops. Messages still queued get `linger_s` to leave."""
         self._stepper.stop(lambda: self._transport.close(linger_s))
 
-    def _actions(self) -> dict[type[Any], Callable[[Any], None]]:
+    def _table_of_actions(self) -> dict[type[Any], Callable[[Any], None]]:
         """Which part carries out which effect."""
-        run_job = self._background.run_job
         return {
-            Send: self._sender.send,
+            InRun: self._in_run,
+            Send: self._sender.send_own,
             Connect: self._connect,
             Disconnect: lambda effect: self._transport.disconnect(effect.peer),
-            Create: run_job,
-            Apply: run_job,
-            Export: run_job,
-            Load: run_job,
-            Run: run_job,
-            ResetState: self._background.reset_state,
+            DropRun: self._background.drop_run,
             Persist: self._background.save_record,
             Copy: copy_rows,
             Complete: self._complete,
             Halt: self._halt,
+            Stop: self._stop_asked,
             LogEntry: _log,
         }
+
+    def _in_run(self, batch: InRun) -> None:
+        """What a scheduler or server does for one of its runs."""
+        run, epoch, effects = batch
+        attempt = self._stepper.attempt
+        for effect in effects:
+            kind = type(effect)
+            if kind is Send:
+                attempt(self._sender.send, effect, run, epoch)
+            elif kind in _JOBS:
+                attempt(self._background.run_job, effect, run)
+            elif kind is ResetState:
+                attempt(self._background.reset_state, effect, run)
+            else:
+                attempt(self._actions[kind], effect)
 
     def _connect(self, effect: Connect) -> None:
         try:
@@ -126,6 +146,10 @@ class Driver:
     def _complete(self, effect: Complete) -> None:
         if self._on_complete is not None:
             self._on_complete(effect)
+
+    def _stop_asked(self, effect: Stop) -> None:
+        if self._on_stop is not None:
+            self._on_stop(effect.reason)
 
     def _halt(self, effect: Halt) -> None:
         if self._on_halt is not None:

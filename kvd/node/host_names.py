@@ -28,7 +28,7 @@ def check_host(config: Config) -> None:
     # in a thread: a name server that does not answer takes longer than anyone wants to wait
     threading.Thread(target=lambda: found.put(_look_up(address.host)), daemon=True).start()
     try:
-        error = found.get(timeout=min(LOOK_UP_S, config.request_timeout_s))
+        error = found.get(timeout=min(LOOK_UP_S, config.request_timeout_s / 2))
     except queue.Empty:
         return
     if error is not None:

@@ -34,7 +34,7 @@ class MessageReceiver:
             self.reject(peer, str(error))
             return
         nbytes = 0 if payload is None else payload.nbytes
-        self._stepper.feed(Received(peer, decoded.sender, decoded.epoch, decoded.message, payload, nbytes))
+        self._stepper.feed(Received(peer, decoded.sender, decoded.epoch, decoded.message, payload, nbytes, decoded.run))
 
     def reject(self, peer: Peer, text: str) -> None:
         """Answers frames that are not a message with the reason, and logs them once per `LOG_INTERVAL_S`."""
@@ -42,5 +42,5 @@ class MessageReceiver:
             swallowed = self._throttle.swallowed("garbage")
             event(logger, logging.WARNING, "received an invalid frame", error=text, not_logged=swallowed)
         if peer.kind is PeerKind.CALLER:
-            self._sender.send(Send(peer, Refused(0, ErrorCode.PROTOCOL_ERROR, text[:1000])))
+            self._sender.send_own(Send(peer, Refused(0, ErrorCode.PROTOCOL_ERROR, text[:1000])))
         self._stepper.feed(InvalidFrame(peer, text))

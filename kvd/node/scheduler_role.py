@@ -11,7 +11,8 @@ from pathlib import Path
 
 from kvd.config import Loaded, Role
 from kvd.core.machine import PeerLost
-from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
+from kvd.core.scheduler.machine import SchedulerSettings
+from kvd.core.scheduler.router import SchedulerRouter
 from kvd.errors import KvdError
 from kvd.node.driver import Driver
 from kvd.node.identity import host_id, new_incarnation, reachable
@@ -32,11 +33,16 @@ class SchedulerRole:
     def __init__(self, loaded: Loaded) -> None:
         self._config = loaded.config
         self._origin = loaded.origin
-        self._machine: SchedulerMachine | None = None
+        self._machine: SchedulerRouter | None = None
         self._driver: Driver | None = None
 
     def make_driver(
-        self, address: str, transport: HostTransport, executor: Executor, on_halt: Callable[[KvdError], None]
+        self,
+        address: str,
+        transport: HostTransport,
+        executor: Executor,
+        on_halt: Callable[[KvdError], None],
+        on_stop: Callable[[str], None],
     ) -> Driver:
         """The driver of the scheduler's machine.
 
@@ -64,7 +70,9 @@ class SchedulerRole:
             generation=self._machine.epoch.generation,
         )
         persist = None if state is None else state.save
-        self._driver = Driver(self._machine, transport, executor=executor, on_halt=on_halt, persist=persist)
+        self._driver = Driver(
+            self._machine, transport, executor=executor, on_halt=on_halt, on_stop=on_stop, persist=persist
+        )
         return self._driver
 
     async def until_ready(self) -> None:
@@ -111,15 +119,15 @@ class SchedulerRole:
         return self._origin.get(setting, "default") != "default"
 
 
-def _new_machine(settings: SchedulerSettings, state: SchedulerStateFile | None) -> SchedulerMachine:
+def _new_machine(settings: SchedulerSettings, state: SchedulerStateFile | None) -> SchedulerRouter:
     """A machine that continues from the saved state."""
     now = asyncio.get_running_loop().time()
     if state is None:
-        return SchedulerMachine(settings, new_incarnation(), 1, now, None)
+        return SchedulerRouter(settings, new_incarnation(), 1, now, None)
     state.prepare()
     saved = state.load()
     try:
         generation = 1 if saved is None else int(saved["generation"]) + 1
-        return SchedulerMachine(settings, new_incarnation(), generation, now, saved)
+        return SchedulerRouter(settings, new_incarnation(), generation, now, saved)
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise state.unusable(error) from None

@@ -11,7 +11,7 @@ from kvd.errors import ProtocolError
 from kvd.node.threads import Stepper
 from kvd.observe.log import event
 from kvd.protocol.codec import encode
-from kvd.protocol.messages import MAX_TEXT_CHARS, Attach, ErrorCode, Message, PathKind, Refused, StatusReport
+from kvd.protocol.messages import MAX_TEXT_CHARS, Attach, Epoch, ErrorCode, Message, PathKind, Refused, StatusReport
 from kvd.transport.base import MAX_PAYLOAD_BYTES, Transport
 
 UNKNOWN_PATH = PeerPath(PathKind.UNKNOWN)
@@ -27,38 +27,46 @@ class MessageSender:
         self._transport = transport
         self._stepper = stepper
 
-    def send(self, effect: Send) -> None:
-        """Sends a message. One that cannot be encoded is refused to this node's own machine, whose call fails now
-        instead of at its deadline."""
+    def send_own(self, effect: Send) -> None:
+        """Sends a message of a machine that serves one run."""
+        self.send(effect, self._machine.run, self._machine.epoch)
+
+    def send(self, effect: Send, run: int, epoch: Epoch) -> None:
+        """Sends a message of this run, whose view has this epoch. One that cannot be encoded is refused to this node's
+        own machine, whose call fails now instead of at its deadline."""
         payload = effect.payload
         if payload and sum([span.nbytes for span in payload]) > MAX_PAYLOAD_BYTES:
             text = f"a message carries at most {MAX_PAYLOAD_BYTES >> 20} MiB: ask for less at a time"
-            self.send(Send(effect.peer, Refused(getattr(effect.message, "request", 0), ErrorCode.NOT_ALLOWED, text)))
+            self.send(
+                Send(effect.peer, Refused(getattr(effect.message, "request", 0), ErrorCode.NOT_ALLOWED, text)),
+                run,
+                epoch,
+            )
             return
         message = effect.message
         if isinstance(message, StatusReport):
-            report = json.dumps(self._report()).encode()
+            report = json.dumps(self._report(run)).encode()
             payload = (Span(report, 0, len(report)),)
         elif isinstance(message, Attach):
             path = self._transport.paths().get(effect.peer, UNKNOWN_PATH)
             message = replace(message, path=path.kind, path_reason=path.reason[:MAX_TEXT_CHARS])
         try:
-            header = encode(message, self._machine.incarnation, self._machine.epoch)
+            header = encode(message, self._machine.incarnation, epoch, run)
         except (ProtocolError, ValueError, TypeError, OverflowError) as error:
             event(logger, logging.ERROR, "a message could not be sent", error=str(error))
-            self._refuse_to_ourselves(effect.peer, message, error)
+            self._refuse_to_ourselves(effect.peer, message, error, run)
             return
         if not self._transport.send(effect.peer, header, payload):
             logger.debug("not sent: %s to %r", type(effect.message).__name__, effect.peer)
 
-    def _refuse_to_ourselves(self, peer: Peer, message: Message, error: Exception) -> None:
+    def _refuse_to_ourselves(self, peer: Peer, message: Message, error: Exception, run: int) -> None:
         request = getattr(message, "request", 0)
         if request:
             refused = Refused(request, ErrorCode.NOT_ALLOWED, f"this cannot be sent: {error}"[:1000])
-            self._stepper.queue(Received(peer, self._machine.incarnation, self._machine.epoch, refused))
+            self._stepper.queue(Received(peer, self._machine.incarnation, self._machine.epoch, refused, run=run))
 
-    def _report(self) -> dict[str, object]:
+    def _report(self, run: int) -> dict[str, object]:
         """The machine's own report and, if this node has accepted links, how its messages travel over them."""
-        report = self._machine.explain(self._stepper.now())
+        report = self._machine.explain(self._stepper.now(), run)
         links = [path for peer, path in self._transport.paths().items() if peer.kind is PeerKind.LINK]
         return {**report, "links": links[0].describe()} if links else report

@@ -16,7 +16,7 @@ import numpy as np
 from kvd.config import Config, Role
 from kvd.core.machine import LocalCall
 from kvd.core.requests import Depart
-from kvd.core.server.machine import ServerMachine, ServerSettings
+from kvd.core.server.router import ServerRouter, ServerSettings
 from kvd.core.session import Identity, SchedulerSession
 from kvd.errors import ConnectError, KvdError
 from kvd.node.driver import Driver
@@ -34,6 +34,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 logger = logging.getLogger("kvd.node")
 
 JOIN_POLL_S = 0.02
+NOTICE_S = 3.0  # until the log says what a server waits for
 
 
 class ServerRole:
@@ -47,7 +48,12 @@ class ServerRole:
         self._driver: Driver | None = None
 
     def make_driver(
-        self, address: str, transport: HostTransport, executor: Executor, on_halt: Callable[[KvdError], None]
+        self,
+        address: str,
+        transport: HostTransport,
+        executor: Executor,
+        on_halt: Callable[[KvdError], None],
+        on_stop: Callable[[str], None],
     ) -> Driver:
         """The driver of the server's machine, which joins the scheduler once it runs."""
         config = self._config
@@ -67,11 +73,12 @@ class ServerRole:
         event(logger, logging.INFO, f"server at {address}; joining the scheduler at {config.scheduler}")
         transport.listen_links(identity.incarnation)
         self._driver = Driver(
-            ServerMachine(settings, self._session),
+            ServerRouter(settings, self._session, config.scheduler, config.heartbeat_interval_s),
             transport,
-            jobs=JobRunner(allocate=partial(_memory_of_version, transport)),
+            new_runner=partial(JobRunner, allocate=partial(_memory_of_version, transport)),
             executor=executor,
             on_halt=on_halt,
+            on_stop=on_stop,
         )
         return self._driver
 
@@ -85,7 +92,11 @@ class ServerRole:
         assert session is not None, "make_driver makes it"
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.request_timeout_s
+        notice_at: float | None = loop.time() + NOTICE_S
         while not session.joined:
+            if notice_at is not None and loop.time() > notice_at:
+                notice_at = None
+                event(logger, logging.WARNING, f"still waiting for the scheduler at {self._config.scheduler}")
             if loop.time() > deadline and not session.heard:
                 where = self._config.scheduler
                 text = (

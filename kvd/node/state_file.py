@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvd.core.scheduler.machine import SchedulerMachine
+from kvd.core.scheduler.router import SchedulerRouter
 from kvd.errors import ConfigError
 from kvd.node.atomic_file import write_atomically
 
@@ -46,7 +46,7 @@ class SchedulerStateFile:
         """
         try:
             state: dict[str, Any] = json.loads(self._path.read_text())
-            SchedulerMachine.check_record(state)
+            SchedulerRouter.check_record(state)
         except FileNotFoundError:
             return None
         except OSError as error:

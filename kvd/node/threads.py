@@ -46,21 +46,17 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from kvd.core.machine import (
-    Apply,
     Complete,
     Connect,
-    Create,
     Disconnect,
     Effect,
     Event,
-    Export,
     Halt,
-    Load,
+    InRun,
     LocalCall,
     Machine,
     Persist,
-    ResetState,
-    Run,
+    Stop,
     Tick,
 )
 from kvd.errors import KvdError
@@ -71,7 +67,7 @@ from kvd.transport.host import HostTransport
 FAILED_TICK_PAUSE_S = 1.0
 LONGEST_POLL_S = 60.0
 
-_ONLY_ON_THE_LOOP = frozenset({Connect, Disconnect, Persist, Halt, Create, Apply, Export, Load, Run, ResetState})
+_ONLY_ON_THE_LOOP = frozenset({Connect, Disconnect, Persist, Halt, Stop, InRun})
 
 logger = logging.getLogger("kvd.node")
 
@@ -168,11 +164,15 @@ class Stepper:
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
-            try:
-                self._actions[type(effect)](effect)
-            except Exception as error:
-                event(logger, logging.ERROR, f"a {type(effect).__name__} could not be carried out", error=repr(error))
-                logger.debug("the traceback of the error above", exc_info=True)
+            self.attempt(self._actions[type(effect)], effect)
+
+    def attempt(self, action: Callable[..., None], effect: Effect, *arguments: Any) -> None:
+        """Carries out one effect. If that fails, it is logged, and the next ones are carried out all the same."""
+        try:
+            action(effect, *arguments)
+        except Exception as error:
+            event(logger, logging.ERROR, f"a {type(effect).__name__} could not be carried out", error=repr(error))
+            logger.debug("the traceback of the error above", exc_info=True)
 
     def _report_failed_step(self, happened: Event, error: Exception) -> None:
         """A step that raises is a bug in kvd. The node goes on; if a program made the call, the call fails."""

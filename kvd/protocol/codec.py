@@ -1,6 +1,6 @@
 """Messages to bytes and back.
 
-A header is one msgpack list: version, kind, sender, generation, change, then the message's fields in order. Decoding is
+A header is one msgpack list: version, kind, sender, generation, change, run, then the message's fields. Decoding is
 total: any bytes either give a message within every limit of `kvd.protocol.messages`, or raise ProtocolError. The checks
 are built once, at import, from the annotations of the messages.
 """
@@ -19,7 +19,7 @@ import msgpack
 
 from kvd.errors import ProtocolError
 from kvd.protocol import messages
-from kvd.protocol.messages import BIGGEST, MAX_MEMBERS, MAX_TEXT_CHARS, Epoch, Limit, Message, NotYet, Refused
+from kvd.protocol.messages import BIGGEST, MAX_MEMBERS, MAX_TEXT_CHARS, NO_RUN, Epoch, Limit, Message, NotYet, Refused
 from kvd.protocol.specs import (
     DTYPES,
     MAX_DIMENSIONS,
@@ -30,9 +30,9 @@ from kvd.protocol.specs import (
     KeySpec,
 )
 
-VERSION = 2
+VERSION = 3
 MAX_HEADER_BYTES = 64 << 10
-_ENVELOPE = 5  # entries before the message's own fields
+_ENVELOPE = 6  # entries before the message's own fields
 
 Check = Callable[[object], object]
 
@@ -43,16 +43,20 @@ class Decoded(NamedTuple):
     sender: int
     epoch: Epoch
     message: Message
+    run: int
 
 
-def encode(message: Message, sender: int, epoch: Epoch) -> bytes:
-    """The header of `message`. Raises ProtocolError if it is longer than MAX_HEADER_BYTES."""
+def encode(message: Message, sender: int, epoch: Epoch, run: int = NO_RUN) -> bytes:
+    """The header of `message`; `epoch` is that of the run's view.
+
+    Raises ProtocolError if it is longer than MAX_HEADER_BYTES.
+    """
     kind = type(message)
     if isinstance(message, Refused):
         message = replace(message, text=_shortened(message.text), nodes=message.nodes[:MAX_MEMBERS])
     elif isinstance(message, NotYet):
         message = replace(message, text=_shortened(message.text))
-    body = [VERSION, kind.KIND, sender, epoch[0], epoch[1], *_FIELDS[kind.KIND](message)]
+    body = [VERSION, kind.KIND, sender, epoch[0], epoch[1], run, *_FIELDS[kind.KIND](message)]
     header: bytes = msgpack.packb(body, default=_plain_form)
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a {kind.__name__} of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
@@ -68,24 +72,25 @@ def decode(header: bytes | memoryview) -> Decoded:
     except Exception as error:  # noqa: BLE001  msgpack raises many kinds, also for deep nesting
         raise ProtocolError(f"not a msgpack header: {type(error).__name__}") from None
     if type(body) is not list or len(body) < _ENVELOPE:
-        raise ProtocolError("a header is a msgpack list of at least 5 entries")
-    version, kind, sender, generation, change = body[:_ENVELOPE]
+        raise ProtocolError(f"a header is a msgpack list of at least {_ENVELOPE} entries")
+    version, kind, sender, generation, change, run = body[:_ENVELOPE]
     if version != VERSION or type(version) is not int:
         raise ProtocolError(
             f"protocol version {_short(version)}, this node speaks {VERSION}: run the same kvd version on every node"
         )
     if not (
-        type(kind) is type(sender) is type(generation) is type(change) is int
+        type(kind) is type(sender) is type(generation) is type(change) is type(run) is int
         and 0 <= kind <= BIGGEST
         and 0 <= sender <= BIGGEST
         and 0 <= generation <= BIGGEST
         and 0 <= change <= BIGGEST
+        and 0 <= run <= BIGGEST
     ):
-        raise ProtocolError(f"kind, sender and view are whole numbers from 0 to {BIGGEST}")
+        raise ProtocolError(f"kind, sender, view and run are whole numbers from 0 to {BIGGEST}")
     build = _BUILDERS.get(kind)
     if build is None:
         raise ProtocolError(f"no message has kind {kind}")
-    return Decoded(sender, Epoch(generation, change), build(body))
+    return Decoded(sender, Epoch(generation, change), build(body), run)
 
 
 def _short(value: object) -> str:

@@ -3,8 +3,8 @@
 Over 400 lines because every message stands on one page: what kvd says can be read here from top to bottom.
 
 Before the fields of its message, a header carries the protocol version, the kind of the message, the sender's
-incarnation, and the epoch of the newest view that the sender knows. Values travel in a payload frame of their own: the
-bytes of the parts, in order, each starting at a multiple of 8.
+incarnation, the epoch of the newest view that the sender knows, and the run to which view and message belong. Values
+travel in a payload frame of their own: the bytes of the parts, in order, each starting at a multiple of 8.
 
 A node may repeat a request at any time, with the same bytes. Every request is answered, and none is carried out twice.
 """
@@ -39,9 +39,14 @@ NodeId: TypeAlias = Annotated[str, Limit(0, 128)]
 Address: TypeAlias = Annotated[str, Limit(0, 108)]
 Text: TypeAlias = Annotated[str, Limit(0, MAX_TEXT_CHARS)]
 Words: TypeAlias = Annotated[str, Limit(0, 80)]
+JobName: TypeAlias = Annotated[str, Limit(0, 81)]  # NAME, or for readers NAME@RUN
+Token: TypeAlias = Annotated[str, Limit(0, 128)]
 Plain: TypeAlias = Annotated[object, "plain data, which its reader checks"]
 
 NO_RANK = -1
+EXIT_BARRIER = "kvd:exit"  # where the workers of a run meet before they leave
+NO_RUN = 0  # the message concerns the cluster, not a run
+MAX_RUNS = 64  # listed in a view, those that are gone included
 ANY_CLOCK = -1  # in a pull: whatever is committed
 
 
@@ -96,6 +101,7 @@ class Departure(StrEnum):
     DONE = "done"  # it leaves the rounds and stays connected
     LEFT = "left"  # it leaves the cluster in good order
     FAILED = "failed"  # its program ended with an error, which counts as a death
+    WITHDRAWN = "withdrawn"  # it gave up joining and has done nothing: its place is as it found it
 
 
 class Member(NamedTuple):
@@ -109,6 +115,32 @@ class Member(NamedTuple):
     state: MemberState
     reason: Words
     last_seen_s: float  # of a dead member: seconds of silence before it was declared dead
+
+
+class RunPhase(StrEnum):
+    """Where a run stands; `kvd.core.scheduler.phase` has the transitions."""
+
+    FORMING = "forming"  # not all of its workers have joined
+    RUNNING = "running"
+    CLOSING = "closing"  # the exit barrier was passed: its workers are leaving
+    ENDED = "ended"  # all workers have left; its values can be read
+    FAILED = "failed"  # nobody is left, and somebody died or never came; its program can be started again
+    GONE = "gone"  # its values are given up
+
+
+class RunEntry(NamedTuple):
+    """One run, in the view of the cluster.
+
+    Attributes:
+        job: its name.
+        token: what binds processes to it; "" if its first worker had none.
+    """
+
+    run: Number
+    job: JobName
+    token: Token
+    phase: RunPhase
+    num_workers: Number
 
 
 class KeyEntry(NamedTuple):
@@ -132,6 +164,7 @@ class Quiet(NamedTuple):
 
 
 Shape: TypeAlias = Annotated[tuple[Annotated[int, Limit(0, MAX_KEY_NBYTES)], ...], Limit(0, MAX_DIMENSIONS)]
+Runs: TypeAlias = Annotated[tuple[RunEntry, ...], Limit(0, MAX_RUNS)]
 Parts: TypeAlias = Annotated[tuple[Part, ...], Limit(1, MAX_PARTS)]
 SliceIds: TypeAlias = Annotated[tuple[SliceId, ...], Limit(1, MAX_PARTS)]
 
@@ -157,6 +190,10 @@ class Join:
     pid: Number
     rank: Signed  # the rank that the node had, or prefers
     settings: Settings
+    job: JobName = ""  # whose run a worker or an observer wants; the header names the run of one that has joined before
+    token: Token = ""
+    operator: bool = False  # a worker for one command: it acts in the newest run of the job, even if that has ended
+    runs: Runs = ()  # those that a server knows, for a scheduler without its record
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +214,7 @@ class View:
     settings: Settings
     members: Annotated[tuple[Member, ...], Limit(0, MAX_MEMBERS)]
     shards: Annotated[tuple[Number, ...], Limit(0, 4096)]
+    runs: Runs = ()  # in the view of the cluster: all runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +245,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """I have reached this barrier. Answered when all have; a settled generation always gives the same answer."""
+    """I have reached this barrier. Answered when all have, or cannot; the same request always gets the same answer."""
 
     KIND: ClassVar[int] = 7
     request: Number
@@ -227,6 +265,24 @@ class StatusQuery:
 class StatusReport:
     KIND: ClassVar[int] = 9
     request: Number
+
+
+@dataclass(frozen=True, slots=True)
+class EndRun:
+    """End the newest run of this job, and give up its values."""
+
+    KIND: ClassVar[int] = 10
+    request: Number
+    job: JobName
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """End this daemon. The scheduler passes it on to the servers first. Without `force`, it refuses if a run lives."""
+
+    KIND: ClassVar[int] = 11
+    request: Number
+    force: bool
 
 
 # ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -277,6 +333,8 @@ class ErrorCode(Enum):
     NODE_LOST = 9
     BARRIER_BROKEN = 10
     REPLACED = 11  # another incarnation has the sender's rank: the sender must stop
+    JOB_ENDED = 12  # the sender's run has ended
+    JOB_BUSY = 13  # another program's run of the job is alive
 
 
 class Taken(Enum):
@@ -592,6 +650,8 @@ Message: TypeAlias = (
     | Enter
     | StatusQuery
     | StatusReport
+    | EndRun
+    | Shutdown
     | Done
     | NotYet
     | Refused

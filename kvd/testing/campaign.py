@@ -14,6 +14,7 @@ from kvd.testing.settings import ClusterSettings, ShellSettings
 from kvd.testing.simulator import Me, World
 from kvd.testing.workloads.ledger import Ledger, list_ledger
 from kvd.testing.workloads.lives import LifeLedger, ListLives
+from kvd.testing.workloads.meetings import Meetings
 from kvd.testing.workloads.refusals import RefusalLedger
 from kvd.testing.workloads.rounds import Rounds, mixed_rounds
 from kvd.testing.workloads.steps import mostly_together, one_by_one
@@ -24,6 +25,7 @@ STEPS = 8
 HARD = Mishaps(within_s=6.0, crashes=2, pauses=2, cuts=2, ghosts=2, scheduler_restarts=1)
 LASTING = replace(HARD, within_s=25.0)  # runs in a nasty network take this long; joining is a good part of it
 LONG_PAUSES = Mishaps(within_s=6.0, crashes=1, pauses=3, cuts=1, scheduler_restarts=1, longest_pause_s=18.0)
+LATE = replace(LASTING, crashes=3, restart_after_s=(8.0, 16.0))  # most of the dead are declared dead first
 
 
 class Workload(Protocol):
@@ -83,6 +85,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "lives": lambda campaign, seed: LifeLedger(WORKERS, STEPS),
     "lists": lambda campaign, seed: list_ledger(WORKERS, STEPS, seed, campaign.timeout_s),
     "list lives": lambda campaign, seed: ListLives(WORKERS, STEPS, grouping=mostly_together(seed)),
+    "meetings": lambda campaign, seed: Meetings(WORKERS, STEPS),
     "refusals": lambda campaign, seed: RefusalLedger(WORKERS, STEPS, timeout_s=campaign.timeout_s),
     "rounds": lambda campaign, seed: Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0),
     "mixed": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0),
@@ -128,6 +131,10 @@ CAMPAIGNS: dict[str, Campaign] = {
     "list training, nasty": Campaign(
         "list training", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))
     ),
+    "meetings": Campaign("meetings"),
+    "meetings, nasty": Campaign("meetings", mishaps=LASTING, faults=NASTY),
+    "meetings, long pauses": Campaign("meetings", mishaps=LONG_PAUSES),
+    "meetings, late restarts": Campaign("meetings", mishaps=LATE, faults=NASTY),
     "refusals": Campaign("refusals", shell=ShellSettings(failing_updates=0.3)),
     "refusals, nasty": Campaign(
         "refusals", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.5), failing_updates=0.3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core.server.machine import ServerMachine
+from kvd.core.server.router import ServerRouter
 from kvd.testing.process import Process
 from kvd.testing.simulator import World, slices_of
 
@@ -15,9 +15,10 @@ def watch_everything(world: World) -> None:
 
 def check_staging(world: World, process: Process) -> None:
     """Staging is bounded by `rounds_ahead` × workers × the bytes led."""
-    machine = process.machine
-    if not isinstance(machine, ServerMachine):
+    router = process.machine
+    if not isinstance(router, ServerRouter):
         return
+    machine = router.latest()
     slices = slices_of(machine)
     staged = sum(slice_.log.staged_bytes(slice_.nbytes) for slice_ in slices)
     bound = world.cluster.rounds_ahead * world.cluster.workers * sum(slice_.nbytes for slice_ in slices)
@@ -32,9 +33,10 @@ class StalenessCheck:
         self._counted: dict[tuple[str, int], dict[int, int]] = {}
 
     def __call__(self, world: World, process: Process) -> None:
-        machine, staleness = process.machine, world.cluster.staleness
-        if staleness < 0 or not isinstance(machine, ServerMachine):
+        router, staleness = process.machine, world.cluster.staleness
+        if staleness < 0 or not isinstance(router, ServerRouter):
             return
+        machine = router.latest()
         required = machine.required_ranks
         for slice_ in slices_of(machine):
             counted = {rank: slice_.log.counted_clock(rank) for rank in required}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -19,12 +21,16 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import kvd
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.joining import Arrival
 from kvd.client.cluster.nodes import ClusterNodes
 from kvd.client.facades.blocking import backend_of
+from kvd.client.facades.open import open_backend
 from kvd.config import Role, child_environment, load
 from kvd.errors import BarrierBroken, NodeLost
 from kvd.node.daemon import Daemon
 from kvd.node.roles import new_daemon
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PathName = Literal["shm", "ipc", "tcp"]
@@ -157,7 +163,13 @@ class LocalCluster:
         self.num_workers = num_workers
         self.num_servers = num_servers
         self.path = path or self.default_path
-        self.settings = {"heartbeat_interval_s": 0.2, "request_timeout_s": 60.0, **settings}
+        self.settings = {
+            "heartbeat_interval_s": 0.2,
+            "request_timeout_s": 60.0,
+            "join_timeout_s": 60.0,
+            "run": secrets.token_hex(8),  # all stores are workers of one start of a program
+            **settings,
+        }
         if self.path != "shm":
             self.settings.setdefault("shared_memory", "off")
         self._processes = processes
@@ -188,10 +200,36 @@ class LocalCluster:
         return "tcp://127.0.0.1:0"
 
     def store(self, type: str = "dist_sync", **settings: Any) -> kvd.KVStore:  # noqa: A002
-        """A worker's store. It is closed with the cluster and does not wait for the others."""
-        store = kvd.create(type, **{**self.settings, "scheduler": self.address, **settings})
+        """A worker's store, once all workers have come. It is closed with the cluster and does not wait for the others
+        then."""
+        return self._kept(kvd.create(type, **{**self.settings, "scheduler": self.address, **settings}))
+
+    def lone_store(self, type: str = "dist_sync", **settings: Any) -> kvd.KVStore:  # noqa: A002
+        """As `store`, for a worker whose fellows come later, or never."""
+        given = {**self.settings, "scheduler": self.address, **settings}
+        arrival = Arrival(wait_for_workers=False, tell=logger.warning)
+        return self._kept(kvd.KVStore(open_backend(type, given, arrival)))
+
+    def _kept(self, store: kvd.KVStore) -> kvd.KVStore:
         self.stores.append(store)
         return store
+
+    def open_stores(
+        self,
+        type: str = "dist_sync",  # noqa: A002
+        each: Sequence[dict[str, Any]] = (),
+        **settings: Any,
+    ) -> list[kvd.KVStore]:
+        """One store per worker in rank order, opened at the same time, as `store` gives them.
+
+        Args:
+            each: settings of each worker.
+            settings: settings of all of them.
+        """
+        own = [{"preferred_rank": rank, **more} for rank, more in enumerate(each or [{}] * self.num_workers)]
+        with ThreadPoolExecutor(len(own)) as pool:
+            opening = [pool.submit(self.store, type, **{**settings, **more}) for more in own]
+        return [future.result() for future in opening]
 
     def run(self, program: Callable[[kvd.KVStore], T], type: str = "dist_sync", **settings: Any) -> list[T]:  # noqa: A002
         """Runs the program once per worker, at the same time; returns the results in rank order.

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
-from kvd.core.server.machine import ServerMachine, ServerSettings
-from kvd.core.session import Identity, SchedulerSession
+from kvd.core.scheduler.machine import SchedulerSettings
+from kvd.core.scheduler.router import SchedulerRouter
+from kvd.core.server.router import ServerRouter, ServerSettings
+from kvd.core.session import ANY_RUN, Identity, RunKey, SchedulerSession
 from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.protocol.messages import Settings
 from kvd.testing.settings import ClusterSettings
 
 SCHEDULER_ADDRESS = "sim://scheduler"
+PROGRAM = RunKey("default", "program")  # all workers belong to one start of a program
 
 
 class MachineFactory:
@@ -22,8 +24,9 @@ class MachineFactory:
     def __init__(self, cluster: ClusterSettings, random: Random) -> None:
         self._cluster = cluster
         self._random = random
+        self._last_pid = 1000
 
-    def scheduler(self, now: float, record: Mapping[str, Any] | None) -> SchedulerMachine:
+    def scheduler(self, now: float, record: Mapping[str, Any] | None) -> SchedulerRouter:
         """A scheduler that starts from the record of an earlier one, if there is one."""
         cluster, timeouts = self._cluster, self._cluster.timeouts
         settings = SchedulerSettings(
@@ -34,25 +37,30 @@ class MachineFactory:
             break_on_loss=cluster.fail_on_worker_loss,
         )
         generation = 1 if record is None else int(record["generation"]) + 1
-        return SchedulerMachine(settings, self._incarnation(), generation, now, record)
+        return SchedulerRouter(settings, self._incarnation(), generation, now, record)
 
-    def server(self, rank: int, address: str) -> ServerMachine:
+    def server(self, rank: int, address: str) -> ServerRouter:
         """A server that listens at `address`."""
         cluster = self._cluster
         wanted = Settings("", "", -1, 0, 0, cluster.workers, cluster.servers, 0)
         settings = ServerSettings(
             cluster.memory_limit_bytes, cluster.fail_on_worker_loss, small_push_bytes=cluster.small_push_bytes
         )
-        return ServerMachine(settings, self._session("server", rank, address, wanted))
+        session = self._session("server", rank, address, wanted)
+        return ServerRouter(settings, session, SCHEDULER_ADDRESS, cluster.timeouts.heartbeat_interval_s)
 
-    def worker(self, number: int, wanted: Settings) -> WorkerMachine:
+    def worker(self, number: int, wanted: Settings, run_key: RunKey = PROGRAM) -> WorkerMachine:
         """A worker that insists on the settings `wanted`."""
         settings = WorkerSettings(self._cluster.credit_bytes, self._cluster.small_push_bytes)
-        return WorkerMachine(settings, self._session("worker", number, "", wanted))
+        return WorkerMachine(settings, self._session("worker", number, "", wanted, run_key))
 
-    def _session(self, role: str, number: int, address: str, wanted: Settings) -> SchedulerSession:
-        identity = Identity(role, f"{role}-{number}", self._incarnation(), address, "sim", 1000 + number, number)
-        return SchedulerSession(identity, wanted, SCHEDULER_ADDRESS, self._cluster.timeouts.heartbeat_interval_s)
+    def _session(
+        self, role: str, number: int, address: str, wanted: Settings, run_key: RunKey = ANY_RUN
+    ) -> SchedulerSession:
+        self._last_pid += 1
+        identity = Identity(role, f"{role}-{number}", self._incarnation(), address, "sim", self._last_pid, number)
+        interval_s = self._cluster.timeouts.heartbeat_interval_s
+        return SchedulerSession(identity, wanted, SCHEDULER_ADDRESS, interval_s, run_key)
 
     def _incarnation(self) -> int:
         return self._random.getrandbits(61) + 1

@@ -129,7 +129,7 @@ class Process:
     life: int
     machine: Machine
     address: str = ""
-    jobs: JobRunner | None = None
+    runners: dict[int, JobRunner] = field(default_factory=dict)  # by run
     alive: bool = True
     effects_left: int | None = None
     suspension: Suspension = field(default_factory=Suspension)

@@ -7,7 +7,7 @@ the codec and the virtual network, jobs run in the real kernels. A process can d
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from random import Random
 from typing import Any, TypeAlias
@@ -17,17 +17,28 @@ from kvd.core.machine import (
     Complete,
     Connect,
     Copy,
+    Create,
     Disconnect,
+    DropRun,
+    Effect,
     Event,
+    Export,
     Halt,
+    InRun,
+    Job,
     JobDone,
+    Load,
     LogEntry,
+    Machine,
+    OfOneRun,
     Peer,
     Persist,
     Persisted,
     Received,
     ResetState,
+    Run,
     Send,
+    Stop,
     Tick,
 )
 from kvd.core.requests import InitKeys, Request, Transfer
@@ -35,7 +46,7 @@ from kvd.errors import NotAllowed
 from kvd.node.driver import copy_rows
 from kvd.node.jobs import JobRunner
 from kvd.protocol.codec import decode, encode
-from kvd.protocol.messages import StatusReport, Values
+from kvd.protocol.messages import Epoch, StatusReport, Values
 from kvd.protocol.specs import padded
 from kvd.testing.clock import VirtualClock
 from kvd.testing.network import Network
@@ -96,14 +107,14 @@ class Shell:
         self._on_step = on_step
         self._on_end = on_end
         self._carry_out: dict[type[Any], Callable[[Process, Any], None]] = {
-            Send: self._send,
             Connect: lambda process, effect: network.connect(process, effect.peer, effect.address),
             Disconnect: lambda process, effect: network.disconnect(process, effect.peer),
-            ResetState: lambda process, effect: _runner(process).reset(),
+            DropRun: _drop_run,
             Persist: self._persist,
             Copy: self._copy,
             Complete: self._complete,
             Halt: self._halt,
+            Stop: self._stop,
             LogEntry: lambda process, effect: trace.note(f"{process.name}: {effect.text}"),
         }
         network.start(self._deliver)
@@ -120,14 +131,21 @@ class Shell:
         self._trace.record(f"{process.name} {type(event).__name__}")
         effects = process.machine.step(event, self._clock.now)
         self._validate(process)
-        for effect in effects:
+        for effect, run, epoch in _by_run(process.machine, effects):
             if process.effects_left is not None:
                 if process.effects_left == 0:
                     process.alive = False
                     self._trace.record(f"{process.name} dies")
                     return
                 process.effects_left -= 1
-            self._carry_out.get(type(effect), self._start_job)(process, effect)
+            if isinstance(effect, Send):
+                self._send(process, effect, run, epoch)
+            elif isinstance(effect, Apply | Create | Export | Load | Run):
+                self._start_job(process, effect, run)
+            elif isinstance(effect, ResetState):
+                _runner(process, run).reset()
+            else:
+                self._carry_out[type(effect)](process, effect)
         self._on_step(process)
         if isinstance(event, Received) and isinstance(event.message, Values) and event.nbytes:
             event.payload[:] = bytes([POISON]) * event.nbytes
@@ -157,11 +175,11 @@ class Shell:
         self._trace.record_header(header)
         buffer = None if payload is None else bytearray(payload)
         nbytes = 0 if payload is None else len(payload)
-        self.feed(process, Received(peer, decoded.sender, decoded.epoch, decoded.message, buffer, nbytes))
+        self.feed(process, Received(peer, decoded.sender, decoded.epoch, decoded.message, buffer, nbytes, decoded.run))
 
     # ── effects out ──
 
-    def _send(self, process: Process, effect: Send) -> None:
+    def _send(self, process: Process, effect: Send, run: int, epoch: Epoch) -> None:
         payload: bytearray | None = None
         for buffer, offset, nbytes in effect.payload:
             if payload is None:
@@ -170,23 +188,21 @@ class Shell:
             if nbytes:
                 payload.extend(memoryview(buffer).cast("B")[offset : offset + nbytes])
         if isinstance(effect.message, StatusReport):
-            payload = bytearray(json.dumps(process.machine.explain(self._clock.now)).encode())
-        header = encode(effect.message, process.machine.incarnation, process.machine.epoch)
+            payload = bytearray(json.dumps(process.machine.explain(self._clock.now, run)).encode())
+        header = encode(effect.message, process.machine.incarnation, epoch, run)
         self._network.send(process, effect.peer, header, None if payload is None else bytes(payload))
 
-    def _start_job(self, process: Process, job: Any) -> None:
+    def _start_job(self, process: Process, job: Job, run: int) -> None:
         """Jobs end in any order; the kernel runs when they end."""
-        self._clock.after(self._random.uniform(*self._settings.job_s), lambda: self._end_job(process, job))
+        self._clock.after(self._random.uniform(*self._settings.job_s), lambda: self._end_job(process, job, run))
 
-    def _end_job(self, process: Process, job: Any) -> None:
+    def _end_job(self, process: Process, job: Job, run: int) -> None:
         if not process.alive:
             return
         if isinstance(job, Apply) and self._settings.failing_updates > self._random.random():
-            self.feed(process, JobDone(job.job, None, NotAllowed(UPDATE_FAILS)))
+            self.feed(process, JobDone(job.job, None, NotAllowed(UPDATE_FAILS), run))
             return
-        done = _runner(process).run(job)
-        assert isinstance(done, JobDone)
-        self.feed(process, done)
+        self.feed(process, _runner(process, run).run(job)._replace(run=run))
 
     def _persist(self, process: Process, effect: Persist) -> None:
         """Writes come one after the other, as in the driver."""
@@ -204,6 +220,10 @@ class Shell:
         if not all(process.calls.may_write(target) for target in effect.targets if target is not None):
             self._trace.fail(f"{process.name}: a Copy into memory that no open call named")
         copy_rows(effect)
+
+    def _stop(self, process: Process, effect: Stop) -> None:
+        process.alive = False
+        self._trace.record(f"{process.name} stops: {effect.reason}")
 
     def _halt(self, process: Process, effect: Halt) -> None:
         process.halted = effect.error
@@ -225,9 +245,22 @@ class Shell:
             self._clock.after(0.0, call.waiter)
 
 
-def _runner(process: Process) -> JobRunner:
-    assert process.jobs is not None
-    return process.jobs
+def _runner(process: Process, run: int) -> JobRunner:
+    return process.runners.setdefault(run, JobRunner())
+
+
+def _drop_run(process: Process, effect: DropRun) -> None:
+    process.runners.pop(effect.run, None)
+
+
+def _by_run(machine: Machine, effects: Iterable[Effect]) -> Iterator[tuple[OfOneRun, int, Epoch]]:
+    """Each effect with its run, and the epoch of that run's view."""
+    for effect in effects:
+        if isinstance(effect, InRun):
+            for own in effect.effects:
+                yield own, effect.run, effect.epoch
+        else:
+            yield effect, machine.run, machine.epoch
 
 
 def _poison(request: Request) -> None:

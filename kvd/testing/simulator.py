@@ -19,8 +19,9 @@ from kvd.core.machine import PeerLost, Tick
 from kvd.core.requests import Request
 from kvd.core.server.groups import Slice
 from kvd.core.server.machine import ServerMachine
+from kvd.core.server.router import ServerRouter
 from kvd.core.worker.machine import WorkerMachine
-from kvd.node.jobs import JobRunner, view
+from kvd.node.jobs import view
 from kvd.protocol.messages import Settings
 from kvd.testing.clock import VirtualClock
 from kvd.testing.machines import SCHEDULER_ADDRESS, MachineFactory
@@ -131,7 +132,7 @@ class World:
         name = f"server {rank}"
         life = self._next_life(name)
         address = f"sim://server{rank}/{life}"
-        return self._start(Process(name, life, self._machines.server(rank, address), address, JobRunner()))
+        return self._start(Process(name, life, self._machines.server(rank, address), address))
 
     def start_worker(self, number: int, program: Program | None = None) -> Process:
         """Starts a worker under its node id. Without a program it runs the one that its node ran before, if any."""
@@ -190,9 +191,10 @@ class World:
     # ── looking in ──
 
     def server(self, rank: int) -> ServerMachine:
-        machine = self.processes[f"server {rank}"].machine
-        assert isinstance(machine, ServerMachine)
-        return machine
+        """The server's machine of the latest run; before there is one, that of the cluster."""
+        router = self.processes[f"server {rank}"].machine
+        assert isinstance(router, ServerRouter)
+        return router.latest()
 
     def servers(self) -> list[ServerMachine]:
         return [self.server(rank) for rank in range(self.cluster.servers)]

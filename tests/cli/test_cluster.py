@@ -183,10 +183,8 @@ def test_status_of_a_healthy_cluster(ask: Kvd, saved: Callable[[Any], Path]) -> 
 def test_status_of_an_unhealthy_cluster(kvd: Kvd, tmp_path: Path) -> None:
     cluster = start_cluster(tmp_path, workers=2)
     try:
-        missing = kvd("status", "-S", cluster.address, "--timeout", "20s")
-        assert missing.exit_code == 1
-        assert "missing: worker 0, worker 1" in missing.stderr
-        assert "worker 1   missing" in missing.stdout
+        idle = kvd("status", "-S", cluster.address, "--timeout", "20s")
+        assert (idle.exit_code, idle.stderr) == (0, "")  # no job is running, and the daemons are well
 
         cluster.processes[2].kill()
         deadline = time.monotonic() + DEADLINE_S

@@ -43,7 +43,7 @@ def status(kvd: Kvd, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
                 return given
 
         @contextlib.contextmanager
-        def observer() -> Iterator[Stub]:
+        def observer(doing: str) -> Iterator[Stub]:
             yield Stub()
 
         monkeypatch.setattr(cluster, "observer", observer)

@@ -27,10 +27,7 @@ def cluster() -> Iterator[LocalCluster]:
 @pytest.fixture
 def stores(cluster: LocalCluster) -> list[package.KVStore]:
     """Worker 0 shares memory, worker 1 does not."""
-    stores = [
-        cluster.store(node_id="worker-0", preferred_rank=0),
-        cluster.store(node_id="worker-1", preferred_rank=1, shared_memory="off"),
-    ]
+    stores = cluster.open_stores(each=[{"node_id": "worker-0"}, {"node_id": "worker-1", "shared_memory": "off"}])
     for handle in [store.init_async("w", np.zeros(SIZE, np.float32)) for store in stores]:
         handle.wait()
     return stores

@@ -14,9 +14,9 @@ from tests.client.harness import SLOW_TO_JUDGE, Pair, init_all
 def pair() -> Iterator[Pair]:
     """Two workers of one cluster, with a key "w" of four zeros."""
     with LocalCluster(2, 2) as cluster:
-        stores = cluster.store(), cluster.store()
+        one, other = stores = cluster.open_stores()
         init_all(stores)
-        yield stores
+        yield one, other
 
 
 @pytest.fixture
@@ -29,6 +29,6 @@ def slow_cluster() -> Iterator[LocalCluster]:
 @pytest.fixture
 def slow_pair(slow_cluster: LocalCluster) -> Pair:
     """The two workers of the slow cluster, with a key "w" of four zeros."""
-    stores = slow_cluster.store(), slow_cluster.store()
+    one, other = stores = slow_cluster.open_stores()
     init_all(stores)
-    return stores
+    return one, other

@@ -13,13 +13,7 @@ from kvd.testing.cluster import LocalCluster
 Pair: TypeAlias = tuple[kvd.KVStore, kvd.KVStore]
 
 SLOW_TO_JUDGE: dict[str, Any] = {"worker_timeout_s": 40.0, "request_timeout_s": 50.0}
-UNREACHABLE: dict[str, Any] = {
-    "scheduler": "tcp://127.0.0.1:1",
-    "server_timeout_s": 0.2,
-    "worker_timeout_s": 0.2,
-    "heartbeat_interval_s": 0.05,
-    "request_timeout_s": 0.3,
-}
+UNREACHABLE: dict[str, Any] = {"scheduler": "tcp://127.0.0.1:1", "join_timeout_s": 0.3}
 MEGABYTE = 1 << 20
 ONE_PUSH: dict[str, Any] = {"memory_limit_bytes": "1MiB", "credit_bytes": "1MiB"}  # room for one of a megabyte
 PATIENT: dict[str, Any] = {
@@ -95,5 +89,6 @@ def init_all(stores: Sequence[kvd.KVStore], key: Any = "w", value: Any = None) -
 
 def failed_workers(cluster: LocalCluster) -> list[int]:
     """The ranks of the workers whose programs ended with an error, from the scheduler."""
-    members: Any = cluster.scheduler._daemon.machine.explain(0.0)["members"]  # type: ignore[union-attr]
+    router: Any = cluster.scheduler._daemon.machine  # type: ignore[union-attr]
+    members: Any = router.explain(0.0, [slot.run for slot in router.runs][-1])["members"]
     return [member["rank"] for member in members if "ended with an error" in member["reason"]]

@@ -82,7 +82,7 @@ async def test_every_member(kind: str, tmp_path: Path) -> None:
 @pytest.mark.asyncio
 async def test_many_calls_at_once_from_one_loop() -> None:
     with LocalCluster(1, 2) as cluster:
-        async with await kvd.aio.create("dist_sync", scheduler=cluster.address) as kv:
+        async with await kvd.aio.create("dist_sync", scheduler=cluster.address, run=cluster.settings["run"]) as kv:
             keys = [f"k{number}" for number in range(50)]
             await asyncio.gather(*[kv.init(key, np.zeros(300, np.float32)) for key in keys])
             for step in range(5):
@@ -90,11 +90,17 @@ async def test_many_calls_at_once_from_one_loop() -> None:
                 assert all((value == step).all() for value in values)
 
 
+async def both(cluster: LocalCluster) -> list[kvd.aio.KVStore]:
+    """The stores of both workers."""
+    return await asyncio.gather(
+        *[kvd.aio.create("dist_sync", scheduler=cluster.address, preferred_rank=rank) for rank in range(2)]
+    )
+
+
 @pytest.mark.asyncio
 async def test_a_call_that_is_cancelled_does_not_harm_the_store() -> None:
     with LocalCluster(2, 1) as cluster:
-        one = await kvd.aio.create("dist_sync", scheduler=cluster.address)
-        other = await kvd.aio.create("dist_sync", scheduler=cluster.address)
+        one, other = await both(cluster)
         await asyncio.gather(*[store.init("w", np.zeros(4, np.float32)) for store in (one, other)])
         for call in (one.pushpull("w", ones()), one.barrier("b"), one.flush(), one.pull("w"), one.join()):
             with pytest.raises(TimeoutError):
@@ -111,8 +117,7 @@ async def test_a_call_that_is_cancelled_does_not_harm_the_store() -> None:
 @pytest.mark.asyncio
 async def test_the_loop_goes_on_while_calls_wait() -> None:
     with LocalCluster(2, 1) as cluster:
-        one = await kvd.aio.create("dist_sync", scheduler=cluster.address)
-        other = await kvd.aio.create("dist_sync", scheduler=cluster.address)
+        one, other = await both(cluster)
         ticks = 0
 
         async def tick() -> None:
@@ -136,7 +141,9 @@ async def test_a_creation_that_is_cancelled_takes_no_place() -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(kvd.aio.create("dist_sync", **UNREACHABLE), 0.2)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(kvd.aio.create("dist_sync", scheduler=cluster.address), 0.0001)
+            await asyncio.wait_for(
+                kvd.aio.create("dist_sync", scheduler=cluster.address, run=cluster.settings["run"]), 0.0001
+            )
         assert time.monotonic() - begun < 2
 
         def gives_up() -> bool:
@@ -158,10 +165,13 @@ async def test_errors_of_creation() -> None:
 @pytest.mark.asyncio
 async def test_an_async_with_block_that_fails_leaves_at_once() -> None:
     with LocalCluster(2, 1) as cluster:
+        kv, other = await both(cluster)
         begun = time.monotonic()
         with pytest.raises(ZeroDivisionError):
-            async with await kvd.aio.create("dist_sync", scheduler=cluster.address) as kv:
+            async with kv:
                 raise ZeroDivisionError
         assert time.monotonic() - begun < 2
         with pytest.raises(StoreClosed):
             await kv.barrier()
+        await other.set_barrier_before_exit(False)
+        await other.close()

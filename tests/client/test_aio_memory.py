@@ -23,8 +23,12 @@ async def filled() -> AsyncIterator[tuple[Any, Any, kvd.KVStore]]:
     worker's; and that other worker."""
     zeros = np.zeros(MEGABYTE // 4, np.float32)
     with LocalCluster(2, 1, **PATIENT) as cluster:
-        kv = await kvd.aio.create("dist_sync", scheduler=cluster.address, **PATIENT, **ONE_PUSH)
-        other = await asyncio.to_thread(cluster.store)
+        kv, other = await asyncio.gather(
+            kvd.aio.create(
+                "dist_sync", preferred_rank=0, **{**cluster.settings, **ONE_PUSH, "scheduler": cluster.address}
+            ),
+            asyncio.to_thread(cluster.store, preferred_rank=1),
+        )
         theirs = asyncio.to_thread(other.init, ["w", "v"], [zeros] * 2)
         await asyncio.gather(theirs, kv.init(["w", "v"], [zeros] * 2))
         try:

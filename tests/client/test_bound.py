@@ -238,7 +238,7 @@ def test_workers_add_up(kind: str) -> None:
 @pytest.mark.asyncio
 async def test_the_async_facade() -> None:
     with LocalCluster(1, 1) as cluster:
-        async with await kvd.aio.create("dist_sync", scheduler=cluster.address) as kv:
+        async with await kvd.aio.create("dist_sync", scheduler=cluster.address, run=cluster.settings["run"]) as kv:
             await kv.init(["a", "b"], [np.ones(LARGE, np.float32), np.ones(SMALL, np.float32)])
             gradients, weights = await kv.bind(["a", "b"])
             (gradient, _), (_, weight) = await asyncio.gather(kv.bind("a"), kv.bind("b"))

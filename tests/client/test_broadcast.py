@@ -152,7 +152,7 @@ def test_a_restarted_worker_passes_old_broadcasts_and_takes_part_in_new_ones(kin
         return float(value[0])
 
     with LocalCluster(2, 1, request_timeout_s=30.0) as cluster:
-        stores = together(*(partial(cluster.store, kind, node_id=f"worker-{number}") for number in range(2)))
+        stores = cluster.open_stores(kind, [{"node_id": f"worker-{number}"} for number in range(2)])
         zero, one = sorted(stores, key=lambda store: store.rank)
         node_id = f"worker-{stores.index(zero)}"
         assert together(partial(begin, zero), partial(begin, one)) == [1, 1]
@@ -203,7 +203,7 @@ def test_a_restarted_async_worker_meets_the_others_unless_its_predecessor_has(
 
 def test_broadcast_and_push_in_one_round_are_refused() -> None:
     with LocalCluster(2, 1) as cluster:
-        one, other = (cluster.store(node_id=f"worker-{number}") for number in range(2))
+        one, other = cluster.open_stores()
         init_all([one, other], "w", ones())
         push = other.push("w", ones())
         wait_until(lambda: engine_of(other).machine._outbox.unstaged == 0, "the push is staged")

@@ -20,7 +20,7 @@ LARGE = (600, 500)  # more than what goes through the socket in any case
 def checking(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """A worker that checks its gradients, and another without which its pushes are not done."""
     with LocalCluster(2, 2, path=request.param) as cluster:
-        checked, other = cluster.store(check_bound=True), cluster.store()
+        checked, other = cluster.open_stores(each=[{"check_bound": True}, {}])
         init_all([checked, other], ["w", "v"], [np.zeros(LARGE, np.float32)] * 2)
         yield checked, other
 
@@ -98,7 +98,7 @@ def test_an_answer_that_is_written_into_the_gradient_is_no_mistake(checking: Pai
 
 def test_without_the_setting_nothing_is_checked() -> None:
     with LocalCluster(2, 1, path="tcp") as cluster:
-        kv, other = cluster.store(), cluster.store()
+        kv, other = cluster.open_stores()
         init_all([kv, other], "w", np.zeros(LARGE, np.float32))
         gradient, _ = kv.bind("w")
         push = kv.push("w", gradient)
@@ -111,8 +111,7 @@ def test_without_the_setting_nothing_is_checked() -> None:
 
 def test_other_errors_of_a_push_come_first() -> None:
     with LocalCluster(2, 1, path="shm") as cluster:
-        kv = cluster.store(check_bound=True)
-        other = cluster.store()
+        kv, other = cluster.open_stores(each=[{"check_bound": True}, {}])
         init_all([kv, other], "w", np.zeros(LARGE, np.float32))
         gradient, _ = kv.bind("w")
         push = kv.push("w", gradient)

@@ -71,8 +71,7 @@ def test_a_controller_that_fails_is_an_error_of_the_caller(monkeypatch: pytest.M
 
 def test_node_ids_and_masks() -> None:
     with LocalCluster(2, 1, **QUICK) as cluster, kvd.create("local") as local:
-        kv = cluster.store(node_id="worker-0")
-        gone = cluster.store(node_id="worker-1")
+        kv, gone = cluster.open_stores(each=[{"node_id": "worker-0"}, {"node_id": "worker-1"}])
         assert [kv.num_dead_node(node_id) for node_id in (1, 2, 4, 7, 8, 9, 11)] == [0] * 7
         assert list(kv.dead_nodes()) == []
         engine_of(gone)._driver.stop(0)
@@ -121,9 +120,9 @@ def test_a_worker_with_other_settings_is_refused(
     type_: str, settings: dict[str, Any], name: str, mine: str, theirs: str
 ) -> None:
     with LocalCluster(2, 1, slice_bytes=1 << 20) as cluster:
-        first = cluster.store("dist_sync", merge="sum")
+        first = cluster.lone_store("dist_sync", merge="sum")
         with pytest.raises(ConfigError) as caught:
-            kvd.create(type_, scheduler=cluster.address, **settings)
+            kvd.create(type_, scheduler=cluster.address, run=cluster.settings["run"], **settings)
         assert caught.value.setting == name
         assert mine in str(caught.value)
         assert theirs in str(caught.value)
@@ -144,7 +143,7 @@ def test_a_full_cluster_refuses_another_worker() -> None:
     with LocalCluster(1, 1) as cluster:
         kv = cluster.store()
         with pytest.raises(NotAllowed, match="all 1 workers are there"):
-            kvd.create("dist_sync", scheduler=cluster.address)
+            kvd.create("dist_sync", scheduler=cluster.address, run=cluster.settings["run"])
         kv.init("w", ones())
 
 
@@ -156,15 +155,15 @@ def test_nobody_answers_at_the_schedulers_address() -> None:
         for address in (free, "tcp://127.0.0.1:1", "ipc:///tmp/kvd-nobody-is-here.sock"):
             begun = time.monotonic()
             with pytest.raises(ConnectError, match="kvd scheduler") as caught:
-                kvd.create("dist_sync", scheduler=address, request_timeout_s=1.5, **QUICK)
+                kvd.create("dist_sync", scheduler=address, join_timeout_s=1.5)
             assert caught.value.address == address
             assert time.monotonic() - begun < 3
 
 
 def test_servers_that_are_missing_are_named() -> None:
-    with LocalCluster(1, 2, request_timeout_s=1.5, **QUICK) as cluster:
+    with LocalCluster(1, 2, join_timeout_s=1.5, **QUICK) as cluster:
         cluster.servers.pop().stop()
-        with pytest.raises(RequestTimeout, match="missing: server 1") as caught:
+        with pytest.raises(RequestTimeout, match="waiting for server 1") as caught:
             cluster.store()
         assert caught.value.waiting_for == ("server 1",)
         assert caught.value.outcome == "not_sent"

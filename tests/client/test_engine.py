@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import kvd
+from kvd.client.calls.promise import Promise
+from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.observer import Observer
+from kvd.config import Config
+from kvd.core.requests import Request
 from kvd.errors import ConnectError
 from kvd.testing.cluster import LocalCluster, engine_of
+from kvd.transport.host import HostTransport
 
 
 def test_the_engine_does_not_hold_the_interpreter() -> None:
     """A program that ends while its store waits for somebody ends."""
     code = "import kvd, sys\nkv = kvd.create('dist_sync')\nkv.set_barrier_before_exit(False)\n"
     with LocalCluster(2, 1) as cluster:
-        output, _ = cluster.script(code, 0).communicate(timeout=20)
+        script = cluster.script(code, 0)
+        cluster.store(node_id="worker-1")
+        output, _ = script.communicate(timeout=20)
         assert output == b""
 
 
@@ -43,3 +54,62 @@ def test_the_first_reason_why_a_node_cannot_go_on_is_the_one_that_calls_raise() 
         for call in (kv.barrier, kv.flush, lambda: kv.pull("w")):
             with pytest.raises(kvd.NodeLost, match="first"):
                 call()
+
+
+HURRIED: dict[str, Any] = {
+    "scheduler": "tcp://127.0.0.1:1",
+    "heartbeat_interval_s": 0.05,
+    "server_timeout_s": 0.2,
+    "worker_timeout_s": 0.2,
+    "request_timeout_s": 0.4,
+    "join_timeout_s": 0.4,
+}
+OPENERS = [lambda: Observer(Config(**HURRIED)), lambda: kvd.create("dist_sync", **HURRIED)]
+
+
+@pytest.mark.parametrize("opens", OPENERS)
+def test_an_error_does_not_wait_for_a_transport_that_cannot_be_closed(
+    opens: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when libzmq looks up a host and the name server is cut off: closing takes as long as that."""
+    may_close, closed = threading.Event(), threading.Event()
+    close = HostTransport.close
+
+    def late(transport: HostTransport, linger_s: float) -> None:
+        may_close.wait(60)
+        close(transport, linger_s)
+        closed.set()
+
+    monkeypatch.setattr(HostTransport, "close", late)
+    try:
+        begun = time.monotonic()
+        with pytest.raises(ConnectError, match="no scheduler answers"):
+            opens()
+        assert time.monotonic() - begun < 4
+        assert not closed.is_set()
+    finally:
+        may_close.set()
+        assert closed.wait(60)
+
+
+@pytest.mark.parametrize("opens", OPENERS)
+def test_looking_up_a_host_is_part_of_the_deadline(opens: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the deadlines is the test's, and the look-up takes all the time there is."""
+    now = 100.0
+    given: list[float | None] = []
+    submit = Engine.submit
+
+    def look_up(config: Config) -> None:
+        nonlocal now
+        now += config.request_timeout_s
+
+    def noting(engine: Engine, request: Request, timeout: float | None = None) -> Promise:
+        given.append(timeout)
+        return submit(engine, request, timeout)
+
+    monkeypatch.setattr("kvd.client.cluster.engine.check_host", look_up)
+    monkeypatch.setattr("kvd.client.calls.deadline.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(Engine, "submit", noting)
+    with pytest.raises(ConnectError):
+        opens()
+    assert given[0] == 0.0

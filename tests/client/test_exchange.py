@@ -91,7 +91,7 @@ def test_a_later_call_raises_the_error_of_an_assignment_that_does_not_fit() -> N
 
 def test_late_and_gone_workers_are_named() -> None:
     with LocalCluster(2, 1, **{**SLOW_TO_JUDGE, "worker_timeout_s": 1.0}) as cluster:
-        zero, one = sorted((cluster.store(), cluster.store()), key=lambda store: store.rank)
+        zero, one = cluster.open_stores()
         init_all([zero, one])
         exchange = Exchange(zero)
         zero.push("w", np.ones(4, np.float32))
@@ -103,7 +103,7 @@ def test_late_and_gone_workers_are_named() -> None:
 
 def test_a_worker_that_left_the_rounds_is_gone_and_not_dead() -> None:
     with LocalCluster(2, 1) as cluster:
-        zero, one = sorted((cluster.store(), cluster.store()), key=lambda store: store.rank)
+        zero, one = cluster.open_stores()
         one.join()
         wait_until(lambda: Exchange(zero).gone_workers() == {1: False}, "worker 1 has left the rounds")
 

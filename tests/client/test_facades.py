@@ -35,6 +35,9 @@ class Closing:
     def abandon(self, *, failed: bool) -> None:
         self.calls.append(f"abandon {failed}")
 
+    def withdraw(self) -> None:
+        self.calls.append("withdraw")
+
 
 def life_of(closing: Closing, *, distributed: bool) -> StoreLife:
     local = open_backend("local", {})

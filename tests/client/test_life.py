@@ -58,7 +58,7 @@ async def test_a_blocking_call_in_an_event_loop_names_the_other_facade() -> None
 
 def test_close_waits_for_the_others_unless_told_not_to() -> None:
     with LocalCluster(2, 1) as cluster:
-        one, other = cluster.store(), cluster.store()
+        one, other = cluster.open_stores()
         closing = threading.Thread(target=one.close)
         closing.start()
         closing.join(0.3)
@@ -66,7 +66,8 @@ def test_close_waits_for_the_others_unless_told_not_to() -> None:
         other.close()
         closing.join(10)
         assert not closing.is_alive()
-        one, other = cluster.store(), cluster.store()
+    with LocalCluster(2, 1) as cluster:
+        one, other = cluster.open_stores()
         one.set_barrier_before_exit(False)
         begun = time.monotonic()
         one.close()
@@ -197,9 +198,12 @@ def test_only_open_stores_are_kept_for_the_end_of_the_process(end: type[Exceptio
 
 FORGETS = """
 import numpy as np, kvd
+from concurrent.futures import ThreadPoolExecutor
 def main():
-    kv = kvd.create("dist_sync")
-    other = kvd.create("dist_sync", node_id="second") if {second} else None
+    with ThreadPoolExecutor() as pool:  # each waits for the other
+        coming = pool.submit(kvd.create, "dist_sync", node_id="second") if {second} else None
+        kv = kvd.create("dist_sync")
+        other = coming.result() if {second} else None
     for store in (kv, other):
         if store is not None:
             handle = store.init_async("w", np.zeros(4, np.float32))
@@ -215,8 +219,8 @@ main()
 @pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "raise RuntimeError('no')"])
 def test_a_script_that_forgets_close_leaves_in_good_order(end: str, caplog: pytest.LogCaptureFixture) -> None:
     with LocalCluster(2, 1, **SLOW_TO_JUDGE) as cluster:
-        kv = cluster.store(node_id="worker-0")
         script = cluster.script(FORGETS.format(second=False, end=end), 1)
+        kv = cluster.store(node_id="worker-0")
         kv.init("w", np.zeros(4, np.float32))
         if not end.startswith("raise Runtime"):
             assert kv.pushpull("w", ones()).tolist() == [2] * 4  # what it pushed last has arrived
@@ -268,8 +272,8 @@ asyncio.run(main())
 
 def test_an_async_script_that_forgets_close() -> None:
     with LocalCluster(2, 1, **SLOW_TO_JUDGE) as cluster:
-        kv = cluster.store(node_id="worker-0")
         script = cluster.script(AIO_FORGETS, 1)
+        kv = cluster.store(node_id="worker-0")
         kv.init("w", np.zeros(4, np.float32))
         assert kv.pushpull("w", ones()).tolist() == [2] * 4
         kv.close()

@@ -40,7 +40,7 @@ def test_barriers_have_names_and_generations() -> None:
 
 def test_a_barrier_times_out_and_can_be_entered_again() -> None:
     with LocalCluster(2, 1) as cluster:
-        one, other = cluster.store(), cluster.store()
+        one, other = cluster.open_stores()
         begun = time.monotonic()
         for _ in range(2):
             with pytest.raises(RequestTimeout) as caught:
@@ -57,7 +57,7 @@ def test_a_barrier_times_out_and_can_be_entered_again() -> None:
 
 def test_two_barriers_with_long_names_are_two() -> None:
     with LocalCluster(2, 1) as cluster:
-        one, other = cluster.store(), cluster.store()
+        one, other = cluster.open_stores()
         handle = backend_of(one).rounds.barrier("n" * 300 + "1", 30)
         with pytest.raises(RequestTimeout):
             other.barrier("n" * 300 + "2", timeout=0.3)
@@ -99,8 +99,7 @@ def test_a_worker_that_joins_out_of_the_rounds_is_not_waited_for() -> None:
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_the_staleness_bounds_how_far_a_worker_runs_ahead(staleness: int) -> None:
     with LocalCluster(2, 1, rounds_ahead=8) as cluster:
-        fast = cluster.store("dist_async", staleness=staleness)
-        slow = cluster.store("dist_async", staleness=staleness)
+        fast, slow = cluster.open_stores("dist_async", staleness=staleness)
         made = [store.init_async("w", np.zeros(2, np.float32)) for store in (fast, slow)]
         for handle in made:
             handle.wait()

@@ -51,7 +51,7 @@ def view(settings: Settings, who: Iterable[Member]) -> View:
 def session(role: str, rank: int, settings: Settings = OPEN, life: int = 0) -> SchedulerSession:
     incarnation = server_id(rank, life) if role == "server" else worker_id(rank, life)
     address = f"tcp://{role}{rank}" if role == "server" else ""
-    identity = Identity(role, f"{role}-{rank}", incarnation, address, "host", 77)
+    identity = Identity(role, f"{role}-{rank}", incarnation, address, "host", incarnation)
     return SchedulerSession(identity, settings, "tcp://scheduler", 1.0)
 
 

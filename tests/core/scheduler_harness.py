@@ -37,7 +37,7 @@ class Harness:
         return self.step(Received(peer, who, Epoch(*view), message))
 
     def join(self, role: str, who: int, node_id: str, *, rank: int = -1, settings: Settings = OPEN) -> list[Effect]:
-        return self.say(who, Join(1, role, node_id, "", "host", 70 + who % 10, rank, settings))
+        return self.say(who, Join(1, role, node_id, "", "host", who, rank, settings))
 
     def worker(self, rank: int, life: int = 0) -> list[Effect]:
         return self.join("worker", worker_id(rank, life), f"worker-{rank}")

@@ -96,7 +96,7 @@ class Cluster:
         self.messages += 1
         target = SCHEDULER_ID if effect.peer == SCHEDULER else effect.peer
         peer = SCHEDULER if machine.incarnation == SCHEDULER_ID else machine.incarnation
-        sender, view, message = decode(encode(effect.message, machine.incarnation, machine.epoch))
+        sender, view, message, _ = decode(encode(effect.message, machine.incarnation, machine.epoch))
         payload = padded_bytes([read(span) for span in effect.payload]) if effect.payload else None
         nbytes = 0 if payload is None else len(payload)
         assert isinstance(target, int)

@@ -196,9 +196,47 @@ def test_a_death_breaks_the_barriers_that_the_dead_worker_is_missing_from(dies_f
     refused = one([message for message in said(effects) if isinstance(message, Refused)])
     assert (refused.request, refused.error, refused.nodes) == (11, ErrorCode.BARRIER_BROKEN, (NodeName("worker", 1),))
     assert any("broke" in note.text for note in of(LogEntry, effects))
+    (copy,) = enter(harness, 0, 11)
+    assert copy.message == refused
     harness.worker(1, life=1)
-    (late,) = enter(harness, 1, 5, life=1)
-    assert late.message.error is ErrorCode.BARRIER_BROKEN
+    assert enter(harness, 1, 5, life=1) == []  # the verdict does not bind the successor
+    assert [send.message for send in enter(harness, 0, 12)] == [Done(5), Done(12)]
+
+
+def test_all_programs_are_restarted_after_a_barrier_broke() -> None:
+    """The first that comes does not take the other, who is still dead, for one that never comes."""
+    harness = two_workers()
+    enter(harness, 0, 11)
+    harness.kill(worker_id(1))
+    harness.worker(0, life=1)
+    assert enter(harness, 0, 3, life=1) == []
+    harness.now += 4.0
+    harness.worker(1, life=1)
+    assert [send.message for send in enter(harness, 1, 3, life=1)] == [Done(3), Done(3)]
+
+
+def test_a_restarted_program_waits_for_the_dead_for_one_timeout() -> None:
+    harness = two_workers()
+    harness.kill(worker_id(1))
+    harness.worker(0, life=1)
+    begun = harness.now
+    assert enter(harness, 0, 3, life=1) == []
+    for _ in range(19):
+        harness.now += 1.0
+        harness.beat(0, life=1)
+    assert harness.machine.explain(harness.now)["barriers"] == {"b": [0]}
+    harness.now = harness.machine.next_deadline()  # type: ignore[assignment]
+    assert harness.now == begun + 20.0
+    refused = one([message for message in said(harness.step(Tick())) if isinstance(message, Refused)])
+    assert (refused.request, refused.nodes) == (3, (NodeName("worker", 1),))
+
+
+def test_a_worker_that_dies_after_the_others_have_come_is_not_awaited_twice() -> None:
+    harness = two_workers()
+    enter(harness, 0, 11)
+    harness.worker(1, life=1)
+    effects = harness.kill(worker_id(1, 1))
+    assert one([message for message in said(effects) if isinstance(message, Refused)]).request == 11
 
 
 def test_without_break_on_loss_the_successor_completes_the_barrier() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import CallerPeer
-from kvd.core.scheduler.barriers import Barriers, Verdict
+from kvd.core.scheduler.barriers import Barriers, Entrant, Verdict
 from kvd.core.scheduler.machine import SchedulerMachine
 from kvd.core.scheduler.record import Record
 from kvd.core.scheduler.roster import Seat
-from kvd.protocol.messages import BIGGEST, Heartbeat, HeartbeatAck, Join, MemberState, View, Welcome
+from kvd.protocol.messages import BIGGEST, Heartbeat, HeartbeatAck, Join, MemberState, RunPhase, View, Welcome
 from tests.core.fakes import OPEN, member, said, server_id, worker_id
 from tests.core.scheduler_harness import BARE, Harness, answer
 
@@ -77,13 +77,13 @@ def test_a_damaged_record_is_noticed(damage: dict[str, Any]) -> None:
 
 def test_a_record_comes_back_from_json_as_it_was() -> None:
     barriers = Barriers()
-    barriers.enter("b", 0, 0, CallerPeer(b"peer"), 1)
+    barriers.enter("b", 0, Entrant(0, 100, CallerPeer(b"peer"), 1))
     barriers.settle([0, 1], [1])
     seats = [
         Seat(member("server", 0), "host", 7, CallerPeer(b"peer")),
         Seat(member("worker", 0, "done"), "host", 8, None, MemberState.DEAD),
     ]
-    written = Record(3, 9, BARE, seats, [(41, "worker 0")], barriers).to_plain()
+    written = Record(3, 9, BARE, seats, [(41, "worker 0")], barriers, RunPhase.CLOSING).to_plain()
     read = Record.from_plain(json.loads(json.dumps(written)))
     assert (read.generation, read.epoch, read.settings, read.replaced) == (3, 9, BARE, [(41, "worker 0")])
     assert [(seat.member, seat.host, seat.pid, seat.peer, seat.predecessor) for seat in read.seats] == [
@@ -91,9 +91,5 @@ def test_a_record_comes_back_from_json_as_it_was() -> None:
         (seats[1].member, "host", 8, None, MemberState.DEAD),
     ]
     assert all(isinstance(seat.member.state, MemberState) for seat in read.seats)
-    assert read.barriers.enter("b", 0, 0, CallerPeer(b"peer"), 1) == Verdict((1,))
-
-
-def test_a_record_of_the_time_before_barriers_and_replaced_nodes_were_in_it_is_read() -> None:
-    read = Record.from_plain({"generation": 1, "settings": list(BARE), "seats": []})
-    assert (read.seats, read.replaced, read.barriers.open()) == ([], [], {})
+    assert read.phase is RunPhase.CLOSING
+    assert read.barriers.enter("b", 0, Entrant(0, 100, CallerPeer(b"peer"), 1)) == Verdict((1,))

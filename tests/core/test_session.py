@@ -23,7 +23,7 @@ from kvd.protocol.messages import (
     View,
     Welcome,
 )
-from tests.core.fakes import OPEN, cluster, from_scheduler, member, of, one, said, session, view, welcome
+from tests.core.fakes import OPEN, cluster, from_scheduler, member, of, one, said, session, view, welcome, worker_id
 
 VIEW = view(cluster(), [member("worker", 1)])
 
@@ -42,7 +42,7 @@ def test_it_connects_and_sends_joins_until_it_is_welcomed() -> None:
     effects = node.tick(5.0)
     assert one(of(Connect, effects)) == Connect(SCHEDULER, "tcp://scheduler")
     join = one(said(effects, SCHEDULER))
-    assert join == Join(1, "worker", "worker-1", "", "host", 77, -1, OPEN)
+    assert join == Join(1, "worker", "worker-1", "", "host", worker_id(1), -1, OPEN)
     assert node.next_deadline() == 5.0 + JOIN_RETRY_S
     assert node.tick(5.1) == []
     assert node.tick(5.5) == [Send(SCHEDULER, join)]

@@ -22,6 +22,7 @@ from kvd.protocol.messages import (
     Done,
     ErrorCode,
     Lookup,
+    MemberState,
     Part,
     Pull,
     Push,
@@ -65,6 +66,49 @@ def test_a_worker_waits_for_servers_that_are_not_there_yet() -> None:
     again = harness.call(requests.JoinCluster())
     harness.look(member("server", 1))
     assert harness.result(again) == 0
+
+
+def test_a_worker_waits_for_workers_that_have_never_come() -> None:
+    harness = Harness(servers=1, joined=False)
+    call = harness.call(requests.JoinCluster())
+    visit = harness.call(requests.JoinCluster(wait_for_workers=False))
+    harness.step(welcome(0))
+    harness.members.pop(("worker", 1))
+    harness.look()
+    assert harness.result(visit) == 0
+    assert call not in harness.done
+    harness.look(member("worker", 1))
+    assert harness.result(call) == 0
+
+
+@pytest.mark.parametrize("state", list(MemberState))
+def test_a_worker_does_not_wait_for_one_that_came_whatever_became_of_it(state: MemberState) -> None:
+    harness = Harness(servers=1, joined=False)
+    call = harness.call(requests.JoinCluster())
+    harness.step(welcome(0))
+    harness.look(member("worker", 1, state))
+    assert harness.result(call) == 0
+
+
+def test_a_call_that_stopped_waiting_for_the_cluster_ends_once() -> None:
+    harness = Harness(servers=1, joined=False)
+    calls = [harness.call(requests.JoinCluster(wait_for_workers=wait), timeout_s=1) for wait in (True, False)]
+    harness.wait(1)
+    for call in calls:
+        assert isinstance(harness.error(call), RequestTimeout)
+    harness.step(welcome(0))
+    harness.look()
+    assert len(harness.done) == 2
+
+
+def test_a_server_that_does_not_answer_the_attach_is_not_reached() -> None:
+    harness = Harness(servers=2, joined=False)
+    harness.attach = False
+    harness.step(welcome(0))
+    harness.look()
+    first = harness.take(Attach)
+    harness.reply(first, Done)
+    assert [server.rank for server in harness.machine.unreached_servers()] == [1]
 
 
 def test_a_worker_that_hears_nothing_waits_for_the_scheduler() -> None:

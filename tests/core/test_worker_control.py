@@ -84,7 +84,7 @@ def test_barriers_count_their_generations_by_name() -> None:
         assert harness.result(call) is None
 
 
-def test_a_broken_barrier_names_the_missing_workers_and_its_generation_is_over() -> None:
+def test_a_broken_barrier_names_the_missing_workers_and_is_still_to_be_passed() -> None:
     harness = Harness()
     call = harness.call(requests.Barrier("a"))
     harness.refuse(Enter, ErrorCode.BARRIER_BROKEN, nodes=(NodeName("worker", 1),))
@@ -92,7 +92,7 @@ def test_a_broken_barrier_names_the_missing_workers_and_its_generation_is_over()
     assert isinstance(error, BarrierBroken)
     assert error.missing == ("worker 1",)
     harness.call(requests.Barrier("a"))
-    assert one(harness.waiting(Enter)).generation == 1
+    assert one(harness.waiting(Enter)).generation == 0
 
 
 def test_a_barrier_that_timed_out_is_entered_again_at_the_same_generation() -> None:

@@ -13,6 +13,7 @@ import zmq
 import kvd
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import (
+    NO_RUN,
     Epoch,
     StatusQuery,
     StatusReport,
@@ -67,7 +68,8 @@ def busy(stores: list[kvd.KVStore]) -> Iterator[None]:
 class RawPeer:
     """A plain DEALER socket that can send any frames."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, run: int = NO_RUN) -> None:
+        self.run = run
         self.context: zmq.Context[Any] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.linger = 0
@@ -78,7 +80,7 @@ class RawPeer:
         self.socket.send_multipart(frames)
 
     def say(self, message: Any, *payload: bytes, sender: int = STRANGER) -> None:
-        self.send(encode(message, sender, NO_VIEW), *payload)
+        self.send(encode(message, sender, NO_VIEW, self.run), *payload)
 
     def answer(self) -> Any:
         return decode(self.socket.recv_multipart()[0]).message

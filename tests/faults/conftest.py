@@ -19,7 +19,7 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="module")
 def stores(cluster: LocalCluster) -> list[kvd.KVStore]:
-    stores = [cluster.store(node_id=f"worker-{number}") for number in range(2)]
+    stores = cluster.open_stores(each=[{"node_id": f"worker-{number}"} for number in range(2)])
     for handle in [store.init_async("w", np.zeros(3000, np.float32)) for store in stores]:
         handle.wait()
     return stores

@@ -100,7 +100,7 @@ def test_a_worker_that_sends_the_wrong_bytes_is_refused(cluster: LocalCluster, s
     me = engine.machine.incarnation
     home = engine.machine.view.server_of("w", 0)
     clock = stores[0].clock("w")
-    with RawPeer(engine.machine.view.servers()[home].address) as raw:
+    with RawPeer(engine.machine.view.servers()[home].address, engine.machine.run) as raw:
         for nbytes in (0, 1, 11_999, 12_001, 100_000):
             push = Push(1 << 40, (Part("w", 0, clock + 1),), 0, 1, False)
             refused = raw.answers(push, bytes(nbytes), sender=me)
@@ -121,7 +121,7 @@ def test_an_answer_that_would_be_too_large_is_refused(cluster: LocalCluster, sto
         handle.wait()
     engine: Any = engine_of(stores[0])
     home = engine.machine.view.server_of("large", 0)
-    with busy(stores), RawPeer(engine.machine.view.servers()[home].address) as raw:
+    with busy(stores), RawPeer(engine.machine.view.servers()[home].address, engine.machine.run) as raw:
         refused = raw.answers(Pull(5, (Part("large", 0, -1),) * 1024))
         assert isinstance(refused, Refused)
         assert refused.request == 5
@@ -155,9 +155,11 @@ def test_an_invalid_join_is_refused(cluster: LocalCluster, stores: list[kvd.KVSt
         for bad, error in (
             (replace(join, role="pirate"), ErrorCode.CONFIG_ERROR),
             (replace(join, node_id=""), ErrorCode.CONFIG_ERROR),
-            (replace(join, settings=settings._replace(num_workers=99)), ErrorCode.CONFIG_ERROR),
-            (replace(join, settings=settings._replace(mode="chaos")), ErrorCode.CONFIG_ERROR),
-            (join, ErrorCode.NOT_ALLOWED),
+            (replace(join, settings=settings._replace(mode="chaos"), job="new"), ErrorCode.CONFIG_ERROR),
+            (replace(join, settings=settings._replace(num_workers=99)), ErrorCode.JOB_BUSY),
+            (join, ErrorCode.JOB_BUSY),
         ):
             assert raw.answers(bad).error is error
-        assert raw.answers(Leave(2, Departure.LEFT)).reason is NotYetReason.NOT_JOINED
+        own = replace(join, token=cluster.settings["run"], settings=settings._replace(num_workers=99))
+        assert raw.answers(own).error is ErrorCode.CONFIG_ERROR
+        assert isinstance(raw.answers(Leave(2, Departure.LEFT)), Done)  # it was never there

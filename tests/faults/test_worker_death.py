@@ -78,7 +78,7 @@ def finish(process: subprocess.Popen[bytes]) -> dict[str, Any]:
 def test_the_others_learn_of_a_death_in_time_and_no_call_hangs() -> None:
     with LocalCluster(3, 2, **SETTINGS) as cluster:
         victim = cluster.script(PUSHES_ONE_AND_SLEEPS, 2)
-        stores = [cluster.store(node_id=f"worker-{number}") for number in range(2)]
+        stores = cluster.open_stores(each=[{"node_id": f"worker-{number}"} for number in range(2)])
         init = [store.init_async("w", np.zeros(8, np.float32)) for store in stores]
         for handle in init:
             handle.wait()

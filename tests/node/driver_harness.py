@@ -19,7 +19,7 @@ from kvd.core.machine import (
 from kvd.errors import ConnectError, KvdError
 from kvd.node.driver import Driver
 from kvd.protocol.codec import decode
-from kvd.protocol.messages import Epoch
+from kvd.protocol.messages import NO_RUN, Epoch
 from kvd.transport.base import pieces_of
 
 
@@ -27,6 +27,7 @@ class Scripted:
     """A machine that answers each event with the effects that a function returns."""
 
     incarnation = 77
+    run = NO_RUN
     epoch = Epoch(1, 2)
 
     def __init__(self, react: Callable[[Event], list[Effect]]) -> None:
@@ -47,7 +48,7 @@ class Scripted:
     def next_deadline(self) -> float | None:
         return self.deadline
 
-    def explain(self, now: float) -> dict[str, object]:
+    def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
         return {"role": "scripted"}
 
     def validate(self) -> None:

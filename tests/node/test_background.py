@@ -10,6 +10,7 @@ import pytest
 from kvd.core.machine import (
     Effect,
     Event,
+    InRun,
     JobDone,
     LocalCall,
     Persist,
@@ -19,6 +20,7 @@ from kvd.core.machine import (
 )
 from kvd.errors import NotAllowed
 from kvd.node.jobs import JobRunner
+from kvd.protocol.messages import Epoch
 from tests.node.driver_harness import DriverHarness, call, run, until
 
 
@@ -27,18 +29,18 @@ def test_a_command_that_raises_system_exit_fails() -> None:
         raise SystemExit(3)
 
     def react(event: Event) -> list[Effect]:
-        return [Run(9, "end", Span(None, 0, 0))] if isinstance(event, LocalCall) else []
+        return [InRun(4, Epoch(1, 2), [Run(9, "end", Span(None, 0, 0))])] if isinstance(event, LocalCall) else []
 
     async def program() -> None:
         harness.driver.feed(call(1))
         await until(lambda: any(isinstance(event, JobDone) for event in harness.machine.events))
         (done,) = [event for event in harness.machine.events if isinstance(event, JobDone)]
-        assert done.job == 9
+        assert (done.job, done.run) == (9, 4)
         assert isinstance(done.error, NotAllowed)
         assert "SystemExit" in str(done.error)
 
     with ThreadPoolExecutor(1) as executor:
-        harness = DriverHarness(react, jobs=JobRunner({"end": end}), executor=executor)
+        harness = DriverHarness(react, new_runner=lambda: JobRunner({"end": end}), executor=executor)
         run(harness, program)
 
 

@@ -70,14 +70,15 @@ def test_every_message_comes_back_as_it_was(kind: type[Any], data: st.DataObject
     message = data.draw(messages_of(kind))
     sender = data.draw(numbers(Limit(0, BIGGEST)))
     view = Epoch(data.draw(numbers(Limit(0, BIGGEST))), data.draw(numbers(Limit(0, BIGGEST))))
-    header = encode(message, sender, view)
+    run = data.draw(numbers(Limit(0, BIGGEST)))
+    header = encode(message, sender, view, run)
     decoded: Decoded = decode(header)
     assert type(decoded.message) is kind
     assert decoded.message == message
-    assert (decoded.sender, decoded.epoch) == (sender, view)
+    assert (decoded.sender, decoded.epoch, decoded.run) == (sender, view, run)
     assert isinstance(decoded.epoch, Epoch)
     assert decode(memoryview(header)) == decoded
-    assert encode(decoded.message, sender, view) == header
+    assert encode(decoded.message, sender, view, run) == header
 
 
 def test_every_message_has_a_number_of_its_own() -> None:
@@ -91,10 +92,10 @@ def test_named_tuples_come_back_as_named_tuples() -> None:
 
 
 def test_the_bytes_of_a_message_are_fixed() -> None:
-    assert encode(Done(5), 7, VIEW) == bytes([0x96, VERSION, 16, 7, 3, 9, 5])
+    assert encode(Done(5), 7, VIEW, 2) == bytes([0x97, VERSION, 16, 7, 3, 9, 2, 5])
     spec = KeySpec("int8", (2, 3), 4096)
     assert msgpack.unpackb(encode(Init(5, "w", spec, 1), 7, VIEW)) == [
-        VERSION, 33, 7, 3, 9, 5, "w", ["int8", [2, 3], 4096], 1,
+        VERSION, 33, 7, 3, 9, 0, 5, "w", ["int8", [2, 3], 4096], 1,
     ]  # fmt: skip
 
 
@@ -121,7 +122,7 @@ def accepts(body: object) -> bool:
 
 def changed(message: Any, position: int, value: object) -> list[Any]:
     body = fields_of(message)
-    body[5 + position] = value
+    body[6 + position] = value
     return body
 
 
@@ -282,7 +283,7 @@ def test_another_version_is_named_in_the_error(version: object) -> None:
         decode(packed([version, *fields_of(Done(1))[1:]]))
 
 
-@pytest.mark.parametrize("position", [1, 2, 3, 4])
+@pytest.mark.parametrize("position", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("value", [-1, BIGGEST + 1, True, 1.0, None, "1", b"1", [], {}])
 def test_kind_sender_and_epoch_are_whole_numbers(position: int, value: object) -> None:
     body = fields_of(Done(1))
@@ -291,7 +292,7 @@ def test_kind_sender_and_epoch_are_whole_numbers(position: int, value: object) -
         decode(packed(body))
 
 
-@pytest.mark.parametrize("kind", [0, 10, 15, 19, 31, 47, 59, 255, BIGGEST])
+@pytest.mark.parametrize("kind", [0, 12, 15, 19, 31, 47, 59, 255, BIGGEST])
 def test_an_unknown_kind_is_refused(kind: int) -> None:
     with pytest.raises(ProtocolError, match=f"no message has kind {kind}$"):
         decode(packed([VERSION, kind, 7, 3, 9, 1]))
@@ -348,7 +349,7 @@ def test_bytes_that_are_not_a_header_are_refused(header: bytes) -> None:
 
 def _with_field(raw: bytes) -> bytes:
     """A Refused whose text is replaced by raw msgpack."""
-    return bytes([0x9C, VERSION, 17, 7, 3, 9, 1, 4]) + raw + b"\xa0\x00\x90\x00"
+    return bytes([0x9D, VERSION, 17, 7, 3, 9, 0, 1, 4]) + raw + b"\xa0\x00\x90\x00"
 
 
 @pytest.mark.parametrize("raw", [
@@ -369,9 +370,9 @@ def test_a_field_of_another_msgpack_type_is_refused(raw: bytes) -> None:
 
 
 @pytest.mark.parametrize("depth", [400, 900, 1010])
-@pytest.mark.parametrize("position", [0, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("position", [0, 1, 2, 3, 4, 5, 6])
 def test_deep_nesting_anywhere_is_a_protocol_error(position: int, depth: int) -> None:
-    pieces = [bytes([number]) for number in (VERSION, 8, 7, 3, 9, 1)]
+    pieces = [bytes([number]) for number in (VERSION, 8, 7, 3, 9, 2, 1)]
     pieces[position] = b"\x91" * depth + b"\xc0"
     with pytest.raises(ProtocolError):
-        decode(b"\x96" + b"".join(pieces))
+        decode(b"\x97" + b"".join(pieces))

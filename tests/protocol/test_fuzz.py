@@ -61,9 +61,9 @@ SAMPLES: list[Any] = [
 ]
 
 
-def decode_triple(header: bytes) -> tuple[Any, int, Epoch]:
-    sender, view, message = decode(header)
-    return message, sender, view
+def arguments_of(header: bytes) -> tuple[Any, int, Epoch, int]:
+    sender, view, message, run = decode(header)
+    return message, sender, view, run
 
 
 def outcome(header: bytes) -> bool:
@@ -73,8 +73,8 @@ def outcome(header: bytes) -> bool:
     except ProtocolError:
         return False
     assert type(decoded.message) in KINDS
-    again = encode(decoded.message, decoded.sender, decoded.epoch)
-    assert encode(*decode_triple(again)) == again  # bytes, since NaN in plain data is not equal to itself
+    again = encode(decoded.message, decoded.sender, decoded.epoch, decoded.run)
+    assert encode(*arguments_of(again)) == again  # bytes, since NaN in plain data is not equal to itself
     return True
 
 

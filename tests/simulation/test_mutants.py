@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import Contribution, Received
-from kvd.core.scheduler.machine import SchedulerMachine
+from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.scheduler.views import Views
 from kvd.core.server import groups as groups_module
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable
 from kvd.core.server.groups import FusedGroup
-from kvd.core.server.machine import ServerMachine
 from kvd.core.server.progress import WorkerProgress
 from kvd.core.server.push import Pushes
 from kvd.core.server.rounds import PushStatus, Record, SliceLog
+from kvd.core.server.router import ServerRouter
 from kvd.core.worker.calls import CallState
 from kvd.core.worker.clocks import WorkerClocks
 from kvd.core.worker.keys import WorkerKey
@@ -356,7 +356,7 @@ def test_broken_build_is_caught(
     assert not complaint or any(word in violation for word in complaint.split("|")), violation
 
 
-@pytest.mark.parametrize("machine", [SchedulerMachine, ServerMachine, WorkerMachine], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("machine", [SchedulerRouter, ServerRouter, WorkerMachine], ids=lambda kind: kind.__name__)
 def test_invariants_are_checked_after_every_step(machine: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """An invariant that is broken for a single step is noticed in that step."""
     steps, checks = [], []

@@ -10,7 +10,7 @@ from kvd.core.machine import Peer
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.keys import KeyTable
 from kvd.protocol.codec import decode
-from kvd.protocol.messages import Push, PushBatch
+from kvd.protocol.messages import Enter, Push, PushBatch
 from kvd.testing.campaign import CAMPAIGNS, Campaign
 from kvd.testing.network import CALM, NASTY, Network
 from kvd.testing.process import Process
@@ -73,19 +73,19 @@ def test_groups_are_fused_and_parted(name: str, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(KeyTable, "fuse", counting_fuse)
     monkeypatch.setattr(KeyTable, "part", counting_part)
-    for seed in range(5):
+    for seed in range(12):
         CAMPAIGNS[name].run(seed)
     assert min(counts.values()) >= 5, counts
 
 
 @pytest.mark.parametrize("name", CAMPAIGNS)
-def test_pushes_are_made_while_there_are_faults(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pushes_and_meetings_happen_while_there_are_faults(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If joining took longer than the faults last, everything after it would happen in peace."""
     sent = {False: 0, True: 0}
     send = Network.send
 
     def counting(network: Network, sender: Process, peer: Peer, header: bytes, payload: bytes | None) -> None:
-        if isinstance(decode(header).message, Push | PushBatch):
+        if isinstance(decode(header).message, Push | PushBatch | Enter):
             sent[network.faults is CALM] += 1
         send(network, sender, peer, header, payload)
 

@@ -63,6 +63,7 @@ class StoreFacts(NamedTuple):
         versioned: whether a pull gives exactly the version of this worker's clock, so that all slices of a value are of
             one round (synchronous stores, and those in this process). Otherwise they may be of several.
         request_timeout_s: the deadline of its calls, in seconds.
+        job: the name of the job; "" without a cluster.
     """
 
     type: str
@@ -75,6 +76,7 @@ class StoreFacts(NamedTuple):
     distributed: bool
     versioned: bool
     request_timeout_s: float
+    job: str = ""
 
 
 class Node(NamedTuple):
@@ -172,11 +174,12 @@ class Nodes(Protocol):
 
 
 class Closing(Protocol):
-    """How a store ends: `end_close(begin_close(…))`, or `abandon` at once."""
+    """How a store ends: `end_close(begin_close(…))`, `abandon` at once, or `withdraw` before it was used."""
 
     def begin_close(self, barrier: bool) -> Handle: ...
     def end_close(self, leaving: Handle) -> None: ...
     def abandon(self, *, failed: bool) -> None: ...
+    def withdraw(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvd.client.calls.backend import Backend, StoreFacts, StoreType
+from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.memory_budget import MemoryBudget
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.arguments import Arguments
@@ -11,6 +12,7 @@ from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.broadcast import ClusterAssignments
 from kvd.client.cluster.closing import ClusterClosing
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.joining import Arrival, Joining
 from kvd.client.cluster.nodes import ClusterNodes
 from kvd.client.cluster.rounds import ClusterRounds
 from kvd.client.cluster.updates import ClusterUpdates
@@ -27,6 +29,8 @@ def cluster_settings(loaded: Loaded, kind: StoreType) -> Settings:
     def given(name: str, value: int) -> int:
         return value if loaded.origin.get(name, "default") != "default" else 0
 
+    if "@" in config.job:
+        raise ConfigError(f"job = {config.job!r}: only readers name a run; workers name their job", setting="job")
     if config.staleness is not None and kind.mode == "sync":
         raise ConfigError("staleness bounds asynchronous workers: use it with dist_async", setting="staleness")
     return Settings(
@@ -41,17 +45,18 @@ def cluster_settings(loaded: Loaded, kind: StoreType) -> Settings:
     )
 
 
-def open_cluster(kind: StoreType, loaded: Loaded) -> Backend:
+def open_cluster(kind: StoreType, loaded: Loaded, arrival: Arrival) -> Backend:
     """Joins the cluster as a worker, and waits until it is complete.
 
     Raises:
-        ConnectError, RequestTimeout, ConfigError, NotAllowed: see `Engine` and `Engine.join`.
+        ConnectError, RequestTimeout, ConfigError, NotAllowed: see `Engine` and `Joining.wait`.
     """
-    engine = Engine(loaded.config, "worker", cluster_settings(loaded, kind))
+    deadline = Deadline(loaded.config.join_timeout_s)  # looking up the host's name counts
+    engine = Engine(loaded.config, "worker", cluster_settings(loaded, kind), operator=arrival.operator)
     try:
-        rank = engine.join()
+        rank = Joining(engine, arrival).wait(deadline)
     except BaseException:
-        engine.stop()
+        engine.withdraw()
         raise
     return _parts(engine, loaded.config, _facts(engine, loaded.config, kind, rank))
 
@@ -70,6 +75,7 @@ def _facts(engine: Engine, config: Config, kind: StoreType, rank: int) -> StoreF
         distributed=True,
         versioned=sync,
         request_timeout_s=config.request_timeout_s,
+        job=config.job,
     )
 
 

@@ -8,9 +8,8 @@ from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.engine import STOP_TIMEOUT_S, Engine
 from kvd.core import requests
 from kvd.errors import KvdError
-from kvd.protocol.messages import Departure
+from kvd.protocol.messages import EXIT_BARRIER, Departure
 
-EXIT_BARRIER = "kvd:exit"
 ABANDON_S = 1.0  # to tell the scheduler when a program leaves with an error
 LEAST_GOODBYE_S = 0.3  # to tell the scheduler after the deadline: otherwise the others wait until this worker is missed
 
@@ -57,7 +56,11 @@ class ClusterClosing:
 
     def abandon(self, *, failed: bool) -> None:
         """Leaves at once; a worker that `failed` counts as dead."""
-        self._engine.stop(ABANDON_S, failed=failed)
+        self._engine.stop(ABANDON_S, Departure.FAILED if failed else Departure.LEFT)
+
+    def withdraw(self) -> None:
+        """Leaves as if it had never joined: nobody has used this store."""
+        self._engine.withdraw()
 
     def _goodbye_s(self) -> float:
         """What is left of the deadline for telling the scheduler."""

@@ -24,10 +24,10 @@ from kvd.client.calls.promise import Promise
 from kvd.client.cluster.interrupts import Uninterrupted
 from kvd.config import Config
 from kvd.core.machine import Complete, LocalCall
-from kvd.core.requests import Depart, JoinCluster, Request, TakeBack
-from kvd.core.session import Identity, SchedulerSession
+from kvd.core.requests import Depart, Request, TakeBack
+from kvd.core.session import Identity, RunKey, SchedulerSession
 from kvd.core.worker.machine import WorkerMachine, WorkerSettings
-from kvd.errors import ConnectError, KvdError, RequestTimeout, StoreClosed
+from kvd.errors import KvdError, StoreClosed
 from kvd.node.driver import Driver
 from kvd.node.host_names import check_host
 from kvd.node.identity import host_id, new_incarnation
@@ -38,18 +38,24 @@ from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
 
 STOP_TIMEOUT_S = 5.0
+UNHEARD_STOP_S = 1.0  # libzmq may be looking up the scheduler's host, and ends no sooner than the name server lets it
+LINGER_S = 0.5  # for messages that are queued; those of an observer that never heard anything interest nobody
+WITHDRAW_S = 0.5  # to tell the scheduler: the caller has waited long enough
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class Engine:
-    """Starts at once; `join` waits until the cluster is there.
+    """Starts at once; `kvd.client.cluster.joining` waits until the cluster is there.
+
+    Args:
+        operator: a worker for one command, see `Join.operator`.
 
     Raises:
         ConnectError: the scheduler's host is not known.
     """
 
-    def __init__(self, config: Config, role: str, settings: Settings) -> None:
+    def __init__(self, config: Config, role: str, settings: Settings, *, operator: bool = False) -> None:
         check_host(config)
         self.config = config
         self._pid = os.getpid()
@@ -69,7 +75,8 @@ class Engine:
             os.getpid(),
             NO_RANK if config.preferred_rank is None else config.preferred_rank,
         )
-        self.session = SchedulerSession(identity, settings, config.scheduler, config.heartbeat_interval_s)
+        run_key = RunKey(config.job, config.run, operator)
+        self.session = SchedulerSession(identity, settings, config.scheduler, config.heartbeat_interval_s, run_key)
         self.machine = WorkerMachine(WorkerSettings(config.credit_bytes), self.session)
         self._loop = asyncio.new_event_loop()
         self.transport = HostTransport(
@@ -170,56 +177,33 @@ class Engine:
 
     # ── life ──
 
-    def join(self, timeout: float | None = None) -> int:
-        """Waits until the cluster is complete. Returns the rank.
-
-        Args:
-            timeout: in seconds; None: `request_timeout_s`.
-
-        Raises:
-            ConnectError: nothing answers at the scheduler's address.
-            RequestTimeout: the scheduler answers, but nodes are missing.
-            ConfigError, NotAllowed: the cluster refuses this node.
-        """
-        seconds = self.config.request_timeout_s if timeout is None else timeout
-        try:
-            rank: int = self.submit(JoinCluster(), timeout).result()
-            return rank
-        except RequestTimeout as error:
-            if not self.session.heard:
-                where = self.config.scheduler
-                raise ConnectError(
-                    f"no scheduler answers at {where} after {seconds:g} s: start one there (kvd scheduler "
-                    f"--scheduler {where} --num-workers N --num-servers N), or set KVD_SCHEDULER to where it is",
-                    address=where,
-                ) from None
-            missing = ", ".join(error.waiting_for)
-            raise RequestTimeout(
-                f"the cluster at {self.config.scheduler} was not complete after {seconds:g} s; missing: {missing}",
-                outcome="not_sent",
-                waiting_for=error.waiting_for,
-            ) from None
-
     def scheduler_silence_s(self) -> float:
         """Seconds since the scheduler was last heard."""
         return time.monotonic() - self.session.heard_at
 
-    def stop(self, leave_s: float = STOP_TIMEOUT_S, *, failed: bool = False) -> None:
-        """Stops the engine thread, after telling the scheduler that this node leaves or, if `failed`, that its program
-        failed. The latter counts as a death. Telling takes `leave_s` seconds at most."""
+    def stop(self, leave_s: float = STOP_TIMEOUT_S, departure: Departure = Departure.LEFT) -> None:
+        """Stops the engine thread, after telling the scheduler how this node leaves; an end by FAILED counts as a
+        death. Telling takes `leave_s` seconds at most."""
         if self._pid != os.getpid():
             return
         try:
-            if self.session.joined and self.session.failure is None:
+            if self.session.failure is None and (self.session.joined or departure is Departure.WITHDRAWN):
                 with suppress(KvdError, TimeoutError):  # an unreachable scheduler will notice the silence
-                    self.submit(Depart(Departure.FAILED if failed else Departure.LEFT), leave_s).result(leave_s + 1)
+                    left = self.submit(Depart(departure), leave_s)
+                    if self.session.heard:
+                        left.result(leave_s + 1)
         finally:
             with Uninterrupted(), self._order:
                 first, self._closed = not self._closed, True
             if first:
                 self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(STOP_TIMEOUT_S)
+            self._thread.join(STOP_TIMEOUT_S if self.session.heard else UNHEARD_STOP_S)
             self._waiter.close()
+
+    def withdraw(self) -> None:
+        """Stops as one that gave up joining: its place goes back to what it was. The scheduler is told even if it has
+        not let this node in, since it may do so at any time."""
+        self.stop(WITHDRAW_S, Departure.WITHDRAWN)
 
     def _run(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
@@ -230,7 +214,7 @@ class Engine:
         finally:
             with self._order:
                 self._closed = True  # `submit` and `run` refuse calls from now on
-            self._driver.stop(linger_s=0.5)
+            self._driver.stop(LINGER_S if self.session.heard or self.session.identity.role != "observer" else 0.0)
             self._fail_all(StoreClosed("the store was closed before this call was done"))
             self._loop.run_until_complete(asyncio.sleep(0))  # coroutines given to `run` start
             while self._tasks:  # and end with the error of their next call

@@ -21,7 +21,7 @@ from kvd.core.membership import EMPTY_SETTINGS
 from kvd.core.placement import shard_of
 from kvd.core.requests import Item
 from kvd.errors import ConnectError, KvdError, NotAllowed, RequestTimeout
-from kvd.protocol.messages import Command, KeyEntry, MemberState, StatusQuery
+from kvd.protocol.messages import Command, EndRun, KeyEntry, MemberState, Shutdown, StatusQuery
 from kvd.protocol.specs import DTYPES
 
 SAME_VERSION_TRIES = 20
@@ -36,19 +36,20 @@ class Observer:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        deadline = Deadline(config.request_timeout_s)  # looking up the host's name counts
         self._engine = Engine(config, "observer", EMPTY_SETTINGS)
-        deadline = Deadline(config.request_timeout_s)
         try:
-            self._scheduler_status()  # any scheduler answers that, even while servers are missing
-            self._engine.join(round(deadline.left_s(), 1))  # an error shows it
+            self._scheduler_status(deadline)  # any scheduler answers that, even while servers are missing
+            self._engine.submit(requests.JoinCluster(), deadline.left_s()).result()  # it has a view then
         except RequestTimeout:
             heard = self._engine.session.heard
             self._engine.stop()
+            where, seconds = config.scheduler, config.request_timeout_s
             if heard:
-                raise
-            where = config.scheduler
+                text = f"the scheduler at {where} answered, but has not described its cluster within {seconds:g} s"
+                raise RequestTimeout(f"{text}: look at its log", waiting_for=("scheduler",)) from None
             raise ConnectError(
-                f"no scheduler answers at {where} after {config.request_timeout_s:g} s: start one there "
+                f"no scheduler answers at {where} after {seconds:g} s: start one there "
                 f"(kvd scheduler --scheduler {where}), or name its address with --scheduler or KVD_SCHEDULER",
                 address=where,
             ) from None
@@ -74,7 +75,7 @@ class Observer:
         this call, has an entry with "error" in place of its figures.
         """
         deadline = Deadline(self._config.request_timeout_s)
-        status = self._scheduler_status()
+        status = self._scheduler_status(deadline)
         ranks = sorted(
             member["rank"]
             for member in status["members"]
@@ -142,16 +143,37 @@ class Observer:
         control = requests.Control((Command(0, name),), payload=data, nbytes=len(data))
         return [answer_bytes(answer) for answer in self._ask(control)]
 
+    def jobs(self) -> list[dict[str, Any]]:
+        """The runs of all jobs, in the order in which they began: job, run, phase, workers, num_workers."""
+        rows: list[dict[str, Any]] = self._scheduler_status(Deadline(self._config.request_timeout_s))["jobs"]
+        return rows
+
+    def end_job(self, job: str) -> None:
+        """Ends the latest run of the job, and gives up its values. Its workers get JobEnded.
+
+        Raises:
+            NotAllowed: there is no such run.
+        """
+        self._ask(requests.TellScheduler(EndRun(0, job)))
+
+    def shut_down(self, *, force: bool) -> None:
+        """Ends the scheduler and all servers.
+
+        Raises:
+            NotAllowed: a job is running, and `force` is not set.
+        """
+        self._ask(requests.TellScheduler(Shutdown(0, force)))
+
     def dead_nodes(self) -> list[Node]:
         """The servers and workers that are declared dead."""
         return [
             Node(member["role"], member["rank"], member["node_id"], member["reason"], member["silent_s"])
-            for member in self._scheduler_status()["members"]
+            for member in self._scheduler_status(Deadline(self._config.request_timeout_s))["members"]
             if member["state"] in (MemberState.DEAD, MemberState.GONE)
         ]
 
-    def _scheduler_status(self) -> dict[str, Any]:
-        payload, nbytes = self._ask(requests.SchedulerStatus())
+    def _scheduler_status(self, deadline: Deadline) -> dict[str, Any]:
+        payload, nbytes = self._engine.submit(requests.SchedulerStatus(), deadline.left_s()).result()
         status: dict[str, Any] = json.loads(bytes(payload[:nbytes]))
         return status
 

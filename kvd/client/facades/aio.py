@@ -12,6 +12,7 @@ from typing import Any
 from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.cluster.joining import Arrival
 from kvd.client.facades import blocking
 from kvd.client.facades.dead_nodes import count_dead
 from kvd.client.facades.life import StoreLife
@@ -166,12 +167,14 @@ async def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002
 
 
 def _open_in_thread(type_name: str, settings: dict[str, Any]) -> Future[Backend]:
-    """Opens the store in a thread of its own, so that a creation can be cancelled: it then leaves the cluster again."""
+    """Opens the store in a thread of its own, so that a creation can be cancelled: it then gives its place back."""
     future: Future[Backend] = Future()
+    arrival = Arrival()
+    future.add_done_callback(lambda ended: arrival.give_up() if ended.cancelled() else None)
 
     def work() -> None:
         try:
-            backend = open_backend(type_name, settings)
+            backend = open_backend(type_name, settings, arrival)
         except BaseException as error:  # noqa: BLE001  the future passes it on
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
@@ -179,7 +182,7 @@ def _open_in_thread(type_name: str, settings: dict[str, Any]) -> Future[Backend]
             if future.set_running_or_notify_cancel():
                 future.set_result(backend)
             else:
-                backend.closing.end_close(backend.closing.begin_close(False))
+                backend.closing.withdraw()
 
     threading.Thread(target=work, name="kvd-create", daemon=True).start()
     return future

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.handle import Handle
+from kvd.client.cluster.joining import Arrival
 from kvd.client.facades.dead_nodes import count_dead
 from kvd.client.facades.life import StoreLife
 from kvd.client.facades.open import open_backend
@@ -246,7 +247,10 @@ def leave_at_once(store: KVStore) -> None:
 
 
 def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the name is part of the public surface
-    """Makes a store.
+    """Makes a store. In a cluster it returns when all servers are there and all workers have joined.
+
+    Waiting for them takes `join_timeout_s` (300 s) at most. After 3 s a warning in the log names those that are missing
+    and how to start them, and again after 9, 21, 45 … s. A worker that joined once and is dead now is not waited for.
 
     Args:
         type: `local` and `device` live in this process; `dist_sync`, `dist_async`, `dist_device_sync` and
@@ -256,9 +260,20 @@ def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the 
     Raises:
         ConfigError: a setting is wrong, or differs from the cluster's.
         ConnectError: no scheduler answers, or its host is not known.
-        RequestTimeout: servers are missing.
+        RequestTimeout: servers or workers are missing; `waiting_for` names them.
         NotAllowed: the cluster is full.
     """
     if asyncio._get_running_loop() is not None:
         raise NotAllowed("kvd.create blocks, and would stop the running event loop: use await kvd.aio.create(...)")
     return KVStore(open_backend(type, settings))
+
+
+def visit(type: str, tell: Callable[[str], None], **settings: Any) -> KVStore:  # noqa: A002  as in `create`
+    """As `create`, for one that comes for a single request.
+
+    It does not wait for the workers of the job, and acts in the newest run of it, even if that has ended.
+
+    Args:
+        tell: takes a line for the person who waits, in place of the log.
+    """
+    return KVStore(open_backend(type, settings, Arrival(wait_for_workers=False, operator=True, tell=tell)))

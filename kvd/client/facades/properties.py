@@ -39,6 +39,11 @@ class StoreProperties:
         return self._facts.num_servers
 
     @property
+    def job(self) -> str:
+        """The name of the job that this worker belongs to; "" without a cluster."""
+        return self._facts.job
+
+    @property
     def merge(self) -> str:
         """How the contributions to a round become one: "sum", "mean" or "weighted"; "" where there are no rounds."""
         return self._facts.merge

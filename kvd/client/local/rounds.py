@@ -97,6 +97,9 @@ class LocalClosing:
         self._keys.close()
         self._keys.forget_unobserved()
 
+    def withdraw(self) -> None:
+        self._keys.close()
+
 
 def _check_timeout(timeout: float | None) -> None:
     if timeout is not None:

@@ -1,8 +1,11 @@
 """Barriers by name and generation.
 
-A worker's n-th call for a name enters generation n, counted from 0 by each incarnation. A generation is settled once,
-released or broken, and gives everyone who asks later the same answer: a restarted worker that runs its program again
-passes the barriers that its predecessor passed.
+A worker's n-th barrier of a name that it passes is generation n, counted from 0 by each incarnation. A generation stays
+open until it is released, and a released one lets everyone pass who asks later: a restarted worker that runs its
+program again passes the barriers that its predecessor passed.
+
+A generation that breaks stays open as well. The verdict binds the requests that had entered it: they get the same
+answer however often they come. Whoever enters after that, a successor or one that tries again, waits for all.
 """
 
 from __future__ import annotations
@@ -17,7 +20,16 @@ from kvd.core.membership import name_of
 from kvd.protocol.messages import Done, ErrorCode, NodeName, Refused
 
 MAX_NAMES = 4096
-MAX_BROKEN = 16  # broken generations remembered per name
+OF_PROGRAMS = "user:"  # what the names begin with that programs gave
+
+
+class Entrant(NamedTuple):
+    """One request of one incarnation, which numbers its requests in their order."""
+
+    rank: int
+    incarnation: int
+    peer: Peer
+    request: int
 
 
 class Verdict(NamedTuple):
@@ -31,7 +43,10 @@ class Verdict(NamedTuple):
             return Done(request)
         nodes = tuple(NodeName("worker", rank) for rank in self.missing)
         names = ", ".join(name_of(*node) for node in nodes)
-        text = f"barrier {name!r} cannot be reached: {names} died before it; restart the dead, or the job"
+        text = (
+            f"barrier {name.removeprefix(OF_PROGRAMS)!r} cannot be reached: {names} died before it; start the dead "
+            "again and then enter it again, or start the whole job again"
+        )
         return Refused(request, ErrorCode.BARRIER_BROKEN, text, nodes=nodes)
 
 
@@ -41,18 +56,31 @@ class Settled(NamedTuple):
     name: str
     generation: int
     verdict: Verdict
-    waiting: tuple[tuple[Peer, int], ...]  # (peer, request)
+    waiting: tuple[Entrant, ...]
 
     def answers(self) -> list[Send]:
         """The verdict, to each worker that waits for it."""
-        return [Send(peer, self.verdict.answer(request, self.name)) for peer, request in self.waiting]
+        return [Send(who.peer, self.verdict.answer(who.request, self.name)) for who in self.waiting]
+
+
+class _Told(NamedTuple):
+    """The latest request of a rank that a break of the open generation has ended."""
+
+    incarnation: int
+    request: int
+    verdict: Verdict
 
 
 @dataclass(slots=True)
 class _Barrier:
-    generation: int = 0  # the one that is open
-    entered: dict[int, tuple[Peer, int]] = field(default_factory=dict)  # rank → (peer, request)
-    broken: OrderedDict[int, Verdict] = field(default_factory=OrderedDict)
+    generation: int = 0  # the one that is open; all earlier ones were released
+    entered: dict[int, Entrant] = field(default_factory=dict)  # by rank
+    broken: dict[int, _Told] = field(default_factory=dict)  # by rank
+
+    def open(self, generation: int) -> None:
+        self.generation = generation
+        self.entered = {}
+        self.broken = {}
 
 
 class Barriers:
@@ -61,22 +89,28 @@ class Barriers:
     def __init__(self, record: Iterable[Any] = ()) -> None:
         self._barriers: OrderedDict[str, _Barrier] = OrderedDict()
         for name, generation, broken in record:
-            verdicts = OrderedDict((settled, Verdict(tuple(missing))) for settled, missing in broken)
-            self._barriers[name] = _Barrier(generation, {}, verdicts)
+            told = {
+                rank: _Told(incarnation, request, Verdict(tuple(missing)))
+                for rank, incarnation, request, missing in broken
+            }
+            self._barriers[name] = _Barrier(generation, {}, told)
 
     def record(self) -> list[object]:
-        """The settled generations as plain data: `Barriers(record)` gives the same answers. Who waits asks again."""
+        """What was settled, as plain data: `Barriers(record)` gives the same answers. Who waits asks again."""
         return [
             [
                 name,
                 barrier.generation,
-                [[settled, list(verdict.missing)] for settled, verdict in barrier.broken.items()],
+                [
+                    [rank, told.incarnation, told.request, list(told.verdict.missing)]
+                    for rank, told in barrier.broken.items()
+                ],
             ]
             for name, barrier in self._barriers.items()
         ]
 
-    def enter(self, name: str, generation: int, rank: int, peer: Peer, request: int) -> Verdict | str | None:
-        """The verdict if the generation is settled, None if the worker now waits, or a text why it cannot enter."""
+    def enter(self, name: str, generation: int, who: Entrant) -> Verdict | str | None:
+        """The verdict if this request has one, None if the worker now waits, or a text why it cannot enter."""
         barrier = self._barriers.get(name)
         if barrier is None:
             if len(self._barriers) >= MAX_NAMES and not self._forget_one():
@@ -84,12 +118,16 @@ class Barriers:
             barrier = self._barriers[name] = _Barrier()
         self._barriers.move_to_end(name)
         if generation < barrier.generation:
-            return barrier.broken.get(generation, Verdict(()))
+            return Verdict(())
         if generation > barrier.generation:
-            # A scheduler whose record is lost settled the earlier ones. Workers that wait there ask again and pass.
-            barrier.generation = generation
-            barrier.entered = {}
-        barrier.entered[rank] = (peer, request)
+            # A scheduler whose record is lost released the earlier ones. Workers that wait there ask again and pass.
+            barrier.open(generation)
+        told = barrier.broken.get(who.rank)
+        if told is not None and told.incarnation == who.incarnation and who.request <= told.request:
+            return told.verdict
+        present = barrier.entered.get(who.rank)
+        if present is None or present.incarnation != who.incarnation or present.request <= who.request:
+            barrier.entered[who.rank] = who
         return None
 
     def settle(self, required: Collection[int], dead: Collection[int]) -> list[Settled]:
@@ -105,11 +143,11 @@ class Barriers:
             verdict = Verdict(lost)
             settled.append(Settled(name, barrier.generation, verdict, tuple(barrier.entered.values())))
             if lost:
-                barrier.broken[barrier.generation] = verdict
-                while len(barrier.broken) > MAX_BROKEN:
-                    barrier.broken.popitem(last=False)
-            barrier.generation += 1
-            barrier.entered = {}
+                for rank, who in barrier.entered.items():
+                    barrier.broken[rank] = _Told(who.incarnation, who.request, verdict)
+                barrier.entered = {}
+            else:
+                barrier.open(barrier.generation + 1)
         return settled
 
     def withdraw(self, rank: int) -> None:
@@ -121,11 +159,17 @@ class Barriers:
         """The barriers at which workers wait, with their ranks."""
         return {name: sorted(barrier.entered) for name, barrier in self._barriers.items() if barrier.entered}
 
-    def validate(self, required: Collection[int]) -> None:
-        """Raises AssertionError if workers wait at a barrier that all `required` ranks have entered."""
+    def validate(self, required: Collection[int], dead: Collection[int]) -> None:
+        """Raises AssertionError if workers wait at a barrier that is reached, or that a `dead` one cannot reach, or if
+        a request waits that has its verdict."""
         for name, barrier in self._barriers.items():
-            is_reached = bool(barrier.entered) and barrier.entered.keys() >= set(required)
-            assert not is_reached, f"all workers are at barrier {name!r}, and nobody is told"
+            missing = set(required) - barrier.entered.keys()
+            assert missing or not barrier.entered, f"all workers are at barrier {name!r}, and nobody is told"
+            assert not barrier.entered or missing.isdisjoint(dead), f"barrier {name!r} waits for the dead"
+            for rank, who in barrier.entered.items():
+                told = barrier.broken.get(rank)
+                is_told = told is not None and told.incarnation == who.incarnation and told.request >= who.request
+                assert not is_told, f"worker {rank} waits at barrier {name!r}, which has broken for it"
 
     def _forget_one(self) -> bool:
         for name, barrier in self._barriers.items():

@@ -7,7 +7,10 @@ from kvd.protocol.messages import Quiet
 
 
 class Liveness:
-    """Judges the living members of a roster by their silence. Changes nothing in the roster."""
+    """Judges the living members of a roster by their silence, and says how long the dead are awaited.
+
+    Changes nothing in the roster.
+    """
 
     def __init__(
         self, roster: Roster, heartbeat_interval_s: float, server_timeout_s: float, worker_timeout_s: float, now: float
@@ -18,13 +21,22 @@ class Liveness:
         self._heard_at = {seat.place: now for seat in roster.seats()}
         self._ended: dict[tuple[str, int], str] = {}  # how a process ended whose member is not declared dead yet
         self._last_step = now
+        self._awaited: dict[tuple[str, int], float] = {}  # dead workers that may be on their way back, and until when
 
     # ── what is known ──
 
     def joined(self, seat: Seat, now: float) -> None:
-        """A new incarnation took this seat: nothing that was known of the one before counts."""
+        """A new incarnation took this seat: nothing that was known of the one before counts.
+
+        A worker that comes after others have died may be the first of a program that is started again: those get their
+        timeout to come as well.
+        """
         self._heard_at[seat.place] = now
         self._ended.pop(seat.place, None)
+        self._awaited.pop(seat.place, None)
+        if seat.member.role == "worker":
+            until = now + self._timeouts_s["worker"]
+            self._awaited.update({("worker", rank): until for rank in self._roster.dead_ranks()})
 
     def heard(self, seat: Seat, now: float) -> None:
         self._heard_at[seat.place] = now
@@ -44,6 +56,7 @@ class Liveness:
         if deadline is None or now - deadline <= self._interval_s:
             return False
         self._heard_at = dict.fromkeys(self._heard_at, now)
+        self._awaited = dict.fromkeys(self._awaited, now + self._timeouts_s["worker"])
         return True
 
     # ── what follows ──
@@ -64,9 +77,20 @@ class Liveness:
             if now >= self._deadline(seat)
         ]
 
+    def breaking_ranks(self) -> list[int]:
+        """The dead workers whom nobody awaits any more: a barrier that they are missing from is not reached."""
+        return [rank for rank in self._roster.dead_ranks() if ("worker", rank) not in self._awaited]
+
+    def stops_awaiting(self, now: float) -> bool:
+        """Called at each step. True: the time of a dead worker to come back is over."""
+        over = [place for place, until in self._awaited.items() if now >= until]
+        for place in over:
+            del self._awaited[place]
+        return bool(over)
+
     def next_deadline(self) -> float | None:
-        """When the next member is overdue if it stays silent; None if nobody lives."""
-        return min((self._deadline(seat) for seat in self._roster.living()), default=None)
+        """When the next member is overdue if it stays silent, or a dead one is not awaited any more; None: never."""
+        return min((*(self._deadline(seat) for seat in self._roster.living()), *self._awaited.values()), default=None)
 
     def quiet(self, now: float) -> tuple[Quiet, ...]:
         """The living members that have missed heartbeats, and for how long."""

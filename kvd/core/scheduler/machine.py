@@ -1,4 +1,8 @@
-"""The scheduler: membership, deaths and barriers. Pushes and pulls do not need it.
+"""One run in the scheduler: membership, deaths and barriers. Pushes and pulls do not need it.
+
+Over 400 lines because everything that changes a run passes through here: each message, each death, each publication.
+
+`router` has one of these machines per run, and one for the cluster, in which only servers have seats.
 
 This file is the dispatch table, and turns what its parts find into effects. `roster` has the seats and the states of
 their holders, `agreement` the cluster's settings, `liveness` judges by silence, `barriers` has the barriers, `views`
@@ -20,7 +24,8 @@ The way of a death:
 The way of a join:
 
 1. `machine.py:SchedulerMachine._join` refuses it if `agreement.py:Agreement.objection` says why.
-2. `roster.py:Roster.rank_for` finds a rank, and `roster.py:Roster.take_seat` seats the new incarnation.
+2. `seating.py:Seating.seat` asks `roster.py:Roster.rank_for` for a rank, and `roster.py:Roster.take_seat` seats the new
+   incarnation.
 3. `machine.py:SchedulerMachine._welcome_newcomer` stops the process that it replaces, and withdraws that one from the
    barriers in `barriers.py:Barriers.withdraw`.
 4. `machine.py:SchedulerMachine._publish`, as above; `views.py:Views.when_saved` withholds the Welcome until the view
@@ -29,7 +34,7 @@ The way of a join:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,15 +42,20 @@ from kvd.core.machine import Effect, Event, LogEntry, Peer, PeerLost, Persist, P
 from kvd.core.membership import in_words, name_of
 from kvd.core.placement import initial_shards
 from kvd.core.scheduler.agreement import Agreement
-from kvd.core.scheduler.barriers import Barriers, Settled, Verdict
+from kvd.core.scheduler.barriers import Barriers, Entrant, Settled, Verdict
 from kvd.core.scheduler.liveness import Liveness
+from kvd.core.scheduler.phase import IN_WORDS, RunLife
 from kvd.core.scheduler.record import Record
-from kvd.core.scheduler.roster import MemberEvent, Roster, Seat
+from kvd.core.scheduler.report import members_report
+from kvd.core.scheduler.roster import AS_FOUND, MemberEvent, Roster, Seat
+from kvd.core.scheduler.seating import Seating
 from kvd.core.scheduler.views import Views
 from kvd.protocol.messages import (
     BIGGEST,
+    EXIT_BARRIER,
     MAX_MEMBERS,
     NO_RANK,
+    NO_RUN,
     Departure,
     Done,
     Enter,
@@ -58,6 +68,8 @@ from kvd.protocol.messages import (
     NotYet,
     NotYetReason,
     Refused,
+    RunEntry,
+    RunPhase,
     Settings,
     StatusQuery,
     StatusReport,
@@ -78,7 +90,12 @@ class SchedulerSettings:
 
 
 class SchedulerMachine:
-    """The state machine of the scheduler. `generation` must be larger than that of any earlier start."""
+    """The state machine of one run. `generation` must be larger than that of any earlier start.
+
+    Args:
+        with_workers: whether there are seats for workers.
+        phase: what the first node of a run that this scheduler does not know says of it.
+    """
 
     def __init__(
         self,
@@ -87,22 +104,30 @@ class SchedulerMachine:
         generation: int,
         now: float,
         saved: Mapping[str, object] | None = None,
+        *,
+        with_workers: bool = True,
+        phase: RunPhase = RunPhase.FORMING,
     ) -> None:
         cluster = settings.cluster
+        num_workers = cluster.num_workers if with_workers else 0
         earlier = None if saved is None else Record.from_plain(saved)
         self.incarnation = incarnation
-        self._break_on_loss = settings.break_on_loss
         if earlier is None:
             self._agreement = Agreement(cluster)
-            self._roster = Roster(cluster.num_servers, cluster.num_workers)
+            self._roster = Roster(cluster.num_servers, num_workers)
             self._barriers = Barriers()
+            self._life = RunLife(phase)
         else:
             self._agreement = Agreement(cluster, earlier.settings)
-            self._roster = Roster(cluster.num_servers, cluster.num_workers, earlier.seats, earlier.replaced)
+            self._roster = Roster(cluster.num_servers, num_workers, earlier.seats, earlier.replaced)
             self._barriers = earlier.barriers
+            self._life = RunLife(earlier.phase)
         self._liveness = Liveness(
             self._roster, settings.heartbeat_interval_s, settings.server_timeout_s, settings.worker_timeout_s, now
         )
+        self._seating = Seating(self._agreement, self._roster, self._liveness)
+        self._runs: tuple[RunEntry, ...] = ()
+        self._breaking: Callable[[], list[int]] = self._liveness.breaking_ranks if settings.break_on_loss else list
         self._views = Views(generation, 0 if earlier is None else 1, self._view())
         self._out: list[Effect] = []
         self._handlers: dict[type, Callable[[Received, Any, float], None]] = {
@@ -116,8 +141,25 @@ class SchedulerMachine:
     # ── the machine's interface ──
 
     @property
+    def run(self) -> int:
+        return NO_RUN
+
+    @property
     def epoch(self) -> Epoch:
         return self._views.epoch
+
+    @property
+    def generation(self) -> int:
+        return self._views.generation
+
+    @property
+    def phase(self) -> RunPhase:
+        return self._life.phase
+
+    @property
+    def roster(self) -> Roster:
+        """Who is where. For reading."""
+        return self._roster
 
     def step(self, event: Event, now: float) -> list[Effect]:
         self._out = []
@@ -132,33 +174,61 @@ class SchedulerMachine:
             self._process_ended(self._roster.seat_of(event.incarnation), event.reason, now)
         for seat, reason in self._liveness.overdue(now):
             self._declare_dead(seat, reason, now)
+        if self._liveness.stops_awaiting(now) and (settled := self._settle_barriers()):
+            self._publish(settled)
         return self._out
 
     def next_deadline(self) -> float | None:
         return self._liveness.next_deadline()
 
-    def explain(self, now: float) -> dict[str, object]:
+    def announce_runs(self, runs: tuple[RunEntry, ...], answers: Sequence[Send] = ()) -> list[Effect]:
+        """The runs of the cluster changed: tells its servers once that is saved, and then sends the answers."""
+        self._out = []
+        self._runs = runs
+        self._publish()
+        for answer in answers:
+            self._out += self._views.when_saved(answer)
+        return self._out
+
+    def restore_runs(self, runs: tuple[RunEntry, ...]) -> None:
+        """The runs of the record that this scheduler starts from."""
+        self._runs = runs
+        self._views.announced = self._view()
+
+    @property
+    def announced_runs(self) -> tuple[RunEntry, ...]:
+        return self._runs
+
+    @property
+    def num_workers(self) -> int:
+        return self._agreement.settings.num_workers
+
+    def objection(self, join: Join) -> Refused | None:
+        """Why this Join cannot be accepted here."""
+        return self._agreement.objection(join)
+
+    @property
+    def announced(self) -> View:
+        """The newest view on stable storage."""
+        return self._views.announced
+
+    def seat_servers(self, seats: Iterable[Seat], now: float) -> None:
+        """The servers of the cluster take part in this run, which begins: each has the rank that it has there."""
+        self._roster.adopt(seats)
+        for seat in self._roster.living():
+            self._liveness.joined(seat, now)
+
+    def seems_lost(self) -> bool:
+        """Whether no worker is known to be well: each has left, is dead, or its process has ended."""
+        workers = [seat for seat in self._roster.living() if seat.member.role == "worker"]
+        return all(self._liveness.known_end(seat) for seat in workers)
+
+    def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
         return {
             "role": "scheduler",
             "view": list(self.epoch),
             "settings": self._agreement.settings._asdict(),
-            "members": [
-                {
-                    "role": seat.member.role,
-                    "rank": seat.member.rank,
-                    "node_id": seat.member.node_id,
-                    "state": seat.member.state,
-                    "address": seat.member.address,
-                    "host": seat.host,
-                    "pid": seat.pid,
-                    "incarnation": f"{seat.member.incarnation:016x}",
-                    "last_heard_s": self._liveness.silence_s(seat, now),
-                    "reason": seat.member.reason or self._liveness.known_end(seat),
-                    "process_ended": seat.is_living and bool(self._liveness.known_end(seat)),
-                    "silent_s": seat.member.last_seen_s,
-                }
-                for seat in sorted(self._roster.seats(), key=lambda seat: seat.place)
-            ],
+            "members": members_report(self._roster, self._liveness, now),
             "missing": self._roster.missing(),
             "barriers": self._barriers.open(),
         }
@@ -176,6 +246,7 @@ class SchedulerMachine:
             list(self._roster.seats()),
             self._roster.replaced(),
             self._barriers,
+            self._life.phase,
         ).to_plain()
 
     @staticmethod
@@ -216,14 +287,13 @@ class SchedulerMachine:
             self._out.append(Send(event.peer, Welcome(join.request, NO_RANK, None)))
             self._out.append(Send(event.peer, self._views.announced))
             return
-        seat = self._roster.seat_of(event.sender)
-        if seat is None:
-            rank = self._roster.rank_for(join)
-            if rank is None:
-                self._refuse(event.peer, join.request, ErrorCode.NOT_ALLOWED, self._full_text(join.role))
-                return
-            seat, replaced = self._roster.take_seat(join, rank, event.sender, event.peer)
-            self._welcome_newcomer(seat, replaced, now)
+        seated = self._seating.seat(join, event.sender, event.peer)
+        if isinstance(seated, Refused):
+            self._out.append(Send(event.peer, seated))
+            return
+        seat = seated.seat
+        if seated.is_new:
+            self._welcome_newcomer(seat, seated.replaced, now)
         self._heard(seat, event.peer, now)
         welcome = Welcome(join.request, seat.member.rank, seat.predecessor)
         self._out += self._views.when_saved(Send(event.peer, welcome))
@@ -250,11 +320,17 @@ class SchedulerMachine:
         seat = self._sender_seat(event, leave.request, now)
         if seat is None:
             return
-        if leave.departure is Departure.FAILED:
+        departure = leave.departure
+        if departure is Departure.WITHDRAWN:
+            if seat.predecessor is None:
+                self._give_back(seat, Send(event.peer, Done(leave.request)))
+                return
+            departure = AS_FOUND[seat.predecessor]
+        if departure is Departure.FAILED:
             self._process_ended(seat, "its program ended with an error", now)
             self._out.append(Send(event.peer, Done(leave.request)))
             return
-        if leave.departure is Departure.LEFT:
+        if departure is Departure.LEFT:
             changed = self._roster.transition(seat, MemberEvent.LEFT, "closed")
         else:
             changed = self._roster.transition(seat, MemberEvent.LEFT_ROUNDS)
@@ -263,6 +339,14 @@ class SchedulerMachine:
             self._publish()
         self._out += self._views.when_saved(Send(event.peer, Done(leave.request)))
 
+    def _give_back(self, seat: Seat, answer: Send) -> None:
+        """The seat's first holder gave up joining: the place is free, as if nobody had ever come."""
+        self._roster.vacate(seat)
+        self._log("info", f"{seat.name} gave up joining; its place is free", node_id=seat.member.node_id)
+        self._life.give_back(self._roster)
+        self._publish()
+        self._out += self._views.when_saved(answer)
+
     def _enter(self, event: Received, enter: Enter, now: float) -> None:
         seat = self._sender_seat(event, enter.request, now)
         if seat is None:
@@ -270,7 +354,8 @@ class SchedulerMachine:
         if seat.member.role != "worker":
             self._refuse(event.peer, enter.request, ErrorCode.NOT_ALLOWED, "only workers meet at barriers")
             return
-        answer = self._barriers.enter(enter.name, enter.generation, seat.member.rank, event.peer, enter.request)
+        who = Entrant(seat.member.rank, seat.member.incarnation, event.peer, enter.request)
+        answer = self._barriers.enter(enter.name, enter.generation, who)
         if isinstance(answer, Verdict):
             self._out += self._views.when_saved(Send(event.peer, answer.answer(enter.request, enter.name)))
         elif isinstance(answer, str):
@@ -336,6 +421,9 @@ class SchedulerMachine:
         """The view changed, or barriers were settled: saves it now, and announces it when it is saved."""
         if settled is None:
             settled = self._settle_barriers()
+        exit_passed = any(barrier.name == EXIT_BARRIER and not barrier.verdict.missing for barrier in settled)
+        if self._life.observe(self._roster, exit_passed=exit_passed):
+            self._log("info", IN_WORDS[self._life.phase])
         answers: list[Send] = []
         for barrier in settled:
             if barrier.verdict.missing:
@@ -348,29 +436,20 @@ class SchedulerMachine:
 
     def _settle_barriers(self) -> list[Settled]:
         """The barriers that the latest change releases or breaks."""
-        dead = self._roster.dead_ranks() if self._break_on_loss else ()
-        return self._barriers.settle(self._roster.barrier_ranks(), dead)
+        return self._barriers.settle(self._roster.barrier_ranks(), self._breaking())
 
     def _view(self) -> View:
         settings = self._agreement.settings
         shards = initial_shards(settings.num_shards, settings.num_servers) if settings.num_servers else ()
-        return View(settings, tuple(seat.member for seat in self._roster.seats()), shards)
+        return View(settings, tuple(seat.member for seat in self._roster.seats()), shards, self._runs)
 
     def validate(self) -> None:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
         self._views.validate()
         self._roster.validate()
-        self._barriers.validate(self._roster.barrier_ranks())
+        self._barriers.validate(self._roster.barrier_ranks(), self._breaking())
 
     # ── words ──
-
-    def _full_text(self, role: str) -> str:
-        settings = self._agreement.settings
-        size = settings.num_servers if role == "server" else settings.num_workers
-        return (
-            f"all {size} {role}s are there: stop one, give this node the KVD_NODE_ID of the one that it "
-            f"replaces, or start the scheduler with a larger --num-{role}s"
-        )
 
     def _refuse(self, peer: Peer, request: int, error: ErrorCode, text: str) -> None:
         self._out.append(Send(peer, Refused(request, error, text)))

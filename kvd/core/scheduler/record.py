@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kvd.core.scheduler.barriers import Barriers
 from kvd.core.scheduler.roster import Seat
-from kvd.protocol.messages import Member, MemberState, Settings
+from kvd.protocol.messages import Member, MemberState, RunPhase, Settings
 
 
 class Record(NamedTuple):
@@ -19,6 +19,7 @@ class Record(NamedTuple):
     seats: Sequence[Seat]
     replaced: Sequence[tuple[int, str]]
     barriers: Barriers
+    phase: RunPhase
 
     def to_plain(self) -> dict[str, object]:
         """Ready for JSON; a copy, which later changes do not touch."""
@@ -29,6 +30,7 @@ class Record(NamedTuple):
             "seats": [[list(seat.member), seat.host, seat.pid, seat.predecessor or ""] for seat in self.seats],
             "replaced": [list(entry) for entry in self.replaced],
             "barriers": self.barriers.record(),
+            "phase": self.phase.value,
         }
 
     @classmethod
@@ -42,11 +44,12 @@ class Record(NamedTuple):
             raise ValueError("generation or settings are not as a scheduler writes them")
         return cls(
             saved["generation"],
-            saved.get("epoch", 0),
+            saved["epoch"],
             Settings(*saved["settings"]),
             [_seat(*entry) for entry in saved["seats"]],
-            [(incarnation, name) for incarnation, name in saved.get("replaced", ())],
-            Barriers(saved.get("barriers", ())),
+            [(incarnation, name) for incarnation, name in saved["replaced"]],
+            Barriers(saved["barriers"]),
+            RunPhase(saved["phase"]),
         )
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvd.core.machine import Peer
 from kvd.core.membership import name_of
-from kvd.protocol.messages import Join, Member, MemberState
+from kvd.protocol.messages import Departure, Join, Member, MemberState
 
 MAX_REPLACED = 1024  # replaced incarnations remembered
 MAX_REASON_CHARS = 80
@@ -57,6 +57,13 @@ AS_PREDECESSOR = {
     MemberState.LEFT: MemberState.LEFT,
     MemberState.DEAD: MemberState.DEAD,
     MemberState.GONE: MemberState.DONE,
+}
+
+# How a node that gives up joining leaves a place that it took over, so that the place is as it found it.
+AS_FOUND = {
+    MemberState.DEAD: Departure.FAILED,
+    MemberState.DONE: Departure.DONE,
+    MemberState.LEFT: Departure.LEFT,
 }
 
 
@@ -110,6 +117,10 @@ class Roster:
     def seat_of(self, incarnation: int) -> Seat | None:
         return next((seat for seat in self._seats.values() if seat.member.incarnation == incarnation), None)
 
+    def worker_seat_of(self, incarnation: int) -> Seat | None:
+        seat = self.seat_of(incarnation)
+        return seat if seat is not None and seat.member.role == "worker" else None
+
     def has_seat(self, role: str, rank: int) -> bool:
         return (role, rank) in self._seats
 
@@ -129,6 +140,18 @@ class Roster:
             for rank in range(size)
             if (role, rank) not in self._seats
         ]
+
+    def is_complete(self) -> bool:
+        """Whether each rank has been taken at least once."""
+        return not self.missing()
+
+    def worker_states(self) -> list[MemberState]:
+        """The states of the workers that have joined."""
+        return [member.state for member in self._holders("worker").values()]
+
+    def has_worker_named(self, node_id: str) -> bool:
+        """Whether a worker of this node id has a rank."""
+        return any(member.node_id == node_id for member in self._holders("worker").values())
 
     def barrier_ranks(self) -> list[int]:
         """The ranks of the workers that barriers wait for: those that have not left, joined or not."""
@@ -167,7 +190,19 @@ class Roster:
             rank for rank in ranks if rank in holders and holders[rank].state in (MemberState.DEAD, MemberState.GONE)
         ]
         candidates = free or left or dead
-        return candidates[0] if candidates else None
+        return join.rank if join.rank in candidates else next(iter(candidates), None)
+
+    def same_process(self, join: Join, incarnation: int) -> Seat | None:
+        """The seat that another store of this process holds under the same node id, if there is one."""
+        for seat in self._seats.values():
+            if (
+                seat.is_living
+                and (seat.member.role, seat.member.node_id) == (join.role, join.node_id)
+                and (seat.host, seat.pid) == (join.host, join.pid)
+                and seat.member.incarnation != incarnation
+            ):
+                return seat
+        return None
 
     def take_seat(self, join: Join, rank: int, incarnation: int, peer: Peer) -> tuple[Seat, Seat | None]:
         """Gives the rank to a new incarnation. Returns its seat, and the seat of the holder that it replaces."""
@@ -176,12 +211,24 @@ class Roster:
         predecessor = None
         if earlier is not None:
             predecessor = AS_PREDECESSOR[earlier.member.state]
-            self._replaced[earlier.member.incarnation] = earlier.name
-            while len(self._replaced) > MAX_REPLACED:
-                self._replaced.popitem(last=False)
+            self._note_loss(earlier)
         member = Member(join.role, rank, join.node_id, incarnation, join.address, MemberState.ACTIVE, "", 0.0)
         seat = self._seats[place] = Seat(member, join.host, join.pid, peer, predecessor)
         return seat, earlier
+
+    def adopt(self, seats: Iterable[Seat]) -> None:
+        """Takes over the places of nodes that another roster knows."""
+        self._seats.update({seat.place: replace(seat) for seat in seats})
+
+    def vacate(self, seat: Seat) -> None:
+        """Nobody has taken this place yet: its holder was the first, gave up, and does not get it back."""
+        del self._seats[seat.place]
+        self._note_loss(seat)
+
+    def _note_loss(self, seat: Seat) -> None:
+        self._replaced[seat.member.incarnation] = seat.name
+        while len(self._replaced) > MAX_REPLACED:
+            self._replaced.popitem(last=False)
 
     # ── what happens to a member ──
 

@@ -9,6 +9,7 @@ from kvd.core.server.attachments import Attachments
 from kvd.core.server.control import ServerControl
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.keys import MAX_SLICES, MAX_WAITING, KeyTable, Live
+from kvd.core.server.memory import ServerMemory
 from kvd.core.server.participants import Participants
 from kvd.core.server.rounds import SliceLog
 from kvd.core.session import SchedulerSession
@@ -41,8 +42,7 @@ class KeyRequests:
         attachments: Attachments,
         participants: Participants,
         control: ServerControl,
-        *,
-        memory_limit_bytes: int,
+        memory: ServerMemory,
     ) -> None:
         self._session = session
         self._view = session.view
@@ -51,7 +51,7 @@ class KeyRequests:
         self._attachments = attachments
         self._participants = participants
         self._control = control
-        self._memory_limit_bytes = memory_limit_bytes
+        self._memory = memory
         self._creating: dict[tuple[str, int], int] = {}  # slices whose Create is under way, and their bytes
 
     # ── init ──
@@ -95,11 +95,13 @@ class KeyRequests:
         staging = settings.rounds_ahead * settings.num_workers
         led = self._table.bytes_led + sum(self._creating.values()) - (0 if old is None else old.nbytes)
         demand = (led + self._still_to_come(init)) * (COPIES + staging)
-        if demand > self._memory_limit_bytes or len(self._table.slices) >= MAX_SLICES:
+        if len(self._table.slices) >= MAX_SLICES or not self._memory.grant(self._session.run, demand):
+            others = self._memory.of_others(self._session.run)
+            of_others = f", besides {others >> 20} MiB of other runs" if others else ""
             return ErrorCode.NOT_ALLOWED, (
                 f"key {init.key!r} would take {self._session.name} to {demand >> 20} MiB ({COPIES} copies, and "
-                f"{staging} staged), its limit is {self._memory_limit_bytes >> 20} MiB: add servers, or raise "
-                f"memory_limit_bytes"
+                f"{staging} staged), its limit is {self._memory.limit_bytes >> 20} MiB{of_others}: add servers, or "
+                f"raise memory_limit_bytes"
             )
         return None
 

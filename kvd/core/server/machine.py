@@ -1,4 +1,4 @@
-"""The server: it leads slices, merges what the workers push, and serves what is committed.
+"""One run in a server: it leads slices, merges what the workers push, and serves what is committed.
 
 The machine is its table of messages and the parts that it owns; `push` tells the life of a push, `pull` that of a pull.
 A worker's death arrives as a view: `_view_changed` detaches replaced workers (`attachments`), takes over who takes part
@@ -20,6 +20,7 @@ from kvd.core.server.control import ServerControl
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.key_requests import KeyRequests
 from kvd.core.server.keys import KeyTable
+from kvd.core.server.memory import ServerMemory
 from kvd.core.server.participants import Participants
 from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
@@ -28,6 +29,7 @@ from kvd.core.server.targets import TargetResolver
 from kvd.core.server.waiting import Waiters
 from kvd.core.session import FIRST_REQUEST, SchedulerSession
 from kvd.protocol.messages import (
+    NO_RUN,
     SMALL_PUSH_BYTES,
     Activate,
     Attach,
@@ -70,9 +72,9 @@ class ServerSettings:
 
 
 class ServerMachine:
-    """The state machine of a server."""
+    """The state machine of one run in a server. Its memory is shared with the machines of the other runs."""
 
-    def __init__(self, settings: ServerSettings, session: SchedulerSession) -> None:
+    def __init__(self, settings: ServerSettings, session: SchedulerSession, memory: ServerMemory | None = None) -> None:
         self.incarnation = session.incarnation
         self.table = KeyTable()
         self._session = session
@@ -99,7 +101,7 @@ class ServerMachine:
             attachments,
             participants,
             control,
-            memory_limit_bytes=settings.memory_limit_bytes,
+            memory or ServerMemory(settings.memory_limit_bytes),
         )
         pulls = Pulls(effects, attachments, targets, waiters, participants)
         resumption = Resumption(self.table, effects, attachments, targets, pushes.advance)
@@ -122,8 +124,16 @@ class ServerMachine:
     # ── the machine's interface ──
 
     @property
+    def run(self) -> int:
+        return self._session.run
+
+    @property
     def epoch(self) -> Epoch:
         return self._session.view.epoch
+
+    @property
+    def session(self) -> SchedulerSession:
+        return self._session
 
     def step(self, event: Event, now: float) -> list[Effect]:
         if isinstance(event, Received):
@@ -141,7 +151,7 @@ class ServerMachine:
     def next_deadline(self) -> float | None:
         return self._session.next_deadline()
 
-    def explain(self, now: float) -> dict[str, object]:
+    def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
         groups = self.table.groups.values()
         ranks = self._attachments.ranks
         blockers = {rank for group in groups for rank in self._participants.blockers(group)}

@@ -6,12 +6,12 @@ from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Received
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import Call, CallBook
-from kvd.errors import BarrierBroken
 from kvd.protocol.messages import Enter
 
 
 class BarrierCalls:
-    """A barrier that timed out is entered again at the same generation: the others may still wait there."""
+    """A barrier that timed out is entered again at the same generation: the others may still wait there. So is one that
+    broke: nobody has passed it, and all meet there once the dead are back."""
 
     def __init__(self, asker: Asker, calls: CallBook) -> None:
         self._asker = asker
@@ -28,7 +28,7 @@ class BarrierCalls:
 
         def answered(event: Received) -> None:
             error = self._asker.error_of(event)
-            if error is None or isinstance(error, BarrierBroken):  # otherwise this generation is still open
+            if error is None:  # otherwise this generation is still open
                 self._generations[request.name] = generation + 1
             self._calls.complete(call, error=error)
 

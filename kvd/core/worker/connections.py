@@ -1,7 +1,7 @@
 """The connections to the servers: made when the view names them, given up when a server was restarted.
 
-A server takes the pushes of a worker only after the worker's Attach. A node has joined when all servers know it; an
-observer, which attaches to none, as soon as it has a view.
+A server takes the pushes of a worker only after the worker's Attach. A worker has joined when all servers know it and
+each rank has been taken; an observer, which attaches to none, as soon as it has a view.
 """
 
 from __future__ import annotations
@@ -46,28 +46,41 @@ class Connections:
         self._emit = emit
         self._is_observer = session.identity.role == "observer"
         self._attached: set[int] = set()  # incarnations of servers that know this worker
-        self._joining: list[Call] = []
+        self._joining: list[Call] = []  # wait for the servers and all workers
+        self._visiting: list[Call] = []  # wait for the servers alone
 
     # ── joining ──
 
     def join(self, call: Call, request: requests.JoinCluster) -> None:
-        """Completes the call with the rank when all servers know this node."""
-        self._joining.append(call)
-        call.hold(self._joining.remove)
+        """Completes the call with the rank when nobody is missing whom it waits for."""
+        (self._joining if request.wait_for_workers else self._visiting).append(call)
+        call.hold(self._withdraw)
         self._check_joined()
 
+    def _withdraw(self, call: Call) -> None:
+        (self._joining if call in self._joining else self._visiting).remove(call)
+
     def _check_joined(self) -> None:
-        if not self._joining or not self._session.joined or self._view.epoch == (0, 0):
+        if not self._joining and not self._visiting:
             return
-        if not self._is_observer and not (
-            self._view.all_servers_active()
-            and all(self._servers.peer_of(server.rank) in self._attached for server in self._view.servers())
-        ):
+        if not self._session.joined or self._view.epoch == (0, 0):
             return
-        for call in self._joining:
+        if not self._is_observer and (not self._view.all_servers_active() or self.unreached_servers()):
+            return
+        self._let_in(self._visiting)
+        if self._is_observer or not self._view.missing_workers():
+            self._let_in(self._joining)
+
+    def _let_in(self, calls: list[Call]) -> None:
+        for call in calls:
             call.let_go()
             self._calls.complete(call, self._session.rank)
-        self._joining.clear()
+        calls.clear()
+
+    def unreached_servers(self) -> list[Member]:
+        """The servers that are active and do not know this worker: it has not reached them, or they hang."""
+        active = [server for server in self._view.servers() if server.state is MemberState.ACTIVE]
+        return [server for server in active if self._servers.peer_of(server.rank) not in self._attached]
 
     # ── the view ──
 

@@ -89,6 +89,12 @@ class ControlCalls:
 
     # ── the scheduler ──
 
+    def tell_scheduler(self, call: Call, request: requests.TellScheduler) -> None:
+        def answered(event: Received) -> None:
+            self._calls.complete(call, error=self._asker.error_of(event))
+
+        self._asker.ask(call, SCHEDULER, request.message, answered)
+
     def scheduler_status(self, call: Call, request: requests.SchedulerStatus) -> None:
         def answered(event: Received) -> None:
             self._calls.complete(call, (event.payload, event.nbytes), self._asker.error_of(event))

@@ -43,7 +43,7 @@ from kvd.core.worker.servers import Servers
 from kvd.core.worker.settings import WorkerSettings
 from kvd.core.worker.transfer import Transfer
 from kvd.errors import KvdError
-from kvd.protocol.messages import Epoch, NotYet
+from kvd.protocol.messages import NO_RUN, Epoch, Member, NotYet
 
 __all__ = ["WorkerMachine", "WorkerSettings"]
 
@@ -93,9 +93,14 @@ class WorkerMachine:
             requests.Depart: taking_part.leave,
             requests.Control: self._control.control,
             requests.SchedulerStatus: self._control.scheduler_status,
+            requests.TellScheduler: self._control.tell_scheduler,
         }
 
     # ── the machine's interface ──
+
+    @property
+    def run(self) -> int:
+        return self.session.run
 
     @property
     def epoch(self) -> Epoch:
@@ -137,7 +142,7 @@ class WorkerMachine:
         deadlines = (self.session.next_deadline(), self._outbox.next_deadline(), self._calls.next_deadline())
         return min((at for at in deadlines if at is not None), default=None)
 
-    def explain(self, now: float) -> dict[str, object]:
+    def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
         return {
             "role": self.session.identity.role,
             "rank": self.session.rank,
@@ -146,6 +151,10 @@ class WorkerMachine:
             "requests_open": len(self._outbox),
             "clocks": self._clocks.explain(),
         }
+
+    def unreached_servers(self) -> list[Member]:
+        """The active servers that this worker has not reached yet."""
+        return self._connections.unreached_servers()
 
     def has_pushed(self, name: str) -> bool:
         """Whether this incarnation has pushed to the key since it took the clock over, or went back."""

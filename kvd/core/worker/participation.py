@@ -40,6 +40,9 @@ class Participation:
             self._calls.complete(call)
             return
 
+        if request.departure is Departure.WITHDRAWN:
+            self._session.close()  # a further Join would overtake the answer, and take a place again
+
         def answered(event: Received) -> None:
             error = self._asker.error_of(event)
             if error is None:

@@ -62,6 +62,7 @@ def _request(words: list[str], worker: str) -> tuple[requests.Request, Floats | 
         "barrier": lambda: requests.Barrier(rest[0]),
         "flush": requests.Flush,
         "join": lambda: requests.Depart(Departure.DONE),
+        "withdraw": lambda: requests.Depart(Departure.WITHDRAWN),
         "close": lambda: requests.Depart(Departure.LEFT),
         "rewind": lambda: requests.Rewind(int(rest[0])),
         "clock": lambda: requests.ClockOf(rest[0]),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvd.core.server.router import ServerRouter
+from kvd.core.worker.machine import WorkerMachine
 from kvd.testing.scenario.calls import LatestCall, LatestCalls
 from kvd.testing.simulator import World
 
@@ -89,8 +91,9 @@ class Expectations:
         """As every server and worker that is alive sees it."""
         self._world.run(STEP_S)
         for process in self._world.processes.values():
-            view = getattr(process.machine, "view", None) or getattr(process.machine, "_view", None)
-            if process.alive and process.name != "scheduler" and not callable(view) and view is not None:
+            machine = process.machine
+            if process.alive and isinstance(machine, WorkerMachine | ServerRouter):
+                view = machine.view if isinstance(machine, WorkerMachine) else machine.latest().session.view
                 member = view.members.get((words[0], int(words[1])))
                 state = None if member is None else member.state
                 _check(state == words[2], f"{process.name} sees it as {state}")

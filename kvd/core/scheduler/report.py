@@ -1,0 +1,28 @@
+"""What `kvd status` shows of the nodes."""
+
+from __future__ import annotations
+
+from kvd.core.scheduler.liveness import Liveness
+from kvd.core.scheduler.roster import Roster, Seat
+
+
+def members_report(roster: Roster, liveness: Liveness, now: float) -> list[dict[str, object]]:
+    """Every node that has a seat, as plain data ready for JSON."""
+    return [_member(seat, liveness, now) for seat in sorted(roster.seats(), key=lambda seat: seat.place)]
+
+
+def _member(seat: Seat, liveness: Liveness, now: float) -> dict[str, object]:
+    return {
+        "role": seat.member.role,
+        "rank": seat.member.rank,
+        "node_id": seat.member.node_id,
+        "state": seat.member.state,
+        "address": seat.member.address,
+        "host": seat.host,
+        "pid": seat.pid,
+        "incarnation": f"{seat.member.incarnation:016x}",
+        "last_heard_s": liveness.silence_s(seat, now),
+        "reason": seat.member.reason or liveness.known_end(seat),
+        "process_ended": seat.is_living and bool(liveness.known_end(seat)),
+        "silent_s": seat.member.last_seen_s,
+    }

@@ -1,0 +1,395 @@
+"""The scheduler of a cluster: one machine per run, one for the cluster itself, and the way between them and the nodes.
+
+A message belongs to the run that its header names. A Join that names none goes where `runs.Runs.choose` says. The view
+of the cluster lists the runs: that is how servers learn of their beginning and their end.
+
+The way of a run:
+
+1. The first worker's Join begins it: `SchedulerRouter._begin` gives it a machine and a number, the incarnation of that
+   worker, which is random.
+2. The view of the cluster names it, once saved. Each server makes a machine for it, which joins the run.
+3. Its phase follows from what happens to its workers: `phase.RunLife.observe`.
+4. `SchedulerRouter._give_up` forgets its machine: on request, or when too many runs that are over are kept. Servers
+   see in the view that it is gone.
+
+All records are saved as one: `SchedulerRouter._flush` puts the Persists of one step together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvd.core.machine import Effect, Event, InRun, LogEntry, OfOneRun, Persist, Persisted, Received, Send, Stop
+from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
+from kvd.core.scheduler.record import Record
+from kvd.core.scheduler.runs import MAX_LIVE, Choice, Runs, RunSlot
+from kvd.protocol.messages import (
+    NO_RUN,
+    Done,
+    EndRun,
+    Epoch,
+    ErrorCode,
+    Join,
+    Leave,
+    NotYet,
+    NotYetReason,
+    Refused,
+    RunEntry,
+    RunPhase,
+    Shutdown,
+    StatusQuery,
+    StatusReport,
+)
+
+
+class SchedulerRouter:
+    """The state machine of a scheduler. `generation` must be larger than that of any earlier start."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        incarnation: int,
+        generation: int,
+        now: float,
+        saved: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.incarnation = incarnation
+        self._settings = settings
+        self._generation = generation
+        cluster = None if saved is None else saved["cluster"]
+        self._cluster = SchedulerMachine(settings, incarnation, generation, now, cluster, with_workers=False)
+        self._runs = Runs([] if saved is None else [self._restored(entry, now) for entry in saved["runs"]])
+        self._cluster.restore_runs(self._runs.entries())
+        self._out: list[Effect] = []
+        self._unsaved: list[tuple[int, int]] = []  # (run, token) of the records that this step changed
+        self._tokens: dict[int, list[tuple[int, int]]] = {}  # by the token of a Persist under way
+        self._last_token = 0
+        self._handlers: dict[type[Any], Callable[[Received, Any, float], None]] = {
+            EndRun: self._end_run,
+            Shutdown: self._shut_down,
+            StatusQuery: self._status,
+        }
+
+    def _restored(self, saved: Mapping[str, Any], now: float) -> RunSlot:
+        slot = RunSlot(saved["run"], saved["job"], saved["token"], None)
+        if saved["record"] is not None:
+            settings = self._settings_of(saved["num_workers"])
+            slot.machine = SchedulerMachine(settings, self.incarnation, self._generation, now, saved["record"])
+        return slot
+
+    # ── the machine's interface ──
+
+    @property
+    def run(self) -> int:
+        return NO_RUN
+
+    @property
+    def epoch(self) -> Epoch:
+        return self._cluster.epoch
+
+    def step(self, event: Event, now: float) -> list[Effect]:
+        self._out = []
+        if isinstance(event, Received):
+            self._receive(event, now)
+        elif isinstance(event, Persisted):
+            for run, token in self._tokens.pop(event.token, ()):
+                machine = self.machine_of(run)
+                if machine is not None:
+                    self._step(run, machine, Persisted(token), now)
+        else:
+            self._step(NO_RUN, self._cluster, event, now)
+            for slot in self._runs:
+                if slot.machine is not None:
+                    self._step(slot.run, slot.machine, event, now)
+        self._follow_phases()
+        self._flush()
+        return self._out
+
+    def next_deadline(self) -> float | None:
+        return min((at for machine in self._machines() if (at := machine.next_deadline()) is not None), default=None)
+
+    def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
+        machine = self.machine_of(run) or self._cluster
+        return {**machine.explain(now), "jobs": [self._describe(slot) for slot in self._runs]}
+
+    def watched(self) -> list[tuple[int, str, int]]:
+        """(incarnation, host, pid) of the living members, for a shell that can watch their processes."""
+        return list(dict.fromkeys(watched for machine in self._machines() for watched in machine.watched()))
+
+    def record(self) -> dict[str, object]:
+        """All that a successor needs, as plain data."""
+        return {
+            "generation": max(machine.generation for machine in self._machines()),
+            "cluster": self._cluster.record(),
+            "runs": [
+                {
+                    "run": slot.run,
+                    "job": slot.job,
+                    "token": slot.token,
+                    "num_workers": slot.num_workers,
+                    "record": None if slot.machine is None else slot.machine.record(),
+                }
+                for slot in self._runs
+            ],
+        }
+
+    @staticmethod
+    def check_record(saved: Mapping[str, Any]) -> None:
+        """Raises ValueError, KeyError or TypeError if this is no record of a scheduler."""
+        Record.from_plain(saved["cluster"])
+        for entry in saved["runs"]:
+            if entry["record"] is not None:
+                Record.from_plain(entry["record"])
+
+    def machine_of(self, run: int) -> SchedulerMachine | None:
+        """The machine of a run; for NO_RUN, that of the cluster."""
+        if run == NO_RUN:
+            return self._cluster
+        slot = self._runs.find(run)
+        return None if slot is None else slot.machine
+
+    @property
+    def runs(self) -> Runs:
+        """For reading."""
+        return self._runs
+
+    def validate(self) -> None:
+        """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
+        for machine in self._machines():
+            machine.validate()
+        assert sum(not slot.is_over for slot in self._runs) <= MAX_LIVE, "too many runs are alive"
+
+    # ── messages ──
+
+    def _receive(self, event: Received, now: float) -> None:
+        message = event.message
+        handler = self._handlers.get(type(message))
+        if handler is not None:
+            handler(event, message, now)
+            return
+        slot = self._runs.find(event.run)
+        if event.run == NO_RUN:
+            self._receive_without_run(event, now)
+        elif slot is None and isinstance(message, Join):
+            self._begin(event.run, event, message, now)
+        elif slot is None:
+            text = "the scheduler does not know this node"
+            self._send(event, NotYet(getattr(message, "request", 0), NotYetReason.NOT_JOINED, text))
+        elif slot.machine is None or self._has_lost_its_turn(slot, event):
+            self._refuse(event, ErrorCode.JOB_ENDED, _ended_text(slot), slot.job)
+        else:
+            self._step(slot.run, slot.machine, event, now)
+
+    def _receive_without_run(self, event: Received, now: float) -> None:
+        message = event.message
+        if isinstance(message, Join) and message.role == "worker":
+            self._join_worker(event, message, now)
+        elif isinstance(message, Join) and message.role == "observer":
+            slot = self._runs.readable(message.job)
+            machine = self._cluster if slot is None or slot.machine is None else slot.machine
+            self._step(NO_RUN if slot is None else slot.run, machine, event, now)
+        elif isinstance(message, Leave):
+            self._leave_unwelcomed(event, message, now)
+        else:
+            if isinstance(message, Join):
+                self._take_over(message.runs, now)
+            self._step(NO_RUN, self._cluster, event, now)
+
+    def _leave_unwelcomed(self, event: Received, leave: Leave, now: float) -> None:
+        """A server, or a worker that gives up before it was welcomed: it may have a place all the same."""
+        for slot in self._runs:
+            machine = slot.machine
+            if machine is not None and machine.roster.worker_seat_of(event.sender) is not None:
+                self._step(slot.run, machine, event, now)
+                return
+        if self._cluster.roster.seat_of(event.sender) is not None:
+            self._step(NO_RUN, self._cluster, event, now)
+        else:
+            self._send(event, Done(leave.request))
+
+    def _join_worker(self, event: Received, join: Join, now: float) -> None:
+        event = event._replace(epoch=Epoch(0, 0))  # it may know the view of the cluster, which is not that of a run
+        choice, slot = self._runs.choose(join)
+        if choice is Choice.BEGIN:
+            self._begin(event.sender, event, join, now)
+        elif slot is None:
+            text = f"{MAX_LIVE} jobs are running, and no more can: wait for one, or end one with kvd jobs end NAME"
+            self._refuse(event, ErrorCode.JOB_BUSY, text, join.job)
+        elif choice is Choice.ENTER and slot.machine is not None:
+            self._step(slot.run, slot.machine, event, now)
+        elif choice is Choice.WAIT:
+            text = f"the earlier run of job {slot.job!r} is coming to its end"
+            self._send(event, NotYet(join.request, NotYetReason.BUSY, text))
+        elif choice is Choice.JOB_BUSY:
+            self._refuse(event, ErrorCode.JOB_BUSY, _busy_text(slot), slot.job)
+        else:
+            self._refuse(event, ErrorCode.JOB_ENDED, _ended_text(slot), slot.job)
+
+    def _has_lost_its_turn(self, slot: RunSlot, event: Received) -> bool:
+        """A worker of a run that is over, and whose job has a later one, cannot bring it back to life."""
+        machine = slot.machine
+        if machine is None or not slot.is_over or not self._runs.is_superseded(slot):
+            return False
+        seat = machine.roster.seat_of(event.sender)
+        joins_as_worker = isinstance(event.message, Join) and event.message.role == "worker"
+        return joins_as_worker or (seat is not None and seat.member.role == "worker")
+
+    def _status(self, event: Received, query: StatusQuery, _now: float) -> None:
+        self._send(event, StatusReport(query.request))
+
+    # ── runs begin and end ──
+
+    def _begin(self, run: int, event: Received, join: Join, now: float) -> None:
+        """Begins a run with its first worker, once all servers are there: until then, one of them may know a run that a
+        scheduler without its record does not."""
+        missing = ", ".join(self._cluster.roster.missing())
+        if missing:
+            self._send(event, NotYet(join.request, NotYetReason.BUSY, f"waiting for {missing}"))
+            self._send(event, self._cluster.announced)  # it shows who is missing
+            return
+        num_workers = join.settings.num_workers if join.role == "worker" else 0
+        slot = self._new_slot(RunEntry(run, join.job, join.token, RunPhase.FORMING, num_workers), now)
+        assert slot.machine is not None
+        objection = slot.machine.objection(join)
+        if objection is not None:
+            self._send(event, objection)
+            return
+        self._add(slot)
+        self._announce()
+        slot.machine.seat_servers(self._cluster.roster.seats(), now)
+        self._step(run, slot.machine, event, now)
+
+    def _take_over(self, entries: Sequence[RunEntry], now: float) -> None:
+        """A server brings the runs that it knows: a scheduler whose record is lost has no other source."""
+        for entry in entries:
+            if self._runs.find(entry.run) is None and entry.phase is not RunPhase.GONE:
+                self._add(self._new_slot(entry, now))
+
+    def _new_slot(self, entry: RunEntry, now: float) -> RunSlot:
+        settings = self._settings_of(entry.num_workers)
+        machine = SchedulerMachine(settings, self.incarnation, self._generation, now, phase=entry.phase)
+        return RunSlot(entry.run, entry.job, entry.token, machine)
+
+    def _add(self, slot: RunSlot) -> None:
+        self._runs.add(slot)
+        self._log(f"run {slot.run:x} of job {slot.job!r} is {slot.phase}")
+
+    def _settings_of(self, num_workers: int) -> SchedulerSettings:
+        """Of a run with this many workers; 0: as many as the scheduler was told."""
+        if not num_workers:
+            return self._settings
+        return replace(self._settings, cluster=self._settings.cluster._replace(num_workers=num_workers))
+
+    def _follow_phases(self) -> None:
+        """Tells the servers of phases that have changed, and gives up what is too old to be kept."""
+        excess = self._runs.excess()
+        if excess is not None:
+            self._give_up(excess)
+        elif self._cluster.announced_runs != self._runs.entries():
+            self._announce()
+
+    def _give_up(self, slot: RunSlot, answers: Sequence[Send] = ()) -> None:
+        """Forgets the run, and tells its workers."""
+        machine, slot.machine = slot.machine, None
+        assert machine is not None
+        ended = Refused(0, ErrorCode.JOB_ENDED, _ended_text(slot), slot.job)
+        told = [
+            Send(seat.peer, ended)
+            for seat in machine.roster.living()
+            if seat.member.role == "worker" and seat.peer is not None
+        ]
+        self._out.append(InRun(slot.run, machine.epoch, told))
+        self._runs.forget_oldest_gone()
+        self._log(f"run {slot.run:x} of job {slot.job!r} is given up")
+        self._announce(answers)
+
+    def _end_run(self, event: Received, end: EndRun, _now: float) -> None:
+        slot = self._runs.readable(end.job)
+        if slot is None:
+            self._refuse(
+                event, ErrorCode.NOT_ALLOWED, f"no run of job {end.job!r} is here: kvd jobs lists all", end.job
+            )
+        else:
+            self._give_up(slot, [Send(event.peer, Done(end.request))])
+
+    def _shut_down(self, event: Received, shutdown: Shutdown, _now: float) -> None:
+        live = ", ".join(repr(slot.job) for slot in self._runs if not slot.is_over)
+        if live and not shutdown.force:
+            text = f"job {live} is running: wait for its end, end it with kvd jobs end, or use kvd shutdown --force"
+            self._refuse(event, ErrorCode.NOT_ALLOWED, text)
+            return
+        servers = [seat.peer for seat in self._cluster.roster.living() if seat.peer is not None]
+        sends: list[OfOneRun] = [Send(peer, Shutdown(0, force=True)) for peer in servers]
+        sends.append(Send(event.peer, Done(shutdown.request)))
+        self._out.append(InRun(NO_RUN, self.epoch, sends))
+        self._out.append(Stop("kvd shutdown"))
+
+    # ── effects ──
+
+    def _step(self, run: int, machine: SchedulerMachine, event: Event, now: float) -> None:
+        self._emit(run, machine, machine.step(event, now))
+
+    def _announce(self, answers: Sequence[Send] = ()) -> None:
+        self._emit(NO_RUN, self._cluster, self._cluster.announce_runs(self._runs.entries(), answers))
+
+    def _emit(self, run: int, machine: SchedulerMachine, effects: Sequence[Effect]) -> None:
+        """The effects of a machine; its record is saved with those of the others."""
+        own: list[OfOneRun] = []
+        slot = self._runs.find(run)
+        for effect in effects:
+            assert not isinstance(effect, InRun)
+            if isinstance(effect, Persist):
+                self._unsaved.append((run, effect.token))
+            elif isinstance(effect, LogEntry) and slot is not None:
+                own.append(effect._replace(fields={**effect.fields, "job": slot.job}))
+            else:
+                own.append(effect)
+        if own:
+            self._out.append(InRun(run, machine.epoch, own))
+
+    def _flush(self) -> None:
+        if self._unsaved:
+            self._last_token += 1
+            self._tokens[self._last_token], self._unsaved = self._unsaved, []
+            self._out.append(Persist(self._last_token, self.record()))
+
+    def _machines(self) -> list[SchedulerMachine]:
+        return [self._cluster, *(slot.machine for slot in self._runs if slot.machine is not None)]
+
+    def _send(self, event: Received, message: Any) -> None:
+        self._out.append(InRun(event.run, self.epoch, [Send(event.peer, message)]))
+
+    def _refuse(self, event: Received, error: ErrorCode, text: str, job: str = "") -> None:
+        self._send(event, Refused(getattr(event.message, "request", 0), error, text, job))
+
+    def _log(self, text: str) -> None:
+        self._out.append(LogEntry("info", text))
+
+    def _describe(self, slot: RunSlot) -> dict[str, object]:
+        machine = slot.machine
+        states = [] if machine is None else machine.roster.worker_states()
+        return {
+            "job": slot.job,
+            "run": f"{slot.run:x}",
+            "phase": slot.phase,
+            "workers": len(states),
+            "num_workers": slot.num_workers,
+        }
+
+
+def _ended_text(slot: RunSlot) -> str:
+    return (
+        f"the run of job {slot.job!r} that this process belongs to has ended (run {slot.run:x}): "
+        f"start the program again as a whole"
+    )
+
+
+def _busy_text(slot: RunSlot) -> str:
+    assert slot.machine is not None
+    return (
+        f"job {slot.job!r} is running (run {slot.run:x}, {slot.machine.num_workers} workers), and this process does "
+        f"not belong to it: wait for its end, end it with kvd jobs end {slot.job}, or start yours under another name "
+        f"(KVD_JOB)"
+    )

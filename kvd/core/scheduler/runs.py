@@ -1,0 +1,153 @@
+"""The runs of a cluster: which there are, and which one a node belongs to.
+
+`choose` is the one place that decides where a worker's Join goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from kvd.core.scheduler.machine import SchedulerMachine
+from kvd.core.scheduler.phase import OVER
+from kvd.protocol.messages import MAX_RUNS, Join, RunEntry, RunPhase
+
+MAX_LIVE = 16  # runs that are not over
+MAX_KEPT = 8  # runs that are over and can still be read
+MAX_GONE = MAX_RUNS - MAX_LIVE - MAX_KEPT  # remembered, so that their processes learn that they have ended
+
+
+@dataclass(slots=True)
+class RunSlot:
+    """One run. Its machine is None once its values are given up."""
+
+    run: int
+    job: str
+    token: str
+    machine: SchedulerMachine | None
+
+    @property
+    def phase(self) -> RunPhase:
+        return RunPhase.GONE if self.machine is None else self.machine.phase
+
+    @property
+    def num_workers(self) -> int:
+        return 0 if self.machine is None else self.machine.num_workers
+
+    @property
+    def is_over(self) -> bool:
+        return self.phase in OVER
+
+    @property
+    def title(self) -> str:
+        """The name under which this run alone can be read."""
+        return f"{self.job}@{self.run:x}"
+
+    def entry(self) -> RunEntry:
+        return RunEntry(self.run, self.job, self.token, self.phase, self.num_workers)
+
+
+class Choice(Enum):
+    """What becomes of a worker that wants to join."""
+
+    ENTER = "enter"  # the run
+    BEGIN = "begin"  # a new run
+    WAIT = "wait"  # until the run is over
+    JOB_ENDED = "ended"  # its run has ended
+    JOB_BUSY = "busy"  # another program's run is alive
+    TOO_MANY = "too many"  # no further run can begin
+
+
+class Decision(NamedTuple):
+    """A choice, and the run that it concerns; None for BEGIN and TOO_MANY."""
+
+    choice: Choice
+    slot: RunSlot | None
+
+
+class Runs:
+    """All runs in the order in which they began, those that are gone included."""
+
+    def __init__(self, slots: Iterable[RunSlot] = ()) -> None:
+        self._slots = {slot.run: slot for slot in slots}
+
+    def __iter__(self) -> Iterator[RunSlot]:
+        return iter(list(self._slots.values()))
+
+    def find(self, run: int) -> RunSlot | None:
+        return self._slots.get(run)
+
+    def add(self, slot: RunSlot) -> None:
+        self._slots[slot.run] = slot
+
+    def newest(self, job: str) -> RunSlot | None:
+        """The latest run of the job whose values are there."""
+        return next((slot for slot in self._latest(job) if slot.machine is not None), None)
+
+    def readable(self, job: str) -> RunSlot | None:
+        """The run that a reader of this job sees: the latest one that all workers have joined. NAME@RUN names one."""
+        name, _, number = job.partition("@")
+        if number:
+            return next((slot for slot in self if slot.title == job and slot.machine is not None), None)
+        complete = (slot for slot in self._latest(name) if slot.phase not in (RunPhase.FORMING, RunPhase.GONE))
+        return next(complete, None) or self.newest(name)
+
+    def is_superseded(self, slot: RunSlot) -> bool:
+        """Whether the job has a later run."""
+        return next(self._latest(slot.job), slot) is not slot
+
+    def excess(self) -> RunSlot | None:
+        """The run whose values must be given up next, because too many that are over are kept."""
+        over = [slot for slot in self if slot.is_over and slot.machine is not None]
+        return over[0] if len(over) > MAX_KEPT else None
+
+    def forget_oldest_gone(self) -> None:
+        gone = [slot.run for slot in self if slot.machine is None]
+        for run in gone[: max(0, len(gone) - MAX_GONE)]:
+            del self._slots[run]
+
+    def entries(self) -> tuple[RunEntry, ...]:
+        return tuple(slot.entry() for slot in self)
+
+    # ── who belongs where ──
+
+    def choose(self, join: Join) -> Decision:
+        """Where a worker goes that names no run."""
+        if join.operator:
+            newest = self.newest(join.job)
+            return self._begin() if newest is None else Decision(Choice.ENTER, newest)
+        if join.token:
+            own = next((slot for slot in self._latest(join.job) if slot.token == join.token), None)
+            if own is not None:
+                return self._of_own_run(own)
+        return self._of_the_job(join)
+
+    def _of_own_run(self, own: RunSlot) -> Decision:
+        """For a process whose token is that of this run."""
+        if own.phase in (RunPhase.FORMING, RunPhase.RUNNING):
+            return Decision(Choice.ENTER, own)
+        if own.phase is RunPhase.FAILED and not self.is_superseded(own):
+            return Decision(Choice.ENTER, own)
+        return Decision(Choice.JOB_ENDED, own)
+
+    def _of_the_job(self, join: Join) -> Decision:
+        """For a process without a token, or with the token of a run that has not begun."""
+        alive = next((slot for slot in self._latest(join.job) if not slot.is_over), None)
+        if alive is None or alive.machine is None:
+            return self._begin()
+        if not join.token and alive.phase is RunPhase.FORMING:
+            return Decision(Choice.ENTER, alive)
+        if not join.token and alive.phase is RunPhase.RUNNING and alive.machine.roster.has_worker_named(join.node_id):
+            return Decision(Choice.ENTER, alive)
+        if alive.phase is RunPhase.CLOSING or alive.machine.seems_lost():
+            return Decision(Choice.WAIT, alive)
+        return Decision(Choice.JOB_BUSY, alive)
+
+    def _begin(self) -> Decision:
+        live = sum(not slot.is_over for slot in self)
+        return Decision(Choice.TOO_MANY if live >= MAX_LIVE else Choice.BEGIN, None)
+
+    def _latest(self, job: str) -> Iterator[RunSlot]:
+        return (slot for slot in reversed(list(self._slots.values())) if slot.job == job)

@@ -1,0 +1,56 @@
+"""Which seat a node that joins gets, or why it gets none."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvd.core.machine import Peer
+from kvd.core.scheduler.agreement import Agreement
+from kvd.core.scheduler.liveness import Liveness
+from kvd.core.scheduler.roster import Roster, Seat
+from kvd.protocol.messages import ErrorCode, Join, Refused
+
+
+class Seated(NamedTuple):
+    """A node has a seat.
+
+    Attributes:
+        is_new: it has just got it; otherwise it has joined before.
+        replaced: the seat of the holder that it replaces, if there was one.
+    """
+
+    seat: Seat
+    is_new: bool
+    replaced: Seat | None = None
+
+
+class Seating:
+    """Gives the seats of a roster to nodes that agree with the settings."""
+
+    def __init__(self, agreement: Agreement, roster: Roster, liveness: Liveness) -> None:
+        self._agreement = agreement
+        self._roster = roster
+        self._liveness = liveness
+
+    def seat(self, join: Join, incarnation: int, peer: Peer) -> Seated | Refused:
+        """A seat for this incarnation: the one that it has, or the one that `Roster.rank_for` finds."""
+        seat = self._roster.seat_of(incarnation)
+        if seat is not None:
+            return Seated(seat, is_new=False)
+        own = self._roster.same_process(join, incarnation)
+        if own is not None and not self._liveness.known_end(own):
+            text = f"this process is {own.name} already: use that store, or close it first; two stores need two jobs"
+            return Refused(join.request, ErrorCode.NOT_ALLOWED, text)
+        rank = self._roster.rank_for(join)
+        if rank is None:
+            return Refused(join.request, ErrorCode.NOT_ALLOWED, self._full_text(join.role))
+        seat, replaced = self._roster.take_seat(join, rank, incarnation, peer)
+        return Seated(seat, is_new=True, replaced=replaced)
+
+    def _full_text(self, role: str) -> str:
+        settings = self._agreement.settings
+        size = settings.num_servers if role == "server" else settings.num_workers
+        return (
+            f"all {size} {role}s are there: stop one, give this node the KVD_NODE_ID of the one that it "
+            f"replaces, or start the scheduler with a larger --num-{role}s"
+        )

@@ -1,0 +1,217 @@
+"""The server of a cluster: one machine per run, one for the cluster itself, and the way between them and the nodes.
+
+Runs begin and end here as the view of the cluster says, which the machine of the cluster receives. A run that the view
+does not name at all stays: a scheduler without its record has yet to learn of it, from the session of its machine.
+
+A run that is over gives way when the memory is full, the oldest first; its readers learn that its values are gone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvd.core.machine import (
+    SCHEDULER,
+    Connect,
+    DropRun,
+    Effect,
+    Event,
+    Halt,
+    InRun,
+    JobDone,
+    LocalCall,
+    LogEntry,
+    OfOneRun,
+    Received,
+    Send,
+    Stop,
+)
+from kvd.core.membership import EMPTY_SETTINGS
+from kvd.core.server.machine import ServerMachine, ServerSettings
+from kvd.core.server.memory import ServerMemory
+from kvd.core.session import RunKey, SchedulerSession
+from kvd.protocol.messages import (
+    NO_RUN,
+    Epoch,
+    ErrorCode,
+    NotYet,
+    NotYetReason,
+    Refused,
+    RunEntry,
+    RunPhase,
+    Shutdown,
+)
+
+OVER = (RunPhase.ENDED, RunPhase.FAILED)
+MAX_GIVEN_UP = 256  # runs remembered whose values are gone
+
+__all__ = ["ServerRouter", "ServerSettings"]
+
+
+class ServerRouter:
+    """The state machine of a server.
+
+    Args:
+        settings: of each run's machine; the memory is one for all.
+        session: with the scheduler, for the cluster.
+        scheduler_address, heartbeat_interval_s: for the sessions of the runs.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        session: SchedulerSession,
+        scheduler_address: str,
+        heartbeat_interval_s: float,
+    ) -> None:
+        self.incarnation = session.incarnation
+        self._settings = settings
+        self._session = session
+        self._address = scheduler_address
+        self._interval_s = heartbeat_interval_s
+        self._memory = ServerMemory(settings.memory_limit_bytes, self._make_room)
+        self._machines = {NO_RUN: ServerMachine(settings, session, self._memory)}
+        self._phases: dict[int, RunPhase] = {}  # by run
+        self._given_up: OrderedDict[int, str] = OrderedDict()  # run → its job
+        self._out: list[Effect] = []
+
+    # ── the machine's interface ──
+
+    @property
+    def run(self) -> int:
+        return NO_RUN
+
+    @property
+    def epoch(self) -> Epoch:
+        return self._session.view.epoch
+
+    def step(self, event: Event, now: float) -> list[Effect]:
+        self._out = []
+        if isinstance(event, Received):
+            self._receive(event, now)
+        elif isinstance(event, JobDone):
+            machine = self._machines.get(event.run)
+            if machine is not None:
+                self._step(event.run, machine, event, now)
+        elif isinstance(event, LocalCall):
+            for run in sorted(self._machines, reverse=True):  # the cluster's last: it answers the call
+                self._step(run, self._machines[run], event, now)
+        else:
+            for run, machine in list(self._machines.items()):
+                self._step(run, machine, event, now)
+        return self._out
+
+    def next_deadline(self) -> float | None:
+        deadlines = (machine.next_deadline() for machine in self._machines.values())
+        return min((at for at in deadlines if at is not None), default=None)
+
+    def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
+        return self._machines.get(run, self._machines[NO_RUN]).explain(now)
+
+    def machine_of(self, run: int) -> ServerMachine | None:
+        """The machine of a run; for NO_RUN, that of the cluster."""
+        return self._machines.get(run)
+
+    def latest(self) -> ServerMachine:
+        """The machine of the run that began last; that of the cluster if there is none."""
+        return list(self._machines.values())[-1]
+
+    def validate(self) -> None:
+        """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
+        for run, machine in self._machines.items():
+            assert machine.run == run, f"the machine of run {machine.run} is kept as that of {run}"
+            machine.validate()
+        assert self._given_up.keys().isdisjoint(self._machines), "a run that is given up has a machine"
+
+    # ── messages ──
+
+    def _receive(self, event: Received, now: float) -> None:
+        if isinstance(event.message, Shutdown):
+            self._shut_down(event, event.message)
+            return
+        machine = self._machines.get(event.run)
+        if machine is not None:
+            self._step(event.run, machine, event, now)
+            if event.run == NO_RUN and event.peer == SCHEDULER:
+                self._follow_view(now)
+        elif event.peer == SCHEDULER:
+            return  # for a run that is given up
+        else:
+            self._answer_for_unknown_run(event)
+
+    def _answer_for_unknown_run(self, event: Received) -> None:
+        request = getattr(event.message, "request", 0)
+        job = self._given_up.get(event.run)
+        if job is None:  # its view is on the way to us
+            self._send(event, NotYet(request, NotYetReason.NOT_ATTACHED, "this server does not know the run"))
+        else:
+            text = f"the run of job {job!r} that this process belongs to has ended, and its values are given up"
+            self._send(event, Refused(request, ErrorCode.JOB_ENDED, text, job))
+
+    def _shut_down(self, event: Received, shutdown: Shutdown) -> None:
+        if event.peer == SCHEDULER:
+            self._out.append(Stop("kvd shutdown"))
+        else:
+            text = "only the scheduler ends a server: use kvd shutdown"
+            self._send(event, Refused(shutdown.request, ErrorCode.NOT_ALLOWED, text))
+
+    # ── runs begin and end ──
+
+    def _follow_view(self, now: float) -> None:
+        if not self._session.joined:
+            return
+        for entry in self._session.view.runs:
+            if entry.phase is RunPhase.GONE:
+                self._give_up(entry.run, entry.job)
+            elif entry.run not in self._given_up:
+                self._phases[entry.run] = entry.phase
+                if entry.run not in self._machines:
+                    self._begin(entry, now)
+
+    def _begin(self, entry: RunEntry, now: float) -> None:
+        key = RunKey(entry.job, entry.token, run=entry.run)
+        identity = self._session.identity._replace(preferred_rank=self._session.rank)
+        session = SchedulerSession(identity, EMPTY_SETTINGS, self._address, self._interval_s, key)
+        machine = self._machines[entry.run] = ServerMachine(self._settings, session, self._memory)
+        self._emit(entry.run, machine, session.tick(now))
+
+    def _give_up(self, run: int, job: str) -> None:
+        self._given_up[run] = job
+        while len(self._given_up) > MAX_GIVEN_UP:
+            self._given_up.popitem(last=False)
+        self._phases.pop(run, None)
+        if self._machines.pop(run, None) is not None:
+            self._memory.release(run)
+            self._out.append(DropRun(run))
+            self._out.append(LogEntry("info", f"the values of job {job!r}, run {run:x}, are given up"))
+
+    def _make_room(self) -> bool:
+        """Gives up the oldest run that is over."""
+        for run, machine in self._machines.items():
+            if self._phases.get(run) in OVER:
+                self._give_up(run, machine.session.job)
+                return True
+        return False
+
+    # ── effects ──
+
+    def _step(self, run: int, machine: ServerMachine, event: Event, now: float) -> None:
+        self._emit(run, machine, machine.step(event, now))
+
+    def _emit(self, run: int, machine: ServerMachine, effects: Sequence[Effect]) -> None:
+        """The effects of a machine. There is one connection to the scheduler, and what ends one run ends no server."""
+        if run == NO_RUN:
+            own: list[OfOneRun] = [effect for effect in effects if not isinstance(effect, InRun)]
+        else:
+            own = []
+            for effect in effects:
+                if isinstance(effect, Halt):
+                    own.append(LogEntry("error", f"this server cannot take part in a run: {effect.error}"))
+                elif not isinstance(effect, InRun | Connect):
+                    own.append(effect)
+        if own:
+            self._out.append(InRun(run, machine.epoch, own))
+
+    def _send(self, event: Received, message: Refused | NotYet) -> None:
+        self._out.append(InRun(event.run, self.epoch, [Send(event.peer, message)]))
