@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from kvd.config import Loaded, Role, child_environment, named_setting, systemd_environment
+from kvd.config import Loaded, Role, child_environment, named_setting, rank_variables, systemd_environment, with_unset
 from kvd.node import roles
 from kvd.node.parent import Guard
 from kvd.observe import log
@@ -86,7 +86,11 @@ def _worker_environment(loaded: Loaded) -> dict[str, str]:
     for name in ("num_workers", "num_servers"):
         setting = named_setting(name)
         own[setting.env] = setting.show(getattr(config, name))
-    return child_environment(loaded.environment() | own)
+    # the number of workers on this host is known to none of them
+    ranks = rank_variables(
+        rank=config.preferred_rank, world_size=config.num_workers, local_rank=config.local_rank, local_world_size=None
+    )
+    return with_unset(child_environment(loaded.environment() | own), ranks)
 
 
 def _run_daemon(role: Role, ready_file: Path | None) -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
+import shlex
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from kvd.config import Loaded
+from kvd.config import Config, Loaded
 from kvd.errors import ConfigError
 from kvd.node.affinity import MOST_AUTO_SERVERS, auto_servers, usable_cores
-from kvd.node.launch import Job, run
+from kvd.node.launch import Host, Job, parse_hosts, run
 from kvd_cli.flags import common_options, setting_options
 from kvd_cli.options import OF_ONE_PROCESS, current
 from kvd_cli.prefix import Prefixer
 
 _PLACES = ("local", "slurm", "ray", "kubernetes")
+THIS_HOST: Final = ("localhost", "127.0.0.1", "::1")
 AUTO: Final = 0
 """As a number of servers: the number that suits this machine."""
 
@@ -41,11 +44,23 @@ class ServerCount(click.IntRange):
 )
 @click.option(
     "--restart", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
-    help="restart a failed worker under its old name up to N times",
+    help="restart each worker that failed under its old name, and the scheduler, up to N times",
 )  # fmt: skip
 @click.option(
     "--grace", type=click.FloatRange(min=0), default=10.0, show_default=True, metavar="SECONDS",
     help="time that a process has to end after SIGTERM",
+)  # fmt: skip
+@click.option(
+    "--hosts", metavar="HOST[:SLOTS],…",
+    help="run on these hosts through ssh, with SLOTS workers (default: 1) on each, and one server on each unless -s "
+    "is given; they need the same checkout and environment as this host, at the same paths",
+)  # fmt: skip
+@click.option(
+    "--ssh", metavar="COMMAND", help="with --hosts: how they are reached, such as 'ssh -p 2222'  [default: ssh]"
+)  # fmt: skip
+@click.option(
+    "--log-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+    help="write all output of each process to a file of its own in DIR",
 )  # fmt: skip
 @click.option(
     "-s", "--num-servers", "servers", type=ServerCount(), metavar="INTEGER|auto",
@@ -54,38 +69,97 @@ class ServerCount(click.IntRange):
 )  # fmt: skip
 @setting_options(leave_out=(*OF_ONE_PROCESS, "num_servers"), short={"num_workers": "-n", "cpu_affinity": "--affinity"})
 @common_options()
-def launch(command: tuple[str, ...], servers: int | None, place: str, restart: int, grace: float) -> None:
-    """Run a whole job on this machine: CMD in several workers.
+def launch(
+    command: tuple[str, ...],
+    servers: int | None,
+    place: str,
+    restart: int,
+    grace: float,
+    hosts: str | None,
+    ssh: str | None,
+    log_dir: Path | None,
+) -> None:
+    """Run a whole job: CMD in several workers, on this machine or on several hosts.
 
     The job has its own scheduler and servers, and ends when all workers are done. A worker that fails ends the job;
     its exit code becomes that of the job. Ctrl-C ends the job in order, a second Ctrl-C kills it. No process is left
     running in any case.
+
+    The first line says where the scheduler is (--scheduler: where it shall listen). After that come the output of CMD,
+    warnings and errors; -v or --log-level shows the rest of the daemons' logs too.
     """
     options = current()
     if servers:
         options.settings["num_servers"] = servers
     loaded = options.load_daemon()
     if place != "local":
-        raise ConfigError(f"--on {place} is not available yet: run `kvd launch` on one machine, or start the daemons")
+        raise ConfigError(f"--on {place} is not available yet: use --hosts, or start the daemons")
+    if ssh is not None and hosts is None:
+        raise click.UsageError("--ssh says how the --hosts are reached: give --hosts, too")
+    parsed = () if hosts is None else _hosts(hosts, loaded.config, servers)
+    workers, servers = _sizes(loaded, servers, parsed)
+    job = Job(
+        command=command,
+        workers=workers,
+        servers=servers,
+        environment=job_environment(loaded, restarts=restart),
+        restarts=restart,
+        grace_s=grace,
+        scheduler=loaded.config.scheduler if loaded.origin["scheduler"] == "flag" else "",
+        hosts=parsed,
+        ssh=_ssh(ssh or "ssh"),
+        announce=True,
+        quiet=loaded.origin["log_level"] == "default",
+        log_dir=log_dir,
+    )
+    click.get_current_context().exit(run(job, Prefixer(job.names()).write))
+
+
+def _hosts(text: str, config: Config, servers: int | None) -> tuple[Host, ...]:
+    """The hosts of the job, if the settings suit a job on several hosts."""
+    hosts = parse_hosts(text)
+    if servers == AUTO:
+        raise click.UsageError("-s auto counts the cores of this machine only: with --hosts, give -s N or leave it out")
+    if config.cpu_affinity == "auto":
+        raise click.UsageError("--affinity auto plans the cores of this machine only: leave it out with --hosts")
+    if not config.insecure and any(host.name not in THIS_HOST for host in hosts):
+        raise ConfigError(
+            "with --hosts, the daemons listen where other machines can reach them, and nothing checks who connects: "
+            "give --insecure (KVD_INSECURE=1) if the network is trusted",
+            setting="insecure",
+        )
+    return hosts
+
+
+def _sizes(loaded: Loaded, servers: int | None, hosts: Sequence[Host]) -> tuple[int, int]:
+    """The numbers of workers and servers."""
     config = loaded.config
+    sizes = {"num_workers": config.num_workers, "num_servers": config.num_servers}
     if servers == AUTO and config.num_workers > 0:
-        config = dataclasses.replace(config, num_servers=auto_servers(config.num_workers, len(usable_cores())))
+        sizes["num_servers"] = auto_servers(config.num_workers, len(usable_cores()))
+    if hosts and loaded.origin["num_workers"] == "default":
+        sizes["num_workers"] = sum(host.slots for host in hosts)
+    if hosts and loaded.origin["num_servers"] == "default":
+        sizes["num_servers"] = len(hosts)
     for name, flag in (("num_workers", "-n"), ("num_servers", "-s")):
-        if getattr(config, name) < 1:
+        if sizes[name] < 1:
             option = f"{flag} N (--{name.replace('_', '-')})"
             origin = loaded.origin[name]
             if origin == "default":
                 raise click.UsageError(f"give {option}: how many the job has")
-            raise click.UsageError(f"{name} = {getattr(config, name)} (from {origin}): give {option}, N is at least 1")
-    job = Job(
-        command=command,
-        workers=config.num_workers,
-        servers=config.num_servers,
-        environment=job_environment(loaded, restarts=restart),
-        restarts=restart,
-        grace_s=grace,
-    )
-    click.get_current_context().exit(run(job, Prefixer(job.names()).write))
+            raise click.UsageError(f"{name} = {sizes[name]} (from {origin}): give {option}, N is at least 1")
+    return sizes["num_workers"], sizes["num_servers"]
+
+
+def _ssh(text: str) -> list[str]:
+    """The words of a command, as a shell reads them."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise click.UsageError(f"--ssh {text!r}: {error}") from None
+    if not words:
+        raise click.UsageError("--ssh: give a command, such as 'ssh -p 2222'")
+    return words
 
 
 def job_environment(loaded: Loaded, restarts: int = 0) -> dict[str, str]:

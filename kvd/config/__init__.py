@@ -9,8 +9,11 @@ from kvd.config.environment import (
     SystemdEnvironment,
     child_environment,
     python_path,
+    rank_variables,
+    shared_environment,
     systemd_environment,
     terminal_colour,
+    with_unset,
 )
 from kvd.config.memory import machine_memory_bytes
 from kvd.config.setting import Role, Setting
@@ -35,6 +38,9 @@ __all__ = [
     "systemd_environment",
     "child_environment",
     "python_path",
+    "rank_variables",
+    "shared_environment",
+    "with_unset",
     "terminal_colour",
     "machine_memory_bytes",
 ]

@@ -46,6 +46,38 @@ def child_environment(changes: Mapping[str, str], environ: Mapping[str, str] | N
     return {name: value for name, value in environ.items() if name not in own} | dict(changes)
 
 
+def shared_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables by which programs are found, for a host with the same folders as this one."""
+    environ = os.environ if environ is None else environ
+    names = ("PATH", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+    return {name: environ[name] for name in names if name in environ}
+
+
+def rank_variables(
+    *, rank: int | None, world_size: int, local_rank: int, local_world_size: int | None
+) -> dict[str, str]:
+    """The variables by which programs for torch and the like find their place. What is not known is left out.
+
+    Args:
+        rank: of the worker; None: not known.
+        world_size: number of workers in the job; 0: not known.
+        local_rank: number of the worker on its host.
+        local_world_size: number of workers on its host; None: not known.
+    """
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size or None,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+    }
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def with_unset(environ: Mapping[str, str], additions: Mapping[str, str]) -> dict[str, str]:
+    """The variables with those of `additions` that are not set in them, or empty."""
+    return {**environ, **{name: value for name, value in additions.items() if not environ.get(name, "").strip()}}
+
+
 def python_path(environ: Mapping[str, str] | None = None) -> str:
     """Where this process looks for Python modules beside the installed ones (``PYTHONPATH``); empty if not set."""
     environ = os.environ if environ is None else environ

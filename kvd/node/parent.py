@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 PASSED_ON: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that a guard passes on to its command. SIGQUIT kills the command and all that it started at once."""
@@ -65,6 +65,22 @@ def kill_session(leader_pid: int) -> None:
     for pid, _parent, session in _processes():
         if session == leader_pid:
             _kill(pid, signal.SIGKILL)
+
+
+class Tie(Protocol):
+    """What a `Guard` watches: something by whose end its command ends.
+
+    Attributes:
+        descriptor: becomes readable when `is_gone` should be called; None if that has to be from time to time.
+    """
+
+    descriptor: int | None
+
+    def is_gone(self) -> bool:
+        """Whether it has ended."""
+
+    def close(self) -> None:
+        """Give the descriptor back."""
 
 
 class ParentWatch:
@@ -117,6 +133,7 @@ class Guard:
         *,
         environment: Mapping[str, str] | None = None,
         parent_pid: int = 0,
+        parent: Tie | None = None,
         grace_s: float = 10.0,
         on_start: Callable[[int], None] | None = None,
         on_stop: Callable[[], object] | None = None,
@@ -128,6 +145,7 @@ class Guard:
             command: program and arguments.
             environment: its variables; None: those of this process.
             parent_pid: the process whose end ends the command; 0: none.
+            parent: what ends the command instead of a process.
             grace_s: how long it may then take to end after SIGTERM.
             on_start: called with the pid of the command.
             on_stop: called when the command is told to end.
@@ -135,7 +153,7 @@ class Guard:
         """
         self._command = list(command)
         self._environment = environment
-        self._parent = ParentWatch(parent_pid) if parent_pid else None
+        self._parent: Tie | None = ParentWatch(parent_pid) if parent_pid else parent
         self._grace_s = grace_s
         self._on_start = on_start
         self._on_stop = on_stop

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import sys
 import time
 import traceback
@@ -26,6 +27,7 @@ MAX_ITEMS: Final = 64
 
 _MAX_DEPTH: Final = 4
 _RESERVED: Final = frozenset({"ts", "level", "node", "logger", "message", "exception", "traceback"})
+_TEXT_LINE: Final = re.compile(rb"\d\d:\d\d:\d\d \S.{0,100}?  (?:(warning|error|critical): )?")
 _DIM, _CYAN, _YELLOW, _RED, _PLAIN = "\x1b[2m", "\x1b[36m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
@@ -71,6 +73,23 @@ def event(logger: logging.Logger, level: int, message: str, /, **fields: object)
     The message is literal: a percent sign in it means itself.
     """
     logger.log(level, message, extra={"kvd": fields}, stacklevel=2)
+
+
+def level_of(line: bytes) -> int | None:
+    """The level of a line that `configure` wrote without colours, in either format; None: it is no such line.
+
+    Text names no level below a warning: such a line counts as ``logging.INFO``.
+    """
+    if line.startswith(b'{"ts":'):
+        try:
+            name = json.loads(line)["level"]
+        except (ValueError, KeyError, TypeError):
+            return None
+        return logging.getLevelNamesMapping().get(str(name).upper())
+    match = _TEXT_LINE.match(line)
+    if match is None:
+        return None
+    return logging.INFO if match[1] is None else logging.getLevelNamesMapping()[match[1].decode().upper()]
 
 
 class Throttle:

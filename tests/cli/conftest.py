@@ -16,6 +16,7 @@ from kvd_cli.program import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NOTIFY_SOCKET")
 
 Kvd = Callable[..., Result]
 Spawn = Callable[..., "subprocess.Popen[str]"]
@@ -25,7 +26,7 @@ Spawn = Callable[..., "subprocess.Popen[str]"]
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No settings from the environment or from a file of this folder."""
     for name in list(os.environ):
-        if name.startswith(("KVD_", "DMLC_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NOTIFY_SOCKET"):
+        if name.startswith(("KVD_", "DMLC_")) or name in RANK_VARIABLES:
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
 

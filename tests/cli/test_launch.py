@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from kvd.config import load
 from kvd.node.launch import Job
@@ -18,12 +23,13 @@ from kvd_cli.prefix import Prefixer
 from kvd_cli.program import cli
 
 Spawn = Callable[..., "subprocess.Popen[str]"]
+Kvd = Callable[..., Result]
 DEADLINE_S = 100.0
 
 
-def launch(spawn: Spawn, code: str, *flags: str) -> subprocess.Popen[str]:
+def launch(spawn: Spawn, code: str, *flags: str, **options: Any) -> subprocess.Popen[str]:
     command = ["launch", "-n", "2", "-s", "2", *flags, "--", sys.executable, "-c", textwrap.dedent(code)]
-    return spawn(*command)
+    return spawn(*command, **options)
 
 
 SCRIPT = """
@@ -47,7 +53,97 @@ def test_a_job_that_uses_the_store(spawn: Spawn) -> None:
         "worker-0  | result 0 2 2 [3.0, 3.0, 3.0]",
         "worker-1  | result 1 2 2 [3.0, 3.0, 3.0]",
     ]
-    assert "scheduler | " in err
+    first, *rest = err.splitlines()
+    found = re.fullmatch(
+        r"launch    \| scheduler at (tcp://127\.0\.0\.1:\d+); "
+        r"look at the job with: KVD_SCHEDULER=(tcp://127\.0\.0\.1:\d+) KVD_JOB=launch-[0-9a-f]{8} kvd status",
+        first,
+    )
+    assert found is not None, err
+    assert found[1] == found[2]
+    assert rest == []
+
+
+def test_verbose_shows_the_logs_of_the_daemons(spawn: Spawn) -> None:
+    process = launch(spawn, "print('done')", "--log-level", "info", "-n", "1")
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    assert re.search(r"^scheduler \| .*join it with KVD_SCHEDULER=tcp", err, re.MULTILINE), err
+
+
+def test_a_daemon_that_fails_shows_its_log(spawn: Spawn) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process = launch(spawn, "pass", "-S", f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode != 0
+    assert "Address already in use" in err
+    assert "launch    | scheduler ended (exit code 3): ending the job\n" in err
+
+
+def test_the_scheduler_listens_where_it_is_told(spawn: Spawn) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    process = launch(spawn, "import os; print(os.environ['KVD_SCHEDULER'])", "-S", address)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    assert set(out.split()) >= {address}
+    assert err.startswith(f"launch    | scheduler at {address}; look")
+
+
+def test_logs_in_a_folder(spawn: Spawn, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "logs"
+    code = "import os, sys; print('to stdout', os.environ['RANK']); print('to stderr', file=sys.stderr)"
+    process = launch(spawn, code, "--log-dir", str(folder))
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    assert sorted(out.splitlines()) == ["worker-0  | to stdout 0", "worker-1  | to stdout 1"]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    names = ["launch", "scheduler", "server-0", "server-1", "worker-0", "worker-1"]
+    assert sorted(path.name for path in folder.iterdir()) == [f"{name}.log" for name in names]
+    assert sorted((folder / "worker-1.log").read_text().splitlines()) == ["to stderr", "to stdout 1"]
+    assert (folder / "launch.log").read_text().startswith("scheduler at tcp://127.0.0.1:")
+    assert "join it with KVD_SCHEDULER=" in (folder / "scheduler.log").read_text()
+    assert "join it with" not in err
+
+
+def test_a_log_folder_that_cannot_be_written(kvd: Kvd, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = kvd("launch", "-n", "1", "-s", "1", "--log-dir", str(tmp_path / "file" / "logs"), "--", "true")
+    assert result.exit_code == 2
+    assert f"cannot write logs to {tmp_path}/file/logs: Not a directory; give --log-dir a folder" in result.stderr
+
+
+def test_workers_know_their_job_their_run_and_their_place(spawn: Spawn, tmp_path: Path) -> None:
+    names = "KVD_JOB", "KVD_RUN", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    code = f"""
+        import os, sys
+        print(*(os.environ[name] for name in {names}))
+        first = not os.path.exists("again")
+        open("again", "a").close()
+        sys.exit(7 if first and os.environ["RANK"] == "1" else 0)
+    """
+    process = launch(spawn, code, "--job", "digits", "--restart", "1", cwd=tmp_path)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    said = sorted(line.partition(" | ")[2].split() for line in out.splitlines())
+    tokens = {words[1] for words in said}
+    assert len(tokens) == 1
+    assert re.fullmatch("[0-9a-f]{32}", tokens.pop())
+    assert {words[0] for words in said} == {"digits"}
+    assert [words[2:] for words in said if words[2] == "0"] == [["0", "2", "0", "2"]]
+    assert {tuple(words[2:]) for words in said if words[2] == "1"} == {("1", "2", "1", "2")}
+    assert " KVD_JOB=digits kvd status" in err.splitlines()[0]
+
+
+def test_the_rank_is_the_rank_in_the_store(spawn: Spawn) -> None:
+    code = "import os, kvd; kv = kvd.create('dist_sync'); print(kv.rank, os.environ['RANK']); kv.close()"
+    process = launch(spawn, code)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    assert sorted(out.splitlines()) == ["worker-0  | 0 0", "worker-1  | 1 1"]
 
 
 def test_the_exit_code_of_the_job(spawn: Spawn) -> None:
@@ -133,6 +229,46 @@ def test_a_job_has_at_least_one_of_each(
     result = CliRunner().invoke(cli, ["launch", *flags, "--", "true"])
     assert result.exit_code == 2
     assert says in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--hosts", "a,b"], "give --insecure (KVD_INSECURE=1) if the network is trusted"),
+        (["--hosts", "a,a", "--insecure"], "a is named twice"),
+        (["--hosts", "-oProxyCommand=x", "--insecure"], "is not HOST or HOST:SLOTS"),
+        (["--hosts", "localhost:2", "-n", "3"], "num_workers = 3, but the hosts have 2 slots in all"),
+        (["--hosts", "localhost:2", "-s", "auto"], "-s auto counts the cores of this machine only"),
+        (["--hosts", "localhost", "--affinity", "auto"], "--affinity auto plans the cores of this machine only"),
+        (["--hosts", "localhost", "--ssh", "'"], "No closing quotation"),
+        (["--hosts", "localhost", "--ssh", " "], "--ssh: give a command"),
+        (["-n", "1", "-s", "1", "--ssh", "ssh -p 1"], "give --hosts, too"),
+    ],
+)
+def test_hosts_that_make_no_sense(flags: list[str], says: str, kvd: Kvd) -> None:
+    result = kvd("launch", *flags, "--", "true")
+    assert result.exit_code == 2
+    assert says in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"), [([], (3, 2)), (["-n", "2"], (2, 2)), (["-s", "1"], (3, 1)), (["-n", "1", "-s", "5"], (1, 5))]
+)
+def test_the_hosts_say_how_many_workers_and_servers_there_are(
+    flags: list[str], sizes: tuple[int, int], kvd: Kvd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[Job] = []
+
+    def take(job: Job, sink: object) -> int:
+        jobs.append(job)
+        return 0
+
+    monkeypatch.setattr("kvd_cli.launch.run", take)
+    result = kvd("launch", "--hosts", "a,b:2", "--insecure", "--ssh", "ssh -p '2 2'", *flags, "--", "true")
+    assert result.exit_code == 0, result.output
+    assert (jobs[0].workers, jobs[0].servers) == sizes
+    assert [(host.name, host.slots) for host in jobs[0].hosts] == [("a", 1), ("b", 2)]
+    assert jobs[0].ssh == ["ssh", "-p", "2 2"]
 
 
 def test_prefixed_lines(capfd: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,23 @@ def test_the_command_finds_the_cluster(spawn: Spawn) -> None:
     ]
 
 
+def test_the_command_finds_its_place_and_its_run(spawn: Spawn) -> None:
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "KVD_RUN", "KVD_JOB"
+    code = f"import os; print(*(os.environ.get(name) for name in {names}))"
+    flags = ["-S", "tcp://127.0.0.1:1", "--num-workers", "4", "--preferred-rank", "3", "--local-rank", "1"]
+    process = spawn("worker", *flags, *python(code), environment={"KVD_RUN": "the-token", "KVD_JOB": "digits"})
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert out == "3 4 1 the-token digits\n", err
+
+
+def test_ranks_that_are_set_stay_and_what_is_not_known_is_not_set(spawn: Spawn) -> None:
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    code = f"import os; print(*(os.environ.get(name) for name in {names}))"
+    given = {"RANK": "5", "KVD_PREFERRED_RANK": "1", "LOCAL_RANK": "2"}
+    out, err = spawn("worker", *python(code), environment=given).communicate(timeout=DEADLINE_S)
+    assert out == "5 None 2 None\n", err
+
+
 @pytest.mark.parametrize(
     ("code", "wanted"),
     [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)],

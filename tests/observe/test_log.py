@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.observe.log import MAX_ITEMS, MAX_TEXT, JsonFormatter, TextFormatter, Throttle, configure, event
+from kvd.observe.log import MAX_ITEMS, MAX_TEXT, JsonFormatter, TextFormatter, Throttle, configure, event, level_of
 
 log = logging.getLogger("kvd.test")
 
@@ -288,3 +288,21 @@ def test_many_kinds_of_warnings_do_not_fill_the_memory() -> None:
     assert len(throttle._kinds) == 2
     assert not throttle.allow(0.0, "99")
     assert throttle.allow(0.0, "0")
+
+
+@pytest.mark.parametrize("format_name", ["text", "json"])
+@pytest.mark.parametrize("node", ["scheduler", "server 1"])
+def test_the_level_of_a_line_that_was_written(format_name: str, node: str) -> None:
+    stream = io.StringIO()
+    configure(format_name, "debug", node, stream, colour=False)
+    levels = [logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL]
+    for level in levels:
+        event(log, level, "it says  warning: x", rank=1)
+    assert [level_of(line.encode()) for line in stream.getvalue().splitlines()] == levels
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"Traceback (most recent call last):", b"    at 12:00:00 a  b", b'{"ts":1}', b'{"ts":']
+)
+def test_other_lines_have_no_level(line: bytes) -> None:
+    assert level_of(line) is None

@@ -1,4 +1,7 @@
-"""One process of a job: started in a session of its own, signalled, and waited for in a thread."""
+"""One process of a job: started in a session of its own, signalled, and waited for in a thread.
+
+A process on another host is the ssh that it runs through, which passes on its output and its exit code.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,17 @@ import os
 import signal
 import subprocess
 import threading
-from typing import Final
+from typing import Final, TypeVar
 
 from kvd.errors import KvdError
 from kvd.node.affinity import running_on
+from kvd.node.launch.connection import Greeted, Lifeline
 from kvd.node.launch.output import OutputRelay, Sink, SinkError
 from kvd.node.launch.plan import ProcessSpec
 from kvd.node.parent import exit_code, kill_session
+from kvd.node.remote import KILL, TERMINATE
+
+T = TypeVar("T")
 
 LAST_WORDS_S: Final = 1.0
 """How long the last output of a process may delay the report of its end, for each stream."""
@@ -25,6 +32,8 @@ class Child:
 
     Attributes:
         name: its node id.
+        host: where it runs; empty: here.
+        connected: done when its host has taken the order, at once if that is this host. Never, if that fails.
         pid: its process id, which is also the id of its session.
         exited: done when it has ended, with its exit code.
         output: hands its output on.
@@ -35,16 +44,18 @@ class Child:
 
     def __init__(self, spec: ProcessSpec, sink: Sink, on_sink_error: SinkError) -> None:
         self.name = spec.name
+        self.host = spec.host
         self._is_guard = spec.is_guard
         self._reaping = threading.Lock()  # held to take the exit code, which frees the pid for another process
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()
+        self.connected: asyncio.Future[None] = self._loop.create_future()
         try:
             with running_on(spec.cores):
                 self._process = subprocess.Popen(
                     spec.command,
                     env=dict(spec.environment),
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.DEVNULL if spec.order is None else subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     start_new_session=True,
@@ -52,6 +63,13 @@ class Child:
         except OSError as error:
             raise KvdError(f"cannot start {spec.name}: {error}") from None
         self.pid = self._process.pid
+        self._lifeline: Lifeline | None = None
+        if spec.order is None:
+            self.connected.set_result(None)
+        else:
+            assert self._process.stdin is not None
+            self._lifeline = Lifeline(self._process.stdin, spec.order)
+            sink = Greeted(sink, lambda: self._tell(self.connected, None)).write
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         pipes = {"stdout": self._process.stdout, "stderr": self._process.stderr}
@@ -60,14 +78,20 @@ class Child:
 
     def terminate(self) -> None:
         """Ask it to end."""
-        self._signal(signal.SIGTERM)
+        if self._lifeline is None:
+            self._signal(signal.SIGTERM)
+        else:
+            self._lifeline.send(TERMINATE)
 
     def kill(self) -> None:
         """End it at once. A guard first ends its command and all that the command left behind."""
-        self._signal(signal.SIGQUIT if self._is_guard else signal.SIGKILL)
+        if self._lifeline is None:
+            self._signal(signal.SIGQUIT if self._is_guard else signal.SIGKILL)
+        else:
+            self._lifeline.send(KILL)
 
     def kill_session(self) -> None:
-        """End it and everything in its session, without asking anyone."""
+        """End it and everything in its session, without asking anyone. On another host, the guard there does that."""
         with self._reaping:
             if self._process.returncode is None:
                 kill_session(self.pid)
@@ -85,6 +109,12 @@ class Child:
         kill_session(self.pid)
         with self._reaping:
             code = exit_code(self._process.wait())
+        if self._lifeline is not None:
+            self._lifeline.close()
         self.output.join(LAST_WORDS_S)  # so that its last words come before the report of its end
+        self._tell(self.exited, code)
+
+    def _tell(self, future: asyncio.Future[T], result: T) -> None:
+        """Set the result of a future, from another thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self.exited.set_result, code)
+            self._loop.call_soon_threadsafe(future.set_result, result)

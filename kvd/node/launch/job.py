@@ -5,8 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvd.errors import ConfigError
+from kvd.node.launch.hosts import Host
+from kvd.node.launch.ssh import SSH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,19 +17,28 @@ class Job:
     """What to run.
 
     Attributes:
-        command: program and arguments of each worker.
+        command: program and arguments of each worker. On other hosts it runs in the same folder as here.
         workers: how many, at least 1.
         servers: how many, at least 1.
         environment: variables for all processes: the settings of the cluster, and what the workers need. The launcher
-            itself acts on two settings: each daemon gets a directory of its own below ``KVD_STATE_DIR``, and with
-            ``KVD_CPU_AFFINITY=auto`` each server gets a core of its own, if there are enough.
-        restarts: how often each worker that failed is started again, under the same node id.
+            itself acts on some settings: each daemon gets a directory of its own below ``KVD_STATE_DIR``; with
+            ``KVD_CPU_AFFINITY=auto`` each server gets a core of its own, if there are enough; a job without ``KVD_JOB``
+            gets a name that no other has, and one without ``KVD_RUN`` a random token.
+        restarts: how often each worker that failed is started again, under the same node id, and so the scheduler.
         grace_s: how long processes may take to end after SIGTERM.
         startup_s: how long the scheduler may take to be ready.
+        scheduler: where its scheduler listens; empty: a free port of the loopback, or of the address by which the hosts
+            reach this one.
+        hosts: where servers and workers run, each with the same folders as this host; empty: on this host. The
+            scheduler runs on this host in any case.
+        ssh: program and arguments that reach the hosts.
+        announce: whether the first line says where the scheduler is.
+        quiet: whether what the daemons log below a warning is held back until one of them fails.
+        log_dir: a folder for the logs of all processes; None: no logs.
         daemon: the command line of kvd, to which ``scheduler`` or ``server`` is added.
 
     Raises:
-        ConfigError: there is no command, no worker or no server.
+        ConfigError: there is no command, no worker or no server, or there are more workers than slots on the hosts.
     """
 
     command: Sequence[str]
@@ -36,6 +48,12 @@ class Job:
     restarts: int = 0
     grace_s: float = 10.0
     startup_s: float = 60.0
+    scheduler: str = ""
+    hosts: Sequence[Host] = ()
+    ssh: Sequence[str] = SSH
+    announce: bool = False
+    quiet: bool = False
+    log_dir: Path | None = None
     daemon: Sequence[str] = (sys.executable, "-m", "kvd_cli.main")
 
     def __post_init__(self) -> None:
@@ -44,6 +62,14 @@ class Job:
         for name in ("workers", "servers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"a job needs at least one of its {name}", setting=f"num_{name}")
+
+        slots = sum(host.slots for host in self.hosts)
+        if self.hosts and self.workers > slots:
+            raise ConfigError(
+                f"num_workers = {self.workers}, but the hosts have {slots} slots in all: give them more, as in "
+                f"--hosts {self.hosts[0].name}:{self.hosts[0].slots + self.workers - slots},…",
+                setting="num_workers",
+            )
 
     def names(self) -> list[str]:
         """The node ids of all processes, in the order in which they start."""

@@ -1,6 +1,6 @@
 """Runs a job from its start to its end.
 
-The scheduler starts on a free port of the loopback, servers and workers start with its address. When the job ends (the
+The scheduler starts first, servers and workers start with its address. When the job ends (the
 workers are done, one failed, a daemon died, a signal came), the rest is ended in order: workers, servers, scheduler.
 Each process has a session of its own, so that no signal of the terminal reaches it and everything that it started can
 be ended with it. `kvd.node.parent` ends the processes of a launcher that was killed.
@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from kvd.node.launch.job import Job
+from kvd.node.launch.job_output import JobOutput
 from kvd.node.launch.output import Sink
 from kvd.node.launch.signals import handlers_restored, signals_handled
 from kvd.node.launch.supervisor import Supervisor
@@ -32,6 +33,8 @@ def run(job: Job, sink: Sink, *, handle_signals: bool = True) -> int:
         2 or 1 if a daemon did not start or died.
 
     Raises:
+        ConfigError: logs cannot be written to the job's folder.
+        ConnectError: a host cannot be reached, or lacks what the job needs.
         RequestTimeout: the scheduler was not ready in time.
         KvdError: a process cannot be started.
     """
@@ -54,9 +57,11 @@ class Launch:
 
     async def run(self, *, handle_signals: bool = False) -> int:
         """Run the job; return its exit code (see `run` of this module)."""
-        self._supervisor = supervisor = Supervisor(self._job, self._sink)
+        output = JobOutput(self._job, self._sink)
+        self._supervisor = supervisor = Supervisor(self._job, output)
         loop = asyncio.get_running_loop()
         with (
+            contextlib.closing(output),
             signals_handled(loop, supervisor.on_signal) if handle_signals else contextlib.nullcontext(),
             tempfile.TemporaryDirectory(prefix="kvd-launch-", ignore_cleanup_errors=True) as folder,
         ):

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvd.config import child_environment
+from kvd.config import child_environment, rank_variables, shared_environment, with_unset
+from kvd.errors import ConfigError
 from kvd.node.affinity import CorePlan, plan_cores, usable_cores
+from kvd.node.launch.hosts import Placement
 from kvd.node.launch.job import Job
+from kvd.node.launch.ssh import on_host, order
 from kvd.node.parent import guarded, tied
+from kvd.node.remote import Mode
+
+READY_FILE: Final = "scheduler"
+"""The name of the file with the address of the scheduler."""
 
 PARENT_GRACE_S: Final = 2.0
 """How long a worker may take to end after its launcher was killed: its cluster is gone already."""
@@ -27,6 +36,8 @@ class ProcessSpec:
         environment: all of its variables.
         is_guard: whether the process is a guard, which runs the real command below itself.
         cores: where it may run; None: anywhere.
+        host: where it runs, through an ssh; empty: here.
+        order: what the other host is told on stdin.
     """
 
     name: str
@@ -34,68 +45,117 @@ class ProcessSpec:
     environment: Mapping[str, str]
     is_guard: bool = False
     cores: Collection[int] | None = None
+    host: str = ""
+    order: bytes | None = None
 
 
 class JobPlan:
     """The processes of a job.
 
     Attributes:
+        placement: which process runs on which host.
+        name: of the job.
         remarks: what a person should know about the plan.
     """
 
     def __init__(self, job: Job) -> None:
         self.remarks: tuple[str, ...] = ()
         self._job = job
+        self.name = job.environment.get("KVD_JOB") or f"launch-{secrets.token_hex(4)}"
+        # by this token the workers know each other, and a restarted worker the run that it belongs to
+        self._token = job.environment.get("KVD_RUN") or secrets.token_hex(16)
+        self.placement = Placement(job.hosts, job.workers)
         self._cores: CorePlan | None = None
         if job.environment.get("KVD_CPU_AFFINITY") == "auto":
             self._plan_cores(usable_cores())
 
-    def scheduler(self, ready_file: Path, notify_socket: str) -> ProcessSpec:
-        """The scheduler: it listens on a free port of the loopback, writes its address and reports that it is ready."""
-        changes = {"KVD_BIND": "tcp://127.0.0.1:0", "NOTIFY_SOCKET": notify_socket}
-        return self._daemon("scheduler", ("scheduler", "--ready-file", str(ready_file)), "", changes, None)
+    def look(self) -> bytes:
+        """What the hosts are asked before anything starts: do they have the folder and the program?"""
+        return self._order(self._job.command, {})
+
+    def scheduler(self, bind: str, folder: Path, notify_socket: str) -> ProcessSpec:
+        """The scheduler: it listens, writes its address and reports that it is ready.
+
+        Args:
+            bind: where it listens.
+            folder: of this run; the address is in `READY_FILE` there. In a job with restarts that has no folder for
+                state, the state is kept there, too, so that a scheduler that is started again knows its nodes.
+            notify_socket: where it reports that it is ready; empty: nowhere.
+        """
+        changes = {"KVD_BIND": bind, "NOTIFY_SOCKET": notify_socket}
+        if self._job.restarts and not self._job.environment.get("KVD_STATE_DIR"):
+            changes["KVD_STATE_DIR"] = str(folder / "state")
+        return self._daemon("scheduler", ("scheduler", "--ready-file", str(folder / READY_FILE)), "", changes, None)
 
     def server(self, index: int, scheduler: str) -> ProcessSpec:
-        """One of the servers; `scheduler` is the address of the scheduler."""
+        """One of the servers; `scheduler` is the address by which it reaches the scheduler."""
         changes = {"KVD_PREFERRED_RANK": str(index), "KVD_BIND": ""}
         return self._daemon(f"server-{index}", ("server",), scheduler, changes, index)
 
     def worker(self, rank: int, scheduler: str) -> ProcessSpec:
-        """One of the workers, under a guard; `scheduler` is the address of the scheduler."""
+        """One of the workers, under a guard; `scheduler` is the address by which it reaches the scheduler."""
+        place = self.placement.worker(rank)
         changes = {
             "KVD_ROLE": "worker",
             "KVD_PREFERRED_RANK": str(rank),
-            "KVD_LOCAL_RANK": str(rank),
+            "KVD_LOCAL_RANK": str(place.local_rank),
+            "KVD_JOB": self.name,
+            "KVD_RUN": self._token,
             "KVD_PARENT_PID": "",  # its guard watches the launcher
             "KVD_BIND": "",
             "PYTHONUNBUFFERED": "1",  # its lines should appear when they are printed, although they go to a pipe
         }
         name = f"worker-{rank}"
-        command = guarded(self._job.command, min(PARENT_GRACE_S, self._job.grace_s))
-        environment = self._environment(name, scheduler, changes)
+        ranks = rank_variables(
+            rank=rank,
+            world_size=self._job.workers,
+            local_rank=place.local_rank,
+            local_world_size=place.local_workers,
+        )
+        settings = self._settings(name, scheduler, changes)
+        if place.host:
+            return self._on_host(name, place.host, self._job.command, ranks | settings)
+        command = guarded(self._job.command, self._grace_s())
+        environment = with_unset(child_environment(settings), ranks)
         return ProcessSpec(name, command, environment, is_guard=True, cores=self._cores_of(None))
 
     def _daemon(
         self, name: str, arguments: Sequence[str], scheduler: str, changes: Mapping[str, str], server: int | None
     ) -> ProcessSpec:
         state = self._job.environment.get("KVD_STATE_DIR", "")
+        host = "" if server is None else self.placement.server(server)
         own = {
             "KVD_ROLE": "",
-            "KVD_PARENT_PID": str(os.getpid()),
+            "KVD_PARENT_PID": "" if host else str(os.getpid()),
             "KVD_STATE_DIR": str(Path(state) / name) if state else "",
             **changes,
         }
-        environment = self._environment(name, scheduler, own)
-        return ProcessSpec(name, tied([*self._job.daemon, *arguments]), environment, cores=self._cores_of(server))
+        command, settings = [*self._job.daemon, *arguments], self._settings(name, scheduler, own)
+        if host:
+            return self._on_host(name, host, command, settings)
+        return ProcessSpec(name, tied(command), child_environment(settings), cores=self._cores_of(server))
 
-    def _environment(self, name: str, scheduler: str, changes: Mapping[str, str]) -> dict[str, str]:
+    def _on_host(self, name: str, host: str, command: Sequence[str], settings: Mapping[str, str]) -> ProcessSpec:
+        """A process on another host, under a guard there. Its ssh ends with this process."""
+        ssh = tied(on_host(self._job.ssh, host, Mode.RUN))
+        return ProcessSpec(name, ssh, child_environment({}), host=host, order=self._order(command, settings))
+
+    def _order(self, command: Sequence[str], settings: Mapping[str, str]) -> bytes:
+        found = shutil.which(command[0])  # the PATH here has the environment that the hosts have, too
+        program = [command[0] if found is None or "/" in command[0] else found]
+        return order([*program, *command[1:]], {**shared_environment(), **settings}, _folder(), self._grace_s())
+
+    def _grace_s(self) -> float:
+        return min(PARENT_GRACE_S, self._job.grace_s)
+
+    def _settings(self, name: str, scheduler: str, changes: Mapping[str, str]) -> dict[str, str]:
         cluster = {
             "KVD_SCHEDULER": scheduler,
             "KVD_NUM_WORKERS": str(self._job.workers),
             "KVD_NUM_SERVERS": str(self._job.servers),
             "KVD_NODE_ID": name,
         }
-        return child_environment({**self._job.environment, **cluster, **changes})
+        return {**self._job.environment, **cluster, **changes}
 
     def _plan_cores(self, cores: Collection[int]) -> None:
         workers, servers = self._job.workers, self._job.servers
@@ -109,6 +169,13 @@ class JobPlan:
 
     def _cores_of(self, server: int | None) -> Collection[int] | None:
         return None if self._cores is None else self._cores.cores_of(server)
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        raise ConfigError("the folder in which this runs is gone: change to one that all hosts have") from None
 
 
 def _listed(cores: Collection[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shlex
 import signal
 from collections.abc import Collection
 from pathlib import Path
@@ -13,11 +14,18 @@ from kvd.errors import RequestTimeout
 from kvd.node.exit_codes import ExitCode
 from kvd.node.launch.child import Child
 from kvd.node.launch.job import Job
-from kvd.node.launch.output import Sink, Stream, say
-from kvd.node.launch.plan import JobPlan, ProcessSpec
+from kvd.node.launch.job_output import JobOutput
+from kvd.node.launch.look import look_at
+from kvd.node.launch.output import Stream
+from kvd.node.launch.plan import READY_FILE, JobPlan, ProcessSpec
+from kvd.node.launch.reach import Reach
 from kvd.node.launch.ready_socket import ReadySocket
+from kvd.node.launch.ssh import LOST
 from kvd.node.launch.stop_request import StopRequest, Urgency
 from kvd.node.parent import exit_code
+
+MOST_CONNECTING: Final = 4
+"""Connections to one host that are made at the same time."""
 
 KILL_GRACE_S: Final = 1.0
 """How long a guard that was told to kill its command may take, before it is killed itself."""
@@ -30,17 +38,20 @@ class Supervisor:
         scheduler: the address of the scheduler, once it is ready.
     """
 
-    def __init__(self, job: Job, sink: Sink) -> None:
+    def __init__(self, job: Job, output: JobOutput) -> None:
         self.scheduler = ""
         self._job = job
-        self._sink = sink
+        self._output = output
         self._loop = asyncio.get_running_loop()
         self._stop = StopRequest(self._loop)
         self._plan = JobPlan(job)
+        self._reach = Reach(job.scheduler, {})
+        self._listening = ""  # where the scheduler listens
         self._daemons: list[Child] = []  # the scheduler first
         self._workers: dict[int, Child] = {}  # by rank, those that have not ended well
         self._ended: list[Child] = []
-        self._restarts: dict[int, int] = {}  # by rank
+        self._restarts: dict[str, int] = {}  # by node id
+        self._folder = Path()  # of this run
 
     async def run(self, folder: Path) -> int:
         """Run the job; return its exit code.
@@ -48,8 +59,9 @@ class Supervisor:
         Args:
             folder: an empty directory for this run.
         """
+        self._folder = folder
         try:
-            code = await self._start(folder / "scheduler")
+            code = await self._start()
             return await self._outcome() if code is None else code
         finally:
             await self._end()
@@ -69,27 +81,76 @@ class Supervisor:
             self._say(f"{number.name}: ending the job; a second one kills it")
 
     def pid_of(self, name: str) -> int | None:
-        """The pid of a running process: a daemon's own, or that of a worker's guard."""
+        """The pid of a running process: a daemon's own, or that of a worker's guard; on another host, of its ssh."""
         children = [child for child in (*self._daemons, *self._workers.values()) if not child.exited.done()]
         return next((child.pid for child in children if child.name == name), None)
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
-    async def _start(self, ready_file: Path) -> int | None:
+    async def _start(self) -> int | None:
         """Start everything. The exit code if that was not possible."""
-        for remark in self._plan.remarks:
-            self._say(remark)
+        code = await self._look_at_hosts()
+        if code is None:
+            code = await self._start_scheduler()
+        return await self._start_others() if code is None else code
+
+    async def _look_at_hosts(self) -> int | None:
+        """Find out how the hosts reach the scheduler. The exit code if the job was stopped meanwhile."""
+        names = [host.name for host in self._job.hosts]
+        look = asyncio.ensure_future(look_at(names, self._job.ssh, self._plan.look()) if names else _nothing())
+        stop = self._stop.code
+        events: set[asyncio.Future[Any]] = {look, stop}
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+        if not look.done():
+            look.cancel()
+            await asyncio.wait({look})
+            return stop.result()
+        self._reach = Reach(self._job.scheduler, look.result())
+        return None
+
+    async def _start_scheduler(self) -> int | None:
+        """Start the scheduler and wait until it is ready. The exit code if that was not possible."""
         with ReadySocket(self._loop) as ready:
-            self._daemons.append(self._child(self._plan.scheduler(ready_file, ready.name)))
+            self._daemons.append(self._child(self._plan.scheduler(self._reach.bind, self._folder, ready.name)))
             code = await self._scheduler_ready(ready.reported)
             if code is not None:
                 return code
-        self.scheduler = _address_in(ready_file)
+        self._listening = (self._folder / READY_FILE).read_text(encoding="utf-8").strip()
+        self.scheduler = self._reach.scheduler("", self._listening)
+        if self._job.announce:
+            variables = f"KVD_SCHEDULER={shlex.quote(self.scheduler)} KVD_JOB={shlex.quote(self._plan.name)}"
+            self._say(f"scheduler at {self.scheduler}; look at the job with: {variables} kvd status")
+        for remark in self._plan.remarks:
+            self._say(remark)
+        return None
+
+    async def _start_others(self) -> int | None:
+        """Start servers and workers. The exit code if the job was stopped meanwhile."""
+        placement, stop = self._plan.placement, self._stop.code
         for index in range(self._job.servers):
-            self._daemons.append(self._child(self._plan.server(index, self.scheduler)))
+            await self._room_on(placement.server(index))
+            if stop.done():
+                return stop.result()
+            self._start_server(index)
         for rank in range(self._job.workers):
+            await self._room_on(placement.worker(rank).host)
+            if stop.done():
+                return stop.result()
             self._start_worker(rank)
         return None
+
+    async def _room_on(self, host: str) -> None:
+        """Wait until only few connections to a host are being made: an sshd refuses some of more than ten."""
+        while host and not self._stop.code.done():
+            children = (*self._daemons, *self._workers.values())
+            pending = [c for c in children if c.host == host and not (c.connected.done() or c.exited.done())]
+            if len(pending) < MOST_CONNECTING:
+                return
+            events: set[asyncio.Future[Any]] = {
+                self._stop.code,
+                *(future for c in pending for future in (c.connected, c.exited)),
+            }
+            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
 
     async def _scheduler_ready(self, ready: asyncio.Future[None]) -> int | None:
         """Wait for the scheduler. The exit code if it does not become ready."""
@@ -102,14 +163,21 @@ class Supervisor:
             return self._daemon_died(process)
         if not ready.done():
             limit = f"{self._job.startup_s:g} s"
+            self._output.show_log_of(process.name)
             raise RequestTimeout(f"the scheduler was not ready within {limit}", waiting_for=("scheduler",))
         return None
 
+    def _start_server(self, index: int) -> None:
+        scheduler = self._reach.scheduler(self._plan.placement.server(index), self._listening)
+        self._daemons.append(self._child(self._plan.server(index, scheduler)))
+
     def _start_worker(self, rank: int) -> None:
-        self._workers[rank] = self._child(self._plan.worker(rank, self.scheduler))
+        host = self._plan.placement.worker(rank).host
+        scheduler = self._reach.scheduler(host, self._listening)
+        self._workers[rank] = self._child(self._plan.worker(rank, scheduler))
 
     def _child(self, spec: ProcessSpec) -> Child:
-        return Child(spec, self._sink, self._on_sink_error)
+        return Child(spec, self._output.write, self._on_sink_error)
 
     # --- what ends the job --------------------------------------------------------------------------------------------
 
@@ -122,8 +190,8 @@ class Supervisor:
             if stop.done():
                 return stop.result()
             dead = next((daemon for daemon in self._daemons if daemon.exited.done()), None)
-            if dead is not None:
-                return self._daemon_died(dead)
+            if dead is not None and (code := self._daemon_ended(dead)):
+                return code
             for rank, worker in list(self._workers.items()):
                 code = self._worker_ended(rank, worker) if worker.exited.done() else 0
                 if code:
@@ -136,19 +204,43 @@ class Supervisor:
         if code == ExitCode.OK:
             self._ended.append(self._workers.pop(rank))
             return 0
-        used = self._restarts.get(rank, 0)
-        if used >= self._job.restarts:
-            self._say(f"{worker.name} failed ({_in_words(code)}): ending the job")
+        why = f"{_title(worker)} failed ({_in_words(worker, code)})"
+        if not self._may_restart(worker, why):
+            self._say(f"{why}: ending the job")
             return code
-        self._restarts[rank] = used + 1
-        self._say(f"{worker.name} failed ({_in_words(code)}): restart {used + 1} of {self._job.restarts}")
         self._ended.append(worker)
         self._start_worker(rank)
         return 0
 
+    def _may_restart(self, child: Child, why: str) -> bool:
+        """Whether a process that ended is started again. Counts it, and says so."""
+        used = self._restarts.get(child.name, 0)
+        if used >= self._job.restarts:
+            return False
+        self._restarts[child.name] = used + 1
+        self._say(f"{why}: restart {used + 1} of {self._job.restarts}")
+        return True
+
+    def _daemon_ended(self, daemon: Child) -> int:
+        """Handle the end of a daemon. The exit code of the job, or 0 if the job continues."""
+        code = daemon.exited.result()
+        why = f"{daemon.name} ended ({_in_words(daemon, code)})"
+        if daemon is not self._daemons[0] or code == ExitCode.USAGE or not self._may_restart(daemon, why):
+            return self._daemon_died(daemon)
+        self._output.show_log_of(daemon.name)
+        self._ended.append(daemon)
+        self._daemons[0] = self._child(self._plan.scheduler(self._listening, self._folder, ""))
+        return 0
+
     def _daemon_died(self, daemon: Child) -> int:
         code = daemon.exited.result()
-        self._say(f"{daemon.name} ended ({_in_words(code)}): ending the job")
+        self._output.show_log_of(daemon.name)
+        loss = ""
+        if self._listening and daemon is not self._daemons[0]:
+            loss = (
+                " its part of the keys is gone, since each value has one copy: start the job again from a checkpoint;"
+            )
+        self._say(f"{_title(daemon)} ended ({_in_words(daemon, code)}):{loss} ending the job")
         return ExitCode.USAGE if code == ExitCode.USAGE else ExitCode.FAILED  # its settings are ours
 
     def _on_sink_error(self, stream: Stream, error: OSError) -> None:
@@ -173,6 +265,7 @@ class Supervisor:
 
     async def _end(self) -> None:
         """End what runs: workers, servers, scheduler, in this order, for each needs those after it."""
+        self._output.expect_ends()
         await self._end_all(self._workers.values())
         await self._end_all(self._daemons[1:])
         await self._end_all(self._daemons[:1])
@@ -198,11 +291,7 @@ class Supervisor:
             await _kill(running)
 
     def _say(self, text: str) -> None:
-        say(self._sink, text)
-
-
-def _address_in(ready_file: Path) -> str:
-    return ready_file.read_text(encoding="utf-8").strip()
+        self._output.say(text)
 
 
 async def _kill(running: Collection[Child]) -> None:
@@ -216,8 +305,18 @@ async def _kill(running: Collection[Child]) -> None:
     await asyncio.wait(exits)
 
 
-def _in_words(code: int) -> str:
+async def _nothing() -> dict[str, str]:
+    return {}
+
+
+def _title(child: Child) -> str:
+    return f"{child.name} on {child.host}" if child.host else child.name
+
+
+def _in_words(child: Child, code: int) -> str:
     """An exit code as people read it."""
+    if child.host and code == LOST:
+        return f"exit code {code}: its ssh could not connect, or lost its connection"
     if code > 128:
         with contextlib.suppress(ValueError):
             return signal.Signals(code - 128).name

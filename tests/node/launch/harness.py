@@ -47,8 +47,9 @@ while not os.path.exists(os.environ["SERVER_IS_UP"]):
 
 LAUNCHER = """
 import json, os, sys
-from kvd.node.launch import Job, run
+from kvd.node.launch import Host, Job, run
 given = json.loads(sys.argv[1])
+given["hosts"] = [Host(*host) for host in given.get("hosts", [])]
 def show(node, stream, line):  # from several threads: one write is one line, which print does not promise
     os.write(1, f"{node} {stream} {line.decode()}\\n".encode())
 sys.exit(run(Job(**given), show))

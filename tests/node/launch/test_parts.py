@@ -40,9 +40,9 @@ def test_a_plan_gives_each_process_its_own_settings() -> None:
     plan = JobPlan(Job(command=["train"], workers=2, servers=3, environment=environment, daemon=["kvd"]))
     assert plan.remarks == ()
 
-    scheduler = plan.scheduler(Path("/run/ready"), "@socket")
+    scheduler = plan.scheduler("tcp://127.0.0.1:0", Path("/run/kvd"), "@socket")
     assert scheduler.name == scheduler.environment["KVD_NODE_ID"] == "scheduler"
-    assert list(scheduler.command)[-4:] == ["kvd", "scheduler", "--ready-file", "/run/ready"]
+    assert list(scheduler.command)[-4:] == ["kvd", "scheduler", "--ready-file", "/run/kvd/scheduler"]
     assert scheduler.environment["NOTIFY_SOCKET"] == "@socket"
     assert scheduler.environment["KVD_STATE_DIR"] == "/state/scheduler"
     assert scheduler.environment["KVD_PARENT_PID"] == str(os.getpid())

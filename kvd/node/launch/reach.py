@@ -1,0 +1,76 @@
+"""Where the scheduler of a job listens, and by which address each host reaches it."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+
+from kvd.config import parse_address, tcp_address
+from kvd.errors import ConfigError
+from kvd.node.listening import LOOPBACK
+
+_EVERYWHERE = "tcp://0.0.0.0:0"
+
+
+class Reach:
+    """The addresses of a scheduler on the launcher's host.
+
+    Each host sees the launcher's host under the number from which its connection came: that is a number under which it
+    reaches the launcher's host. A host that sees a loopback is this host itself.
+
+    Attributes:
+        bind: where the scheduler listens.
+    """
+
+    def __init__(self, given: str, seen: Mapping[str, str]) -> None:
+        """
+        Args:
+            given: the address that the job was told to use; empty: none.
+            seen: for each host the number of the launcher's host as that host sees it; empty: it does not know.
+
+        Raises:
+            ConfigError: no address suits all hosts.
+        """
+        self._given = given
+        self._seen = seen
+        self._outside = [number for number in dict.fromkeys(seen.values()) if not _is_loopback(number)]
+        self.bind = given or self._find()
+
+    def scheduler(self, host: str, listening: str) -> str:
+        """The address by which a host reaches the scheduler.
+
+        Args:
+            host: its name; empty: that of the launcher.
+            listening: where the scheduler listens now.
+        """
+        if self._given or not self._outside:
+            return listening
+        number = self._seen.get(host, self._outside[0])
+        return tcp_address(self._outside[0] if _is_loopback(number) else number, parse_address(listening).port)
+
+    def _find(self) -> str:
+        if not self._outside:
+            return LOOPBACK
+        unknown = [host for host, number in self._seen.items() if not number]
+        if unknown:
+            raise ConfigError(
+                f"the ssh to {unknown[0]} does not tell by which address that host reaches this one (SSH_CONNECTION): "
+                "give --scheduler tcp://ADDRESS:PORT with an address of this host that all hosts reach",
+                setting="scheduler",
+            )
+        if len(self._outside) == 1:
+            return tcp_address(self._outside[0], 0)
+        if any(":" in number for number in self._outside):
+            raise ConfigError(
+                f"the hosts reach this one by {', '.join(self._outside)}, where no scheduler can listen at once: give "
+                "--scheduler tcp://ADDRESS:PORT with an address of this host that all hosts reach",
+                setting="scheduler",
+            )
+        return _EVERYWHERE
+
+
+def _is_loopback(number: str) -> bool:
+    try:
+        return ipaddress.ip_address(number).is_loopback
+    except ValueError:
+        return False

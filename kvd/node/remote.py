@@ -1,0 +1,164 @@
+"""What a launcher runs on another host, through ssh: one process of its job, which does not outlive the connection.
+
+Stdin brings an order, one line of JSON, and then single bytes: signs of life and commands. When stdin ends, or no byte
+has come for some time, the launcher is gone, and the process is ended with all that it has started.
+
+Like `kvd.node.parent`, this file imports the standard library only and is run by its path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from kvd.node.parent import Guard
+
+GREETING: Final = b"kvd is here"
+"""Tells the launcher that its order has arrived. A login shell may have written something before."""
+
+ALIVE: Final = b"."
+TERMINATE: Final = b"T"
+KILL: Final = b"K"
+SIGNALS: Final = {TERMINATE: signal.SIGTERM, KILL: signal.SIGQUIT}  # SIGQUIT: a guard kills everything
+
+SILENCE_S: Final = 20.0
+"""How long the launcher may say nothing before it counts as gone."""
+
+_TICK_S: Final = 1.0
+
+
+class Mode(Enum):
+    """What this file does."""
+
+    LOOK = "look"
+    RUN = "run"
+
+
+class Line:
+    """The connection to the launcher, as a `Guard` watches it.
+
+    Attributes:
+        descriptor: becomes readable when something comes, or nothing will come any more.
+    """
+
+    def __init__(self, descriptor: int, silence_s: float) -> None:
+        self.descriptor: int | None = descriptor
+        self._silence_s = silence_s
+        self._heard_at = time.monotonic()
+        self._has_ended = False
+
+    def is_gone(self) -> bool:
+        """Read what has come, and carry it out. Whether the launcher is gone."""
+        while not self._has_ended and self.descriptor is not None and _is_readable(self.descriptor):
+            came = os.read(self.descriptor, 4096)
+            self._heard_at = time.monotonic()
+            self._has_ended = not came
+            for number in {SIGNALS[came[i : i + 1]] for i in range(len(came)) if came[i : i + 1] in SIGNALS}:
+                os.kill(os.getpid(), number)
+        return self._has_ended or time.monotonic() - self._heard_at > self._silence_s
+
+    def close(self) -> None:
+        """Close the connection on this side."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+def look(order: dict[str, Any]) -> int:
+    """Say from where the launcher is connected, and what would keep the job from running here."""
+    client = os.environ.get("SSH_CONNECTION", "").split()
+    answer = {"launcher": client[0] if client else "", "problem": _problem(order)}
+    _write(GREETING + json.dumps(answer).encode() + b"\n")
+    return 0
+
+
+def run(order: dict[str, Any]) -> int:
+    """Run the command of the order; return its exit code."""
+    line = Line(os.dup(0), float(order["silence_s"]))  # a duplicate is not inherited by the command
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    try:
+        os.chdir(order["folder"])
+    except OSError as error:
+        print(f"error: cannot enter {order['folder']}: {error.strerror}", file=sys.stderr)
+        return 126
+    _write(GREETING + b"\n")
+    guard = _guard_type()(
+        order["command"],
+        environment={**os.environ, **order["environment"]},
+        parent=line,
+        grace_s=float(order["grace_s"]),
+        on_tick=lambda: None,  # wakes the guard, so that it notices silence
+        tick_s=_TICK_S,
+    )
+    return guard.run()
+
+
+def _problem(order: dict[str, Any]) -> str:
+    """What this host lacks; empty if nothing is missing."""
+    folder, program = order["folder"], order["command"][0]
+    if not os.path.isdir(folder):
+        return f"has no folder {folder}"
+    path = {**os.environ, **order["environment"]}.get("PATH")
+    with contextlib.chdir(folder):  # the program may be named from there
+        if shutil.which(program, path=path) is None:
+            return f"has no program {program}"
+    return ""
+
+
+def _guard_type() -> type[Guard]:
+    """`kvd.node.parent.Guard`, loaded by its path: the packages around it take long to import."""
+    spec = importlib.util.spec_from_file_location("kvd_parent", Path(__file__).with_name("parent.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    guard: type[Guard] = module.Guard
+    return guard
+
+
+def _read_order() -> dict[str, Any] | None:
+    """The first line of stdin, and not a byte more; None if stdin ends before."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        came = os.read(0, 1)
+        if not came:
+            return None
+        line += came
+    order: dict[str, Any] = json.loads(line)
+    return order
+
+
+def _is_readable(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _write(data: bytes) -> None:
+    while data:
+        data = data[os.write(1, data) :]
+
+
+def main(arguments: list[str]) -> int:
+    """``look`` or ``run``, with an order on stdin."""
+    order = _read_order()
+    if order is None:
+        return 1  # the launcher has gone already
+    return look(order) if Mode(arguments[0]) is Mode.LOOK else run(order)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
