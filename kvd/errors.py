@@ -8,6 +8,7 @@
     ├── GradientAnomaly      a gradient is not finite (also a FloatingPointError)
     ├── ConnectError         no node answers at an address, or an address is taken
     ├── RequestTimeout       a deadline passed (also a TimeoutError)
+    │   └── Deadlock         every worker waits for another one, and none can go on
     ├── ProtocolError        bytes that are not a valid message
     ├── NodeLost             a node that the call waits for is dead
     ├── BarrierBroken        some workers can no longer reach a barrier
@@ -83,13 +84,35 @@ class RequestTimeout(KvdError, TimeoutError):
 
     Attributes:
         outcome: ``"not_sent"`` if nothing left this process, ``"unknown"`` if any part may have arrived.
-        waiting_for: the nodes whose answers were missing, such as ``"server 1"``.
+        waiting_for: the nodes that it waited for: workers whose turn it is, such as ``"worker 1"``, or servers that did
+            not answer, such as ``"server 1"``.
     """
 
     def __init__(self, message: str, *, outcome: Outcome = "unknown", waiting_for: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.outcome: Outcome = outcome
         self.waiting_for = waiting_for
+
+
+class Deadlock(RequestTimeout):
+    """Every worker waits for another one, and none can go on: they push other keys, or meet at other barriers.
+
+    All workers raise it at about the same time. Only the waiting ends, as with any RequestTimeout.
+
+    Attributes:
+        waits: for each worker, who it is and what it waits for, in words; for 32 workers at most.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        outcome: Outcome = "unknown",
+        waiting_for: tuple[str, ...] = (),
+        waits: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message, outcome=outcome, waiting_for=waiting_for)
+        self.waits = waits
 
 
 class ProtocolError(KvdError):

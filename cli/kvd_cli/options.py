@@ -74,6 +74,7 @@ class Options:
     def _use_timeout(self) -> None:
         if self.timeout_s is not None:
             self.settings.setdefault("request_timeout_s", self.timeout_s)
+            self.settings.setdefault("round_timeout_s", self.timeout_s)
 
     def load_client(self) -> Loaded:
         """The settings of a command that asks a cluster something, with ``--timeout`` as its deadline.
@@ -118,6 +119,7 @@ def with_deadline(config: Config, timeout_s: float) -> Config:
         config,
         request_timeout_s=timeout_s,
         join_timeout_s=timeout_s,
+        round_timeout_s=timeout_s,
         heartbeat_interval_s=beat_s,
         server_timeout_s=min(config.server_timeout_s, timeout_s / 2),
         worker_timeout_s=min(config.worker_timeout_s, timeout_s / 2),

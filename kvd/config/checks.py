@@ -50,7 +50,12 @@ def size_problems(*, slice_bytes: int, credit_bytes: int, memory_limit_bytes: in
 
 
 def time_problems(
-    *, heartbeat_interval_s: float, server_timeout_s: float, worker_timeout_s: float, request_timeout_s: float
+    *,
+    heartbeat_interval_s: float,
+    server_timeout_s: float,
+    worker_timeout_s: float,
+    request_timeout_s: float,
+    round_timeout_s: float,
 ) -> Iterator[Problem]:
     """What is wrong with the intervals and timeouts."""
     beat = heartbeat_interval_s
@@ -67,6 +72,13 @@ def time_problems(
                 f"request_timeout_s = {request_timeout_s:g} ends before a death is known: set it to more than "
                 f"{limit + beat:g} ({name} + heartbeat_interval_s)",
             )
+
+    if round_timeout_s < request_timeout_s:
+        yield (
+            "round_timeout_s",
+            f"round_timeout_s = {round_timeout_s:g} is shorter than request_timeout_s = {request_timeout_s:g}: other "
+            f"workers need at least the time of a server; set it to {request_timeout_s:g} or more",
+        )
 
 
 def identity_problems(node_id: str) -> Iterator[Problem]:

@@ -116,7 +116,16 @@ class Config:
     join_timeout_s: float = declare(
         300.0, "how long a worker waits until its cluster is complete", unit="s", minimum=0.02, used_by=("worker",)
     )
-    request_timeout_s: float = declare(60.0, "deadline of a call that sets none", unit="s", minimum=0.02)
+    request_timeout_s: float = declare(
+        60.0,
+        "how long a call that sets no deadline waits for the answer of a server or the scheduler",
+        unit="s",
+        minimum=0.02,
+    )
+    round_timeout_s: float = declare(
+        1800.0, "how long a call that sets no deadline waits for other workers that are alive", unit="s", minimum=0.02
+    )
+    notice_s: float = declare(10.0, "after this time a call that waits says for whom", unit="s", minimum=0.02)
     on_worker_loss: str = declare(
         "fail",
         "what happens to calls that wait for a dead worker; shrink is not built yet",
@@ -156,6 +165,7 @@ class Config:
             server_timeout_s=self.server_timeout_s,
             worker_timeout_s=self.worker_timeout_s,
             request_timeout_s=self.request_timeout_s,
+            round_timeout_s=self.round_timeout_s,
         )
         yield from checks.identity_problems(self.node_id)
         yield from checks.job_problems(self.job, self.run)

@@ -113,11 +113,16 @@ class Received(NamedTuple):
 
 
 class LocalCall(NamedTuple):
-    """The program requests something. Exactly one Complete answers it, at `deadline` at the latest."""
+    """The program requests something. Exactly one Complete answers it, at `deadline` at the latest.
+
+    `answer_s`: it also ends when a node has owed it an answer for that many seconds and does not say that it waits for
+    other workers. None: the program chose the deadline itself, and may do something else after it.
+    """
 
     call: int
     request: Request
     deadline: float
+    answer_s: float | None = None
 
 
 class JobDone(NamedTuple):
@@ -149,11 +154,26 @@ class InvalidFrame(NamedTuple):
     text: str
 
 
+class CensusTaken(NamedTuple):
+    """The answer to a Census.
+
+    Attributes:
+        everyone: every thread and coroutine that has used the store, and is alive, waits inside it without a timeout of
+            its own.
+        entered: how often any of them has begun to wait so far.
+        calls: the open calls that they wait for.
+    """
+
+    everyone: bool
+    entered: int
+    calls: tuple[int, ...]
+
+
 class Tick(NamedTuple):
     """Time has passed: the machine's deadline is reached, or nothing has happened for a while."""
 
 
-Event: TypeAlias = Received | LocalCall | JobDone | Persisted | PeerLost | InvalidFrame | Tick
+Event: TypeAlias = Received | LocalCall | JobDone | Persisted | PeerLost | InvalidFrame | CensusTaken | Tick
 
 
 # ── effects ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -285,6 +305,10 @@ class Copy(NamedTuple):
     rows: tuple[Row, ...]
 
 
+class Census(NamedTuple):
+    """Look which of the program's threads wait inside the store; then comes CensusTaken."""
+
+
 class Complete(NamedTuple):
     """A local call is answered."""
 
@@ -321,7 +345,19 @@ class LogEntry(NamedTuple):
 
 Job: TypeAlias = Create | Apply | Export | Load | Run
 OfOneRun: TypeAlias = (
-    Send | Connect | Disconnect | Job | ResetState | Persist | Copy | Complete | Halt | Stop | DropRun | LogEntry
+    Send
+    | Connect
+    | Disconnect
+    | Job
+    | ResetState
+    | Persist
+    | Copy
+    | Census
+    | Complete
+    | Halt
+    | Stop
+    | DropRun
+    | LogEntry
 )
 
 

@@ -96,6 +96,7 @@ class Identity(NamedTuple):
     host: str
     pid: int
     preferred_rank: int = NO_RANK
+    host_name: str = ""  # for people
 
 
 class RunKey(NamedTuple):
@@ -168,6 +169,10 @@ class SchedulerSession:
     @property
     def state(self) -> SessionState:
         return self._state
+
+    @property
+    def scheduler_address(self) -> str:
+        return self._told.scheduler_address
 
     @property
     def name(self) -> str:
@@ -306,6 +311,7 @@ class SchedulerSession:
             who.pid,
             self.rank,
             self._told.settings,
+            who.host_name,
             key.job,
             key.token,
             key.operator,

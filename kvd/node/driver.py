@@ -15,6 +15,8 @@ import numpy as np
 from kvd.core.machine import (
     SCHEDULER,
     Apply,
+    Census,
+    CensusTaken,
     Complete,
     Connect,
     Copy,
@@ -60,6 +62,7 @@ class Driver:
         new_runner: makes what runs a server's jobs, for one run.
         executor: where commands run and records are saved.
         on_complete: takes the results of local calls, on any thread.
+        on_census: looks which threads of the program wait, on any thread; a worker needs it.
         on_halt: called on the loop's thread when the machine cannot go on.
         on_stop: called on the loop's thread when the node was asked to end.
         persist: puts a record on stable storage; called in the executor.
@@ -77,6 +80,7 @@ class Driver:
         new_runner: Callable[[], JobRunner] | None = None,
         executor: Executor | None = None,
         on_complete: Callable[[Complete], None] | None = None,
+        on_census: Callable[[], CensusTaken] | None = None,
         on_halt: Callable[[KvdError], None] | None = None,
         on_stop: Callable[[str], None] | None = None,
         persist: Callable[[Mapping[str, object]], None] | None = None,
@@ -84,6 +88,7 @@ class Driver:
         self.machine = machine
         self._transport = transport
         self._on_complete = on_complete
+        self._on_census = on_census
         self._on_halt = on_halt
         self._on_stop = on_stop
         self._stepper = Stepper(machine)
@@ -113,6 +118,7 @@ class Driver:
             DropRun: self._background.drop_run,
             Persist: self._background.save_record,
             Copy: copy_rows,
+            Census: self._census,
             Complete: self._complete,
             Halt: self._halt,
             Stop: self._stop_asked,
@@ -142,6 +148,10 @@ class Driver:
                 self._halt(Halt(error))
             else:
                 event(logger, logging.ERROR, "cannot connect", error=str(error))
+
+    def _census(self, effect: Census) -> None:
+        if self._on_census is not None:
+            self._stepper.queue(self._on_census())
 
     def _complete(self, effect: Complete) -> None:
         if self._on_complete is not None:

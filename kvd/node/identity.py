@@ -26,6 +26,11 @@ def host_id() -> str:
     return f"{boot}/{space.removeprefix('pid:')}"[:64]
 
 
+def host_name() -> str:
+    """The name of this host, for people."""
+    return socket.gethostname()[:64]
+
+
 def reachable(address: str) -> str:
     """The address as other hosts can use it: this host's number replaces a wildcard."""
     parsed = parse_address(address)

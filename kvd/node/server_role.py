@@ -20,7 +20,7 @@ from kvd.core.server.router import ServerRouter, ServerSettings
 from kvd.core.session import Identity, SchedulerSession
 from kvd.errors import ConnectError, KvdError
 from kvd.node.driver import Driver
-from kvd.node.identity import host_id, new_incarnation, reachable
+from kvd.node.identity import host_id, host_name, new_incarnation, reachable
 from kvd.node.jobs import JobRunner
 from kvd.node.memory import keep_freed_memory
 from kvd.node.watch import ProcessWatch
@@ -66,6 +66,7 @@ class ServerRole:
             host_id(),
             os.getpid(),
             NO_RANK if config.preferred_rank is None else config.preferred_rank,
+            host_name(),
         )
         own = Settings("", "", -1, 0, 0, config.num_workers, config.num_servers, 0)
         self._session = SchedulerSession(identity, own, config.scheduler, config.heartbeat_interval_s)

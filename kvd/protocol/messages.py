@@ -30,6 +30,12 @@ MAX_PARTS = 1024
 MAX_MEMBERS = 200
 MAX_TEXT_CHARS = 1000
 SMALL_PUSH_BYTES = 16 << 10
+MAX_HELD = 4096  # requests in one Waits
+MAX_WAITS = 64  # of them with details
+MAX_ABSENT = 16  # workers named for one of these, or for a barrier
+MAX_ASKED_ABOUT = 64  # nodes in one WaitReport
+MAX_ASKED_BARRIERS = 16
+MAX_STUCK_LINES = 32  # of a deadlock
 
 Number: TypeAlias = Annotated[int, Limit(0, BIGGEST)]
 Signed: TypeAlias = Annotated[int, Limit(-1, BIGGEST)]
@@ -190,6 +196,7 @@ class Join:
     pid: Number
     rank: Signed  # the rank that the node had, or prefers
     settings: Settings
+    host_name: Name = ""  # for people
     job: JobName = ""  # whose run a worker or an observer wants; the header names the run of one that has joined before
     token: Token = ""
     operator: bool = False  # a worker for one command: it acts in the newest run of the job, even if that has ended
@@ -640,6 +647,99 @@ class KeyList:
     more: bool
 
 
+# ── waits: worker ↔ server, worker ↔ scheduler ────────────────────────────────────────────────────────────────────────
+
+
+class Absent(NamedTuple):
+    """A worker that others wait for, and the newest of its pushes that the server has; 0: none."""
+
+    rank: Number
+    clock: Number
+
+
+class Wait(NamedTuple):
+    """What an open request waits for: pushes of the key, or with clock 0, until worker 0 has made it."""
+
+    request: Number
+    key: Key
+    clock: Number  # of the request
+    absent: Annotated[tuple[Absent, ...], Limit(1, MAX_ABSENT)]
+
+
+class BarrierWait(NamedTuple):
+    """A barrier that the receiver has entered, and workers that have not; the first MAX_ABSENT of them."""
+
+    name: Key
+    absent: Annotated[tuple[Number, ...], Limit(1, MAX_ABSENT)]
+
+
+class NodeFact(NamedTuple):
+    """Where a node runs, and when it was last heard."""
+
+    role: Annotated[str, Limit(1, 8)]
+    rank: Number
+    host_name: Name
+    pid: Number
+    heard_s: float  # seconds ago
+    ended: Words  # how its process ended; "" if nothing is known of that
+
+
+@dataclass(frozen=True, slots=True)
+class WaitQuery:
+    """What do my open requests wait for? To a server; answered with Waits. It is not repeated: the next one is."""
+
+    KIND: ClassVar[int] = 60
+    request: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """`held` are your open requests that wait for nothing but other workers, the oldest first; `waits` says more."""
+
+    KIND: ClassVar[int] = 61
+    request: Number
+    held: Annotated[tuple[Number, ...], Limit(0, MAX_HELD)]
+    waits: Annotated[tuple[Wait, ...], Limit(0, MAX_WAITS)]
+    is_all: bool  # all that wait so are in `held`
+
+
+@dataclass(frozen=True, slots=True)
+class WaitReport:
+    """My calls wait for these nodes, and at these barriers: tell me more. To the scheduler; answered with WaitNews.
+
+    If `blocked`, this worker does nothing more unless another worker does: all that it has sent is at the servers and
+    waits there for others, and so do all threads of its program that use the store. The stamp is then the same as in
+    the report before, unless anything has happened in between. `check` is from the latest WaitNews that came before
+    this worker looked.
+    """
+
+    KIND: ClassVar[int] = 62
+    request: Number
+    nodes: Annotated[tuple[NodeName, ...], Limit(0, MAX_ASKED_ABOUT)]
+    barriers: Annotated[tuple[Key, ...], Limit(0, MAX_ASKED_BARRIERS)]
+    blocked: bool
+    stamp: Number
+    check: Number
+    lines: Annotated[tuple[Text, ...], Limit(0, 4)]  # what the blocked calls wait for, for people
+
+
+@dataclass(frozen=True, slots=True)
+class WaitNews:
+    """The answer to a WaitReport. With request 0, it comes unasked, and has one of two meanings.
+
+    `check` (not 0): all workers seem to be blocked; look again, and send another report with this number.
+    `deadlock`: they are, by these texts for people. It holds while your stamp is still `stamp`.
+    """
+
+    KIND: ClassVar[int] = 63
+    request: Number
+    nodes: Annotated[tuple[NodeFact, ...], Limit(0, MAX_ASKED_ABOUT)] = ()
+    barriers: Annotated[tuple[BarrierWait, ...], Limit(0, MAX_ASKED_BARRIERS)] = ()
+    check: Number = 0
+    stamp: Number = 0
+    deadlock: Annotated[tuple[Text, ...], Limit(0, MAX_STUCK_LINES)] = ()
+
+
 Message: TypeAlias = (
     Join
     | Welcome
@@ -681,4 +781,8 @@ Message: TypeAlias = (
     | CommandResult
     | ListKeys
     | KeyList
+    | WaitQuery
+    | Waits
+    | WaitReport
+    | WaitNews
 )

@@ -10,7 +10,7 @@ from typing import Protocol
 from kvd.testing.mishaps import Mishaps, live_through
 from kvd.testing.network import CALM, NASTY, ROUGH, Faults
 from kvd.testing.process import Coroutine
-from kvd.testing.settings import ClusterSettings, ShellSettings
+from kvd.testing.settings import ClusterSettings, ShellSettings, Timeouts
 from kvd.testing.simulator import Me, World
 from kvd.testing.workloads.ledger import Ledger, list_ledger
 from kvd.testing.workloads.lives import LifeLedger, ListLives
@@ -18,12 +18,14 @@ from kvd.testing.workloads.meetings import Meetings
 from kvd.testing.workloads.refusals import RefusalLedger
 from kvd.testing.workloads.rounds import Rounds, mixed_rounds
 from kvd.testing.workloads.steps import mostly_together, one_by_one
+from kvd.testing.workloads.tangles import tangled
 from kvd.testing.workloads.training import Training, list_training
 
 WORKERS = 3
 STEPS = 8
 HARD = Mishaps(within_s=6.0, crashes=2, pauses=2, cuts=2, ghosts=2, scheduler_restarts=1)
 LASTING = replace(HARD, within_s=25.0)  # runs in a nasty network take this long; joining is a good part of it
+BUMPY = Mishaps(within_s=12.0, pauses=3, cuts=2, scheduler_restarts=1)  # nobody dies
 LONG_PAUSES = Mishaps(within_s=6.0, crashes=1, pauses=3, cuts=1, scheduler_restarts=1, longest_pause_s=18.0)
 LATE = replace(LASTING, crashes=3, restart_after_s=(8.0, 16.0))  # most of the dead are declared dead first
 
@@ -44,6 +46,7 @@ class Campaign:
     Attributes:
         workload: a name in WORKLOADS.
         timeout_s: of the pushes of a ledger; None: the cluster's.
+        notice_s: when workers begin to look what their calls wait for.
     """
 
     workload: str
@@ -53,6 +56,7 @@ class Campaign:
     faults: Faults = ROUGH
     rounds_ahead: int = 2
     timeout_s: float | None = None
+    notice_s: float = 10.0
     shell: ShellSettings = field(default_factory=ShellSettings)
 
     def run(self, seed: int) -> World:
@@ -62,6 +66,7 @@ class Campaign:
             mode=self.mode,
             staleness=self.staleness,
             rounds_ahead=self.rounds_ahead,
+            timeouts=Timeouts(notice_s=self.notice_s),
             shell=self.shell,
         )
         world = World(seed, cluster, self.faults)
@@ -89,6 +94,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "refusals": lambda campaign, seed: RefusalLedger(WORKERS, STEPS, timeout_s=campaign.timeout_s),
     "rounds": lambda campaign, seed: Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0),
     "mixed": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0),
+    "tangles": lambda campaign, seed: tangled(WORKERS, STEPS, seed),
     "training": lambda campaign, seed: Training(STEPS, expected=undisturbed_weights("training")),
     "list training": lambda campaign, seed: list_training(
         STEPS, mostly_together(seed), undisturbed_weights("list training")
@@ -155,6 +161,11 @@ CAMPAIGNS: dict[str, Campaign] = {
     ),
     "refusals, stale by 1": Campaign(
         "refusals", mode="async", staleness=1, shell=ShellSettings(job_s=(0.0, 0.5), failing_updates=0.3)
+    ),
+    "tangles": Campaign("tangles", mishaps=Mishaps()),
+    "tangles, bumpy": Campaign("tangles", mishaps=BUMPY, notice_s=0.3),
+    "tangles, nasty": Campaign(
+        "tangles", mishaps=BUMPY, faults=NASTY, notice_s=0.3, shell=ShellSettings(job_s=(0.0, 0.5))
     ),
     "training": Campaign("training"),
     "training, no record": Campaign("training", shell=ShellSettings(state_dir=False)),

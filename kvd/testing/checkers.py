@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvd.core.server.router import ServerRouter
-from kvd.testing.process import Process
+from kvd.errors import Deadlock
+from kvd.testing.process import PendingCall, Process
 from kvd.testing.simulator import World, slices_of
 
 
@@ -47,6 +48,28 @@ class StalenessCheck:
                 if clock > before.get(rank, 0) and clock > slowest + staleness:
                     text = f"slice {slice_.index} of {slice_.key!r} counts push {clock} of worker {rank}, "
                     world.fail(f"{text}the slowest has made {slowest}")
+
+
+class DeadlockCheck:
+    """A call ends with Deadlock only if every worker's program waits for a call that the same deadlock ends.
+
+    Programs of workers that have left, or have ended, wait for nothing.
+    """
+
+    def __init__(self) -> None:
+        self.found = 0
+
+    def __call__(self, world: World, process: Process, call: PendingCall) -> None:
+        if not isinstance(call.error, Deadlock):
+            return
+        self.found += 1
+        for other in world.processes.values():
+            if other.program is None or other.finished:
+                continue
+            waited = other.calls.waiting.call
+            is_stuck = waited is not None and (not waited.done or isinstance(waited.error, Deadlock))
+            if not is_stuck:
+                world.fail(f"{process.name} is told of a deadlock, and {other.name} can go on: {call.error}")
 
 
 def check_everything_ended(world: World) -> None:

@@ -51,14 +51,17 @@ class MachineFactory:
 
     def worker(self, number: int, wanted: Settings, run_key: RunKey = PROGRAM) -> WorkerMachine:
         """A worker that insists on the settings `wanted`."""
-        settings = WorkerSettings(self._cluster.credit_bytes, self._cluster.small_push_bytes)
+        cluster = self._cluster
+        settings = WorkerSettings(cluster.credit_bytes, cluster.small_push_bytes, notice_s=cluster.timeouts.notice_s)
         return WorkerMachine(settings, self._session("worker", number, "", wanted, run_key))
 
     def _session(
         self, role: str, number: int, address: str, wanted: Settings, run_key: RunKey = ANY_RUN
     ) -> SchedulerSession:
         self._last_pid += 1
-        identity = Identity(role, f"{role}-{number}", self._incarnation(), address, "sim", self._last_pid, number)
+        identity = Identity(
+            role, f"{role}-{number}", self._incarnation(), address, "sim", self._last_pid, number, "simulated"
+        )
         interval_s = self._cluster.timeouts.heartbeat_interval_s
         return SchedulerSession(identity, wanted, SCHEDULER_ADDRESS, interval_s, run_key)
 

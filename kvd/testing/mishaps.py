@@ -8,7 +8,7 @@ from random import Random
 
 from kvd.core.machine import SCHEDULER
 from kvd.core.worker.machine import WorkerMachine
-from kvd.testing.checkers import check_everything_ended, watch_everything
+from kvd.testing.checkers import DeadlockCheck, check_everything_ended, watch_everything
 from kvd.testing.network import CALM
 from kvd.testing.simulator import Program, World
 
@@ -126,6 +126,7 @@ def _revive_scheduler(world: World) -> None:
 def live_through(world: World, program: Program, mishaps: Mishaps, patience_s: float = 240.0) -> None:
     """Runs a program on all workers through the mishaps, and then without any until every program has ended."""
     watch_everything(world)
+    world.call_watchers.append(DeadlockCheck())
     world.start_all(program)
     plan(world, mishaps)
     world.clock.after(SUPERVISION_S, lambda: _supervise(world))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from kvd.core.machine import Event, Machine, Peer
+from kvd.core.machine import CensusTaken, Event, Machine, Peer
 from kvd.core.requests import Request, Transfer
 from kvd.errors import KvdError
 from kvd.node.jobs import JobRunner
@@ -42,10 +42,40 @@ Step: TypeAlias = "Request | Start | PendingCall | Sleep"
 Coroutine: TypeAlias = Generator[Any, Any, None]
 
 
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """What the only thread of a program does: it waits for a call without a timeout of its own, or something else.
+
+    Attributes:
+        entered: how often it has begun to wait.
+    """
+
+    call: PendingCall | None = None
+    entered: int = 0
+
+    def enter(self, call: PendingCall) -> None:
+        self.call = call
+        self.entered += 1
+
+    def leave(self) -> None:
+        self.call = None
+
+    def census(self) -> CensusTaken:
+        """What a Census of this process finds."""
+        if self.call is None or self.call.done:
+            return CensusTaken(False, self.entered, ())
+        return CensusTaken(True, self.entered, (self.call.number,))
+
+
 class OpenCalls:
-    """The calls of a process that have not ended, and the memory that they may write to."""
+    """The calls of a process that have not ended, and the memory that they may write to.
+
+    Attributes:
+        waiting: whether the program waits, and for which of them.
+    """
 
     def __init__(self) -> None:
+        self.waiting = Waiting()
         self._pending: dict[int, PendingCall] = {}
         self._writers: dict[int, int] = {}  # id of a target buffer → open calls that write there
         self._last_number = 0

@@ -9,6 +9,7 @@ from kvd.core.requests import Request
 from kvd.errors import KvdError
 from kvd.testing.clock import VirtualClock
 from kvd.testing.process import Coroutine, PendingCall, Process, RunningProgram, Sleep, Start
+from kvd.testing.settings import Timeouts
 from kvd.testing.shell import Shell
 
 SUSPENDED_S = 0.1  # how long a program that should go on, in a suspended process, waits before it looks again
@@ -17,10 +18,10 @@ SUSPENDED_S = 0.1  # how long a program that should go on, in a suspended proces
 class ProgramRunner:
     """Resumes each program when what it waits for has happened."""
 
-    def __init__(self, clock: VirtualClock, shell: Shell, call_timeout_s: float) -> None:
+    def __init__(self, clock: VirtualClock, shell: Shell, timeouts: Timeouts) -> None:
         self._clock = clock
         self._shell = shell
-        self._call_timeout_s = call_timeout_s
+        self._timeouts = timeouts
 
     def start(self, process: Process, coroutine: Coroutine) -> None:
         """Runs a program in a process."""
@@ -29,9 +30,10 @@ class ProgramRunner:
 
     def submit(self, process: Process, request: Request, timeout_s: float | None = None) -> PendingCall:
         """Makes a local call, as a thread of the program does."""
-        deadline = self._clock.now + (self._call_timeout_s if timeout_s is None else timeout_s)
+        deadline = self._clock.now + (self._timeouts.call_timeout_s if timeout_s is None else timeout_s)
+        answer_s = self._timeouts.answer_timeout_s if timeout_s is None else None
         call = process.calls.open(request, deadline)
-        self._shell.feed(process, LocalCall(call.number, request, deadline))
+        self._shell.feed(process, LocalCall(call.number, request, deadline, answer_s))
         return call
 
     def _resume(self, process: Process, value: Any, error: KvdError | None = None) -> None:
@@ -42,6 +44,7 @@ class ProgramRunner:
         if process.suspension.active:
             self._clock.after(SUSPENDED_S, lambda: self._resume(process, value, error))
             return
+        process.calls.waiting.leave()
         coroutine = program.coroutine
         try:
             step = coroutine.send(value) if error is None else coroutine.throw(error)
@@ -57,6 +60,7 @@ class ProgramRunner:
             self._clock.after(step.seconds, lambda: self._resume(process, None))
             return
         call = step if isinstance(step, PendingCall) else self.submit(process, step)
+        process.calls.waiting.enter(call)
         call.waiter = lambda: self._resume(process, call.result, call.error)
         if call.done:
             self._clock.after(0.0, call.waiter)

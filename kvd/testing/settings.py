@@ -15,6 +15,8 @@ class Timeouts:
     server_timeout_s: float = 10.0
     worker_timeout_s: float = 10.0
     call_timeout_s: float = 120.0
+    answer_timeout_s: float = 60.0
+    notice_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from kvd.core.machine import (
     Apply,
+    Census,
     Complete,
     Connect,
     Copy,
@@ -112,6 +113,9 @@ class Shell:
             DropRun: _drop_run,
             Persist: self._persist,
             Copy: self._copy,
+            Census: lambda process, effect: clock.after(
+                0.0, lambda: self.feed(process, process.calls.waiting.census())
+            ),
             Complete: self._complete,
             Halt: self._halt,
             Stop: self._stop,

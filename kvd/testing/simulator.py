@@ -87,7 +87,7 @@ class World:
         self._shell = Shell(
             self.cluster.shell, self.clock, self.random, self.network, self.trace, self._stepped, self._call_ended
         )
-        self._runner = ProgramRunner(self.clock, self._shell, self.cluster.timeouts.call_timeout_s)
+        self._runner = ProgramRunner(self.clock, self._shell, self.cluster.timeouts)
         self._programs: dict[str, Program] = {}
         self._lives: dict[str, int] = {}
 

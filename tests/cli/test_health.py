@@ -58,11 +58,11 @@ def test_a_healthy_cluster(status: Callable[..., Result]) -> None:
 
 
 def test_a_server_that_does_not_answer_is_unhealthy(status: Callable[..., Result]) -> None:
-    given = report(server(0), {"role": "server", "rank": 1, "error": "control did not finish before its deadline"})
+    given = report(server(0), {"role": "server", "rank": 1, "error": "status did not finish within 3 s"})
     result = status(given)
     assert result.exit_code == 1
     assert "no answer: server 1. " in result.stderr
-    assert "control did not finish" in result.stdout
+    assert "status did not finish" in result.stdout
     as_json = status(given, "-o", "json")
     assert as_json.exit_code == 1
     assert json.loads(as_json.stdout)["healthy"] is False

@@ -192,7 +192,8 @@ def test_any_deadline_gives_consistent_settings(timeout_s: float) -> None:
         with pytest.raises(ConfigError):
             with_deadline(Config(), timeout_s)
     else:
-        assert with_deadline(Config(), timeout_s).request_timeout_s == timeout_s
+        config = with_deadline(Config(), timeout_s)
+        assert (config.request_timeout_s, config.round_timeout_s) == (timeout_s, timeout_s)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

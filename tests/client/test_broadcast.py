@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvd
+from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Target, source_of, target_of
 from kvd.client.cluster.broadcast import ClusterAssignments
@@ -111,10 +112,12 @@ def test_broadcast_gives_everyone_the_value_of_rank_0(kind: str) -> None:
 def test_async_broadcasts_one_after_the_other_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     pull = ClusterAssignments._pull
 
-    async def late(part: ClusterAssignments, names: list[str], targets: list[Target], priority: int) -> None:
+    async def late(
+        part: ClusterAssignments, names: list[str], targets: list[Target], priority: int, deadline: Deadline
+    ) -> None:
         if part._rank == 1:
             await asyncio.sleep(0.2)
-        await pull(part, names, targets, priority)
+        await pull(part, names, targets, priority, deadline)
 
     def program(kv: kvd.KVStore) -> list[float]:
         out = np.empty(5, np.float32)
@@ -174,7 +177,7 @@ class RecordingEngine:
         self.asked: list[Any] = []
         self._counted = counted
 
-    async def call(self, request: Any) -> Any:
+    async def call(self, request: Any, *, within: Deadline) -> Any:
         self.asked.append(request)
         return self._counted if isinstance(request, requests.ClockOf) else None
 
@@ -195,7 +198,7 @@ def test_a_restarted_async_worker_meets_the_others_unless_its_predecessor_has(
     engine: Any = RecordingEngine(counted)
     part = ClusterAssignments(engine, None, UnobservedErrors(), rank, sync=False, absence_counts=False)  # type: ignore[arg-type]
     sources = [source_of(ones(), 1 << 20, copy=True)] if rank == 0 else None
-    asyncio.run(part._broadcast(["w"], sources, [target_of(ones(), 1 << 20)], 0))
+    asyncio.run(part._broadcast(["w"], sources, [target_of(ones(), 1 << 20)], 0, Deadline(60.0)))
     transfers = [request for request in engine.asked if isinstance(request, requests.Transfer)]
     assert [(transfer.push, transfer.pull) for transfer in transfers] == [(True, False)] * assigns + [(False, True)]
     assert [request.passed for request in engine.asked if isinstance(request, requests.Barrier)] == [passed] * 2

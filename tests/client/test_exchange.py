@@ -23,7 +23,7 @@ SIZES = {"one": 3, "two": 5}
 )
 def test_what_it_knows_of_its_store(kind: str, distributed: bool, versioned: bool) -> None:
     with LocalCluster(1, 1) as cluster:
-        settings = {"request_timeout_s": 50.0}
+        settings = {"round_timeout_s": 50.0, "request_timeout_s": 50.0}
         kv = cluster.store(kind, **settings) if distributed else kvd.create(kind, **settings)
         exchange = Exchange(kv)
         assert exchange.store is kv

@@ -52,7 +52,7 @@ def life_of(closing: Closing, *, distributed: bool) -> StoreLife:
 def test_the_properties_are_those_of_the_facts() -> None:
     store = StoreProperties(FACTS)
     names = {name for name, value in inspect.getmembers(StoreProperties) if isinstance(value, property)}
-    assert names == set(StoreFacts._fields) - {"distributed", "versioned", "request_timeout_s"}
+    assert names == set(StoreFacts._fields) - {"distributed", "versioned", "round_timeout_s"}
     assert {name: getattr(store, name) for name in names} == {name: getattr(FACTS, name) for name in names}
     for name in names:
         with pytest.raises(AttributeError):

@@ -17,6 +17,7 @@ Refusal = Callable[..., ConfigError]
 @pytest.mark.parametrize(
     ("overrides", "name", "advice"),
     [
+        ({"round_timeout_s": 59}, "round_timeout_s", "set it to 60 or more"),
         ({"request_timeout_s": 21}, "request_timeout_s", "set it to more than 21 (worker_timeout_s + heart"),
         (
             {"request_timeout_s": 30, "server_timeout_s": 30},

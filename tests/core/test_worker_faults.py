@@ -129,7 +129,7 @@ def test_the_machine_asks_to_be_woken_for_deadlines_retries_and_heartbeats() -> 
     harness = ready()
     assert harness.machine.next_deadline() == 1.0  # a heartbeat
     harness.pull("w", timeout_s=0.5)
-    assert harness.machine.next_deadline() == 0.5
+    assert harness.machine.next_deadline() == 0.25  # a look at what it waits for, before its deadline
 
 
 # ── dead workers ──

@@ -21,7 +21,7 @@ from kvd.core.worker.push_window import (
     mark_failing,
     settle_pushes,
 )
-from kvd.errors import NotAllowed
+from kvd.errors import NotAllowed, RequestTimeout
 from kvd.protocol.messages import Pull
 from tests.core.fakes import session
 
@@ -137,7 +137,7 @@ class Book:
 
     def accept(self, request: requests.Request, deadline: float = 9.0) -> Call:
         self.numbers += 1
-        return self.calls.accept(LocalCall(self.numbers, request, deadline))
+        return self.calls.accept(LocalCall(self.numbers, request, deadline), 0.0)
 
     def push(self) -> Call:
         call = self.accept(requests.Transfer((), push=True, pull=False))
@@ -155,7 +155,8 @@ def test_a_call_is_completed_once_and_withdrawn_when_it_ends_early() -> None:
     second.hold(withdrawn.append)
     book.calls.complete(first)
     book.calls.complete(first)
-    book.calls.expire(5.0)
+    for call in book.calls.take_due(5.0):
+        book.calls.abandon(call, RequestTimeout("late", outcome="not_sent"))
     assert book.completed() == [1, 2]
     assert withdrawn == [second]
     assert len(book.calls) == 0

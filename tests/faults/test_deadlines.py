@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,12 @@ from tests.faults.stopping import stopped
 TIMEOUT_S = 2.0
 SLACK_S = 1.5  # a second, and what a busy machine needs
 PATIENT: dict[str, Any] = {"server_timeout_s": 40.0, "worker_timeout_s": 40.0}  # nobody is declared dead
-HURRIED: dict[str, Any] = {"server_timeout_s": 1.0, "worker_timeout_s": 1.0, "request_timeout_s": TIMEOUT_S}
+HURRIED: dict[str, Any] = {
+    "server_timeout_s": 1.0,
+    "worker_timeout_s": 1.0,
+    "request_timeout_s": TIMEOUT_S,
+    "round_timeout_s": TIMEOUT_S,
+}
 
 
 def with_a_key(cluster: LocalCluster) -> Any:
@@ -44,6 +50,27 @@ def test_close_ends_at_its_deadline_when_nodes_are_stopped(who: str) -> None:
             with pytest.raises(KvdError):
                 kv.close()
             assert time.monotonic() - begun < TIMEOUT_S + SLACK_S
+
+
+@pytest.mark.parametrize("who", ["server", "scheduler"])
+def test_a_node_that_does_not_answer_is_named_long_before_workers_would_be(who: str) -> None:
+    with LocalCluster(1, 2, processes=True, **PATIENT) as cluster:
+        kv = cluster.store(**{**HURRIED, "round_timeout_s": 600.0})
+        kv.init("w", np.zeros(1 << 21, np.float32))  # several slices: some on each server
+        node: Any = cluster.servers[1] if who == "server" else cluster.scheduler
+        call = kv.barrier if who == "scheduler" else partial(kv.pushpull, "w", np.ones(1 << 21, np.float32))
+        with stopped(node):
+            begun = time.monotonic()
+            with pytest.raises(RequestTimeout) as caught:
+                call()
+            assert time.monotonic() - begun < TIMEOUT_S + SLACK_S
+    name, text = ("server 1" if who == "server" else "scheduler"), str(caught.value)
+    assert caught.value.waiting_for == (name,)
+    assert node.address in text
+    if who == "server":
+        assert "server 1 (node server-1, host " in text
+        assert f", pid {node.process.pid}, " in text
+        assert "no answer for" in text
 
 
 def test_close_has_one_deadline_for_all_its_parts() -> None:

@@ -62,7 +62,7 @@ class StoreFacts(NamedTuple):
         distributed: whether the store belongs to a cluster.
         versioned: whether a pull gives exactly the version of this worker's clock, so that all slices of a value are of
             one round (synchronous stores, and those in this process). Otherwise they may be of several.
-        request_timeout_s: the deadline of its calls, in seconds.
+        round_timeout_s: how long its calls wait for other workers, in seconds.
         job: the name of the job; "" without a cluster.
     """
 
@@ -75,7 +75,7 @@ class StoreFacts(NamedTuple):
     restarted: bool
     distributed: bool
     versioned: bool
-    request_timeout_s: float
+    round_timeout_s: float
     job: str = ""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Generator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 
@@ -16,9 +16,11 @@ class Promise:
     """Set once, on any thread. Any number of threads and event loops may wait for it. It cannot be cancelled: a waiter
     may give up, but the call goes on and can be waited for again."""
 
-    __slots__ = ("_done", "_error", "_event", "_lock", "_result", "_told")
+    __slots__ = ("_done", "_error", "_event", "_lock", "_result", "_told", "_waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Callable[[Promise], AbstractContextManager[None]] | None = None) -> None:
+        """`waiting` gives a context in which a thread waits for the end, without a timeout."""
+        self._waiting = waiting
         self._lock = threading.Lock()
         self._done = False
         self._result: Any = None
@@ -79,7 +81,10 @@ class Promise:
             if self._event is None:
                 self._event = threading.Event()
             event = self._event
-        return event.wait(timeout)
+        if timeout is not None or self._waiting is None:
+            return event.wait(timeout)
+        with self._waiting(self):
+            return event.wait()
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()

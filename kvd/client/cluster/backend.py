@@ -74,8 +74,8 @@ def _facts(engine: Engine, config: Config, kind: StoreType, rank: int) -> StoreF
         restarted=engine.session.predecessor == MemberState.DEAD,
         distributed=True,
         versioned=sync,
-        request_timeout_s=config.request_timeout_s,
         job=config.job,
+        round_timeout_s=config.round_timeout_s,
     )
 
 

@@ -15,22 +15,25 @@ LEAST_GOODBYE_S = 0.3  # to tell the scheduler after the deadline: otherwise the
 
 
 class ClusterClosing:
-    """In good order, or at once. All parts of leaving in good order share one deadline, `request_timeout_s`."""
+    """In good order, or at once. All parts of leaving in good order share one deadline, `round_timeout_s`; a node that
+    does not answer ends it after `request_timeout_s`."""
 
     def __init__(self, engine: Engine, unobserved: UnobservedErrors) -> None:
         self._engine = engine
         self._unobserved = unobserved
-        self._deadline: Deadline | None = None  # set when closing begins
+        self._silence: Deadline | None = None  # of nodes that owe an answer; set when closing begins
 
     def begin_close(self, barrier: bool) -> Handle:
         """Flushes, leaves the rounds and meets the other workers; the first error ends it."""
-        deadline = self._deadline = Deadline(self._engine.config.request_timeout_s)
+        config = self._engine.config
+        deadline = Deadline(config.round_timeout_s)
+        self._silence = Deadline(config.request_timeout_s)
 
         async def work() -> None:
-            await self._engine.call(requests.Flush(), deadline.left_s())
-            await self._engine.call(requests.Depart(Departure.DONE), deadline.left_s())
+            await self._engine.call(requests.Flush(), within=deadline)
+            await self._engine.call(requests.Depart(Departure.DONE), within=deadline)
             if barrier:
-                await self._engine.call(requests.Barrier(EXIT_BARRIER), deadline.left_s())
+                await self._engine.call(requests.Barrier(EXIT_BARRIER), within=deadline)
 
         return Handle(self._engine.run(work()), what="close")
 
@@ -44,7 +47,7 @@ class ClusterClosing:
         except BaseException:  # Ctrl-C: leave at once
             self.abandon(failed=True)
             raise
-        self._engine.stop(self._goodbye_s())
+        self._engine.stop(STOP_TIMEOUT_S if error is None else self._goodbye_s())
         try:
             self._unobserved.raise_for(None)
         except KvdError as first:
@@ -63,6 +66,6 @@ class ClusterClosing:
         self._engine.withdraw()
 
     def _goodbye_s(self) -> float:
-        """What is left of the deadline for telling the scheduler."""
-        left_s = STOP_TIMEOUT_S if self._deadline is None else self._deadline.left_s()
+        """What is left for telling the scheduler, when something did not answer."""
+        left_s = STOP_TIMEOUT_S if self._silence is None else self._silence.left_s()
         return min(max(left_s, LEAST_GOODBYE_S), STOP_TIMEOUT_S)

@@ -14,14 +14,15 @@ import threading
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from itertools import count
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvd.client.calls import checks
+from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.promise import Promise
 from kvd.client.cluster.interrupts import Uninterrupted
+from kvd.client.cluster.users import Coroutines, OpenCalls, StoreUsers
 from kvd.config import Config
 from kvd.core.machine import Complete, LocalCall
 from kvd.core.requests import Depart, Request, TakeBack
@@ -30,7 +31,7 @@ from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.errors import KvdError, StoreClosed
 from kvd.node.driver import Driver
 from kvd.node.host_names import check_host
-from kvd.node.identity import host_id, new_incarnation
+from kvd.node.identity import host_id, host_name, new_incarnation
 from kvd.node.memory import keep_freed_memory
 from kvd.node.threads import LinkWaiter
 from kvd.protocol.messages import NO_RANK, Departure, Settings
@@ -59,10 +60,10 @@ class Engine:
         check_host(config)
         self.config = config
         self._pid = os.getpid()
-        self._promises: dict[int, Promise] = {}
-        self._numbers = count(1)
+        self._calls = OpenCalls()
+        self._users = StoreUsers()
+        self._coroutines = Coroutines(self._users)
         self._order = threading.RLock()  # calls reach the machine in the order of their submits
-        self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._failure: KvdError | None = None  # why this node cannot go on
         keep_freed_memory()
@@ -74,16 +75,23 @@ class Engine:
             host_id(),
             os.getpid(),
             NO_RANK if config.preferred_rank is None else config.preferred_rank,
+            host_name(),
         )
         run_key = RunKey(config.job, config.run, operator)
         self.session = SchedulerSession(identity, settings, config.scheduler, config.heartbeat_interval_s, run_key)
-        self.machine = WorkerMachine(WorkerSettings(config.credit_bytes), self.session)
+        self.machine = WorkerMachine(WorkerSettings(config.credit_bytes, notice_s=config.notice_s), self.session)
         self._loop = asyncio.new_event_loop()
         self.transport = HostTransport(
             shared_memory=config.shared_memory == "auto",
             arena_limit_bytes=config.memory_bound_bytes(),
         )
-        self._driver = Driver(self.machine, self.transport, on_complete=self._completed, on_halt=self._halted)
+        self._driver = Driver(
+            self.machine,
+            self.transport,
+            on_complete=self._completed,
+            on_census=lambda: self._calls.census(self._users, self._coroutines),
+            on_halt=self._halted,
+        )
         self._waiter = LinkWaiter(self.transport)
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name="kvd-engine", daemon=True)
@@ -92,49 +100,46 @@ class Engine:
 
     # ── calls ──
 
-    def submit(self, request: Request, timeout: float | None = None) -> Promise:
+    def submit(self, request: Request, timeout: float | None = None, *, within: Deadline | None = None) -> Promise:
         """Gives the machine a call and, unless another thread is stepping it, steps it at once on this thread. Calls
-        reach the machine in the order of their submits."""
-        seconds = self._seconds(timeout)
-        promise = Promise()
+        reach the machine in the order of their submits.
+
+        Args:
+            timeout: its deadline, in seconds, as the program chose it; None: `round_timeout_s` for what other workers
+                owe it, `request_timeout_s` for what a node owes it.
+            within: with the default deadlines, the call ends when this has passed.
+        """
+        config = self.config
+        answer_s = config.request_timeout_s if timeout is None else None
+        seconds = config.round_timeout_s if timeout is None else checks.seconds(timeout)
+        if within is not None:
+            seconds = min(seconds, within.left_s())
+        promise = Promise(self._users.waiting)
+        self._users.this_thread()
         with Uninterrupted(), self._order:
             self.check_usable()
             if self._failure is not None:
                 promise.set_exception(self._failure)
                 return promise
-            number = next(self._numbers)
-            self._promises[number] = promise
-            self._driver.feed(LocalCall(number, request, time.monotonic() + seconds))
+            number = self._calls.open(promise)
+            self._driver.feed(LocalCall(number, request, time.monotonic() + seconds, answer_s))
         return promise
 
-    async def call(self, request: Request, timeout: float | None = None) -> Any:
+    async def call(self, request: Request, timeout: float | None = None, *, within: Deadline | None = None) -> Any:
         """The same for coroutines on the engine's loop, see `run`."""
-        return await self.submit(request, timeout)
+        return await self._coroutines.result_of(self.submit(request, timeout, within=within))
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Promise:
         """Runs a coroutine of several calls on the engine's loop."""
-        promise = Promise()
-
-        async def work() -> None:
-            try:
-                result = await coroutine
-            except BaseException as error:  # noqa: BLE001  the promise raises it
-                promise.set_exception(error)
-            else:
-                promise.set_result(result)
-
-        def begin() -> None:
-            task = self._loop.create_task(work())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
+        promise = Promise(self._users.waiting)
+        self._users.this_thread()
         with Uninterrupted(), self._order:
             try:
                 self.check_usable()
             except KvdError:
                 coroutine.close()
                 raise
-            self._loop.call_soon_threadsafe(begin)
+            self._loop.call_soon_threadsafe(self._coroutines.start, coroutine, promise)
         return promise
 
     def wait(self, promise: Promise, timeout_s: float | None) -> None:
@@ -143,7 +148,11 @@ class Engine:
         if threading.get_ident() == self._thread.ident or promise.done() or not self.transport.has_links:
             return
         with Uninterrupted(self._waiter.nudge) as ctrl_c:
-            self._waiter.wait(promise, timeout_s, ctrl_c)
+            if timeout_s is not None:
+                self._waiter.wait(promise, timeout_s, ctrl_c)
+                return
+            with self._users.waiting(promise):
+                self._waiter.wait(promise, None, ctrl_c)
 
     def take_back(self, sources: Sequence[Array]) -> None:
         """Returns when the program may write to these arrays again. Bytes of them that have yet to be sent are sent
@@ -164,9 +173,6 @@ class Engine:
             if block is not None:
                 return block
         return np.empty(nbytes, np.uint8)
-
-    def _seconds(self, timeout: float | None) -> float:
-        return self.config.request_timeout_s if timeout is None else checks.seconds(timeout)
 
     def check_usable(self) -> None:
         """Raises StoreClosed after `stop`, and in a child process."""
@@ -207,6 +213,7 @@ class Engine:
 
     def _run(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
+        self._users.exempt_this_thread()
         self._loop.call_soon(self._driver.start)
         self._loop.call_soon(started.set)
         try:
@@ -217,8 +224,7 @@ class Engine:
             self._driver.stop(LINGER_S if self.session.heard or self.session.identity.role != "observer" else 0.0)
             self._fail_all(StoreClosed("the store was closed before this call was done"))
             self._loop.run_until_complete(asyncio.sleep(0))  # coroutines given to `run` start
-            while self._tasks:  # and end with the error of their next call
-                self._loop.run_until_complete(asyncio.wait(self._tasks))
+            self._loop.run_until_complete(self._coroutines.end())  # and end with the error of their next call
             self._loop.close()
 
     def _halted(self, error: KvdError) -> None:
@@ -228,13 +234,11 @@ class Engine:
         self._fail_all(error)
 
     def _fail_all(self, error: KvdError) -> None:
-        while self._promises:
-            with suppress(KeyError):  # another thread has just taken the last one
-                self._promises.popitem()[1].set_exception(error)
+        self._calls.fail_all(error)
         self._waiter.wake()
 
     def _completed(self, complete: Complete) -> None:
-        promise = self._promises.pop(complete.call, None)
+        promise = self._calls.close(complete.call)
         if promise is None:
             return
         if complete.error is not None:

@@ -32,11 +32,11 @@ class ClusterRounds:
         return Handle(self._engine.submit(requests.Barrier(checks.barrier_name("user", name)), timeout), what="barrier")
 
     def join(self) -> Handle:
-        deadline = Deadline(self._engine.config.request_timeout_s)
+        deadline = Deadline(self._engine.config.round_timeout_s)
 
         async def work() -> None:
-            await self._engine.call(requests.Flush(), deadline.left_s())
-            await self._engine.call(requests.Depart(Departure.DONE), deadline.left_s())
+            await self._engine.call(requests.Flush(), within=deadline)
+            await self._engine.call(requests.Depart(Departure.DONE), within=deadline)
 
         return Handle(self._engine.run(work()), what="join")
 

@@ -28,8 +28,9 @@ class KVStore(StoreProperties):
     Keys are `str` or `int` (an int is the key of its decimal text). Values are anything that speaks DLPack or the
     buffer protocol: NumPy, CuPy, torch, JAX. A call takes one key and its value, or a list of keys and a list of their
     values. A value may also be a list of arrays, one per device, which are summed first. Every call returns or raises
-    before its deadline: its `timeout` in seconds, otherwise the setting `request_timeout_s`. Thread-safe: the order of
-    the clocks is the order of the calls.
+    before its deadline: its `timeout` in seconds, otherwise the setting `round_timeout_s` for what other workers owe
+    it, and `request_timeout_s` for the answer of a node. Thread-safe: the order of the clocks is the order of the
+    calls.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -206,7 +207,7 @@ class KVStore(StoreProperties):
     def close(self) -> None:
         """Leaves the cluster: flush, leave the rounds, wait for the other workers, go. They stop waiting for this one.
 
-        All of that together takes `request_timeout_s` at most, and about a second more to say goodbye.
+        All of that together takes `round_timeout_s` at most (`request_timeout_s` if a node does not answer).
 
         Raises:
             KvdError: the first error of the way, or one that nobody observed; the store is closed all the same.

@@ -24,7 +24,7 @@ class Exchange:
         store: the store of the keys; everything that is not here goes through it.
         versioned: whether a pull gives exactly the version of this worker's clock, see `StoreFacts.versioned`.
         distributed: whether the writers are workers of a cluster.
-        timeout_s: the store's deadline for a call, in seconds.
+        timeout_s: how long a call waits for other workers, in seconds.
     """
 
     def __init__(self, store: KVStore) -> None:
@@ -33,7 +33,7 @@ class Exchange:
         self._nodes = backend.nodes
         self.versioned = backend.facts.versioned
         self.distributed = backend.facts.distributed
-        self.timeout_s = backend.facts.request_timeout_s
+        self.timeout_s = backend.facts.round_timeout_s
 
     def make(self, sizes: Mapping[str, int]) -> None:
         """Makes uint8 keys of these sizes in bytes, all zeros; existing keys keep their values. Collective.

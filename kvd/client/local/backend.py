@@ -26,7 +26,7 @@ def open_local(kind: StoreType, config: Config) -> Backend:
             restarted=False,
             distributed=False,
             versioned=True,
-            request_timeout_s=config.request_timeout_s,
+            round_timeout_s=config.round_timeout_s,
         ),
         values=values,
         assignments=values,

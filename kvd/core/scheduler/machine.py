@@ -50,6 +50,7 @@ from kvd.core.scheduler.report import members_report
 from kvd.core.scheduler.roster import AS_FOUND, MemberEvent, Roster, Seat
 from kvd.core.scheduler.seating import Seating
 from kvd.core.scheduler.views import Views
+from kvd.core.scheduler.waits import WaitReports
 from kvd.protocol.messages import (
     BIGGEST,
     EXIT_BARRIER,
@@ -74,6 +75,7 @@ from kvd.protocol.messages import (
     StatusQuery,
     StatusReport,
     View,
+    WaitReport,
     Welcome,
 )
 
@@ -128,6 +130,7 @@ class SchedulerMachine:
         self._seating = Seating(self._agreement, self._roster, self._liveness)
         self._runs: tuple[RunEntry, ...] = ()
         self._breaking: Callable[[], list[int]] = self._liveness.breaking_ranks if settings.break_on_loss else list
+        self._waits = WaitReports(self._roster, self._liveness, self._barriers, num_workers, incarnation)
         self._views = Views(generation, 0 if earlier is None else 1, self._view())
         self._out: list[Effect] = []
         self._handlers: dict[type, Callable[[Received, Any, float], None]] = {
@@ -136,6 +139,7 @@ class SchedulerMachine:
             Leave: self._leave,
             Enter: self._enter,
             StatusQuery: self._status,
+            WaitReport: self._wait_report,
         }
 
     # ── the machine's interface ──
@@ -364,6 +368,11 @@ class SchedulerMachine:
             settled = self._settle_barriers()
             if settled:
                 self._publish(settled)
+
+    def _wait_report(self, event: Received, report: WaitReport, now: float) -> None:
+        seat = self._sender_seat(event, report.request, now)
+        if seat is not None and seat.member.role == "worker":
+            self._out += self._waits.take(seat, event, report, self._views.newest_epoch, now)
 
     # ── who sent it ──
 

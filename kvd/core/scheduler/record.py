@@ -27,7 +27,9 @@ class Record(NamedTuple):
             "generation": self.generation,
             "epoch": self.epoch,
             "settings": list(self.settings),
-            "seats": [[list(seat.member), seat.host, seat.pid, seat.predecessor or ""] for seat in self.seats],
+            "seats": [
+                [list(seat.member), seat.host, seat.pid, seat.predecessor or "", seat.host_name] for seat in self.seats
+            ],
             "replaced": [list(entry) for entry in self.replaced],
             "barriers": self.barriers.record(),
             "phase": self.phase.value,
@@ -53,7 +55,7 @@ class Record(NamedTuple):
         )
 
 
-def _seat(fields: Sequence[Any], host: str, pid: int, predecessor: str) -> Seat:
+def _seat(fields: Sequence[Any], host: str, pid: int, predecessor: str, host_name: str = "") -> Seat:
     member = Member(*fields)
     member = member._replace(state=MemberState(member.state))
-    return Seat(member, host, pid, None, MemberState(predecessor) if predecessor else None)
+    return Seat(member, host, pid, None, MemberState(predecessor) if predecessor else None, host_name)

@@ -76,6 +76,7 @@ class Seat:
     pid: int
     peer: Peer | None = None  # where the holder was last heard from
     predecessor: MemberState | None = None
+    host_name: str = ""
 
     @property
     def place(self) -> tuple[str, int]:
@@ -213,7 +214,7 @@ class Roster:
             predecessor = AS_PREDECESSOR[earlier.member.state]
             self._note_loss(earlier)
         member = Member(join.role, rank, join.node_id, incarnation, join.address, MemberState.ACTIVE, "", 0.0)
-        seat = self._seats[place] = Seat(member, join.host, join.pid, peer, predecessor)
+        seat = self._seats[place] = Seat(member, join.host, join.pid, peer, predecessor, join.host_name)
         return seat, earlier
 
     def adopt(self, seats: Iterable[Seat]) -> None:

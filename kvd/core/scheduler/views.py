@@ -25,6 +25,11 @@ class Views:
         """That of the newest view on stable storage: the one that may be announced."""
         return Epoch(self.generation, self._saved)
 
+    @property
+    def newest_epoch(self) -> Epoch:
+        """That of the newest view; nodes know it when it is saved and announced."""
+        return Epoch(self.generation, self.newest)
+
     def continue_after(self, epoch: Epoch) -> None:
         """A node knows this later view, of a scheduler whose record is lost: ours must count as newer."""
         self.generation = epoch.generation + 1

@@ -133,6 +133,10 @@ class KeyTable:
         self._lookups_waiting = 0
         return waiting
 
+    def lookups_of(self, peer: Peer) -> list[tuple[str, int]]:
+        """The look-ups of this peer that wait, as (key, request)."""
+        return [(key, request) for key, asked in self._lookups.items() for asker, request in asked if asker == peer]
+
     # ── listings ──
 
     def page(self, after: str) -> tuple[tuple[KeyEntry, ...], bool]:

@@ -26,6 +26,7 @@ from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
 from kvd.core.server.resume import Resumption
 from kvd.core.server.targets import TargetResolver
+from kvd.core.server.wait_answers import WaitAnswers
 from kvd.core.server.waiting import Waiters
 from kvd.core.session import FIRST_REQUEST, SchedulerSession
 from kvd.protocol.messages import (
@@ -53,6 +54,7 @@ from kvd.protocol.messages import (
     StatusQuery,
     StatusReport,
     View,
+    WaitQuery,
 )
 
 
@@ -119,6 +121,7 @@ class ServerMachine:
             ClockQuery: resumption.clocks,
             Activate: resumption.activate,
             StatusQuery: self._status,
+            WaitQuery: WaitAnswers(self.table, effects, attachments, participants).answer,
         }
 
     # ── the machine's interface ──

@@ -9,12 +9,11 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 from kvd.core import requests
-from kvd.core.machine import SCHEDULER, Complete, Effect, LocalCall
-from kvd.core.membership import name_of
+from kvd.core.machine import Complete, Effect, LocalCall
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.outbox import QUEUED, Entry, Outbox
-from kvd.errors import KvdError, RequestTimeout
+from kvd.errors import KvdError
 
 
 class CallState(Enum):
@@ -41,6 +40,9 @@ class Call:
     request: requests.Request
     deadline: float
     is_push: bool
+    begun: float = 0.0
+    answer_s: float | None = None  # see LocalCall
+    ends_at: float = 0.0  # no later than `deadline`; changed by CallBook only
     keys: Sequence[WorkerKey] = ()
     state: CallState = WAITING
     entries: set[Entry] = field(default_factory=set)
@@ -50,6 +52,13 @@ class Call:
         if self.state is not WAITING:
             raise RuntimeError(f"call {self.number} cannot start when it is {self.state.name}: this is a bug in kvd")
         self.state = STARTED
+
+    @property
+    def may_have_happened(self) -> bool:
+        """Whether any part of it has left this node, or will."""
+        if any(entry.state is not QUEUED for entry in self.entries):
+            return True
+        return self.state is STARTED and (self.is_push or not self.entries)  # a queued push still goes out
 
     def set_keys(self, keys: Sequence[WorkerKey]) -> None:
         """The keys that the call names, in its order."""
@@ -71,8 +80,9 @@ class CallBook:
         emit: takes effects, in their order.
 
     Attributes:
-        deadlines: a heap of deadlines and numbers of calls, some of them completed. The machine looks whether
-            `expire` has anything to do.
+        deadlines: a heap of times and numbers of calls, some of them completed or put off. The machine looks whether
+            one has passed.
+        activity: grows whenever a call is accepted or completed.
     """
 
     def __init__(self, session: SchedulerSession, outbox: Outbox, emit: Callable[[Effect], None]) -> None:
@@ -81,6 +91,7 @@ class CallBook:
         self._emit = emit
         self._open: dict[int, Call] = {}
         self.deadlines: list[tuple[float, int]] = []
+        self.activity = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -88,12 +99,19 @@ class CallBook:
     def open_calls(self) -> list[Call]:
         return list(self._open.values())
 
-    def accept(self, event: LocalCall) -> Call:
+    def find(self, number: int) -> Call | None:
+        """The open call with this number."""
+        return self._open.get(number)
+
+    def accept(self, event: LocalCall, now: float) -> Call:
         """Enters a call. It is completed at once if this node has failed."""
-        request = event.request
-        call = Call(event.call, request, event.deadline, isinstance(request, requests.Transfer) and request.push)
-        self._open[call.number] = call
-        heappush(self.deadlines, (call.deadline, call.number))
+        number, request, deadline, answer_s = event
+        is_push = isinstance(request, requests.Transfer) and request.push
+        ends_at = deadline if answer_s is None else min(deadline, now + answer_s)
+        call = Call(number, request, deadline, is_push, now, answer_s, ends_at)
+        self.activity += 1
+        self._open[number] = call
+        heappush(self.deadlines, (ends_at, number))
         if self._session.failure is not None:
             self.complete(call, error=self._session.failure)
         return call
@@ -103,9 +121,10 @@ class CallBook:
         if call.state is COMPLETED:
             return
         call.state = COMPLETED
+        self.activity += 1
         self._open.pop(call.number, None)
         if len(self.deadlines) > 2 * len(self._open) + 100:
-            self.deadlines = [(open_.deadline, open_.number) for open_ in self._open.values()]
+            self.deadlines = [(open_.ends_at, open_.number) for open_ in self._open.values()]
             heapify(self.deadlines)
         self._emit(Complete(call.number, result, error))
 
@@ -132,18 +151,25 @@ class CallBook:
             if any(entry.send.peer == server for entry in call.entries):
                 self.abandon(call, error)
 
-    def time_out(self, call: Call) -> None:
-        self.abandon(call, timeout_error(call, self._session))
+    # ── the end that time brings ──
 
-    def expire(self, now: float) -> None:
-        """Abandons the calls whose deadline has passed."""
+    def take_due(self, now: float) -> list[Call]:
+        """The calls that end now; each is completed or put off next."""
+        due: dict[int, Call] = {}
         while self.deadlines and self.deadlines[0][0] <= now:
-            call = self._open.get(heappop(self.deadlines)[1])
-            if call is not None:
-                self.time_out(call)
+            number = heappop(self.deadlines)[1]
+            call = self._open.get(number)
+            if call is not None and call.ends_at <= now:
+                due[number] = call
+        return list(due.values())
+
+    def put_off(self, call: Call, ends_at: float) -> None:
+        """The call goes on until then, or until its deadline."""
+        call.ends_at = min(call.deadline, ends_at)
+        heappush(self.deadlines, (call.ends_at, call.number))
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline; perhaps of a call that is completed by now."""
+        """When the next call ends; perhaps it is completed by now, or was put off."""
         return self.deadlines[0][0] if self.deadlines else None
 
     def validate(self) -> None:
@@ -151,39 +177,7 @@ class CallBook:
         deadlines = set(self.deadlines)
         for number, call in self._open.items():
             assert call.state is not COMPLETED, f"call {number} is completed, but still open"
-            assert (call.deadline, number) in deadlines, f"nothing ends call {number} at its deadline"
+            assert call.ends_at <= call.deadline, f"call {number} outlives its deadline: {call}"
+            assert (call.ends_at, number) in deadlines, f"nothing ends call {number} at its deadline"
             for entry in call.entries:
                 assert self._outbox.find(entry.request) is entry, f"request {entry.request} of call {number} is gone"
-
-
-# ── what a caller is told ──
-
-
-def timeout_error(call: Call, session: SchedulerSession) -> RequestTimeout:
-    """What the call is told at its deadline: whether anything of it was sent, and whom it waits for."""
-    sent = any(entry.state is not QUEUED for entry in call.entries)
-    sent = sent or (call.state is STARTED and (call.is_push or not call.entries))  # a queued push still goes out
-    waiting_for = _waited_for(call, session)
-    what = type(call.request).__name__.lower()
-    names = [key.name for key in call.keys[:3]]
-    about = f" of {', '.join(map(repr, names))}{' …' if len(call.keys) > 3 else ''}" if names else ""
-    whom = ", ".join(waiting_for) if waiting_for else "nobody in particular"
-    hint = "its pushes are still on their way" if call.is_push and sent else "kvd status shows who is there"
-    text = f"{what}{about} did not finish before its deadline; it waits for {whom}; {hint}"
-    return RequestTimeout(text, outcome="unknown" if sent else "not_sent", waiting_for=waiting_for)
-
-
-def _waited_for(call: Call, session: SchedulerSession) -> tuple[str, ...]:
-    """Who may be behind it: nodes that never came, are dead or are quiet, then the nodes that were asked."""
-    if not session.joined:
-        return ("scheduler",)
-    view = session.view
-    ranks: dict[Any, int] = {server.incarnation: server.rank for server in view.servers()}
-    names = [name_of("server", rank) for rank in view.missing_servers()]
-    names += [name_of("worker", rank) for rank in view.required_ranks() if view.worker(rank) is None]
-    names += [name_of("worker", rank) for rank in view.dead_workers()]
-    names += [name_of(quiet.role, quiet.rank) for quiet in session.quiet]
-    for entry in sorted(call.entries, key=lambda entry: entry.request):
-        peer = entry.send.peer
-        names.append("scheduler" if peer == SCHEDULER else name_of("server", ranks.get(peer, 0)))
-    return tuple(dict.fromkeys(names))

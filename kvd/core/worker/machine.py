@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvd.core import requests
-from kvd.core.machine import SCHEDULER, Effect, Event, InvalidFrame, LocalCall, Received
+from kvd.core.machine import SCHEDULER, CensusTaken, Effect, Event, InvalidFrame, LocalCall, Received
 from kvd.core.membership import ViewState
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
@@ -34,6 +34,7 @@ from kvd.core.worker.control import ControlCalls
 from kvd.core.worker.key_directory import KeyDirectory
 from kvd.core.worker.key_queue import KeyQueue, Start
 from kvd.core.worker.keys import KeyTable, WorkerKey
+from kvd.core.worker.looks import NEVER
 from kvd.core.worker.message_plans import MessagePlans
 from kvd.core.worker.not_yet import NotYetReactions
 from kvd.core.worker.open_pushes import OpenPushes
@@ -42,8 +43,10 @@ from kvd.core.worker.participation import Participation
 from kvd.core.worker.servers import Servers
 from kvd.core.worker.settings import WorkerSettings
 from kvd.core.worker.transfer import Transfer
+from kvd.core.worker.waits import Waits
 from kvd.errors import KvdError
-from kvd.protocol.messages import NO_RUN, Epoch, Member, NotYet
+from kvd.protocol.messages import NO_RUN, Epoch, Member, NotYet, WaitNews
+from kvd.protocol.messages import Waits as WaitsMessage
 
 __all__ = ["WorkerMachine", "WorkerSettings"]
 
@@ -66,6 +69,7 @@ class WorkerMachine:
         self._participation = taking_part = Participation(session, outbox, asker, calls)
         self._control = ControlCalls(calls, pushes, asker, outbox, view, servers, taking_part, emit)
         self._clocks = WorkerClocks(session, servers, keys, asker, calls, pushes)
+        self._waits = Waits(session, outbox, asker, calls, pushes, settings.notice_s, emit)
         plans = MessagePlans(view, batches=settings.batches and not taking_part.is_observer)
         transfer = Transfer(view, servers, plans, taking_part, outbox, asker, calls, pushes, emit, self._wake)
         directory = KeyDirectory(
@@ -118,16 +122,21 @@ class WorkerMachine:
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, LocalCall):
-            call = self._calls.accept(event)
+            call = self._calls.accept(event, now)
             if call.state is WAITING:
+                self._waits.note(call)
                 self._call_table[type(event.request)](call, event.request)
+        elif isinstance(event, CensusTaken):
+            self._waits.census_taken(event, now)
         elif isinstance(event, InvalidFrame) and event.peer == SCHEDULER:
             self.session.invalid_frame(event.text)
         if self.session.failure is not None:
             self._fail(self.session.failure)
         deadlines = self._calls.deadlines
         if deadlines and deadlines[0][0] <= now:
-            self._calls.expire(now)
+            self._waits.expire(now)
+        if now >= self._waits.due_at:
+            self._waits.tick(now)
         if self._control.waiting and not self._outbox.unstaged:
             self._control.all_staged()
         if self.session.is_due(now):
@@ -139,8 +148,11 @@ class WorkerMachine:
         return done
 
     def next_deadline(self) -> float | None:
-        deadlines = (self.session.next_deadline(), self._outbox.next_deadline(), self._calls.next_deadline())
-        return min((at for at in deadlines if at is not None), default=None)
+        earliest = self._waits.due_at
+        for at in (self.session.next_deadline(), self._outbox.next_deadline(), self._calls.next_deadline()):
+            if at is not None and at < earliest:
+                earliest = at
+        return None if earliest == NEVER else earliest
 
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
         return {
@@ -167,6 +179,7 @@ class WorkerMachine:
         self._calls.validate()
         self._outbox.validate()
         self._queue.validate()
+        self._waits.validate()
 
     # ── messages ──
 
@@ -182,6 +195,8 @@ class WorkerMachine:
         message = event.message
         entry = self._outbox.find(getattr(message, "request", 0))
         if entry is None or entry.send.peer != event.peer:
+            if isinstance(message, WaitsMessage | WaitNews):
+                self._waits.answered(event, now)
             return
         if isinstance(message, NotYet):
             self._not_yet.postponed(entry, message, now)

@@ -36,6 +36,14 @@ class OpenPushes:
         """Whether a push was not started yet: it waits for earlier calls on its keys."""
         return any(push.state is WAITING for push in self._flushes)
 
+    def open(self) -> list[Call]:
+        """All of them, in the order of their acceptance."""
+        return list(self._flushes)
+
+    def awaited_by(self, flush: Call) -> list[Call]:
+        """Those that a flush still waits for."""
+        return [push for push, flushes in self._flushes.items() if any(entry.call is flush for entry in flushes)]
+
     def accept(self, push: Call) -> None:
         self._flushes[push] = ()
 

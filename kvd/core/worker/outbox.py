@@ -64,6 +64,7 @@ class Entry:
     followers: list[Entry] = field(default_factory=list)  # later pushes that this one blocks
     attempts: int = 0
     retry_at: float = 0.0
+    sent_at: float = float("-inf")  # the first time
 
     def move_to(self, state: EntryState) -> None:
         """Changes the state, as ENTRY_TRANSITIONS allows."""
@@ -90,10 +91,12 @@ class Outbox:
 
     Attributes:
         unstaged: the pushes whose bytes may not have arrived.
+        activity: grows whenever a request is added or settled.
     """
 
     def __init__(self, credit_bytes: int, small_push_bytes: int = SMALL_PUSH_BYTES) -> None:
         self.unstaged = 0
+        self.activity = 0
         self._credit_bytes = credit_bytes
         self._small_push_bytes = small_push_bytes
         self._asks_staged = False  # a call waits until all pushes are staged
@@ -116,6 +119,7 @@ class Outbox:
         message: Any = entry.send.message
         request: int = message.request
         entry.request = request
+        self.activity += 1
         self._entries[request] = entry
         if entry.siblings is not None:
             entry.siblings.add(entry)
@@ -176,6 +180,7 @@ class Outbox:
         elif entry.state is SENT:
             self._return_credit(entry)
         entry.move_to(SETTLED)
+        self.activity += 1
         self._entries.pop(entry.request, None)
         if entry.siblings is not None:
             entry.siblings.discard(entry)
@@ -267,6 +272,7 @@ class Outbox:
 
     def _sent(self, entry: Entry, now: float) -> Send:
         entry.move_to(SENT)
+        entry.sent_at = now
         self._leave_queue(entry)
         self._retry_at(entry, now + RETRY_FIRST_S)
         return entry.send

@@ -25,7 +25,7 @@ from kvd.core.worker.push_window import (
     settle_pushes,
 )
 from kvd.core.worker.servers import Servers
-from kvd.errors import DtypeMismatch, KvdError, NotAllowed, ProtocolError, ShapeMismatch
+from kvd.errors import DtypeMismatch, KvdError, NotAllowed, Outcome, ProtocolError, RequestTimeout, ShapeMismatch
 from kvd.protocol.messages import (
     ABSENT,
     ANY_CLOCK,
@@ -290,6 +290,8 @@ class Transfer:
         for earlier in self._calls.open_calls():
             transfer = earlier.request
             if isinstance(transfer, requests.Transfer) and any(id(item.source) in copies for item in transfer.items):
-                self._calls.time_out(earlier)
+                text = "the caller stopped waiting; its pushes are still on their way"
+                outcome: Outcome = "unknown" if earlier.may_have_happened else "not_sent"
+                self._calls.abandon(earlier, RequestTimeout(text, outcome=outcome))
         self._outbox.replace_sources(copies)
         self._calls.complete(call)

@@ -37,12 +37,17 @@ class LatestCalls:
     def make(self, name: str, words: list[str]) -> None:
         """Starts a call of a worker."""
         request, target = _request(words, name)
+        self._world.processes[name].calls.waiting.leave()
         call = self._world.submit(self._world.processes[name], request)
         self._latest[name] = LatestCall(call, target)
         if isinstance(request, requests.Barrier):
             self._barriers.setdefault(request.name, []).append(call)
         if isinstance(request, requests.Depart):
             self._world.run(LEAVE_S)
+
+    def wait(self, name: str) -> None:
+        """From now on, the worker's program waits for its latest call, and does nothing else."""
+        self._world.processes[name].calls.waiting.enter(self._latest[name].call)
 
     def of(self, name: str) -> LatestCall:
         """The latest call of a worker."""

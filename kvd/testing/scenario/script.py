@@ -4,6 +4,7 @@
     spawn 1 scheduler 2 servers 3 workers       the workers join, without a program of their own
     init w 0.0                                  every worker
     worker 0 push w 1.0                         starts a call and goes on; `workers …`: all that are alive
+    wait worker 0                               its program waits for its last call, and does nothing else
     advance 30s · kill worker 1 [noticed] · restart worker 1 [alone] · pause worker 2 5s · cut worker 1 · heal
     restart scheduler [without record] · start worker 3 mode=async
     expect ok worker 0                          its last call has ended well, or does before its deadline
@@ -84,6 +85,7 @@ class Run:
             "init": lambda words: self._everyone_waits(["init", *words]),
             "worker": lambda words: self._calls.make(f"worker {words[0]}", words[1:]),
             "workers": self._everyone,
+            "wait": lambda words: self._calls.wait(" ".join(words)),
             "advance": lambda words: world.run(seconds_of(words[0])),
             "kill": self._kill,
             "restart": self._restart,

@@ -1,0 +1,169 @@
+"""Who uses a store: the program's threads, and the coroutines that the engine runs for them; and which of them wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
+from itertools import count
+from types import TracebackType
+from typing import Any
+
+from kvd.client.calls.promise import Promise
+from kvd.core.machine import CensusTaken
+from kvd.errors import KvdError
+
+
+class _User:
+    """A thread or a coroutine. Only itself writes to it. As a context, it waits: see `waiting`."""
+
+    __slots__ = ("awaited", "entered", "is_there")
+
+    def __init__(self, is_there: Callable[[], bool]) -> None:
+        self.is_there = is_there
+        self.awaited: Promise | None = None  # what it waits for, without a timeout
+        self.entered = 0  # how often it has begun to wait
+
+    def waiting(self, promise: Promise) -> _User:
+        """A context in which it waits, without a timeout."""
+        self.awaited = promise
+        self.entered += 1
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.awaited = None
+
+
+class StoreUsers:
+    """A thread is a user from its first call on, until it ends; a coroutine while it runs.
+
+    Threads are told apart by a thread-local mark, not by their numbers, which are used again.
+    """
+
+    def __init__(self) -> None:
+        self._here = threading.local()
+        self._users: list[_User] = []
+        self._entered_before = 0  # by users that are gone
+        self._lock = threading.Lock()
+
+    def this_thread(self) -> _User:
+        """This thread uses the store."""
+        user: _User | None = getattr(self._here, "user", None)
+        if user is None:
+            user = self._here.user = _User(threading.current_thread().is_alive)
+            self.add(user)
+        return user
+
+    def exempt_this_thread(self) -> None:
+        """This thread works for the users, and is none of them."""
+        self._here.user = _User(lambda: False)
+
+    def waiting(self, promise: Promise) -> _User:
+        """A context in which this thread waits, without a timeout."""
+        return self.this_thread().waiting(promise)
+
+    def add(self, user: _User) -> None:
+        """One more user. Those that are gone are forgotten."""
+        with self._lock:
+            self._forget_the_gone()
+            self._users.append(user)
+
+    def _forget_the_gone(self) -> None:
+        there = [user for user in self._users if user.is_there()]
+        if len(there) < len(self._users):
+            self._entered_before += sum(user.entered for user in self._users if user not in there)
+            self._users = there
+
+    def census(self) -> tuple[int, list[Promise | None]]:
+        """How often any user has begun to wait, and what each of them waits for; None: it does something else."""
+        with self._lock:
+            self._forget_the_gone()
+            entered = self._entered_before + sum(user.entered for user in self._users)
+            return entered, [user.awaited for user in self._users]
+
+
+class OpenCalls:
+    """The promises of the calls that the machine has not completed, by number."""
+
+    def __init__(self) -> None:
+        self._promises: dict[int, Promise] = {}
+        self._numbers = count(1)
+
+    def open(self, promise: Promise) -> int:
+        """Gives a call its number."""
+        number = next(self._numbers)
+        self._promises[number] = promise
+        return number
+
+    def close(self, number: int) -> Promise | None:
+        return self._promises.pop(number, None)
+
+    def fail_all(self, error: KvdError) -> None:
+        """Ends them all. Other threads may end some meanwhile."""
+        for number in list(self._promises):
+            promise = self._promises.pop(number, None)
+            if promise is not None:
+                promise.set_exception(error)
+
+    def census(self, users: StoreUsers, coroutines: Coroutines) -> CensusTaken:
+        """Who waits, and for which of these calls."""
+        entered, awaited = users.census()
+        numbers = {promise: number for number, promise in list(self._promises.items())}
+        everyone = bool(awaited)
+        calls = []
+        for promise in awaited:
+            number = None if promise is None else numbers.get(promise)
+            if number is not None:
+                calls.append(number)
+            if promise is None or promise.done() or (number is None and not coroutines.runs(promise)):
+                everyone = False
+        return CensusTaken(everyone, entered, tuple(sorted(set(calls))))
+
+
+_COROUTINE: ContextVar[_User] = ContextVar("the coroutine of an engine")
+
+
+class Coroutines:
+    """The coroutines of several calls that run on the engine's loop."""
+
+    def __init__(self, users: StoreUsers) -> None:
+        self._users = users
+        self._tasks: dict[Promise, asyncio.Task[None]] = {}
+
+    def start(self, coroutine: Coroutine[Any, Any, Any], promise: Promise) -> None:
+        """Runs it. On the loop; the promise tells its end."""
+        user = _User(lambda: promise in self._tasks)
+        self._tasks[promise] = asyncio.get_running_loop().create_task(self._run(coroutine, promise, user))
+        self._users.add(user)
+
+    async def _run(self, coroutine: Coroutine[Any, Any, Any], promise: Promise, user: _User) -> None:
+        _COROUTINE.set(user)
+        try:
+            result = await coroutine
+        except BaseException as error:  # noqa: BLE001  the promise raises it
+            promise.set_exception(error)
+        else:
+            promise.set_result(result)
+        finally:
+            self._tasks.pop(promise, None)
+
+    def runs(self, promise: Promise) -> bool:
+        """Whether this is the promise of a coroutine that has not ended."""
+        return promise in self._tasks
+
+    @staticmethod
+    async def result_of(promise: Promise) -> Any:
+        """Lets the present coroutine wait for a call."""
+        with _COROUTINE.get().waiting(promise):
+            return await promise
+
+    async def end(self) -> None:
+        """Waits until all have ended."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks.values()))
