@@ -6,7 +6,7 @@ STAMP := $(VENV)/.kvd-installed
 # Tests often wait for a process or a timeout: three workers keep two cores busy.
 WORKERS ?= 3
 
-.PHONY: demo test lint bench soak clean
+.PHONY: demo test lint reference bench soak clean
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvd needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -21,11 +21,15 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov=kvd/core --cov=kvd/protocol --cov-report=
 	$(BIN)/coverage report --fail-under=95
 
-lint: $(STAMP)
+lint: $(STAMP) reference
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	PYTHONPATH=cli $(BIN)/lint-imports
+
+# The pages of the API, from the docstrings; a broken docstring or reference is an error.
+reference: $(STAMP)
+	$(BIN)/python -m docs.reference.build build/reference
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak --timeout 1800

@@ -32,6 +32,7 @@ from __future__ import annotations
 from typing import Literal
 
 Outcome = Literal["not_sent", "unknown"]
+"""Whether a call that timed out left this process: surely not, or perhaps."""
 
 
 class KvdError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,13 +22,18 @@ FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 TIMEOUT_S = 110
 
 
-def run(name: str, *arguments: str, workers: int = 0, servers: int = 1) -> dict[int, str]:
-    """Runs an example, as a job if `workers` are given. Returns the last line of each worker, by rank."""
+def run(name: str, *arguments: str, workers: int = 0, servers: int = 1, hook: Path | None = None) -> dict[int, str]:
+    """Runs an example, as a job if `workers` are given. Returns the last line of each worker, by rank.
+
+    Args:
+        hook: a folder with a sitecustomize.py for the processes of the job, whose workers are restarted once.
+    """
     command = [sys.executable, str(EXAMPLES / name), *arguments]
     if workers:
-        launch = [sys.executable, "-m", "kvd_cli.main", "launch", "-n", str(workers), "-s", str(servers), "--"]
-        command = launch + command
-    environment = child_environment({"PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}", "OMP_NUM_THREADS": "1"})
+        launch = [sys.executable, "-m", "kvd_cli.main", "launch", "-n", str(workers), "-s", str(servers)]
+        command = [*launch, *(("--restart", "1") if hook else ()), "--", *command]
+    path = f"{ROOT}:{ROOT / 'cli'}" + (f":{hook}" if hook else "")
+    environment = child_environment({"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     results = re.findall(r"worker (\d+) of (\d+): (.*)", done.stdout)
@@ -74,6 +80,56 @@ def test_allreduce_logistic(workers: int) -> None:
         first, last = re.findall(r"\d\.\d+", text)[:2]
         assert float(first) == 0.693
         assert float(last) < 0.2
+
+
+def test_a_checkpoint_continues_with_the_same_bits(tmp_path: Path) -> None:
+    """Saved by two servers after 30 steps and stopped at 34, loaded by one."""
+    run("checkpoint.py", str(tmp_path / "a"), "--steps", "34", workers=2, servers=2)
+    continued = run("checkpoint.py", str(tmp_path / "a"), "--steps", "55", workers=2)
+    undisturbed = run("checkpoint.py", str(tmp_path / "b"), "--steps", "55", workers=2, servers=2)
+    assert {text.partition(",")[0] for text in continued.values()} == {"from step 30 to 55"}
+    digests = {text.partition("digest ")[2] for results in (continued, undisturbed) for text in results.values()}
+    assert len(digests) == 1
+
+
+KILLER = """
+import os, pathlib, signal
+node, marks = os.environ.get("KVD_NODE_ID", ""), pathlib.Path(__file__).parent
+last = {"worker-0": 10, "worker-1": 17}.get(node)  # the push after which this worker is killed, once
+if last is not None and os.environ.get("KVD_ROLE") == "worker" and not (marks / node).exists():
+    import kvd
+    pushpull, calls = kvd.KVStore.pushpull, 0
+    def pushed(self, *arguments, **keywords):
+        global calls
+        calls += 1
+        result = pushpull(self, *arguments, **keywords)
+        if calls == last:
+            (marks / node).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    kvd.KVStore.pushpull = pushed
+"""
+
+
+def test_workers_that_die_need_no_checkpoint(tmp_path: Path) -> None:
+    """Worker 0 is killed before it saves step 10, worker 1 between two checkpoints."""
+    (tmp_path / "sitecustomize.py").write_text(KILLER)
+    killed = run("checkpoint.py", str(tmp_path / "a"), "--steps", "25", workers=2, hook=tmp_path)
+    undisturbed = run("checkpoint.py", str(tmp_path / "b"), "--steps", "25", workers=2)
+    assert (tmp_path / "worker-0").exists()
+    assert (tmp_path / "worker-1").exists()
+    assert killed == undisturbed
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["step-000010", "step-000020"]
+
+
+def test_a_checkpoint_has_the_state_of_the_optimizer(tmp_path: Path) -> None:
+    """With the state of another step, the same weights go on to other ones."""
+    run("checkpoint.py", str(tmp_path / "a"), "--steps", "20")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.copy(tmp_path / "a" / "step-000010" / "optimizer.safetensors", tmp_path / "b" / "step-000020")
+    right, wrong = (run("checkpoint.py", str(tmp_path / name), "--steps", "30")[0] for name in ("a", "b"))
+    assert right.partition(",")[0] == wrong.partition(",")[0] == "from step 20 to 30"
+    assert right != wrong
 
 
 def write_idx(path: Path, array: Any) -> None:

@@ -10,6 +10,7 @@ from kvd.optimizer.fields import kinds
 from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
 
 ENTRY_POINT_GROUP = "kvd.optimizers"
+"""The group of entry points in which optimizers of your own are installed on the servers."""
 
 _BUILT_IN: dict[str, type[Optimizer]] = {cls.__name__: cls for cls in (SGD, Adam, AdamW, Adagrad, RMSProp)}
 

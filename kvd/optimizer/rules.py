@@ -24,7 +24,7 @@ class Optimizer:
 
     To make your own, derive a frozen dataclass that has at least the four fields below (any order, any defaults) and
     fields of the types ``float``, ``int``, ``bool`` or ``str`` (or None), and define ``kernel()``: it returns the
-    arithmetic, an object as :class:`kvd.compute.optimizers.Kernel` describes it. Install it on the servers as an entry
+    arithmetic, an object as ``kvd.compute.optimizers.Kernel`` describes it. Install it on the servers as an entry
     point of the group ``kvd.optimizers`` whose name is the name on the wire. Further rules go into ``check``.
 
     Attributes:

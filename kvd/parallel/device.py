@@ -20,7 +20,7 @@ from kvd.errors import ConfigError
 
 #: A ``numpy.ndarray`` or a ``cupy.ndarray``, whichever the device at hand computes with. The two share no base class.
 Array: TypeAlias = Any
-HostArray: TypeAlias = "np.ndarray[Any, Any]"
+HostArray: TypeAlias = np.ndarray[Any, Any]
 Shape: TypeAlias = tuple[int, ...]
 
 _SPELLING = re.compile(r"(cpu|cuda)(?::([0-9]{1,9}))?")

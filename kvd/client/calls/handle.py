@@ -16,14 +16,6 @@ class Handle:
     """The promise of a call's result. Thread-safe, and awaitable in any event loop.
 
     The error of a push whose handle is never waited on is raised by the next call on its key, by `flush` or by `close`.
-
-    Args:
-        promise: the end of the call.
-        finish: makes the caller's result of the promise's; called once, in the thread that asks first.
-        what: what the text of an error calls it.
-        drive: does something useful for up to that many seconds, and returns early when the promise is done.
-        reclaim: called before an error reaches a caller that waits: it makes sure that the caller's memory is no longer
-            read.
     """
 
     def __init__(
@@ -34,6 +26,16 @@ class Handle:
         drive: Callable[[Promise, float | None], None] | None = None,
         reclaim: Callable[[], None] | None = None,
     ) -> None:
+        """A handle of a call.
+
+        Args:
+            promise: the end of the call.
+            finish: makes the caller's result of the promise's; called once, in the thread that asks first.
+            what: what the text of an error calls it.
+            drive: does something useful for up to that many seconds, and returns early when the promise is done.
+            reclaim: called before an error reaches a caller that waits: it makes sure that the caller's memory is no
+                longer read.
+        """
         self._promise = promise
         self._reclaim = reclaim
         self._drive = drive

@@ -14,6 +14,7 @@ from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.program_steps import AsyncSteps, StepIteration
 from kvd.client.cluster.joining import Arrival
+from kvd.client.facades import blocking
 from kvd.client.facades.dead_nodes import count_dead
 from kvd.client.facades.life import StoreLife
 from kvd.client.facades.open import open_backend
@@ -28,10 +29,10 @@ _ErrorType = type[BaseException]  # in the class, `type` is the store's
 class KVStore(StoreProperties):
     """The store for programs that run an event loop. See `kvd.KVStore` for what the methods do and raise.
 
-    The `_async` forms return a Handle at once, which can be awaited, or waited for in another thread.
+    The ``_async`` forms return a Handle at once, which can be awaited, or waited for in another thread.
 
     No call blocks the loop. When the pushes under way take all of `memory_limit_bytes`, awaited pushes wait for room,
-    first come, first served, and the loop goes on; do not change their values until they return. The `_async` forms
+    first come, first served, and the loop goes on; do not change their values until they return. The ``_async`` forms
     cannot wait: they raise RequestTimeout with the outcome "not_sent" at once, and can be called again when a handle is
     done.
     """
@@ -166,6 +167,11 @@ class KVStore(StoreProperties):
         else:
             self._life.claim_end()
             await asyncio.to_thread(self._life.abandon, failed=True)
+
+
+for _name, _method in vars(KVStore).items():  # one text says what a method does, for both façades
+    if not _name.startswith("_") and not _method.__doc__:
+        _method.__doc__ = getattr(blocking.KVStore, _name).__doc__
 
 
 async def _when_there_is_room(begin: Callable[[Reservation], Handle]) -> Handle:

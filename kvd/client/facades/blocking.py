@@ -95,7 +95,7 @@ class KVStore(StoreProperties, KVStoreBase):
         return self._blocking().values.pull(key, out, priority, cast)
 
     def bind(self, key: Key) -> Any:
-        """Arrays to keep for a key: (gradient, weight), the same in each call; of a list of keys, two lists.
+        """Arrays to keep for a key: `(gradient, weight)`, the same in each call; of a list of keys, two lists.
 
         `gradient`, zeros at first, is in memory that a server of this host reads directly: a push of it copies
         nothing. Do not write to it between a push and its end (its handle, or the return of `pushpull`). `weight` has
@@ -360,7 +360,7 @@ def create(type: str = "local", **settings: Any) -> Any:  # noqa: A002  the name
     Args:
         type: `local` and `device` live in this process; `dist_sync`, `dist_async`, `dist_device_sync` and
             `dist_device_async` join the cluster that KVD_* (or DMLC_*) variables, a file or `settings` name. Upper and
-            lower case are the same. Other names are those of `register_store` and of entry points `kvd.stores`, then
+            lower case are the same. Other names are those of `register_store` and of entry points ``kvd.stores``, then
             MXNet's and BytePS's: `local_update_cpu` and `local_allreduce_cpu` mean `local`, `local_allreduce_device`
             and `nccl` mean `device`, `byteps` and `horovod` mean `dist_sync`.
         settings: fields of `kvd.Config`; a registered store takes what it wants.

@@ -111,13 +111,13 @@ class Observer:
 
     def keys(self) -> list[dict[str, Any]]:
         """Every key in the order of the names: a dict of `key` (its name), `dtype`, `shape` (a list), `version` (the
-        smallest of its slices), `slices`, `bytes`, `shard` (of its first slice) and `servers` (their ranks)."""
+        smallest of its slices), `slices`, `bytes`, ``shard`` (of its first slice) and ``servers`` (their ranks)."""
         _check_may_block()
         return self._cluster.keys()
 
     def status(self) -> dict[str, Any]:
-        """The nodes of the cluster, as `kvd status -o json` shows them; under `servers` the state of each server. One
-        that does not answer within `request_timeout_s` has an `error` there."""
+        """The nodes of the cluster, as `kvd status -o json` shows them; under ``servers`` the state of each server. One
+        that does not answer within `request_timeout_s` has an ``error`` there."""
         _check_may_block()
         return self._cluster.status()
 

@@ -47,15 +47,18 @@ class DataParallelExecutorGroup:
         shared_group: a group on the same devices, whose parameter, gradient and state arrays of the same names are
             used here too: the *same* arrays. If it is bound to a store, so is this one.
         fixed_param_names: parameters without gradients.
-        grad_req: see `RequestRules`.
-        split: see `split_batch_axis`.
+        grad_req: ``"write"``, ``"add"`` or ``"null"``, for each parameter that is not fixed, and for the data if
+            ``inputs_need_grad``. A mapping is as ``"write"`` with exceptions by name, even for fixed parameters; a list
+            has one request per name of data, parameters and labels. Without ``for_training`` all are ``"null"``.
+        split: ``"even"`` gives samples that are left over to the devices with the largest remainders; ``"mxnet"``
+            rounds as MXNet does, and fails where MXNet fails.
         reshape: what forward does with a batch of another size than bound: ``"error"`` or ``"auto"`` (reshapes).
         detect_anomaly: raise `GradientAnomaly` from backward for a gradient that is not finite.
         seed: of dropout and the like; each device draws its own random numbers.
 
     Raises:
         InputMismatch: descriptions that disagree on the batch or have none, or a batch too small for the devices.
-        ConfigError: a device that does not exist, and what `RequestRules`, `split_batch_axis` and the model refuse.
+        ConfigError: a device that does not exist, requests or a split that make no sense, and what the model refuses.
         ShapeMismatch, DtypeMismatch: arrays of ``shared_group`` that do not fit.
     """
 
@@ -218,7 +221,7 @@ class DataParallelExecutorGroup:
                 unless the group was made with ``reshape="auto"``, which then binds to the new size.
             DtypeMismatch: an array cannot become the bound dtype without losing its kind, as floats as integers do.
             What the model raises for wrong values, with a note that names the device.
-            Bound to a store, what it raises for the weights that are waited for: NodeLost, RequestTimeout.
+            What the store raises for the weights that are waited for, such as NodeLost or RequestTimeout.
         """
         train = self.for_training if is_train is None else is_train
         if self.pipeline is not None:

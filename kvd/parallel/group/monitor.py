@@ -66,7 +66,7 @@ class Monitor:
 
     Args:
         interval: in batches.
-        stat_func: makes the statistic of a NumPy array; None: `root_mean_square`.
+        stat_func: makes the statistic of a NumPy array; None: MXNet's, the norm divided by the root of the size.
         pattern: a regular expression; only names that it matches from their beginning on are shown.
         sort: sort the entries of a batch by name.
 
@@ -91,6 +91,7 @@ class Monitor:
             raise ConfigError(text, setting="pattern") from None
         self.interval = int(interval)
         self.step = 0
+        """The number of batches that `tic` has begun."""
         self._statistic = root_mean_square if stat_func is None else stat_func
         self._sorts = bool(sort)
         self._watched: list[Watched] = []

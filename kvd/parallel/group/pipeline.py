@@ -37,7 +37,7 @@ class GradientPipeline:
     **In backward**, a parameter whose gradient is complete on all devices is sent, with ``-i`` as the priority of the
     i-th parameter: the last layer is ready first, but the first layer, which the next forward needs first, overtakes
     it. With ``detect_anomaly`` nothing is sent before all gradients are known to be finite. On CUDA the copies to the
-    host have a stream of their own, see `kvd.parallel.group.downloads`. Gradients of CPUs are not copied to be sent:
+    host have a stream of their own. Gradients of CPUs are not copied to be sent:
     backward writes them, or their sum over several devices, where the servers of this host read them (``kv.bind``).
     The `grad_arrays` of a single CPU are those arrays: only read them between a backward and the next forward.
 
@@ -167,7 +167,7 @@ class GradientPipeline:
         """Wait for the weights of the last step; they are on every device on return.
 
         Raises:
-            What the store raises for them: NodeLost, RequestTimeout and the like; again when it is called again.
+            What the store raises for them, such as NodeLost or RequestTimeout; again when it is called again.
             NotAllowed: as `begin`.
         """
         self._check_whole()

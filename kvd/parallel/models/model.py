@@ -13,8 +13,9 @@ from typing import Literal, Protocol, TypeAlias, TypedDict, Unpack, runtime_chec
 from kvd.parallel.batch import DataDesc
 from kvd.parallel.device import Array, Device, Shape
 
-#: What backward does with a gradient array: overwrite it, add to it, or not compute the gradient at all.
 GradReq: TypeAlias = Literal["write", "add", "null"]
+"""What backward does with a gradient array: overwrite it, add to it, or not compute the gradient at all."""
+
 #: Called with (name, array) for the output of every layer, right after it is computed. The array is live: read it now.
 MonitorHook: TypeAlias = Callable[[str, Array], None]
 #: Called with the name of a parameter as soon as its gradient is complete.

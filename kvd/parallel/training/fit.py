@@ -63,7 +63,7 @@ def fit(
         optimizer, update: see `DataParallelExecutorGroup.bind_to`. Ignored if the group is bound already.
         eval_data, eval_metric: evaluated after each epoch, by each worker for itself; None: a copy of ``metric``.
         checkpoint: a file, written after each epoch, and every ``checkpoint_steps`` batches; see
-            `kvd.parallel.training.checkpoint.Checkpoint`.
+            `Checkpoint`.
         resume: continue from ``checkpoint`` if that file exists.
         detect_anomaly: sets that of the group; None: leaves it.
         progress: a bar on stderr; ``"auto"``: if it is a terminal.

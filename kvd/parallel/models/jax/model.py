@@ -34,7 +34,8 @@ class JaxModel:
     Arguments:
         apply: see above; it is the same in training and evaluation.
         params: the initial values. They are copied.
-        loss: see `LossFunction`; without it, backward takes head gradients.
+        loss: ``loss(outputs, labels)``. It gets the outputs as ``apply`` returned them, and the label, or a list of
+            them if there are several. Without it, backward takes head gradients.
 
     Raises:
         ConfigError: ``params`` has a leaf that is not an array, or no leaf.

@@ -19,7 +19,7 @@ class Conv2D(Layer):
 
     A side of length n becomes ⌊(n + 2·padding - kernel) / stride⌋ + 1. Parameters: ``weight`` (channels, in, kernel,
     kernel) and ``bias`` (channels,) unless ``use_bias`` is False. ``kernel``, ``stride`` and ``padding`` apply to both
-    directions; the padding is zeros.
+    directions; the padding is zeros. The ``initializer`` is ``"he"`` or ``"glorot"``.
 
     Raises:
         ConfigError: a size that is not above 0, a negative padding, an input that is not a batch of images, or images

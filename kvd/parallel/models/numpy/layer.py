@@ -95,8 +95,8 @@ class Layer:
     name: str | None = None
 
     kind: ClassVar[str] = "layer"
-    #: Whether the layer has a gradient with respect to its input; without one it can only be the first layer.
     is_differentiable: ClassVar[bool] = True
+    """Whether the layer has a gradient with respect to its input; without one it can only be the first layer."""
 
     def output_shape(self, shape: Shape) -> Shape:
         """The shape of the output for an input of ``shape``. Raises ConfigError if the layer cannot take it."""

@@ -42,6 +42,7 @@ class Dense(Layer):
     """y = x Wᵀ + b on the last axis: (batch, …, in) → (batch, …, units). Images need a `Flatten` before it.
 
     Parameters: ``weight`` (units, in), as in MXNet and torch, and ``bias`` (units,) unless ``use_bias`` is False.
+    The ``initializer`` of the weight is ``"he"`` or ``"glorot"``.
 
     Raises:
         ConfigError: ``units`` is not above 0, an unknown initializer, or an input without a feature axis.

@@ -57,7 +57,8 @@ class TorchModel:
 
     Arguments:
         module: copied when it is bound, so only later binds see later changes of it.
-        loss: see `LossFunction`; a module such as ``torch.nn.CrossEntropyLoss()`` is one.
+        loss: ``loss(outputs, labels)``, such as ``torch.nn.CrossEntropyLoss()``. It gets the outputs as the module
+            returned them, and the label, or a list of them if there are several.
         loss_reduction: whether a loss that does not say so is the ``"mean"`` or the ``"sum"`` over its samples.
 
     Raises:
