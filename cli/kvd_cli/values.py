@@ -8,20 +8,22 @@ import sys
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from kvd.client.cluster.observer import Reading
 from kvd.errors import ConfigError
 from kvd_cli.connect import as_worker, observer
 from kvd_cli.flags import common_options
 from kvd_cli.options import OUTPUT_FORMATS, current
 from kvd_cli.outfile import Sink, write_file
 from kvd_cli.output import print_json, print_table, size
+
+if TYPE_CHECKING:  # `kvd --help` needs no client
+    from kvd.client.cluster.observer import Reading
 
 Array = npt.NDArray[Any]
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -113,7 +115,7 @@ def pull(keys: tuple[str, ...], out: Path | None) -> None:
 
     With dist_sync, several values are of one step of the training.
     """
-    with observer(f"pulling {', '.join(keys)}") as cluster:
+    with observer(f"pulling {', '.join(map(repr, keys))}") as cluster:
         reading = cluster.read(list(keys))
     if len(keys) == 1:
         _deliver(keys[0], reading.values[0], out)

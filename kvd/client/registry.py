@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from kvd.client.calls.backend import TYPES
 from kvd.errors import ConfigError, NotAllowed
 from kvd.optimizer.fields import shown
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint, EntryPoints
 
 ENTRY_POINT_GROUP = "kvd.stores"
 MAX_NAME_CHARS = 100
@@ -111,7 +113,7 @@ def register_store(name: str, factory: StoreFactory) -> None:
 
 def registered_names() -> list[str]:
     """The names that `create_registered` knows."""
-    installed = {entry.name.lower() for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    installed = {entry.name.lower() for entry in _entry_points()}
     return sorted((installed | _factories.keys()) - TYPES.keys())
 
 
@@ -128,13 +130,13 @@ def find_factory(name: object) -> StoreFactory | None:
     factory = _factories.get(lower)
     if factory is not None:
         return factory
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+    for entry in _entry_points():
         if entry.name.lower() == lower:
             return _loaded(entry)
     return None
 
 
-def _loaded(entry: importlib.metadata.EntryPoint) -> StoreFactory:
+def _loaded(entry: EntryPoint) -> StoreFactory:
     try:
         factory = entry.load()
     except Exception as error:
@@ -159,3 +161,10 @@ def make_store(name: str, factory: StoreFactory, settings: dict[str, Any]) -> An
         text = f"the factory of {name!r} gave a {type(store).__name__}, which has no {' and no '.join(missing)}"
         raise ConfigError(text, setting="type")
     return store
+
+
+def _entry_points() -> EntryPoints:
+    """Of stores. The module takes long to import, and most programs name a type of kvd."""
+    from importlib.metadata import entry_points
+
+    return entry_points(group=ENTRY_POINT_GROUP)

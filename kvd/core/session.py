@@ -193,7 +193,8 @@ class SchedulerSession:
                 self._next_send = now + JOIN_RETRY_S
             elif self.identity.role == "observer":
                 effects.append(Send(SCHEDULER, self._join()))  # answered with the newest view
-                self._next_send = now + (VIEW_INTERVAL_S if self.view.knows_all_servers else JOIN_RETRY_S)
+                is_settled = self.run != NO_RUN and self.view.knows_all_servers
+                self._next_send = now + (VIEW_INTERVAL_S if is_settled else JOIN_RETRY_S)
             else:
                 effects.append(Send(SCHEDULER, Heartbeat(self.identity.role, self.rank)))
                 self._next_send = now + self._told.heartbeat_interval_s
@@ -260,11 +261,11 @@ class SchedulerSession:
             text = f"the scheduler forgot this node and gave its rank to another: it was {self.identity.role} "
             self._fail(NotAllowed(f"{text}{self.rank}, now it would be {welcome.rank}", node="scheduler"))
             return False
+        if run != self.run and (not self.joined or self.run == NO_RUN):  # an observer may come before the run begins
+            self.run = run
+            self.view.forget()  # it may have known the view of the cluster
         if self._change(SessionEvent.WELCOME):
             self.rank = welcome.rank
-            if run != self.run:
-                self.run = run
-                self.view.forget()  # it may have known the view of the cluster
             self.predecessor = welcome.predecessor or self.predecessor  # one without a record knows of none
             self._next_send = now + self._told.heartbeat_interval_s
             self._effects.append(LogEntry("info", f"joined as {self.name}", {"node_id": self.identity.node_id}))

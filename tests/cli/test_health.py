@@ -30,7 +30,7 @@ def server(rank: int, keys: int = 5, optimizer: Any = None) -> dict[str, Any]:
 
 def report(*servers: dict[str, Any], **changes: Any) -> dict[str, Any]:
     members = [member("server", 0), member("server", 1), member("worker", 0)]
-    return {"view": [1, 1], "members": members, "missing": [], "servers": list(servers), **changes}
+    return {"view": [1, 1], "members": members, "missing": [], "servers": list(servers), "jobs": [], **changes}
 
 
 @pytest.fixture

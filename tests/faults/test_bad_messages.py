@@ -145,7 +145,7 @@ def test_a_message_to_the_wrong_role(cluster: LocalCluster, stores: list[kvd.KVS
 
 def test_an_invalid_join_is_refused(cluster: LocalCluster, stores: list[kvd.KVStore]) -> None:
     settings = Settings("", "", -1, 0, 0, 0, 0, 0)
-    join = Join(1, "worker", "me", "", "host", 1, -1, settings)
+    join = Join(1, "worker", "me", "", "host", 1, -1, settings, job="default")
     with busy(stores), RawPeer(cluster.scheduler.address) as raw:
         for bad, error in (
             (replace(join, role="pirate"), ErrorCode.CONFIG_ERROR),

@@ -21,13 +21,9 @@ class Agreement:
 
     def objection(self, join: Join) -> Refused | None:
         """Why this Join cannot be accepted: it is malformed, or its settings differ from the cluster's."""
-        if join.role not in ROLES:
-            return _objection(join, "role", f"a node joins as server, worker or observer, not {join.role!r}")
-        if join.role != "observer" and not join.node_id:
-            return _objection(join, "node_id", "a node needs a node_id")
-        for field, word, words in (("mode", join.settings.mode, MODES), ("merge", join.settings.merge, MERGES)):
-            if word not in words:
-                return _objection(join, field, f"{field} is {' or '.join(words[1:])}, not {word!r}")
+        malformed = malformation(join)
+        if malformed is not None:
+            return malformed
         for field, wanted, have in zip(Settings._fields, join.settings, self.settings, strict=True):
             if not self._agrees(field, wanted, have):
                 text = (
@@ -55,6 +51,18 @@ class Agreement:
             return wanted in (-1, have) or self.settings.mode == ""
         unset = type(wanted)()
         return wanted in (unset, have) or have == unset
+
+
+def malformation(join: Join) -> Refused | None:
+    """Why this Join could not be accepted anywhere."""
+    if join.role not in ROLES:
+        return _objection(join, "role", f"a node joins as server, worker or observer, not {join.role!r}")
+    if join.role != "observer" and not join.node_id:
+        return _objection(join, "node_id", "a node needs a node_id")
+    for field, word, words in (("mode", join.settings.mode, MODES), ("merge", join.settings.merge, MERGES)):
+        if word not in words:
+            return _objection(join, field, f"{field} is {' or '.join(words[1:])}, not {word!r}")
+    return None
 
 
 def _objection(join: Join, field: str, text: str) -> Refused:

@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvd.core.machine import Effect, Event, InRun, LogEntry, OfOneRun, Persist, Persisted, Received, Send, Stop
+from kvd.core.scheduler.agreement import malformation
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
 from kvd.core.scheduler.record import Record
 from kvd.core.scheduler.runs import MAX_LIVE, Choice, Runs, RunSlot
@@ -211,6 +212,10 @@ class SchedulerRouter:
 
     def _join_worker(self, event: Received, join: Join, now: float) -> None:
         event = event._replace(epoch=Epoch(0, 0))  # it may know the view of the cluster, which is not that of a run
+        malformed = malformation(join)
+        if malformed is not None:
+            self._send(event, malformed)
+            return
         choice, slot = self._runs.choose(join)
         if choice is Choice.BEGIN:
             self._begin(event.sender, event, join, now)

@@ -170,7 +170,10 @@ class Readings:
         if None not in found:
             return tuple([slice_ for slice_ in found if slice_ is not None])
         name = slice_ids[found.index(None)].key
-        self._effects.refuse(event.peer, request, ErrorCode.KEY_NOT_FOUND, f"a part of key {name!r} is not here", name)
+        text = f"a part of key {name!r} is not here"
+        if (name, slice_ids[found.index(None)].slice_index) in self._table.slices:
+            text = f"key {name!r} was deleted, and made again: look at its new shape and value first"
+        self._effects.refuse(event.peer, request, ErrorCode.KEY_NOT_FOUND, text, name)
         return None
 
     def _surveyed(self, request: int, slices: tuple[Slice, ...]) -> Surveyed:
