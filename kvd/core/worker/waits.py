@@ -79,11 +79,12 @@ class Waits:
 
     def note(self, call: Call) -> None:
         """A call was accepted."""
+        answer_s = call.answer_s
+        if answer_s is not None and answer_s < self._soon_s * LOOKS_PER_ANSWER:
+            self._soon_s = answer_s / LOOKS_PER_ANSWER
         soon = call.begun + self._soon_s
-        if self._next_look <= soon and call.answer_s is not None and call.deadline > soon + self._soon_s:
+        if self._next_look <= soon and answer_s is not None and call.deadline > soon + self._soon_s:
             return  # the usual case: a look comes before this call is due for its first
-        if call.answer_s is not None:
-            self._soon_s = min(self._soon_s, call.answer_s / LOOKS_PER_ANSWER)
         at = self._first_look(call)
         if at < self._next_look:
             self._next_look = at
