@@ -20,11 +20,12 @@ from kvd.core.requests import Request
 from kvd.core.server.groups import Slice
 from kvd.core.server.machine import ServerMachine
 from kvd.core.server.router import ServerRouter
+from kvd.core.session import RunKey
 from kvd.core.worker.machine import WorkerMachine
 from kvd.node.jobs import view
 from kvd.protocol.messages import Settings
 from kvd.testing.clock import VirtualClock
-from kvd.testing.machines import SCHEDULER_ADDRESS, MachineFactory
+from kvd.testing.machines import PROGRAM, SCHEDULER_ADDRESS, MachineFactory
 from kvd.testing.network import CALM, Faults, Network
 from kvd.testing.process import Coroutine, PendingCall, Process
 from kvd.testing.programs import ProgramRunner
@@ -68,6 +69,7 @@ class World:
         random: draws the times of the shell and what mishaps decide on their way.
         processes: the latest process of each node.
         worker_settings: of workers that insist on other settings than the cluster's.
+        run_keys: of workers that belong to other jobs than the others.
         step_watchers: called after each step of a process.
         call_watchers: called when a call ends.
     """
@@ -81,6 +83,7 @@ class World:
         self.network = Network(Random(seed + 1), faults, self.clock)
         self.processes: dict[str, Process] = {}
         self.worker_settings: dict[str, Settings] = {}
+        self.run_keys: dict[str, RunKey] = {}
         self.step_watchers: list[Callable[[World, Process], None]] = []
         self.call_watchers: list[Callable[[World, Process, PendingCall], None]] = []
         self._machines = MachineFactory(self.cluster, self.random)
@@ -139,7 +142,8 @@ class World:
         name = f"worker {number}"
         if program is not None:
             self._programs[name] = program
-        machine = self._machines.worker(number, self.worker_settings.get(name, self.cluster.wire()))
+        wanted = self.worker_settings.get(name, self.cluster.wire())
+        machine = self._machines.worker(number, wanted, self.run_keys.get(name, PROGRAM))
         process = self._start(Process(name, self._next_life(name), machine))
         if name in self._programs:
             self._runner.start(process, self._programs[name](Me(self, process, number)))
