@@ -225,8 +225,8 @@ class SchedulerSession:
         self.heard = True
         self.heard_at = now
         message = event.message
-        if isinstance(message, View):
-            return self.view.update(event.epoch, message)
+        if isinstance(message, View):  # that of the cluster may come after the welcome to a run
+            return event.run == self.run and self.view.update(event.epoch, message)
         if isinstance(message, Welcome):
             return self._welcomed(message, event.run, now)
         if isinstance(message, HeartbeatAck):

@@ -27,11 +27,11 @@ from kvd.testing.workloads.training import Training, list_training
 
 WORKERS = 3
 STEPS = 8
-HARD = Mishaps(within_s=6.0, crashes=2, pauses=2, cuts=2, ghosts=2, scheduler_restarts=1)
+HARD = Mishaps(within_s=10.0, crashes=2, pauses=2, cuts=2, ghosts=2, scheduler_restarts=1)
 LASTING = replace(HARD, within_s=25.0)  # runs in a nasty network take this long; joining is a good part of it
 BUMPY = Mishaps(within_s=12.0, pauses=3, cuts=2, scheduler_restarts=1)  # nobody dies
 NO_DEATHS = replace(HARD, crashes=0, ghosts=0)  # of workers
-LONG_PAUSES = Mishaps(within_s=6.0, crashes=1, pauses=3, cuts=1, scheduler_restarts=1, longest_pause_s=18.0)
+LONG_PAUSES = Mishaps(within_s=12.0, crashes=1, pauses=3, cuts=1, scheduler_restarts=1, longest_pause_s=18.0)
 LATE = replace(LASTING, crashes=3, restart_after_s=(8.0, 16.0))  # most of the dead are declared dead first
 
 

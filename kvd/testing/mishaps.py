@@ -29,7 +29,7 @@ class Mishaps:
         scheduler_restarts: the scheduler dies and is started from its record.
     """
 
-    within_s: float = 4.0
+    within_s: float = 8.0
     crashes: int = 0
     pauses: int = 0
     cuts: int = 0

@@ -102,12 +102,12 @@ def test_it_remembers_the_quiet_nodes() -> None:
 def test_an_observer_sends_no_heartbeats() -> None:
     node = session("observer", 0)
     node.tick(0.0)
-    node.receive(welcome(-1), 0.0)
+    node.receive(welcome(-1)._replace(run=7), 0.0)
     node.take_effects()
     join = said(session("observer", 0).tick(0.0))
     assert said(node.tick(1.0)) == join  # it asks for the view again
     assert node.next_deadline() == 1.0 + JOIN_RETRY_S
-    node.receive(from_scheduler(view(cluster(), members()), (1, 3)), 1.1)
+    node.receive(from_scheduler(view(cluster(), members()), (1, 3))._replace(run=7), 1.1)
     assert said(node.tick(1.0 + JOIN_RETRY_S)) == join  # less often, now that it knows the servers
     assert node.next_deadline() == 1.0 + JOIN_RETRY_S + VIEW_INTERVAL_S
     node.view_is_old(2.0)  # another node has a newer one
@@ -321,3 +321,14 @@ def test_the_states_in_which_a_node_is_joined_and_running() -> None:
     early = session("worker", 1)
     early.close()
     assert not early.joined
+
+
+def test_the_view_of_the_cluster_does_not_replace_that_of_the_run() -> None:
+    """A worker that had to wait was sent the view of the cluster, which may arrive after its welcome."""
+    node = session("worker", 0)
+    node.tick(0.0)
+    assert node.receive(from_scheduler(view(cluster(), members()), (1, 9)), 0.1)
+    node.receive(welcome(0)._replace(run=7), 0.2)
+    assert not node.receive(from_scheduler(view(cluster(), ()), (1, 10)), 0.3)
+    assert node.receive(from_scheduler(view(cluster(), members()), (1, 1))._replace(run=7), 0.4)
+    assert node.view.epoch == (1, 1)

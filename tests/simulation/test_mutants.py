@@ -301,7 +301,11 @@ PUSHY = Campaign("ledger", mishaps=Mishaps(pauses=3), faults=CALM_BUT_OUT_OF_ORD
         (ack_before_applied, Campaign("ledger", mishaps=QUIET), "is not there"),
         (ack_before_applied, Campaign("lives", mode="async", mishaps=QUIET), "is not there"),
         (every_push_is_next, PUSHY, "counts|holds|staged bytes|not there|is staged, "),
-        (every_push_is_next, replace(PUSHY, mode="async"), "counts|holds|staged bytes|not there|did not finish"),
+        (
+            every_push_is_next,
+            replace(PUSHY, mode="async"),
+            "counts|holds|staged bytes|not there|did not finish|Contribution",
+        ),
         (replaced_may_go_on, HAUNTED, "not there|count"),
         (order_of_arrival, Campaign("rounds"), "other bits"),
         (order_of_arrival, Campaign("training"), "undisturbed"),

@@ -292,7 +292,9 @@ def _close_dropped(steps: Any) -> None:
 
 
 def _key_names(keys: object) -> list[str]:
-    names = key_list(keys).names
+    named = key_list(keys)
+    named.check_distinct("a step")
+    names = named.names
     if not names:
         raise NotAllowed("keys is empty: list the keys that each step pushes, or leave it out")
     return names
