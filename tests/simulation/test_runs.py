@@ -105,7 +105,7 @@ def test_readers_read_in_the_middle_of_a_training(name: str, monkeypatch: pytest
     monkeypatch.setattr(Readers, "read", counting_read)
     monkeypatch.setattr(Chooser, "was_too_late", counting_late)
     monkeypatch.setattr(Chooser, "choose", counting_choose)
-    for seed in range(10):
+    for seed in range(30 if name == "watched, nasty" else 10):  # a rare meeting in a network that loses much
         CAMPAIGNS[name].run(seed)
     assert min(counts.values()) >= 1, counts
     assert counts["in the middle"] >= 20, counts
