@@ -76,7 +76,7 @@ class WorkerProgress:
             self.trained = 0
 
     def move_to(self, place: int) -> None:
-        """The rank has come to this place without a push; at START it begins its program anew."""
+        """The rank has come to this place without a push; at START its program begins again."""
         self.place, self.begun, self.trained = place, 0 if place == START else self.staged, 0
 
     def begun_at(self, place: int, counted: int) -> int:

@@ -175,7 +175,7 @@ class StepLoops:
             raise NotAllowed("a loop over kv.steps goes on by itself: call resume or rewind before it")
 
     def resume(self) -> None:
-        """The program has said where it goes on: whatever the predecessor did, it begins anew here."""
+        """The program has said where it goes on: whatever the predecessor did, it begins again here."""
         self._is_behind = False
 
     # ── what a step pushes ──
