@@ -26,6 +26,7 @@ class MachineFactory:
         self._cluster = cluster
         self._random = random
         self._lives: dict[tuple[str, int], int] = {}
+        self.run_keys: dict[str, RunKey] = {}  # of workers that belong to other jobs, by name
 
     def scheduler(self, now: float, record: Mapping[str, Any] | None) -> SchedulerRouter:
         """A scheduler that starts from the record of an earlier one, if there is one."""
@@ -50,10 +51,11 @@ class MachineFactory:
         session = self._session("server", rank, address, wanted)
         return ServerRouter(settings, session, SCHEDULER_ADDRESS, cluster.timeouts.heartbeat_interval_s)
 
-    def worker(self, number: int, wanted: Settings, run_key: RunKey = PROGRAM) -> WorkerMachine:
+    def worker(self, number: int, wanted: Settings) -> WorkerMachine:
         """A worker that insists on the settings `wanted`."""
         cluster = self._cluster
         settings = WorkerSettings(cluster.credit_bytes, cluster.small_push_bytes, notice_s=cluster.timeouts.notice_s)
+        run_key = self.run_keys.get(f"worker {number}", PROGRAM)
         return WorkerMachine(settings, self._session("worker", number, "", wanted, run_key))
 
     def reader(self, number: int) -> WorkerMachine:

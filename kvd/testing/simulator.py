@@ -25,7 +25,7 @@ from kvd.core.worker.machine import WorkerMachine
 from kvd.node.jobs import view
 from kvd.protocol.messages import Settings
 from kvd.testing.clock import VirtualClock
-from kvd.testing.machines import PROGRAM, SCHEDULER_ADDRESS, MachineFactory
+from kvd.testing.machines import SCHEDULER_ADDRESS, MachineFactory
 from kvd.testing.network import CALM, Faults, Network
 from kvd.testing.process import Coroutine, PendingCall, Process
 from kvd.testing.programs import ProgramRunner
@@ -69,7 +69,6 @@ class World:
         random: draws the times of the shell and what mishaps decide on their way.
         processes: the latest process of each node.
         worker_settings: of workers that insist on other settings than the cluster's.
-        run_keys: of workers that belong to other jobs than the others.
         step_watchers: called after each step of a process.
         call_watchers: called when a call ends.
     """
@@ -83,7 +82,6 @@ class World:
         self.network = Network(Random(seed + 1), faults, self.clock)
         self.processes: dict[str, Process] = {}
         self.worker_settings: dict[str, Settings] = {}
-        self.run_keys: dict[str, RunKey] = {}
         self.step_watchers: list[Callable[[World, Process], None]] = []
         self.call_watchers: list[Callable[[World, Process, PendingCall], None]] = []
         self._machines = MachineFactory(self.cluster, self.random)
@@ -97,6 +95,11 @@ class World:
     def run(self, seconds: float, until: Callable[[], bool] | None = None) -> None:
         """Lets `seconds` of virtual time pass, or fewer if `until` becomes true earlier."""
         self.clock.run(seconds, until)
+
+    @property
+    def run_keys(self) -> dict[str, RunKey]:
+        """Of workers that belong to other jobs than the others, by name."""
+        return self._machines.run_keys
 
     def digest(self) -> str:
         """A hash over every event so far."""
@@ -143,7 +146,7 @@ class World:
         if program is not None:
             self._programs[name] = program
         wanted = self.worker_settings.get(name, self.cluster.wire())
-        machine = self._machines.worker(number, wanted, self.run_keys.get(name, PROGRAM))
+        machine = self._machines.worker(number, wanted)
         process = self._start(Process(name, self._next_life(name), machine))
         if name in self._programs:
             self._runner.start(process, self._programs[name](Me(self, process, number)))

@@ -12,6 +12,7 @@ import pytest
 
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.memory_budget import MemoryBudget
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.promise import Promise
