@@ -87,12 +87,10 @@ def identity_problems(node_id: str) -> Iterator[Problem]:
         yield "node_id", f"node_id = {node_id!r}: use up to 128 printable ASCII characters without spaces"
 
 
-def job_problems(job: str, run: str) -> Iterator[Problem]:
-    """What is wrong with the name of the job, or with the token of the program. An empty token was not given."""
-    if not re.fullmatch(r"[\w.+:-]{1,64}(@[0-9a-f]{1,16})?", job):
+def job_problems(job: str) -> Iterator[Problem]:
+    """What is wrong with the name of the job."""
+    if not re.fullmatch(r"[A-Za-z0-9_.+:-]{1,64}(@[0-9a-f]{1,16})?", job):
         yield "job", f"job = {job!r}: use 1 to 64 letters, digits and the characters . _ + : -"
-    if len(run) > 128 or not run.isprintable():
-        yield "run", f"run = {run!r}: use up to 128 printable characters"
 
 
 def unavailable_problems(*, keyfile: str, metrics_bind: str, replicas: int, on_worker_loss: str) -> Iterator[Problem]:

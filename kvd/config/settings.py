@@ -168,7 +168,7 @@ class Config:
             round_timeout_s=self.round_timeout_s,
         )
         yield from checks.identity_problems(self.node_id)
-        yield from checks.job_problems(self.job, self.run)
+        yield from checks.job_problems(self.job)
         yield from checks.unavailable_problems(
             keyfile=self.keyfile,
             metrics_bind=self.metrics_bind,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.core.placement import shard_of
-from kvd.protocol.messages import Epoch, Member, MemberState, RunEntry, Settings, View
+from kvd.protocol.messages import NO_VIEW, Epoch, Member, MemberState, RunEntry, Settings, View
 
 EMPTY_SETTINGS = Settings("", "", -1, 0, 0, 0, 0, 0)
 
@@ -31,9 +31,9 @@ class ViewState:
     """The newest view that a node knows."""
 
     def __init__(self) -> None:
-        self.epoch = Epoch(0, 0)
+        self.epoch = NO_VIEW
         self.settings = EMPTY_SETTINGS
-        self.newest_epoch = Epoch(0, 0)  # that any node has told of
+        self.newest_epoch = NO_VIEW  # that any node has told of
         self.is_sync = True  # whether workers share rounds; false in async mode
         self.shards: tuple[int, ...] = ()
         self.runs: tuple[RunEntry, ...] = ()
@@ -52,7 +52,7 @@ class ViewState:
 
     def forget(self) -> None:
         """The next view is of another run: its epochs are counted from their own beginning."""
-        self.epoch = self.newest_epoch = Epoch(0, 0)
+        self.epoch = self.newest_epoch = NO_VIEW
 
     def update(self, epoch: Epoch, view: View) -> bool:
         """Takes the view if it is newer than the known one; True if it is."""

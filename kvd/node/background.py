@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
-from kvd.core.machine import DropRun, ForgetState, Halt, Job, JobDone, Persist, Persisted, ResetState, Run
+from kvd.core.machine import DropRun, ForgetState, Halt, Job, JobDone, Persist, Persisted, Run
 from kvd.errors import KvdError, NotAllowed
 from kvd.node.jobs import JobRunner
 from kvd.node.threads import Stepper
@@ -38,7 +38,7 @@ class Background:
         self._persist = persist
         self._halt = halt
 
-    def reset_state(self, _effect: ResetState, run: int) -> None:
+    def reset_state(self, run: int) -> None:
         """Another optimizer is set in this run."""
         self._runner(run).reset()
 

@@ -44,8 +44,9 @@ from kvd.node.jobs import JobRunner
 from kvd.node.reassembly import ReassemblyBuffer
 from kvd.node.receiving import MessageReceiver
 from kvd.node.sending import MessageSender
-from kvd.node.threads import Stepper
+from kvd.node.threads import Stepper, report_failed_effect
 from kvd.observe.log import event
+from kvd.protocol.messages import Epoch
 from kvd.transport.base import NOTHING, Transport
 
 _JOBS = frozenset({Create, Apply, Export, Load, Run})
@@ -128,20 +129,24 @@ class Driver:
 
     def _in_run(self, batch: InRun) -> None:
         """What a scheduler or server does for one of its runs."""
-        run, epoch, effects = batch
-        attempt = self._stepper.attempt
-        for effect in effects:
-            kind = type(effect)
-            if kind is Send:
-                attempt(self._sender.send, effect, run, epoch)
-            elif kind in _JOBS:
-                attempt(self._background.run_job, effect, run)
-            elif kind is ResetState:
-                attempt(self._background.reset_state, effect, run)
-            elif kind is ForgetState:
-                attempt(self._background.forget_state, effect, run)
-            else:
-                attempt(self._actions[kind], effect)
+        for effect in batch.effects:
+            try:
+                self._of_a_run(effect, batch.run, batch.epoch)
+            except Exception as error:  # noqa: BLE001  the next ones are carried out all the same
+                report_failed_effect(effect, error)
+
+    def _of_a_run(self, effect: Any, run: int, epoch: Epoch) -> None:
+        kind = type(effect)
+        if kind is Send:
+            self._sender.send(effect, run, epoch)
+        elif kind in _JOBS:
+            self._background.run_job(effect, run)
+        elif kind is ResetState:
+            self._background.reset_state(run)
+        elif kind is ForgetState:
+            self._background.forget_state(effect, run)
+        else:
+            self._actions[kind](effect)
 
     def _connect(self, effect: Connect) -> None:
         try:

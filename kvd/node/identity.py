@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import socket
@@ -14,6 +15,11 @@ from kvd.config import parse_address
 def new_incarnation() -> int:
     """A random id for one start of one node."""
     return secrets.randbits(61) + 1
+
+
+def token_of(run: str) -> str:
+    """The token of a program as it travels: any text may be one, so its hash does. "" stands for none."""
+    return hashlib.sha256(run.encode(errors="surrogateescape")).hexdigest()[:32] if run else ""
 
 
 def host_id() -> str:

@@ -164,15 +164,10 @@ class Stepper:
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
-            self.attempt(self._actions[type(effect)], effect)
-
-    def attempt(self, action: Callable[..., None], effect: Effect, *arguments: Any) -> None:
-        """Carries out one effect. If that fails, it is logged, and the next ones are carried out all the same."""
-        try:
-            action(effect, *arguments)
-        except Exception as error:
-            event(logger, logging.ERROR, f"a {type(effect).__name__} could not be carried out", error=repr(error))
-            logger.debug("the traceback of the error above", exc_info=True)
+            try:
+                self._actions[type(effect)](effect)
+            except Exception as error:  # noqa: BLE001  the next ones are carried out all the same
+                report_failed_effect(effect, error)
 
     def _report_failed_step(self, happened: Event, error: Exception) -> None:
         """A step that raises is a bug in kvd. The node goes on; if a program made the call, the call fails."""
@@ -183,6 +178,12 @@ class Stepper:
             self._carry_out([Complete(happened.call, None, KvdError(text))])
         elif isinstance(happened, Tick):
             self._timer.hold_until(self.now() + FAILED_TICK_PAUSE_S)
+
+
+def report_failed_effect(effect: Effect, error: Exception) -> None:
+    """An effect could not be carried out: the log says so."""
+    event(logger, logging.ERROR, f"a {type(effect).__name__} could not be carried out", error=repr(error))
+    logger.debug("the traceback of the error above", exc_info=error)
 
 
 class Awaited(Protocol):

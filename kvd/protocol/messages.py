@@ -46,7 +46,7 @@ Address: TypeAlias = Annotated[str, Limit(0, 108)]
 Text: TypeAlias = Annotated[str, Limit(0, MAX_TEXT_CHARS)]
 Words: TypeAlias = Annotated[str, Limit(0, 80)]
 JobName: TypeAlias = Annotated[str, Limit(0, 81)]  # NAME, or for readers NAME@RUN
-Token: TypeAlias = Annotated[str, Limit(0, 128)]
+Token: TypeAlias = Annotated[str, Limit(0, 64)]
 Plain: TypeAlias = Annotated[object, "plain data, which its reader checks"]
 
 NO_RANK = -1
@@ -63,6 +63,9 @@ class Epoch(NamedTuple):
 
     generation: Number
     change: Number
+
+
+NO_VIEW = Epoch(0, 0)  # in the header of a node that knows no view yet
 
 
 class Part(NamedTuple):
@@ -168,6 +171,11 @@ class RunPhase(StrEnum):
     ENDED = "ended"  # all workers have left; its values can be read
     FAILED = "failed"  # nobody is left, and somebody died or never came; its program can be started again
     GONE = "gone"  # its values are given up
+
+    @property
+    def is_over(self) -> bool:
+        """Whether none of its workers is left."""
+        return self in (RunPhase.ENDED, RunPhase.FAILED, RunPhase.GONE)
 
 
 class RunEntry(NamedTuple):

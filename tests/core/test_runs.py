@@ -73,7 +73,7 @@ def test_the_exit_barrier_closes_a_run_that_runs() -> None:
     assert life.phase is CLOSING
 
 
-@pytest.mark.parametrize(("before", "after"), [(FORMING, FAILED), (RUNNING, FAILED), (CLOSING, CLOSING)])
+@pytest.mark.parametrize(("before", "after"), [(FORMING, FAILED), (RUNNING, FAILED), (CLOSING, ENDED)])
 def test_a_run_that_all_give_up_before_it_begins_has_failed(before: RunPhase, after: RunPhase) -> None:
     life = RunLife(before)
     life.give_back(roster())

@@ -8,7 +8,7 @@ from weakref import ref
 import pytest
 
 from kvd.core import requests
-from kvd.core.machine import Connect, Span
+from kvd.core.machine import Connect, Received, ServerPeer, Span
 from kvd.core.requests import Versions
 from kvd.errors import (
     DtypeMismatch,
@@ -20,6 +20,7 @@ from kvd.errors import (
 from kvd.protocol.messages import (
     Attach,
     Done,
+    Epoch,
     ErrorCode,
     Lookup,
     MemberState,
@@ -29,7 +30,7 @@ from kvd.protocol.messages import (
     Values,
 )
 from kvd.protocol.specs import KeySpec
-from tests.core.fakes import SLICE, copies, member, of, one, server_id, uint8, welcome
+from tests.core.fakes import SLICE, copies, from_scheduler, member, of, one, server_id, uint8, view, welcome
 from tests.core.worker_harness import Harness, ready
 
 # ── joining ──
@@ -126,6 +127,19 @@ def test_an_observer_has_joined_with_the_first_view() -> None:
     harness.look()
     assert harness.result(call) == -1
     assert not harness.waiting(Attach)
+
+
+def test_a_late_view_of_the_cluster_says_nothing_of_the_run() -> None:
+    """A reader that had to wait is sent the view of the cluster, which counts its epochs for itself."""
+    harness = Harness(role="observer", joined=False)
+    settings, everybody = harness.settings, harness.members.values()
+    harness.step(welcome(-1)._replace(run=7))
+    harness.step(from_scheduler(view(settings, everybody), (1, 2))._replace(run=7))
+    assert harness.machine.view.is_up_to_date
+    harness.step(from_scheduler(view(settings, everybody), (1, 9)))
+    assert harness.machine.view.is_up_to_date
+    harness.step(Received(ServerPeer(server_id(0)), 1, Epoch(1, 3), Done(1), run=7))
+    assert not harness.machine.view.is_up_to_date  # the server knows a newer one
 
 
 # ── pushes and pulls ──

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import kvd
+from kvd.node.identity import token_of
 from kvd.protocol.codec import decode
 from kvd.protocol.messages import (
     NO_KEY,
@@ -155,6 +156,6 @@ def test_an_invalid_join_is_refused(cluster: LocalCluster, stores: list[kvd.KVSt
             (join, ErrorCode.JOB_BUSY),
         ):
             assert raw.answers(bad).error is error
-        own = replace(join, token=cluster.settings["run"], settings=settings._replace(num_workers=99))
+        own = replace(join, token=token_of(str(cluster.settings["run"])), settings=settings._replace(num_workers=99))
         assert raw.answers(own).error is ErrorCode.CONFIG_ERROR
         assert isinstance(raw.answers(Leave(2, Departure.LEFT)), Done)  # it was never there

@@ -20,9 +20,9 @@ from kvd.testing.network import LATE_COPIES
 
 pytestmark = pytest.mark.no_cover  # broken builds say nothing about coverage, and it would triple their time
 
-SEEDS = 25
+SEEDS = 40
 COPIES = Campaign("deletions", mishaps=Mishaps(within_s=25.0), faults=LATE_COPIES)
-CRASHES = Campaign("deletions", mishaps=Mishaps(within_s=8.0, crashes=8, pauses=2))
+CRASHES = Campaign("deletions", mishaps=Mishaps(within_s=12.0, crashes=10, pauses=2))
 
 
 def caught(campaign: Campaign) -> str:

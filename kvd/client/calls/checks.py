@@ -22,7 +22,7 @@ from kvd.optimizer import Optimizer, changes_to_wire
 from kvd.optimizer.fields import MAX_COUNT, number, shown
 from kvd.optimizer.schedule import Schedule
 from kvd.protocol.codec import encode
-from kvd.protocol.messages import BIGGEST, Epoch, SetOptimizer, UpdateOptimizer
+from kvd.protocol.messages import BIGGEST, NO_VIEW, SetOptimizer, UpdateOptimizer
 from kvd.protocol.specs import MAX_KEY_CHARS
 
 MAX_COMMAND_BYTES = 64 << 20
@@ -150,7 +150,7 @@ def _plain_value(name: str, value: object) -> object:
 def check_sendable(what: str, message: SetOptimizer | UpdateOptimizer) -> None:
     """Raises NotAllowed unless the message can be encoded: later, no call is there to raise the error."""
     try:
-        encode(message, 0, Epoch(0, 0))
+        encode(message, 0, NO_VIEW)
     except (KvdError, ValueError, TypeError, OverflowError, AttributeError) as error:
         raise NotAllowed(f"{what} cannot be sent: {error}; use shorter texts, and values that are plain") from None
 

@@ -33,7 +33,7 @@ from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.errors import KvdError, StoreClosed
 from kvd.node.driver import Driver
 from kvd.node.host_names import check_host
-from kvd.node.identity import host_id, host_name, new_incarnation
+from kvd.node.identity import host_id, host_name, new_incarnation, token_of
 from kvd.node.memory import keep_freed_memory
 from kvd.node.threads import LinkWaiter
 from kvd.protocol.messages import NO_RANK, Departure, Settings
@@ -79,7 +79,7 @@ class Engine:
             NO_RANK if config.preferred_rank is None else config.preferred_rank,
             host_name(),
         )
-        run_key = RunKey(config.job, config.run, operator)
+        run_key = RunKey(config.job, token_of(config.run), operator)
         self.session = SchedulerSession(identity, settings, config.scheduler, config.heartbeat_interval_s, run_key)
         self.machine = WorkerMachine(WorkerSettings(config.credit_bytes, notice_s=config.notice_s), self.session)
         self._loop = asyncio.new_event_loop()

@@ -112,18 +112,19 @@ class SchedulerMachine:
     ) -> None:
         cluster = settings.cluster
         num_workers = cluster.num_workers if with_workers else 0
+        return_by = now + settings.worker_timeout_s if with_workers else None
         earlier = None if saved is None else Record.from_plain(saved)
         self.incarnation = incarnation
         if earlier is None:
             self._agreement = Agreement(cluster)
             self._roster = Roster(cluster.num_servers, num_workers)
             self._barriers = Barriers()
-            self._life = RunLife(phase)
+            self._life = RunLife(phase, return_by)
         else:
             self._agreement = Agreement(cluster, earlier.settings)
             self._roster = Roster(cluster.num_servers, num_workers, earlier.seats, earlier.replaced)
             self._barriers = earlier.barriers
-            self._life = RunLife(earlier.phase)
+            self._life = RunLife(earlier.phase, return_by)
         self._liveness = Liveness(
             self._roster, settings.heartbeat_interval_s, settings.server_timeout_s, settings.worker_timeout_s, now
         )
@@ -180,10 +181,14 @@ class SchedulerMachine:
             self._declare_dead(seat, reason, now)
         if self._liveness.stops_awaiting(now) and (settled := self._settle_barriers()):
             self._publish(settled)
+        if self._life.expire(self._roster, now):
+            self._log("warning", IN_WORDS[self._life.phase])
+            self._publish()
         return self._out
 
     def next_deadline(self) -> float | None:
-        return self._liveness.next_deadline()
+        deadlines = (self._liveness.next_deadline(), self._life.next_deadline(self._roster))
+        return min((at for at in deadlines if at is not None), default=None)
 
     def announce_runs(self, runs: tuple[RunEntry, ...], answers: Sequence[Send] = ()) -> list[Effect]:
         """The runs of the cluster changed: tells its servers once that is saved, and then sends the answers."""

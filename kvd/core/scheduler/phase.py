@@ -18,7 +18,6 @@ IN_WORDS = {
     RunPhase.ENDED: "the run has ended",
     RunPhase.FAILED: "the run has failed: no worker is left",
 }
-OVER = (RunPhase.ENDED, RunPhase.FAILED, RunPhase.GONE)
 
 
 class RunEvent(Enum):
@@ -29,7 +28,7 @@ class RunEvent(Enum):
     DESERTED = "all workers have left"
     LOST = "no worker is left, and one died"
     ENTERED = "a worker is there"
-    ABANDONED = "all who had joined gave up before they did anything"
+    ABANDONED = "no worker has come, or all gave up before they did anything"
 
 
 # An event that is not in the row of a phase changes nothing there.
@@ -48,6 +47,7 @@ TRANSITIONS: dict[RunPhase, dict[RunEvent, RunPhase]] = {
     },
     RunPhase.CLOSING: {
         RunEvent.DESERTED: RunPhase.ENDED,
+        RunEvent.ABANDONED: RunPhase.ENDED,
         RunEvent.LOST: RunPhase.ENDED,  # all of its work was done: a leave that is lost counts as good
     },
     RunPhase.ENDED: {
@@ -60,10 +60,15 @@ TRANSITIONS: dict[RunPhase, dict[RunEvent, RunPhase]] = {
 
 
 class RunLife:
-    """The phase of one run, as the states of its workers show it."""
+    """The phase of one run, as the states of its workers show it.
 
-    def __init__(self, phase: RunPhase = RunPhase.FORMING) -> None:
+    Args:
+        return_by: when the first worker must be there, if the run is not over; None: no worker is expected.
+    """
+
+    def __init__(self, phase: RunPhase = RunPhase.FORMING, return_by: float | None = None) -> None:
         self.phase = phase
+        self._return_by = return_by
 
     def observe(self, roster: Roster, *, exit_passed: bool = False) -> bool:
         """Takes over what happened to the workers; True if the phase is now another."""
@@ -76,6 +81,15 @@ class RunLife:
         """A worker gave up joining, and its place is free again."""
         if not roster.worker_states():
             self._change(RunEvent.ABANDONED)
+
+    def next_deadline(self, roster: Roster) -> float | None:
+        """When the run is abandoned if no worker comes."""
+        return None if self.phase.is_over or roster.worker_states() else self._return_by
+
+    def expire(self, roster: Roster, now: float) -> bool:
+        """No worker came, or came back to a scheduler without its record, in time; True if that ends the run."""
+        deadline = self.next_deadline(roster)
+        return deadline is not None and now >= deadline and self._change(RunEvent.ABANDONED)
 
     def _follow(self, roster: Roster, *, exit_passed: bool) -> bool:
         states = roster.worker_states()

@@ -28,6 +28,7 @@ from kvd.core.scheduler.record import Record
 from kvd.core.scheduler.runs import MAX_LIVE, Choice, Runs, RunSlot
 from kvd.protocol.messages import (
     NO_RUN,
+    NO_VIEW,
     Done,
     EndRun,
     Epoch,
@@ -188,15 +189,21 @@ class SchedulerRouter:
         if isinstance(message, Join) and message.role == "worker":
             self._join_worker(event, message, now)
         elif isinstance(message, Join) and message.role == "observer":
-            slot = self._runs.readable(message.job)
-            machine = self._cluster if slot is None or slot.machine is None else slot.machine
-            self._step(NO_RUN if slot is None else slot.run, machine, event, now)
+            self._join_observer(event, message, now)
         elif isinstance(message, Leave):
             self._leave_unwelcomed(event, message, now)
         else:
             if isinstance(message, Join):
                 self._take_over(message.runs, now)
             self._step(NO_RUN, self._cluster, event, now)
+
+    def _join_observer(self, event: Received, join: Join, now: float) -> None:
+        slot = self._runs.readable(join.job)
+        if slot is None:
+            self._step(NO_RUN, self._cluster, event, now)
+        else:
+            event = event._replace(epoch=NO_VIEW)  # it may know the view of the cluster, which is not that of a run
+            self._step(slot.run, slot.machine or self._cluster, event, now)
 
     def _leave_unwelcomed(self, event: Received, leave: Leave, now: float) -> None:
         """A server, or a worker that gives up before it was welcomed: it may have a place all the same."""
@@ -211,7 +218,7 @@ class SchedulerRouter:
             self._send(event, Done(leave.request))
 
     def _join_worker(self, event: Received, join: Join, now: float) -> None:
-        event = event._replace(epoch=Epoch(0, 0))  # it may know the view of the cluster, which is not that of a run
+        event = event._replace(epoch=NO_VIEW)  # as that of an observer
         malformed = malformation(join)
         if malformed is not None:
             self._send(event, malformed)
@@ -269,7 +276,8 @@ class SchedulerRouter:
     def _take_over(self, entries: Sequence[RunEntry], now: float) -> None:
         """A server brings the runs that it knows: a scheduler whose record is lost has no other source."""
         for entry in entries:
-            if self._runs.find(entry.run) is None and entry.phase is not RunPhase.GONE:
+            is_new = self._runs.find(entry.run) is None and entry.phase is not RunPhase.GONE
+            if is_new and self._runs.has_room(entry.phase):
                 self._add(self._new_slot(entry, now))
 
     def _new_slot(self, entry: RunEntry, now: float) -> RunSlot:
@@ -289,10 +297,9 @@ class SchedulerRouter:
 
     def _follow_phases(self) -> None:
         """Tells the servers of phases that have changed, and gives up what is too old to be kept."""
-        excess = self._runs.excess()
-        if excess is not None:
+        while (excess := self._runs.excess()) is not None:
             self._give_up(excess)
-        elif self._cluster.announced_runs != self._runs.entries():
+        if self._cluster.announced_runs != self._runs.entries():
             self._announce()
 
     def _give_up(self, slot: RunSlot, answers: Sequence[Send] = ()) -> None:
@@ -364,7 +371,9 @@ class SchedulerRouter:
         return [self._cluster, *(slot.machine for slot in self._runs if slot.machine is not None)]
 
     def _send(self, event: Received, message: Any) -> None:
-        self._out.append(InRun(event.run, self.epoch, [Send(event.peer, message)]))
+        machine = self.machine_of(event.run)
+        epoch = NO_VIEW if machine is None else machine.epoch
+        self._out.append(InRun(event.run, epoch, [Send(event.peer, message)]))
 
     def _refuse(self, event: Received, error: ErrorCode, text: str, job: str = "") -> None:
         self._send(event, Refused(getattr(event.message, "request", 0), error, text, job))

@@ -11,7 +11,6 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvd.core.scheduler.machine import SchedulerMachine
-from kvd.core.scheduler.phase import OVER
 from kvd.protocol.messages import MAX_RUNS, Join, RunEntry, RunPhase
 
 MAX_LIVE = 16  # runs that are not over
@@ -38,7 +37,7 @@ class RunSlot:
 
     @property
     def is_over(self) -> bool:
-        return self.phase in OVER
+        return self.phase.is_over
 
     @property
     def title(self) -> str:
@@ -98,6 +97,11 @@ class Runs:
         """Whether the job has a later run."""
         return next(self._latest(slot.job), slot) is not slot
 
+    def has_room(self, phase: RunPhase) -> bool:
+        """Whether one more run in this phase can be kept."""
+        kept = [slot for slot in self if slot.machine is not None and slot.is_over == phase.is_over]
+        return len(kept) < (MAX_KEPT if phase.is_over else MAX_LIVE)
+
     def excess(self) -> RunSlot | None:
         """The run whose values must be given up next, because too many that are over are kept."""
         over = [slot for slot in self if slot.is_over and slot.machine is not None]
@@ -146,8 +150,7 @@ class Runs:
         return Decision(Choice.JOB_BUSY, alive)
 
     def _begin(self) -> Decision:
-        live = sum(not slot.is_over for slot in self)
-        return Decision(Choice.TOO_MANY if live >= MAX_LIVE else Choice.BEGIN, None)
+        return Decision(Choice.BEGIN if self.has_room(RunPhase.FORMING) else Choice.TOO_MANY, None)
 
     def _latest(self, job: str) -> Iterator[RunSlot]:
         return (slot for slot in reversed(list(self._slots.values())) if slot.job == job)

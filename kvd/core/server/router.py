@@ -33,6 +33,7 @@ from kvd.core.server.memory import ServerMemory
 from kvd.core.session import RunKey, SchedulerSession
 from kvd.protocol.messages import (
     NO_RUN,
+    NO_VIEW,
     Epoch,
     ErrorCode,
     NotYet,
@@ -43,7 +44,6 @@ from kvd.protocol.messages import (
     Shutdown,
 )
 
-OVER = (RunPhase.ENDED, RunPhase.FAILED)
 MAX_GIVEN_UP = 256  # runs remembered whose values are gone
 
 __all__ = ["ServerRouter", "ServerSettings"]
@@ -189,7 +189,7 @@ class ServerRouter:
     def _make_room(self) -> bool:
         """Gives up the oldest run that is over."""
         for run, machine in self._machines.items():
-            if self._phases.get(run) in OVER:
+            if run in self._phases and self._phases[run].is_over:
                 self._give_up(run, machine.session.job)
                 return True
         return False
@@ -214,4 +214,6 @@ class ServerRouter:
             self._out.append(InRun(run, machine.epoch, own))
 
     def _send(self, event: Received, message: Refused | NotYet) -> None:
-        self._out.append(InRun(event.run, self.epoch, [Send(event.peer, message)]))
+        machine = self.machine_of(event.run)
+        epoch = NO_VIEW if machine is None else machine.epoch
+        self._out.append(InRun(event.run, epoch, [Send(event.peer, message)]))

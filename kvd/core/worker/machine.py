@@ -236,7 +236,11 @@ class WorkerMachine:
             self._effects += self.session.take_effects()
             if self.session.failure is not None:
                 return
-        if event.epoch > self.session.view.epoch and self.session.view.hear_of(event.epoch):
+        if (
+            event.epoch > self.session.view.epoch
+            and event.run == self.session.run
+            and self.session.view.hear_of(event.epoch)
+        ):
             self.session.view_is_old(now)
         message = event.message
         entry = self._outbox.find(getattr(message, "request", 0))

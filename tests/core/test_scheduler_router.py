@@ -1,0 +1,169 @@
+"""The scheduler's router: runs that a scheduler without its record is told of, and their limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvd.core.machine import CallerPeer, InRun, Persist, Persisted, Received, Send, Tick
+from kvd.core.scheduler.machine import SchedulerSettings
+from kvd.core.scheduler.router import SchedulerRouter
+from kvd.core.scheduler.runs import MAX_KEPT, MAX_LIVE
+from kvd.protocol.messages import (
+    MAX_RUNS,
+    NO_RANK,
+    NO_RUN,
+    NO_VIEW,
+    EndRun,
+    Epoch,
+    Heartbeat,
+    Join,
+    NotYet,
+    RunEntry,
+    RunPhase,
+    Shutdown,
+    StatusQuery,
+    View,
+    Welcome,
+)
+from tests.core.fakes import OPEN, cluster, server_id, worker_id
+
+TIMEOUT_S = 10.0
+READER = 900
+
+
+class Scheduler:
+    """A router whose records are saved at once."""
+
+    def __init__(self) -> None:
+        settings = SchedulerSettings(cluster(2, 1), 1.0, TIMEOUT_S, TIMEOUT_S, break_on_loss=True)
+        self.router = SchedulerRouter(settings, 1, 1, 0.0)
+        self.now = 0.0
+
+    def step(self, event: Any) -> list[Any]:
+        """The messages that it sends."""
+        sent: list[Any] = []
+        self.headers: list[tuple[int, Epoch]] = []  # of the messages
+        events = [event]
+        while events:
+            for effect in self.router.step(events.pop(), self.now):
+                if isinstance(effect, Persist):
+                    events.append(Persisted(effect.token))
+                elif isinstance(effect, InRun):
+                    messages = [own.message for own in effect.effects if isinstance(own, Send)]
+                    self.headers += [(effect.run, effect.epoch)] * len(messages)
+                    sent += messages
+            self.router.validate()
+        return sent
+
+    def say(self, who: int, message: Any, run: int = NO_RUN, epoch: Epoch = NO_VIEW) -> list[Any]:
+        return self.step(Received(CallerPeer(str(who).encode()), who, epoch, message, run=run))
+
+    def server_joins(self, *runs: RunEntry) -> list[Any]:
+        address = "tcp://server"
+        return self.say(server_id(0), Join(1, "server", "s", address, "host", 50, 0, OPEN, runs=runs))
+
+    def worker_joins(self, rank: int, token: str) -> list[Any]:
+        join = Join(1, "worker", f"{token}-{rank}", "", "host", 60 + rank, rank, OPEN, job="train", token=token)
+        return self.say(worker_id(rank), join)
+
+    def wait(self, seconds: float) -> None:
+        """Time passes; the server is alive, in the cluster and in every run."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + 1.0)
+            for run in (NO_RUN, *[entry.run for entry in self.router.runs.entries()]):
+                self.say(server_id(0), Heartbeat("server", 0), run)
+            self.step(Tick())
+
+    def phases(self) -> list[RunPhase]:
+        return [entry.phase for entry in self.router.runs.entries()]
+
+
+def entry(run: int, phase: RunPhase, job: str = "train") -> RunEntry:
+    return RunEntry(run, job, f"token-{run}", phase, 2)
+
+
+@pytest.mark.parametrize(
+    ("told", "after"),
+    [
+        (RunPhase.FORMING, RunPhase.FAILED),
+        (RunPhase.RUNNING, RunPhase.FAILED),
+        (RunPhase.CLOSING, RunPhase.ENDED),
+        (RunPhase.ENDED, RunPhase.ENDED),
+        (RunPhase.FAILED, RunPhase.FAILED),
+    ],
+)
+def test_a_run_that_no_worker_comes_back_to_is_over_after_a_timeout(told: RunPhase, after: RunPhase) -> None:
+    """Its workers died while there was no scheduler: the next program must not wait for them for ever."""
+    scheduler = Scheduler()
+    scheduler.server_joins(entry(77, told))
+    scheduler.wait(TIMEOUT_S - 1)
+    assert scheduler.phases() == [told]
+    deadline = scheduler.router.next_deadline()
+    assert told.is_over or (deadline is not None and deadline <= TIMEOUT_S)
+    scheduler.wait(2)
+    assert scheduler.phases() == [after]
+    answers = scheduler.worker_joins(0, "next")
+    assert any(isinstance(message, Welcome) for message in answers)
+
+
+def test_a_run_that_a_worker_comes_back_to_goes_on() -> None:
+    scheduler = Scheduler()
+    scheduler.server_joins(entry(77, RunPhase.RUNNING))
+    scheduler.wait(TIMEOUT_S / 2)
+    join = Join(1, "worker", "w", "", "host", 60, 0, OPEN, job="train", token="token-77")
+    assert any(isinstance(message, Welcome) for message in scheduler.say(worker_id(0), join, 77))
+    for _ in range(20):
+        scheduler.wait(1)
+        scheduler.say(worker_id(0), Heartbeat("worker", 0), 77)
+    assert scheduler.phases() == [RunPhase.RUNNING]
+
+
+@pytest.mark.parametrize("phase", [RunPhase.RUNNING, RunPhase.ENDED])
+def test_a_node_that_brings_any_number_of_runs_is_believed_up_to_a_limit(phase: RunPhase) -> None:
+    scheduler = Scheduler()
+    for turn in range(4):
+        many = [entry(1000 * (turn + 1) + number, phase, f"j{turn}-{number}") for number in range(MAX_RUNS)]
+        views = [message for message in scheduler.server_joins(*many) if isinstance(message, View)]
+        assert all(len(view.runs) <= MAX_RUNS for view in views)
+    kept = [found for found in scheduler.phases() if found is not RunPhase.GONE]
+    assert len(kept) <= (MAX_LIVE if phase is RunPhase.RUNNING else MAX_KEPT)
+
+
+def test_no_run_begins_before_all_servers_are_there() -> None:
+    scheduler = Scheduler()
+    answers = scheduler.worker_joins(0, "a")
+    assert [type(message) for message in answers] == [NotYet, View]
+    assert scheduler.phases() == []
+    scheduler.server_joins()
+    assert any(isinstance(message, Welcome) for message in scheduler.worker_joins(0, "a"))
+    assert scheduler.phases() == [RunPhase.FORMING]
+
+
+def test_an_answer_in_a_run_says_nothing_of_the_epoch_of_the_cluster() -> None:
+    """A reader would wait for a view of the run that there never is."""
+    scheduler = Scheduler()
+    scheduler.server_joins()
+    scheduler.worker_joins(0, "a")
+    scheduler.worker_joins(1, "a")
+    (entry,) = scheduler.router.runs.entries()
+    machine = scheduler.router.machine_of(entry.run)
+    assert machine is not None
+    assert scheduler.router.epoch != machine.epoch
+    for message in (StatusQuery(5), EndRun(6, "no such job"), Shutdown(7, force=False)):
+        assert scheduler.say(READER, message, entry.run)
+        assert scheduler.headers == [(entry.run, machine.epoch)]
+    scheduler.say(READER, Heartbeat("worker", 0), 12345)
+    assert scheduler.headers == [(12345, NO_VIEW)]
+
+
+def test_a_reader_that_knew_the_view_of_the_cluster_does_not_renumber_those_of_the_run() -> None:
+    scheduler = Scheduler()
+    scheduler.server_joins()
+    scheduler.worker_joins(0, "a")
+    join = Join(1, "observer", "", "", "host", 90, NO_RANK, OPEN, job="train")
+    scheduler.say(READER, join, epoch=Epoch(1, 99))
+    (header, *_) = scheduler.headers
+    assert header[1].generation == 1
