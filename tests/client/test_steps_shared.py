@@ -1,4 +1,4 @@
-"""`kv.steps(total, shared=True)`: all workers together make the steps, and each counts once, whoever dies."""
+"""`kv.steps(total, shared=True)`: all workers together make the steps, and each counts once, also if workers die."""
 
 from __future__ import annotations
 

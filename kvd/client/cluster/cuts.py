@@ -103,7 +103,7 @@ async def _ends_within(promise: Promise, seconds: float) -> bool:
     if not task.done():
         task.cancel()
         return False
-    task.exception()  # whoever waits for the promise raises it
+    task.exception()  # it reaches those who wait for the promise
     return True
 
 

@@ -186,7 +186,7 @@ class KVStore(StoreProperties, KVStoreBase):
         Args:
             total: how many steps there are.
             keys: those that each step pushes; None: those that the first step pushes.
-            shared: all workers together make `total` steps in `dist_async`: whoever is free makes the next one, and the
+            shared: all workers together make `total` steps in `dist_async`: a free worker makes the next one, and the
                 step of a worker that died is given out again. All of them call it with the same `total`. Bounded
                 staleness does not wait for a worker that finds no more steps, and no worker waits for a slow one but
                 at the end, for the step that it makes. In other types each worker makes every step.

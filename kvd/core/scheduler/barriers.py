@@ -5,7 +5,7 @@ open until it is released, and a released one lets everyone pass who asks later:
 program again passes the barriers that its predecessor passed.
 
 A generation that breaks stays open as well. The verdict binds the requests that had entered it: they get the same
-answer however often they come. Whoever enters after that, a successor or one that tries again, waits for all.
+answer however often they come. A rank that enters after that, a successor or one that tries again, waits for all.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The server of slice 0 of a key decides. Every rank that rounds wait for tells it that it deletes the key; the last one
 takes the key away, at once for all. A dead worker is waited for, as in a round, and what a predecessor said does not
-count for its successor, unless the key is gone by then. Whoever is told that the key is gone has the other servers drop
+count for its successor, unless the key is gone by then. A worker that is told that the key is gone has the other servers drop
 their slices of it.
 """
 

@@ -147,7 +147,7 @@ class Connections:
         self._asker.ask(None, server, Attach(0, max(self._session.rank, 0)), answered)
 
     def _learn_of_predecessor(self, server: ServerPeer, clocks: Clocks) -> None:
-        """One that left in good order has stopped nowhere: whoever takes its rank begins a program."""
+        """One that left in good order has stopped nowhere: its successor begins a program."""
         if self._session.predecessor != MemberState.LEFT:
             self._predecessor.learn(clocks)
         elif clocks.place and server not in self._attached:

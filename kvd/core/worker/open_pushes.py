@@ -93,7 +93,7 @@ class OpenPushes:
         if place == settled_place:
             self._holds_back = bool(self._flushes)
             return
-        self._holds_back = False  # whoever still waits says so again
+        self._holds_back = False  # calls that still wait say so again
         for push in list(self._flushes):
             if push.place != place:
                 self._holds_back = True

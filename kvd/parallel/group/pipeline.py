@@ -248,7 +248,7 @@ class GradientPipeline:
         if clocks and step != max(clocks) and self.kv.num_servers:
             self.kv.rewind(step)  # the predecessor died between the keys of one step
         elif self.kv.restarted and not stopped_in_loop(self.kv):
-            self.kv.resume()  # whoever trains with the group skips the steps that are done
+            self.kv.resume()  # the training loop skips the steps that are done
         return step
 
     def _pull_all(self) -> None:

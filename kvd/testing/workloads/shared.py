@@ -1,4 +1,4 @@
-"""Workers that share their steps: each step counts once, whoever made it, and however often its workers died."""
+"""Workers that share their steps: each step counts once, however often its workers died."""
 
 from __future__ import annotations
 
