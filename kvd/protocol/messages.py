@@ -826,7 +826,7 @@ class Absent(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What an open request waits for: pushes of the key, or with clock 0, until worker 0 has made it."""
+    """What an open request waits for: pushes of the key, or its deletion; with clock 0, until worker 0 has made it."""
 
     request: Number
     key: Key

@@ -104,10 +104,11 @@ def test_a_worker_that_closes_waits_for_one_that_is_busy() -> None:
         (lambda kv: kv.barrier("here"), "barrier 'here' did not finish within"),
         (lambda kv: kv.barrier(), "has not come to it"),
         (lambda kv: kv.broadcast("a", ones()), "broadcast of 'a'"),
+        (lambda kv: kv.delete("a"), "has not deleted 'a'"),
         (lambda kv: kv.close(), "close did not finish within"),
         (lambda kv: kv.join(), None),
     ],
-    ids=["pushpull", "push", "flush", "barrier", "unnamed barrier", "broadcast", "close", "join"],
+    ids=["pushpull", "push", "flush", "barrier", "unnamed barrier", "broadcast", "delete", "close", "join"],
 )
 def test_the_error_names_the_worker_that_does_not_come(call: Callable[[kvd.KVStore], Any], says: str | None) -> None:
     mine, _ = endings(call, nothing, **SOON)
@@ -174,6 +175,12 @@ def test_a_barrier_too_few_is_a_deadlock() -> None:
     all_of_them = endings(too_few, one_more, too_few)
     assert [type(error) for error in all_of_them] == [Deadlock] * 3
     assert all_of_them[1].waiting_for == ("worker 0", "worker 2")
+
+
+def test_a_deletion_that_another_worker_does_not_come_to_is_a_deadlock() -> None:
+    both = endings(lambda kv: kv.delete("a"), lambda kv: kv.barrier("here"))
+    assert [type(error) for error in both] == [Deadlock, Deadlock]
+    assert both[0].waits[0].endswith("delete of 'a' waits for worker 1 to delete 'a'")
 
 
 def test_all_threads_of_a_worker_may_be_stuck() -> None:

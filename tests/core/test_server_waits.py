@@ -6,7 +6,7 @@ from typing import Any
 
 from kvd.errors import NotAllowed
 from kvd.protocol.codec import encode
-from kvd.protocol.messages import MAX_HELD, MAX_WAITS, Absent, Epoch, Lookup, Wait, WaitQuery, Waits
+from kvd.protocol.messages import MAX_HELD, MAX_WAITS, Absent, Delete, Epoch, KeyId, Lookup, Wait, WaitQuery, Waits
 from tests.core.fakes import cluster, member, said, worker_id
 from tests.core.server_harness import Harness, kinds, ready, together
 
@@ -108,6 +108,27 @@ def test_a_look_up_waits_for_worker_0() -> None:
     assert waits(harness, 1).waits == (Wait(700, "new", 0, (Absent(0, 0),)),)
     harness.init("new", b"\0")
     assert waits(harness, 1).held == ()
+
+
+def test_a_deletion_waits_for_those_who_have_not_deleted_the_key() -> None:
+    harness = ready(settings=cluster(3), workers=3)
+    for rank in (0, 2):
+        harness.say(rank, Delete(700, (KeyId("w", 0),)))
+    assert waits(harness, 0).waits == (Wait(700, "w", 1, (Absent(1, 0),)),)
+    assert waits(harness, 1).held == ()
+    harness.say(1, Delete(700, (KeyId("w", 0),)))
+    assert waits(harness, 0).held == ()
+
+
+def test_a_deletion_that_waits_for_an_update_waits_for_nobody() -> None:
+    harness = ready()
+    harness.hold = True
+    for rank in (0, 1):
+        harness.push(rank, 1)
+    for rank in (0, 1):
+        harness.say(rank, Delete(700, (KeyId("w", 0),)))
+    assert harness.jobs
+    assert waits(harness, 0).held == ()
 
 
 def test_a_refused_push_waits_no_more() -> None:

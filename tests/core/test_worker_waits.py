@@ -10,6 +10,7 @@ from kvd.errors import RequestTimeout
 from kvd.protocol.messages import (
     BarrierWait,
     Command,
+    Delete,
     ErrorCode,
     Lookup,
     Push,
@@ -184,6 +185,22 @@ def test_a_broadcast_of_another_rank_waits_for_rank_0() -> None:
     error = worker.error(call)
     assert error.waiting_for == ("worker 0",)
     assert str(error).startswith("broadcast of 'new' did not finish")
+
+
+def test_a_deletion_waits_for_the_worker_that_has_not_deleted_the_key() -> None:
+    worker = WaitingWorker()
+    call = worker.call(requests.DeleteKeys(("w",)))
+    later = worker.pushpull()
+    worker.hold(Delete)
+    worker.wait(ANSWER_S + 1)
+    assert worker.is_open(call)
+    assert worker.logged[0].startswith("delete of 'w' has waited 10 s for worker 1 (")
+    assert worker.logged[0].endswith("has not deleted 'w' (1 more calls wait, too)")
+    worker.wait(ROUND_S)
+    for error in (worker.error(call), worker.error(later)):
+        assert error.waiting_for == ("worker 1",)
+        assert "has not deleted 'w'" in str(error)
+        check_words(str(error))
 
 
 def test_a_barrier_waits_for_the_worker_that_does_not_come() -> None:

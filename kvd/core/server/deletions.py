@@ -2,13 +2,13 @@
 
 The server of slice 0 of a key decides. Every rank that rounds wait for tells it that it deletes the key; the last one
 takes the key away, at once for all. A dead worker is waited for, as in a round, and what a predecessor said does not
-count for its successor, unless the key is gone by then. A worker that is told that the key is gone has the other servers drop
-their slices of it.
+count for its successor, unless the key is gone by then. A worker that is told that the key is gone has the other
+servers drop their slices of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvd.core.machine import ForgetState, LogEntry, Peer, Received
@@ -108,6 +108,13 @@ class Deletions:
             del ranks[waiting.rank]
             if not ranks:
                 del self._by_key[key]
+
+    def waits_of(self, sender: int) -> Iterator[tuple[int, str, list[int]]]:
+        """The sender's requests that wait for other ranks only: number, the first key that waits, and those ranks."""
+        for waiting in self._waiting.values():
+            if waiting.push.sender == sender and waiting.keys.isdisjoint(self._going):
+                key = min(waiting.keys)
+                yield waiting.push.number, key, self._missing(key)
 
     @property
     def blockers(self) -> set[int]:

@@ -152,7 +152,9 @@ class ServerMachine:
             TakeStep: shared.take,
             Rest: shared.rest,
             StatusQuery: self._status,
-            WaitQuery: WaitAnswers(self.table, effects, attachments, participants, keys.lookups_of).answer,
+            WaitQuery: WaitAnswers(
+                self.table, effects, attachments, participants, keys.lookups_of, deletions.waits_of
+            ).answer,
             Survey: readings.survey,
             ReadSlices: readings.read,
             ReadDone: readings.done,

@@ -208,6 +208,8 @@ class ServerRouter:
             for effect in effects:
                 if isinstance(effect, Halt):
                     own.append(LogEntry("error", f"this server cannot take part in a run: {effect.error}"))
+                elif isinstance(effect, LogEntry):
+                    own.append(effect._replace(fields={**effect.fields, "job": machine.session.job}))
                 elif not isinstance(effect, InRun | Connect):
                     own.append(effect)
         if own:

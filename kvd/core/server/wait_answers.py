@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvd.core.machine import Peer, Received
 from kvd.core.server.attachments import Attachments
@@ -25,18 +25,22 @@ class WaitAnswers:
         attachments: Attachments,
         participants: Participants,
         lookups: Callable[[Peer], list[tuple[str, int]]],
+        deletions: Callable[[int], Iterable[tuple[int, str, list[int]]]],
     ) -> None:
         self._table = table
         self._effects = effects
         self._attachments = attachments
         self._participants = participants
         self._lookups = lookups
+        self._deletions = deletions
 
     def answer(self, event: Received, query: WaitQuery) -> None:
         rank = self._attachments.find(event.sender)
         found = {} if rank is None else self._of_worker(event.sender, rank)
         for key, request in self._lookups(event.peer) if rank != 0 else ():
             found[request] = Wait(request, key, 0, (Absent(0, 0),))
+        for request, key, ranks in self._deletions(event.sender):
+            found[request] = Wait(request, key, 1, tuple(Absent(other, 0) for other in ranks[:MAX_ABSENT]))
         held = sorted(found)
         details = []
         room = DETAIL_BYTES

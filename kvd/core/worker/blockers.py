@@ -11,6 +11,7 @@ from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.message_plans import MessagePlan
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.outbox import Entry, Outbox
+from kvd.protocol.messages import Delete, Drop
 
 
 class Blockers:
@@ -66,4 +67,6 @@ def _keys_of(plan: MessagePlan | None, message: Any) -> set[str]:
     """The keys that a message is about."""
     if plan is not None:
         return {slice_id.key for slice_id in plan.slice_ids}
+    if isinstance(message, Delete | Drop):
+        return {key_id.key for key_id in message.keys}
     return {message.key} if hasattr(message, "key") else set(getattr(message, "keys", ()))

@@ -9,7 +9,7 @@ from kvd.core.machine import SCHEDULER, Peer
 from kvd.core.membership import in_words, name_of
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.calls import Call
-from kvd.core.worker.holds import Blocked, Holds
+from kvd.core.worker.holds import Act, Blocked, Holds
 from kvd.core.worker.outbox import QUEUED, Entry
 from kvd.core.worker.words import title_of
 from kvd.errors import Outcome, RequestTimeout
@@ -70,8 +70,8 @@ class Explainer:
             return title_of(call)
         names = ", ".join(self.reason(entries, now).nodes)
         what = next((blocked for entry in entries if (blocked := self._holds.blocked(entry)).key), None)
-        push = "" if what is None else f" to make {what.key!r}" if what.clock == 0 else f" to push {what.key!r}"
-        return f"{title_of(call)} waits for {names or 'others'}{push}"
+        act = "" if what is None else f" to {what.act.infinitive} {what.key!r}"
+        return f"{title_of(call)} waits for {names or 'others'}{act}"
 
     # ── whom it waits for ──
 
@@ -177,6 +177,5 @@ def _not_done(blocked: Blocked, clock: int) -> str:
     """What a worker has not done, of which others wait."""
     if not blocked.key:
         return "has not come to it"
-    if blocked.clock == 0:
-        return f"has not made {blocked.key!r}"
-    return f"has not pushed {blocked.key!r} since push {clock}" if clock else f"has not pushed {blocked.key!r} yet"
+    when = f" since push {clock}" if clock else " yet" if blocked.act is Act.PUSH else ""
+    return f"has not {blocked.act.participle} {blocked.key!r}{when}"

@@ -3,25 +3,43 @@ nodes are."""
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 from kvd.core.machine import SCHEDULER, Peer
 from kvd.core.worker.outbox import Entry, Outbox
-from kvd.protocol.messages import Absent, Enter, NodeFact, Wait, WaitNews, Waits
+from kvd.protocol.messages import Absent, Delete, Enter, NodeFact, Wait, WaitNews, Waits
 
 ANSWER_S = 1.0  # a node that is well answers a question about waits within this time
+
+
+class Act(Enum):
+    """What other workers have not done with a key. The values are for texts."""
+
+    MAKE = "make", "made"
+    PUSH = "push", "pushed"
+    DELETE = "delete", "deleted"
+
+    @property
+    def infinitive(self) -> str:
+        return self.value[0]
+
+    @property
+    def participle(self) -> str:
+        return self.value[1]
 
 
 class Blocked(NamedTuple):
     """The other workers that a request waits for, and what they have not done.
 
     Attributes:
-        key: that they have not pushed, or worker 0 has not made (`clock` 0); "" at a barrier.
+        key: that they have not pushed or deleted, or worker 0 has not made; "" at a barrier.
+        act: what they have not done with it.
     """
 
     absent: tuple[Absent, ...]
     key: str = ""
-    clock: int = 0
+    act: Act = Act.PUSH
 
 
 class KnownFact(NamedTuple):
@@ -113,7 +131,10 @@ class Holds:
         answers = self._peers.get(entry.send.peer)
         waits = {} if answers is None else answers.waits
         wait = waits.get(entry.request) or next(iter(waits.values()), None)
-        return Blocked(()) if wait is None else Blocked(wait.absent, wait.key, wait.clock)
+        if wait is None:
+            return Blocked(())
+        act = Act.DELETE if isinstance(message, Delete) else Act.PUSH if wait.clock else Act.MAKE
+        return Blocked(wait.absent, wait.key, act)
 
     def fact(self, role: str, rank: int) -> KnownFact | None:
         return self._facts.get((role, rank))

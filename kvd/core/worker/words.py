@@ -14,6 +14,7 @@ MAX_NAMES = 3  # of keys in one text
 _OF_REQUEST: dict[type[Any], str] = {
     requests.JoinCluster: "create",
     requests.InitKeys: "init",
+    requests.DeleteKeys: "delete",
     requests.DescribeKey: "look-up",
     requests.TakeBack: "the end of a call",
     requests.Flush: "flush",
