@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from kvd_cli import interrupts
 from kvd_cli.bench_plot import counted, is_plotted, throughput_chart
 from kvd_cli.bench_report import HEADINGS, curve, table_lines
 from kvd_cli.bench_run import TRANSPORTS, JobFailed, make_job, measure
@@ -56,7 +57,8 @@ def bench(
 
     A work is one of the names in the default of --only, or SIZE or SIZExCOUNT, such as 16KiB or 4MiBx64.
     """
-    from kvd.client.facades.blocking import KVStore  # `kvd --help` needs no client
+    with interrupts.nothing_begun():
+        from kvd.client.facades.blocking import KVStore  # `kvd --help` needs no client
 
     works = _checked_works(only, plot)
     if bound and not KVStore.is_capable("bind"):

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kvd_cli import interrupts
 from kvd_cli.options import current
 from kvd_cli.patience import told_when_slow
 
@@ -25,7 +26,8 @@ def observer(doing: str) -> Iterator[Observer]:
     Raises:
         ConnectError: no scheduler answers, or its host is not known.
     """
-    from kvd.client.cluster.observer import Observer
+    with interrupts.nothing_begun():
+        from kvd.client.cluster.observer import Observer
 
     config = current().load_client().config
     with told_when_slow(_connecting(config), config):
@@ -41,7 +43,8 @@ def as_worker(doing: str) -> Iterator[KVStore]:
     Args:
         doing: what the block does, for a person who waits for it.
     """
-    from kvd.client.facades.blocking import leave_at_once, visit
+    with interrupts.nothing_begun():
+        from kvd.client.facades.blocking import leave_at_once, visit
 
     loaded = current().load_client()
     given = {name: getattr(loaded.config, name) for name, origin in loaded.origin.items() if origin != "default"}

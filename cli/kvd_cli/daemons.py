@@ -12,6 +12,7 @@ from kvd.config import Loaded, Role, child_environment, named_setting, rank_vari
 from kvd.node.parent import Guard
 from kvd.observe import log
 from kvd.observe.systemd import Notifier
+from kvd_cli import interrupts
 from kvd_cli.flags import common_options, setting_options
 from kvd_cli.options import current
 
@@ -93,7 +94,8 @@ def _worker_environment(loaded: Loaded) -> dict[str, str]:
 
 
 def _run_daemon(role: Role, ready_file: Path | None) -> None:
-    from kvd.node.roles import run_daemon  # `kvd --help` runs no daemon
+    with interrupts.nothing_begun():
+        from kvd.node.roles import run_daemon  # `kvd --help` runs no daemon
 
     loaded = current().load_silently()
     click.get_current_context().exit(run_daemon(loaded, role, ready_file=ready_file))

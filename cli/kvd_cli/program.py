@@ -10,6 +10,7 @@ import click
 
 from kvd.errors import KvdError
 from kvd.node.exit_codes import exit_code_of
+from kvd_cli import interrupts
 from kvd_cli.exit_codes import INTERRUPTED
 from kvd_cli.flags import common_options
 from kvd_cli.options import is_verbose
@@ -51,6 +52,14 @@ class Kvd(click.Group):
             return None
         module, _, attribute = COMMANDS[cmd_name].partition(":")
         return cast(click.Command, getattr(importlib.import_module(module), attribute))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that is about to run; its module is imported now."""
+        found = super().resolve_command(ctx, args)
+        interrupts.command_begins()
+        return found
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. An error becomes one line on stderr and an exit code."""

@@ -29,6 +29,7 @@ class Daemons:
         (folder / "train.py").write_text(readme_program())
         self.address = "tcp://127.0.0.1:0"
         self.settings = {f"KVD_{name.upper()}": value for name, value in settings.items()}
+        self._starts = 0
         self.scheduler = self.start_scheduler()
         self.server = self._start("server")
 
@@ -47,8 +48,9 @@ class Daemons:
         return self._spawn(*arguments, environment=told, cwd=self._folder)
 
     def program(self, *flags: str, hold: Hold | None = None) -> list[Process]:
-        """Starts the workers of one start of the program."""
-        environment = {} if hold is None else hold.environment
+        """Starts the program. Each start has a token: its workers are not taken for those of the one before."""
+        self._starts += 1
+        environment = {"KVD_RUN": f"start {self._starts}", **({} if hold is None else hold.environment)}
         return [
             self._start(
                 "worker", "--node-id", f"worker-{rank}", *flags, "--", sys.executable, "train.py",

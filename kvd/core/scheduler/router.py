@@ -114,7 +114,7 @@ class SchedulerRouter:
 
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
         machine = self.machine_of(run) or self._cluster
-        return {**machine.explain(now), "jobs": [self._describe(slot) for slot in self._runs]}
+        return {**machine.explain(now), "jobs": [slot.describe() for slot in self._runs]}
 
     def watched(self) -> list[tuple[int, str, int]]:
         """(incarnation, host, pid) of the living members, for a shell that can watch their processes."""
@@ -180,7 +180,7 @@ class SchedulerRouter:
             text = "the scheduler does not know this node"
             self._send(event, NotYet(getattr(message, "request", 0), NotYetReason.NOT_JOINED, text))
         elif slot.machine is None or self._has_lost_its_turn(slot, event):
-            self._refuse(event, ErrorCode.JOB_ENDED, _ended_text(slot), slot.job)
+            self._refuse(event, ErrorCode.JOB_ENDED, slot.ended_text(), slot.job)
         else:
             self._step(slot.run, slot.machine, event, now)
 
@@ -235,9 +235,9 @@ class SchedulerRouter:
             text = f"the earlier run of job {slot.job!r} is coming to its end"
             self._send(event, NotYet(join.request, NotYetReason.BUSY, text))
         elif choice is Choice.JOB_BUSY:
-            self._refuse(event, ErrorCode.JOB_BUSY, _busy_text(slot), slot.job)
+            self._refuse(event, ErrorCode.JOB_BUSY, slot.busy_text(), slot.job)
         else:
-            self._refuse(event, ErrorCode.JOB_ENDED, _ended_text(slot), slot.job)
+            self._refuse(event, ErrorCode.JOB_ENDED, slot.ended_text(), slot.job)
 
     def _has_lost_its_turn(self, slot: RunSlot, event: Received) -> bool:
         """A worker of a run that is over, and whose job has a later one, cannot bring it back to life."""
@@ -306,7 +306,7 @@ class SchedulerRouter:
         """Forgets the run, and tells its workers."""
         machine, slot.machine = slot.machine, None
         assert machine is not None
-        ended = Refused(0, ErrorCode.JOB_ENDED, _ended_text(slot), slot.job)
+        ended = Refused(0, ErrorCode.JOB_ENDED, slot.ended_text(), slot.job)
         told = [
             Send(seat.peer, ended)
             for seat in machine.roster.living()
@@ -380,30 +380,3 @@ class SchedulerRouter:
 
     def _log(self, text: str) -> None:
         self._out.append(LogEntry("info", text))
-
-    def _describe(self, slot: RunSlot) -> dict[str, object]:
-        machine = slot.machine
-        states = [] if machine is None else machine.roster.worker_states()
-        return {
-            "job": slot.job,
-            "run": f"{slot.run:x}",
-            "phase": slot.phase,
-            "workers": len(states),
-            "num_workers": slot.num_workers,
-        }
-
-
-def _ended_text(slot: RunSlot) -> str:
-    return (
-        f"the run of job {slot.job!r} that this process belongs to has ended (run {slot.run:x}): "
-        f"start the program again as a whole"
-    )
-
-
-def _busy_text(slot: RunSlot) -> str:
-    assert slot.machine is not None
-    return (
-        f"job {slot.job!r} is running (run {slot.run:x}, {slot.machine.num_workers} workers), and this process does "
-        f"not belong to it: wait for its end, end it with kvd jobs end {slot.job}, or start yours under another name "
-        f"(KVD_JOB)"
-    )

@@ -47,6 +47,34 @@ class RunSlot:
     def entry(self) -> RunEntry:
         return RunEntry(self.run, self.job, self.token, self.phase, self.num_workers)
 
+    # ── for people ──
+
+    def describe(self) -> dict[str, object]:
+        """For `kvd jobs`."""
+        states = [] if self.machine is None else self.machine.roster.worker_states()
+        return {
+            "job": self.job,
+            "run": f"{self.run:x}",
+            "phase": self.phase,
+            "workers": len(states),
+            "num_workers": self.num_workers,
+        }
+
+    def ended_text(self) -> str:
+        """For a process of this run, which has ended."""
+        return (
+            f"the run of job {self.job!r} that this process belongs to has ended (run {self.run:x}): "
+            f"start the program again as a whole"
+        )
+
+    def busy_text(self) -> str:
+        """For a process of another start of the program."""
+        return (
+            f"job {self.job!r} is running (run {self.run:x}, {self.num_workers} workers), and this process does "
+            f"not belong to it: wait for its end, end it with kvd jobs end {self.job}, or start yours under another "
+            f"name (KVD_JOB)"
+        )
+
 
 class Choice(Enum):
     """What becomes of a worker that wants to join."""
