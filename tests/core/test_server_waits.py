@@ -150,8 +150,9 @@ def test_a_stranger_and_a_replaced_worker_wait_for_nothing() -> None:
 
 def test_many_waits_are_bounded_and_the_oldest_come_first() -> None:
     harness = ready()
-    for number in range(MAX_HELD + 10):
-        harness.pull(0, 1, request=1000 + number)
+    with harness.validated_once():
+        for number in range(MAX_HELD + 10):
+            harness.pull(0, 1, request=1000 + number)
     harness.push(0, 1, request=9000)
     answer = waits(harness, 0)
     assert answer.held == tuple(range(1000, 1000 + MAX_HELD))
@@ -160,14 +161,14 @@ def test_many_waits_are_bounded_and_the_oldest_come_first() -> None:
 
 
 def test_long_names_leave_room_in_the_header() -> None:
-
     harness = Harness(settings=cluster(2))
-    for number in range(MAX_WAITS):
-        name = f"{number:03d}" + "\U0010ffff" * 197
-        harness.init(name, b"\0")
-        harness.push(0, 1, key=name)
-    for number in range(MAX_HELD):
-        harness.pull(0, 1, key=name, request=(1 << 61) + number)
+    with harness.validated_once():
+        for number in range(MAX_WAITS):
+            name = f"{number:03d}" + "\U0010ffff" * 197
+            harness.init(name, b"\0")
+            harness.push(0, 1, key=name)
+        for number in range(MAX_HELD):
+            harness.pull(0, 1, key=name, request=(1 << 61) + number)
     answer = waits(harness, 0)
     assert len(answer.held) == MAX_HELD
     assert 1 <= len(answer.waits) < MAX_WAITS

@@ -14,8 +14,6 @@ from kvd.protocol.messages import Absent
 from kvd.testing.campaign import CAMPAIGNS, Campaign
 from kvd.testing.workloads.tangles import Script, Step, stuck_ranks, tangled
 
-pytestmark = pytest.mark.no_cover  # broken builds say nothing about coverage, and it would triple their time
-
 SEEDS = 60
 
 

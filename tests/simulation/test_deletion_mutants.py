@@ -18,8 +18,6 @@ from kvd.testing.campaign import Campaign
 from kvd.testing.mishaps import Mishaps
 from kvd.testing.network import LATE_COPIES
 
-pytestmark = pytest.mark.no_cover  # broken builds say nothing about coverage, and it would triple their time
-
 SEEDS = 40
 COPIES = Campaign("deletions", mishaps=Mishaps(within_s=25.0), faults=LATE_COPIES)
 CRASHES = Campaign("deletions", mishaps=Mishaps(within_s=12.0, crashes=10, pauses=2))

@@ -35,8 +35,6 @@ from kvd.testing.settings import ShellSettings
 from kvd.testing.trace import Violation
 from tests.simulation.mutants_harness import SEEDS, caught
 
-pytestmark = pytest.mark.no_cover  # broken builds say nothing about coverage, and it would triple their time
-
 CALM_BUT_OUT_OF_ORDER = Faults(delay_s=(0.0005, 0.2), duplicates=0.3, ordered=False)
 
 

@@ -14,8 +14,6 @@ from kvd.core.worker.steps import StepCounter, Steps
 from kvd.testing.campaign import CAMPAIGNS, Campaign
 from tests.simulation.mutants_harness import caught
 
-pytestmark = pytest.mark.no_cover  # broken builds say nothing about coverage, and it would triple their time
-
 
 def steps_are_not_told(patch: pytest.MonkeyPatch) -> None:
     """Pushes do not say in which step they were made."""

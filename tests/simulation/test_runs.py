@@ -20,8 +20,6 @@ from kvd.testing.trace import Violation
 from kvd.testing.workloads.readings import Readers, Seen
 from kvd.testing.workloads.steps import Keys
 
-pytestmark = pytest.mark.no_cover  # thousands of runs of the same lines: coverage would triple their time
-
 SEEDS = 20  # of each campaign in `make test`
 SOAK_SEEDS = 1000  # of each campaign under -m soak
 CHUNK = 10

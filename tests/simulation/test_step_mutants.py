@@ -14,8 +14,6 @@ from kvd.core.worker.predecessor import Predecessor
 from kvd.testing.campaign import CAMPAIGNS
 from kvd.testing.simulator import World
 
-pytestmark = pytest.mark.no_cover  # broken builds say nothing about coverage
-
 SEEDS = 40
 
 
