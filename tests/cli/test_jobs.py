@@ -1,4 +1,4 @@
-"""README's program, time and again, on daemons that stay: `kvd jobs`, `kvd jobs end` and `kvd shutdown`."""
+"""A program, time and again, on daemons that stay: `kvd jobs`, `kvd jobs end` and `kvd shutdown`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,25 @@ from typing import Any
 import pytest
 
 from kvd.testing.cluster import wait_until
-from tests.cli.restart_harness import DEADLINE_S, Hold, readme_program, readme_results
+from tests.cli.restart_harness import DEADLINE_S, Hold
 
 Process = subprocess.Popen[str]
 Spawn = Callable[..., Process]
 WORKERS = 2
+STEPS = 100
+PROGRAM = f"""
+import numpy as np
+import kvd
+
+kv = kvd.create("dist_sync")
+kv.init("w", np.zeros(4, np.float32))
+kv.set_optimizer(kvd.optimizer.SGD(learning_rate=1.0))
+for step in kv.steps({STEPS}):
+    weights = kv.pushpull("w", np.full(4, kv.rank + 1, np.float32))
+print("worker", kv.rank, *weights)
+kv.close()
+"""
+RESULTS = [f"worker {rank} -300.0 -300.0 -300.0 -300.0" for rank in range(WORKERS)]  # STEPS times 1 + 2
 
 
 class Daemons:
@@ -26,7 +40,7 @@ class Daemons:
 
     def __init__(self, spawn: Spawn, folder: Path, **settings: str) -> None:
         self._spawn, self._folder = spawn, folder
-        (folder / "train.py").write_text(readme_program())
+        (folder / "train.py").write_text(PROGRAM)
         self.address = "tcp://127.0.0.1:0"
         self.settings = {f"KVD_{name.upper()}": value for name, value in settings.items()}
         self._starts = 0
@@ -92,7 +106,7 @@ def ended(workers: list[Process]) -> list[tuple[int, str, str]]:
 def assert_trained(workers: list[Process]) -> None:
     found = ended(workers)
     assert [code for code, _, _ in found] == [0] * WORKERS, found
-    assert sorted(out.strip() for _, out, _ in found) == readme_results(WORKERS)
+    assert sorted(out.strip() for _, out, _ in found) == RESULTS
 
 
 def test_programs_one_after_the_other(daemons: Daemons) -> None:
@@ -105,7 +119,7 @@ def test_programs_one_after_the_other(daemons: Daemons) -> None:
     oldest = table.splitlines()[1].split()[1]
     for job in ("default", f"default@{oldest}"):
         code, shown, err = daemons.ask("keys", "--job", job, "-o", "json")
-        assert (code, [key["version"] for key in json.loads(shown)]) == (0, [200, 200]), err
+        assert (code, [key["version"] for key in json.loads(shown)]) == (0, [STEPS]), err
 
 
 def test_programs_side_by_side(daemons: Daemons, hold: Hold) -> None:

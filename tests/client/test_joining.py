@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvd
+from kvd.client.calls.deadline import Deadline
 from kvd.client.cluster import joining
 from kvd.client.cluster.joining import missing_nodes
 from kvd.client.cluster.observer import Observer
 from kvd.config import load
 from kvd.core.membership import ViewState
 from kvd.errors import ConnectError, RequestTimeout
+from kvd.node.state_file import SchedulerStateFile
 from kvd.protocol.messages import Epoch, Member, MemberState
 from kvd.testing.cluster import LocalCluster, wait_until
 from tests.core.fakes import cluster as settings_of
@@ -270,3 +274,27 @@ async def test_a_creation_that_is_cancelled_while_it_waits_gives_its_place_back(
         await asyncio.to_thread(wait_until, lambda: taken(cluster) == {}, "the place is free")
         stores = await asyncio.to_thread(cluster.open_stores)
         assert [(store.rank, store.restarted) for store in stores] == [(0, False), (1, False)]
+
+
+def test_the_status_waits_for_servers_that_the_view_does_not_show_yet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A view is announced once it is saved; the scheduler knows of the server before that."""
+    saved = threading.Event()
+    save = SchedulerStateFile.save
+
+    def slow_save(file: SchedulerStateFile, record: Any) -> None:
+        if "server-0" in str(record):
+            saved.wait(30)
+        save(file, record)
+
+    monkeypatch.setattr(SchedulerStateFile, "save", slow_save)
+    with LocalCluster(1, 1, state_dir=str(tmp_path)) as cluster, ThreadPoolExecutor(1) as pool:
+        config = load({**cluster.settings, "scheduler": cluster.address}, environ={}).config
+        with Observer(config) as observer:
+            wait_until(lambda: observer._scheduler_status(Deadline(30))["members"], "the server has joined")
+            report = pool.submit(observer.status)
+            wait([report], 0.5)  # the question is on its way to nowhere by then, or waits
+            saved.set()
+            (server,) = report.result(30)["servers"]
+            assert "error" not in server

@@ -103,6 +103,7 @@ class Observer:
             for member in status["members"]
             if member["role"] == "server" and member["state"] == MemberState.ACTIVE
         )
+        self._engine.run(self._until_known(ranks, deadline)).result()
         asked = {
             rank: self._engine.submit(requests.Control((StatusQuery(0),), (rank,)), deadline.left_s()) for rank in ranks
         }
@@ -114,6 +115,13 @@ class Observer:
             except KvdError as error:
                 status["servers"].append({"role": "server", "rank": rank, "error": str(error)})
         return status
+
+    async def _until_known(self, ranks: Sequence[int], deadline: Deadline) -> None:
+        """The scheduler knows of a server before it announces the view that has it."""
+        view = self._engine.machine.view
+        while deadline.left_s() > 0 and not {server.rank for server in view.servers()}.issuperset(ranks):
+            await asyncio.sleep(VIEW_PAUSE_S)
+            self._engine.check_usable()
 
     def keys(self) -> list[dict[str, Any]]:
         """Every key, by name: dtype, shape, version, slices, bytes, the shard of its first slice, and its servers."""
