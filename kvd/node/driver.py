@@ -46,7 +46,6 @@ from kvd.node.receiving import MessageReceiver
 from kvd.node.sending import MessageSender
 from kvd.node.threads import Stepper, report_failed_effect
 from kvd.observe.log import event
-from kvd.protocol.messages import Epoch
 from kvd.transport.base import NOTHING, Transport
 
 _JOBS = frozenset({Create, Apply, Export, Load, Run})
@@ -129,17 +128,19 @@ class Driver:
 
     def _in_run(self, batch: InRun) -> None:
         """What a scheduler or server does for one of its runs."""
-        for effect in batch.effects:
+        run, epoch, effects = batch
+        for effect in effects:
             try:
-                self._of_a_run(effect, batch.run, batch.epoch)
+                if type(effect) is Send:
+                    self._sender.send(effect, run, epoch)
+                else:
+                    self._of_a_run(effect, run)
             except Exception as error:  # noqa: BLE001  the next ones are carried out all the same
                 report_failed_effect(effect, error)
 
-    def _of_a_run(self, effect: Any, run: int, epoch: Epoch) -> None:
+    def _of_a_run(self, effect: Any, run: int) -> None:
         kind = type(effect)
-        if kind is Send:
-            self._sender.send(effect, run, epoch)
-        elif kind in _JOBS:
+        if kind in _JOBS:
             self._background.run_job(effect, run)
         elif kind is ResetState:
             self._background.reset_state(run)

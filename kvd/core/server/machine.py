@@ -190,8 +190,10 @@ class ServerMachine:
         return self._effects.take()
 
     def next_deadline(self) -> float | None:
-        deadlines = (self._session.next_deadline(), self._readings.next_deadline())
-        return min((at for at in deadlines if at is not None), default=None)
+        due, readers_due = self._session.next_deadline(), self._readings.next_deadline()
+        if due is None or readers_due is None:
+            return readers_due if due is None else due
+        return min(due, readers_due)
 
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
         groups = self.table.groups.values()

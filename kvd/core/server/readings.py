@@ -98,7 +98,9 @@ class Readings:
 
     def next_deadline(self) -> float | None:
         """When the next reader is forgotten if it stays silent."""
-        return min((reader.expires_at for reader in self._readers.values()), default=None)
+        if not self._readers:
+            return None
+        return min(reader.expires_at for reader in self._readers.values())
 
     # ── what readers ask ──
 

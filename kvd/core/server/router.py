@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 from kvd.core.machine import (
     SCHEDULER,
@@ -44,6 +45,8 @@ from kvd.protocol.messages import (
     Shutdown,
 )
 
+_APART = frozenset({InRun, Halt, LogEntry, Connect})  # effects that are not carried out as they are
+NEVER = float("inf")
 MAX_GIVEN_UP = 256  # runs remembered whose values are gone
 
 __all__ = ["ServerRouter", "ServerSettings"]
@@ -72,6 +75,7 @@ class ServerRouter:
         self._interval_s = heartbeat_interval_s
         self._memory = ServerMemory(settings.memory_limit_bytes, self._make_room)
         self._machines = {NO_RUN: ServerMachine(settings, session, self._memory)}
+        self._deadlines = {NO_RUN: NEVER}  # by run: of its machine
         self._phases: dict[int, RunPhase] = {}  # by run
         self._given_up: OrderedDict[int, str] = OrderedDict()  # run → its job
         self._out: list[Effect] = []
@@ -103,8 +107,8 @@ class ServerRouter:
         return self._out
 
     def next_deadline(self) -> float | None:
-        deadlines = (machine.next_deadline() for machine in self._machines.values())
-        return min((at for at in deadlines if at is not None), default=None)
+        due = min(self._deadlines.values())
+        return None if due == NEVER else due
 
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
         return self._machines.get(run, self._machines[NO_RUN]).explain(now)
@@ -121,6 +125,8 @@ class ServerRouter:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
         for run, machine in self._machines.items():
             assert machine.run == run, f"the machine of run {machine.run} is kept as that of {run}"
+            due = machine.next_deadline()
+            assert self._deadlines[run] == (NEVER if due is None else due), f"run {run} has another deadline"
             machine.validate()
         assert self._given_up.keys().isdisjoint(self._machines), "a run that is given up has a machine"
 
@@ -175,12 +181,14 @@ class ServerRouter:
         session = SchedulerSession(identity, EMPTY_SETTINGS, self._address, self._interval_s, key)
         machine = self._machines[entry.run] = ServerMachine(self._settings, session, self._memory)
         self._emit(entry.run, machine, session.tick(now))
+        self._note_deadline(entry.run, machine)
 
     def _give_up(self, run: int, job: str) -> None:
         self._given_up[run] = job
         while len(self._given_up) > MAX_GIVEN_UP:
             self._given_up.popitem(last=False)
         self._phases.pop(run, None)
+        self._deadlines.pop(run, None)
         if self._machines.pop(run, None) is not None:
             self._memory.release(run)
             self._out.append(DropRun(run))
@@ -197,21 +205,21 @@ class ServerRouter:
     # ── effects ──
 
     def _step(self, run: int, machine: ServerMachine, event: Event, now: float) -> None:
-        self._emit(run, machine, machine.step(event, now))
+        effects = machine.step(event, now)
+        if effects:
+            self._emit(run, machine, effects)
+        self._note_deadline(run, machine)
+
+    def _note_deadline(self, run: int, machine: ServerMachine) -> None:
+        due = machine.next_deadline()
+        if run in self._machines:  # it was not given up meanwhile
+            self._deadlines[run] = NEVER if due is None else due
 
     def _emit(self, run: int, machine: ServerMachine, effects: Sequence[Effect]) -> None:
         """The effects of a machine. There is one connection to the scheduler, and what ends one run ends no server."""
-        if run == NO_RUN:
-            own: list[OfOneRun] = [effect for effect in effects if not isinstance(effect, InRun)]
-        else:
-            own = []
-            for effect in effects:
-                if isinstance(effect, Halt):
-                    own.append(LogEntry("error", f"this server cannot take part in a run: {effect.error}"))
-                elif isinstance(effect, LogEntry):
-                    own.append(effect._replace(fields={**effect.fields, "job": machine.session.job}))
-                elif not isinstance(effect, InRun | Connect):
-                    own.append(effect)
+        own: Sequence[Any] = effects
+        if not _APART.isdisjoint(map(type, effects)):
+            own = [kept for effect in effects if (kept := _of_run(effect, run, machine)) is not None]
         if own:
             self._out.append(InRun(run, machine.epoch, own))
 
@@ -219,3 +227,16 @@ class ServerRouter:
         machine = self.machine_of(event.run)
         epoch = NO_VIEW if machine is None else machine.epoch
         self._out.append(InRun(event.run, epoch, [Send(event.peer, message)]))
+
+
+def _of_run(effect: Effect, run: int, machine: ServerMachine) -> OfOneRun | None:
+    """An effect as it counts for this run."""
+    if isinstance(effect, InRun):
+        return None
+    if run == NO_RUN:
+        return effect
+    if isinstance(effect, Halt):
+        return LogEntry("error", f"this server cannot take part in a run: {effect.error}")
+    if isinstance(effect, LogEntry):
+        return effect._replace(fields={**effect.fields, "job": machine.session.job})
+    return None if isinstance(effect, Connect) else effect
