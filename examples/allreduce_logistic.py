@@ -1,7 +1,7 @@
 """Logistic regression with `AllReduceParameter`: every worker owns a third of the weights, and updates it itself.
 
 The store carries gradients and weights; what an optimizer remembers (here the momentum) exists once in the whole job,
-cut over its workers: ::
+cut over its workers. So the job ends when one of them dies: ::
 
     kvd launch -n 3 -s 2 -- python examples/allreduce_logistic.py
     python examples/allreduce_logistic.py                          # the same in one process

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvd
+from kvd.errors import NotResumed
 from kvd.optimizer import SGD
 from kvd.parallel.allreduce.blocks import MissingBlock
 from kvd.parallel.allreduce.parameter import AllReduceParameter
@@ -250,15 +251,25 @@ def test_a_restarted_worker_does_not_pass_for_its_predecessor(kind: str) -> None
     with LocalCluster(2, 1, on_worker_loss="wait") as cluster:
         other = cluster.script(WORKER, 1, kind)
         try:
-            parameter = begun_by(cluster.store(kind, node_id="worker-0"))
+            parameter_store = cluster.store(kind, node_id="worker-0")
+            parameter = begun_by(parameter_store)
             assert other.stdout is not None
             other.stdout.readline()
         finally:
             other.kill()
             other.wait()
-        successor = AllReduceParameter(cluster.store(kind, node_id="worker-1"), 0, 2, 4)
-        successor.init(np.zeros(4))
-        parameter.send_weight_partition()
-        for one in (parameter, successor):
-            with pytest.raises(MissingBlock, match="restarted worker cannot continue"):
-                one.get_weights(np.empty(4, np.float32)).result()
+        successor = cluster.store(kind, node_id="worker-1")
+        with pytest.raises(NotResumed, match="under another id"):
+            AllReduceParameter(successor, 0, 2, 4).init(np.zeros(4))
+        assert parameter.get_weights(np.empty(4, np.float32)).result() is None  # those of before the death
+        both = [
+            AllReduceParameter(kv, "second", 2, 4)
+            for kv in sorted((parameter_store, successor), key=lambda kv: kv.rank)
+        ]
+        for _ in range(2):  # a second init of its own is no matter of predecessors
+            for one in both:
+                one.init(np.arange(4.0))
+            for one in both:
+                weights = np.empty(4, np.float32)
+                one.get_weights(weights).result()
+                np.testing.assert_array_equal(weights, [0, 1, 2, 3])

@@ -165,6 +165,9 @@ class Assignments(Protocol):
         or by `close`.
         """
 
+    def has_assigned(self, key: str) -> bool:
+        """Whether this process has taken part in a round of the key; a predecessor that died does not count."""
+
 
 class Deletion(Protocol):
     """The end of keys."""

@@ -67,6 +67,9 @@ class ClusterAssignments:
         if absent and self._absence_counts:
             self._send(list(absent), absence(absent, None, 0, self._steps.place))
 
+    def has_assigned(self, key: str) -> bool:
+        return self._engine.machine.has_pushed(key)
+
     def forget(self, names: Sequence[str]) -> None:
         """The keys are deleted: broadcasts of keys of their names are counted from 0."""
         for name in names:

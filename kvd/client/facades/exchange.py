@@ -58,6 +58,11 @@ class Exchange:
         """
         backend_of(self.store).assignments.assign(mine, others)
 
+    def is_inherited(self, key: str) -> bool:
+        """Whether a predecessor of this process, which died, has written the key, and this process has not yet."""
+        store = self.store
+        return store.restarted and store.clock(key) > 0 and not backend_of(store).assignments.has_assigned(key)
+
     def late_workers(self) -> tuple[str, ...]:
         """The workers that the servers wait for, such as ``"worker 1"``; empty if no server can say."""
         return self._nodes.late_workers()

@@ -155,6 +155,10 @@ class LocalValues:
             sources = [source_of(value, MAX_SLICE_BYTES, copy=True)]
             self._keys.watched([name], partial(self._replace, [name], sources))
 
+    def has_assigned(self, key: str) -> bool:
+        """See `Assignments.has_assigned`. Nobody has a predecessor here."""
+        return self._keys.entry(key).version > 0
+
     # ── the end of keys ──
 
     def delete(self, key: Any) -> Handle:

@@ -87,6 +87,10 @@ class Blocks:
         """The number of writes of this worker to the key, over the key's life."""
         return self._exchange.store.clock(key)
 
+    def is_inherited(self, key: str) -> bool:
+        """See `Exchange.is_inherited`."""
+        return self._exchange.is_inherited(key)
+
     def write(self, mine: Mapping[str, Floats], others: Sequence[str], write: int, iteration: int) -> None:
         """Send vectors, which are copied; `others` are the keys that the other partitions write at the same time."""
         blocks = {key: self._packed(values, write, iteration) for key, values in mine.items()}

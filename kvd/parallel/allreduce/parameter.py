@@ -24,7 +24,7 @@ import numpy.typing as npt
 from kvd.client.facades.blocking import KVStore
 from kvd.client.facades.exchange import Exchange
 from kvd.compute.tensors import as_array, writable_view, write_back
-from kvd.errors import ConfigError, DtypeMismatch, NotAllowed, ShapeMismatch
+from kvd.errors import ConfigError, DtypeMismatch, NotAllowed, NotResumed, ShapeMismatch
 from kvd.parallel.allreduce.blocks import Blocks, Wanted
 from kvd.parallel.allreduce.codec import Floats, codec_named, fold
 
@@ -44,7 +44,8 @@ class AllReduceParameter:
     - A block that is missing raises. In BigDL it can leave a partial sum.
     - A NaN stays a NaN in ``"fp16"``.
 
-    The full-precision slice of a worker that dies is lost: continue from a checkpoint, under a new id.
+    The full-precision slice of a worker that dies is lost: its successor gets NotResumed. Let all workers go on from a
+    checkpoint, under a new id.
 
     Arguments:
         kv: a blocking store of any type, whatever its optimizer and merge.
@@ -145,12 +146,20 @@ class AllReduceParameter:
             ShapeMismatch: it has another shape; or rank 0 uses the id for another size, or number of partitions.
             DtypeMismatch: it is neither float32 nor float64.
             NodeLost: rank 0 is gone.
+            NotResumed: this worker was restarted, and its predecessor had used the id.
         """
         values = self._vector(parameter, "parameter")
         start, length = self.partition(self.partition_id)
         self._make_keys()
+        own = self._weight_key(self.partition_id)
+        if self._blocks.is_inherited(own):
+            text = (
+                f"this worker was restarted, and its slice of the weights {self.id!r} died with its predecessor: "
+                f"let all workers go on from a checkpoint, under another id"
+            )
+            raise NotResumed(text, key=own)
         self._gradient_writes = self._blocks.written(self._gradient_key(self.partition_id, self.partition_id))
-        self._weight_writes = self._blocks.written(self._weight_key(self.partition_id))
+        self._weight_writes = self._blocks.written(own)
         self._puts, self._sends = 0, -1
         self._weights = values[start : start + length].copy()
         self._gradients = np.zeros(length, np.float32)
