@@ -19,8 +19,8 @@ class Health:
     """A verdict.
 
     Attributes:
-        is_healthy: whether no node is dead, missing or silent, no active worker's process has ended, and no server has
-            left its workers.
+        is_healthy: whether no node is dead, missing or silent, no active worker's process has ended, no server has left
+            its workers, and the scheduler can save its state.
         advice: a line for each thing that is or looks wrong, with what to do.
     """
 
@@ -50,8 +50,14 @@ def health_of(report: Report) -> Health:
             f"no answer: {', '.join(silent)}. Check its log, whether its process hangs or is stopped, and whether "
             "this host can reach its address."
         )
+    unsaved = report.get("cannot_save", "")
+    if unsaved:
+        advice.append(
+            f"the scheduler cannot save its state: {unsaved}. Free space in its state_dir, or make it writable. Until "
+            "then joining, leaving and barriers wait; pushes and pulls go on."
+        )
     advice += [_emptied(name) for name in _empty_servers(report)]
-    return Health(not (servers or deserters or workers or ended or missing or silent), tuple(advice))
+    return Health(not (servers or deserters or workers or ended or missing or silent or unsaved), tuple(advice))
 
 
 def _dead(report: Report, role: str) -> list[str]:

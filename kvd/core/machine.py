@@ -1,5 +1,7 @@
 """The interface between the machines and their shell: events in, effects out.
 
+Over 400 lines because all events and effects are listed here, and nowhere else.
+
 A machine is a deterministic function of its events: the same state and the same event give the same effects. The shell
 (`kvd.node.driver`, or the simulator) carries out the effects and reports their results as events.
 """
@@ -132,9 +134,15 @@ class JobDone(NamedTuple):
 
 
 class Persisted(NamedTuple):
-    """The record with this token is on stable storage."""
+    """The record with this token is on stable storage, and with it all that came before."""
 
     token: int
+
+
+class PersistFailed(NamedTuple):
+    """Records cannot be saved for now; the shell goes on trying. Persisted says when that is over."""
+
+    text: str
 
 
 class PeerLost(NamedTuple):
@@ -170,7 +178,9 @@ class Tick(NamedTuple):
     """Time has passed: the machine's deadline is reached, or nothing has happened for a while."""
 
 
-Event: TypeAlias = Received | LocalCall | JobDone | Persisted | PeerLost | InvalidFrame | CensusTaken | Tick
+Event: TypeAlias = (
+    Received | LocalCall | JobDone | Persisted | PersistFailed | PeerLost | InvalidFrame | CensusTaken | Tick
+)
 
 
 # ── effects ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
-from kvd.core.machine import DropRun, ForgetState, Halt, Job, JobDone, Persist, Persisted, Run
-from kvd.errors import KvdError, NotAllowed
+from kvd.core.machine import DropRun, ForgetState, Job, JobDone, Persist, Persisted, Run
+from kvd.errors import NotAllowed
 from kvd.node.jobs import JobRunner
+from kvd.node.records import RecordSaver
 from kvd.node.threads import Stepper
 
 
@@ -20,7 +21,6 @@ class Background:
         new_runner: makes what runs the jobs of a server, for one run.
         executor: None: everything runs at once.
         persist: puts a record on stable storage; None: records are not kept.
-        halt: called when a record cannot be saved.
     """
 
     def __init__(
@@ -29,14 +29,12 @@ class Background:
         new_runner: Callable[[], JobRunner] | None,
         executor: Executor | None,
         persist: Callable[[Mapping[str, object]], None] | None,
-        halt: Callable[[Halt], None],
     ) -> None:
         self._stepper = stepper
         self._new_runner = new_runner
         self._runners: dict[int, JobRunner] = {}  # by run
         self._executor = executor
-        self._persist = persist
-        self._halt = halt
+        self._saver = None if persist is None or executor is None else RecordSaver(persist, executor, stepper.feed)
 
     def reset_state(self, run: int) -> None:
         """Another optimizer is set in this run."""
@@ -59,11 +57,15 @@ class Background:
         future.add_done_callback(lambda done: self._job_done(job, run, done))
 
     def save_record(self, effect: Persist) -> None:
-        if self._persist is None or self._executor is None:
+        if self._saver is None:
             self._stepper.queue(Persisted(effect.token))
-            return
-        future = asyncio.get_running_loop().run_in_executor(self._executor, self._persist, effect.record)
-        future.add_done_callback(lambda done: self._record_saved(effect.token, done))
+        else:
+            self._saver.save(effect)
+
+    def stop(self) -> None:
+        """Records that could not be saved are not tried again."""
+        if self._saver is not None:
+            self._saver.stop()
 
     def _runner(self, run: int) -> JobRunner:
         runner = self._runners.get(run)
@@ -81,13 +83,3 @@ class Background:
         else:  # not an Exception: the command tried to end the process
             refused = NotAllowed(f"it raised {type(error).__name__}({error})")
             self._stepper.feed(JobDone(job.job, None, refused, run))
-
-    def _record_saved(self, token: int, done: asyncio.Future[None]) -> None:
-        if done.cancelled():
-            return
-        error = done.exception()
-        if error is None:
-            self._stepper.feed(Persisted(token))
-        else:
-            text = f"the state cannot be saved ({error}): free space in state_dir, or set another state_dir"
-            self._halt(Halt(KvdError(text)))

@@ -96,7 +96,7 @@ class Driver:
         self.feed: Callable[[Event], None] = self._stepper.feed
         self._sender = MessageSender(machine, transport, self._stepper)
         self._receiver = MessageReceiver(self._stepper, self._sender)
-        self._background = Background(self._stepper, new_runner, executor, persist, self._halt)
+        self._background = Background(self._stepper, new_runner, executor, persist)
 
         self._actions = self._table_of_actions()
 
@@ -107,6 +107,7 @@ class Driver:
 
     def stop(self, linger_s: float = 0.5) -> None:
         """Stops. Messages still queued get `linger_s` to leave."""
+        self._background.stop()
         self._stepper.stop(lambda: self._transport.close(linger_s))
 
     def _table_of_actions(self) -> dict[type[Any], Callable[[Any], None]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvd.config import Loaded, Role
 from kvd.errors import KvdError
 from kvd.node.daemon import Daemon
+from kvd.node.descriptors import raise_descriptor_limit
 from kvd.node.exit_codes import exit_code_of
 from kvd.node.ready_file import ReadyFile
 from kvd.node.scheduler_role import SchedulerRole
@@ -38,6 +39,7 @@ def run_daemon(loaded: Loaded, role: Role, *, ready_file: Path | None = None) ->
     try:
         if ready is not None:
             ready.check()
+        raise_descriptor_limit()
         return asyncio.run(new_daemon(loaded, role).run(ready))
     except KvdError as error:
         event(logger, logging.ERROR, str(error))

@@ -143,6 +143,37 @@ def test_the_scheduler_is_started_again_between_two_programs(daemons: Daemons) -
     assert daemons.jobs() == [("default", "ended")] * 2
 
 
+def test_a_state_that_cannot_be_saved(daemons: Daemons, hold: Hold, tmp_path: Path) -> None:
+    """Pushes go on; what would change the view waits, and goes on by itself."""
+    running = daemons.program("--job", "a", hold=hold)
+    hold.wait_for("worker-0", "worker-1")
+    state = tmp_path / "state" / "scheduler.json"
+    state.unlink()
+    (state / "in the way").mkdir(parents=True)
+    waiting = daemons.program("--job", "b")
+    unhealthy = wait_until(lambda: _unhealthy(daemons), "the status says so")
+    assert "the scheduler cannot save its state: " in unhealthy
+    hold.let_go()
+    wait_until(lambda: _pushed(daemons, "a") == STEPS, "the job goes on")
+    (state / "in the way").rmdir()
+    state.rmdir()
+    for workers in (running, waiting):
+        assert_trained(workers)
+    assert "cannot save" not in daemons.ask("status")[1]
+    daemons.scheduler.terminate()
+    assert ended([daemons.scheduler])[0][0] == 0
+
+
+def _unhealthy(daemons: Daemons) -> str:
+    code, out, err = daemons.ask("status")
+    return out + err if code == 1 and "cannot save" in out + err else ""
+
+
+def _pushed(daemons: Daemons, job: str) -> int:
+    code, shown, _ = daemons.ask("keys", "--job", job, "-o", "json")
+    return int(json.loads(shown)[0]["version"]) if code == 0 else 0
+
+
 def test_a_worker_of_an_ended_run_that_wakes_up(spawn: Spawn, tmp_path: Path, hold: Hold) -> None:
     """Its place is given away, and it disturbs nobody: it learns that its job has ended."""
     daemons = Daemons(spawn, tmp_path, worker_timeout_s="3s")

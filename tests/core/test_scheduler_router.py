@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import CallerPeer, InRun, Persist, Persisted, Received, Send, Tick
+from kvd.core.machine import CallerPeer, InRun, Persist, Persisted, PersistFailed, Received, Send, Tick
 from kvd.core.scheduler.machine import SchedulerSettings
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.scheduler.runs import MAX_KEPT, MAX_LIVE
@@ -34,10 +34,12 @@ READER = 900
 
 
 class Scheduler:
-    """A router whose records are saved at once."""
+    """A router whose records are saved at once, unless a test says otherwise."""
 
     def __init__(self) -> None:
         settings = SchedulerSettings(cluster(2, 1), 1.0, TIMEOUT_S, TIMEOUT_S, break_on_loss=True)
+        self.saves = True  # else the tokens of its records are in `unsaved`
+        self.unsaved: list[int] = []
         self.router = SchedulerRouter(settings, 1, 1, 0.0)
         self.now = 0.0
 
@@ -48,8 +50,10 @@ class Scheduler:
         events = [event]
         while events:
             for effect in self.router.step(events.pop(), self.now):
-                if isinstance(effect, Persist):
+                if isinstance(effect, Persist) and self.saves:
                     events.append(Persisted(effect.token))
+                elif isinstance(effect, Persist):
+                    self.unsaved.append(effect.token)
                 elif isinstance(effect, InRun):
                     messages = [own.message for own in effect.effects if isinstance(own, Send)]
                     self.headers += [(effect.run, effect.epoch)] * len(messages)
@@ -167,3 +171,18 @@ def test_a_reader_that_knew_the_view_of_the_cluster_does_not_renumber_those_of_t
     scheduler.say(READER, join, epoch=Epoch(1, 99))
     (header, *_) = scheduler.headers
     assert header[1].generation == 1
+
+
+def test_changes_wait_while_the_record_cannot_be_saved() -> None:
+    scheduler = Scheduler()
+    scheduler.server_joins()
+    scheduler.saves = False
+    answers = scheduler.worker_joins(0, "a")
+    assert not any(isinstance(message, Welcome) for message in answers)
+    scheduler.step(PersistFailed("disk full"))
+    assert scheduler.router.explain(0.0)["cannot_save"] == "disk full"
+    assert not any(isinstance(message, Welcome) for message in scheduler.worker_joins(1, "a"))
+    scheduler.saves = True
+    answers = scheduler.step(Persisted(scheduler.unsaved[-1]))  # the newest record has what the others had
+    assert sum(isinstance(message, Welcome) for message in answers) == 2
+    assert scheduler.router.explain(0.0)["cannot_save"] == ""

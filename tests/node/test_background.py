@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,10 +17,12 @@ from kvd.core.machine import (
     LocalCall,
     Persist,
     Persisted,
+    PersistFailed,
     Run,
     Span,
 )
 from kvd.errors import NotAllowed
+from kvd.node import records
 from kvd.node.jobs import JobRunner
 from kvd.protocol.messages import Epoch
 from tests.node.driver_harness import DriverHarness, call, run, until
@@ -44,28 +48,62 @@ def test_a_command_that_raises_system_exit_fails() -> None:
         run(harness, program)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_records_are_saved_in_the_background(fails: bool) -> None:
+def test_records_are_saved_one_after_the_other_and_only_the_newest_of_those_that_wait() -> None:
     saved: list[Any] = []
+    goes_on = threading.Event()
 
     def save(record: Any) -> None:
-        if fails:
-            raise OSError("disk full")
         saved.append(record)
-
-    def react(event: Event) -> list[Effect]:
-        return [Persist(4, {"a": 1})] if isinstance(event, LocalCall) else []
+        goes_on.wait(30)
 
     async def program() -> None:
         harness.driver.feed(call(1))
-        if fails:
-            await until(lambda: harness.halts)
-            assert "disk full" in str(harness.halts[0])
-            assert Persisted(4) not in harness.machine.events
-        else:
-            await until(lambda: Persisted(4) in harness.machine.events)
-            assert saved == [{"a": 1}]
+        await until(lambda: saved)
+        for number in (2, 3, 4):
+            harness.driver.feed(call(number))
+        assert not persisted(harness)
+        goes_on.set()
+        await until(lambda: Persisted(4) in harness.machine.events)
+        assert saved == [{"call": 1}, {"call": 4}]
+        assert persisted(harness) == [1, 4]
 
-    with ThreadPoolExecutor(1) as executor:
-        harness = DriverHarness(react, executor=executor, persist=save)
+    with ThreadPoolExecutor(4) as executor:
+        harness = DriverHarness(persisting, executor=executor, persist=save)
         run(harness, program)
+
+
+def test_a_record_that_cannot_be_saved_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(records, "FIRST_PAUSE_S", 0.01)
+    tried: list[Any] = []
+
+    def save(record: Any) -> None:
+        tried.append(record)
+        if len(tried) < 4:
+            raise OSError("disk full")
+
+    async def program() -> None:
+        harness.driver.feed(call(1))
+        await until(lambda: PersistFailed("disk full") in harness.machine.events)
+        harness.driver.feed(call(2))
+        await until(lambda: Persisted(2) in harness.machine.events)
+        assert tried[-1] == {"call": 2}  # the newest
+        assert harness.machine.events.count(PersistFailed("disk full")) == 1
+        assert not harness.halts
+
+    with caplog.at_level(logging.WARNING, logger="kvd.node"), ThreadPoolExecutor(1) as executor:
+        harness = DriverHarness(persisting, executor=executor, persist=save)
+        run(harness, program)
+    first, last = caplog.messages
+    assert first.startswith("the state cannot be saved (disk full): free space in state_dir")
+    assert last == "the state can be saved again"
+
+
+def persisting(event: Event) -> list[Effect]:
+    """The record after each call has the token of its number."""
+    return [Persist(event.call, {"call": event.call})] if isinstance(event, LocalCall) else []
+
+
+def persisted(harness: DriverHarness) -> list[int]:
+    return [event.token for event in harness.machine.events if isinstance(event, Persisted)]

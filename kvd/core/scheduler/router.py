@@ -21,11 +21,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvd.core.machine import Effect, Event, InRun, LogEntry, OfOneRun, Persist, Persisted, Received, Send, Stop
+from kvd.core.machine import (
+    Effect,
+    Event,
+    InRun,
+    LogEntry,
+    OfOneRun,
+    Persist,
+    Persisted,
+    PersistFailed,
+    Received,
+    Send,
+    Stop,
+)
 from kvd.core.scheduler.agreement import malformation
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
 from kvd.core.scheduler.record import Record
 from kvd.core.scheduler.runs import MAX_LIVE, Choice, Runs, RunSlot
+from kvd.core.scheduler.saving import Saving
 from kvd.protocol.messages import (
     NO_RUN,
     NO_VIEW,
@@ -65,9 +78,7 @@ class SchedulerRouter:
         self._runs = Runs([] if saved is None else [self._restored(entry, now) for entry in saved["runs"]])
         self._cluster.restore_runs(self._runs.entries())
         self._out: list[Effect] = []
-        self._unsaved: list[tuple[int, int]] = []  # (run, token) of the records that this step changed
-        self._tokens: dict[int, list[tuple[int, int]]] = {}  # by the token of a Persist under way
-        self._last_token = 0
+        self._saving = Saving()
         self._handlers: dict[type[Any], Callable[[Received, Any, float], None]] = {
             EndRun: self._end_run,
             Shutdown: self._shut_down,
@@ -96,10 +107,12 @@ class SchedulerRouter:
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, Persisted):
-            for run, token in self._tokens.pop(event.token, ()):
+            for run, token in self._saving.saved(event.token).items():
                 machine = self.machine_of(run)
                 if machine is not None:
                     self._step(run, machine, Persisted(token), now)
+        elif isinstance(event, PersistFailed):
+            self._saving.problem = event.text
         else:
             self._step(NO_RUN, self._cluster, event, now)
             for slot in self._runs:
@@ -114,7 +127,8 @@ class SchedulerRouter:
 
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
         machine = self.machine_of(run) or self._cluster
-        return {**machine.explain(now), "jobs": [slot.describe() for slot in self._runs]}
+        jobs = [slot.describe() for slot in self._runs]
+        return {**machine.explain(now), "jobs": jobs, "cannot_save": self._saving.problem}
 
     def watched(self) -> list[tuple[int, str, int]]:
         """(incarnation, host, pid) of the living members, for a shell that can watch their processes."""
@@ -353,7 +367,7 @@ class SchedulerRouter:
         for effect in effects:
             assert not isinstance(effect, InRun)
             if isinstance(effect, Persist):
-                self._unsaved.append((run, effect.token))
+                self._saving.changed(run, effect.token)
             elif isinstance(effect, LogEntry) and slot is not None:
                 own.append(effect._replace(fields={**effect.fields, "job": slot.job}))
             else:
@@ -362,10 +376,8 @@ class SchedulerRouter:
             self._out.append(InRun(run, machine.epoch, own))
 
     def _flush(self) -> None:
-        if self._unsaved:
-            self._last_token += 1
-            self._tokens[self._last_token], self._unsaved = self._unsaved, []
-            self._out.append(Persist(self._last_token, self.record()))
+        if self._saving.is_due:
+            self._out.append(self._saving.begin(self.record()))
 
     def _machines(self) -> list[SchedulerMachine]:
         return [self._cluster, *(slot.machine for slot in self._runs if slot.machine is not None)]

@@ -1,0 +1,15 @@
+"""How many connections a daemon may have: each takes a descriptor, and the usual limit is 1024."""
+
+from __future__ import annotations
+
+import resource
+
+MOST = 1 << 20
+
+
+def raise_descriptor_limit() -> None:
+    """Take as many as the system grants this process. Not in programs of users: select() fails above 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    granted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+    if soft != resource.RLIM_INFINITY and soft < granted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (granted, hard))
