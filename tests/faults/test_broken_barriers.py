@@ -44,7 +44,8 @@ def first_line(process: subprocess.Popen[bytes]) -> bytes:
 
 
 def test_programs_that_are_started_again_after_a_barrier_broke_meet() -> None:
-    with LocalCluster(2, 1, **QUICK) as cluster:
+    patient = {**QUICK, "worker_timeout_s": 8.0}  # one of the two that are started again may come that much later
+    with LocalCluster(2, 1, **patient) as cluster:
         with programs(cluster, {0: "waits", 1: "dies"}) as (waits, dies):
             assert [first_line(waits), first_line(dies)] == [b"begun", b"begun"]
             dies.kill()
