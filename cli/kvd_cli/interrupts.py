@@ -18,7 +18,7 @@ from kvd_cli.exit_codes import INTERRUPTED
 
 
 def prepare() -> None:
-    """From here on an interrupt ends the process at once, unless whoever started it has interrupts ignored."""
+    """From here on an interrupt ends the process at once, unless interrupts are ignored from the start."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
         # The interpreter removes handlers before it is done; an interrupt would then change the exit code.

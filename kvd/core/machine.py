@@ -77,6 +77,9 @@ class PeerPath(NamedTuple):
         return f"{self.kind}: {self.reason}" if self.reason else str(self.kind)
 
 
+# ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 class Span(NamedTuple):
     """A range of bytes in a buffer."""
 
@@ -140,7 +143,7 @@ class Persisted(NamedTuple):
 
 
 class PersistFailed(NamedTuple):
-    """Records cannot be saved for now; the shell goes on trying. Persisted says when that is over."""
+    """Records cannot be saved. The shell goes on trying, and Persisted says when that is over."""
 
     text: str
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from enum import Enum, auto
 from functools import partial
 
 from kvd.core.machine import Event, Persist, Persisted, PersistFailed
@@ -15,6 +16,15 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
 
 logger = logging.getLogger("kvd.node")
+
+
+class SaverState(Enum):
+    """What the saver does."""
+
+    IDLE = auto()
+    SAVING = auto()
+    PAUSING = auto()  # before it tries again
+    STOPPED = auto()
 
 
 class RecordSaver:
@@ -35,7 +45,7 @@ class RecordSaver:
         self._executor = executor
         self._feed = feed
         self._next: Persist | None = None
-        self._busy = False
+        self._state = SaverState.IDLE
         self._problem = ""  # why the latest one could not be saved
         self._pause_s = FIRST_PAUSE_S
         self._timer: asyncio.TimerHandle | None = None
@@ -43,24 +53,24 @@ class RecordSaver:
     def save(self, record: Persist) -> None:
         """Persisted or PersistFailed will say what became of it."""
         self._next = record
-        if not self._busy:
+        if self._state is SaverState.IDLE:
             self._begin()
 
     def stop(self) -> None:
         """Nothing is tried again."""
-        self._busy = True
+        self._state = SaverState.STOPPED
         if self._timer is not None:
             self._timer.cancel()
 
     def _begin(self) -> None:
         record, self._next = self._next, None
         assert record is not None
-        self._busy = True
+        self._state = SaverState.SAVING
         future = asyncio.get_running_loop().run_in_executor(self._executor, self._save, record.record)
         future.add_done_callback(partial(self._tried, record))
 
     def _tried(self, record: Persist, done: asyncio.Future[None]) -> None:
-        if done.cancelled():
+        if done.cancelled() or self._state is SaverState.STOPPED:
             return
         error = done.exception()
         if error is not None:
@@ -69,9 +79,9 @@ class RecordSaver:
         if self._problem:
             event(logger, logging.WARNING, "the state can be saved again")
         self._problem, self._pause_s = "", FIRST_PAUSE_S
-        self._busy = False
+        self._state = SaverState.IDLE
         self._feed(Persisted(record.token))
-        if self._next is not None and not self._busy:
+        if self._next is not None and self._state is SaverState.IDLE:
             self._begin()
 
     def _failed(self, record: Persist, error: BaseException) -> None:
@@ -82,5 +92,6 @@ class RecordSaver:
             event(logger, logging.ERROR, f"{text}. Joining, leaving and barriers wait for that")
             self._feed(PersistFailed(problem))
         self._next = self._next or record
+        self._state = SaverState.PAUSING
         self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._begin)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)

@@ -17,6 +17,7 @@ import pytest
 import kvd
 from kvd.client.calls.deadline import Deadline
 from kvd.client.cluster import joining
+from kvd.client.cluster import observer as observer_module
 from kvd.client.cluster.joining import missing_nodes
 from kvd.client.cluster.observer import Observer
 from kvd.config import load
@@ -298,3 +299,24 @@ def test_the_status_waits_for_servers_that_the_view_does_not_show_yet(
             saved.set()
             (server,) = report.result(30)["servers"]
             assert "error" not in server
+
+
+def test_the_status_does_not_wait_for_an_announcement_that_does_not_come(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The disk of the scheduler may be full."""
+    save = SchedulerStateFile.save
+
+    def failing_save(file: SchedulerStateFile, record: Any) -> None:
+        if "server-0" in str(record):
+            raise OSError("disk full")
+        save(file, record)
+
+    monkeypatch.setattr(SchedulerStateFile, "save", failing_save)
+    monkeypatch.setattr(observer_module, "ANNOUNCEMENT_S", 0.2)
+    with LocalCluster(1, 1, state_dir=str(tmp_path)) as cluster:
+        config = load({**cluster.settings, "scheduler": cluster.address}, environ={}).config
+        with Observer(config) as observer:
+            wait_until(lambda: observer._scheduler_status(Deadline(30))["cannot_save"] == "disk full", "it is told")
+            report = observer.status()
+    assert report["servers"] == [{"role": "server", "rank": 0, "error": observer_module.NOT_ANNOUNCED}]

@@ -17,7 +17,8 @@ def test_a_record_saves_what_came_before_it() -> None:
     saving.begin({})
     saving.changed(7, 3)
     saving.begin({})
-    saving.problem = "disk full"
+    saving.failed("disk full")
+    assert saving.problem == "disk full"
     assert saving.saved(2) == {7: 2, 8: 1}
     assert saving.problem == ""
     assert saving.saved(2) == {}

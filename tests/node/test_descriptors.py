@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from kvd.config import child_environment
 from kvd.node.descriptors import MOST
 from kvd.testing.cluster import wait_until
@@ -26,7 +24,6 @@ def limit_of(pid: int) -> int:
     return resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the limits of another process")
 def test_a_daemon_takes_what_it_may_have(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     daemon = subprocess.Popen(
@@ -45,7 +42,6 @@ def test_a_daemon_takes_what_it_may_have(tmp_path: Path) -> None:
         daemon.wait(30)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the limits of another process")
 def test_a_program_keeps_its_limit() -> None:
     code = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     done = subprocess.run(

@@ -29,6 +29,8 @@ from kvd.protocol.specs import DTYPES, KeySpec
 
 SAME_VERSION_TRIES = 4
 VIEW_PAUSE_S = 0.005
+ANNOUNCEMENT_S = 5.0  # how long a server that has joined is waited for in the view
+NOT_ANNOUNCED = "it has joined, but the scheduler has not announced it yet"
 NEWS_S = 1.0  # how long a scheduler that may be down is waited for
 ASYNCHRONOUS = "this cluster trains asynchronously, so its keys have no common versions"
 
@@ -103,11 +105,13 @@ class Observer:
             for member in status["members"]
             if member["role"] == "server" and member["state"] == MemberState.ACTIVE
         )
-        self._engine.run(self._until_known(ranks, deadline)).result()
+        unknown = self._engine.run(self._unknown(ranks, deadline)).result()
         asked = {
-            rank: self._engine.submit(requests.Control((StatusQuery(0),), (rank,)), deadline.left_s()) for rank in ranks
+            rank: self._engine.submit(requests.Control((StatusQuery(0),), (rank,)), deadline.left_s())
+            for rank in ranks
+            if rank not in unknown
         }
-        status["servers"] = []
+        status["servers"] = [{"role": "server", "rank": rank, "error": NOT_ANNOUNCED} for rank in sorted(unknown)]
         for rank, promise in asked.items():
             try:
                 (answer,) = promise.result()
@@ -116,12 +120,15 @@ class Observer:
                 status["servers"].append({"role": "server", "rank": rank, "error": str(error)})
         return status
 
-    async def _until_known(self, ranks: Sequence[int], deadline: Deadline) -> None:
-        """The scheduler knows of a server before it announces the view that has it."""
-        view = self._engine.machine.view
-        while deadline.left_s() > 0 and not {server.rank for server in view.servers()}.issuperset(ranks):
+    async def _unknown(self, ranks: Sequence[int], deadline: Deadline) -> set[int]:
+        """Those of these servers that no view has shown: the scheduler announces a server when its state is saved."""
+        view, soon = self._engine.machine.view, Deadline(min(ANNOUNCEMENT_S, deadline.left_s()))
+        while unknown := set(ranks) - {server.rank for server in view.servers()}:
+            if soon.left_s() == 0:
+                break
             await asyncio.sleep(VIEW_PAUSE_S)
             self._engine.check_usable()
+        return unknown
 
     def keys(self) -> list[dict[str, Any]]:
         """Every key, by name: dtype, shape, version, slices, bytes, the shard of its first slice, and its servers."""

@@ -112,7 +112,7 @@ class SchedulerRouter:
                 if machine is not None:
                     self._step(run, machine, Persisted(token), now)
         elif isinstance(event, PersistFailed):
-            self._saving.problem = event.text
+            self._saving.failed(event.text)
         else:
             self._step(NO_RUN, self._cluster, event, now)
             for slot in self._runs:

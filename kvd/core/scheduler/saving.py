@@ -13,7 +13,7 @@ class Saving:
     """The changes that are being saved.
 
     Attributes:
-        problem: why records cannot be saved for now; "" if they can.
+        problem: why records cannot be saved; "" if they can.
     """
 
     def __init__(self) -> None:
@@ -46,3 +46,7 @@ class Saving:
         for earlier in [earlier for earlier in self._under_way if earlier <= token]:
             newest.update(self._under_way.pop(earlier))
         return newest
+
+    def failed(self, why: str) -> None:
+        """Records cannot be saved, until one is."""
+        self.problem = why

@@ -15,7 +15,7 @@ from kvd.protocol.messages import Departure
 from kvd.testing.process import Coroutine, PendingCall, Sleep
 from kvd.testing.simulator import Me, slices_of
 from kvd.testing.workloads.lives import LifeLedger
-from kvd.testing.workloads.steps import begin_push, enter, insist, item
+from kvd.testing.workloads.steps import begin_push, enter, item, weights_before
 from kvd.testing.workloads.training import Training
 
 
@@ -39,11 +39,7 @@ class SteppedTraining(Training):
 
     def step(self, me: Me, loops: StepLoops, clock: int) -> Coroutine:
         """Gradients of the weights of this step."""
-        weights = {key: np.full(self.size, np.nan, np.float32) for key in self.keys}
-        pulls = tuple(item(key, None, target) for key, target in weights.items())
-        versions = yield from insist(Transfer(pulls, push=False, pull=True))
-        if versions != [(clock - 1, clock - 1)] * len(self.keys):
-            me.world.fail(f"worker {me.rank} asked for version {clock - 1} of {self.keys}, got {versions}")
+        weights = yield from weights_before(me, self.keys, self.size, clock)
         yield Sleep(self.pace_s)
         for keys in self.grouping(self.keys, me.rank, clock):
             if not loops.take_pushes(keys):

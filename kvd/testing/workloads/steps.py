@@ -73,6 +73,16 @@ def enter(me: Me, keys: Sequence[str], initial: Floats, optimizer: SGD | None) -
                     yield from insist(InitKeys((item(key, initial.copy()),)))
 
 
+def weights_before(me: Me, keys: Sequence[str], size: int, clock: int) -> Generator[Any, Any, dict[str, Floats]]:
+    """What the keys hold before step `clock`, and nothing later."""
+    weights = {key: np.full(size, np.nan, np.float32) for key in keys}
+    pulls = tuple(item(key, None, target) for key, target in weights.items())
+    versions = yield from insist(Transfer(pulls, push=False, pull=True))
+    if versions != [(clock - 1, clock - 1)] * len(keys):
+        me.world.fail(f"worker {me.rank} asked for version {clock - 1} of {keys}, got {versions}")
+    return weights
+
+
 def insist(request: Request) -> Generator[Any, Any, Any]:
     """A request that is made again while a node is lost, as in a program whose supervisor restarts nodes."""
     for _ in range(MAX_ATTEMPTS):

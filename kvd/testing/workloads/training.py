@@ -22,6 +22,7 @@ from kvd.testing.workloads.steps import (
     insist,
     item,
     one_by_one,
+    weights_before,
 )
 
 SMALL = 19  # floats of a key: a push of all keys of a list is a small one
@@ -56,11 +57,7 @@ class Training:
             if clock in self.rates and me.rank == 0:
                 change = UpdateOptimizer(0, {"learning_rate": self.rates[clock]})
                 yield from insist(Control((change,), staged_first=True))
-            weights = {key: np.full(self.size, np.nan, np.float32) for key in self.keys}
-            pulls = tuple(item(key, None, target) for key, target in weights.items())
-            versions = yield from insist(Transfer(pulls, push=False, pull=True))
-            if versions != [(clock - 1, clock - 1)] * len(self.keys):
-                me.world.fail(f"worker {me.rank} asked for version {clock - 1} of {self.keys}, got {versions}")
+            weights = yield from weights_before(me, self.keys, self.size, clock)
             yield Sleep(self.pace_s)
             for keys in self.grouping(self.keys, me.rank, clock):
                 items = tuple([item(key, self.gradient(key, weights[key], me.rank, clock)) for key in keys])
