@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
+from kvd.core.principals import HOLDER, Principal
 from kvd.core.requests import Request
 from kvd.errors import KvdError
 from kvd.protocol.messages import NO_RUN, Epoch, Message, PathKind
@@ -103,7 +104,8 @@ def spans_of(buffer: Buffer | ScatterList, nbytes: int) -> tuple[Span, ...]:
 
 
 class Received(NamedTuple):
-    """A message arrived. `payload` is None if it has none; otherwise it holds `nbytes` bytes."""
+    """A message arrived. `payload` is None if it has none; otherwise it holds `nbytes` bytes. `principal` holds the key
+    of the connection."""
 
     peer: Peer
     sender: int
@@ -112,6 +114,7 @@ class Received(NamedTuple):
     payload: Buffer = None
     nbytes: int = 0
     run: int = NO_RUN
+    principal: Principal = HOLDER
 
 
 class LocalCall(NamedTuple):
@@ -198,10 +201,12 @@ class Send(NamedTuple):
 
 
 class Connect(NamedTuple):
-    """Open a connection; its name is `peer` from now on."""
+    """Open a connection; its name is `peer` from now on. The other end has to prove that it holds `key`, a public key
+    in Z85; "": the key that this node was started with."""
 
     peer: Peer
     address: str
+    key: str = ""
 
 
 class Disconnect(NamedTuple):

@@ -99,6 +99,7 @@ class Identity(NamedTuple):
     pid: int
     preferred_rank: int = NO_RANK
     host_name: str = ""  # for people
+    key: str = ""  # that a server proves to hold, if it is not that of the whole cluster
 
 
 class RunKey(NamedTuple):
@@ -326,4 +327,5 @@ class SchedulerSession:
             key.token,
             key.operator,
             self.view.runs,
+            who.key,
         )

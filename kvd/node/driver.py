@@ -152,7 +152,7 @@ class Driver:
 
     def _connect(self, effect: Connect) -> None:
         try:
-            self._transport.connect(effect.peer, effect.address)
+            self._transport.connect(effect.peer, effect.address, effect.key)
         except ConnectError as error:
             if effect.peer == SCHEDULER:
                 self._halt(Halt(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from kvd.core.machine import InvalidFrame, Peer, PeerKind, Received, Send
+from kvd.core.principals import HOLDER, Principal
 from kvd.errors import ProtocolError
 from kvd.node.casting import arrived
 from kvd.node.sending import MessageSender
@@ -27,7 +28,7 @@ class MessageReceiver:
         self._sender = sender
         self._throttle = Throttle(LOG_INTERVAL_S)
 
-    def receive(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
+    def receive(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal = HOLDER) -> None:
         """Gives the machine one message. `payload` keeps its memory alive and is not written to."""
         try:
             decoded = decode(header)
@@ -36,7 +37,9 @@ class MessageReceiver:
             return
         payload = arrived(decoded.message, payload)
         nbytes = 0 if payload is None else payload.nbytes
-        self._stepper.feed(Received(peer, decoded.sender, decoded.epoch, decoded.message, payload, nbytes, decoded.run))
+        self._stepper.feed(
+            Received(peer, decoded.sender, decoded.epoch, decoded.message, payload, nbytes, decoded.run, principal)
+        )
 
     def reject(self, peer: Peer, text: str) -> None:
         """Answers frames that are not a message with the reason, and logs them once per `LOG_INTERVAL_S`."""

@@ -30,7 +30,7 @@ from kvd.protocol.specs import (
     KeySpec,
 )
 
-VERSION = 3
+VERSION = 4
 MAX_HEADER_BYTES = 64 << 10
 _ENVELOPE = 6  # entries before the message's own fields
 

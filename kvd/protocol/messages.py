@@ -43,6 +43,7 @@ Key: TypeAlias = Annotated[str, Limit(1, MAX_KEY_CHARS)]
 Name: TypeAlias = Annotated[str, Limit(0, 64)]
 NodeId: TypeAlias = Annotated[str, Limit(0, 128)]
 Address: TypeAlias = Annotated[str, Limit(0, 108)]
+PublicKey: TypeAlias = Annotated[str, Limit(0, 40)]  # of CURVE, in Z85; "": that of the cluster, or none
 Text: TypeAlias = Annotated[str, Limit(0, MAX_TEXT_CHARS)]
 Words: TypeAlias = Annotated[str, Limit(0, 80)]
 JobName: TypeAlias = Annotated[str, Limit(0, 81)]  # NAME, or for readers NAME@RUN
@@ -160,6 +161,7 @@ class Member(NamedTuple):
     state: MemberState
     reason: Words
     last_seen_s: float  # of a dead member: seconds of silence before it was declared dead
+    key: PublicKey = ""  # of a server
 
 
 class RunPhase(StrEnum):
@@ -247,6 +249,7 @@ class Join:
     token: Token = ""
     operator: bool = False  # a worker for one command: it acts in the newest run of the job, even if that has ended
     runs: Runs = ()  # those that a server knows, for a scheduler without its record
+    key: PublicKey = ""  # that a server proves to hold to those who connect to it
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,8 +82,8 @@ class SlowLink:
     def listen(self, address: str) -> str:
         return self._inner.listen(address)
 
-    def connect(self, peer: Peer, address: str) -> None:
-        self._inner.connect(peer, address)
+    def connect(self, peer: Peer, address: str, key: str = "") -> None:
+        self._inner.connect(peer, address, key)
 
     def disconnect(self, peer: Peer) -> None:
         self._inner.disconnect(peer)

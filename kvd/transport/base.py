@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 from kvd.core.machine import Peer, PeerPath, Span
+from kvd.core.principals import Principal
 
 Piece: TypeAlias = memoryview
 
-OnMessage: TypeAlias = Callable[[Peer, bytes, memoryview | None], None]
-"""(peer, header, payload). The payload keeps its memory alive, and nothing writes to it."""
+OnMessage: TypeAlias = Callable[[Peer, bytes, memoryview | None, Principal], None]
+"""(peer, header, payload, who holds the key of the connection). The payload keeps its memory alive, and nothing writes
+to it."""
 
 OnGarbage: TypeAlias = Callable[[Peer, str], None]
 """(peer, what was wrong): frames arrived that are not a message."""
@@ -31,8 +33,9 @@ class Transport(Protocol):
     def listen(self, address: str) -> str:
         """Listens at the address. Returns it with its real port. Raises ConnectError if it is taken."""
 
-    def connect(self, peer: Peer, address: str) -> None:
-        """Opens a connection called `peer` in the background, and opens it again whenever it breaks."""
+    def connect(self, peer: Peer, address: str, key: str = "") -> None:
+        """Opens a connection called `peer` in the background, and opens it again whenever it breaks. The other end must
+        hold `key`, see `kvd.core.machine.Connect`."""
 
     def disconnect(self, peer: Peer) -> None: ...
 

@@ -97,10 +97,10 @@ class HostTransport:
         if self._loop is not None:
             self._loop.add_reader(listener, self._accept, listener)
 
-    def connect(self, peer: Peer, address: str) -> None:
+    def connect(self, peer: Peer, address: str, key: str = "") -> None:
         """Opens a ZeroMQ connection and, if the peer is a server on this host, a link."""
         self.disconnect(peer)
-        self._zmq.connect(peer, address)
+        self._zmq.connect(peer, address, key)
         self._zmq_reasons[peer] = ""
         reason = self._try_link(peer)
         if reason:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvd.core.machine import Peer, Span
+from kvd.core.principals import HOLDER
 from kvd.transport.base import MAX_PAYLOAD_BYTES, OnGarbage, OnMessage, padded, pieces_of
 from kvd.transport.frames import (
     GOODBYE,
@@ -46,7 +47,7 @@ GONE = "the other side is gone"
 class Sink:
     """Where the messages of all links go. The transport sets it when it starts."""
 
-    on_message: OnMessage = staticmethod(lambda peer, header, payload: None)
+    on_message: OnMessage = staticmethod(lambda peer, header, payload, principal: None)
     on_garbage: OnGarbage = staticmethod(lambda peer, text: None)
 
 
@@ -299,11 +300,11 @@ class Link:
             self._check_hello(frame)
         elif kind in (INLINE, MESSAGE):
             if self.is_up:
-                self._sink.on_message(self.peer, frame.header, frame.payload)
+                self._sink.on_message(self.peer, frame.header, frame.payload, HOLDER)
         elif kind == REFERENCE:
             if self.is_up:
                 payload = self._remote.payload(frame.segment, frame.offset, frame.nbytes)
-                self._sink.on_message(self.peer, frame.header, payload)
+                self._sink.on_message(self.peer, frame.header, payload, HOLDER)
         elif kind == SEGMENT:
             self._take_segment(frame)
         elif kind == GOODBYE:

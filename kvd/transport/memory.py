@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 
 from kvd.core.machine import CallerPeer, Peer, PeerPath, Span
+from kvd.core.principals import HOLDER
 from kvd.errors import ConnectError
 from kvd.transport.base import OnGarbage, OnMessage, joined, pieces_of
 
@@ -42,7 +43,7 @@ class MemoryTransport:
         self._addresses.append(address)
         return address
 
-    def connect(self, peer: Peer, address: str) -> None:
+    def connect(self, peer: Peer, address: str, key: str = "") -> None:
         self._opened[peer] = address
         self._try_connect(peer)
 
@@ -79,7 +80,7 @@ class MemoryTransport:
 
     def _deliver(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
         if self._on_message is not None and peer in self._connections:
-            self._on_message(peer, header, payload)
+            self._on_message(peer, header, payload, HOLDER)
 
     def paths(self) -> Mapping[Peer, PeerPath]:
         return {}

@@ -20,6 +20,7 @@ from typing import Any
 import zmq
 
 from kvd.core.machine import CallerPeer, Peer, PeerKind, PeerPath, Span
+from kvd.core.principals import HOLDER
 from kvd.errors import ConnectError
 from kvd.transport.base import DRAIN_LIMIT, MAX_PAYLOAD_BYTES, OnGarbage, OnMessage, joined, pieces_of
 
@@ -86,7 +87,7 @@ class ZmqTransport:
         bound: bytes = router.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
         return bound.rstrip(b"\0").decode()
 
-    def connect(self, peer: Peer, address: str) -> None:
+    def connect(self, peer: Peer, address: str, key: str = "") -> None:
         self.disconnect(peer)
         dealer = self._context.socket(zmq.DEALER)
         self._set_limits(dealer, address)
@@ -212,7 +213,7 @@ class ZmqTransport:
             self._on_garbage(peer, f"a message of {what}: it must be a header and at most one payload")
             return
         payload = frames[1].buffer if len(frames) == 2 else None
-        self._on_message(peer, frames[0].bytes, payload)
+        self._on_message(peer, frames[0].bytes, payload, HOLDER)
 
     # ── sending ──
 

@@ -14,6 +14,7 @@ import pytest
 from benchmarks import priority
 from benchmarks.priority import Model, Step, Training, lines, medians
 from kvd.core.machine import SCHEDULER, Peer, Span
+from kvd.core.principals import Principal
 from kvd.testing.cluster import LocalCluster
 from kvd.testing.slowlink import Pipe, SlowLink, slow_links
 from kvd.transport.memory import MemoryNetwork, MemoryTransport
@@ -63,7 +64,7 @@ class Ends:
         self.slow.start(self._take, self._garbage)
         self.slow.connect(SCHEDULER, self._receiver.listen("memory:0"))
 
-    def _take(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
+    def _take(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal) -> None:
         self.received.append((header, b"" if payload is None else bytes(payload)))
         self.arrived.set()
 
@@ -126,11 +127,11 @@ def test_a_link_that_is_started_late_sends_what_was_queued_before() -> None:
     async def main() -> list[bytes]:
         network, got = MemoryNetwork(), asyncio.get_running_loop().create_future()
         receiver = MemoryTransport(network)
-        receiver.start(lambda peer, header, payload: got.set_result([header]), lambda peer, text: None)
+        receiver.start(lambda peer, header, payload, principal: got.set_result([header]), lambda peer, text: None)
         slow = SlowLink(MemoryTransport(network), 1e6)
         slow.connect(SCHEDULER, receiver.listen("memory:0"))
         assert slow.send(SCHEDULER, b"early", [])
-        slow.start(lambda peer, header, payload: None, lambda peer, text: None)
+        slow.start(lambda peer, header, payload, principal: None, lambda peer, text: None)
         headers: list[bytes] = await got
         return headers
 

@@ -71,7 +71,7 @@ class RecordingTransport:
     def listen(self, address: str) -> str:
         return address
 
-    def connect(self, peer: Peer, address: str) -> None:
+    def connect(self, peer: Peer, address: str, key: str = "") -> None:
         self.threads.append(threading.get_ident())
         if address == "bad":
             raise ConnectError("no address", address=address)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.core.machine import Peer, ServerPeer
+from kvd.core.principals import Principal
 from kvd.transport.host import HostTransport
 from tests.transport.link_harness import spans
 
@@ -31,7 +32,7 @@ class Node:
         self.garbage: list[str] = []
         self.transport.start(self._take, lambda peer, text: self.garbage.append(text))
 
-    def _take(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
+    def _take(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal) -> None:
         self.threads.add(threading.get_ident())
         self.messages.append((peer, header, payload))
 

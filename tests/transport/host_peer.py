@@ -9,6 +9,7 @@ import asyncio
 import sys
 
 from kvd.core.machine import Peer, Span
+from kvd.core.principals import Principal
 from kvd.transport.host import HostTransport
 
 
@@ -20,7 +21,7 @@ class PeerProcess:
         self.transport = HostTransport()
         self.kept: list[memoryview | None] = []
 
-    def take(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
+    def take(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal) -> None:
         if header == b"keep":
             self.kept.append(payload)
             self.transport.send(peer, b"kept", [])

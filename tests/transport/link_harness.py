@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvd.core.machine import LinkPeer, Peer, Span
+from kvd.core.principals import Principal
 from kvd.transport.frames import HELLO, MAGIC, VERSION, prefix_of
 from kvd.transport.link import Link, Sink
 from kvd.transport.link_reader import LinkReader
@@ -69,7 +70,7 @@ class End:
         self.link = Link(LinkPeer("link"), connection, self.arena, self.reader.epoll, sink)
         self.reader.add(self.link)
 
-    def _take(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
+    def _take(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal) -> None:
         self.messages.append((header, payload if self.keeps else None))
 
     def _notice(self, link: Link) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvd.core.machine import SCHEDULER, CallerPeer, Peer, ServerPeer
+from kvd.core.principals import Principal
 from kvd.errors import ConnectError
 from kvd.transport.base import Transport
 from kvd.transport.host import HostTransport
@@ -55,7 +56,7 @@ class Node:
         self.address = "" if address is None else kind.listen(self.transport, address)
         self.transport.start(self._take, lambda peer, text: self.garbage.append((peer, text)))
 
-    def _take(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
+    def _take(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal) -> None:
         self.messages.append((peer, header, None if payload is None else bytes(payload)))
 
     def send(self, peer: Peer, header: bytes, *pieces: bytes) -> bool:
@@ -149,7 +150,7 @@ def test_senders_may_drop_and_receivers_may_keep_a_payload(kind: Kind) -> None:
         server.transport.close(0)
         server.transport = kind.make()
         address = kind.listen(server.transport, kind.any_address)
-        server.transport.start(lambda peer, header, body: kept.append(body) if body else None, lambda *_: None)
+        server.transport.start(lambda peer, header, body, _: kept.append(body) if body else None, lambda *_: None)
         client.transport.connect(SERVER, address)
         try:
             for number in range(20):

@@ -111,7 +111,7 @@ def test_only_zmq_reaches_another_network_namespace(tmp_path: Path) -> None:
         from kvd.transport.host import HostTransport
         async def main():
             transport = HostTransport()
-            transport.start(lambda peer, header, body: transport.send(peer, header, []), print)
+            transport.start(lambda peer, header, body, _: transport.send(peer, header, []), print)
             transport.listen("ipc://{tmp_path}/s")
             transport.listen_links(4711)
             print("ready", flush=True)

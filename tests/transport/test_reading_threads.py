@@ -10,6 +10,7 @@ import time
 import pytest
 
 from kvd.core.machine import Peer
+from kvd.core.principals import Principal
 from tests.transport.host_harness import eventually, run, two_nodes
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind", "quick_releases")
@@ -148,7 +149,7 @@ def test_an_error_in_the_callback_stops_neither_this_link_nor_others() -> None:
         async with two_nodes() as (client, server, incarnation):
             seen: list[bytes] = []
 
-            def fail(peer: Peer, header: bytes, payload: memoryview | None) -> None:
+            def fail(peer: Peer, header: bytes, payload: memoryview | None, principal: Principal) -> None:
                 seen.append(header)
                 if len(seen) % 3 == 0:
                     raise (RuntimeError, ConnectionResetError)[len(seen) % 2]("the callback failed")

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from kvd.core.machine import SCHEDULER, CallerPeer, Peer, Span
+from kvd.core.principals import Principal
 from kvd.errors import ConnectError
 from kvd.transport.zmq import ZmqTransport
 
@@ -31,7 +32,7 @@ class Listener:
         self.dealer.linger = 0
         self.dealer.connect(self.address)
 
-    def _take(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
+    def _take(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal) -> None:
         self.messages.append((peer, header, None if payload is None else bytes(payload)))
         if header == self.fail_on:
             raise RuntimeError("the callback failed")
@@ -162,12 +163,12 @@ def test_connections_opened_before_the_start_are_read_too() -> None:
         got: list[bytes] = []
         address = server.listen("tcp://127.0.0.1:0")
 
-        def answer(peer: Peer, header: bytes, body: memoryview | None) -> None:
+        def answer(peer: Peer, header: bytes, body: memoryview | None, principal: Principal) -> None:
             server.send(peer, b"answer", [])
 
         server.start(answer, lambda *_: None)
         client.connect(SCHEDULER, address)
-        client.start(lambda peer, header, body: got.append(header), lambda *_: None)
+        client.start(lambda peer, header, body, _: got.append(header), lambda *_: None)
         client.send(SCHEDULER, b"h", [])
         for _ in range(500):
             if got:

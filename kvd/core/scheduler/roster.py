@@ -213,7 +213,7 @@ class Roster:
         if earlier is not None:
             predecessor = AS_PREDECESSOR[earlier.member.state]
             self._note_loss(earlier)
-        member = Member(join.role, rank, join.node_id, incarnation, join.address, MemberState.ACTIVE, "", 0.0)
+        member = Member(join.role, rank, join.node_id, incarnation, join.address, MemberState.ACTIVE, "", 0.0, join.key)
         seat = self._seats[place] = Seat(member, join.host, join.pid, peer, predecessor, join.host_name)
         return seat, earlier
 

@@ -121,7 +121,7 @@ class Connections:
     def _connect(self, server: Member) -> None:
         self._servers.connect(server.rank, server.incarnation)
         peer = self._servers.peer_of(server.rank)
-        self._emit(Connect(peer, server.address))
+        self._emit(Connect(peer, server.address, server.key))
         if not self._is_observer:
             self.attach(peer)
 
