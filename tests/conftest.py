@@ -1,13 +1,19 @@
-"""What all tests share: the message path of their clusters, Ctrl-C, and a garbage collector with less to scan."""
+"""What all tests share: the message path of their clusters, their keys, Ctrl-C, and a garbage collector with less to
+scan."""
 
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from kvd.node.keyfiles import new_cluster_key, write_key
 from kvd.testing.cluster import PATHS, LocalCluster
 
 
@@ -18,12 +24,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=LocalCluster.default_path,
         help="how messages travel in the clusters of tests that do not name a path",
     )
+    parser.addoption("--kvd-insecure", action="store_true", help="the clusters of tests that do not care use no keys")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     LocalCluster.default_path = config.getoption("--kvd-path")
+    _make_keys(config)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell; our children inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _make_keys(config: pytest.Config) -> None:
+    """Tests and the processes that they start have a user's key of their own, or use none."""
+    if config.getoption("--kvd-insecure"):
+        os.environ["KVD_INSECURE"] = "1"
+        return
+    home = Path(tempfile.mkdtemp(prefix="kvd-test-keys-"))
+    config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
+    os.environ["XDG_CONFIG_HOME"] = str(home)
+    write_key(home / "kvd" / "cluster.key", new_cluster_key())
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ OURS = {
     "kvd.aio.KVStore": {"__init__"},
     "kvd.Handle": {"__init__", "of", "on_end", "release_result", "claimed"},
     "kvd.Node": {"__init__"},
-    "kvd.Config": {"check_role", "check_exposure", "memory_bound_bytes", "slice_bytes_for", "environment"},
+    "kvd.Config": {"check_role", "memory_bound_bytes", "slice_bytes_for", "environment"},
 }
 """Members of public classes that only kvd itself calls: a store is made by `create`, a handle by a call."""
 

@@ -8,6 +8,8 @@ from kvd.config.addresses import Address, parse_address, tcp_address
 from kvd.config.environment import (
     SystemdEnvironment,
     child_environment,
+    config_home,
+    credentials_directory,
     python_path,
     rank_variables,
     shared_environment,
@@ -37,6 +39,8 @@ __all__ = [
     "SystemdEnvironment",
     "systemd_environment",
     "child_environment",
+    "config_home",
+    "credentials_directory",
     "python_path",
     "rank_variables",
     "shared_environment",

@@ -93,14 +93,18 @@ def job_problems(job: str) -> Iterator[Problem]:
         yield "job", f"job = {job!r}: use 1 to 64 letters, digits and the characters . _ + : -"
 
 
-def unavailable_problems(*, keyfile: str, metrics_bind: str, replicas: int, on_worker_loss: str) -> Iterator[Problem]:
+def key_problems(*, keyfile: str, allowed_keys: str, insecure: bool) -> Iterator[Problem]:
+    """Settings about keys that contradict each other."""
+    for name, file in (("keyfile", keyfile), ("allowed_keys", allowed_keys)):
+        if insecure and file:
+            yield (
+                name,
+                f"{name} = {file!r}, and insecure is set, which turns keys off: leave out one of the two",
+            )
+
+
+def unavailable_problems(*, metrics_bind: str, replicas: int, on_worker_loss: str) -> Iterator[Problem]:
     """Values that are planned but not built yet: ignoring them would promise what nobody does."""
-    if keyfile:
-        yield (
-            "keyfile",
-            f"keyfile = {keyfile!r}: keys are not built yet, and nothing checks who connects; leave keyfile empty, "
-            "and listen only on loopback or on a trusted network",
-        )
     if metrics_bind:
         yield (
             "metrics_bind",

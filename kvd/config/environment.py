@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from kvd.config.values import read_integer
@@ -37,6 +39,28 @@ def systemd_environment(environ: Mapping[str, str] | None = None, *, pid: int | 
         usec = 0
     socket = environ.get("NOTIFY_SOCKET", "")
     return SystemdEnvironment(socket if socket[:1] in ("/", "@") else "", max(0, usec))
+
+
+def credentials_directory(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The folder with the credentials that systemd gave this service; None if there is none."""
+    environ = os.environ if environ is None else environ
+    folder = environ.get("CREDENTIALS_DIRECTORY", "").strip()
+    return Path(folder) if folder else None
+
+
+def config_home(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The folder for this user's settings, as in the XDG Base Directory Specification; None without a home folder."""
+    environ = os.environ if environ is None else environ
+    given = environ.get("XDG_CONFIG_HOME", "")
+    if os.path.isabs(given):  # the specification says to ignore others
+        return Path(given)
+    home = environ.get("HOME", "")
+    if not home:
+        try:
+            home = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:  # as in a container that runs under a number
+            return None
+    return Path(home) / ".config" if os.path.isabs(home) else None
 
 
 def child_environment(changes: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvd.config import checks
-from kvd.config.addresses import parse_address
 from kvd.config.memory import machine_memory_bytes
 from kvd.config.setting import ROLES, Role, Setting, declare, setting_of
 from kvd.config.values import KiB, MiB
@@ -46,11 +45,12 @@ class Config:
         used_by=("scheduler", "server"),
     )
     node_id: str = declare("", "name of this node, by which it gets its rank back after a restart")
-    keyfile: str = declare("", "file with the keys of this node; not built yet, leave it empty")
-    state_dir: str = declare("", "directory for state that survives a restart", used_by=("scheduler", "server"))
-    insecure: bool = declare(
-        False, "listen on other addresses than loopback without keys", used_by=("scheduler", "server")
+    keyfile: str = declare("", "file with the key of this node; empty: the user's own cluster key")
+    allowed_keys: str = declare(
+        "", "file with the public keys that may connect, and their roles", used_by=("scheduler", "server")
     )
+    state_dir: str = declare("", "directory for state that survives a restart", used_by=("scheduler", "server"))
+    insecure: bool = declare(False, "no keys: nothing is encrypted, and everyone may connect")
 
     # The cluster
     num_workers: int = declare(
@@ -169,8 +169,8 @@ class Config:
         )
         yield from checks.identity_problems(self.node_id)
         yield from checks.job_problems(self.job)
+        yield from checks.key_problems(keyfile=self.keyfile, allowed_keys=self.allowed_keys, insecure=self.insecure)
         yield from checks.unavailable_problems(
-            keyfile=self.keyfile,
             metrics_bind=self.metrics_bind,
             replicas=self.replicas,
             on_worker_loss=self.on_worker_loss,
@@ -194,23 +194,6 @@ class Config:
                 f"{MOST_NODES} nodes in all",
                 setting="num_workers",
             )
-
-    def check_exposure(self, address: str) -> None:
-        """Refuse to listen where strangers can connect, unless the settings allow it.
-
-        Args:
-            address: where a daemon is about to listen.
-
-        Raises:
-            ConfigError: other hosts can reach it, and `insecure` is not set.
-        """
-        if self.insecure or parse_address(address).is_local:
-            return
-        raise ConfigError(
-            f"{address} can be reached from other machines, and nothing checks who connects: listen on "
-            f"127.0.0.1, or give --insecure (KVD_INSECURE=1) if the network is trusted",
-            setting="insecure",
-        )
 
     def memory_bound_bytes(self) -> int:
         """The memory that a daemon may use, in bytes: `memory_limit_bytes`, or three quarters of the machine's."""

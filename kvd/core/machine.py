@@ -165,6 +165,13 @@ class InvalidFrame(NamedTuple):
     text: str
 
 
+class HandshakeFailed(NamedTuple):
+    """The shell knows why a node that this one connected to does not answer: their keys do not fit."""
+
+    peer: Peer
+    error: KvdError
+
+
 class CensusTaken(NamedTuple):
     """The answer to a Census.
 
@@ -185,7 +192,16 @@ class Tick(NamedTuple):
 
 
 Event: TypeAlias = (
-    Received | LocalCall | JobDone | Persisted | PersistFailed | PeerLost | InvalidFrame | CensusTaken | Tick
+    Received
+    | LocalCall
+    | JobDone
+    | Persisted
+    | PersistFailed
+    | PeerLost
+    | InvalidFrame
+    | HandshakeFailed
+    | CensusTaken
+    | Tick
 )
 
 

@@ -243,6 +243,11 @@ class SchedulerSession:
         if not self.joined:
             self._fail(ProtocolError(f"the scheduler at {self._told.scheduler_address} cannot be understood: {text}"))
 
+    def handshake_failed(self, error: KvdError) -> None:
+        """The scheduler does not accept the key of this node, or has another one than expected."""
+        if not self.heard:
+            self._fail(error)
+
     def replaced(self, text: str) -> None:
         """A server says that another process has this one's place; a scheduler without its record may not know."""
         self._fail(NotAllowed(text, node=self.name))

@@ -12,10 +12,11 @@ from typing import Protocol
 
 from kvd.config import Config, Role, systemd_environment
 from kvd.core.machine import Machine
-from kvd.errors import KvdError
+from kvd.errors import ConfigError, KvdError
 from kvd.node.driver import Driver
 from kvd.node.exit_codes import ExitCode, exit_code_of
 from kvd.node.host_names import check_host
+from kvd.node.keyring import Keyring
 from kvd.node.listening import listen_address
 from kvd.node.ready_file import ReadyFile
 from kvd.node.watch import ProcessWatch
@@ -65,23 +66,24 @@ class Daemon:
         transport: its connections.
 
     Raises:
-        ConfigError: the settings do not suit the role, or would let strangers connect.
+        ConfigError: the settings do not suit the role.
         ConnectError: the host of a server's scheduler is not known.
     """
 
-    def __init__(self, config: Config, role: DaemonRole) -> None:
+    def __init__(self, config: Config, role: DaemonRole, keyring: Keyring) -> None:
         self.address = ""
+        self._keyring = keyring
         self._role = role
         self._parent_pid = config.parent_pid
         config.check_role(role.name)
         if role.name == "server":
             check_host(config)
         self._listen_address = listen_address(config, role.name)
-        config.check_exposure(self._listen_address)
         self._executor = ThreadPoolExecutor(1, "kvd-jobs")
         self.transport = HostTransport(
             shared_memory=config.shared_memory == "auto" and role.name == "server",
             arena_limit_bytes=config.memory_bound_bytes(),
+            curve=keyring.curve,
         )
         systemd = systemd_environment()
         self._notifier = Notifier(systemd.notify_socket, systemd.watchdog_usec)
@@ -100,6 +102,7 @@ class Daemon:
         if signals:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.end, ExitCode.OK, f"received {number.name}")
+            loop.add_signal_handler(signal.SIGHUP, self._reload)
         watch = ProcessWatch(loop)
         if self._parent_pid:
             watch.watch(self._parent_pid, lambda: self.end(ExitCode.OK, "the parent process is gone"))
@@ -135,6 +138,13 @@ class Daemon:
                 self._role.say_goodbye()
             event(logger, logging.INFO if code == ExitCode.OK else logging.ERROR, f"stopping: {why}")
             self._ended.set_result(code)
+
+    def _reload(self) -> None:
+        """Read the list of allowed keys again."""
+        try:
+            event(logger, logging.INFO, f"received SIGHUP: {self._keyring.reload()}")
+        except ConfigError as error:
+            event(logger, logging.ERROR, "received SIGHUP, and went on with the keys as they were", error=str(error))
 
     def _background_ended(self, task: asyncio.Task[None]) -> None:
         """End the daemon if one of its tasks failed: it would look alive, but tell nobody whether it is ready."""

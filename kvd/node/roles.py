@@ -11,6 +11,7 @@ from kvd.errors import KvdError
 from kvd.node.daemon import Daemon
 from kvd.node.descriptors import raise_descriptor_limit
 from kvd.node.exit_codes import exit_code_of
+from kvd.node.keyring import Keyring
 from kvd.node.ready_file import ReadyFile
 from kvd.node.scheduler_role import SchedulerRole
 from kvd.node.server_role import ServerRole
@@ -23,10 +24,12 @@ def new_daemon(loaded: Loaded, role: Role) -> Daemon:
     """A scheduler or a server that is ready to run.
 
     Raises:
-        ConfigError: the settings do not suit the role, or would let strangers connect.
+        ConfigError: the settings do not suit the role, or there is no key, or none that can be used.
         ConnectError: the host of a server's scheduler is not known.
     """
-    return Daemon(loaded.config, SchedulerRole(loaded) if role == "scheduler" else ServerRole(loaded.config))
+    keyring = Keyring(loaded.config, role)
+    behaviour = SchedulerRole(loaded) if role == "scheduler" else ServerRole(loaded.config, keyring.curve)
+    return Daemon(loaded.config, behaviour, keyring)
 
 
 def run_daemon(loaded: Loaded, role: Role, *, ready_file: Path | None = None) -> int:

@@ -14,18 +14,20 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvd.config import Config, Role
-from kvd.core.machine import LocalCall
+from kvd.core.machine import SCHEDULER, HandshakeFailed, LocalCall
 from kvd.core.requests import Depart
 from kvd.core.server.router import ServerRouter, ServerSettings
 from kvd.core.session import Identity, SchedulerSession
 from kvd.errors import ConnectError, KvdError
 from kvd.node.driver import Driver
+from kvd.node.handshakes import watch_handshake
 from kvd.node.identity import host_id, host_name, new_incarnation, reachable
 from kvd.node.jobs import JobRunner
 from kvd.node.memory import keep_freed_memory
 from kvd.node.watch import ProcessWatch
 from kvd.observe.log import event
 from kvd.protocol.messages import NO_RANK, Departure, Settings
+from kvd.transport.curve import Curve
 from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
 
@@ -42,8 +44,9 @@ class ServerRole:
 
     name: Role = "server"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, curve: Curve | None) -> None:
         self._config = config
+        self._curve = curve
         self._session: SchedulerSession | None = None
         self._driver: Driver | None = None
 
@@ -67,6 +70,7 @@ class ServerRole:
             os.getpid(),
             NO_RANK if config.preferred_rank is None else config.preferred_rank,
             host_name(),
+            "" if self._curve is None else self._curve.announced,
         )
         own = Settings("", "", -1, 0, 0, config.num_workers, config.num_servers, 0)
         self._session = SchedulerSession(identity, own, config.scheduler, config.heartbeat_interval_s)
@@ -113,8 +117,15 @@ class ServerRole:
             self._driver.feed(LocalCall(1, Depart(Departure.LEFT), 0.0))
 
     def tasks(self, watch: ProcessWatch) -> list[asyncio.Task[None]]:
-        """None: all that a server does comes from its machine."""
-        return []
+        """Find out why the scheduler does not answer, if it does not."""
+        session = self._session
+        assert session is not None, "make_driver makes it"
+        watch_keys = watch_handshake(self._config.scheduler, self._curve, lambda: session.heard, self._handshake_failed)
+        return [asyncio.get_running_loop().create_task(watch_keys)]
+
+    def _handshake_failed(self, error: KvdError) -> None:
+        if self._driver is not None:
+            self._driver.feed(HandshakeFailed(SCHEDULER, error))
 
 
 def _memory_of_version(transport: HostTransport, nbytes: int) -> Array:

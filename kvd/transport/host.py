@@ -20,6 +20,7 @@ from itertools import count
 from kvd.core.machine import LinkPeer, Peer, PeerKind, PeerPath, Span
 from kvd.protocol.messages import PathKind
 from kvd.transport.base import OnGarbage, OnMessage
+from kvd.transport.curve import Curve
 from kvd.transport.link import Link, Sink
 from kvd.transport.link_reader import LinkReader
 from kvd.transport.segments import Arena
@@ -44,6 +45,7 @@ class HostTransport:
         shared_memory: False turns links off, so that all messages go over ZeroMQ.
         arena_limit_bytes: how much shared memory this process may own. Payloads that do not fit go through the socket.
         io_threads: of ZeroMQ.
+        curve: the keys of this node, for ZeroMQ; None: it uses none.
     """
 
     def __init__(
@@ -52,10 +54,11 @@ class HostTransport:
         shared_memory: bool = True,
         arena_limit_bytes: int = ARENA_LIMIT_BYTES,
         io_threads: int = 1,
+        curve: Curve | None = None,
     ) -> None:
         self.arena = Arena(arena_limit_bytes if shared_memory else 0)
         self._shared_memory = shared_memory
-        self._zmq = ZmqTransport(io_threads)
+        self._zmq = ZmqTransport(io_threads, curve)
         self._sink = Sink()
         self._reader = LinkReader(self._notice)
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -23,6 +23,7 @@ from kvd.core.machine import CallerPeer, Peer, PeerKind, PeerPath, Span
 from kvd.core.principals import HOLDER
 from kvd.errors import ConnectError
 from kvd.transport.base import DRAIN_LIMIT, MAX_PAYLOAD_BYTES, OnGarbage, OnMessage, joined, pieces_of
+from kvd.transport.curve import Curve, KeyCheck
 
 # Plain numbers: combining members of zmq's enums takes longer than a system call.
 NOBLOCK, SNDMORE, POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN)
@@ -39,14 +40,21 @@ MOST_FRAMES = 3  # routing id, header, payload
 
 
 class ZmqTransport:
-    """The sockets of one node. Any thread may call `send`; the rest belongs to the loop's thread."""
+    """The sockets of one node. Any thread may call `send`; the rest belongs to the loop's thread.
 
-    def __init__(self, io_threads: int = 1) -> None:
+    Args:
+        io_threads: of libzmq.
+        curve: the keys of the node; None: it uses none, and lets everyone in.
+    """
+
+    def __init__(self, io_threads: int = 1, curve: Curve | None = None) -> None:
+        self._curve = curve
+        self._key_check: KeyCheck | None = None
         self._context = zmq.Context(io_threads=io_threads)
         self._context.max_sockets = 4096
         self._router: zmq.Socket[bytes] | None = None
         self._dealers: dict[Peer, zmq.Socket[bytes]] = {}
-        self._addresses: dict[Peer, str] = {}  # of the dealers
+        self._addresses: dict[Peer, tuple[str, str]] = {}  # of the dealers: address and key of the other end
         self._uncopied: dict[Peer, deque[zmq.MessageTracker]] = {}  # payloads being sent without a copy
         self._readers: dict[int, zmq.Socket[bytes]] = {}
         self._on_message: OnMessage | None = None
@@ -77,6 +85,10 @@ class ZmqTransport:
         router = self._context.socket(zmq.ROUTER)
         self._set_limits(router, address)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self._curve is not None:
+            if self._key_check is None:
+                self._key_check = KeyCheck(self._context, self._curve.admit)
+            self._curve.secure_listener(router)
         try:
             router.bind(address)
         except zmq.ZMQError as error:
@@ -91,6 +103,8 @@ class ZmqTransport:
         self.disconnect(peer)
         dealer = self._context.socket(zmq.DEALER)
         self._set_limits(dealer, address)
+        if self._curve is not None:
+            self._curve.secure_connection(dealer, key)
         try:
             dealer.connect(address)
         except zmq.ZMQError as error:
@@ -99,7 +113,7 @@ class ZmqTransport:
                 f"{address} is not an address to connect to: {error.strerror}", address=address
             ) from None
         self._dealers[peer] = dealer
-        self._addresses[peer] = address
+        self._addresses[peer] = (address, key)
         self._watch(dealer, peer)
 
     def disconnect(self, peer: Peer) -> None:
@@ -114,11 +128,11 @@ class ZmqTransport:
     async def detach_buffers(self) -> None:
         """Returns when no queued message refers to the memory of its sender, or after two seconds. A connection with
         such messages is opened again: its queued messages are lost, and libzmq drops them within milliseconds."""
-        for peer, address in list(self._addresses.items()):
+        for peer, (address, key) in list(self._addresses.items()):
             with self._lock:
                 uncopied = self._uncopied_to(peer)
             if uncopied:
-                self.connect(peer, address)
+                self.connect(peer, address, key)
             until = time.monotonic() + DETACH_LIMIT_S
             while uncopied and time.monotonic() < until:
                 await asyncio.sleep(DETACH_POLL_S)
@@ -135,6 +149,8 @@ class ZmqTransport:
                 socket.close(linger=int(linger_s * 1000))
             self._dealers = {}
             self._router = None
+        if self._key_check is not None:
+            self._key_check.stop()
         self._context.term()
 
     @staticmethod
@@ -205,15 +221,22 @@ class ZmqTransport:
         """One message: [routing id] header [payload]."""
         assert self._on_message is not None
         assert self._on_garbage is not None
+        principal = HOLDER
         if socket is self._router:
             peer = CallerPeer(frames.pop(0).bytes)
+            if self._curve is not None and frames:
+                holder = self._curve.principal_of(frames[0])
+                if holder is None:
+                    self._on_garbage(peer, "this key is not allowed any more")
+                    return
+                principal = holder
         assert peer is not None
         if not 1 <= len(frames) <= 2:
             what = "no frames" if not frames else "too many frames"
             self._on_garbage(peer, f"a message of {what}: it must be a header and at most one payload")
             return
         payload = frames[1].buffer if len(frames) == 2 else None
-        self._on_message(peer, frames[0].bytes, payload, HOLDER)
+        self._on_message(peer, frames[0].bytes, payload, principal)
 
     # ── sending ──
 

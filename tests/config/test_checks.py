@@ -32,8 +32,6 @@ Refusal = Callable[..., ConfigError]
         ({"memory_limit_bytes": "1MiB"}, "memory_limit_bytes", "credit_bytes = 32MiB or more, or to 0"),
         ({"replicas": 2}, "replicas", "is not built yet; set replicas = 1"),
         ({"on_worker_loss": "shrink"}, "on_worker_loss", "is not built yet: set it to fail or wait"),
-        ({"keyfile": __file__}, "keyfile", "keys are not built yet, and nothing checks who connects; leave keyfile"),
-        ({"keyfile": "absent.key"}, "keyfile", "keys are not built yet"),
         ({"metrics_bind": "127.0.0.1:9100"}, "metrics_bind", "the metrics page is not built yet; leave metrics_bind"),
         ({"metrics_bind": "9100"}, "metrics_bind", "the metrics page is not built yet"),
         ({"node_id": "two words"}, "node_id", "without spaces"),
@@ -78,25 +76,11 @@ def test_the_scheduler_must_know_the_cluster() -> None:
     Config().check_role("server")
 
 
-@pytest.mark.parametrize(
-    "address",
-    ["tcp://127.0.0.1:0", "tcp://127.9.9.9:1", "tcp://[::1]:1", "tcp://localhost:1", "tcp://lo:1", "ipc:///run/x"],
-)
-def test_local_addresses_need_nothing(address: str) -> None:
-    Config().check_exposure(address)
-
-
-@pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:1", "tcp://[::]:1", "tcp://10.0.0.1:1", "tcp://db:1"])
-def test_other_addresses_need_insecure(address: str) -> None:
-    with pytest.raises(ConfigError, match="--insecure") as caught:
-        Config().check_exposure(address)
-    assert caught.value.setting == "insecure"
-    Config(insecure=True).check_exposure(address)
-
-
-def test_a_keyfile_does_not_allow_other_machines() -> None:
-    with pytest.raises(ConfigError, match="nothing checks who connects"):
-        Config(keyfile=__file__, insecure=False).check_exposure("tcp://*:1")
+@pytest.mark.parametrize("name", ["keyfile", "allowed_keys"])
+def test_keys_and_insecure_contradict_each_other(name: str) -> None:
+    with pytest.raises(ConfigError, match="insecure is set, which turns keys off") as caught:
+        Config(insecure=True, **{name: "a file"})  # type: ignore[arg-type]
+    assert caught.value.setting == name
 
 
 def test_memory_bound() -> None:

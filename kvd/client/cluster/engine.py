@@ -26,14 +26,16 @@ from kvd.client.cluster.interrupts import Uninterrupted
 from kvd.client.cluster.open_calls import OpenCalls
 from kvd.client.cluster.users import Coroutines, StoreUsers
 from kvd.config import Config
-from kvd.core.machine import Complete, LocalCall
+from kvd.core.machine import SCHEDULER, Complete, HandshakeFailed, LocalCall
 from kvd.core.requests import Depart, Request, TakeBack
 from kvd.core.session import Identity, RunKey, SchedulerSession
 from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.errors import KvdError, StoreClosed
 from kvd.node.driver import Driver
+from kvd.node.handshakes import watch_handshake
 from kvd.node.host_names import check_host
 from kvd.node.identity import host_id, host_name, new_incarnation, token_of
+from kvd.node.keyring import Keyring
 from kvd.node.memory import keep_freed_memory
 from kvd.node.threads import LinkWaiter
 from kvd.protocol.messages import NO_RANK, Departure, Settings
@@ -55,11 +57,13 @@ class Engine:
         operator: a worker for one command, see `Join.operator`.
 
     Raises:
+        ConfigError: there is no key, or none that can be used.
         ConnectError: the scheduler's host is not known.
     """
 
     def __init__(self, config: Config, role: str, settings: Settings, *, operator: bool = False) -> None:
         check_host(config)
+        self._curve = Keyring(config, role).curve
         self.config = config
         self._pid = os.getpid()
         self._calls = OpenCalls()
@@ -86,6 +90,7 @@ class Engine:
         self.transport = HostTransport(
             shared_memory=config.shared_memory == "auto",
             arena_limit_bytes=config.memory_bound_bytes(),
+            curve=self._curve,
         )
         self._driver = Driver(
             self.machine,
@@ -222,17 +227,28 @@ class Engine:
         asyncio.set_event_loop(self._loop)
         self._users.exempt_this_thread()
         self._loop.call_soon(self._driver.start)
+        watching = self._loop.create_task(self._watch_handshake())
         self._loop.call_soon(started.set)
         try:
             self._loop.run_forever()
         finally:
             with self._order:
                 self._closed = True  # `submit` and `run` refuse calls from now on
+            watching.cancel()
             self._driver.stop(LINGER_S if self.session.heard or self.session.identity.role != "observer" else 0.0)
             self._fail_all(StoreClosed("the store was closed before this call was done"))
             self._loop.run_until_complete(asyncio.sleep(0))  # coroutines given to `run` start
             self._loop.run_until_complete(self._coroutines.end())  # and end with the error of their next call
             self._loop.close()
+
+    async def _watch_handshake(self) -> None:
+        """Finds out why the scheduler does not answer, if it does not."""
+        await watch_handshake(
+            self.config.scheduler,
+            self._curve,
+            lambda: self.session.heard,
+            lambda error: self._driver.feed(HandshakeFailed(SCHEDULER, error)),
+        )
 
     def _halted(self, error: KvdError) -> None:
         """This node cannot go on: its open calls fail, and so does each later one."""

@@ -12,7 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvd.core.machine import SCHEDULER, Complete, Effect, Event, InvalidFrame, JobDone, LocalCall, Received
+from kvd.core.machine import (
+    SCHEDULER,
+    Complete,
+    Effect,
+    Event,
+    HandshakeFailed,
+    InvalidFrame,
+    JobDone,
+    LocalCall,
+    Received,
+)
 from kvd.core.membership import name_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable
@@ -185,6 +195,8 @@ class ServerMachine:
             self._say_goodbye(event)
         elif isinstance(event, InvalidFrame) and event.peer == SCHEDULER:
             self._session.invalid_frame(event.text)
+        elif isinstance(event, HandshakeFailed) and event.peer == SCHEDULER:
+            self._session.handshake_failed(event.error)
         if self._session.is_due(now):
             self._effects.extend(self._session.tick(now))
         return self._effects.take()

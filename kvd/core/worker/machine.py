@@ -22,7 +22,16 @@ from collections.abc import Callable
 from typing import Any
 
 from kvd.core import requests
-from kvd.core.machine import SCHEDULER, CensusTaken, Effect, Event, InvalidFrame, LocalCall, Received
+from kvd.core.machine import (
+    SCHEDULER,
+    CensusTaken,
+    Effect,
+    Event,
+    HandshakeFailed,
+    InvalidFrame,
+    LocalCall,
+    Received,
+)
 from kvd.core.membership import ViewState
 from kvd.core.places import Inheritance
 from kvd.core.session import SchedulerSession
@@ -171,6 +180,8 @@ class WorkerMachine:
             self._waits.census_taken(event, now)
         elif isinstance(event, InvalidFrame) and event.peer == SCHEDULER:
             self.session.invalid_frame(event.text)
+        elif isinstance(event, HandshakeFailed) and event.peer == SCHEDULER:
+            self.session.handshake_failed(event.error)
         if self.session.failure is not None:
             self._fail(self.session.failure)
         deadlines = self._calls.deadlines

@@ -1,0 +1,186 @@
+"""Files with keys: what is in them, how they are written, and whom they are refused to.
+
+A file is TOML. One with the key of a cluster is all that a node needs; whoever has it may do everything. One with the
+key of a single node also names the scheduler's public key; what its holder may do is said by the lists of allowed keys
+(`kvd.node.allowed_keys`).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tomllib
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from kvd.errors import ConfigError
+from kvd.transport.curve import Keypair, is_key, new_keypair, public_key_of
+
+MAX_FILE_BYTES: Final = 4096
+OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+
+
+class KeyKind(StrEnum):
+    """Whose key it is."""
+
+    CLUSTER = "cluster"
+    NODE = "node"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeKey:
+    """What a key file contains.
+
+    Attributes:
+        name: of the node, for people; "" for the key of a cluster.
+        scheduler: the public key of the scheduler; for the key of a cluster its own, and "" if the node is the
+            scheduler.
+    """
+
+    kind: KeyKind
+    keypair: Keypair
+    name: str = ""
+    scheduler: str = ""
+
+
+def new_cluster_key() -> NodeKey:
+    """A key for a whole cluster."""
+    keypair = new_keypair()
+    return NodeKey(KeyKind.CLUSTER, keypair, "", keypair.public)
+
+
+def new_node_key(name: str, scheduler: str = "") -> NodeKey:
+    """A key for one node; `scheduler`: see `NodeKey`."""
+    return NodeKey(KeyKind.NODE, new_keypair(), name, scheduler)
+
+
+def key_text(key: NodeKey) -> str:
+    """The content of the key's file."""
+    whose = "the whole cluster: whoever has it may do everything" if key.kind is KeyKind.CLUSTER else key.name
+    lines = [
+        f"# kvd: the key of {whose}. Keep it private (chmod 600).",
+        f'kind = "{key.kind}"',
+        *([f'name = "{key.name}"', f'scheduler = "{key.scheduler}"'] if key.kind is KeyKind.NODE else []),
+        f'public = "{key.keypair.public}"',
+        f'secret = "{key.keypair.secret}"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def parse_key(text: str, where: str) -> NodeKey:
+    """The key in the content of a file.
+
+    Args:
+        where: names the file in errors.
+
+    Raises:
+        ConfigError: it is not the content of a key file.
+    """
+    try:
+        table = tomllib.loads(text)
+    except ValueError as error:
+        raise _unusable(where, f"is not a key file ({error})") from None
+    kind, secret = table.get("kind"), table.get("secret")
+    if kind not in tuple(KeyKind):
+        raise _unusable(where, 'is not a key file: it has no line kind = "cluster" or kind = "node"')
+    if "secret" not in table:
+        raise _unusable(where, "has no secret key: it is the public part, which goes into lists of allowed keys")
+    if not isinstance(secret, str) or not is_key(secret):
+        raise _unusable(where, "is damaged: its secret key must be 40 characters of Z85")
+    public = public_key_of(secret)
+    if table.get("public") != public:
+        raise _unusable(where, "is damaged: its public key does not belong to its secret key")
+    name, scheduler = table.get("name", ""), table.get("scheduler", "")
+    if not isinstance(name, str) or not isinstance(scheduler, str) or (scheduler and not is_key(scheduler)):
+        raise _unusable(where, "is damaged: the name or the key of the scheduler is not as kvd writes it")
+    keypair = Keypair(public, secret)
+    if kind == KeyKind.CLUSTER:
+        return NodeKey(KeyKind.CLUSTER, keypair, "", public)
+    return NodeKey(KeyKind.NODE, keypair, name, scheduler)
+
+
+def read_key(path: Path, *, is_guarded: bool = False) -> NodeKey:
+    """The key in a file that nobody else can read.
+
+    Args:
+        is_guarded: whether the folder of the file keeps others out, as that of systemd's credentials does. Then its
+            mode and owner do not count.
+
+    Raises:
+        ConfigError: there is none, it cannot be read, others could read it, or it is not a key file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
+    except FileNotFoundError:
+        raise _unusable(str(path), "does not exist: check the name, or make a key with kvd key new") from None
+    except OSError as error:
+        raise _unusable(str(path), f"cannot be read ({error.strerror}): make this process's user its owner") from None
+    with os.fdopen(descriptor, "rb") as file:
+        _check_privacy(path, os.fstat(descriptor), is_guarded=is_guarded)
+        try:
+            content = file.read(MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise _unusable(str(path), f"cannot be read ({error.strerror})") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise _unusable(str(path), f"is not a key file: it has more than {MAX_FILE_BYTES} bytes")
+    if not content.strip():
+        raise _unusable(str(path), "is empty: remove it, and make a key with kvd key new, or import one")
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        raise _unusable(str(path), "is not a key file: it is not text") from None
+    return parse_key(text, str(path))
+
+
+def write_key(path: Path, key: NodeKey) -> None:
+    """Write a new file that only this user can read. A reader finds the whole content, or no file.
+
+    Raises:
+        ConfigError: there is a file already, or it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name[:60]}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(key_text(key))
+            file.flush()
+            os.fsync(descriptor)
+        os.link(temporary, path)  # unlike a rename, it fails if there is a file already
+    except FileExistsError:
+        raise _unusable(str(path), "exists already, and a key that is in use must not be lost: move it away") from None
+    except OSError as error:
+        raise _unusable(str(path), f"cannot be written ({error.strerror})") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def _check_privacy(path: Path, status: os.stat_result, *, is_guarded: bool) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise _unusable(str(path), "is not a file")
+    if is_guarded:
+        return
+    if status.st_mode & OTHERS:
+        text = f"can be read by other users (mode {stat.S_IMODE(status.st_mode):o})"
+        raise _unusable(str(path), f"{text}, so it may not be secret any more: chmod 600 {path}, or make a new one")
+    me = os.geteuid()
+    if me not in (0, status.st_uid):  # root reads the files of users, as in a container
+        raise _unusable(str(path), f"belongs to user {status.st_uid}, and this process runs as user {me}")
+
+
+def _unusable(where: str, problem: str) -> ConfigError:
+    return ConfigError(f"the key file {where} {problem}", setting="keyfile")
+
+
+def public_part(key: NodeKey, roles: list[str]) -> str:
+    """The entry of a list of allowed keys for this key."""
+    names = ", ".join(f'"{role}"' for role in roles)
+    return f'[{_quoted(key.name)}]\nkey = "{key.keypair.public}"\nroles = [{names}]\n'
+
+
+def _quoted(name: str) -> Any:
+    return '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
