@@ -17,6 +17,9 @@ from kvd.config import parse_address
 from kvd.transport.curve import Curve
 
 _GREETING_BYTES: Final = 64
+_OPENING: Final = b"\xff" + bytes(8) + b"\x7f\x03"
+"""Signature and version. With a mechanism that does not suit it, a socket hangs up before it names its own."""
+
 _MECHANISM: Final = slice(12, 32)
 _TRIES: Final = 2  # a node that is being restarted may break one off
 
@@ -40,7 +43,7 @@ def try_handshake(address: str, curve: Curve | None, key: str = "", timeout_s: f
         curve: the keys of this node; None: it uses none.
         key: the public key that the other side should hold, as in `Curve.secure_connection`.
     """
-    mechanism = _mechanism_of(address, timeout_s, b"NULL" if curve is None else b"CURVE")
+    mechanism = _mechanism_of(address, timeout_s)
     if mechanism is None:
         return Outcome.NO_ANSWER
     if mechanism not in (b"NULL", b"CURVE"):
@@ -52,16 +55,15 @@ def try_handshake(address: str, curve: Curve | None, key: str = "", timeout_s: f
     return _curve_handshake(address, curve, key, timeout_s)
 
 
-def _mechanism_of(address: str, timeout_s: float, own: bytes) -> bytes | None:
+def _mechanism_of(address: str, timeout_s: float) -> bytes | None:
     """The security mechanism that the greeting of a ZeroMQ socket names (rfc.zeromq.org/spec/37); b"" if it is none;
     None if nothing comes."""
     where = parse_address(address)
-    ours = b"\xff" + bytes(8) + b"\x7f" + bytes([3, 1]) + own.ljust(20, b"\0") + bytes(32)
     received = b""
     until = time.monotonic() + timeout_s
     try:
         with _connected(where.scheme, where.host, where.port, where.path, timeout_s) as connection:
-            connection.sendall(ours)
+            connection.sendall(_OPENING)
             while len(received) < _GREETING_BYTES and (left_s := until - time.monotonic()) > 0:
                 connection.settimeout(left_s)
                 came = connection.recv(_GREETING_BYTES - len(received))
@@ -117,6 +119,7 @@ def _curve_handshake(address: str, curve: Curve, key: str, timeout_s: float) -> 
             broken_off += 1
     finally:
         dealer.disable_monitor()
+        monitor.close(linger=0)
         dealer.close()
         context.term()
     return Outcome.OTHER_KEY if broken_off == _TRIES else Outcome.NO_ANSWER

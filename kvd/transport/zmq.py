@@ -24,6 +24,7 @@ from kvd.core.principals import HOLDER
 from kvd.errors import ConnectError
 from kvd.transport.base import DRAIN_LIMIT, MAX_PAYLOAD_BYTES, OnGarbage, OnMessage, joined, pieces_of
 from kvd.transport.curve import Curve, KeyCheck
+from kvd.transport.refused_handshakes import RefusedHandshake
 
 # Plain numbers: combining members of zmq's enums takes longer than a system call.
 NOBLOCK, SNDMORE, POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN)
@@ -55,6 +56,7 @@ class ZmqTransport:
         self._router: zmq.Socket[bytes] | None = None
         self._dealers: dict[Peer, zmq.Socket[bytes]] = {}
         self._addresses: dict[Peer, tuple[str, str]] = {}  # of the dealers: address and key of the other end
+        self._refused: dict[Peer, RefusedHandshake] = {}  # watches the dealers
         self._uncopied: dict[Peer, deque[zmq.MessageTracker]] = {}  # payloads being sent without a copy
         self._readers: dict[int, zmq.Socket[bytes]] = {}
         self._on_message: OnMessage | None = None
@@ -75,6 +77,7 @@ class ZmqTransport:
             self._watch(self._router, None)
         for peer, dealer in self._dealers.items():
             self._watch(dealer, peer)
+            self._refused[peer].start(self._loop)
 
     def listen(self, address: str) -> str:
         if address.startswith("ipc://") and _someone_listens(address.removeprefix("ipc://")):
@@ -105,16 +108,21 @@ class ZmqTransport:
         self._set_limits(dealer, address)
         if self._curve is not None:
             self._curve.secure_connection(dealer, key)
+        refused = RefusedHandshake(dealer, lambda: self.connect(peer, address, key))
         try:
             dealer.connect(address)
         except zmq.ZMQError as error:
+            refused.stop()
             dealer.close(linger=0)
             raise ConnectError(
                 f"{address} is not an address to connect to: {error.strerror}", address=address
             ) from None
         self._dealers[peer] = dealer
         self._addresses[peer] = (address, key)
+        self._refused[peer] = refused
         self._watch(dealer, peer)
+        if self._loop is not None:
+            refused.start(self._loop)
 
     def disconnect(self, peer: Peer) -> None:
         with self._lock:
@@ -122,6 +130,7 @@ class ZmqTransport:
             self._addresses.pop(peer, None)
             self._uncopied.pop(peer, None)
             if dealer is not None:
+                self._refused.pop(peer).stop()
                 self._unwatch(dealer)
                 dealer.close(linger=0)
 
@@ -144,6 +153,9 @@ class ZmqTransport:
     def close(self, linger_s: float) -> None:
         with self._lock:
             sockets = [*self._dealers.values(), *([] if self._router is None else [self._router])]
+            for refused in self._refused.values():
+                refused.stop()
+            self._refused = {}
             for socket in sockets:
                 self._unwatch(socket)
                 socket.close(linger=int(linger_s * 1000))

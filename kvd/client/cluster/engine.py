@@ -39,6 +39,7 @@ from kvd.node.keyring import Keyring
 from kvd.node.memory import keep_freed_memory
 from kvd.node.threads import LinkWaiter
 from kvd.protocol.messages import NO_RANK, Departure, Settings
+from kvd.transport.curve import Curve
 from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
 
@@ -63,7 +64,7 @@ class Engine:
 
     def __init__(self, config: Config, role: str, settings: Settings, *, operator: bool = False) -> None:
         check_host(config)
-        self._curve = Keyring(config, role).curve
+        curve = Keyring(config, role).curve
         self.config = config
         self._pid = os.getpid()
         self._calls = OpenCalls()
@@ -90,7 +91,7 @@ class Engine:
         self.transport = HostTransport(
             shared_memory=config.shared_memory == "auto",
             arena_limit_bytes=config.memory_bound_bytes(),
-            curve=self._curve,
+            curve=curve,
         )
         self._driver = Driver(
             self.machine,
@@ -101,7 +102,7 @@ class Engine:
         )
         self._waiter = LinkWaiter(self.transport)
         started = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="kvd-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(started, curve), name="kvd-engine", daemon=True)
         self._thread.start()
         started.wait()
 
@@ -223,11 +224,11 @@ class Engine:
         not let this node in, since it may do so at any time."""
         self.stop(WITHDRAW_S, Departure.WITHDRAWN)
 
-    def _run(self, started: threading.Event) -> None:
+    def _run(self, started: threading.Event, curve: Curve | None) -> None:
         asyncio.set_event_loop(self._loop)
         self._users.exempt_this_thread()
         self._loop.call_soon(self._driver.start)
-        watching = self._loop.create_task(self._watch_handshake())
+        watching = self._loop.create_task(self._watch_handshake(curve))
         self._loop.call_soon(started.set)
         try:
             self._loop.run_forever()
@@ -241,11 +242,11 @@ class Engine:
             self._loop.run_until_complete(self._coroutines.end())  # and end with the error of their next call
             self._loop.close()
 
-    async def _watch_handshake(self) -> None:
+    async def _watch_handshake(self, curve: Curve | None) -> None:
         """Finds out why the scheduler does not answer, if it does not."""
         await watch_handshake(
             self.config.scheduler,
-            self._curve,
+            curve,
             lambda: self.session.heard,
             lambda error: self._driver.feed(HandshakeFailed(SCHEDULER, error)),
         )
