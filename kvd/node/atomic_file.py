@@ -29,7 +29,7 @@ def write_atomically(path: Path, save: Callable[[BinaryIO], object]) -> None:
     try:
         with temporary.open("xb") as file:
             with suppress(FileNotFoundError):
-                _copy_owner_and_mode(target.stat(), file.fileno())
+                copy_owner_and_mode(target.stat(), file.fileno())
             save(file)
             file.flush()
             os.fsync(file.fileno())
@@ -40,7 +40,8 @@ def write_atomically(path: Path, save: Callable[[BinaryIO], object]) -> None:
         raise
 
 
-def _copy_owner_and_mode(old: os.stat_result, descriptor: int) -> None:
+def copy_owner_and_mode(old: os.stat_result, descriptor: int) -> None:
+    """Give an open file the mode of an earlier one, and its owner where the system allows it."""
     with suppress(OSError):  # only root may give a file to another user
         os.fchown(descriptor, old.st_uid, old.st_gid)
     os.fchmod(descriptor, stat.S_IMODE(old.st_mode))

@@ -24,6 +24,8 @@ from kvd.observe.log import event
 from kvd.observe.systemd import Notifier
 from kvd.transport.host import HostTransport
 
+READY_RETRY_S = 0.2  # while no descriptor is left
+
 logger = logging.getLogger("kvd.node")
 
 
@@ -53,6 +55,9 @@ class DaemonRole(Protocol):
 
     def say_goodbye(self) -> None:
         """Tell the cluster that this node is leaving."""
+
+    def close(self) -> None:
+        """Give back what the role has opened. Its machine has stopped."""
 
     def tasks(self, watch: ProcessWatch) -> list[asyncio.Task[None]]:
         """Start what the role does beside its machine. The daemon cancels these tasks at its end."""
@@ -128,6 +133,7 @@ class Daemon:
                 self._driver.stop()
             else:
                 self.transport.close(0)
+            self._role.close()
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._notifier.close()
 
@@ -163,8 +169,10 @@ class Daemon:
     async def _announce(self, address: str, ready: ReadyFile | None) -> None:
         """Tell those who wait for the daemon that it is ready, and where it listens."""
         await self._role.until_ready()
-        if ready is not None:
-            ready.write(address)
+        while ready is not None:
+            if ready.write(address):
+                break
+            await asyncio.sleep(READY_RETRY_S)
         self._notifier.ready(f"{self._role.name} at {address}")
 
     async def _feed_watchdog(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 
 MOST = 1 << 20
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)  # none is left, in this process or in the system: that may pass
 
 
 def raise_descriptor_limit() -> None:

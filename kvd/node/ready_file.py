@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from kvd.errors import KvdError
+from kvd.node.descriptors import NO_DESCRIPTOR
 from kvd.observe.log import event
 
 logger = logging.getLogger("kvd.node")
@@ -32,8 +33,8 @@ class ReadyFile:
         finally:
             self._remove_temporary()
 
-    def write(self, address: str) -> None:
-        """Say that the daemon is ready, and where it listens.
+    def write(self, address: str) -> bool:
+        """Say that the daemon is ready, and where it listens. False: no descriptor is left now, try again.
 
         Raises:
             KvdError: it cannot be written.
@@ -42,9 +43,12 @@ class ReadyFile:
             self._temporary.write_text(address + "\n")
             self._temporary.rename(self._path)
         except OSError as error:
+            if error.errno in NO_DESCRIPTOR:
+                return False
             raise self._problem(error) from None
         finally:
             self._remove_temporary()
+        return True
 
     def remove(self) -> None:
         """Remove it. Warns if that fails: its readers would believe that the daemon is there."""

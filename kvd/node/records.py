@@ -10,6 +10,7 @@ from enum import Enum, auto
 from functools import partial
 
 from kvd.core.machine import Event, Persist, Persisted, PersistFailed
+from kvd.node.descriptors import NO_DESCRIPTOR
 from kvd.observe.log import event
 
 FIRST_PAUSE_S = 0.5
@@ -88,10 +89,16 @@ class RecordSaver:
         problem = str(error)
         if problem != self._problem:
             self._problem = problem
-            text = f"the state cannot be saved ({problem}): free space in state_dir, or make it writable"
+            text = f"the state cannot be saved ({problem}): {_what_to_do(error)}"
             event(logger, logging.ERROR, f"{text}. Joining, leaving and barriers wait for that")
             self._feed(PersistFailed(problem))
         self._next = self._next or record
         self._state = SaverState.PAUSING
         self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._begin)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+
+def _what_to_do(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR:
+        return "raise the limit of open files (ulimit -n), or cut off those who hold so many connections"
+    return "free space in state_dir, or make it writable"

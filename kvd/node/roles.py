@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvd.config import Loaded, Role
 from kvd.errors import KvdError
+from kvd.node.core_dumps import forbid_core_dumps
 from kvd.node.daemon import Daemon
 from kvd.node.descriptors import raise_descriptor_limit
 from kvd.node.exit_codes import exit_code_of
@@ -43,6 +44,7 @@ def run_daemon(loaded: Loaded, role: Role, *, ready_file: Path | None = None) ->
         if ready is not None:
             ready.check()
         raise_descriptor_limit()
+        forbid_core_dumps()
         return asyncio.run(new_daemon(loaded, role).run(ready))
     except KvdError as error:
         event(logger, logging.ERROR, str(error))

@@ -35,6 +35,7 @@ class SchedulerRole:
         self._origin = loaded.origin
         self._machine: SchedulerRouter | None = None
         self._driver: Driver | None = None
+        self._state: SchedulerStateFile | None = None
 
     def make_driver(
         self,
@@ -57,7 +58,7 @@ class SchedulerRole:
             config.worker_timeout_s,
             break_on_loss=config.on_worker_loss == "fail",
         )
-        state = SchedulerStateFile(Path(config.state_dir)) if config.state_dir else None
+        state = self._state = SchedulerStateFile(Path(config.state_dir)) if config.state_dir else None
         self._machine = _new_machine(settings, state)
         if state is not None:
             state.save_first(self._machine.record())
@@ -80,6 +81,11 @@ class SchedulerRole:
 
     def say_goodbye(self) -> None:
         """Nobody to tell: the nodes continue without a scheduler, and join the next one."""
+
+    def close(self) -> None:
+        """Close the state file."""
+        if self._state is not None:
+            self._state.close()
 
     def tasks(self, watch: ProcessWatch) -> list[asyncio.Task[None]]:
         """Watch the processes of this host."""

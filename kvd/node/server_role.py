@@ -116,6 +116,9 @@ class ServerRole:
         if self._driver is not None:
             self._driver.feed(LocalCall(1, Depart(Departure.LEFT), 0.0))
 
+    def close(self) -> None:
+        """Nothing of its own is open."""
+
     def tasks(self, watch: ProcessWatch) -> list[asyncio.Task[None]]:
         """Find out why the scheduler does not answer, if it does not."""
         session = self._session

@@ -10,17 +10,18 @@ from typing import Any
 
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.errors import ConfigError
-from kvd.node.atomic_file import write_atomically
+from kvd.node.swapped_file import SwappedFile
 
 STATE_FILE = "scheduler.json"
 
 
 class SchedulerStateFile:
-    """The record of a scheduler, in a directory of its own."""
+    """The record of a scheduler, in a directory of its own. It can be saved while all descriptors are in use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path = folder / STATE_FILE
+        self._file = SwappedFile(self._path)
 
     def prepare(self) -> None:
         """Make the directory if there is none, and check that state can be kept in it.
@@ -63,7 +64,7 @@ class SchedulerStateFile:
             OSError: it cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
-        write_atomically(self._path, lambda file: file.write(json.dumps(record).encode()))
+        self._file.write(json.dumps(record).encode())
 
     def save_first(self, record: Mapping[str, object]) -> None:
         """Save the record of a scheduler that is about to start.
@@ -74,7 +75,12 @@ class SchedulerStateFile:
         try:
             self.save(record)
         except OSError as error:
+            self.close()
             raise self._bad_folder(error) from None
+
+    def close(self) -> None:
+        """Give back the descriptors. The record stays."""
+        self._file.close()
 
     def unusable(self, error: Exception) -> ConfigError:
         """The error to raise for a record that cannot be used."""

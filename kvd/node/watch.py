@@ -6,6 +6,8 @@ import asyncio
 import os
 from collections.abc import Callable, Hashable
 
+from kvd.node.descriptors import NO_DESCRIPTOR
+
 
 class ProcessWatch:
     """Watches processes on an event loop, once for each token."""
@@ -16,7 +18,10 @@ class ProcessWatch:
         self._seen: set[Hashable] = set()
 
     def watch(self, pid: int, ended: Callable[[], None], token: Hashable = None) -> None:
-        """Call `ended` when the process with this id ends; at once if there is none."""
+        """Call `ended` when the process with this id ends; at once if there is none.
+
+        If no descriptor is left, it is not watched: the heartbeats will tell, and the next call tries again.
+        """
         token = pid if token is None else token
         if token in self._seen:
             return
@@ -26,8 +31,10 @@ class ProcessWatch:
         except ProcessLookupError:
             self._loop.call_soon(ended)
             return
-        except OSError:
-            return  # an old kernel, or no descriptors left: the heartbeats will tell
+        except OSError as error:
+            if error.errno in NO_DESCRIPTOR:
+                self._seen.discard(token)
+            return  # also an old kernel
         self._descriptors[token] = descriptor
         self._loop.add_reader(descriptor, self._ended, token, ended)
 

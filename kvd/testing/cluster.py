@@ -141,7 +141,7 @@ class LocalCluster:
         processes: daemons in processes of their own.
         path: how messages travel: "shm" in shared memory, "ipc" by ZeroMQ over Unix sockets, "tcp" by ZeroMQ over
             loopback; None: `default_path`.
-        server_prelude: code that servers in processes of their own run first.
+        server_prelude, scheduler_prelude: code that such daemons run first in processes of their own.
         settings: further settings for all nodes.
 
     Attributes:
@@ -158,6 +158,7 @@ class LocalCluster:
         processes: bool = False,
         path: PathName | None = None,
         server_prelude: str = "",
+        scheduler_prelude: str = "",
         **settings: Any,
     ) -> None:
         self.num_workers = num_workers
@@ -173,7 +174,7 @@ class LocalCluster:
         if self.path != "shm":
             self.settings.setdefault("shared_memory", "off")
         self._processes = processes
-        self._server_prelude = server_prelude
+        self._preludes = {"server": server_prelude, "scheduler": scheduler_prelude}
         self._numbers = count(1)
         self._folder = tempfile.TemporaryDirectory(prefix="kvd-test-")
         self.folder = Path(self._folder.name)
@@ -191,7 +192,7 @@ class LocalCluster:
             given["scheduler"] = self.address
         if not self._processes:
             return ThreadNode(role, given)
-        return ProcessNode(role, given, self.folder, prelude=self._server_prelude if role == "server" else "")
+        return ProcessNode(role, given, self.folder, prelude=self._preludes[role])
 
     def _free_address(self, role: Role) -> str:
         """An address where no node listens yet."""

@@ -99,6 +99,7 @@ class ZmqTransport:
             raise ConnectError(f"cannot listen at {address}: {_why_not(error)}", address=address) from None
         self._router = router
         self._watch(router, None)
+        prepare_sending_without_copies()
         bound: bytes = router.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
         return bound.rstrip(b"\0").decode()
 
@@ -283,14 +284,17 @@ class ZmqTransport:
         body: bytes | memoryview | None,
         uncopied: deque[zmq.MessageTracker] | None,
     ) -> bool:
+        frame: zmq.Frame | bytes | memoryview | None = body
+        if body is not None and len(body) >= COPY_BELOW_BYTES:
+            # Made before anything is sent: if this raises, no half message lies in the socket.
+            frame = zmq.Frame(body, track=uncopied is not None, copy=False)
         try:
             if route is not None:
                 socket.send(route, NOBLOCK | SNDMORE)
             socket.send(header, NOBLOCK | (0 if body is None else SNDMORE))
-            if body is None:
+            if frame is None:
                 return True
-            copied = len(body) < COPY_BELOW_BYTES
-            tracker = socket.send(body, NOBLOCK, copy=copied, track=not copied and uncopied is not None)
+            tracker = socket.send(frame, NOBLOCK, copy=not isinstance(frame, zmq.Frame))
             if tracker is not None and uncopied is not None:
                 uncopied.append(tracker)
         except zmq.ZMQError:
@@ -306,6 +310,11 @@ class ZmqTransport:
         else:
             with suppress(RuntimeError):  # the loop is closed, so nothing is read any more
                 self._loop.call_soon_threadsafe(self._drain_soon, descriptor, socket, peer)
+
+
+def prepare_sending_without_copies() -> None:
+    """pyzmq opens sockets for the first payload without a copy. Later, no descriptor may be left for them."""
+    zmq.Frame(b"\0", copy=False)
 
 
 def _drop_sent(uncopied: deque[zmq.MessageTracker]) -> None:

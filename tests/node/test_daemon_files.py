@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -155,5 +157,10 @@ def test_a_state_dir_is_made_again_when_it_was_removed(tmp_path: Path) -> None:
     state.prepare()
     assert state.load() is None
     (tmp_path / "a" / "b").rmdir()
-    state.save({"generation": 1})
+    for generation in (1, 2):
+        state.save({"generation": generation})
+    shutil.rmtree(tmp_path / "a")
+    state.save({"generation": 3})
+    state.close()
     assert os.listdir(tmp_path / "a" / "b") == ["scheduler.json"]
+    assert json.loads((tmp_path / "a" / "b" / "scheduler.json").read_text()) == {"generation": 3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ import zmq
 from kvd.core.machine import SCHEDULER, CallerPeer, Peer, Span
 from kvd.core.principals import Principal
 from kvd.errors import ConnectError
-from kvd.transport.zmq import ZmqTransport
+from kvd.transport.zmq import COPY_BELOW_BYTES, ZmqTransport
 
 
 class Listener:
@@ -30,6 +31,7 @@ class Listener:
         self.context: zmq.Context[Any] = zmq.Context()
         self.dealer = self.context.socket(zmq.DEALER)
         self.dealer.linger = 0
+        self.dealer.rcvtimeo = 20_000
         self.dealer.connect(self.address)
 
     def _take(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal) -> None:
@@ -123,6 +125,25 @@ def test_sends_from_several_threads_keep_their_frames_together() -> None:
         for number in range(4):
             mine = [header for header, _ in seen if header.startswith(b"%d " % number)]
             assert mine == [b"%d %d" % (number, step) for step in range(300)]
+
+    run(program)
+
+
+def test_a_payload_that_cannot_be_prepared_leaves_no_half_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_frame(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def program(listener: Listener) -> None:
+        listener.dealer.send(b"hello")
+        await listener.until(1)
+        peer = listener.messages[0][0]
+        large = [Span(bytes(COPY_BELOW_BYTES), 0, COPY_BELOW_BYTES)]
+        with monkeypatch.context() as patch:
+            patch.setattr(zmq, "Frame", no_frame)
+            with pytest.raises(OSError, match="Too many open files"):
+                listener.transport.send(peer, b"first", large)
+        assert listener.transport.send(peer, b"second", large)
+        assert await asyncio.to_thread(listener.dealer.recv_multipart) == [b"second", bytes(COPY_BELOW_BYTES)]
 
     run(program)
 
