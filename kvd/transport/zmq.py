@@ -30,11 +30,13 @@ from kvd.transport.refused_handshakes import RefusedHandshake
 NOBLOCK, SNDMORE, POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN)
 FD, EVENTS = int(zmq.FD), int(zmq.EVENTS)
 
-HIGH_WATER_MARK = 100_000  # messages; the outbox's credit bounds the bytes long before
+SEND_HIGH_WATER_MARK = 20_000  # messages that wait for one peer
 COPY_BELOW_BYTES = 64 << 10  # smaller payloads are cheaper to copy than to track
 RECONNECT_FIRST_MS = 50
 RECONNECT_LIMIT_MS = 2000
-HEARTBEAT_MS = 5000
+HANDSHAKE_LIMIT_MS = 5000
+SILENCE_LIMIT_MS = 20_000  # until a connection to a host that does not answer is given up
+KEEPALIVE_S = 5
 DETACH_LIMIT_S = 2.0
 DETACH_POLL_S = 0.001
 MOST_FRAMES = 3  # routing id, header, payload
@@ -168,15 +170,31 @@ class ZmqTransport:
 
     @staticmethod
     def _set_limits(socket: zmq.Socket[bytes], address: str) -> None:
+        """Bounds, and no option that lets a peer stop this process.
+
+        libzmq 4.3.5 aborts with "Assertion failed: !_io_error" when a connection ends whose input it has stopped and
+        anything is then written to it: a heartbeat of ours, or the answer to one of the peer's. It stops the input of
+        a connection whose queue is full, so a peer that sends more than is read, and leaves, ends the process. A
+        stopped connection that is opened again gives "Assertion failed: _input_stopped" (issue 3937 of libzmq). So
+        queues of received messages have no high-water mark: input never stops. ZeroMQ's heartbeats are off, since their
+        timer does not look whether a connection has failed; the kernel's keepalive and TCP_USER_TIMEOUT find hosts that
+        are gone within the same time.
+
+        What a peer may make this process keep is bounded in `kvd.transport.quotas` instead.
+        """
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
-        socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, SILENCE_LIMIT_MS // 1000 // KEEPALIVE_S)
+        socket.setsockopt(zmq.TCP_MAXRT, SILENCE_LIMIT_MS)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_LIMIT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4 * HEARTBEAT_MS)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_LIMIT_MS)
         socket.setsockopt(zmq.IPV6, int("[" in address))
 
     # ── receiving ──

@@ -168,6 +168,9 @@ class Harness:
     def pull(self, rank: int, clock: int, *, key: str = "w", request: int = 0, **more: Any) -> list[Effect]:
         return self.say(rank, Pull(request or self.request(), (Part(key, 0, clock),)), **more)
 
+    def pull_all(self, rank: int, parts: list[tuple[str, int, int]]) -> list[Effect]:
+        return self.say(rank, Pull(self.request(), tuple(Part(*part) for part in parts)))
+
     # ── batches ──
 
     def declare(self, rank: int, batch: int, *keys: str | SliceId, **more: Any) -> list[Effect]:

@@ -262,7 +262,12 @@ class ServerMachine:
             self._effects.refuse(event.peer, getattr(message, "request", 0), ErrorCode.PROTOCOL_ERROR, text)
 
     def _declare(self, event: Received, message: DeclareBatch) -> None:
-        if self._attachments.rank_of(event, message.request) is not None:
+        if self._attachments.rank_of(event, message.request) is None:
+            return
+        if len(set(message.slice_ids)) < len(message.slice_ids):
+            text = "a batch names the same slice twice: name it once"
+            self._effects.refuse(event.peer, message.request, ErrorCode.PROTOCOL_ERROR, text, message.slice_ids[0].key)
+        else:
             self._batches.declare(event.sender, message.batch, message.slice_ids)
             self._effects.send(event.peer, Done(message.request))
 

@@ -62,7 +62,7 @@ class TargetResolver:
         if slices is None:
             return None
         push = isinstance(message, PushBatch)
-        if push and not batch.is_apart and len(set(slices)) == len(slices):
+        if push and not batch.is_apart:
             batch.group = self._table.fuse(slices)
             if batch.group is not None:
                 return [PushTarget(batch.group, None, message.clock, batch.group.nbytes)]
@@ -72,8 +72,8 @@ class TargetResolver:
         self, event: Received, request: int, slices: Sequence[Slice], clocks: Sequence[int], *, push: bool
     ) -> list[PushTarget] | None:
         """Each slice by itself; None if the sender was told that this cannot be."""
-        if push and len(set(slices)) < len(slices):
-            text = "a push names the same slice twice"
+        if len(set(slices)) < len(slices):  # the answer would be larger than what the server leads
+            text = f"a {'push' if push else 'pull'} names the same slice twice: name it once"
             self._effects.refuse(event.peer, request, ErrorCode.PROTOCOL_ERROR, text, slices[0].key)
             return None
         for slice_ in slices:
