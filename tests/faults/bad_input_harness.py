@@ -11,6 +11,8 @@ import numpy as np
 import zmq
 
 import kvd
+from kvd.config import load
+from kvd.node.keyring import Keyring
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import (
     NO_RUN,
@@ -66,14 +68,17 @@ def busy(stores: list[kvd.KVStore]) -> Iterator[None]:
 
 
 class RawPeer:
-    """A plain DEALER socket that can send any frames."""
+    """A plain DEALER socket that can send any frames. It holds the key of the cluster, unless that is `insecure`."""
 
-    def __init__(self, address: str, run: int = NO_RUN) -> None:
+    def __init__(self, address: str, run: int = NO_RUN, *, insecure: bool = False) -> None:
         self.run = run
         self.context: zmq.Context[Any] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.rcvtimeo = 5000
+        curve = Keyring(load({"insecure": True} if insecure else {}).config, "observer").curve
+        if curve is not None:
+            curve.secure_connection(self.socket, "")
         self.socket.connect(address)
 
     def send(self, *frames: bytes) -> None:
@@ -100,6 +105,6 @@ class RawPeer:
         self.close()
 
 
-def is_alive(address: str) -> bool:
-    with RawPeer(address) as raw:
+def is_alive(address: str, *, insecure: bool = False) -> bool:
+    with RawPeer(address, insecure=insecure) as raw:
         return isinstance(raw.answers(StatusQuery(1)), StatusReport)

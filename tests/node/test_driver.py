@@ -155,3 +155,19 @@ def test_a_message_that_cannot_be_encoded_is_refused_to_its_own_machine() -> Non
 
     harness = DriverHarness(react)
     run(harness, program)
+
+
+def test_an_answer_that_would_be_too_large_is_refused() -> None:
+    spans = tuple(Span(b"", 0, 64 << 20) for _ in range(3))
+
+    def react(event: Event) -> list[Effect]:
+        return [Send(PEER, Done(7), spans)] if isinstance(event, LocalCall) else []
+
+    async def program() -> None:
+        harness.driver.feed(call(1))
+        [(_, refused, payload)] = harness.transport.sent
+        assert (refused.request, refused.error, payload) == (7, ErrorCode.NOT_ALLOWED, b"")
+        assert "at most 128 MiB" in refused.text
+
+    harness = DriverHarness(react)
+    run(harness, program)
