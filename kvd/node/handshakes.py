@@ -13,7 +13,7 @@ from typing import Final
 
 from kvd.errors import ConnectError
 from kvd.transport.curve import Curve
-from kvd.transport.handshake import Outcome, try_handshake
+from kvd.transport.probe import Outcome, try_handshake
 
 FIRST_LOOK_S: Final = 0.5
 """How long a scheduler may take to answer before its handshake is tried. Within 3 s the reason is known."""
