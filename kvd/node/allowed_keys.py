@@ -64,6 +64,8 @@ class AllowedKeys:
         return principals
 
     def _table(self) -> dict[str, Any]:
+        import tomllib  # most nodes have no list
+
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())

@@ -1,26 +1,27 @@
 """Files with keys: what is in them, how they are written, and whom they are refused to.
 
-A file is TOML. One with the key of a cluster is all that a node needs; whoever has it may do everything. One with the
-key of a single node also names the scheduler's public key; what its holder may do is said by the lists of allowed keys
-(`kvd.node.allowed_keys`).
+A file has lines ``NAME = "VALUE"``, and comments. One with the key of a cluster is all that a node needs; whoever has it
+may do everything. One with the key of a single node also names the scheduler's public key; what its holder may do is
+said by the lists of allowed keys (`kvd.node.allowed_keys`).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import stat
-import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kvd.errors import ConfigError
 from kvd.transport.curve import Keypair, is_key, new_keypair, public_key_of
 
 MAX_FILE_BYTES: Final = 4096
 OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+_LINE: Final = re.compile(r'\s*(?:(?P<name>[a-z]+) *= *"(?P<value>[^"\\]*)"\s*)?(?:#.*)?')
 
 
 class KeyKind(StrEnum):
@@ -79,23 +80,26 @@ def parse_key(text: str, where: str) -> NodeKey:
     Raises:
         ConfigError: it is not the content of a key file.
     """
-    try:
-        table = tomllib.loads(text)
-    except ValueError as error:
-        raise _unusable(where, f"is not a key file ({error})") from None
+    table = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise _unusable(where, f'is not a key file: line {number} is no comment and not NAME = "VALUE"')
+        if match["name"]:
+            table[match["name"]] = match["value"]
     kind, secret = table.get("kind"), table.get("secret")
     if kind not in tuple(KeyKind):
         raise _unusable(where, 'is not a key file: it has no line kind = "cluster" or kind = "node"')
     if "secret" not in table:
         raise _unusable(where, "has no secret key: it is the public part, which goes into lists of allowed keys")
-    if not isinstance(secret, str) or not is_key(secret):
+    if secret is None or not is_key(secret):
         raise _unusable(where, "is damaged: its secret key must be 40 characters of Z85")
     public = public_key_of(secret)
     if table.get("public") != public:
         raise _unusable(where, "is damaged: its public key does not belong to its secret key")
     name, scheduler = table.get("name", ""), table.get("scheduler", "")
-    if not isinstance(name, str) or not isinstance(scheduler, str) or (scheduler and not is_key(scheduler)):
-        raise _unusable(where, "is damaged: the name or the key of the scheduler is not as kvd writes it")
+    if scheduler and not is_key(scheduler):
+        raise _unusable(where, "is damaged: the key of the scheduler must be 40 characters of Z85")
     keypair = Keypair(public, secret)
     if kind == KeyKind.CLUSTER:
         return NodeKey(KeyKind.CLUSTER, keypair, "", public)
@@ -182,5 +186,5 @@ def public_part(key: NodeKey, roles: list[str]) -> str:
     return f'[{_quoted(key.name)}]\nkey = "{key.keypair.public}"\nroles = [{names}]\n'
 
 
-def _quoted(name: str) -> Any:
+def _quoted(name: str) -> str:
     return '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
