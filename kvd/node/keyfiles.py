@@ -1,6 +1,6 @@
 """Files with keys: what is in them, how they are written, and whom they are refused to.
 
-A file has lines ``NAME = "VALUE"``, and comments. One with the key of a cluster is all that a node needs; whoever has it
+A file has lines ``NAME = "VALUE"`` and comments. One with the key of a cluster is all that a node needs; whoever has it
 may do everything. One with the key of a single node also names the scheduler's public key; what its holder may do is
 said by the lists of allowed keys (`kvd.node.allowed_keys`).
 """
