@@ -41,6 +41,10 @@ class AllowedKeys:
         """Who holds this public key; None if the list does not have it. On any thread."""
         return self._principals.get(key)
 
+    def holders_of(self, role: KeyRole) -> list[Principal]:
+        """Those who may be this."""
+        return [principal for principal in self._principals.values() if role in principal.roles]
+
     def reload(self) -> int:
         """Read the file again; return how many keys it has.
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import stat
 import tomllib
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kvd.errors import ConfigError
 from kvd.transport.curve import Keypair, is_key, new_keypair, public_key_of
@@ -63,7 +64,7 @@ def key_text(key: NodeKey) -> str:
     lines = [
         f"# kvd: the key of {whose}. Keep it private (chmod 600).",
         f'kind = "{key.kind}"',
-        *([f'name = "{key.name}"', f'scheduler = "{key.scheduler}"'] if key.kind is KeyKind.NODE else []),
+        *([f"name = {_quoted(key.name)}", f'scheduler = "{key.scheduler}"'] if key.kind is KeyKind.NODE else []),
         f'public = "{key.keypair.public}"',
         f'secret = "{key.keypair.secret}"',
     ]
@@ -176,11 +177,20 @@ def _unusable(where: str, problem: str) -> ConfigError:
     return ConfigError(f"the key file {where} {problem}", setting="keyfile")
 
 
-def public_part(key: NodeKey, roles: list[str]) -> str:
-    """The entry of a list of allowed keys for this key."""
-    names = ", ".join(f'"{role}"' for role in roles)
-    return f'[{_quoted(key.name)}]\nkey = "{key.keypair.public}"\nroles = [{names}]\n'
+def public_part(key: NodeKey, roles: Sequence[str], jobs: Sequence[str] = ()) -> str:
+    """The entry of a list of allowed keys for this key.
+
+    Args:
+        roles: what its holder may be.
+        jobs: patterns of the jobs that it may be part of; none: all.
+    """
+    lines = [f"[{_quoted(key.name)}]", f'key = "{key.keypair.public}"', f"roles = {_listed(roles)}"]
+    return "\n".join([*lines, *([f"jobs = {_listed(jobs)}"] if jobs else [])]) + "\n"
 
 
-def _quoted(name: str) -> Any:
-    return '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
+def _listed(words: Sequence[str]) -> str:
+    return f"[{', '.join(map(_quoted, words))}]"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
