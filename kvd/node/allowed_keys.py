@@ -78,7 +78,7 @@ class AllowedKeys:
             raise self._wrong(f"can be changed by other users: chmod 644 {self._path}")
         try:
             table = tomllib.loads(content.decode())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._wrong(f"is not TOML: {error}") from None
         if len(content) > MAX_FILE_BYTES or len(table) > MAX_KEYS:
             raise self._wrong(f"is too long: at most {MAX_KEYS} keys in {MAX_FILE_BYTES} bytes")

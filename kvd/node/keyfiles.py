@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,9 @@ from kvd.transport.curve import Keypair, is_key, new_keypair, public_key_of
 
 MAX_FILE_BYTES: Final = 4096
 OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+
+
+_PUBLIC_PART: Final = "has no secret key: it is the public part, which goes into lists of allowed keys"
 
 
 class KeyKind(StrEnum):
@@ -82,13 +86,15 @@ def parse_key(text: str, where: str) -> NodeKey:
     """
     try:
         table = tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _unusable(where, f"is not a key file ({error})") from None
     kind, secret = table.get("kind"), table.get("secret")
+    if any(isinstance(entry, dict) and "key" in entry for entry in table.values()):
+        raise _unusable(where, _PUBLIC_PART)
     if kind not in tuple(KeyKind):
         raise _unusable(where, 'is not a key file: it has no line kind = "cluster" or kind = "node"')
     if "secret" not in table:
-        raise _unusable(where, "has no secret key: it is the public part, which goes into lists of allowed keys")
+        raise _unusable(where, _PUBLIC_PART)
     if not isinstance(secret, str) or not is_key(secret):
         raise _unusable(where, "is damaged: its secret key must be 40 characters of Z85")
     public = public_key_of(secret)
@@ -119,12 +125,13 @@ def read_key(path: Path, *, is_guarded: bool = False) -> NodeKey:
         raise _unusable(str(path), "does not exist: check the name, or make a key with kvd key new") from None
     except OSError as error:
         raise _unusable(str(path), f"cannot be read ({error.strerror}): make this process's user its owner") from None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         _check_privacy(path, os.fstat(descriptor), is_guarded=is_guarded)
-        try:
-            content = file.read(MAX_FILE_BYTES + 1)
-        except OSError as error:
-            raise _unusable(str(path), f"cannot be read ({error.strerror})") from None
+        content = os.read(descriptor, MAX_FILE_BYTES + 1)  # of a regular file it gives all
+    except OSError as error:
+        raise _unusable(str(path), f"cannot be read ({error.strerror})") from None
+    finally:
+        os.close(descriptor)
     if len(content) > MAX_FILE_BYTES:
         raise _unusable(str(path), f"is not a key file: it has more than {MAX_FILE_BYTES} bytes")
     if not content.strip():
@@ -142,11 +149,13 @@ def write_key(path: Path, key: NodeKey) -> None:
     Raises:
         ConfigError: there is a file already, or it cannot be written.
     """
-    temporary = path.with_name(f".{path.name[:60]}.{os.getpid()}.part")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        descriptor, temporary = tempfile.mkstemp(prefix=".kvd-key-", dir=path.parent)  # of mode 0600
+    except OSError as error:
+        raise _unusable(str(path), f"cannot be written ({error.strerror})") from None
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(key_text(key))
             file.flush()
             os.fsync(descriptor)
@@ -157,7 +166,7 @@ def write_key(path: Path, key: NodeKey) -> None:
         raise _unusable(str(path), f"cannot be written ({error.strerror})") from None
     finally:
         with suppress(OSError):
-            temporary.unlink()
+            os.unlink(temporary)
 
 
 def _check_privacy(path: Path, status: os.stat_result, *, is_guarded: bool) -> None:
