@@ -16,6 +16,9 @@ from kvd_cli.options import OUTPUT_FORMATS, options_of
 _PREFIX: Final = "common_"
 """What the names of the common options begin with in click: a command may have a ``file`` of its own."""
 
+_COMMON_SETTINGS: Final = {"scheduler": ("-S",), "job": (), "keyfile": (), "insecure": ()}
+"""The settings that every command has a flag for, with further spellings."""
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
@@ -59,7 +62,7 @@ def setting_options(
         leave_out: settings that get no flag.
         short: further spellings, such as ``{"num_workers": "-n"}``.
     """
-    left_out = {*leave_out, "scheduler", "job"}  # the common options have it
+    left_out = {*leave_out, *_COMMON_SETTINGS}
     chosen = [s for s in all_settings() if s.name not in left_out and (role is None or role in s.used_by)]
 
     def decorate(command: Command) -> Command:
@@ -91,17 +94,19 @@ def _store_setting(ctx: click.Context, param: click.Parameter, value: object) ->
         options_of(ctx).settings[param.name] = value
 
 
-def common_options(*, output_flags: Sequence[str] = ("-o", "--output")) -> Callable[[Command], Command]:
+def common_options(
+    *, output_flags: Sequence[str] = ("-o", "--output"), leave_out: Iterable[str] = ()
+) -> Callable[[Command], Command]:
     """The options that every command has.
 
     Args:
         output_flags: the flags of the output format, for commands where ``-o`` means something else.
+        leave_out: settings that get no flag, for commands where it means something else.
     """
-    scheduler = named_setting("scheduler")
+    settings = {name: short for name, short in _COMMON_SETTINGS.items() if name not in leave_out}
     timeout = named_setting("request_timeout_s")
     decorators = [
-        _setting_option(scheduler, "-S"),
-        _setting_option(named_setting("job")),
+        *(_setting_option(named_setting(name), *short) for name, short in settings.items()),
         _common(*output_flags, name="output", type=click.Choice(OUTPUT_FORMATS), help="output format"),
         _common("--timeout", name="timeout_s", type=SettingType(timeout), help="how long to wait, such as 5s"),
         _common(

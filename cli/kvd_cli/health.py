@@ -56,6 +56,11 @@ def health_of(report: Report) -> Health:
             f"the scheduler cannot save its state: {unsaved}. Free space in its state_dir, or make it writable. Until "
             "then joining, leaving and barriers wait; pushes and pulls go on."
         )
+    if report.get("insecure"):
+        advice.append(
+            "insecure: this cluster has no keys. Whoever reaches its ports can read and change everything, and end it. "
+            "Leave out --insecure (KVD_INSECURE) everywhere unless the network is closed."
+        )
     advice += [_emptied(name) for name in _empty_servers(report)]
     return Health(not (servers or deserters or workers or ended or missing or silent or unsaved), tuple(advice))
 

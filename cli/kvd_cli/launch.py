@@ -19,7 +19,6 @@ from kvd_cli.options import OF_ONE_PROCESS, current
 from kvd_cli.prefix import Prefixer
 
 _PLACES = ("local", "slurm", "ray", "kubernetes")
-THIS_HOST: Final = ("localhost", "127.0.0.1", "::1")
 AUTO: Final = 0
 """As a number of servers: the number that suits this machine."""
 
@@ -81,9 +80,9 @@ def launch(
 ) -> None:
     """Run a whole job: CMD in several workers, on this machine or on several hosts.
 
-    The job has its own scheduler and servers, and ends when all workers are done. A worker that fails ends the job;
-    its exit code becomes that of the job. Ctrl-C ends the job in order, a second Ctrl-C kills it. No process is left
-    running in any case.
+    The job has its own scheduler, servers and key, and ends when all workers are done. A worker that fails ends the
+    job; its exit code becomes that of the job. Ctrl-C ends the job in order, a second Ctrl-C kills it. No process and
+    no key is left behind in any case.
 
     The first line says where the scheduler is (--scheduler: where it shall listen). After that come the output of CMD,
     warnings and errors; -v or --log-level shows the rest of the daemons' logs too.
@@ -122,12 +121,6 @@ def _hosts(text: str, config: Config, servers: int | None) -> tuple[Host, ...]:
         raise click.UsageError("-s auto counts the cores of this machine only: with --hosts, give -s N or leave it out")
     if config.cpu_affinity == "auto":
         raise click.UsageError("--affinity auto plans the cores of this machine only: leave it out with --hosts")
-    if not config.insecure and any(host.name not in THIS_HOST for host in hosts):
-        raise ConfigError(
-            "with --hosts, the daemons listen where other machines can reach them, and nothing checks who connects: "
-            "give --insecure (KVD_INSECURE=1) if the network is trusted",
-            setting="insecure",
-        )
     return hosts
 
 

@@ -32,6 +32,8 @@ COMMANDS: Final = {
     "barrier": "kvd_cli.cluster:barrier",
     "command": "kvd_cli.cluster:command",
     "dead-nodes": "kvd_cli.cluster:dead_nodes",
+    "key": "kvd_cli.key:key",
+    "keypair": "kvd_cli.keypair:keypair",
     "bench": "kvd_cli.bench:bench",
     "config": "kvd_cli.config:config",
     "completion": "kvd_cli.completion:completion",

@@ -40,6 +40,10 @@ class AllowedKeys:
         """Who holds this public key; None if the list does not have it. On any thread."""
         return self._principals.get(key)
 
+    def holders_of(self, role: KeyRole) -> list[Principal]:
+        """Those who may be this."""
+        return [principal for principal in self._principals.values() if role in principal.roles]
+
     def reload(self) -> int:
         """Read the file again; return how many keys it has.
 
@@ -75,7 +79,7 @@ class AllowedKeys:
             raise self._wrong(f"can be changed by other users: chmod 644 {self._path}")
         try:
             table = tomllib.loads(content.decode())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._wrong(f"is not TOML: {error}") from None
         if len(content) > MAX_FILE_BYTES or len(table) > MAX_KEYS:
             raise self._wrong(f"is too long: at most {MAX_KEYS} keys in {MAX_FILE_BYTES} bytes")

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import re
 import stat
+import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,6 +24,7 @@ from kvd.transport.curve import Keypair, is_key, new_keypair, public_key_of
 MAX_FILE_BYTES: Final = 4096
 OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 _LINE: Final = re.compile(r'\s*(?:(?P<name>[a-z]+) *= *"(?P<value>[^"\\]*)"\s*)?(?:#.*)?')
+_PUBLIC_PART: Final = "has no secret key: it is the public part, which goes into lists of allowed keys"
 
 
 class KeyKind(StrEnum):
@@ -64,7 +67,7 @@ def key_text(key: NodeKey) -> str:
     lines = [
         f"# kvd: the key of {whose}. Keep it private (chmod 600).",
         f'kind = "{key.kind}"',
-        *([f'name = "{key.name}"', f'scheduler = "{key.scheduler}"'] if key.kind is KeyKind.NODE else []),
+        *([f"name = {_quoted(key.name)}", f'scheduler = "{key.scheduler}"'] if key.kind is KeyKind.NODE else []),
         f'public = "{key.keypair.public}"',
         f'secret = "{key.keypair.secret}"',
     ]
@@ -83,6 +86,8 @@ def parse_key(text: str, where: str) -> NodeKey:
     table = {}
     for number, line in enumerate(text.splitlines(), 1):
         match = _LINE.fullmatch(line)
+        if match is None and line.startswith("["):
+            raise _unusable(where, _PUBLIC_PART)
         if match is None:
             raise _unusable(where, f'is not a key file: line {number} is no comment and not NAME = "VALUE"')
         if match["name"]:
@@ -91,7 +96,7 @@ def parse_key(text: str, where: str) -> NodeKey:
     if kind not in tuple(KeyKind):
         raise _unusable(where, 'is not a key file: it has no line kind = "cluster" or kind = "node"')
     if "secret" not in table:
-        raise _unusable(where, "has no secret key: it is the public part, which goes into lists of allowed keys")
+        raise _unusable(where, _PUBLIC_PART)
     if secret is None or not is_key(secret):
         raise _unusable(where, "is damaged: its secret key must be 40 characters of Z85")
     public = public_key_of(secret)
@@ -122,12 +127,13 @@ def read_key(path: Path, *, is_guarded: bool = False) -> NodeKey:
         raise _unusable(str(path), "does not exist: check the name, or make a key with kvd key new") from None
     except OSError as error:
         raise _unusable(str(path), f"cannot be read ({error.strerror}): make this process's user its owner") from None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         _check_privacy(path, os.fstat(descriptor), is_guarded=is_guarded)
-        try:
-            content = file.read(MAX_FILE_BYTES + 1)
-        except OSError as error:
-            raise _unusable(str(path), f"cannot be read ({error.strerror})") from None
+        content = os.read(descriptor, MAX_FILE_BYTES + 1)  # of a regular file it gives all
+    except OSError as error:
+        raise _unusable(str(path), f"cannot be read ({error.strerror})") from None
+    finally:
+        os.close(descriptor)
     if len(content) > MAX_FILE_BYTES:
         raise _unusable(str(path), f"is not a key file: it has more than {MAX_FILE_BYTES} bytes")
     if not content.strip():
@@ -145,11 +151,13 @@ def write_key(path: Path, key: NodeKey) -> None:
     Raises:
         ConfigError: there is a file already, or it cannot be written.
     """
-    temporary = path.with_name(f".{path.name[:60]}.{os.getpid()}.part")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        descriptor, temporary = tempfile.mkstemp(prefix=".kvd-key-", dir=path.parent)  # of mode 0600
+    except OSError as error:
+        raise _unusable(str(path), f"cannot be written ({error.strerror})") from None
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(key_text(key))
             file.flush()
             os.fsync(descriptor)
@@ -160,7 +168,7 @@ def write_key(path: Path, key: NodeKey) -> None:
         raise _unusable(str(path), f"cannot be written ({error.strerror})") from None
     finally:
         with suppress(OSError):
-            temporary.unlink()
+            os.unlink(temporary)
 
 
 def _check_privacy(path: Path, status: os.stat_result, *, is_guarded: bool) -> None:
@@ -180,11 +188,20 @@ def _unusable(where: str, problem: str) -> ConfigError:
     return ConfigError(f"the key file {where} {problem}", setting="keyfile")
 
 
-def public_part(key: NodeKey, roles: list[str]) -> str:
-    """The entry of a list of allowed keys for this key."""
-    names = ", ".join(f'"{role}"' for role in roles)
-    return f'[{_quoted(key.name)}]\nkey = "{key.keypair.public}"\nroles = [{names}]\n'
+def public_part(key: NodeKey, roles: Sequence[str], jobs: Sequence[str] = ()) -> str:
+    """The entry of a list of allowed keys for this key.
+
+    Args:
+        roles: what its holder may be.
+        jobs: patterns of the jobs that it may be part of; none: all.
+    """
+    lines = [f"[{_quoted(key.name)}]", f'key = "{key.keypair.public}"', f"roles = {_listed(roles)}"]
+    return "\n".join([*lines, *([f"jobs = {_listed(jobs)}"] if jobs else [])]) + "\n"
 
 
-def _quoted(name: str) -> str:
-    return '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
+def _listed(words: Sequence[str]) -> str:
+    return f"[{', '.join(map(_quoted, words))}]"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -7,6 +7,7 @@ cluster key, which the first scheduler of the user makes.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +38,44 @@ def user_key_path() -> Path:
     return home / "kvd" / "cluster.key"
 
 
+@dataclass(frozen=True, slots=True)
+class KeySource:
+    """Where a process finds its key.
+
+    Attributes:
+        is_guarded: as of `read_key`.
+        is_users: whether it is the user's own cluster key, and no setting named it.
+    """
+
+    path: Path
+    is_guarded: bool = False
+    is_users: bool = False
+
+    def read(self) -> NodeKey:
+        """The key.
+
+        Raises:
+            ConfigError: there is none, or none that can be used.
+        """
+        if self.is_users and not os.path.exists(self.path):  # unlike Path.exists, for a folder that may not be searched
+            raise _no_key(self.path)
+        return read_key(self.path, is_guarded=self.is_guarded)
+
+
+def key_source(keyfile: str) -> KeySource:
+    """Where this process finds its key; `keyfile` is the setting.
+
+    Raises:
+        ConfigError: no setting names a key, and the user has no home folder.
+    """
+    if keyfile:
+        return KeySource(Path(keyfile))
+    credentials = credentials_directory()
+    if credentials is not None and os.path.exists(credentials / CREDENTIAL):
+        return KeySource(credentials / CREDENTIAL, is_guarded=True)
+    return KeySource(user_key_path(), is_users=True)
+
+
 class Keyring:
     """The keys of one process. Reading a key file is its first act, so that a bad one ends the process at once.
 
@@ -59,7 +98,11 @@ class Keyring:
         self._cluster_key = ""
         if config.insecure:
             return
-        key = self._find(config, role)
+        source = key_source(config.keyfile)
+        self.path = source.path
+        if source.is_users and role == "scheduler" and not os.path.exists(source.path):
+            _make(source.path)
+        key = source.read()
         is_daemon = role in ("scheduler", "server")
         if config.allowed_keys and is_daemon:
             self._allowed = AllowedKeys(Path(config.allowed_keys))
@@ -90,21 +133,6 @@ class Keyring:
         if key == self._cluster_key:
             return HOLDER
         return None if self._allowed is None else self._allowed.find(key)
-
-    def _find(self, config: Config, role: Role | str) -> NodeKey:
-        if config.keyfile:
-            self.path = Path(config.keyfile)
-            return read_key(self.path)
-        credentials = credentials_directory()
-        if credentials is not None and os.path.exists(credentials / CREDENTIAL):
-            self.path = credentials / CREDENTIAL
-            return read_key(self.path, is_guarded=True)
-        self.path = user_key_path()
-        if not os.path.exists(self.path):  # unlike Path.exists, it does not mind a folder that may not be searched
-            if role != "scheduler":
-                raise _no_key(self.path)
-            _make(self.path)
-        return read_key(self.path)
 
 
 def _make(path: Path) -> None:

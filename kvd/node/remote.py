@@ -15,8 +15,11 @@ import os
 import select
 import shutil
 import signal
+import stat
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -94,16 +97,40 @@ def run(order: dict[str, Any]) -> int:
     except OSError as error:
         print(f"error: cannot enter {order['folder']}: {error.strerror}", file=sys.stderr)
         return 126
-    _write(GREETING + b"\n")
-    guard = _guard_type()(
-        order["command"],
-        environment={**os.environ, **order["environment"]},
-        parent=line,
-        grace_s=float(order["grace_s"]),
-        on_tick=lambda: None,  # wakes the guard, so that it notices silence
-        tick_s=_TICK_S,
-    )
-    return guard.run()
+    with _key_file(order["key"]) as key_settings:
+        _write(GREETING + b"\n")
+        guard = _guard_type()(
+            order["command"],
+            environment={**os.environ, **order["environment"], **key_settings},
+            parent=line,
+            grace_s=float(order["grace_s"]),
+            on_tick=lambda: None,  # wakes the guard, so that it notices silence
+            tick_s=_TICK_S,
+        )
+        return guard.run()
+
+
+@contextlib.contextmanager
+def _key_file(text: str) -> Iterator[dict[str, str]]:
+    """The variables that name a file with the key of the job, which is gone at the end; none without a key."""
+    if not text:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="kvd-key-", dir=_runtime_folder()) as folder:  # of mode 0700
+        path = os.path.join(folder, "cluster.key")
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+        yield {"KVD_KEYFILE": path}
+
+
+def _runtime_folder() -> str | None:
+    """This user's folder in memory, if only the user can enter it; None: where temporary files go."""
+    folder = os.environ.get("XDG_RUNTIME_DIR", "")
+    with contextlib.suppress(OSError):
+        status = os.lstat(folder)
+        if stat.S_IMODE(status.st_mode) == 0o700 and stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+            return folder
+    return None
 
 
 def _problem(order: dict[str, Any]) -> str:

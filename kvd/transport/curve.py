@@ -8,12 +8,14 @@ key, and `KeyCheck` decides whether that key may come in.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
 from kvd.core.principals import Principal
 
@@ -39,7 +41,12 @@ def new_keypair() -> Keypair:
 
 def is_key(text: str) -> bool:
     """Whether this is the Z85 form of 32 bytes."""
-    return _Z85_KEY.fullmatch(text) is not None
+    if _Z85_KEY.fullmatch(text) is None:
+        return False
+    try:
+        return len(z85.decode(text)) == 32
+    except struct.error:  # five characters stand for four bytes, and could stand for more
+        return False
 
 
 def public_key_of(secret: str) -> str:

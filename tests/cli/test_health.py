@@ -57,6 +57,14 @@ def test_a_healthy_cluster(status: Callable[..., Result]) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
 
 
+def test_a_cluster_without_keys_is_healthy_and_each_status_says_so(status: Callable[..., Result]) -> None:
+    result = status(report(server(0), server(1), insecure=True))
+    assert result.exit_code == 0
+    assert result.stderr.startswith("insecure: this cluster has no keys. Whoever reaches its ports can read and change")
+    shown = json.loads(status(report(server(0), server(1), insecure=True), "-o", "json").stdout)
+    assert (shown["insecure"], shown["healthy"]) == (True, True)
+
+
 def test_a_server_that_does_not_answer_is_unhealthy(status: Callable[..., Result]) -> None:
     given = report(server(0), {"role": "server", "rank": 1, "error": "status did not finish within 3 s"})
     result = status(given)

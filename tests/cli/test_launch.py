@@ -56,11 +56,13 @@ def test_a_job_that_uses_the_store(spawn: Spawn) -> None:
     first, *rest = err.splitlines()
     found = re.fullmatch(
         r"launch    \| scheduler at (tcp://127\.0\.0\.1:\d+); "
-        r"look at the job with: KVD_SCHEDULER=(tcp://127\.0\.0\.1:\d+) KVD_JOB=launch-[0-9a-f]{8} kvd status",
+        r"look at the job with: KVD_SCHEDULER=(tcp://127\.0\.0\.1:\d+) KVD_JOB=launch-[0-9a-f]{8} KVD_KEYFILE=(\S+) "
+        "kvd status",
         first,
     )
     assert found is not None, err
     assert found[1] == found[2]
+    assert not Path(found[3]).parent.exists(), "the key ends with the job"
     assert rest == []
 
 
@@ -135,7 +137,7 @@ def test_workers_know_their_job_their_run_and_their_place(spawn: Spawn, tmp_path
     assert {words[0] for words in said} == {"digits"}
     assert [words[2:] for words in said if words[2] == "0"] == [["0", "2", "0", "2"]]
     assert {tuple(words[2:]) for words in said if words[2] == "1"} == {("1", "2", "1", "2")}
-    assert " KVD_JOB=digits kvd status" in err.splitlines()[0]
+    assert " KVD_JOB=digits KVD_KEYFILE=" in err.splitlines()[0]
 
 
 def test_the_rank_is_the_rank_in_the_store(spawn: Spawn) -> None:
@@ -234,9 +236,8 @@ def test_a_job_has_at_least_one_of_each(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--hosts", "a,b"], "give --insecure (KVD_INSECURE=1) if the network is trusted"),
-        (["--hosts", "a,a", "--insecure"], "a is named twice"),
-        (["--hosts", "-oProxyCommand=x", "--insecure"], "is not HOST or HOST:SLOTS"),
+        (["--hosts", "a,a"], "a is named twice"),
+        (["--hosts", "-oProxyCommand=x"], "is not HOST or HOST:SLOTS"),
         (["--hosts", "localhost:2", "-n", "3"], "num_workers = 3, but the hosts have 2 slots in all"),
         (["--hosts", "localhost:2", "-s", "auto"], "-s auto counts the cores of this machine only"),
         (["--hosts", "localhost", "--affinity", "auto"], "--affinity auto plans the cores of this machine only"),
@@ -264,7 +265,7 @@ def test_the_hosts_say_how_many_workers_and_servers_there_are(
         return 0
 
     monkeypatch.setattr("kvd_cli.launch.run", take)
-    result = kvd("launch", "--hosts", "a,b:2", "--insecure", "--ssh", "ssh -p '2 2'", *flags, "--", "true")
+    result = kvd("launch", "--hosts", "a,b:2", "--ssh", "ssh -p '2 2'", *flags, "--", "true")
     assert result.exit_code == 0, result.output
     assert (jobs[0].workers, jobs[0].servers) == sizes
     assert [(host.name, host.slots) for host in jobs[0].hosts] == [("a", 1), ("b", 2)]

@@ -186,3 +186,4 @@ def test_changes_wait_while_the_record_cannot_be_saved() -> None:
     answers = scheduler.step(Persisted(scheduler.unsaved[-1]))  # the newest record has what the others had
     assert sum(isinstance(message, Welcome) for message in answers) == 2
     assert scheduler.router.explain(0.0)["cannot_save"] == ""
+    assert scheduler.router.explain(0.0)["insecure"] is False

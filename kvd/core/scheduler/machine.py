@@ -82,13 +82,15 @@ from kvd.protocol.messages import (
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """The cluster's settings ("" and 0: the first worker decides), and how long the scheduler waits for its nodes."""
+    """The cluster's settings ("" and 0: the first worker decides), how long the scheduler waits for its nodes, and what
+    `explain` tells of its transport."""
 
     cluster: Settings
     heartbeat_interval_s: float
     server_timeout_s: float
     worker_timeout_s: float
     break_on_loss: bool  # a dead worker breaks the barriers that it is missing from
+    insecure: bool = False  # connections have no keys
 
 
 class SchedulerMachine:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import tempfile
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def run(job: Job, sink: Sink, *, handle_signals: bool = True) -> int:
         2 or 1 if a daemon did not start or died.
 
     Raises:
-        ConfigError: logs cannot be written to the job's folder.
+        ConfigError: logs cannot be written to the job's folder, or the key that the settings name cannot be used.
         ConnectError: a host cannot be reached, or lacks what the job needs.
         RequestTimeout: the scheduler was not ready in time.
         KvdError: a process cannot be started.
@@ -57,15 +58,18 @@ class Launch:
 
     async def run(self, *, handle_signals: bool = False) -> int:
         """Run the job; return its exit code (see `run` of this module)."""
-        output = JobOutput(self._job, self._sink)
-        self._supervisor = supervisor = Supervisor(self._job, output)
         loop = asyncio.get_running_loop()
         with (
-            contextlib.closing(output),
-            signals_handled(loop, supervisor.on_signal) if handle_signals else contextlib.nullcontext(),
+            contextlib.closing(JobOutput(self._job, self._sink)) as output,
+            signals_handled(loop, self._on_signal) if handle_signals else contextlib.nullcontext(),
             tempfile.TemporaryDirectory(prefix="kvd-launch-", ignore_cleanup_errors=True) as folder,
         ):
-            return await supervisor.run(Path(folder))
+            self._supervisor = supervisor = Supervisor(self._job, output, Path(folder))
+            return await supervisor.run()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        assert self._supervisor is not None, "it is made before the loop looks at signals"
+        self._supervisor.on_signal(number)
 
     def stop(self, code: int) -> None:
         """End the job with this exit code; if it is ending already, at once. May be called from any thread."""

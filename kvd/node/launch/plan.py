@@ -15,6 +15,7 @@ from kvd.errors import ConfigError
 from kvd.node.affinity import CorePlan, plan_cores, usable_cores
 from kvd.node.launch.hosts import Placement
 from kvd.node.launch.job import Job
+from kvd.node.launch.job_key import JobKey
 from kvd.node.launch.ssh import on_host, order
 from kvd.node.parent import guarded, tied
 from kvd.node.remote import Mode
@@ -58,9 +59,10 @@ class JobPlan:
         remarks: what a person should know about the plan.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, key: JobKey) -> None:
         self.remarks: tuple[str, ...] = ()
         self._job = job
+        self._key = key
         self.name = job.environment.get("KVD_JOB") or f"launch-{secrets.token_hex(4)}"
         # by this token the workers know each other, and a restarted worker the run that it belongs to
         self._token = job.environment.get("KVD_RUN") or secrets.token_hex(16)
@@ -71,7 +73,7 @@ class JobPlan:
 
     def look(self) -> bytes:
         """What the hosts are asked before anything starts: do they have the folder and the program?"""
-        return self._order(self._job.command, {})
+        return self._order(self._job.command, {}, "")
 
     def scheduler(self, bind: str, folder: Path, notify_socket: str) -> ProcessSpec:
         """The scheduler: it listens, writes its address and reports that it is ready.
@@ -138,12 +140,15 @@ class JobPlan:
     def _on_host(self, name: str, host: str, command: Sequence[str], settings: Mapping[str, str]) -> ProcessSpec:
         """A process on another host, under a guard there. Its ssh ends with this process."""
         ssh = tied(on_host(self._job.ssh, host, Mode.RUN))
-        return ProcessSpec(name, ssh, child_environment({}), host=host, order=self._order(command, settings))
+        return ProcessSpec(
+            name, ssh, child_environment({}), host=host, order=self._order(command, settings, self._key.text)
+        )
 
-    def _order(self, command: Sequence[str], settings: Mapping[str, str]) -> bytes:
+    def _order(self, command: Sequence[str], settings: Mapping[str, str], key: str) -> bytes:
         found = shutil.which(command[0])  # the PATH here has the environment that the hosts have, too
         program = [command[0] if found is None or "/" in command[0] else found]
-        return order([*program, *command[1:]], {**shared_environment(), **settings}, _folder(), self._grace_s())
+        variables = {**shared_environment(), **settings}
+        return order([*program, *command[1:]], variables, _folder(), self._grace_s(), key)
 
     def _grace_s(self) -> float:
         return min(PARENT_GRACE_S, self._job.grace_s)
@@ -155,7 +160,7 @@ class JobPlan:
             "KVD_NUM_SERVERS": str(self._job.servers),
             "KVD_NODE_ID": name,
         }
-        return {**self._job.environment, **cluster, **changes}
+        return {**self._job.environment, **cluster, **self._key.settings, **changes}
 
     def _plan_cores(self, cores: Collection[int]) -> None:
         workers, servers = self._job.workers, self._job.servers

@@ -39,7 +39,7 @@ def on_host(ssh: Sequence[str], host: str, mode: Mode) -> list[str]:
     return [*ssh, "-T", *options, "--", host, f"exec {shlex.join(program)}"]
 
 
-def order(command: Sequence[str], environment: Mapping[str, str], folder: str, grace_s: float) -> bytes:
+def order(command: Sequence[str], environment: Mapping[str, str], folder: str, grace_s: float, key: str = "") -> bytes:
     """What a host is told on stdin.
 
     Args:
@@ -47,6 +47,7 @@ def order(command: Sequence[str], environment: Mapping[str, str], folder: str, g
         environment: variables that are added to those of the host.
         folder: where the command runs.
         grace_s: how long the command may take to end after SIGTERM when the connection is lost.
+        key: the content of a key file, which the host keeps in a private file as long as the command runs; "": none.
     """
     fields = {
         "command": list(command),
@@ -54,5 +55,6 @@ def order(command: Sequence[str], environment: Mapping[str, str], folder: str, g
         "folder": folder,
         "grace_s": grace_s,
         "silence_s": SILENCE_S,
+        "key": key,
     }
     return json.dumps(fields).encode() + b"\n"

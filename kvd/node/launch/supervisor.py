@@ -14,6 +14,7 @@ from kvd.errors import RequestTimeout
 from kvd.node.exit_codes import ExitCode
 from kvd.node.launch.child import Child
 from kvd.node.launch.job import Job
+from kvd.node.launch.job_key import job_key
 from kvd.node.launch.job_output import JobOutput
 from kvd.node.launch.look import look_at
 from kvd.node.launch.output import Stream
@@ -34,32 +35,34 @@ KILL_GRACE_S: Final = 1.0
 class Supervisor:
     """One run of one job. Used on the loop on which it was made, except where it says otherwise.
 
+    Args:
+        folder: an empty directory for this run, which only this user may enter.
+
     Attributes:
         scheduler: the address of the scheduler, once it is ready.
+
+    Raises:
+        ConfigError: the settings name a key that cannot be used, or are wrong.
     """
 
-    def __init__(self, job: Job, output: JobOutput) -> None:
+    def __init__(self, job: Job, output: JobOutput, folder: Path) -> None:
         self.scheduler = ""
         self._job = job
         self._output = output
         self._loop = asyncio.get_running_loop()
         self._stop = StopRequest(self._loop)
-        self._plan = JobPlan(job)
+        self._key = job_key(job.environment, folder)
+        self._plan = JobPlan(job, self._key)
         self._reach = Reach(job.scheduler, {})
         self._listening = ""  # where the scheduler listens
         self._daemons: list[Child] = []  # the scheduler first
         self._workers: dict[int, Child] = {}  # by rank, those that have not ended well
         self._ended: list[Child] = []
         self._restarts: dict[str, int] = {}  # by node id
-        self._folder = Path()  # of this run
-
-    async def run(self, folder: Path) -> int:
-        """Run the job; return its exit code.
-
-        Args:
-            folder: an empty directory for this run.
-        """
         self._folder = folder
+
+    async def run(self) -> int:
+        """Run the job; return its exit code."""
         try:
             code = await self._start()
             return await self._outcome() if code is None else code
@@ -118,7 +121,8 @@ class Supervisor:
         self._listening = (self._folder / READY_FILE).read_text(encoding="utf-8").strip()
         self.scheduler = self._reach.scheduler("", self._listening)
         if self._job.announce:
-            variables = f"KVD_SCHEDULER={shlex.quote(self.scheduler)} KVD_JOB={shlex.quote(self._plan.name)}"
+            settings = {"KVD_SCHEDULER": self.scheduler, "KVD_JOB": self._plan.name, **self._key.settings}
+            variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
             self._say(f"scheduler at {self.scheduler}; look at the job with: {variables} kvd status")
         for remark in self._plan.remarks:
             self._say(remark)

@@ -336,21 +336,34 @@ def test_nothing_on_a_host_outlives_a_killed_launcher(ssh: Any, launcher: Callab
     wait_until_gone(job.mark)
 
 
-def test_a_launcher_that_is_silent_counts_as_gone(mark: dict[str, str], tmp_path: Path) -> None:
-    """As when the network is cut: no end of the connection is seen."""
+@pytest.mark.parametrize("is_private", [True, False], ids=["private folder", "open folder"])
+def test_a_launcher_that_is_silent_counts_as_gone(is_private: bool, mark: dict[str, str], tmp_path: Path) -> None:
+    """As when the network is cut: no end of the connection is seen. The key of the job goes with its processes."""
+    runtime, temporary = tmp_path / "runtime", tmp_path / "temporary"
+    runtime.mkdir(mode=0o700 if is_private else 0o750)
+    temporary.mkdir()
+    command = 'stat -c "%n %a" $KVD_KEYFILE; cat $KVD_KEYFILE; sleep 1000 & echo here; sleep 1000'
     order = {
-        "command": shell("sleep 1000 & echo here; sleep 1000"), "environment": mark, "folder": str(tmp_path),
-        "grace_s": 0.1, "silence_s": 2.0,
+        "command": shell(command), "environment": mark, "folder": str(tmp_path),
+        "grace_s": 0.1, "silence_s": 2.0, "key": "the key\n",
     }  # fmt: skip
     program = on_host([], "a", Mode.RUN)[-1]
-    with subprocess.Popen(["/bin/sh", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(temporary)}
+    with subprocess.Popen(
+        ["/bin/sh", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps(order).encode() + b"\n")
         process.stdin.flush()
         assert process.stdout.readline() == b"kvd is here\n"
+        file, mode = process.stdout.readline().decode().split()
+        assert (Path(file).parent.parent, mode) == (runtime if is_private else temporary, "600")
+        assert Path(file).parent.stat().st_mode & 0o777 == 0o700
+        assert process.stdout.readline() == b"the key\n"
         assert process.stdout.readline() == b"here\n"
         wait_for_end(process.pid)
         process.stdout.read()
     assert process.returncode == 128 + signal.SIGTERM
     assert not marked(mark["JOB_MARK"])
+    assert not [*runtime.iterdir(), *temporary.iterdir()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,10 @@ def test_the_first_thing_a_launcher_says_is_where_the_scheduler_is(
     job = Job(command=command, workers=1, servers=1, environment=environment, daemon=daemon, quiet=True, announce=True)
     assert run(job, lines.take, handle_signals=False) == 0
     first, second = lines.of("launch")
-    assert first == (
-        "scheduler at tcp://127.0.0.1:12345; "
-        "look at the job with: KVD_SCHEDULER=tcp://127.0.0.1:12345 KVD_JOB=digits kvd status"
+    assert re.fullmatch(
+        "scheduler at tcp://127.0.0.1:12345; look at the job with: KVD_SCHEDULER=tcp://127.0.0.1:12345 KVD_JOB=digits "
+        r"(KVD_KEYFILE=/\S+/cluster\.key|KVD_INSECURE=1) kvd status",
+        first,
     )
     assert "core" in second
     assert lines.of("worker-0") == ["12:00:00 worker  the log of the program"]

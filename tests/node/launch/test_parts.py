@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvd.node.launch import Job
+from kvd.node.launch.job_key import JobKey
 from kvd.node.launch.output import OutputRelay, Stream, say
 from kvd.node.launch.plan import PARENT_GRACE_S, JobPlan
 from kvd.node.launch.ready_socket import ReadySocket
@@ -35,9 +36,12 @@ def test_each_request_to_stop_is_more_urgent_and_the_first_code_counts() -> None
     assert set(NEXT) == set(Urgency)
 
 
+KEY = JobKey({"KVD_KEYFILE": "/run/kvd/cluster.key"}, "the key")
+
+
 def test_a_plan_gives_each_process_its_own_settings() -> None:
     environment = {"KVD_STATE_DIR": "/state", "KVD_NODE_ID": "mine", "KVD_BIND": "tcp://0.0.0.0:1", "OTHER": "1"}
-    plan = JobPlan(Job(command=["train"], workers=2, servers=3, environment=environment, daemon=["kvd"]))
+    plan = JobPlan(Job(command=["train"], workers=2, servers=3, environment=environment, daemon=["kvd"]), KEY)
     assert plan.remarks == ()
 
     scheduler = plan.scheduler("tcp://127.0.0.1:0", Path("/run/kvd"), "@socket")
@@ -65,11 +69,12 @@ def test_a_plan_gives_each_process_its_own_settings() -> None:
         "3",
     ]
     assert {spec.cores for spec in (scheduler, server, worker)} == {None}
+    assert {spec.environment["KVD_KEYFILE"] for spec in (scheduler, server, worker)} == {"/run/kvd/cluster.key"}
 
 
 @pytest.mark.parametrize(("grace_s", "expected_s"), [(0.5, 0.5), (10.0, PARENT_GRACE_S)])
 def test_a_worker_whose_launcher_was_killed_has_no_longer_than_the_grace(grace_s: float, expected_s: float) -> None:
-    worker = JobPlan(Job(command=["train"], workers=1, servers=1, grace_s=grace_s)).worker(0, "tcp://a:1")
+    worker = JobPlan(Job(command=["train"], workers=1, servers=1, grace_s=grace_s), KEY).worker(0, "tcp://a:1")
     assert list(worker.command) == guarded(["train"], expected_s)
 
 

@@ -26,6 +26,7 @@ PidFile none
 UsePAM no
 StrictModes no
 PasswordAuthentication no
+SetEnv XDG_RUNTIME_DIR={folder}/runtime
 """
 SSH_CONFIG = """
 Host a b
@@ -48,6 +49,7 @@ value = np.full(3, kv.rank + 1, np.float32)
 kv.init("w", value)
 kv.pushpull("w", value)
 here = os.environ["SSH_CONNECTION"].split()[2]
+assert os.environ["KVD_KEYFILE"].startswith(os.environ["XDG_RUNTIME_DIR"] + "/kvd-key-")
 print(kv.rank, os.environ["RANK"], os.environ["LOCAL_RANK"], here, value.tolist(), kv.num_servers, flush=True)
 if len(sys.argv) > 1:
     sys.stdin.read()
@@ -74,6 +76,7 @@ def lan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lan, str]]:
         pytest.skip(missing)
     assert SSHD is not None
     folder = tmp_path_factory.mktemp("ssh")
+    (folder / "runtime").mkdir(mode=0o700)
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
     (folder / "sshd.conf").write_text(SSHD_CONFIG.format(folder=folder))
@@ -87,7 +90,8 @@ def lan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lan, str]]:
 
 @pytest.fixture
 def start(lan: tuple[Lan, str], tmp_path: Path) -> Iterator[Start]:
-    """Starts `kvd launch --hosts` on the host of the launcher. Nothing may be left on the hosts at the end."""
+    """Starts `kvd launch --hosts` on the host of the launcher. Nothing may be left on the hosts at the end, no process
+    and no key."""
     net, ssh = lan
     (tmp_path / "train.py").write_text(TRAIN)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVD_", "DMLC_"))}
@@ -119,10 +123,12 @@ def start(lan: tuple[Lan, str], tmp_path: Path) -> Iterator[Start]:
             process.communicate()
     for host in (2, 3):
         net.wait_until_only(host, {"sshd"})
+    runtime = Path(ssh.split()[-1]).with_name("runtime")
+    assert not list(runtime.iterdir())
 
 
 def training(*, hosts: str = "a,b:2", waits: bool = False) -> list[str]:
-    return ["--hosts", hosts, "--insecure", "--", sys.executable, "train.py", *(["wait"] if waits else [])]
+    return ["--hosts", hosts, "--", sys.executable, "train.py", *(["wait"] if waits else [])]
 
 
 def wait_for_workers(process: subprocess.Popen[str], count: int) -> None:
@@ -143,13 +149,6 @@ def test_a_job_on_two_hosts(start: Start) -> None:
     ]
     assert err.startswith("launch    | scheduler at tcp://10.0.0.1:")
     assert len(err.splitlines()) == 1
-
-
-def test_without_insecure_nothing_starts(start: Start) -> None:
-    process = start("--hosts", "a,b", "--", "true")
-    _, err = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 2
-    assert "give --insecure (KVD_INSECURE=1) if the network is trusted" in err
 
 
 def test_ctrl_c(start: Start) -> None:
@@ -181,7 +180,7 @@ def test_a_worker_whose_connection_ends_is_restarted(start: Start, tmp_path: Pat
     hold = Hold(tmp_path / "hold")
     (tmp_path / "train.py").write_text(readme_program())
     program = ["env", f"HOLD_IN={tmp_path / 'hold'}", sys.executable, "train.py"]
-    flags = ["--hosts", "a,b", "--insecure", "-s", "1", "--restart", "1"]
+    flags = ["--hosts", "a,b", "-s", "1", "--restart", "1"]
     process = start(*flags, "--", *program, path=hold.environment["PYTHONPATH"])
     hold.wait_for("worker-0", "worker-1")
     os.kill(connections(process, "b")[-1], signal.SIGKILL)

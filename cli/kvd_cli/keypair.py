@@ -1,0 +1,114 @@
+"""``kvd keypair``: keys for single nodes, which a list of allowed keys gives their roles."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from kvd.core.principals import KeyRole
+from kvd.errors import ConfigError
+from kvd_cli import interrupts
+from kvd_cli.flags import common_options
+from kvd_cli.options import current
+from kvd_cli.output import print_json
+
+if TYPE_CHECKING:  # `kvd --help` needs no keys
+    from kvd.node.keyfiles import NodeKey
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}")
+
+
+@click.group()
+@common_options()
+def keypair() -> None:
+    """Make keys for single nodes, for clusters whose parties do not trust each other."""
+
+
+@keypair.command()
+@click.argument("name")
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="the file for the key  [default: NAME.key]",
+)  # fmt: skip
+@click.option(
+    "--scheduler-key", "scheduler", metavar="KEY|FILE",
+    help="the public key of the scheduler, or a file that has it: its key file, or a list of allowed keys with one "
+    "scheduler  [default: that of this user's own key, or of --keyfile]",
+)  # fmt: skip
+@click.option(
+    "--role", "roles", type=click.Choice([role.value for role in KeyRole]), multiple=True,
+    default=[KeyRole.WORKER.value], show_default=True,
+    help="what the holder may be; can be repeated",
+)  # fmt: skip
+@click.option(
+    "--job", "jobs", metavar="PATTERN", multiple=True,
+    help="which jobs a worker or observer may be part of, such as 'vision-*'; can be repeated  [default: all]",
+)  # fmt: skip
+@common_options(leave_out=["job"])
+def new(name: str, out: Path | None, scheduler: str | None, roles: tuple[str, ...], jobs: tuple[str, ...]) -> None:
+    """Make a key for the node NAME, in a file that only this user can read.
+
+    Its public part is printed as the list of allowed keys takes it: kvd keypair new trainer-a >> allowed.toml. A
+    scheduler or server reads its list again when it receives SIGHUP.
+    """
+    with interrupts.nothing_begun():
+        from kvd.node.keyfiles import new_node_key, public_part, write_key
+
+    if not _NAME.fullmatch(name):
+        raise click.UsageError(f"{name!r} is no name for a key: use 1 to 64 letters, digits and the characters . _ + -")
+    roles = tuple(dict.fromkeys(roles))
+    path = Path(f"{name}.key") if out is None else out
+    made = new_node_key(name, _scheduler_key(scheduler, roles))
+    write_key(path, made)
+    if current().output == "json":
+        print_json(
+            {"file": str(path.absolute()), "name": name, "key": made.keypair.public, "roles": roles, "jobs": jobs}
+        )
+    else:
+        click.echo(public_part(made, roles, jobs), nl=False)
+    click.echo(f"the secret part is in {path}: bring it to its node, and remove it here", err=True)
+
+
+def _scheduler_key(given: str | None, roles: tuple[str, ...]) -> str:
+    """The public key of the scheduler; "" for the key of the scheduler itself."""
+    from kvd.node.keyring import key_source
+    from kvd.transport.curve import is_key
+
+    if given is not None:
+        return given if is_key(given) else _in_file(Path(given))
+    if roles == (KeyRole.SCHEDULER,):
+        return ""
+    try:
+        return _scheduler_of(key_source(current().load().config.keyfile).read())
+    except ConfigError as error:
+        raise ConfigError(f"give --scheduler-key, the public key of the scheduler ({error})") from None
+
+
+def _in_file(path: Path) -> str:
+    """The scheduler's public key in a key file, or in a list of allowed keys."""
+    from kvd.node.allowed_keys import AllowedKeys
+    from kvd.node.keyfiles import read_key
+
+    try:
+        content = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        problem = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(
+            f"--scheduler-key {path}: neither a public key of 40 characters nor a file ({problem})"
+        ) from None
+    with suppress(ValueError):
+        if "secret" in tomllib.loads(content):
+            return _scheduler_of(read_key(path))
+    schedulers = AllowedKeys(path).holders_of(KeyRole.SCHEDULER)
+    if len(schedulers) != 1:
+        raise ConfigError(f"--scheduler-key {path}: the list has {len(schedulers)} keys of a scheduler, not one")
+    return schedulers[0].key
+
+
+def _scheduler_of(key: NodeKey) -> str:
+    return key.scheduler or key.keypair.public
