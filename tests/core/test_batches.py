@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from kvd.core.server import batches, pending
 from kvd.core.server.batches import BatchTable
+from kvd.core.server.rounds import SliceLog
 from kvd.optimizer import SGD, to_wire
 from kvd.protocol.codec import MAX_HEADER_BYTES, decode, encode
 from kvd.protocol.messages import (
@@ -13,8 +16,10 @@ from kvd.protocol.messages import (
     BIGGEST,
     MAX_PARTS,
     DeclareBatch,
+    Delete,
     Epoch,
     ErrorCode,
+    KeyId,
     NotYetReason,
     PullBatch,
     PushBatch,
@@ -22,7 +27,7 @@ from kvd.protocol.messages import (
     SliceId,
 )
 from tests.core.fakes import cluster, member, worker_id
-from tests.core.server_harness import kinds, not_yet, packed, refusal, values
+from tests.core.server_harness import kinds, not_yet, packed, refusal, together, values
 
 A, B = b"\1", b"\2"
 
@@ -252,3 +257,16 @@ def test_a_batch_of_a_thousand_keys_fits_into_a_header() -> None:
 @pytest.mark.parametrize("message", [PushBatch(1, 2, 3, 0, 1, True, True), PullBatch(1, 2, ANY_CLOCK)])
 def test_batch_messages_survive_encoding(message: PushBatch | PullBatch) -> None:
     assert decode(encode(message, 1, Epoch(1, 1))).message == message
+
+
+def test_no_batch_keeps_the_bytes_of_a_deleted_key() -> None:
+    """Not even the batch under which the keys were pushed together: `memory_limit_bytes` counts them as free."""
+    harness = together("a", "b")
+    version = harness.machine.table.slices["a", 0].log.current
+    assert [log for log in gc.get_referrers(version) if isinstance(log, SliceLog)] != []
+    del harness.applied[:]
+    for rank in range(2):
+        harness.say(rank, Delete(harness.request(), (KeyId("a", 0), KeyId("b", 0))))
+    assert harness.machine.table.slices == {}
+    gc.collect()
+    assert [log for log in gc.get_referrers(version) if isinstance(log, SliceLog)] == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from kvd.core.server.groups import FusedGroup
 from kvd.protocol.messages import SliceId
 
 MAX_SLICE_IDS = 1 << 18  # of all batches of one sender; the batches that it declared first are forgotten
@@ -16,7 +15,7 @@ class Batch:
     """Slices, in their order. Senders that declare the same slices share one batch."""
 
     slice_ids: tuple[SliceId, ...]
-    group: FusedGroup | None = None  # of exactly these slices, in this order
+    group: int | None = None  # of exactly these slices, in this order: its number, since a group holds their bytes
     is_apart: bool = False  # some of them were pushed alone: they are not fused again
     declared: int = 0  # how many senders have it
 

@@ -51,8 +51,8 @@ class TargetResolver:
             text = f"batch {message.batch} is not known here, or not any more"
             self._effects.not_yet(event.peer, message.request, NotYetReason.UNKNOWN_BATCH, text)
             return None
-        group = batch.group
-        if group is not None and not group.is_gone:
+        group = self._table.groups.get(batch.group) if batch.group is not None else None
+        if group is not None:
             return [PushTarget(group, None, message.clock, group.nbytes)]
         return self._of_unfused(event, message, batch)
 
@@ -63,9 +63,10 @@ class TargetResolver:
             return None
         push = isinstance(message, PushBatch)
         if push and not batch.is_apart:
-            batch.group = self._table.fuse(slices)
-            if batch.group is not None:
-                return [PushTarget(batch.group, None, message.clock, batch.group.nbytes)]
+            group = self._table.fuse(slices)
+            if group is not None:
+                batch.group = group.number
+                return [PushTarget(group, None, message.clock, group.nbytes)]
         return self.of_slices(event, message.request, slices, [message.clock] * len(slices), push=push)
 
     def of_slices(

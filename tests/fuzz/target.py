@@ -1,0 +1,211 @@
+"""Real daemons in processes of their own, and a job that trains on them, for attacks."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import kvd
+from kvd.config import child_environment, load
+from kvd.testing.cluster import ROOT, LocalCluster, ProcessNode, wait_until
+
+WORKERS = 2
+SERVERS = 2
+STEPS = 20  # of an epoch
+END_TIMEOUT_S = 60.0
+SETTLE_TIMEOUT_S = 60.0  # for what an attack has taken to come back
+MORE = 1.05  # than before the attack: what a daemon may use after it
+SPARE_BYTES = 8 << 20  # that the allocators of a process keep
+SPARE_DESCRIPTORS = 2
+NO_NUMBA = "import sys\nsys.modules['numba'] = None\n"  # its import takes 130 MB, at some time
+
+
+class Usage(NamedTuple):
+    """What a process takes of its host."""
+
+    resident_bytes: int
+    descriptors: int
+    threads: int
+
+    def is_back_at(self, before: Usage) -> bool:
+        return (
+            self.resident_bytes <= before.resident_bytes * MORE + SPARE_BYTES
+            and self.descriptors <= before.descriptors * MORE + SPARE_DESCRIPTORS
+            and self.threads <= before.threads
+        )
+
+
+def usage_of(pid: int) -> Usage:
+    proc = Path("/proc") / str(pid)
+    pages = int((proc / "statm").read_text().split()[1])
+    return Usage(pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir(proc / "fd")), len(os.listdir(proc / "task")))
+
+
+class Epochs:
+    """What one worker has noted: a digest, and the times of the steps, per epoch."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def lines(self) -> list[list[str]]:
+        if not self._file.exists():
+            return []
+        text = self._file.read_text()
+        return [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def digests(self) -> list[str]:
+        return [line[0] for line in self.lines()]
+
+    def step_times_s(self, first: int = 0) -> list[float]:
+        """Those of all epochs from this one on."""
+        return [float(word) for line in self.lines()[first:] for word in line[1:]]
+
+
+@dataclass(frozen=True)
+class Daemon:
+    """One daemon under attack."""
+
+    name: str
+    address: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+class Job:
+    """The workers of a job, as processes. It trains until `end`."""
+
+    def __init__(self, cluster: LocalCluster, steps: int = STEPS) -> None:
+        folder = cluster.folder / f"job-{secrets.token_hex(4)}"
+        folder.mkdir()
+        self._stop = folder / "stop"
+        self.epochs = [Epochs(folder / str(rank)) for rank in range(cluster.num_workers)]
+        self._errors = [folder / f"{rank}.err" for rank in range(cluster.num_workers)]
+        self.processes = [self._start(cluster, folder, rank, steps) for rank in range(cluster.num_workers)]
+
+    def _start(self, cluster: LocalCluster, folder: Path, rank: int, steps: int) -> subprocess.Popen[bytes]:
+        settings = {
+            **cluster.settings,
+            "scheduler": cluster.address,
+            "node_id": f"worker-{rank}",
+            "preferred_rank": rank,
+            "parent_pid": os.getpid(),
+        }
+        environment = child_environment({**load(settings, environ={}).environment(), "PYTHONPATH": str(ROOT)})
+        command = [sys.executable, "-m", "tests.fuzz.job", str(folder / str(rank)), str(self._stop), str(steps)]
+        with self._errors[rank].open("wb") as errors:
+            return subprocess.Popen(command, env=environment, stderr=errors, cwd=ROOT)
+
+    def count(self) -> int:
+        """The epochs that all workers have ended."""
+        return min(len(epochs.lines()) for epochs in self.epochs)
+
+    def trains_on(self, epochs: int = 2) -> None:
+        """Waits until it has ended so many more epochs: what it does now is no leftover of what it did before."""
+        wanted = self.count() + epochs
+        wait_until(lambda: self.count() >= wanted or not self._lives(), f"epoch {wanted} of the job", END_TIMEOUT_S)
+        assert self._lives(), f"a worker ended: {self.complaints()}"
+
+    def digests(self) -> set[str]:
+        return {digest for epochs in self.epochs for digest in epochs.digests()}
+
+    def end(self) -> set[str]:
+        """Lets it end; the digests of all its epochs, which are one if nobody has disturbed it."""
+        self._stop.touch()
+        codes = [process.wait(END_TIMEOUT_S) for process in self.processes]
+        assert codes == [0] * len(codes), f"the workers ended with {codes}: {self.complaints()}"
+        return self.digests()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def complaints(self) -> str:
+        return "\n".join(errors.read_text()[-2000:] for errors in self._errors)
+
+    def _lives(self) -> bool:
+        return all(process.poll() is None for process in self.processes)
+
+
+class Target:
+    """A cluster of processes with a running job.
+
+    Attributes:
+        cluster: the daemons.
+        job: its workers.
+        is_closed: whether the daemons speak to holders of a key alone.
+    """
+
+    def __init__(self, cluster: LocalCluster, job: Job, observer: kvd.Observer) -> None:
+        self.cluster = cluster
+        self.job = job
+        self.is_closed = has_keys(cluster)
+        self._observer = observer
+        self.daemons = [self._daemon("scheduler", cluster.scheduler)]
+        self.daemons += [self._daemon(f"server {rank}", server) for rank, server in enumerate(cluster.servers)]
+
+    @staticmethod
+    def _daemon(name: str, node: Any) -> Daemon:
+        assert isinstance(node, ProcessNode)
+        return Daemon(name, node.address, node.process)
+
+    @property
+    def addresses(self) -> list[str]:
+        return [daemon.address for daemon in self.daemons]
+
+    def ended(self) -> list[str]:
+        """The daemons that do not run any more, with their exit codes."""
+        return [f"{daemon.name}: {code}" for daemon in self.daemons if (code := daemon.process.poll()) is not None]
+
+    def answers(self) -> bool:
+        """Whether every daemon answers what `kvd status` asks."""
+        report = self._observer.status()
+        servers = report["servers"]
+        return len(servers) == len(self.cluster.servers) and not any("error" in server for server in servers)
+
+    def usage(self) -> list[Usage]:
+        return [usage_of(daemon.pid) for daemon in self.daemons]
+
+    def settles_at(self, before: list[Usage], timeout_s: float = SETTLE_TIMEOUT_S) -> list[tuple[str, Usage, Usage]]:
+        """Waits for every daemon to use no more than before; those that do not, with both."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            now = self.usage()
+            high = [
+                (daemon.name, then, used)
+                for daemon, then, used in zip(self.daemons, before, now, strict=True)
+                if not used.is_back_at(then)
+            ]
+            if not high or time.monotonic() > deadline:
+                return high
+            time.sleep(0.2)
+
+
+def has_keys(cluster: LocalCluster) -> bool:
+    """Whether the cluster asks its peers for a key."""
+    return bool(cluster.settings.get("keyfile"))
+
+
+@contextmanager
+def under_attack(workers: int = WORKERS, servers: int = SERVERS, **settings: Any) -> Iterator[Target]:
+    """A cluster with a job that has trained for some epochs."""
+    with LocalCluster(workers, servers, processes=True, path="tcp", server_prelude=NO_NUMBA, **settings) as cluster:
+        job = Job(cluster)
+        try:
+            job.trains_on(3)
+            own = {name: value for name, value in cluster.settings.items() if name != "run"}
+            with kvd.Observer(**own, scheduler=cluster.address) as observer:
+                yield Target(cluster, job, observer)
+        finally:
+            job.kill()
