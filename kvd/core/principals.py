@@ -34,7 +34,12 @@ class Principal:
 
     def describe(self) -> str:
         """For messages: which key this is."""
-        return f"key {self.name!r}" if self.name else "the cluster's key"
+        return key_text(self.name)
+
+
+def key_text(name: str) -> str:
+    """A key by its name, for messages; "" is that of the cluster."""
+    return f"key {name!r}" if name else "the cluster's key"
 
 
 HOLDER = Principal("", frozenset(KeyRole))

@@ -151,7 +151,8 @@ class Departure(StrEnum):
 
 
 class Member(NamedTuple):
-    """One server or worker, as the scheduler sees it."""
+    """One server or worker, as the scheduler sees it. Only servers are told the incarnations of workers: all others get
+    a pseudonym in their place (`kvd.core.pseudonyms`)."""
 
     role: Annotated[str, Limit(1, 8)]  # "server" | "worker"
     rank: Number
@@ -162,6 +163,7 @@ class Member(NamedTuple):
     reason: Words
     last_seen_s: float  # of a dead member: seconds of silence before it was declared dead
     key: PublicKey = ""  # of a server
+    principal: Name = ""  # the name of the key under which it joined; "": that of the cluster. Told to servers alone
 
 
 class RunPhase(StrEnum):
@@ -264,13 +266,16 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The newest picture of the cluster; the header has its epoch. `shards` maps each shard to its server's rank."""
+    """The newest picture of the cluster; the header has its epoch. `shards` maps each shard to its server's rank.
+
+    Servers get all of it, the others what `kvd.core.pseudonyms.public_view` leaves.
+    """
 
     KIND: ClassVar[int] = 3
     settings: Settings
     members: Annotated[tuple[Member, ...], Limit(0, MAX_MEMBERS)]
     shards: Annotated[tuple[Number, ...], Limit(0, 4096)]
-    runs: Runs = ()  # in the view of the cluster: all runs
+    runs: Runs = ()  # in the view of the cluster, for servers: all runs
 
 
 @dataclass(frozen=True, slots=True)

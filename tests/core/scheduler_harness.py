@@ -6,7 +6,7 @@ from typing import Any
 
 from kvd.core.machine import Effect, PeerLost, Persist, Persisted, Received, ServerPeer, Tick
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
-from kvd.protocol.messages import Epoch, Heartbeat, Join, Settings
+from kvd.protocol.messages import Epoch, Heartbeat, Join, MemberState, Settings
 from tests.core.fakes import OPEN, cluster, of, one, said, worker_id
 
 BARE = cluster(mode="", merge="")
@@ -51,9 +51,9 @@ class Harness:
         start = self.now
         for seconds in (4, 8, 12, 16):
             self.now = start + seconds
-            for seat in self.machine.explain(self.now)["members"]:  # type: ignore[attr-defined]
-                if seat["state"] == "active" and int(seat["incarnation"], 16) != who:
-                    effects += self.say(int(seat["incarnation"], 16), Heartbeat(seat["role"], seat["rank"]))
+            for seat in self.machine.roster.seats():
+                if seat.member.state is MemberState.ACTIVE and seat.member.incarnation != who:
+                    effects += self.say(seat.member.incarnation, Heartbeat(*seat.place))
         self.now = start + 20
         return effects + self.step(Tick())
 

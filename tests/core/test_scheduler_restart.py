@@ -12,7 +12,21 @@ from kvd.core.scheduler.barriers import Barriers, Entrant, Verdict
 from kvd.core.scheduler.machine import SchedulerMachine
 from kvd.core.scheduler.record import Record
 from kvd.core.scheduler.roster import Seat
-from kvd.protocol.messages import BIGGEST, Heartbeat, HeartbeatAck, Join, MemberState, RunPhase, View, Welcome
+from kvd.core.scheduler.views import MOST_TOLD
+from kvd.protocol.messages import (
+    BIGGEST,
+    ErrorCode,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    MemberState,
+    NotYet,
+    NotYetReason,
+    Refused,
+    RunPhase,
+    View,
+    Welcome,
+)
 from tests.core.fakes import OPEN, member, said, server_id, worker_id
 from tests.core.scheduler_harness import BARE, Harness, answer
 
@@ -48,11 +62,46 @@ def test_a_scheduler_without_a_record_continues_after_the_epochs_that_nodes_know
     assert harness.machine.epoch > (4, 7)
 
 
-def test_an_epoch_that_nothing_can_follow_is_ignored() -> None:
+@pytest.mark.parametrize("generation", [BIGGEST, BIGGEST - 1, MOST_TOLD["server"] + 1])
+def test_a_node_that_knows_a_view_that_cannot_be_is_not_let_in(generation: int) -> None:
+    """A scheduler that counted on from there would come to an end of the numbers, and no restart would help."""
     harness = Harness()
-    effects = harness.say(51, Join(1, "worker", "a", "", "h", 1, 1, OPEN), view=(BIGGEST, 0))
-    assert answer(effects, Welcome).rank == 1
-    assert harness.machine.epoch < (BIGGEST, 0)
+    effects = harness.say(51, Join(1, "worker", "a", "", "h", 1, 1, OPEN), view=(generation, 0))
+    assert answer(effects, NotYet).reason is NotYetReason.BUSY
+    effects = harness.say(52, Join(1, "server", "s", "", "h", 1, 0, OPEN), view=(generation, 0))
+    assert answer(effects, Refused).error is ErrorCode.PROTOCOL_ERROR
+    assert harness.states() == {}
+    assert harness.machine.epoch.generation == 1
+
+
+def test_an_observer_is_believed_no_view() -> None:
+    harness = Harness()
+    for generation in (7, MOST_TOLD["worker"], BIGGEST - 1):
+        effects = harness.say(51, Join(1, "observer", "", "", "h", 1, -1, OPEN), view=(generation, 0))
+        assert answer(effects, Welcome).rank == -1
+    assert harness.machine.epoch.generation == 1
+
+
+def test_a_worker_that_is_not_seated_is_believed_no_view() -> None:
+    harness = Harness()
+    harness.worker(0)
+    harness.worker(1)
+    effects = harness.say(51, Join(1, "worker", "third", "", "h", 1, -1, OPEN), view=(9, 0))
+    assert answer(effects, Refused).error is ErrorCode.NOT_ALLOWED
+    assert harness.machine.epoch.generation == 1
+
+
+def test_what_workers_are_believed_leaves_room_for_what_servers_tell_then() -> None:
+    """A worker lies, the scheduler restarts, and loses its record: the servers know a later view than a worker may."""
+    lied = Harness()
+    lied.say(51, Join(1, "worker", "a", "", "h", 1, 1, OPEN), view=(MOST_TOLD["worker"], BIGGEST))
+    known = lied.machine.epoch
+    assert known == (MOST_TOLD["worker"] + 1, known.change)
+    again = Harness()
+    again.say(51, Join(1, "worker", "a", "", "h", 1, 1, OPEN), view=known)
+    again.say(60, Join(1, "server", "s", "", "h", 2, 0, OPEN), view=known)
+    assert again.machine.epoch > known
+    assert answer(again.say(51, Join(1, "worker", "a", "", "h", 1, 1, OPEN), view=known), Welcome).rank == 1
 
 
 @pytest.mark.parametrize(

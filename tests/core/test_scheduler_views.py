@@ -14,19 +14,19 @@ FIRST, SECOND, THIRD = (View(OPEN._replace(num_workers=count), (), ()) for count
 def test_a_view_is_announced_when_it_is_saved() -> None:
     views = Views(4, 0, FIRST)
     token = views.change(SECOND)
-    assert (views.epoch, views.announced) == (Epoch(4, 0), FIRST)
-    assert views.saved(token, [A, B]) == [Send(A, SECOND), Send(B, SECOND)]
-    assert (views.epoch, views.announced) == (Epoch(4, token), SECOND)
-    assert views.saved(token, [A]) == []  # reported twice
+    assert (views.epoch, views.told_to("server")) == (Epoch(4, 0), FIRST)
+    assert views.saved(token, [(A, "server"), (B, "server")]) == [Send(A, SECOND), Send(B, SECOND)]
+    assert (views.epoch, views.told_to("server")) == (Epoch(4, token), SECOND)
+    assert views.saved(token, [(A, "server")]) == []  # reported twice
 
 
 def test_only_the_newest_view_is_announced_and_each_answer_comes_with_its_own() -> None:
     views = Views(1, 0, FIRST)
     second = views.change(SECOND, [Send(A, Done(1))])
     third = views.change(THIRD, [Send(A, Done(2))])
-    assert views.saved(second, [A]) == [Send(A, Done(1))]
-    assert views.announced == SECOND
-    assert views.saved(third, [A]) == [Send(A, THIRD), Send(A, Done(2))]
+    assert views.saved(second, [(A, "server")]) == [Send(A, Done(1))]
+    assert views.told_to("server") == SECOND
+    assert views.saved(third, [(A, "server")]) == [Send(A, THIRD), Send(A, Done(2))]
 
 
 def test_a_record_that_is_saved_out_of_order_takes_the_earlier_ones_with_it() -> None:
@@ -34,7 +34,7 @@ def test_a_record_that_is_saved_out_of_order_takes_the_earlier_ones_with_it() ->
     second = views.change(SECOND, [Send(A, Done(1))])
     third = views.change(THIRD, [Send(A, Done(2))])
     assert views.saved(third, []) == [Send(A, Done(1)), Send(A, Done(2))]
-    assert views.saved(second, [A]) == []
+    assert views.saved(second, [(A, "server")]) == []
     assert views.epoch == Epoch(1, third)
 
 
@@ -44,7 +44,7 @@ def test_an_answer_that_depends_on_an_unsaved_view_is_withheld() -> None:
     token = views.change(SECOND)
     assert views.when_saved(Send(A, Done(2))) == []
     assert views.when_saved(Send(B, Welcome(1, 0, None))) == []
-    assert views.saved(token, [B]) == [Send(B, SECOND), Send(A, Done(2)), Send(B, Welcome(1, 0, None))]
+    assert views.saved(token, [(B, "server")]) == [Send(B, SECOND), Send(A, Done(2)), Send(B, Welcome(1, 0, None))]
 
 
 def test_a_welcome_that_waits_for_nothing_brings_the_view() -> None:

@@ -30,6 +30,7 @@ from kvd.protocol.messages import (
     Epoch,
     ErrorCode,
     FetchState,
+    NotYetReason,
     OptimizerIs,
     OptimizerQuery,
     Refused,
@@ -40,7 +41,7 @@ from kvd.protocol.messages import (
 )
 from kvd.protocol.specs import KeySpec
 from tests.core.fakes import SLICE, cluster, member, of, one, said, worker_id
-from tests.core.server_harness import Harness, kinds, refusal
+from tests.core.server_harness import Harness, kinds, not_yet, refusal
 
 ONE = bytes(4)
 SPEC = KeySpec("float32", (1,), SLICE)
@@ -134,13 +135,31 @@ def test_changes_of_two_workers_keep_the_order_in_which_they_were_allowed() -> N
     assert [apply.optimizer for apply in harness.applied] == [SGD(0.5), SGD(0.5, momentum=0.5, nesterov=True)]
 
 
-def test_async_and_from_outside_a_change_takes_effect_at_once() -> None:
+def test_in_async_mode_a_change_takes_effect_at_once() -> None:
     harness = ready(cluster(mode="async"), SGD(0.5))
     harness.say(0, UpdateOptimizer(51, {"learning_rate": 0.25}))
     harness.push(1, 1, ONE)
-    harness.step(Received(CallerPeer(b"cli"), 77, Epoch(0, 0), UpdateOptimizer(51, {"learning_rate": 0.125})))
-    harness.push(1, 2, ONE)
-    assert rates(harness) == [0.25, 0.125]
+    assert rates(harness) == [0.25]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        SetOptimizer(51, to_wire(SGD(9.0))),
+        SetOptimizer(51, to_wire(SGD(9.0)), loaded=True),
+        UpdateOptimizer(51, {"learning_rate": 9.0}),
+        StoreState(51, "w", 0, 1, (("momentum", "float32"),)),
+        FetchState(51, "w", 0),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_only_a_worker_that_has_attached_changes_or_fetches_the_optimizer(message: Any) -> None:
+    harness = ready(optimizer=SGD(0.5))
+    effects = harness.step(Received(CallerPeer(b"stranger"), 77, Epoch(0, 0), message, b"12345678", 8))
+    assert not_yet(effects).reason is NotYetReason.NOT_ATTACHED
+    rounds(harness, 1)
+    assert rates(harness) == [0.5]
+    assert harness.explain()["optimizer"] == to_wire(SGD(0.5))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvd.core import requests
 from kvd.core.machine import Complete, Effect, LocalCall, Received, Send, Tick
+from kvd.core.pseudonyms import public_view
 from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.protocol.messages import (
     NO_KEY,
@@ -103,7 +104,8 @@ class Harness:
         for entry in changed:
             self.members[entry.role, entry.rank] = entry
         self.epoch += 1
-        return self.step(from_scheduler(view(self.settings, self.members.values()), (1, self.epoch)))
+        told = public_view(view(self.settings, self.members.values()))
+        return self.step(from_scheduler(told, (1, self.epoch)))
 
     def say(self, peer: Any, message: Any, payload: bytes | None = None) -> list[Effect]:
         nbytes = 0 if payload is None else len(payload)

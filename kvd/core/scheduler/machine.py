@@ -52,7 +52,6 @@ from kvd.core.scheduler.seating import Seating
 from kvd.core.scheduler.views import Views
 from kvd.core.scheduler.waits import WaitReports
 from kvd.protocol.messages import (
-    BIGGEST,
     EXIT_BARRIER,
     MAX_MEMBERS,
     NO_RANK,
@@ -175,8 +174,8 @@ class SchedulerMachine:
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, Persisted):
-            peers = [seat.peer for seat in self._roster.seats() if seat.peer is not None]
-            self._out += self._views.saved(event.token, peers)
+            nodes = [(seat.peer, seat.member.role) for seat in self._roster.seats() if seat.peer is not None]
+            self._out += self._views.saved(event.token, nodes)
         elif isinstance(event, PeerLost):
             self._process_ended(self._roster.seat_of(event.incarnation), event.reason, now)
         for seat, reason in self._liveness.overdue(now):
@@ -204,7 +203,7 @@ class SchedulerMachine:
     def restore_runs(self, runs: tuple[RunEntry, ...]) -> None:
         """The runs of the record that this scheduler starts from."""
         self._runs = runs
-        self._views.announced = self._view()
+        self._views.announce(self._view())
 
     @property
     def announced_runs(self) -> tuple[RunEntry, ...]:
@@ -218,10 +217,9 @@ class SchedulerMachine:
         """Why this Join cannot be accepted here."""
         return self._agreement.objection(join)
 
-    @property
-    def announced(self) -> View:
-        """The newest view on stable storage."""
-        return self._views.announced
+    def told_to(self, role: str) -> View:
+        """The newest view on stable storage, as nodes of this role are told of it."""
+        return self._views.told_to(role)
 
     def seat_servers(self, seats: Iterable[Seat], now: float) -> None:
         """The servers of the cluster take part in this run, which begins: each has the rank that it has there."""
@@ -270,7 +268,10 @@ class SchedulerMachine:
     def _receive(self, event: Received, now: float) -> None:
         message = event.message
         handler = self._handlers.get(type(message))
-        if handler is not None:
+        foreign = self._roster.foreign_key(event)
+        if foreign:
+            self._refuse(event.peer, getattr(message, "request", 0), ErrorCode.NOT_ALLOWED, foreign)
+        elif handler is not None:
             handler(event, message, now)
         elif not isinstance(message, NotYet | Refused):
             text = f"the scheduler takes no {type(message).__name__}: send it to a server"
@@ -282,7 +283,7 @@ class SchedulerMachine:
     def _join(self, event: Received, join: Join, now: float) -> None:
         if self._lost_its_place(event, join.request):
             return
-        objection = self._agreement.objection(join)
+        objection = self._agreement.objection(join) or self._views.objection(join, event.epoch)
         if objection is not None:
             self._out.append(Send(event.peer, objection))
             return
@@ -291,23 +292,23 @@ class SchedulerMachine:
                 self._publish()
             if self._agreement.adopt_merge(join.settings):
                 self._publish()
-        if self.epoch < event.epoch < (BIGGEST, 0):
-            self._views.continue_after(event.epoch)
-            self._publish()
         if join.role == "observer":
             self._out.append(Send(event.peer, Welcome(join.request, NO_RANK, None)))
-            self._out.append(Send(event.peer, self._views.announced))
+            self._out.append(Send(event.peer, self._views.told_to(join.role)))
             return
-        seated = self._seating.seat(join, event.sender, event.peer)
+        seated = self._seating.seat(join, event)
         if isinstance(seated, Refused):
             self._out.append(Send(event.peer, seated))
             return
         seat = seated.seat
+        if event.epoch > self.epoch:
+            self._views.continue_after(event.epoch)
+            self._publish()
         if seated.is_new:
             self._welcome_newcomer(seat, seated.replaced, now)
         self._heard(seat, event.peer, now)
         welcome = Welcome(join.request, seat.member.rank, seat.predecessor)
-        self._out += self._views.when_saved(Send(event.peer, welcome))
+        self._out += self._views.when_saved(Send(event.peer, welcome), join.role)
 
     def _welcome_newcomer(self, seat: Seat, replaced: Seat | None, now: float) -> None:
         """A new incarnation has this seat: its earlier holder must stop, and waits at no barrier."""
@@ -325,7 +326,7 @@ class SchedulerMachine:
         if seat is not None:
             self._out.append(Send(event.peer, HeartbeatAck(self._liveness.quiet(now))))
             if event.epoch < self.epoch:
-                self._out.append(Send(event.peer, self._views.announced))
+                self._out.append(Send(event.peer, self._views.told_to(seat.member.role)))
 
     def _leave(self, event: Received, leave: Leave, now: float) -> None:
         seat = self._sender_seat(event, leave.request, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvd.core.pseudonyms import pseudonym
 from kvd.core.scheduler.liveness import Liveness
 from kvd.core.scheduler.roster import Roster, Seat
 
@@ -12,6 +13,9 @@ def members_report(roster: Roster, liveness: Liveness, now: float) -> list[dict[
 
 
 def _member(seat: Seat, liveness: Liveness, now: float) -> dict[str, object]:
+    incarnation = seat.member.incarnation
+    if seat.member.role == "worker":
+        incarnation = pseudonym(incarnation)  # readers are told of it
     return {
         "role": seat.member.role,
         "rank": seat.member.rank,
@@ -20,7 +24,7 @@ def _member(seat: Seat, liveness: Liveness, now: float) -> dict[str, object]:
         "address": seat.member.address,
         "host": seat.host,
         "pid": seat.pid,
-        "incarnation": f"{seat.member.incarnation:016x}",
+        "incarnation": f"{incarnation:016x}",
         "last_heard_s": liveness.silence_s(seat, now),
         "reason": seat.member.reason or liveness.known_end(seat),
         "process_ended": seat.is_living and bool(liveness.known_end(seat)),

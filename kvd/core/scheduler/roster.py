@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from kvd.core.machine import Peer
+from kvd.core.machine import Peer, Received
 from kvd.core.membership import name_of
+from kvd.core.principals import key_text
 from kvd.protocol.messages import Departure, Join, Member, MemberState
 
 MAX_REPLACED = 1024  # replaced incarnations remembered
@@ -133,6 +134,19 @@ class Roster:
         """All incarnations that lost their place, with its name, the oldest first."""
         return list(self._replaced.items())
 
+    def living_holder(self, role: str, rank: int) -> Seat | None:
+        """The seat of this rank, if its holder lives."""
+        seat = self._seats.get((role, rank))
+        return seat if seat is not None and seat.is_living else None
+
+    def foreign_key(self, event: Received) -> str:
+        """What is wrong if the sender's incarnation joined under another key than it uses now; "" if nothing is."""
+        seat = self.seat_of(event.sender)
+        if seat is None or seat.member.principal == event.principal.name:
+            return ""
+        joined, now = key_text(seat.member.principal), event.principal.describe()
+        return f"{seat.name} joined under {joined}, and this came under {now}: use one key for all of a process"
+
     def missing(self) -> list[str]:
         """The names of places that nobody has taken yet."""
         return [
@@ -205,15 +219,20 @@ class Roster:
                 return seat
         return None
 
-    def take_seat(self, join: Join, rank: int, incarnation: int, peer: Peer) -> tuple[Seat, Seat | None]:
-        """Gives the rank to a new incarnation. Returns its seat, and the seat of the holder that it replaces."""
+    def take_seat(
+        self, join: Join, rank: int, incarnation: int, peer: Peer, principal: str = ""
+    ) -> tuple[Seat, Seat | None]:
+        """Gives the rank to a new incarnation, which joins under the key of this name. Returns its seat, and the seat
+        of the holder that it replaces."""
         place = (join.role, rank)
         earlier = self._seats.get(place)
         predecessor = None
         if earlier is not None:
             predecessor = AS_PREDECESSOR[earlier.member.state]
             self._note_loss(earlier)
-        member = Member(join.role, rank, join.node_id, incarnation, join.address, MemberState.ACTIVE, "", 0.0, join.key)
+        member = Member(
+            join.role, rank, join.node_id, incarnation, join.address, MemberState.ACTIVE, "", 0.0, join.key, principal
+        )
         seat = self._seats[place] = Seat(member, join.host, join.pid, peer, predecessor, join.host_name)
         return seat, earlier
 

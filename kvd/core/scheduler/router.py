@@ -5,7 +5,7 @@ of the cluster lists the runs: that is how servers learn of their beginning and 
 
 The way of a run:
 
-1. The first worker's Join begins it: `SchedulerRouter._begin` gives it a machine and a number, the incarnation of that
+1. The first worker's Join begins it: `SchedulerRouter._begin` gives it a machine and a number, the pseudonym of that
    worker, which is random.
 2. The view of the cluster names it, once saved. Each server makes a machine for it, which joins the run.
 3. Its phase follows from what happens to its workers: `phase.RunLife.observe`.
@@ -34,10 +34,12 @@ from kvd.core.machine import (
     Send,
     Stop,
 )
+from kvd.core.pseudonyms import pseudonym
 from kvd.core.scheduler.agreement import malformation
+from kvd.core.scheduler.door import Door
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
 from kvd.core.scheduler.record import Record
-from kvd.core.scheduler.runs import MAX_LIVE, Choice, Runs, RunSlot
+from kvd.core.scheduler.runs import MAX_LIVE, TOO_MANY, Choice, Runs, RunSlot
 from kvd.core.scheduler.saving import Saving
 from kvd.protocol.messages import (
     NO_RUN,
@@ -79,10 +81,11 @@ class SchedulerRouter:
         self._cluster.restore_runs(self._runs.entries())
         self._out: list[Effect] = []
         self._saving = Saving()
+        self._door = Door(self._machines)
         self._handlers: dict[type[Any], Callable[[Received, Any, float], None]] = {
             EndRun: self._end_run,
             Shutdown: self._shut_down,
-            StatusQuery: self._status,
+            StatusQuery: lambda event, query, _now: self._send(event, StatusReport(query.request)),
         }
 
     def _restored(self, saved: Mapping[str, Any], now: float) -> RunSlot:
@@ -183,17 +186,20 @@ class SchedulerRouter:
     def _receive(self, event: Received, now: float) -> None:
         message = event.message
         handler = self._handlers.get(type(message))
-        if handler is not None:
-            handler(event, message, now)
-            return
         slot = self._runs.find(event.run)
-        if event.run == NO_RUN:
+        objection = self._door.objection(event, slot)
+        if objection:
+            self._refuse(event, ErrorCode.NOT_ALLOWED, objection)
+            self._out += self._door.line(event, objection, now)
+        elif handler is not None:
+            handler(event, message, now)
+        elif event.run == NO_RUN:
             self._receive_without_run(event, now)
         elif slot is None and isinstance(message, Join):
             self._begin(event.run, event, message, now)
         elif slot is None:
-            text = "the scheduler does not know this node"
-            self._send(event, NotYet(getattr(message, "request", 0), NotYetReason.NOT_JOINED, text))
+            request, text = getattr(message, "request", 0), "the scheduler does not know this node"
+            self._send(event, NotYet(request, NotYetReason.NOT_JOINED, text))
         elif slot.machine is None or self._has_lost_its_turn(slot, event):
             self._refuse(event, ErrorCode.JOB_ENDED, slot.ended_text(), slot.job)
         else:
@@ -208,7 +214,7 @@ class SchedulerRouter:
         elif isinstance(message, Leave):
             self._leave_unwelcomed(event, message, now)
         else:
-            if isinstance(message, Join):
+            if isinstance(message, Join) and message.role == "server":
                 self._take_over(message.runs, now)
             self._step(NO_RUN, self._cluster, event, now)
 
@@ -240,15 +246,13 @@ class SchedulerRouter:
             return
         choice, slot = self._runs.choose(join)
         if choice is Choice.BEGIN:
-            self._begin(event.sender, event, join, now)
+            self._begin(pseudonym(event.sender), event, join, now)
         elif slot is None:
-            text = f"{MAX_LIVE} jobs are running, and no more can: wait for one, or end one with kvd jobs end NAME"
-            self._refuse(event, ErrorCode.JOB_BUSY, text, join.job)
+            self._refuse(event, ErrorCode.JOB_BUSY, TOO_MANY, join.job)
         elif choice is Choice.ENTER and slot.machine is not None:
             self._step(slot.run, slot.machine, event, now)
         elif choice is Choice.WAIT:
-            text = f"the earlier run of job {slot.job!r} is coming to its end"
-            self._send(event, NotYet(join.request, NotYetReason.BUSY, text))
+            self._send(event, NotYet(join.request, NotYetReason.BUSY, slot.closing_text()))
         elif choice is Choice.JOB_BUSY:
             self._refuse(event, ErrorCode.JOB_BUSY, slot.busy_text(), slot.job)
         else:
@@ -263,18 +267,21 @@ class SchedulerRouter:
         joins_as_worker = isinstance(event.message, Join) and event.message.role == "worker"
         return joins_as_worker or (seat is not None and seat.member.role == "worker")
 
-    def _status(self, event: Received, query: StatusQuery, _now: float) -> None:
-        self._send(event, StatusReport(query.request))
-
     # ── runs begin and end ──
 
     def _begin(self, run: int, event: Received, join: Join, now: float) -> None:
         """Begins a run with its first worker, once all servers are there: until then, one of them may know a run that a
-        scheduler without its record does not."""
+        scheduler without its record does not. A reader begins none."""
         missing = ", ".join(self._cluster.roster.missing())
         if missing:
             self._send(event, NotYet(join.request, NotYetReason.BUSY, f"waiting for {missing}"))
-            self._send(event, self._cluster.announced)  # it shows who is missing
+            self._send(event, self._cluster.told_to(join.role))  # it shows who is missing
+            return
+        if join.role == "observer":
+            self._refuse(event, ErrorCode.JOB_ENDED, f"the run of job {join.job!r} has ended: read another", join.job)
+            return
+        if not self._runs.has_room(RunPhase.FORMING):
+            self._send(event, NotYet(join.request, NotYetReason.BUSY, TOO_MANY))
             return
         num_workers = join.settings.num_workers if join.role == "worker" else 0
         slot = self._new_slot(RunEntry(run, join.job, join.token, RunPhase.FORMING, num_workers), now)
@@ -335,9 +342,8 @@ class SchedulerRouter:
     def _end_run(self, event: Received, end: EndRun, _now: float) -> None:
         slot = self._runs.readable(end.job)
         if slot is None:
-            self._refuse(
-                event, ErrorCode.NOT_ALLOWED, f"no run of job {end.job!r} is here: kvd jobs lists all", end.job
-            )
+            text = f"no run of job {end.job!r} is here: kvd jobs lists all"
+            self._refuse(event, ErrorCode.NOT_ALLOWED, text, end.job)
         else:
             self._give_up(slot, [Send(event.peer, Done(end.request))])
 

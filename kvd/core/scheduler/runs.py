@@ -17,6 +17,8 @@ MAX_LIVE = 16  # runs that are not over
 MAX_KEPT = 8  # runs that are over and can still be read
 MAX_GONE = MAX_RUNS - MAX_LIVE - MAX_KEPT  # remembered, so that their processes learn that they have ended
 
+TOO_MANY = f"{MAX_LIVE} jobs are running, and no more can: wait for one, or end one with kvd jobs end NAME"
+
 
 @dataclass(slots=True)
 class RunSlot:
@@ -66,6 +68,10 @@ class RunSlot:
             f"the run of job {self.job!r} that this process belongs to has ended (run {self.run:x}): "
             f"start the program again as a whole"
         )
+
+    def closing_text(self) -> str:
+        """For a process of the next start of the program."""
+        return f"the earlier run of job {self.job!r} is coming to its end"
 
     def busy_text(self) -> str:
         """For a process of another start of the program."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvd.core.machine import Peer
+from kvd.core.machine import Received
+from kvd.core.principals import key_text
 from kvd.core.scheduler.agreement import Agreement
 from kvd.core.scheduler.liveness import Liveness
 from kvd.core.scheduler.roster import Roster, Seat
@@ -32,8 +33,9 @@ class Seating:
         self._roster = roster
         self._liveness = liveness
 
-    def seat(self, join: Join, incarnation: int, peer: Peer) -> Seated | Refused:
-        """A seat for this incarnation: the one that it has, or the one that `Roster.rank_for` finds."""
+    def seat(self, join: Join, event: Received) -> Seated | Refused:
+        """A seat for the sender: the one that it has, or the one that `Roster.rank_for` finds."""
+        incarnation, principal = event.sender, event.principal
         seat = self._roster.seat_of(incarnation)
         if seat is not None:
             return Seated(seat, is_new=False)
@@ -44,7 +46,14 @@ class Seating:
         rank = self._roster.rank_for(join)
         if rank is None:
             return Refused(join.request, ErrorCode.NOT_ALLOWED, self._full_text(join.role))
-        seat, replaced = self._roster.take_seat(join, rank, incarnation, peer)
+        holder = self._roster.living_holder(join.role, rank)
+        if holder is not None and holder.member.principal != principal.name:
+            text = (
+                f"{holder.name} (node {join.node_id}) is alive, and joined under {key_text(holder.member.principal)}, "
+                f"this process under {principal.describe()}: stop the other one, or choose another KVD_NODE_ID"
+            )
+            return Refused(join.request, ErrorCode.NOT_ALLOWED, text)
+        seat, replaced = self._roster.take_seat(join, rank, incarnation, event.peer, principal.name)
         return Seated(seat, is_new=True, replaced=replaced)
 
     def _full_text(self, role: str) -> str:

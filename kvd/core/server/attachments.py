@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import NamedTuple
 
 from kvd.core.machine import LogEntry, Peer, PeerKind, PeerPath, Received
 from kvd.core.membership import ViewState, name_of
+from kvd.core.principals import Principal, key_text
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.keys import KeyTable
-from kvd.protocol.messages import Attach, Clocks, Done, ErrorCode, NotYetReason, PathKind
+from kvd.protocol.messages import Attach, Clocks, Done, ErrorCode, Member, NotYetReason, PathKind
 
 MAX_ATTACHING = 1024
 MAX_REPLACED = 1 << 16
 LINK_GONE = PeerPath(PathKind.ZMQ, "the link is gone")
+
+
+class _Attaching(NamedTuple):
+    """Who waits for its view."""
+
+    peer: Peer
+    attach: Attach
+    principal: Principal
 
 
 class Attachments:
@@ -23,10 +33,11 @@ class Attachments:
         self._table = table
         self._effects = effects
         self._ranks: dict[int, int] = {}  # incarnation → rank
+        self._keys: dict[int, str] = {}  # incarnation → the name of the key under which it attached
         self._holders: dict[int, int] = {}  # rank → incarnation
         self._successors: set[int] = set()  # incarnations whose rank was here before they came
         self._replaced: OrderedDict[int, None] = OrderedDict()  # incarnations of workers whose messages no longer count
-        self._attaching: dict[int, tuple[Peer, Attach]] = {}  # incarnations that no view has named yet
+        self._attaching: dict[int, _Attaching] = {}  # incarnations that no view has named yet
         self._paths: dict[int, PeerPath] = {}  # rank → how its messages travel, as its Attach said
         self._came_over: dict[int, Peer] = {}  # rank → the connection of its last message
 
@@ -39,6 +50,23 @@ class Attachments:
     def is_replaced(self, incarnation: int) -> bool:
         """It was a worker, and another incarnation has its rank: it is no observer either."""
         return incarnation in self._replaced
+
+    def is_foreign(self, event: Received) -> bool:
+        """Whether the sender's incarnation attached under another key: somebody else speaks in its name."""
+        key = self._keys.get(event.sender)
+        return key is not None and key != event.principal.name
+
+    def refuse_foreign(self, event: Received) -> None:
+        """Tells a sender that its incarnation attached under another key."""
+        request = getattr(event.message, "request", 0)
+        self._refuse_key(event.peer, request, event.principal, self._keys[event.sender])
+
+    def _refuse_key(self, peer: Peer, request: int, principal: Principal, key: str) -> None:
+        text = (
+            f"this process joined under {key_text(key)}, and this connection has {principal.describe()}: "
+            f"use one key for all connections of a process"
+        )
+        self._effects.refuse(peer, request, ErrorCode.NOT_ALLOWED, text)
 
     def rank_of(self, event: Received, request: int) -> int | None:
         """The rank of the sender. Anyone who is no worker here is told to attach."""
@@ -75,9 +103,17 @@ class Attachments:
             return
         member = self._view.by_incarnation(event.sender)
         if member is not None and member.role == "worker":
-            self._welcome(event.sender, member.rank, event.peer, attach)
+            self._welcome_if_its_own(member, _Attaching(event.peer, attach, event.principal))
         elif len(self._attaching) < MAX_ATTACHING:
-            self._attaching[event.sender] = (event.peer, attach)  # its view is on the way to us
+            self._attaching[event.sender] = _Attaching(event.peer, attach, event.principal)  # its view is on its way
+
+    def _welcome_if_its_own(self, member: Member, who: _Attaching) -> None:
+        """The scheduler says under which key this incarnation joined."""
+        if who.principal.name != member.principal:
+            self._refuse_key(who.peer, who.attach.request, who.principal, member.principal)
+            return
+        self._keys[member.incarnation] = member.principal
+        self._welcome(member.incarnation, member.rank, who.peer, who.attach)
 
     def _welcome(self, incarnation: int, rank: int, peer: Peer, attach: Attach) -> None:
         """A successor, whose rank pushed or made keys here before it came, is answered with Clocks: a scheduler without
@@ -122,6 +158,7 @@ class Attachments:
 
     def _detach(self, rank: int, incarnation: int) -> None:
         self._ranks.pop(incarnation, None)
+        self._keys.pop(incarnation, None)
         self._holders.pop(rank, None)
         self._successors.discard(incarnation)
         self._replaced[incarnation] = None
@@ -135,7 +172,7 @@ class Attachments:
         for incarnation in list(self._attaching):
             member = self._view.by_incarnation(incarnation)
             if member is not None and member.role == "worker" and incarnation not in self._replaced:
-                self._welcome(incarnation, member.rank, *self._attaching.pop(incarnation))
+                self._welcome_if_its_own(member, self._attaching.pop(incarnation))
 
     # ── invariants ──
 
@@ -144,5 +181,6 @@ class Attachments:
         assert self._ranks == {incarnation: rank for rank, incarnation in self._holders.items()}, (
             "a rank has two holders"
         )
+        assert self._keys.keys() == self._ranks.keys(), "a worker has attached under no key"
         assert self._successors <= self._ranks.keys(), "a successor is not attached"
         assert self._replaced.keys().isdisjoint(self._ranks), "a replaced worker is attached"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvd.core.access import may_operate
 from kvd.core.machine import Export, Job, JobDone, Load, LogEntry, Received, ResetState, Run, Send, Span
 from kvd.core.refusals import refusal_of
+from kvd.core.server.attachments import Attachments
 from kvd.core.server.command_answers import CommandAnswers
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
@@ -20,7 +22,6 @@ from kvd.protocol.messages import (
     Done,
     ErrorCode,
     FetchState,
-    NotYetReason,
     OptimizerIs,
     OptimizerQuery,
     Refused,
@@ -38,6 +39,7 @@ class ServerControl:
         self,
         table: KeyTable,
         effects: ServerEffects,
+        attachments: Attachments,
         agreement: OptimizerAgreement,
         disputes: Disputes,
         advance: Callable[[FusedGroup], None],
@@ -45,6 +47,7 @@ class ServerControl:
         self.optimizer: Optimizer | None = None  # with all changes: what a new key starts with
         self._table = table
         self._effects = effects
+        self._attachments = attachments
         self._agreement = agreement
         self._disputes = disputes
         self._advance = advance
@@ -58,24 +61,32 @@ class ServerControl:
         self._answers.drop_sender(incarnation)
         self._agreement.drop_sender(incarnation)
 
-    def receive(self, event: Received, rank: int | None) -> bool:
-        """Carries the message out if it is one of control. `rank` is that of the worker who sent it, if it is one."""
+    def receive(self, event: Received) -> bool:
+        """Carries the message out if it is one of control. All but questions for the optimizer come from workers."""
         message = event.message
+        if isinstance(message, OptimizerQuery):
+            self._effects.send(event.peer, OptimizerIs(message.request, self.describe()))
+        elif isinstance(message, Command):
+            self._command_if_allowed(event, message)
+        elif isinstance(message, SetOptimizer | UpdateOptimizer | FetchState | StoreState):
+            rank = self._attachments.rank_of(event, message.request)
+            if rank is not None:
+                self._of_worker(event, message, rank)
+        else:
+            return False
+        return True
+
+    def _of_worker(
+        self, event: Received, message: SetOptimizer | UpdateOptimizer | FetchState | StoreState, rank: int
+    ) -> None:
         if isinstance(message, SetOptimizer):
             self._set_optimizer(event, message, rank)
         elif isinstance(message, UpdateOptimizer):
             self._answer(event, message.request, lambda: self._update_optimizer(event, message, rank))
-        elif isinstance(message, OptimizerQuery):
-            self._effects.send(event.peer, OptimizerIs(message.request, self.describe()))
         elif isinstance(message, FetchState):
             self._fetch_state(event, message)
-        elif isinstance(message, StoreState):
-            self._store_state(event, message)
-        elif isinstance(message, Command):
-            self._command(event, message)
         else:
-            return False
-        return True
+            self._store_state(event, message)
 
     def _answer(self, event: Received, request: int, act: Callable[[], None]) -> None:
         """Carries out once and answers Done, or says what was wrong."""
@@ -88,19 +99,16 @@ class ServerControl:
 
     # ── the optimizer ──
 
-    def _set_optimizer(self, event: Received, message: SetOptimizer, rank: int | None) -> None:
-        if rank is None and not message.loaded:
-            text = "this server does not know the sender as a worker"
-            self._effects.not_yet(event.peer, message.request, NotYetReason.NOT_ATTACHED, text)
-            return
+    def _set_optimizer(self, event: Received, message: SetOptimizer, rank: int) -> None:
         if not self._answers.start(event.sender, message.request):
             answer = self._answers.find(event.sender, message.request)
-            self._effects.emit(answer._replace(peer=event.peer))
+            if answer is not None:
+                self._effects.emit(answer._replace(peer=event.peer))
             return
         answer = Send(event.peer, Done(message.request))
         try:
             optimizer = None if message.optimizer is None else from_wire(message.optimizer)
-            if rank is None or message.loaded:
+            if message.loaded:
                 self._use(optimizer)
             elif self._agreement.set(rank, event.sender, optimizer):
                 self._use(optimizer)
@@ -126,7 +134,7 @@ class ServerControl:
         self._effects.emit(ResetState())
         self._effects.emit(LogEntry("info", "optimizer set", {"optimizer": repr(optimizer)}))
 
-    def _update_optimizer(self, event: Received, message: UpdateOptimizer, rank: int | None) -> None:
+    def _update_optimizer(self, event: Received, message: UpdateOptimizer, rank: int) -> None:
         """In sync mode from the sender's next clock on, slice by slice; else at once. Asked twice, it is the same."""
         if self.optimizer is None:
             raise NotAllowed("no optimizer is set whose hyperparameters could change: call set_optimizer first")
@@ -136,7 +144,7 @@ class ServerControl:
             return
         self.optimizer = changed
         for group in self._table.groups.values():
-            if group.log.sync and rank is not None:
+            if group.log.sync:
                 # Not before an earlier change: they were found to be allowed in this order.
                 earliest = group.changes[-1].from_round if group.changes else 0
                 group.changes.append(Change(max(group.log.staged_clock(rank) + 1, earliest), changes))
@@ -210,6 +218,16 @@ class ServerControl:
         self._between_updates(slice_, load, done)
 
     # ── commands ──
+
+    def _command_if_allowed(self, event: Received, message: Command) -> None:
+        """The command line asks without a rank: all may be taken when an operator has a question."""
+        if may_operate(event.principal) or self._attachments.find(event.sender) is not None:
+            self._command(event, message)
+            return
+        text = (
+            f"commands come from workers that have joined, or under an operator's key, not {event.principal.describe()}"
+        )
+        self._effects.refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, text)
 
     def _command(self, event: Received, message: Command) -> None:
         if not self._answers.start(event.sender, message.request):

@@ -124,7 +124,7 @@ class ServerMachine:
             readings,
             small_push_bytes=settings.small_push_bytes,
         )
-        self._control = control = ServerControl(self.table, effects, agreement, disputes, pushes.advance)
+        self._control = control = ServerControl(self.table, effects, attachments, agreement, disputes, pushes.advance)
         self._deletions = deletions = Deletions(
             self.table, effects, attachments, participants, waiters, lambda: creation.give_back()
         )
@@ -253,11 +253,13 @@ class ServerMachine:
         if isinstance(message, View | Done | NotYet | Refused):
             return
         handler = self._handlers.get(type(message))
-        if handler is not None:
+        if self._attachments.is_foreign(event):
+            self._attachments.refuse_foreign(event)
+        elif handler is not None:
             handler(event, message)
         elif self._attachments.is_replaced(event.sender):
             self._attachments.rank_of(event, getattr(message, "request", 0))
-        elif not self._control.receive(event, self._attachments.find(event.sender)):
+        elif not self._control.receive(event):
             text = f"a server takes no {type(message).__name__}"
             self._effects.refuse(event.peer, getattr(message, "request", 0), ErrorCode.PROTOCOL_ERROR, text)
 

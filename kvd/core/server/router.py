@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from kvd.core.access import Doorkeeper
 from kvd.core.machine import (
     SCHEDULER,
     Connect,
@@ -29,6 +30,7 @@ from kvd.core.machine import (
     Stop,
 )
 from kvd.core.membership import EMPTY_SETTINGS
+from kvd.core.principals import HOLDER, KeyRole
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.core.server.memory import ServerMemory
 from kvd.core.session import RunKey, SchedulerSession
@@ -78,6 +80,7 @@ class ServerRouter:
         self._deadlines = {NO_RUN: NEVER}  # by run: of its machine
         self._phases: dict[int, RunPhase] = {}  # by run
         self._given_up: OrderedDict[int, str] = OrderedDict()  # run → its job
+        self._doorkeeper = Doorkeeper(KeyRole.SERVER)
         self._out: list[Effect] = []
 
     # ── the machine's interface ──
@@ -133,6 +136,8 @@ class ServerRouter:
     # ── messages ──
 
     def _receive(self, event: Received, now: float) -> None:
+        if event.principal is not HOLDER and event.peer != SCHEDULER and self._keeps_out(event, now):
+            return
         if isinstance(event.message, Shutdown):
             self._shut_down(event, event.message)
             return
@@ -145,6 +150,17 @@ class ServerRouter:
             return  # for a run that is given up
         else:
             self._answer_for_unknown_run(event)
+
+    def _keeps_out(self, event: Received, now: float) -> bool:
+        """Whether its key does not allow the message, which its sender is told."""
+        machine = self._machines.get(event.run)
+        job = self._given_up.get(event.run) if machine is None or event.run == NO_RUN else machine.session.job
+        text = self._doorkeeper.objection(event, job)
+        if text:
+            self._send(event, Refused(getattr(event.message, "request", 0), ErrorCode.NOT_ALLOWED, text))
+            line = self._doorkeeper.log_entry(event, text, now)
+            self._out += [] if line is None else [line]
+        return bool(text)
 
     def _answer_for_unknown_run(self, event: Received) -> None:
         request = getattr(event.message, "request", 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Received
+from kvd.core.pseudonyms import pseudonym
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import Call, CallBook
@@ -55,7 +56,7 @@ class Participation:
 
     def view_changed(self) -> None:
         """Compares what the view says of this worker with what it knows itself."""
-        member = self._session.view.by_incarnation(self._session.incarnation)
+        member = self._session.view.by_incarnation(pseudonym(self._session.incarnation))
         if not self._session.joined or member is None:
             return
         if member.state in (MemberState.DONE, MemberState.LEFT):
