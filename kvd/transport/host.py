@@ -23,6 +23,7 @@ from kvd.transport.base import OnGarbage, OnMessage
 from kvd.transport.curve import Curve
 from kvd.transport.link import Link, Sink
 from kvd.transport.link_reader import LinkReader
+from kvd.transport.offered import MapBudget
 from kvd.transport.segments import Arena
 from kvd.transport.zmq import ZmqTransport
 
@@ -60,6 +61,7 @@ class HostTransport:
         self._shared_memory = shared_memory
         self._zmq = ZmqTransport(io_threads, curve)
         self._sink = Sink()
+        self._budget = MapBudget()
         self._reader = LinkReader(self._notice)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
@@ -235,7 +237,7 @@ class HostTransport:
             self._loop.add_reader(listener, self._accept, listener)
 
     def _add(self, peer: Peer, connection: socket.socket) -> None:
-        link = Link(peer, connection, self.arena, self._reader.epoll, self._sink)
+        link = Link(peer, connection, self.arena, self._reader.epoll, self._sink, self._budget)
         with self._lock:
             self._links[peer] = link
         self._reader.add(link)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import os
 import socket
 from collections import deque
 from typing import NamedTuple
@@ -24,9 +23,12 @@ from kvd.transport.frames import (
     InvalidFrameError,
     unpack_numbers,
 )
+from kvd.transport.offered import close_refused
 
 BUFFER_BYTES = 128 << 10
 MOST_DESCRIPTORS = 2  # received, but not yet claimed by a frame
+
+NOT_OF_A_FRAME = "descriptors arrived without a frame of theirs, or this process can have no more"
 
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
 _CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
@@ -68,6 +70,8 @@ class Incoming:
             InvalidFrameError: descriptors arrived without a frame.
         """
         if self._large is None:
+            if self._descriptors and self._start == self._end:
+                raise InvalidFrameError(NOT_OF_A_FRAME)
             if self._start:
                 rest = self._end - self._start
                 self._view[:rest] = self._view[self._start : self._end]
@@ -82,7 +86,7 @@ class Incoming:
         if ancillary:
             self._keep_descriptors(ancillary)
         if flags & _CUT_OFF or len(self._descriptors) > MOST_DESCRIPTORS:
-            raise InvalidFrameError("descriptors arrived without a frame")
+            raise InvalidFrameError(NOT_OF_A_FRAME)
         if self._large is None:
             self._end += nbytes
         else:
@@ -125,7 +129,7 @@ class Incoming:
 
     def close(self) -> None:
         while self._descriptors:
-            os.close(self._descriptors.popleft())
+            close_refused(self._descriptors.popleft())
         self._large = None
 
     def _begin_large(self, frame: Frame) -> Frame | None:

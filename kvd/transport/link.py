@@ -36,6 +36,7 @@ from kvd.transport.frames import (
 )
 from kvd.transport.incoming import Frame, Incoming
 from kvd.transport.leases import Leases, SharedPayload, payload_nbytes
+from kvd.transport.offered import MapBudget, close_refused
 from kvd.transport.outgoing import Outgoing
 from kvd.transport.remote_segments import LinkSocket, RemoteSegments
 from kvd.transport.segments import Arena
@@ -60,6 +61,7 @@ class Link:
         arena: where payloads sent by reference lie.
         epoll: where readers wait. The link is registered there until it ends.
         sink: takes what arrives.
+        budget: how much of others' memory may be mapped.
 
     Attributes:
         is_up: whether messages go both ways.
@@ -67,7 +69,15 @@ class Link:
         reason: why the link is not up.
     """
 
-    def __init__(self, peer: Peer, connection: socket.socket, arena: Arena, epoll: select.epoll, sink: Sink) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        connection: socket.socket,
+        arena: Arena,
+        epoll: select.epoll,
+        sink: Sink,
+        budget: MapBudget,
+    ) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         self.peer = peer
@@ -78,7 +88,7 @@ class Link:
         self._epoll = epoll
         self._sink = sink
         self._socket: LinkSocket | None = LinkSocket(connection)
-        self._remote = RemoteSegments(self._socket)
+        self._remote = RemoteSegments(self._socket, budget)
         self._in = Incoming(connection)
         self._out = Outgoing(connection, epoll)
         self._lock = threading.Lock()  # held while a frame is sent
@@ -324,8 +334,10 @@ class Link:
         try:
             if self.is_up:
                 self._remote.add_segment(frame.segment, descriptor, frame.offset)
-        finally:
-            os.close(descriptor)
+        except BaseException:
+            close_refused(descriptor)
+            raise
+        os.close(descriptor)
 
     def _release_if_due(self) -> None:
         with self._lock:

@@ -7,7 +7,6 @@ link ended long before.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import socket
@@ -18,7 +17,8 @@ from contextlib import suppress
 import numpy as np
 
 from kvd.transport.frames import InvalidFrameError
-from kvd.transport.segments import Bytes
+from kvd.transport.offered import MapBudget, check_offer
+from kvd.transport.segments import LARGEST_SEGMENT_BYTES, Bytes
 
 MAX_SEGMENTS = 4096
 RELEASE_EAGERLY_ABOVE = 32  # frames
@@ -51,6 +51,11 @@ class ReadOnlyMap(mmap.mmap):
     """The map of a segment. Payloads keep it alive, and it keeps the hold alive."""
 
     hold: Hold | None
+    budget: MapBudget | None = None
+
+    def __del__(self) -> None:
+        if self.budget is not None:
+            self.budget.give_back(len(self))
 
 
 class _PayloadRef(weakref.ref[Bytes]):
@@ -68,8 +73,9 @@ class RemoteSegments:
     belong to the thread that has the link's lock.
     """
 
-    def __init__(self, link_socket: LinkSocket) -> None:
+    def __init__(self, link_socket: LinkSocket, budget: MapBudget) -> None:
         self._hold: Hold | None = Hold(link_socket)
+        self._budget = budget
         self._maps: dict[int, ReadOnlyMap] = {}
         self._in_use: dict[int, _PayloadRef] = {}  # by the number of the frame
         self._gone: deque[_PayloadRef] = deque()
@@ -86,19 +92,16 @@ class RemoteSegments:
         """Checks a segment and maps it. The caller keeps the descriptor. Raises InvalidFrameError."""
         if number in self._maps or len(self._maps) >= MAX_SEGMENTS:
             raise InvalidFrameError(f"segment {number} came twice, or there are more than {MAX_SEGMENTS} segments")
+        check_offer(number, descriptor, nbytes)
+        if not self._budget.take(nbytes):
+            raise InvalidFrameError(f"segment {number}: no more than {self._budget.limit_bytes} bytes can be mapped")
+        populate = mmap.MAP_POPULATE if nbytes <= LARGEST_SEGMENT_BYTES else 0
         try:
-            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        except OSError:
-            sealed = 0
-        if not sealed:
-            raise InvalidFrameError(f"segment {number} is not sealed against shrinking")
-        if nbytes <= 0 or os.fstat(descriptor).st_size != nbytes:
-            raise InvalidFrameError(f"segment {number} does not have the {nbytes} bytes that its frame announces")
-        try:
-            mapped = ReadOnlyMap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+            mapped = ReadOnlyMap(descriptor, nbytes, mmap.MAP_SHARED | populate, mmap.PROT_READ)
         except (OSError, ValueError, OverflowError, MemoryError) as error:
+            self._budget.give_back(nbytes)
             raise InvalidFrameError(f"segment {number} cannot be mapped: {error}") from None
-        mapped.hold = self._hold
+        mapped.hold, mapped.budget = self._hold, self._budget
         self._maps[number] = mapped
 
     def payload(self, segment: int, offset: int, nbytes: int) -> memoryview:

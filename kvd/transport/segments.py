@@ -1,8 +1,9 @@
 """Shared memory that this process owns and writes, and that other processes of this host may map to read.
 
-A segment is a memfd whose pages are allocated at once, and which is sealed against shrinking. So a process that maps it
-never gets a SIGBUS, and a machine without memory fails here instead of killing a process later. Segments are cut into
-blocks. A block is an ordinary array; it returns to the arena when nothing refers to it or to a view of it.
+A segment is a memfd whose pages are allocated at once, and which is sealed: its size stays, and nobody can punch holes
+into it. So a process that maps it never gets a SIGBUS and allocates nothing by reading it, and a machine without memory
+fails here instead of killing a process later. Segments are cut into blocks. A block is an ordinary array; it returns to
+the arena when nothing refers to it or to a view of it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ LARGEST_SEGMENT_BYTES = 64 << 20  # a new segment doubles the arena up to this; 
 STEPS_PER_DOUBLING = 8  # of the size classes: at most an eighth is wasted
 RETRY_AFTER_S = 1.0  # after the system refused memory
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+F_SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1: no new map can be written to, and no hole can be punched
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | F_SEAL_FUTURE_WRITE
 
 
 class Segment:
@@ -38,9 +40,10 @@ class Segment:
     def __init__(self, number: int, nbytes: int) -> None:
         self.number = number
         self.nbytes = nbytes
-        self.descriptor = _sealed_memory(nbytes)
+        self.descriptor = _allocated_memory(nbytes)
         try:
             self.map = mmap.mmap(self.descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
         except OSError:
             os.close(self.descriptor)
             raise
@@ -211,15 +214,14 @@ def _size_class(nbytes: int) -> int:
     return max(step, (nbytes + step - 1) // step * step)
 
 
-def _sealed_memory(nbytes: int) -> int:
-    """A descriptor of allocated memory whose size can no longer change."""
+def _allocated_memory(nbytes: int) -> int:
+    """A descriptor of memory whose pages are allocated."""
     create = getattr(os, "memfd_create", None)
     if create is None:
         raise OSError(0, "this system has no memfd_create")
     descriptor: int = create("kvd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except OSError:
         os.close(descriptor)
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import socket
@@ -17,6 +18,7 @@ from kvd.core.principals import Principal
 from kvd.transport.frames import HELLO, MAGIC, VERSION, prefix_of
 from kvd.transport.link import Link, Sink
 from kvd.transport.link_reader import LinkReader
+from kvd.transport.offered import MapBudget
 from kvd.transport.segments import Arena
 
 MIB = 1 << 20
@@ -55,6 +57,13 @@ def until(holds: Callable[[], Any], *ends: End, timeout_s: float = 20.0) -> None
         time.sleep(0.0005)
 
 
+def punch(descriptor: int, offset: int, nbytes: int) -> bool:
+    """Gives the pages of this range back to the system, as fallocate(2) can. False: the system refuses."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    flags = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+    return bool(libc.fallocate(descriptor, flags, ctypes.c_long(offset), ctypes.c_long(nbytes)) == 0)
+
+
 class End:
     """One end and the messages that it has received. `keeps`: whether it keeps their payloads."""
 
@@ -63,11 +72,12 @@ class End:
         self.garbage: list[str] = []
         self.keeps = True
         self.arena = Arena(limit_bytes)
+        self.budget = MapBudget()
         self.reader = LinkReader(self._notice)
         sink = Sink()
         sink.on_message = self._take
         sink.on_garbage = lambda peer, text: self.garbage.append(text)
-        self.link = Link(LinkPeer("link"), connection, self.arena, self.reader.epoll, sink)
+        self.link = Link(LinkPeer("link"), connection, self.arena, self.reader.epoll, sink, self.budget)
         self.reader.add(self.link)
 
     def _take(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal) -> None:

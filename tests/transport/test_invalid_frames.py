@@ -27,6 +27,7 @@ from kvd.transport.frames import (
     pack_numbers,
     prefix_of,
 )
+from kvd.transport.segments import SEALS
 from tests.transport.link_harness import MIB, Raw, raw_pair, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -40,7 +41,7 @@ def segment_with(raw: Raw, descriptor: int, nbytes: int, number: int = 0) -> Non
 def sealed(nbytes: int) -> int:
     descriptor = os.memfd_create("kvd-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.posix_fallocate(descriptor, 0, nbytes)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
     return descriptor
 
 

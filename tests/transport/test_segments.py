@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
+import mmap
 import os
 import random
 import subprocess
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.transport.segments import LARGEST_SEGMENT_BYTES, SMALLEST_SEGMENT_BYTES, Arena, address_of
+from kvd.transport.segments import LARGEST_SEGMENT_BYTES, SEALS, SMALLEST_SEGMENT_BYTES, Arena, address_of
+from tests.transport.link_harness import punch
 
 MIB = 1 << 20
 
@@ -158,14 +160,28 @@ def test_several_threads_may_take_and_drop() -> None:
     assert arena.total_bytes == SMALLEST_SEGMENT_BYTES
 
 
+def test_no_hole_can_be_punched_into_a_segment_and_its_owner_writes_on() -> None:
+    arena = Arena(16 * MIB)
+    block = taken(arena, MIB)
+    segment = arena.segment(0)
+    with pytest.raises(PermissionError):
+        segment.map.madvise(mmap.MADV_REMOVE)
+    assert not punch(segment.descriptor, 0, segment.nbytes)
+    with pytest.raises(PermissionError):
+        mmap.mmap(segment.descriptor, segment.nbytes)  # another one to write to
+    with pytest.raises(PermissionError):
+        os.pwrite(segment.descriptor, b"x", 0)
+    assert os.fstat(segment.descriptor).st_blocks * 512 >= segment.nbytes
+    block[:] = 7
+    assert os.pread(segment.descriptor, 10, 0) == bytes([7]) * 10
+
+
 def test_segments_are_sealed_allocated_and_closed_on_exec() -> None:
     arena = Arena(16 * MIB)
     taken(arena, 1)
     segment = arena.segment(0)
     seals = fcntl.fcntl(segment.descriptor, fcntl.F_GET_SEALS)
-    assert seals & fcntl.F_SEAL_SHRINK
-    assert seals & fcntl.F_SEAL_GROW
-    assert seals & fcntl.F_SEAL_SEAL
+    assert seals == SEALS
     assert os.fstat(segment.descriptor).st_blocks * 512 >= segment.nbytes
     assert not os.get_inheritable(segment.descriptor)
     code = "import os; print([os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd') if n > '2'])"
