@@ -23,7 +23,7 @@ from kvd.transport.curve import Keypair, is_key, new_keypair, public_key_of
 
 MAX_FILE_BYTES: Final = 4096
 OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
-_LINE: Final = re.compile(r'\s*(?:(?P<name>[a-z]+) *= *"(?P<value>[^"\\]*)"\s*)?(?:#.*)?')
+_LINE: Final = re.compile(r'\s*(?:(?P<name>[a-z]+) *= *"(?P<value>(?:[^"\\]|\\["\\])*)"\s*)?(?:#.*)?')
 _PUBLIC_PART: Final = "has no secret key: it is the public part, which goes into lists of allowed keys"
 
 
@@ -91,7 +91,7 @@ def parse_key(text: str, where: str) -> NodeKey:
         if match is None:
             raise _unusable(where, f'is not a key file: line {number} is no comment and not NAME = "VALUE"')
         if match["name"]:
-            table[match["name"]] = match["value"]
+            table[match["name"]] = re.sub(r"\\(.)", r"\1", match["value"])
     kind, secret = table.get("kind"), table.get("secret")
     if kind not in tuple(KeyKind):
         raise _unusable(where, 'is not a key file: it has no line kind = "cluster" or kind = "node"')

@@ -147,7 +147,10 @@ def wrong_greetings(assault: Assault) -> int:
     versions = ((0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, 9), (4, 1), (255, 255))
     greetings = [greeting(*version) for version in versions]
     greetings += [greeting(mechanism=name, as_server=role) for name in MECHANISMS for role in (0, 1, 255)]
-    greetings += [b"\xff" + (1 << 62).to_bytes(8, "big") + b"\x7f" + bytes([3, 1]), b"\xff" + bytes(8) + b"\x7e" + bytes(60)]
+    greetings += [
+        b"\xff" + (1 << 62).to_bytes(8, "big") + b"\x7f" + bytes([3, 1]),
+        b"\xff" + bytes(8) + b"\x7e" + bytes(60),
+    ]
     return _say_and_go(assault, tuple(text + ready() + message(QUERY) for text in greetings))
 
 
@@ -392,7 +395,13 @@ def no_messages(assault: Assault) -> int:
     count = 0
     for address in assault.addresses():
         with assault.peer(address) as wire:
-            for parts in ((b"",), (b"", b""), (QUERY, b"payload", b"more"), (assault.random.randbytes(80),), (QUERY,) * 300):
+            for parts in (
+                (b"",),
+                (b"", b""),
+                (QUERY, b"payload", b"more"),
+                (assault.random.randbytes(80),),
+                (QUERY,) * 300,
+            ):
                 for _ in range(20):
                     wire.send(message(*parts))
                     count += 1

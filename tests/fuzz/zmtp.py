@@ -37,9 +37,7 @@ def metadata(**properties: bytes) -> bytes:
     names = [name.replace("_", "-").encode() for name in properties]
     values = properties.values()
     pairs = zip(names, values, strict=True)
-    return b"".join(
-        bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value for name, value in pairs
-    )
+    return b"".join(bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value for name, value in pairs)
 
 
 def ready(socket_type: bytes = b"DEALER", identity: bytes | None = b"") -> bytes:
