@@ -34,6 +34,7 @@ class ViewState:
         self.epoch = NO_VIEW
         self.settings = EMPTY_SETTINGS
         self.newest_epoch = NO_VIEW  # that any node has told of
+        self.scheduler = 0  # whose views count; 0: of whichever
         self.is_sync = True  # whether workers share rounds; false in async mode
         self.shards: tuple[int, ...] = ()
         self.runs: tuple[RunEntry, ...] = ()
@@ -53,6 +54,13 @@ class ViewState:
     def forget(self) -> None:
         """The next view is of another run: its epochs are counted from their own beginning."""
         self.epoch = self.newest_epoch = NO_VIEW
+
+    def begin_with(self, scheduler: int) -> None:
+        """An observer is let in by this incarnation of the scheduler. One that has lost the record of those before it
+        counts its views from the beginning, and believes no observer that there were others."""
+        if self.scheduler not in (0, scheduler):
+            self.forget()
+        self.scheduler = scheduler
 
     def update(self, epoch: Epoch, view: View) -> bool:
         """Takes the view if it is newer than the known one; True if it is."""

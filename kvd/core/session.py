@@ -227,8 +227,11 @@ class SchedulerSession:
         self.heard_at = now
         message = event.message
         if isinstance(message, View):  # that of the cluster may come after the welcome to a run
-            return event.run == self.run and self.view.update(event.epoch, message)
+            counts = event.run == self.run and self.view.scheduler in (0, event.sender)
+            return counts and self.view.update(event.epoch, message)
         if isinstance(message, Welcome):
+            if self.identity.role == "observer":
+                self.view.begin_with(event.sender)
             return self._welcomed(message, event.run, now)
         if isinstance(message, HeartbeatAck):
             self.quiet = message.quiet

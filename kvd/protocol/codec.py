@@ -19,7 +19,18 @@ import msgpack
 
 from kvd.errors import ProtocolError
 from kvd.protocol import messages
-from kvd.protocol.messages import BIGGEST, MAX_MEMBERS, MAX_TEXT_CHARS, NO_RUN, Epoch, Limit, Message, NotYet, Refused
+from kvd.protocol.messages import (
+    BIGGEST,
+    MAX_MEMBERS,
+    MAX_TEXT_CHARS,
+    MOST_COUNTED,
+    NO_RUN,
+    Epoch,
+    Limit,
+    Message,
+    NotYet,
+    Refused,
+)
 from kvd.protocol.specs import (
     DTYPES,
     MAX_DIMENSIONS,
@@ -270,9 +281,9 @@ def _part(value: object) -> object:
         or type(index) is not int
         or not 0 <= index <= BIGGEST
         or type(clock) is not int
-        or not -1 <= clock <= BIGGEST
+        or not -1 <= clock <= MOST_COUNTED
         or type(creation) is not int
-        or not 0 <= creation <= BIGGEST
+        or not 0 <= creation <= MOST_COUNTED
     ):
         raise ProtocolError(f"expected [key, index, clock, creation], got {_short(value)}")
     return messages.Part(key, index, clock, creation)

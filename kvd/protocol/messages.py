@@ -26,6 +26,8 @@ class Limit(NamedTuple):
 
 
 BIGGEST = (1 << 62) - 1
+MOST_COUNTED = 1 << 61  # that a peer may claim: who counts on from there always finds a number that a header can carry
+MOST_PID = (1 << 31) - 1
 MAX_PARTS = 1024
 MAX_MEMBERS = 200
 MAX_TEXT_CHARS = 1000
@@ -39,6 +41,10 @@ MAX_STUCK_LINES = 32  # of a deadlock
 
 Number: TypeAlias = Annotated[int, Limit(0, BIGGEST)]
 Signed: TypeAlias = Annotated[int, Limit(-1, BIGGEST)]
+Count: TypeAlias = Annotated[int, Limit(0, MOST_COUNTED)]  # what the receiver may count on from
+Clock: TypeAlias = Annotated[int, Limit(-1, MOST_COUNTED)]
+NodeCount: TypeAlias = Annotated[int, Limit(0, MAX_MEMBERS)]
+Pid: TypeAlias = Annotated[int, Limit(0, MOST_PID)]
 Key: TypeAlias = Annotated[str, Limit(1, MAX_KEY_CHARS)]
 Name: TypeAlias = Annotated[str, Limit(0, 64)]
 NodeId: TypeAlias = Annotated[str, Limit(0, 128)]
@@ -74,8 +80,8 @@ class Part(NamedTuple):
 
     key: Key
     slice_index: Number
-    clock: Signed
-    creation: Number = 0  # see KeyId
+    clock: Clock
+    creation: Count = 0  # see KeyId
 
 
 class SliceId(NamedTuple):
@@ -83,7 +89,7 @@ class SliceId(NamedTuple):
 
     key: Key
     slice_index: Number
-    creation: Number = 0  # see KeyId
+    creation: Count = 0  # see KeyId
 
 
 class KeyId(NamedTuple):
@@ -93,7 +99,7 @@ class KeyId(NamedTuple):
     """
 
     key: Key
-    creation: Number
+    creation: Count
 
 
 class Made(NamedTuple):
@@ -126,8 +132,8 @@ class Settings(NamedTuple):
     staleness: Signed  # -1: unbounded
     rounds_ahead: Number
     slice_bytes: Annotated[int, Limit(0, MAX_SLICE_BYTES)]
-    num_workers: Number
-    num_servers: Number
+    num_workers: NodeCount
+    num_servers: NodeCount
     num_shards: Annotated[int, Limit(0, 4096)]
 
 
@@ -194,7 +200,7 @@ class RunEntry(NamedTuple):
     job: JobName
     token: Token
     phase: RunPhase
-    num_workers: Number
+    num_workers: NodeCount
 
 
 class KeyEntry(NamedTuple):
@@ -243,7 +249,7 @@ class Join:
     node_id: NodeId
     address: Address  # where a server listens
     host: Name  # nodes with the same text run on the same kernel
-    pid: Number
+    pid: Pid
     rank: Signed  # the rank that the node had, or prefers
     settings: Settings
     host_name: Name = ""  # for people
@@ -311,7 +317,7 @@ class Enter:
     KIND: ClassVar[int] = 7
     request: Number
     name: Key
-    generation: Number
+    generation: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,7 +468,7 @@ class Init:
     request: Number
     specs: Specs
     slices: Annotated[tuple[NewSlice, ...], Limit(1, MAX_PARTS)]
-    creation: Number = 0  # of all these keys; if it is not large enough, the answer is Outdated
+    creation: Count = 0  # of all these keys; if it is not large enough, the answer is Outdated
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,7 +480,7 @@ class Publish:
     request: Number
     specs: Specs
     keys: Annotated[tuple[NewKey, ...], Limit(1, MAX_PARTS)]
-    creation: Number = 0
+    creation: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,7 +543,7 @@ class ClockQuery:
     KIND: ClassVar[int] = 37
     request: Number
     key: Key
-    place: Number = 0
+    place: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -567,8 +573,8 @@ class Activate:
     KIND: ClassVar[int] = 39
     request: Number
     key: Key
-    clock: Number
-    creation: Number = 0
+    clock: Count
+    creation: Count = 0
 
 
 class Cast(NamedTuple):
@@ -584,7 +590,7 @@ class ComeTo:
 
     KIND: ClassVar[int] = 64
     request: Number
-    place: Number
+    place: Count
 
 
 class StepsLeft(Enum):
@@ -604,9 +610,9 @@ class TakeStep:
 
     KIND: ClassVar[int] = 65
     request: Number
-    first: Number
-    total: Number
-    done: Signed
+    first: Count
+    total: Count
+    done: Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -648,9 +654,9 @@ class Push:
     pull: bool
     probe: bool = False
     cast: Cast | None = None
-    step: Number = 0
-    settled: Number = 0
-    place: Number = 0
+    step: Count = 0
+    settled: Count = 0
+    place: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -696,14 +702,14 @@ class PushBatch:
     KIND: ClassVar[int] = 45
     request: Number
     batch: Number
-    clock: Number
+    clock: Count
     how: Annotated[int, Limit(0, 2)]
     samples: Number
     pull: bool
     probe: bool = False
-    step: Number = 0
-    settled: Number = 0
-    place: Number = 0
+    step: Count = 0
+    settled: Count = 0
+    place: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -713,7 +719,7 @@ class PullBatch:
     KIND: ClassVar[int] = 46
     request: Number
     batch: Number
-    clock: Signed
+    clock: Clock
 
 
 # ── control: worker or observer ↔ server ──────────────────────────────────────────────────────────────────────────────
@@ -784,9 +790,9 @@ class StoreState:
     request: Number
     key: Key
     index: Number
-    step: Number
+    step: Count
     slots: Annotated[tuple[tuple[Name, Name], ...], Limit(0, 16)]
-    creation: Number = 0
+    creation: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -855,7 +861,7 @@ class NodeFact(NamedTuple):
     role: Annotated[str, Limit(1, 8)]
     rank: Number
     host_name: Name
-    pid: Number
+    pid: Pid
     heard_s: float  # seconds ago
     ended: Words  # how its process ended; "" if nothing is known of that
 
@@ -955,8 +961,8 @@ class ReadSlices:
 
     KIND: ClassVar[int] = 70
     request: Number
-    number: Number
-    step: Number
+    number: Count
+    step: Count
     is_over: bool
     slice_ids: SliceIds
 
@@ -967,7 +973,7 @@ class ReadDone:
 
     KIND: ClassVar[int] = 71
     request: Number
-    number: Number
+    number: Count
 
 
 Message: TypeAlias = (

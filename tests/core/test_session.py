@@ -34,6 +34,7 @@ from kvd.protocol.messages import (
 )
 from tests.core.fakes import (
     OPEN,
+    SCHEDULER_ID,
     cluster,
     from_scheduler,
     member,
@@ -331,4 +332,17 @@ def test_the_view_of_the_cluster_does_not_replace_that_of_the_run() -> None:
     node.receive(welcome(0)._replace(run=7), 0.2)
     assert not node.receive(from_scheduler(view(cluster(), ()), (1, 10)), 0.3)
     assert node.receive(from_scheduler(view(cluster(), members()), (1, 1))._replace(run=7), 0.4)
+    assert node.view.epoch == (1, 1)
+
+
+def test_an_observer_takes_the_views_of_a_scheduler_that_lost_the_record_of_the_one_before() -> None:
+    """It counts its views from the beginning: no scheduler believes an observer that there were others."""
+    node = session("observer", 0)
+    node.tick(0.0)
+    shown = view(cluster(), members())
+    node.receive(welcome(-1), 0.1)
+    assert node.receive(from_scheduler(shown, (5, 9)), 0.1)
+    node.receive(welcome(-1)._replace(sender=SCHEDULER_ID + 1), 0.2)
+    assert node.receive(from_scheduler(shown, (1, 1))._replace(sender=SCHEDULER_ID + 1), 0.2)
+    assert not node.receive(from_scheduler(shown, (5, 10)), 0.3), "the scheduler that has ended sent it"
     assert node.view.epoch == (1, 1)

@@ -25,6 +25,7 @@ from kvd.protocol.codec import (
 from kvd.protocol.messages import (
     BIGGEST,
     MAX_PARTS,
+    MOST_COUNTED,
     Delete,
     Departure,
     Done,
@@ -115,8 +116,7 @@ def fields_of(message: Any) -> list[Any]:
 
 
 def packed(body: object) -> bytes:
-    header: bytes = msgpack.packb(body)
-    return header
+    return bytes(msgpack.packb(body))
 
 
 def accepts(body: object) -> bool:
@@ -158,11 +158,11 @@ SPEC = ["float32", [2, 3], 4096]
         (REFUSED, 2, ["", "x" * 1000], ["x" * 1001]),
         (PUSH, 2, [0, 2], [-1, 3]),
         (PUSH, 1, [[["w", 0, -1, 0]], [["w", 0, 1, 0]] * MAX_PARTS], [[], [["w", 0, 1, 0]] * (MAX_PARTS + 1)]),
-        (PUSH, 1, [[["x" * 200, *[BIGGEST] * 3]]], [[["x" * 201, 0, 1, 0]], [["", 0, 1, 0]], [["w", -1, 1, 0]]]),
+        (PUSH, 1, [[["x" * 200, BIGGEST, *[MOST_COUNTED] * 2]]], [[["x" * 201, 0, 1, 0]], [["w", -1, 1, 0]]]),
         (PUSH, 1, [[["w", 0, 1, 0]]],
-         [[["w", 0, -2, 0]], [["w", 0, BIGGEST + 1, 0]], [["w", BIGGEST + 1, 1, 0]], [["w", 0, 1, -1]],
-          [["w", 0, 1, BIGGEST + 1]], [["w", 0, 1, True]], [["w", 0, 1]], [["w", 0, 1, 0, 1]], [["w", True, 1, 0]],
-          [["w", 0, 1.0, 0]], [b"w"], ["w010"]]),
+         [[["w", 0, -2, 0]], [["w", 0, MOST_COUNTED + 1, 0]], [["w", BIGGEST + 1, 1, 0]], [["w", 0, 1, -1]],
+          [["w", 0, 1, MOST_COUNTED + 1]], [["w", 0, 1, True]], [["w", 0, 1]], [["w", 0, 1, 0, 1]], [["w", True, 1, 0]],
+          [["w", 0, 1.0, 0]], [["", 0, 1, 0]], [b"w"], ["w010"]]),
         (KEY_INFO, 1, [[[["int8", [], 4096], 0], [["int8", [1] * 32, 16 << 20], BIGGEST]], []],
          [[[["int8", [1] * 33, 4096], 0]], [[["int8", [], 4032], 0]], [[["int8", [], (16 << 20) + 64], 0]],
           [[["int8", [], 4097], 0]], [[["int8", [], 4096], -1]], [[["int8", [], 4096]]]]),

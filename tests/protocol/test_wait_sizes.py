@@ -15,6 +15,7 @@ from kvd.protocol.messages import (
     MAX_ASKED_BARRIERS,
     MAX_STUCK_LINES,
     MAX_TEXT_CHARS,
+    MOST_PID,
     BarrierWait,
     Epoch,
     NodeFact,
@@ -26,7 +27,7 @@ from kvd.protocol.specs import MAX_KEY_CHARS
 
 WIDE = "\U0010ffff"  # four bytes
 NAMES = tuple(f"{number:02d}" + WIDE * (MAX_KEY_CHARS - 2) for number in range(MAX_ASKED_BARRIERS))
-FACT = NodeFact("worker", BIGGEST, WIDE * 64, BIGGEST, 1e300, WIDE * 80)
+FACT = NodeFact("worker", BIGGEST, WIDE * 64, MOST_PID, 1e300, WIDE * 80)
 
 
 @pytest.mark.parametrize(

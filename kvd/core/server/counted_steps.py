@@ -6,10 +6,14 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+MAX_RANGES = 4096
+
 
 @dataclass(slots=True)
 class CountedSteps:
     """A set of numbers. Steps are given out in order, so the ranges between those under way are few.
+
+    If a worker makes up numbers, the smallest ones that are missing are taken for counted when there are MAX_RANGES.
 
     Invariants, checked by `validate`: the ranges are in order, are not empty, and do not touch.
     """
@@ -36,6 +40,8 @@ class CountedSteps:
         else:
             self.starts.insert(position, step)
             self.ends.insert(position, step + 1)
+            if len(self.starts) > MAX_RANGES:
+                del self.starts[1], self.ends[0]
 
     def remove(self, step: int) -> None:
         """Takes out a number that is in the set: its update failed."""

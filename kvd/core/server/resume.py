@@ -12,6 +12,9 @@ from kvd.core.server.keys import KeyTable
 from kvd.core.server.targets import TargetResolver
 from kvd.protocol.messages import Activate, ClockQuery, Clocks, ComeTo, Done, ErrorCode, NotYetReason
 
+MOST_AHEAD = 1024
+"""No slice of a key is so many rounds ahead of another. Rounds that nobody owes a push close at once, all of them."""
+
 
 class Resumption:
     """Answers ClockQuery, Activate and ComeTo. `advance` closes the next round of a group if it is complete."""
@@ -60,6 +63,11 @@ class Resumption:
             slices = []  # it speaks of a key that was deleted
         targets = self._targets.of_slices(event, activate.request, slices, [activate.clock] * len(slices), push=True)
         if targets is None:
+            return
+        logs = [target.group.log for target in targets]
+        if any(activate.clock > log.staged_clock(rank) + log.rounds_ahead + MOST_AHEAD for log in logs):
+            text = f"worker {rank} has not come to push {activate.clock} of key {activate.key!r}"
+            self._effects.refuse(event.peer, activate.request, ErrorCode.NOT_ALLOWED, text, activate.key)
             return
         for target in targets:
             target.group.log.activate(rank, activate.clock)
