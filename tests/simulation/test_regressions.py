@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvd.core.machine import Apply
+from kvd.core.pseudonyms import pseudonym
 from kvd.core.requests import (
     Barrier,
     ClockOf,
@@ -109,7 +110,7 @@ def test_paused_worker_does_not_take_its_place_back(asks: Any, seed: int) -> Non
     world.run(20)
     assert isinstance(old.halted, NotAllowed)
     assert new.halted is None
-    assert world.worker(0).view.worker(1).incarnation == new.machine.incarnation  # type: ignore[union-attr]
+    assert world.worker(0).view.worker(1).incarnation == pseudonym(new.machine.incarnation)  # type: ignore[union-attr]
 
 
 def test_barriers_outlive_the_scheduler() -> None:
