@@ -17,6 +17,19 @@ MAX_LINES = 400
 MAX_ATTRIBUTES = 15
 EXCUSE = "Over 400 lines because"
 ONE_FIELD_PER_SETTING = {"Config"}  # every setting is declared once, as a field of it
+WALL_CLOCK = {
+    "time.time",
+    "time.time_ns",
+    "time.gmtime",
+    "time.localtime",
+    "time.strftime",
+    "time.ctime",
+    "time.clock_gettime",
+    "time.CLOCK_REALTIME",
+    "from time",
+    "from datetime",
+    "datetime",
+}
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 
@@ -36,6 +49,23 @@ def test_long_files_say_why() -> None:
         if len(lines) > MAX_LINES and EXCUSE not in " ".join(lines[:6]):
             too_long.append(f"{path.relative_to(ROOT)}: {len(lines)}")
     assert not too_long
+
+
+def test_only_the_log_reads_the_wall_clock() -> None:
+    """It may jump; what waits, expires or is ordered goes by the monotonic clock."""
+    readers = set()
+    for path in python_files("kvd", "cli"):
+        for node in ast.walk(tree_of(path)):
+            used: list[str | None] = []
+            if isinstance(node, ast.Attribute):
+                used = [ast.unparse(node)]
+            elif isinstance(node, ast.ImportFrom):
+                used = [node.module and f"from {node.module}"]
+            elif isinstance(node, ast.Import):
+                used = [name.name for name in node.names]
+            if not WALL_CLOCK.isdisjoint(used):
+                readers.add(str(path.relative_to(ROOT)))
+    assert readers == {"kvd/observe/log.py"}
 
 
 def attributes_of(kind: ast.ClassDef) -> set[str]:

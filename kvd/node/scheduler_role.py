@@ -60,7 +60,7 @@ class SchedulerRole:
             insecure=config.insecure,
         )
         state = self._state = SchedulerStateFile(Path(config.state_dir)) if config.state_dir else None
-        self._machine = _new_machine(settings, state)
+        self._machine = continued_machine(settings, state)
         if state is not None:
             state.save_first(self._machine.record())
         event(
@@ -126,15 +126,21 @@ class SchedulerRole:
         return self._origin.get(setting, "default") != "default"
 
 
-def _new_machine(settings: SchedulerSettings, state: SchedulerStateFile | None) -> SchedulerRouter:
-    """A machine that continues from the saved state."""
+def continued_machine(settings: SchedulerSettings, state: SchedulerStateFile | None) -> SchedulerRouter:
+    """A machine that continues from the saved state.
+
+    Raises:
+        ConfigError: that is not the state of a scheduler.
+    """
     now = asyncio.get_running_loop().time()
     if state is None:
         return SchedulerRouter(settings, new_incarnation(), 1, now, None)
     state.prepare()
     saved = state.load()
     try:
-        generation = 1 if saved is None else int(saved["generation"]) + 1
-        return SchedulerRouter(settings, new_incarnation(), generation, now, saved)
+        generation = 1 if saved is None else saved["generation"] + 1
+        machine = SchedulerRouter(settings, new_incarnation(), generation, now, saved)
+        machine.validate()
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise state.unusable(error) from None
+    return machine

@@ -13,6 +13,7 @@ from kvd.errors import ConfigError
 from kvd.node.swapped_file import SwappedFile
 
 STATE_FILE = "scheduler.json"
+MOST_WHY_CHARS = 200
 
 
 class SchedulerStateFile:
@@ -38,6 +39,8 @@ class SchedulerStateFile:
                 f"{self._path} is a directory, but the state is kept in a file with this name: move the directory "
                 "away, or give another --state-dir"
             )
+        if self._path.exists() and not self._path.is_file():
+            raise _state_error(f"{self._path} is no file: move it away, or give another --state-dir")
 
     def load(self) -> dict[str, Any] | None:
         """The record; None if there is none yet.
@@ -47,13 +50,14 @@ class SchedulerStateFile:
         """
         try:
             state: dict[str, Any] = json.loads(self._path.read_text())
+            json.dumps(state, ensure_ascii=False).encode()  # fails for half characters, which no message can carry
             SchedulerRouter.check_record(state)
         except FileNotFoundError:
             return None
         except OSError as error:
             why = error.strerror or error
             raise _state_error(f"cannot read {self._path}: {why}; make this process's user its owner") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self.unusable(error) from None
         return state
 
@@ -84,9 +88,9 @@ class SchedulerStateFile:
 
     def unusable(self, error: Exception) -> ConfigError:
         """The error to raise for a record that cannot be used."""
-        return _state_error(
-            f"{self._path} is not the state of a scheduler ({error}): move it away to start with an empty one"
-        )
+        why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        text = f"{self._path} is not the state of a scheduler ({why[:MOST_WHY_CHARS]})"
+        return _state_error(f"{text}: move it away to start with an empty one")
 
     def _bad_folder(self, error: OSError) -> ConfigError:
         if error.errno in (errno.EEXIST, errno.ENOTDIR):

@@ -238,8 +238,8 @@ def _plain_form(value: KeySpec | Enum) -> object:
     return [value.dtype, value.shape, value.slice_bytes]
 
 
-def _check_for(annotation: Any) -> Check:
-    """The check that the annotation of a field asks for."""
+def check_for(annotation: Any) -> Check:
+    """The check that the annotation of a field asks for: it gives the value for plain data, or raises ProtocolError."""
     limit = Limit(0, BIGGEST)
     if get_origin(annotation) is Annotated:
         annotation, mark = get_args(annotation)
@@ -260,14 +260,14 @@ def _check_for(annotation: Any) -> Check:
         return _member_of(annotation)
     if isinstance(annotation, UnionType):
         kind, _none = get_args(annotation)
-        return _optional(_check_for(kind))
+        return _optional(check_for(kind))
     if get_origin(annotation) is tuple:
         inner = get_args(annotation)
         if inner[-1] is Ellipsis:
-            return _list_of(_check_for(inner[0]), limit)
-        return _record_of(lambda *entries: entries, [_check_for(entry) for entry in inner])
+            return _list_of(check_for(inner[0]), limit)
+        return _record_of(lambda *entries: entries, [check_for(entry) for entry in inner])
     hints = get_type_hints(annotation, vars(messages), include_extras=True)
-    return _record_of(annotation, [_check_for(hints[name]) for name in annotation._fields])
+    return _record_of(annotation, [check_for(hints[name]) for name in annotation._fields])
 
 
 def _part(value: object) -> object:
@@ -332,7 +332,7 @@ def _builder(kind: type[Any]) -> Callable[[list[object]], Message]:
     limits = [_limits_of(hints[name]) for name in names]
     if all(limit is not None or hints[name] is bool for name, limit in zip(names, limits, strict=True)):
         return _builder_of_numbers(kind, limits)
-    checks = [_parts if hints[name] == messages.Parts else _check_for(hints[name]) for name in names]
+    checks = [_parts if hints[name] == messages.Parts else check_for(hints[name]) for name in names]
     count = len(checks) + _ENVELOPE
 
     def build(body: list[object]) -> Message:

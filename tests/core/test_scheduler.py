@@ -11,6 +11,8 @@ import pytest
 from kvd.core.machine import CallerPeer, InvalidFrame, LogEntry, PeerLost, Persist, Persisted, Send, Tick
 from kvd.core.scheduler import machine
 from kvd.protocol.messages import (
+    BIGGEST,
+    MAX_MEMBERS,
     Departure,
     Done,
     Enter,
@@ -321,12 +323,21 @@ def test_explain_names_the_members_and_the_missing() -> None:
     assert harness.machine.watched() == [(worker_id(1), "host", 71)]
 
 
-def test_more_nodes_than_a_view_can_hold_are_reported() -> None:
-    harness = Harness(BARE._replace(num_workers=300))
-    notes = []
-    for number in range(201):
-        notes = [note.text for note in of(LogEntry, harness.join("worker", 5000 + number, f"n{number}"))]
-    assert any("cannot be announced" in text for text in notes)
+def test_a_cluster_has_no_more_nodes_than_a_view_can_hold() -> None:
+    harness = Harness(BARE._replace(num_workers=MAX_MEMBERS))
+    refused = answer(harness.worker(0), Refused)
+    assert (refused.error, refused.key) == (ErrorCode.CONFIG_ERROR, "num_workers")
+    assert f"at most {MAX_MEMBERS} nodes in all, not {MAX_MEMBERS + 1}" in refused.text
+    assert Harness(BARE._replace(num_workers=MAX_MEMBERS - 1)).worker(0)
+
+
+@pytest.mark.parametrize("role", ["worker", "server", "observer"])
+@pytest.mark.parametrize("field", ["num_workers", "num_servers"])
+def test_a_join_with_a_giant_number_of_nodes_is_refused(role: str, field: str) -> None:
+    none: Any = {field: 0}
+    giant: Any = {field: BIGGEST}
+    refused = answer(Harness(BARE._replace(**none)).join(role, 5000, "n", settings=OPEN._replace(**giant)), Refused)
+    assert (refused.error, refused.key) == (ErrorCode.CONFIG_ERROR, field)
 
 
 # ── heartbeats ──

@@ -10,7 +10,7 @@ import pytest
 from kvd.core.machine import CallerPeer
 from kvd.core.scheduler.barriers import Barriers, Entrant, Verdict
 from kvd.core.scheduler.machine import SchedulerMachine
-from kvd.core.scheduler.record import Record
+from kvd.core.scheduler.record import MOST_GENERATION, Record
 from kvd.core.scheduler.roster import Seat
 from kvd.core.scheduler.views import MOST_TOLD
 from kvd.protocol.messages import (
@@ -104,6 +104,16 @@ def test_what_workers_are_believed_leaves_room_for_what_servers_tell_then() -> N
     assert answer(again.say(51, Join(1, "worker", "a", "", "h", 1, 1, OPEN), view=known), Welcome).rank == 1
 
 
+def test_a_record_of_an_earlier_kvd_is_read() -> None:
+    harness = Harness()
+    harness.worker(0)
+    record = json.loads(json.dumps(harness.disk))
+    (seat,) = record["seats"]
+    del seat[4]  # the name of the host
+    del seat[0][8]  # the key
+    assert list(Harness(saved=record, generation=2).states()) == ["worker 0"]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -113,6 +123,17 @@ def test_what_workers_are_believed_leaves_room_for_what_servers_tell_then() -> N
         {"seats": [[["worker"], "h", 1, ""]]},
         {"seats": [["worker"]]},
         {"seats": 5},
+        {"generation": True},
+        {"generation": 1.0},
+        {"generation": MOST_GENERATION + 1},
+        {"epoch": -1},
+        {"settings": list(BARE._replace(num_workers=1 << 61))},
+        {"settings": list(BARE._replace(merge="most"))},
+        {"phase": "gone"},
+        {"replaced": [[1, "worker 0"], [1, "worker 1"]]},
+        {"replaced": [[worker_id(0), "worker 0"]]},
+        {"barriers": [["b", 0, [[0, 1, 1, [1]], [0, 2, 1, [1]]]]]},
+        {"barriers": [["b", 0, [[0, 1, 1, []]]]]},
     ],
 )
 def test_a_damaged_record_is_noticed(damage: dict[str, Any]) -> None:

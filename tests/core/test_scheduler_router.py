@@ -11,15 +11,18 @@ from kvd.core.scheduler.machine import SchedulerSettings
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.scheduler.runs import MAX_KEPT, MAX_LIVE
 from kvd.protocol.messages import (
+    BIGGEST,
     MAX_RUNS,
     NO_RANK,
     NO_RUN,
     NO_VIEW,
     EndRun,
     Epoch,
+    ErrorCode,
     Heartbeat,
     Join,
     NotYet,
+    Refused,
     RunEntry,
     RunPhase,
     Shutdown,
@@ -111,6 +114,19 @@ def test_a_run_that_no_worker_comes_back_to_is_over_after_a_timeout(told: RunPha
     assert scheduler.phases() == [after]
     answers = scheduler.worker_joins(0, "next")
     assert any(isinstance(message, Welcome) for message in answers)
+
+
+@pytest.mark.parametrize("run", [NO_RUN, 77])
+def test_a_run_of_a_giant_number_of_workers_does_not_begin(run: int) -> None:
+    """Looking who is missing would take the scheduler years."""
+    scheduler = Scheduler()
+    scheduler.server_joins(RunEntry(78, "train", "token-78", RunPhase.RUNNING, BIGGEST))
+    giant = OPEN._replace(num_workers=BIGGEST)
+    join = Join(1, "worker", "w", "", "host", 60, 0, giant, job="train", token="token")
+    (refused,) = scheduler.say(worker_id(0), join, run)
+    assert isinstance(refused, Refused)
+    assert refused.error is ErrorCode.CONFIG_ERROR
+    assert scheduler.phases() == []
 
 
 def test_a_run_that_a_worker_comes_back_to_goes_on() -> None:

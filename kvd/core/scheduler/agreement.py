@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from kvd.protocol.messages import ErrorCode, Join, Refused, Settings
+from kvd.protocol.messages import MAX_MEMBERS, ErrorCode, Join, Refused, Settings
 
-ROLES = ("server", "worker", "observer")
+NODES = ("server", "worker")
+ROLES = (*NODES, "observer")
 MODES = ("", "sync", "async")
 MERGES = ("", "sum", "mean", "weighted")
 
@@ -24,6 +25,9 @@ class Agreement:
         malformed = malformation(join)
         if malformed is not None:
             return malformed
+        size = self.settings.num_workers + self.settings.num_servers
+        if size > MAX_MEMBERS:
+            return _objection(join, "num_workers", f"a cluster has at most {MAX_MEMBERS} nodes in all, not {size}")
         for field, wanted, have in zip(Settings._fields, join.settings, self.settings, strict=True):
             if not self._agrees(field, wanted, have):
                 text = (
@@ -62,6 +66,9 @@ def malformation(join: Join) -> Refused | None:
     for field, word, words in (("mode", join.settings.mode, MODES), ("merge", join.settings.merge, MERGES)):
         if word not in words:
             return _objection(join, field, f"{field} is {' or '.join(words[1:])}, not {word!r}")
+    for field, size in (("num_workers", join.settings.num_workers), ("num_servers", join.settings.num_servers)):
+        if size > MAX_MEMBERS:
+            return _objection(join, field, f"{field} is at most {MAX_MEMBERS}, not {size}")
     return None
 
 

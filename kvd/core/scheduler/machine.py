@@ -53,7 +53,6 @@ from kvd.core.scheduler.views import Views
 from kvd.core.scheduler.waits import WaitReports
 from kvd.protocol.messages import (
     EXIT_BARRIER,
-    MAX_MEMBERS,
     NO_RANK,
     NO_RUN,
     Departure,
@@ -446,8 +445,6 @@ class SchedulerMachine:
             if barrier.verdict.missing:
                 self._log("warning", f"barrier {barrier.name!r} broke", missing=list(barrier.verdict.missing))
             answers += barrier.answers()
-        if len(self._roster.seats()) > MAX_MEMBERS:
-            self._log("error", f"more than {MAX_MEMBERS} nodes cannot be announced")
         token = self._views.change(self._view(), answers)
         self._out.append(Persist(token, self.record()))
 

@@ -1,13 +1,48 @@
-"""The scheduler's record: all that its successor needs, as plain data."""
+"""The scheduler's record: all that its successor needs, as plain data. What is read is checked like a peer's message.
+
+A wrong number would otherwise go into every view, and every node would refuse the views, for good.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
-from kvd.core.scheduler.barriers import Barriers
-from kvd.core.scheduler.roster import Seat
-from kvd.protocol.messages import Member, MemberState, RunPhase, Settings
+from kvd.core.scheduler.agreement import MERGES, MODES, NODES
+from kvd.core.scheduler.barriers import MAX_NAMES, Barriers
+from kvd.core.scheduler.roster import AS_FOUND, MAX_REPLACED, Seat
+from kvd.core.scheduler.views import MOST_TOLD
+from kvd.errors import ProtocolError
+from kvd.protocol.codec import check_for
+from kvd.protocol.messages import (
+    BIGGEST,
+    MAX_MEMBERS,
+    MAX_RUNS,
+    Key,
+    Limit,
+    Member,
+    MemberState,
+    Name,
+    Number,
+    RunEntry,
+    RunPhase,
+    Settings,
+)
+
+# Of a record: what a scheduler counts on from at most, and as many starts after that as there may ever be.
+MOST_GENERATION = MOST_TOLD["server"] + (1 << 32)
+
+_SETTINGS = check_for(Settings)
+_MEMBER = check_for(Member)
+_NAME = check_for(Name)
+_NUMBER = check_for(Number)
+_INCARNATION = check_for(Annotated[int, Limit(1, BIGGEST)])
+_GENERATION = check_for(Annotated[int, Limit(1, MOST_GENERATION)])
+_RUN = check_for(RunEntry)
+_REPLACED = check_for(Annotated[tuple[tuple[Annotated[int, Limit(1, BIGGEST)], Name], ...], Limit(0, MAX_REPLACED)])
+_RANKS = Annotated[tuple[Number, ...], Limit(1, MAX_MEMBERS)]
+_TOLD = Annotated[tuple[tuple[Number, Number, Number, _RANKS], ...], Limit(0, MAX_MEMBERS)]  # see Barriers.record
+_BARRIERS = check_for(Annotated[tuple[tuple[Key, Number, _TOLD], ...], Limit(0, MAX_NAMES)])
 
 
 class Record(NamedTuple):
@@ -28,7 +63,8 @@ class Record(NamedTuple):
             "epoch": self.epoch,
             "settings": list(self.settings),
             "seats": [
-                [list(seat.member), seat.host, seat.pid, seat.predecessor or "", seat.host_name] for seat in self.seats
+                [_plain(seat.member), seat.host, seat.pid, str(seat.predecessor or ""), seat.host_name]
+                for seat in self.seats
             ],
             "replaced": [list(entry) for entry in self.replaced],
             "barriers": self.barriers.record(),
@@ -40,22 +76,94 @@ class Record(NamedTuple):
         """The record that `to_plain` wrote.
 
         Raises:
-            ValueError, KeyError, TypeError: this is no record of a scheduler.
+            ValueError, KeyError, TypeError: this is no record of a scheduler, or has what no scheduler writes.
         """
-        if saved["generation"] < 1 or len(saved["settings"]) != len(Settings._fields):
-            raise ValueError("generation or settings are not as a scheduler writes them")
-        return cls(
-            saved["generation"],
-            saved["epoch"],
-            Settings(*saved["settings"]),
-            [_seat(*entry) for entry in saved["seats"]],
-            [(incarnation, name) for incarnation, name in saved["replaced"]],
-            Barriers(saved["barriers"]),
-            RunPhase(saved["phase"]),
-        )
+        try:
+            record = cls(
+                _GENERATION(saved["generation"]),  # type: ignore[arg-type]
+                _NUMBER(saved["epoch"]),  # type: ignore[arg-type]
+                _SETTINGS(saved["settings"]),  # type: ignore[arg-type]
+                [_seat(*entry) for entry in _list(saved["seats"], MAX_MEMBERS)],
+                list(_REPLACED(saved["replaced"])),  # type: ignore[call-overload]
+                Barriers(_barriers(saved["barriers"])),
+                RunPhase(saved["phase"]),
+            )
+        except ProtocolError as error:
+            raise ValueError(str(error)) from None
+        record._check()
+        return record
+
+    def _check(self) -> None:
+        """Raises ValueError if the parts do not fit each other."""
+        settings, phase = self.settings, self.phase
+        if settings.mode not in MODES or settings.merge not in MERGES or phase is RunPhase.GONE:
+            raise ValueError(f"no run has mode {settings.mode!r}, merge {settings.merge!r} and phase {phase!r}")
+        if settings.num_workers + settings.num_servers > MAX_MEMBERS:
+            raise ValueError(f"{settings.num_workers} workers and {settings.num_servers} servers are too many")
+        _check_once("a place", [seat.place for seat in self.seats])
+        holders = [seat.member.incarnation for seat in self.seats]
+        _check_once("an incarnation", holders + [loser for loser, _ in self.replaced])
 
 
-def _seat(fields: Sequence[Any], host: str, pid: int, predecessor: str, host_name: str = "") -> Seat:
-    member = Member(*fields)
-    member = member._replace(state=MemberState(member.state))
-    return Seat(member, host, pid, None, MemberState(predecessor) if predecessor else None, host_name)
+def check_cluster(saved: Mapping[str, Any]) -> None:
+    """The records of a cluster and its runs, in one.
+
+    Raises:
+        ValueError, KeyError, TypeError: this is no record of a scheduler, or has what no scheduler writes.
+    """
+    records = [Record.from_plain(saved["cluster"])]
+    entries = _list(saved["runs"], MAX_RUNS)
+    for entry in entries:
+        record = None if entry["record"] is None else Record.from_plain(entry["record"])
+        phase = RunPhase.GONE if record is None else record.phase
+        try:
+            _RUN([entry["run"], entry["job"], entry["token"], phase.value, entry["num_workers"]])
+            _INCARNATION(entry["run"])
+        except ProtocolError as error:
+            raise ValueError(str(error)) from None
+        if record is not None:
+            records.append(record)
+            if entry["num_workers"] != record.settings.num_workers:
+                raise ValueError(f"run {entry['run']:x} has two numbers of workers")
+    _check_once("a run", [entry["run"] for entry in entries])
+    newest = max(record.generation for record in records)
+    if type(saved["generation"]) is not int or saved["generation"] != newest:
+        raise ValueError(f"its generation is {saved['generation']!r}, and that of its newest view {newest}")
+
+
+def _plain(member: Member) -> list[object]:
+    return list(member._replace(state=member.state.value))  # type: ignore[arg-type]
+
+
+def _seat(member: object, host: object, pid: object, predecessor: str, host_name: object = "") -> Seat:
+    fields = _list(member, len(Member._fields))
+    defaults = list(Member._field_defaults.values())
+    missing = len(Member._fields) - len(fields)  # an earlier kvd wrote it
+    checked: Any = _MEMBER(fields + defaults[len(defaults) - missing :] if missing <= len(defaults) else fields)
+    if checked.role not in NODES or not checked.incarnation or checked.last_seen_s < 0:
+        raise ValueError(f"no node is {checked.role!r} {checked.rank} with incarnation {checked.incarnation}")
+    earlier = None if predecessor == "" else MemberState(predecessor)
+    if earlier is not None and earlier not in AS_FOUND:
+        raise ValueError(f"no predecessor is {earlier}")
+    number: Any = _NUMBER(pid)
+    name: Any = _NAME(host)
+    return Seat(checked, name, number, None, earlier, str(_NAME(host_name)))
+
+
+def _barriers(value: object) -> Sequence[Any]:
+    checked: Any = _BARRIERS(value)
+    _check_once("a barrier", [name for name, _, _ in checked])
+    for name, _, told in checked:
+        _check_once(f"a rank at barrier {name!r}", [rank for rank, *_ in told])
+    return list(checked)
+
+
+def _list(value: object, most: int) -> list[Any]:
+    if type(value) is not list or len(value) > most:
+        raise ValueError(f"a list of at most {most} entries is missing")
+    return value
+
+
+def _check_once(what: str, values: Collection[object]) -> None:
+    if len(set(values)) != len(values):
+        raise ValueError(f"{what} is there twice")

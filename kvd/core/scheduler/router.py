@@ -38,10 +38,11 @@ from kvd.core.pseudonyms import pseudonym
 from kvd.core.scheduler.agreement import malformation
 from kvd.core.scheduler.door import Door
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
-from kvd.core.scheduler.record import Record
+from kvd.core.scheduler.record import check_cluster
 from kvd.core.scheduler.runs import MAX_LIVE, TOO_MANY, Choice, Runs, RunSlot
 from kvd.core.scheduler.saving import Saving
 from kvd.protocol.messages import (
+    MAX_MEMBERS,
     NO_RUN,
     NO_VIEW,
     Done,
@@ -158,10 +159,7 @@ class SchedulerRouter:
     @staticmethod
     def check_record(saved: Mapping[str, Any]) -> None:
         """Raises ValueError, KeyError or TypeError if this is no record of a scheduler."""
-        Record.from_plain(saved["cluster"])
-        for entry in saved["runs"]:
-            if entry["record"] is not None:
-                Record.from_plain(entry["record"])
+        check_cluster(saved)
 
     def machine_of(self, run: int) -> SchedulerMachine | None:
         """The machine of a run; for NO_RUN, that of the cluster."""
@@ -299,7 +297,7 @@ class SchedulerRouter:
         """A server brings the runs that it knows: a scheduler whose record is lost has no other source."""
         for entry in entries:
             is_new = self._runs.find(entry.run) is None and entry.phase is not RunPhase.GONE
-            if is_new and self._runs.has_room(entry.phase):
+            if is_new and entry.run > 0 and entry.num_workers <= MAX_MEMBERS and self._runs.has_room(entry.phase):
                 self._add(self._new_slot(entry, now))
 
     def _new_slot(self, entry: RunEntry, now: float) -> RunSlot:
