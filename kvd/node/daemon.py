@@ -89,6 +89,7 @@ class Daemon:
             shared_memory=config.shared_memory == "auto" and role.name == "server",
             arena_limit_bytes=config.memory_bound_bytes(),
             curve=keyring.curve,
+            memory_limit_bytes=config.memory_bound_bytes(),
         )
         systemd = systemd_environment()
         self._notifier = Notifier(systemd.notify_socket, systemd.watchdog_usec)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvd.compute.optimizers import SliceState, apply_update
-from kvd.compute.tensors import contiguous_bytes, named_dtype
+from kvd.compute.tensors import named_dtype
 from kvd.core.machine import Apply, Buffer, Create, Export, FirstBytes, Job, JobDone, Load, Run, ScatterList, Span
 from kvd.errors import KvdError, NotAllowed, ProtocolError
 from kvd.node.optimizer_states import OptimizerStates, copied
@@ -172,7 +172,7 @@ class JobRunner:
         arrays = self._states.of_slice((job.key, job.slice_index)).export()
         step = int(arrays.pop("step"))
         slots = tuple((name, array.dtype.name) for name, array in arrays.items())
-        spans = tuple(Span(contiguous_bytes(array), 0, array.nbytes) for array in arrays.values())
+        spans = tuple(Span(array.tobytes(), 0, array.nbytes) for array in arrays.values())
         return step, slots, spans
 
     def _load(self, job: Load) -> None:

@@ -47,6 +47,7 @@ class HostTransport:
         arena_limit_bytes: how much shared memory this process may own. Payloads that do not fit go through the socket.
         io_threads: of ZeroMQ.
         curve: the keys of this node, for ZeroMQ; None: it uses none.
+        memory_limit_bytes: what this process may have; who takes too much of it is cut off. 0: no limit.
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class HostTransport:
         arena_limit_bytes: int = ARENA_LIMIT_BYTES,
         io_threads: int = 1,
         curve: Curve | None = None,
+        memory_limit_bytes: int = 0,
     ) -> None:
         self.arena = Arena(arena_limit_bytes if shared_memory else 0)
         self._shared_memory = shared_memory
-        self._zmq = ZmqTransport(io_threads, curve)
+        self._zmq = ZmqTransport(io_threads, curve, memory_limit_bytes)
         self._sink = Sink()
         self._budget = MapBudget()
         self._reader = LinkReader(self._notice)

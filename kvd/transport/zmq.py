@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -22,24 +23,34 @@ import zmq
 from kvd.core.machine import CallerPeer, Peer, PeerKind, PeerPath, Span
 from kvd.core.principals import HOLDER
 from kvd.errors import ConnectError
-from kvd.transport.base import DRAIN_LIMIT, MAX_PAYLOAD_BYTES, OnGarbage, OnMessage, joined, pieces_of
+from kvd.transport.base import DRAIN_LIMIT, OnGarbage, OnMessage, joined, pieces_of
 from kvd.transport.curve import Curve, KeyCheck
+from kvd.transport.memory_watch import MemoryWatch
+from kvd.transport.process_memory import ProcessMemory
+from kvd.transport.quotas import Quotas
 from kvd.transport.refused_handshakes import RefusedHandshake
+from kvd.transport.socket_options import set_options
 
 # Plain numbers: combining members of zmq's enums takes longer than a system call.
 NOBLOCK, SNDMORE, POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN)
 FD, EVENTS = int(zmq.FD), int(zmq.EVENTS)
 
-SEND_HIGH_WATER_MARK = 20_000  # messages that wait for one peer
 COPY_BELOW_BYTES = 64 << 10  # smaller payloads are cheaper to copy than to track
-RECONNECT_FIRST_MS = 50
-RECONNECT_LIMIT_MS = 2000
-HANDSHAKE_LIMIT_MS = 5000
-SILENCE_LIMIT_MS = 20_000  # until a connection to a host that does not answer is given up
-KEEPALIVE_S = 5
 DETACH_LIMIT_S = 2.0
 DETACH_POLL_S = 0.001
 MOST_FRAMES = 3  # routing id, header, payload
+FRAME_OVERHEAD_BYTES = 9 + 33  # the most that ZMTP and CURVE add to a frame
+FRAMES_AT_A_TIME = 256  # received before the loop runs other callbacks
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """A socket that is watched."""
+
+    socket: zmq.Socket[bytes]
+    peer: Peer | None  # the other end; None: the router
+    is_scheduled: bool = False  # it is drained in the next turn of the loop
+    frames: list[zmq.Frame] = field(default_factory=list)  # the first ones of a message, the rest of which is to come
 
 
 class ZmqTransport:
@@ -48,9 +59,10 @@ class ZmqTransport:
     Args:
         io_threads: of libzmq.
         curve: the keys of the node; None: it uses none, and lets everyone in.
+        memory_limit_bytes: what this process may have; who takes too much of it is cut off. 0: no limit.
     """
 
-    def __init__(self, io_threads: int = 1, curve: Curve | None = None) -> None:
+    def __init__(self, io_threads: int = 1, curve: Curve | None = None, memory_limit_bytes: int = 0) -> None:
         self._curve = curve
         self._key_check: KeyCheck | None = None
         self._context = zmq.Context(io_threads=io_threads)
@@ -60,11 +72,13 @@ class ZmqTransport:
         self._addresses: dict[Peer, tuple[str, str]] = {}  # of the dealers: address and key of the other end
         self._refused: dict[Peer, RefusedHandshake] = {}  # watches the dealers
         self._uncopied: dict[Peer, deque[zmq.MessageTracker]] = {}  # payloads being sent without a copy
-        self._readers: dict[int, zmq.Socket[bytes]] = {}
+        self._readers: dict[int, _Reader] = {}
+        self._quotas = Quotas(
+            MemoryWatch(memory_limit_bytes, ProcessMemory())
+        )  # of those that connect to the router over TCP
         self._on_message: OnMessage | None = None
         self._on_garbage: OnGarbage | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._scheduled: set[int] = set()
         self._thread = 0
         self._lock = threading.Lock()  # held to use a socket: other threads send
 
@@ -80,6 +94,7 @@ class ZmqTransport:
         for peer, dealer in self._dealers.items():
             self._watch(dealer, peer)
             self._refused[peer].start(self._loop)
+        self._watch_quotas()
 
     def listen(self, address: str) -> str:
         if address.startswith("ipc://") and _someone_listens(address.removeprefix("ipc://")):
@@ -88,7 +103,7 @@ class ZmqTransport:
                 address=address,
             )
         router = self._context.socket(zmq.ROUTER)
-        self._set_limits(router, address)
+        set_options(router, address)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._curve is not None:
             if self._key_check is None:
@@ -103,12 +118,15 @@ class ZmqTransport:
         self._watch(router, None)
         prepare_sending_without_copies()
         bound: bytes = router.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
-        return bound.rstrip(b"\0").decode()
+        where = bound.rstrip(b"\0").decode()
+        if where.startswith("tcp://"):
+            self._quotas.open(int(where.rpartition(":")[2]))
+        return where
 
     def connect(self, peer: Peer, address: str, key: str = "") -> None:
         self.disconnect(peer)
         dealer = self._context.socket(zmq.DEALER)
-        self._set_limits(dealer, address)
+        set_options(dealer, address)
         if self._curve is not None:
             self._curve.secure_connection(dealer, key)
         refused = RefusedHandshake(dealer, lambda: self.connect(peer, address, key))
@@ -164,38 +182,10 @@ class ZmqTransport:
                 socket.close(linger=int(linger_s * 1000))
             self._dealers = {}
             self._router = None
+            self._quotas.close()
         if self._key_check is not None:
             self._key_check.stop()
         self._context.term()
-
-    @staticmethod
-    def _set_limits(socket: zmq.Socket[bytes], address: str) -> None:
-        """Bounds, and no option that lets a peer stop this process.
-
-        libzmq 4.3.5 aborts with "Assertion failed: !_io_error" when a connection ends whose input it has stopped and
-        anything is then written to it: a heartbeat of ours, or the answer to one of the peer's. It stops the input of
-        a connection whose queue is full, so a peer that sends more than is read, and leaves, ends the process. A
-        stopped connection that is opened again gives "Assertion failed: _input_stopped" (issue 3937 of libzmq). So
-        queues of received messages have no high-water mark: input never stops. ZeroMQ's heartbeats are off, since their
-        timer does not look whether a connection has failed; the kernel's keepalive and TCP_USER_TIMEOUT find hosts that
-        are gone within the same time.
-
-        What a peer may make this process keep is bounded in `kvd.transport.quotas` instead.
-        """
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
-        socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
-        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
-        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
-        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, SILENCE_LIMIT_MS // 1000 // KEEPALIVE_S)
-        socket.setsockopt(zmq.TCP_MAXRT, SILENCE_LIMIT_MS)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_LIMIT_MS)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_LIMIT_MS)
-        socket.setsockopt(zmq.IPV6, int("[" in address))
 
     # ── receiving ──
 
@@ -203,50 +193,53 @@ class ZmqTransport:
         if self._loop is None:
             return
         descriptor = int(socket.getsockopt(FD))
-        self._readers[descriptor] = socket
-        self._loop.add_reader(descriptor, self._drain, descriptor, socket, peer)
-        self._drain_soon(descriptor, socket, peer)
+        reader = self._readers[descriptor] = _Reader(socket, peer)
+        self._loop.add_reader(descriptor, self._drain, descriptor, reader)
+        self._drain_soon(descriptor, reader)
 
     def _unwatch(self, socket: zmq.Socket[bytes]) -> None:
-        for descriptor, watched in list(self._readers.items()):
-            if watched is socket:
+        for descriptor, reader in list(self._readers.items()):
+            if reader.socket is socket:
                 del self._readers[descriptor]
-                self._scheduled.discard(descriptor)
                 if self._loop is not None and not self._loop.is_closed():
                     self._loop.remove_reader(descriptor)
 
-    def _drain_soon(self, descriptor: int, socket: zmq.Socket[bytes], peer: Peer | None) -> None:
-        if descriptor not in self._scheduled and self._loop is not None:
-            self._scheduled.add(descriptor)
-            self._loop.call_soon(self._drain, descriptor, socket, peer)
+    def _drain_soon(self, descriptor: int, reader: _Reader) -> None:
+        if not reader.is_scheduled and self._loop is not None:
+            reader.is_scheduled = True
+            self._loop.call_soon(self._drain, descriptor, reader)
 
-    def _drain(self, descriptor: int, socket: zmq.Socket[bytes], peer: Peer | None) -> None:
-        self._scheduled.discard(descriptor)
+    def _drain(self, descriptor: int, reader: _Reader) -> None:
+        reader.is_scheduled = False
         empty = False
         try:
             for _ in range(DRAIN_LIMIT):
                 with self._lock:
                     # The message just delivered may have closed it.
-                    empty = self._readers.get(descriptor) is not socket or not _is_readable(socket)
+                    empty = self._readers.get(descriptor) is not reader or not _is_readable(reader.socket)
                     if empty:
                         return
-                    frames = self._receive(socket)
-                self._deliver(frames, socket, peer)
+                    frames = self._receive(reader)
+                if frames is None:
+                    return
+                self._deliver(frames, reader.socket, reader.peer)
         finally:
             if not empty:  # also after an error: no edge would announce the rest
-                self._drain_soon(descriptor, socket, peer)
+                self._drain_soon(descriptor, reader)
 
     @staticmethod
-    def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
-        """The frames of one message. Of those beyond the limit only the first is kept, to show that there were more."""
-        frames = [socket.recv(NOBLOCK, copy=False)]
-        more = frames[0].more
-        while more:
+    def _receive(reader: _Reader) -> list[zmq.Frame] | None:
+        """The frames of one message. Of those beyond the limit only the first is kept, to show that there were more.
+        None: it has so many that the rest must wait for the next turn."""
+        socket, frames = reader.socket, reader.frames
+        for _ in range(FRAMES_AT_A_TIME):
             frame = socket.recv(NOBLOCK, copy=False)
-            more = frame.more
             if len(frames) < MOST_FRAMES + 1:
                 frames.append(frame)
-        return frames
+            if not frame.more:
+                reader.frames = []
+                return frames
+        return None
 
     def _deliver(self, frames: list[zmq.Frame], socket: zmq.Socket[bytes], peer: Peer | None) -> None:
         """One message: [routing id] header [payload]."""
@@ -255,6 +248,8 @@ class ZmqTransport:
         principal = HOLDER
         if socket is self._router:
             peer = CallerPeer(frames.pop(0).bytes)
+            if not self._count(peer, frames):
+                return
             if self._curve is not None and frames:
                 holder = self._curve.principal_of(frames[0])
                 if holder is None:
@@ -269,6 +264,13 @@ class ZmqTransport:
         payload = frames[1].buffer if len(frames) == 2 else None
         self._on_message(peer, frames[0].bytes, payload, principal)
 
+    def _count(self, route: bytes, frames: list[zmq.Frame]) -> bool:
+        """False: the sender was cut off, and its message is to be dropped."""
+        if not self._quotas.is_open or not frames:
+            return True
+        nbytes = sum(map(len, frames)) + FRAME_OVERHEAD_BYTES * len(frames)
+        return self._quotas.received(route, int(frames[0].get(zmq.SRCFD)), nbytes)
+
     # ── sending ──
 
     def send(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
@@ -278,14 +280,16 @@ class ZmqTransport:
             routed = socket is None
             if socket is None:
                 socket = self._router
-                if socket is None or peer.kind is not PeerKind.CALLER:
+                if socket is None or peer.kind is not PeerKind.CALLER or not self._quotas.may_send(peer):
                     return False
             sent = self._send_frames(
                 socket, peer if routed else None, header, body, None if routed else self._uncopied_to(peer)
             )
+            if sent and peer.kind is PeerKind.CALLER:
+                self._quotas.sent(peer, len(header) + (0 if body is None else len(body)), _lent_bytes(payload))
             # A send, also one that failed, may swallow the edge that announces a message.
             if _is_readable(socket):
-                self._look_again(socket, None if routed else peer)
+                self._look_again(socket)
         return sent
 
     def _uncopied_to(self, peer: Peer) -> deque[zmq.MessageTracker]:
@@ -319,20 +323,42 @@ class ZmqTransport:
             return False
         return True
 
-    def _look_again(self, socket: zmq.Socket[bytes], peer: Peer | None) -> None:
+    # ── memory ──
+
+    def _watch_quotas(self) -> None:
+        """Looks, again and again, how much those that connect to this node make it keep."""
+        if self._router is None or self._loop is None or not self._quotas.is_open:
+            return
+        with self._lock:
+            is_empty = not _is_readable(self._router)
+        if not is_empty:  # asking may have swallowed the edge
+            self._look_again(self._router)
+        self._loop.call_later(self._quotas.watch(is_empty=is_empty), self._watch_quotas)
+
+    def _look_again(self, socket: zmq.Socket[bytes]) -> None:
         """Drains the socket in the next turn of the loop."""
         assert self._loop is not None
-        descriptor = next((number for number, watched in self._readers.items() if watched is socket), -1)
-        if threading.get_ident() == self._thread:
-            self._drain_soon(descriptor, socket, peer)
-        else:
-            with suppress(RuntimeError):  # the loop is closed, so nothing is read any more
-                self._loop.call_soon_threadsafe(self._drain_soon, descriptor, socket, peer)
+        for descriptor, reader in list(self._readers.items()):
+            if reader.socket is not socket:
+                continue
+            if threading.get_ident() == self._thread:
+                self._drain_soon(descriptor, reader)
+            else:
+                with suppress(RuntimeError):  # the loop is closed, so nothing is read any more
+                    self._loop.call_soon_threadsafe(self._drain_soon, descriptor, reader)
 
 
 def prepare_sending_without_copies() -> None:
     """pyzmq opens sockets for the first payload without a copy. Later, no descriptor may be left for them."""
     zmq.Frame(b"\0", copy=False)
+
+
+def _lent_bytes(payload: Sequence[Span]) -> int:
+    """How much of a payload is sent by reference to something that this process has anyway: a version of a slice.
+    Objects of type bytes are made for a message."""
+    if len(payload) != 1 or payload[0].nbytes < COPY_BELOW_BYTES or type(payload[0].buffer) is bytes:
+        return 0
+    return payload[0].nbytes
 
 
 def _drop_sent(uncopied: deque[zmq.MessageTracker]) -> None:
