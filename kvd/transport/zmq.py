@@ -22,7 +22,16 @@ import zmq
 from kvd.core.machine import CallerPeer, Peer, PeerKind, PeerPath, Span
 from kvd.core.principals import HOLDER
 from kvd.errors import ConnectError
-from kvd.transport.base import DRAIN_LIMIT, MAX_PAYLOAD_BYTES, OnGarbage, OnMessage, joined, pieces_of
+from kvd.transport.base import (
+    DRAIN_LIMIT,
+    MAX_PAYLOAD_BYTES,
+    UNKNOWN_PATH,
+    HeaderOfPath,
+    OnGarbage,
+    OnMessage,
+    joined,
+    pieces_of,
+)
 from kvd.transport.curve import Curve, KeyCheck
 from kvd.transport.refused_handshakes import RefusedHandshake
 
@@ -149,6 +158,9 @@ class ZmqTransport:
             while uncopied and time.monotonic() < until:
                 await asyncio.sleep(DETACH_POLL_S)
                 _drop_sent(uncopied)
+
+    def send_with_path(self, peer: Peer, header: HeaderOfPath, payload: Sequence[Span]) -> bool:
+        return self.send(peer, header(UNKNOWN_PATH), payload)
 
     def paths(self) -> Mapping[Peer, PeerPath]:
         return {}
