@@ -99,6 +99,12 @@ class Config:
     shared_memory: str = declare(
         "auto", "shared memory between processes on one host", choices=("auto", "off"), used_by=("server", "worker")
     )
+    tcp_links: str = declare(
+        "auto",
+        "encrypted links over TCP, which need keys and the extra crypto; auto: between hosts, always: on one host, too",
+        choices=("auto", "off", "always"),
+        used_by=("server", "worker"),
+    )
     check_bound: bool = declare(
         False, "report writes to gradients of kv.bind before their push is done", used_by=("worker",)
     )

@@ -29,7 +29,7 @@ class PeerKind(Enum):
     SCHEDULER = "scheduler"  # this node connected to the scheduler
     SERVER = "server"  # this node connected to a server
     CALLER = "caller"  # the other end connected to this node, over ZeroMQ
-    LINK = "link"  # the other end connected to this node, over a link within the host
+    LINK = "link"  # the other end connected to this node, over a link
 
 
 class SchedulerPeer(str):

@@ -23,6 +23,7 @@ from kvd.node.watch import ProcessWatch
 from kvd.observe.log import event
 from kvd.observe.systemd import Notifier
 from kvd.transport.host import HostTransport
+from kvd.transport.link_listener import TcpLinks
 
 READY_RETRY_S = 0.2  # while no descriptor is left
 
@@ -87,6 +88,7 @@ class Daemon:
         self._executor = ThreadPoolExecutor(1, "kvd-jobs")
         self.transport = HostTransport(
             shared_memory=config.shared_memory == "auto" and role.name == "server",
+            tcp_links=TcpLinks(config.tcp_links),
             arena_limit_bytes=config.memory_bound_bytes(),
             curve=keyring.curve,
             memory_limit_bytes=config.memory_bound_bytes(),
@@ -150,6 +152,8 @@ class Daemon:
         """Read the list of allowed keys again."""
         try:
             event(logger, logging.INFO, f"received SIGHUP: {self._keyring.reload()}")
+            if self._keyring.curve is not None:
+                self.transport.end_links_of_others(self._keyring.curve.still_admits)
         except ConfigError as error:
             event(logger, logging.ERROR, "received SIGHUP, and went on with the keys as they were", error=str(error))
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from functools import partial
 
 from kvd.core.machine import Machine, Peer, PeerKind, PeerPath, Received, Send, Span
 from kvd.errors import ProtocolError
 from kvd.node.threads import Stepper
 from kvd.observe.log import event
 from kvd.protocol.codec import encode
-from kvd.protocol.messages import MAX_TEXT_CHARS, Attach, Epoch, ErrorCode, Message, PathKind, Refused, StatusReport
+from kvd.protocol.messages import MAX_TEXT_CHARS, WITHIN_HOST, Attach, Epoch, ErrorCode, Message, Refused, StatusReport
 from kvd.transport.base import MAX_PAYLOAD_BYTES, Transport
-
-UNKNOWN_PATH = PeerPath(PathKind.UNKNOWN)
 
 logger = logging.getLogger("kvd.node")
 
@@ -48,8 +47,8 @@ class MessageSender:
             report = json.dumps(self._report(run)).encode()
             payload = (Span(report, 0, len(report)),)
         elif isinstance(message, Attach):
-            path = self._transport.paths().get(effect.peer, UNKNOWN_PATH)
-            message = replace(message, path=path.kind, path_reason=path.reason[:MAX_TEXT_CHARS])
+            self._transport.send_with_path(effect.peer, partial(self._attach, message, epoch, run), payload)
+            return
         try:
             header = encode(message, self._machine.incarnation, epoch, run)
         except (ProtocolError, ValueError, TypeError, OverflowError) as error:
@@ -59,6 +58,11 @@ class MessageSender:
         if not self._transport.send(effect.peer, header, payload):
             logger.debug("not sent: %s to %r", type(effect.message).__name__, effect.peer)
 
+    def _attach(self, message: Attach, epoch: Epoch, run: int, path: PeerPath) -> bytes:
+        """The header of an Attach that travels by this path."""
+        said = replace(message, path=path.kind, path_reason=path.reason[:MAX_TEXT_CHARS])
+        return encode(said, self._machine.incarnation, epoch, run)
+
     def _refuse_to_ourselves(self, peer: Peer, message: Message, error: Exception, run: int) -> None:
         request = getattr(message, "request", 0)
         if request:
@@ -66,7 +70,9 @@ class MessageSender:
             self._stepper.queue(Received(peer, self._machine.incarnation, self._machine.epoch, refused, run=run))
 
     def _report(self, run: int) -> dict[str, object]:
-        """The machine's own report and, if this node has accepted links, how its messages travel over them."""
+        """The machine's own report and, if this node has accepted links within its host, how its messages travel
+        over them."""
         report = self._machine.explain(self._stepper.now(), run)
-        links = [path for peer, path in self._transport.paths().items() if peer.kind is PeerKind.LINK]
+        paths = self._transport.paths().items()
+        links = [path for peer, path in paths if peer.kind is PeerKind.LINK and path.kind in WITHIN_HOST]
         return {**report, "links": links[0].describe()} if links else report

@@ -443,7 +443,12 @@ class PathKind(StrEnum):
     UNKNOWN = ""
     SHARED_MEMORY = "shared memory"  # over a link, large payloads by reference
     UNIX_SOCKET = "unix socket"  # over a link, all payloads inline
+    SEALED_TCP = "encrypted tcp"  # over a link between hosts
     ZMQ = "zmq"
+
+
+WITHIN_HOST = frozenset({PathKind.SHARED_MEMORY, PathKind.UNIX_SOCKET})
+OVER_LINKS = WITHIN_HOST | {PathKind.SEALED_TCP}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from unittest import mock
 from kvd.client.cluster import engine
 from kvd.core.machine import Peer, PeerPath, Span
 from kvd.node.driver import Driver
-from kvd.transport.base import OnGarbage, OnMessage, Transport
+from kvd.transport.base import UNKNOWN_PATH, HeaderOfPath, OnGarbage, OnMessage, Transport
 
 QUEUE_BYTES = 256 << 20
 
@@ -99,6 +99,9 @@ class SlowLink:
             with suppress(RuntimeError):  # the loop is closed: nothing is sent any more
                 self._loop.call_soon_threadsafe(self._send_due)
         return True
+
+    def send_with_path(self, peer: Peer, header: HeaderOfPath, payload: Sequence[Span]) -> bool:
+        return self.send(peer, header(self.paths().get(peer, UNKNOWN_PATH)), payload)
 
     def paths(self) -> Mapping[Peer, PeerPath]:
         return self._inner.paths()

@@ -7,6 +7,7 @@ from typing import Protocol, TypeAlias
 
 from kvd.core.machine import Peer, PeerPath, Span
 from kvd.core.principals import Principal
+from kvd.protocol.messages import PathKind
 
 Piece: TypeAlias = memoryview
 
@@ -17,7 +18,11 @@ to it."""
 OnGarbage: TypeAlias = Callable[[Peer, str], None]
 """(peer, what was wrong): frames arrived that are not a message."""
 
+HeaderOfPath: TypeAlias = Callable[[PeerPath], bytes]
+"""Makes the header of a message that says how it travels."""
+
 NOTHING = memoryview(b"")
+UNKNOWN_PATH = PeerPath(PathKind.UNKNOWN)
 _PADDING = [bytes(-rest % 8) for rest in range(8)]
 
 MAX_PAYLOAD_BYTES = 128 << 20
@@ -44,6 +49,10 @@ class Transport(Protocol):
 
         The spans' memory must not change until the receiver has dropped the payload.
         """
+
+    def send_with_path(self, peer: Peer, header: HeaderOfPath, payload: Sequence[Span]) -> bool:
+        """Like `send`, for a message that says how it travels. While that is being decided, the message waits, and so
+        do all that are sent to the peer after it."""
 
     def paths(self) -> Mapping[Peer, PeerPath]:
         """How messages travel to the peers, as far as the transport knows."""

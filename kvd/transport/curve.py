@@ -92,6 +92,10 @@ class Curve:
         """Who sent this frame, which `KeyCheck` let in; None if the key is not allowed any more."""
         return self.everyone or self.admit(str(frame.get("User-Id")))
 
+    def still_admits(self, principal: Principal) -> bool:
+        """Whether the key that this principal came in with is still allowed, and means what it meant."""
+        return self.everyone is not None or self.admit(principal.key) is principal
+
 
 class KeyCheck:
     """Answers libzmq's question whether a key may come in (ZAP, rfc.zeromq.org/spec/27), in a thread of its own: a

@@ -1,49 +1,48 @@
-"""ZeroMQ to every peer, and in addition a link to each peer on this host, used while it is up.
+"""ZeroMQ to every peer, and in addition links to servers, used while they are up: within the host, or sealed over TCP.
 
-A server listens for links under a name made of its incarnation. Such names belong to a network namespace. If the name
-is unknown, the server is on another host or in another container, and messages go over ZeroMQ.
+A node that connects to a server asks it for a link, over ZeroMQ (`kvd.transport.offers`). Until that is decided, its
+messages to the server wait here, so that none overtakes another. Without a link they go over ZeroMQ.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 import socket
-import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 
-from kvd.core.machine import LinkPeer, Peer, PeerKind, PeerPath, Span
+from kvd.core.machine import LinkPeer, Peer, PeerKind, PeerPath, ServerPeer, Span
+from kvd.core.principals import Principal
 from kvd.protocol.messages import PathKind
-from kvd.transport.base import OnGarbage, OnMessage
+from kvd.transport.base import UNKNOWN_PATH, HeaderOfPath, OnGarbage, OnMessage
 from kvd.transport.curve import Curve
 from kvd.transport.link import Link, Sink
+from kvd.transport.link_listener import LinkListener, TcpLinks
+from kvd.transport.link_proof import Medium, Proven
 from kvd.transport.link_reader import LinkReader
+from kvd.transport.link_seeker import LinkSeeker
 from kvd.transport.offered import MapBudget
+from kvd.transport.offers import InvalidOfferError, Kind, is_about_links, unpack
 from kvd.transport.segments import Arena
+from kvd.transport.waiting import Waiting
 from kvd.transport.zmq import ZmqTransport
 
 ARENA_LIMIT_BYTES = 1 << 30
 MAX_ACCEPTED = 1024
-BACKLOG = 128  # a peer that finds it full uses ZeroMQ
-ACCEPTS_AT_A_TIME = 16
 RELEASE_INTERVAL_S = 1.0
-RETRY_ACCEPT_S = 1.0
-
-_ELSEWHERE = "no link at this host: the peer is on another host, in another network namespace, or has links turned off"
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class HostTransport:
-    """Any thread may call `send`, `paths`, `has_links`, `pause_loop`, `resume_loop` and `poll_links`. The rest belongs
-    to the loop's thread.
+    """Any thread may call `send`, `send_with_path`, `paths`, `has_links`, `pause_loop`, `resume_loop` and `poll_links`.
+    The rest belongs to the loop's thread.
 
     Args:
-        shared_memory: False turns links off, so that all messages go over ZeroMQ.
+        shared_memory: False turns links within the host off.
+        tcp_links: where links over TCP are used. Without keys they are not: their secrets would be readable.
         arena_limit_bytes: how much shared memory this process may own. Payloads that do not fit go through the socket.
         io_threads: of ZeroMQ.
         curve: the keys of this node, for ZeroMQ; None: it uses none.
@@ -54,23 +53,27 @@ class HostTransport:
         self,
         *,
         shared_memory: bool = True,
+        tcp_links: TcpLinks = TcpLinks.BETWEEN_HOSTS,
         arena_limit_bytes: int = ARENA_LIMIT_BYTES,
         io_threads: int = 1,
         curve: Curve | None = None,
         memory_limit_bytes: int = 0,
     ) -> None:
         self.arena = Arena(arena_limit_bytes if shared_memory else 0)
-        self._shared_memory = shared_memory
         self._zmq = ZmqTransport(io_threads, curve, memory_limit_bytes)
         self._sink = Sink()
         self._budget = MapBudget()
         self._reader = LinkReader(self._notice)
+        tcp_links = tcp_links if curve is not None else TcpLinks.OFF
+        with_tcp = tcp_links is not TcpLinks.OFF
+        self._listener = LinkListener(self._accepted, unix=shared_memory, tcp_links=tcp_links)
+        self._seeker = LinkSeeker(self._ask, self._opened, self._not_opened, unix=shared_memory, tcp=with_tcp)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
-        self._listener: socket.socket | None = None
         self._links: dict[Peer, Link] = {}  # those that are up, opened by us or accepted
         self._zmq_reasons: dict[Peer, str] = {}  # why a peer that we connected to has no link
-        self._lock = threading.Lock()  # held to change the two above
+        self._waiting: dict[Peer, Waiting] = {}  # messages to peers for which a link is looked for
+        self._lock = threading.Lock()  # held to change the links and the reasons
         self._names = count(1)
         self._releasing: asyncio.TimerHandle | None = None
 
@@ -81,41 +84,45 @@ class HostTransport:
         self._thread = threading.get_ident()
         self._sink.on_message = on_message
         self._sink.on_garbage = on_garbage
-        self._zmq.start(on_message, on_garbage)
+        self._zmq.start(self._take, on_garbage)
         self._loop.add_reader(self._reader.fileno(), self._reader.read)
-        if self._listener is not None:
-            self._loop.add_reader(self._listener, self._accept, self._listener)
+        self._listener.start(self._loop)
+        self._seeker.start(self._loop)
 
     def listen(self, address: str) -> str:
-        return self._zmq.listen(address)
+        self._listener.address = self._zmq.listen(address)
+        return self._listener.address
 
     def listen_links(self, incarnation: int) -> None:
-        """Accepts links from processes of this host that know this node's incarnation."""
-        if not self._shared_memory:
-            return
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            listener.bind(_link_name(incarnation))
-            listener.listen(BACKLOG)
-        except OSError:  # the name is taken: everything works without links
-            listener.close()
-            return
-        self._listener = listener
-        if self._loop is not None:
-            self._loop.add_reader(listener, self._accept, listener)
+        """Makes links possible to this node, which is the server of this incarnation. Call it after `listen`."""
+        self._listener.listen(incarnation)
+
+    @property
+    def link_address(self) -> tuple[str, int] | None:
+        """Where this node listens for links over TCP: host and port. None: it does not."""
+        return self._listener.tcp_address
 
     def connect(self, peer: Peer, address: str, key: str = "") -> None:
-        """Opens a ZeroMQ connection and, if the peer is a server on this host, a link."""
+        """Opens a ZeroMQ connection and, if the peer is a server that offers one, a link."""
         self.disconnect(peer)
         self._zmq.connect(peer, address, key)
-        self._zmq_reasons[peer] = ""
-        reason = self._try_link(peer)
-        if reason:
-            self._zmq_reasons[peer] = reason
+        if not self._seeker.may_seek:
+            self._zmq_reasons[peer] = "turned off"
+        elif peer.kind is not PeerKind.SERVER:
+            self._zmq_reasons[peer] = "links lead to servers only"
+        else:
+            self._zmq_reasons[peer] = "a link is being opened"
+            self._waiting[peer] = Waiting()
+            self._seeker.seek(peer, address)
 
     def disconnect(self, peer: Peer) -> None:
-        self._zmq_reasons.pop(peer, None)
+        if peer.kind is PeerKind.SERVER:
+            self._seeker.give_up(peer)
+        waiting = self._waiting.pop(peer, None)
+        if waiting is not None:
+            waiting.drop()
         with self._lock:
+            self._zmq_reasons.pop(peer, None)
             link = self._links.pop(peer, None)
         if link is not None:
             link.leave("disconnected")
@@ -123,12 +130,13 @@ class HostTransport:
 
     def paths(self) -> dict[Peer, PeerPath]:
         """How messages travel to each peer that we connected to, and to each that has a link to us."""
-        path = PeerPath(PathKind.SHARED_MEMORY)
+        within_host = PeerPath(PathKind.SHARED_MEMORY)
         if not self.arena.usable:
-            path = PeerPath(PathKind.UNIX_SOCKET, self.arena.problem)
+            within_host = PeerPath(PathKind.UNIX_SOCKET, self.arena.problem)
         with self._lock:
             paths = {peer: PeerPath(PathKind.ZMQ, reason) for peer, reason in self._zmq_reasons.items()}
-            paths.update(dict.fromkeys(self._links, path))
+            for peer, link in self._links.items():
+                paths[peer] = PeerPath(PathKind.SEALED_TCP) if link.is_sealed else within_host
         return paths
 
     def close(self, linger_s: float) -> None:
@@ -137,13 +145,12 @@ class HostTransport:
         until = time.monotonic() + linger_s
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._reader.fileno())
-            if self._listener is not None:
-                self._loop.remove_reader(self._listener)
         if self._releasing is not None:
             self._releasing.cancel()
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        self._listener.close()
+        self._seeker.close()
+        for peer in list(self._waiting):
+            self._decided(peer, "closed")
         for link in self._reader.links:
             link.leave("closed")
         with self._lock:
@@ -153,9 +160,37 @@ class HostTransport:
         self.arena.close()
         self._zmq.close(max(0.0, until - time.monotonic()))
 
+    def end_links_of_others(self, holds: Callable[[Principal], bool]) -> None:
+        """Ends the links to this node whose other end no longer holds an allowed key."""
+        for link in self._reader.links:
+            if link.peer.kind is PeerKind.LINK and not holds(link.principal):
+                link.end("the key of the other side is not allowed any more")
+                self._notice(link)
+
     # ── sending ──
 
     def send(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
+        if self._waiting:
+            queued = self._wait(peer, header, payload)
+            if queued is not None:
+                return queued
+        return self._send_now(peer, header, payload)
+
+    def send_with_path(self, peer: Peer, header: HeaderOfPath, payload: Sequence[Span]) -> bool:
+        queued = self._wait(peer, header, payload)
+        return self._send_described(peer, header, payload) if queued is None else queued
+
+    def _wait(self, peer: Peer, header: bytes | HeaderOfPath, payload: Sequence[Span]) -> bool | None:
+        """Queues a message if a link to the peer is looked for. None: there is nothing to wait for."""
+        waiting = self._waiting.get(peer)
+        return None if waiting is None else waiting.add(header, payload)
+
+    def _send_described(self, peer: Peer, header: bytes | HeaderOfPath, payload: Sequence[Span]) -> bool:
+        if not isinstance(header, bytes):
+            header = header(self.paths().get(peer, UNKNOWN_PATH))
+        return self._send_now(peer, header, payload)
+
+    def _send_now(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
         link = self._links.get(peer)
         if link is not None:
             if link.send(header, payload):
@@ -168,6 +203,8 @@ class HostTransport:
     async def detach_buffers(self) -> None:
         """Returns when no queued message refers to the memory of its sender. It is sent from a copy, or lost with its
         connection. Memory in the arena stays leased."""
+        for waiting in list(self._waiting.values()):
+            waiting.copy()
         for link in self._reader.links:
             link.copy_queued()
         await self._zmq.detach_buffers()
@@ -197,49 +234,57 @@ class HostTransport:
 
     # ── links ──
 
-    def _try_link(self, peer: Peer) -> str:
-        """Opens a link to the peer. Returns why there is none, or an empty text."""
-        if not self._shared_memory:
-            return "turned off"
-        if peer.kind is not PeerKind.SERVER:
-            return "links lead to servers only"
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    def _take(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal) -> None:
+        """A message that came over ZeroMQ."""
+        if is_about_links(header):
+            self._take_about_links(peer, header, principal)
+        else:
+            self._sink.on_message(peer, header, payload, principal)
+
+    def _take_about_links(self, peer: Peer, header: bytes, principal: Principal) -> None:
         try:
-            connection.connect(_link_name(peer))
-            reason = _untrusted(connection)
-        except OSError as error:
-            reason = _ELSEWHERE if error.errno == errno.ECONNREFUSED else f"no link: {error.strerror}"
-        if reason:
+            kind, question, said = unpack(header)
+        except InvalidOfferError as error:
+            self._sink.on_garbage(peer, str(error))
+            return
+        if kind is Kind.ASK and peer.kind is PeerKind.CALLER:
+            is_full = len(self._reader.links) >= MAX_ACCEPTED
+            self._zmq.send(peer, self._listener.answer(question, peer, principal, is_full=is_full), ())
+        elif kind is not Kind.ASK and peer.kind is PeerKind.SERVER:
+            self._seeker.take_answer(peer, question, said, principal)
+        else:
+            self._sink.on_garbage(peer, "a message about links from a node that has nothing to say about them")
+
+    def _ask(self, peer: ServerPeer, header: bytes) -> None:
+        self._zmq.send(peer, header, ())
+
+    def _opened(self, peer: ServerPeer, connection: socket.socket, proven: Proven) -> None:
+        self._add(peer, connection, proven)
+        self._decided(peer, "")
+
+    def _not_opened(self, peer: ServerPeer, reason: str) -> None:
+        self._decided(peer, reason)
+
+    def _decided(self, peer: Peer, reason: str) -> None:
+        """It is known how messages travel to the peer: over its link, or over ZeroMQ for this reason."""
+        with self._lock:
+            self._zmq_reasons[peer] = reason
+        waiting = self._waiting.get(peer)
+        if waiting is not None:
+            waiting.end(partial(self._send_described, peer))
+            del self._waiting[peer]
+
+    def _accepted(self, connection: socket.socket, proven: Proven, medium: Medium) -> None:
+        if len(self._reader.links) >= MAX_ACCEPTED:
             connection.close()
-            return reason
-        self._add(peer, connection)
-        return ""
+        else:
+            self._add(LinkPeer(f"link {next(self._names)}"), connection, proven)
 
-    def _accept(self, listener: socket.socket) -> None:
-        for _ in range(ACCEPTS_AT_A_TIME):
-            try:
-                connection, _ = listener.accept()
-            except (BlockingIOError, ConnectionError):
-                return
-            except OSError:  # no descriptors left: peers use ZeroMQ meanwhile
-                self._accept_later(listener)
-                return
-            if len(self._reader.links) >= MAX_ACCEPTED or _untrusted(connection):
-                connection.close()
-            else:
-                self._add(LinkPeer(f"link {next(self._names)}"), connection)
-
-    def _accept_later(self, listener: socket.socket) -> None:
-        assert self._loop is not None
-        self._loop.remove_reader(listener)
-        self._loop.call_later(RETRY_ACCEPT_S, self._accept_again, listener)
-
-    def _accept_again(self, listener: socket.socket) -> None:
-        if listener is self._listener and self._loop is not None:
-            self._loop.add_reader(listener, self._accept, listener)
-
-    def _add(self, peer: Peer, connection: socket.socket) -> None:
-        link = Link(peer, connection, self.arena, self._reader.epoll, self._sink, self._budget)
+    def _add(self, peer: Peer, connection: socket.socket, proven: Proven) -> None:
+        arena = self.arena if proven.seals is None else Arena(0)
+        link = Link(
+            peer, connection, proven.principal, arena, self._reader.epoll, self._sink, self._budget, proven.seals
+        )
         with self._lock:
             self._links[peer] = link
         self._reader.add(link)
@@ -277,15 +322,3 @@ class HostTransport:
         self._reader.watches_payloads = any(link.has_unreleased for link in self._reader.links)
         if self._reader.watches_payloads:
             self._release_later()
-
-
-def _link_name(incarnation: int) -> str:
-    """The name at which a node listens. It is abstract: no file has it."""
-    return f"\0kvd/{incarnation:016x}"
-
-
-def _untrusted(connection: socket.socket) -> str:
-    """Why the other end cannot be trusted, or an empty text."""
-    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(packed)
-    return "" if uid == os.geteuid() else f"the peer runs as user {uid}, this process as {os.geteuid()}"

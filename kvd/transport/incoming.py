@@ -1,10 +1,14 @@
-"""The receiving half of a link: bytes become frames. Large inline payloads are read into their own memory."""
+"""The receiving half of a link within a host, and how the bytes of any link become frames.
+
+Large inline payloads are read into their own memory.
+"""
 
 from __future__ import annotations
 
 import array
 import socket
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -50,48 +54,37 @@ class Frame(NamedTuple):
     offset: int
 
 
-class Incoming:
-    """Belongs to the thread that reads the link."""
+class FrameAssembler:
+    """Puts frames together from the bytes of a stream. Belongs to the thread that reads the link."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+    def __init__(self) -> None:
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # the range of the buffer that has not been taken yet
         self._large: Frame | None = None  # the frame whose payload is arriving
         self._missing = memoryview(b"")  # the part of its payload that has not arrived yet
-        self._descriptors: deque[int] = deque()
 
-    def fill(self) -> bool:
-        """Reads once; to be called when `take` returns None. False: the stream has ended.
+    @property
+    def is_empty(self) -> bool:
+        """Whether no part of a frame has arrived that has not been taken."""
+        return self._large is None and self._start == self._end
 
-        Raises:
-            OSError: the connection is broken.
-            InvalidFrameError: descriptors arrived without a frame.
-        """
-        if self._large is None:
-            if self._descriptors and self._start == self._end:
-                raise InvalidFrameError(NOT_OF_A_FRAME)
-            if self._start:
-                rest = self._end - self._start
-                self._view[:rest] = self._view[self._start : self._end]
-                self._start, self._end = 0, rest
-            target = self._view[self._end :]
-        else:
-            target = self._missing
-        try:
-            nbytes, ancillary, flags, _ = self._socket.recvmsg_into([target], _ANCILLARY_BYTES, _CLOSE_ON_EXEC)
-        except BlockingIOError:
-            return True
-        if ancillary:
-            self._keep_descriptors(ancillary)
-        if flags & _CUT_OFF or len(self._descriptors) > MOST_DESCRIPTORS:
-            raise InvalidFrameError(NOT_OF_A_FRAME)
+    def room(self) -> memoryview:
+        """Where the next bytes of the stream belong; to be called when `take` returns None. Never empty."""
+        if self._large is not None:
+            return self._missing
+        if self._start:
+            rest = self._end - self._start
+            self._view[:rest] = self._view[self._start : self._end]
+            self._start, self._end = 0, rest
+        return self._view[self._end :]
+
+    def arrived(self, nbytes: int) -> None:
+        """So many bytes were written to the start of the room."""
         if self._large is None:
             self._end += nbytes
         else:
             self._missing = self._missing[nbytes:]
-        return nbytes > 0
 
     def take(self) -> Frame | None:
         """The next frame, None if it has not arrived completely. Raises InvalidFrameError."""
@@ -121,15 +114,7 @@ class Incoming:
             return Frame(kind, numbers, header, payload, nbytes, segment, offset)
         return self._begin_large(Frame(kind, numbers, header, None, nbytes, segment, offset))
 
-    def take_descriptor(self) -> int:
-        """The descriptor that came with a frame. The caller owns it from now on. Raises InvalidFrameError."""
-        if not self._descriptors:
-            raise InvalidFrameError("a segment came without its descriptor")
-        return self._descriptors.popleft()
-
     def close(self) -> None:
-        while self._descriptors:
-            close_refused(self._descriptors.popleft())
         self._large = None
 
     def _begin_large(self, frame: Frame) -> Frame | None:
@@ -148,6 +133,51 @@ class Incoming:
         frame, self._large = self._large, None
         self._missing = memoryview(b"")
         return frame
+
+
+class Incoming:
+    """Reads a socket within the host, and takes the descriptors that come along. Belongs to the thread that reads the
+    link."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._frames = FrameAssembler()
+        self._descriptors: deque[int] = deque()
+        self.take: Callable[[], Frame | None] = self._frames.take
+        """The next frame, None if it has not arrived completely. Raises InvalidFrameError."""
+
+    def fill(self) -> bool:
+        """Reads once; to be called when `take` returns None. False: the stream has ended.
+
+        Raises:
+            OSError: the connection is broken.
+            InvalidFrameError: descriptors arrived without a frame.
+        """
+        if self._descriptors and self._frames.is_empty:
+            raise InvalidFrameError(NOT_OF_A_FRAME)
+        try:
+            nbytes, ancillary, flags, _ = self._socket.recvmsg_into(
+                [self._frames.room()], _ANCILLARY_BYTES, _CLOSE_ON_EXEC
+            )
+        except BlockingIOError:
+            return True
+        if ancillary:
+            self._keep_descriptors(ancillary)
+        if flags & _CUT_OFF or len(self._descriptors) > MOST_DESCRIPTORS:
+            raise InvalidFrameError(NOT_OF_A_FRAME)
+        self._frames.arrived(nbytes)
+        return nbytes > 0
+
+    def take_descriptor(self) -> int:
+        """The descriptor that came with a frame. The caller owns it from now on. Raises InvalidFrameError."""
+        if not self._descriptors:
+            raise InvalidFrameError("a segment came without its descriptor")
+        return self._descriptors.popleft()
+
+    def close(self) -> None:
+        while self._descriptors:
+            close_refused(self._descriptors.popleft())
+        self._frames.close()
 
     def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         for level, kind, data in ancillary:

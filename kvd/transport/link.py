@@ -1,4 +1,4 @@
-"""One connection to a process of the same host: frames over a Unix socket, large payloads by reference.
+"""One connection to another process: frames over a Unix socket, large payloads by reference; or sealed, over TCP.
 
 A payload sent by reference is leased: its buffers must not change until the other end has dropped the payload. That end
 releases it with its next frame, or with a RELEASE when much has piled up or some time has passed. If the other end is
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvd.core.machine import Peer, Span
-from kvd.core.principals import HOLDER
+from kvd.core.principals import Principal
 from kvd.transport.base import MAX_PAYLOAD_BYTES, OnGarbage, OnMessage, padded, pieces_of
 from kvd.transport.frames import (
     GOODBYE,
@@ -35,10 +35,11 @@ from kvd.transport.frames import (
     prefix_of,
 )
 from kvd.transport.incoming import Frame, Incoming
-from kvd.transport.leases import Leases, SharedPayload, payload_nbytes
+from kvd.transport.leases import SMALL_PIECE_BYTES, Leases, SharedPayload, payload_nbytes
 from kvd.transport.offered import MapBudget, close_refused
-from kvd.transport.outgoing import Outgoing
+from kvd.transport.outgoing import Outgoing, PlainWriter
 from kvd.transport.remote_segments import LinkSocket, RemoteSegments
+from kvd.transport.sealed_stream import SealedIncoming, SealedWriter, Seals
 from kvd.transport.segments import Arena
 
 SOCKET_BUFFER_BYTES = 1 << 20
@@ -58,12 +59,15 @@ class Link:
     Args:
         peer: the name of the other end.
         connection: the socket. The link owns it from now on.
+        principal: who holds the key of the other end.
         arena: where payloads sent by reference lie.
         epoll: where readers wait. The link is registered there until it ends.
         sink: takes what arrives.
         budget: how much of others' memory may be mapped.
+        seals: what seals the link; None within a host.
 
     Attributes:
+        principal: who holds the key of the other end.
         is_up: whether messages go both ways.
         has_ended: whether nothing is read any more.
         reason: why the link is not up.
@@ -73,29 +77,35 @@ class Link:
         self,
         peer: Peer,
         connection: socket.socket,
+        principal: Principal,
         arena: Arena,
         epoll: select.epoll,
         sink: Sink,
         budget: MapBudget,
+        seals: Seals | None = None,
     ) -> None:
         connection.setblocking(False)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         self.peer = peer
         self.descriptor = connection.fileno()
         self.is_up = True
         self.has_ended = False
         self.reason = ""
-        self._epoll = epoll
+        self.principal = principal
         self._sink = sink
         self._socket: LinkSocket | None = LinkSocket(connection)
         self._remote = RemoteSegments(self._socket, budget)
-        self._in = Incoming(connection)
-        self._out = Outgoing(connection, epoll)
+        self._in: Incoming | SealedIncoming
+        if seals is None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+            self._in = Incoming(connection)
+            self._out = Outgoing(connection, PlainWriter(connection), epoll)
+        else:
+            self._in = SealedIncoming(connection, seals.opener)
+            self._out = Outgoing(connection, SealedWriter(connection, seals.sealer), epoll)
         self._lock = threading.Lock()  # held while a frame is sent
         self._leases = Leases(arena)
         self._greeted = False
         self._has_more = False  # the buffer may contain more frames
-        epoll.register(connection, select.EPOLLIN)
         with self._lock:
             self._push_frame(HELLO, segment=VERSION, offset=MAGIC)
 
@@ -110,6 +120,10 @@ class Link:
     def has_queued(self) -> bool:
         """Whether frames wait for room in the socket."""
         return not self._out.is_empty
+
+    @property
+    def is_sealed(self) -> bool:
+        return isinstance(self._in, SealedIncoming)
 
     @property
     def leases(self) -> int:
@@ -132,13 +146,11 @@ class Link:
             if self.is_up:
                 self.is_up, self.reason = False, reason
             self.has_ended = True
-            with suppress(OSError, ValueError):
-                self._epoll.unregister(self.descriptor)
+            self._out.close()
             link_socket, self._socket = self._socket, None
             if link_socket is not None:
                 with suppress(OSError):
                     link_socket.socket.shutdown(socket.SHUT_RD)
-            self._out.clear()
             self._in.close()
             self._remote.drop()
             leased = self._leases.take_all()
@@ -176,6 +188,8 @@ class Link:
         shared = self._leases.share(payload, nbytes)
         if shared is None:
             pieces = padded(pieces_of(payload))
+            if len(pieces) > 1 and nbytes <= len(pieces) * SMALL_PIECE_BYTES:
+                pieces = [b"".join(pieces)]
             with self._lock:
                 return self._push_frame(INLINE, header, (), nbytes) and all(map(self._push, pieces))
         with self._lock:
@@ -310,11 +324,11 @@ class Link:
             self._check_hello(frame)
         elif kind in (INLINE, MESSAGE):
             if self.is_up:
-                self._sink.on_message(self.peer, frame.header, frame.payload, HOLDER)
+                self._sink.on_message(self.peer, frame.header, frame.payload, self.principal)
         elif kind == REFERENCE:
             if self.is_up:
                 payload = self._remote.payload(frame.segment, frame.offset, frame.nbytes)
-                self._sink.on_message(self.peer, frame.header, payload, HOLDER)
+                self._sink.on_message(self.peer, frame.header, payload, self.principal)
         elif kind == SEGMENT:
             self._take_segment(frame)
         elif kind == GOODBYE:

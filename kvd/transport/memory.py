@@ -9,7 +9,7 @@ from itertools import count
 from kvd.core.machine import CallerPeer, Peer, PeerPath, Span
 from kvd.core.principals import HOLDER
 from kvd.errors import ConnectError
-from kvd.transport.base import OnGarbage, OnMessage, joined, pieces_of
+from kvd.transport.base import UNKNOWN_PATH, HeaderOfPath, OnGarbage, OnMessage, joined, pieces_of
 
 
 class MemoryNetwork:
@@ -81,6 +81,9 @@ class MemoryTransport:
     def _deliver(self, peer: Peer, header: bytes, payload: memoryview | None) -> None:
         if self._on_message is not None and peer in self._connections:
             self._on_message(peer, header, payload, HOLDER)
+
+    def send_with_path(self, peer: Peer, header: HeaderOfPath, payload: Sequence[Span]) -> bool:
+        return self.send(peer, header(UNKNOWN_PATH), payload)
 
     def paths(self) -> Mapping[Peer, PeerPath]:
         return {}

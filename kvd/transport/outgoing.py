@@ -6,27 +6,68 @@ import array
 import select
 import socket
 from collections import deque
-from typing import TypeAlias
+from contextlib import suppress
+from typing import Protocol, TypeAlias
 
 from kvd.transport.base import MAX_PAYLOAD_BYTES
 
 QUEUE_LIMIT_BYTES = 2 * MAX_PAYLOAD_BYTES
 COST_OF_ENTRY_BYTES = 256  # memory that a queued piece takes besides its bytes
-WRITES_AT_A_TIME = 64
 
-_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # a plain number: faster than the enum
+FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # a plain number: faster than the enum
 
 Entry: TypeAlias = tuple["bytes | memoryview", "int | None"]  # bytes, and the descriptor to send with the first of them
+
+
+class Writer(Protocol):
+    """Gives bytes to a socket. Raises OSError when the connection is broken."""
+
+    has_unsent: bool
+    """Whether the socket had no room for something that `write` has taken."""
+
+    writes_at_a_time: int
+    """How many writes may follow each other before the thread does something else."""
+
+    def write(self, data: bytes | memoryview, descriptor: int | None) -> int:
+        """How many of the bytes it has taken."""
+
+    def flush(self) -> None:
+        """Gives the socket what it had no room for."""
+
+
+class PlainWriter:
+    """A socket within the host."""
+
+    has_unsent = False
+    writes_at_a_time = 64
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    def write(self, data: bytes | memoryview, descriptor: int | None) -> int:
+        try:
+            if descriptor is None:
+                return self._socket.send(data, FLAGS)
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
+            return self._socket.sendmsg([data], [rights], FLAGS)
+        except BlockingIOError:
+            return 0
+
+    def flush(self) -> None:
+        pass
 
 
 class Outgoing:
     """Belongs to the thread that has the link's lock. Raises OSError when the connection is broken."""
 
-    def __init__(self, connection: socket.socket, epoll: select.epoll) -> None:
+    def __init__(self, connection: socket.socket, writer: Writer, epoll: select.epoll) -> None:
         self._socket = connection
+        self._writer = writer
         self._epoll = epoll
         self._queue: deque[Entry] = deque()
         self._queued_bytes = 0
+        self._waits = False  # for room in the socket
+        epoll.register(connection, select.EPOLLIN)
 
     @property
     def is_full(self) -> bool:
@@ -34,28 +75,33 @@ class Outgoing:
 
     @property
     def is_empty(self) -> bool:
-        return not self._queue
+        return not self._waits
 
     def push(self, data: bytes | memoryview, descriptor: int | None = None) -> None:
         """Sends at once, or queues what the socket does not take. The bytes must not change until they are sent."""
-        if not self._queue:
-            sent = self._write(data, descriptor)
-            if sent == len(data):
+        if not self._waits:
+            sent = self._writer.write(data, descriptor)
+            if sent == len(data) and not self._writer.has_unsent:
                 return
+            self._waits = True
+            self._epoll.modify(self._socket, select.EPOLLIN | select.EPOLLOUT)
             if sent:
                 data, descriptor = memoryview(data)[sent:], None
-            self._epoll.modify(self._socket, select.EPOLLIN | select.EPOLLOUT)
-        self._queue.append((data, descriptor))
-        self._queued_bytes += len(data) + COST_OF_ENTRY_BYTES
+        if len(data):
+            self._queue.append((data, descriptor))
+            self._queued_bytes += len(data) + COST_OF_ENTRY_BYTES
 
     def flush(self) -> None:
-        """Sends as much of the queue as the socket takes, in at most `WRITES_AT_A_TIME` writes."""
-        for _ in range(WRITES_AT_A_TIME):
+        """Sends as much of the queue as the socket takes, in a bounded number of writes."""
+        for _ in range(self._writer.writes_at_a_time):
             if not self._queue:
-                self._epoll.modify(self._socket, select.EPOLLIN)
+                self._writer.flush()
+                if not self._writer.has_unsent:
+                    self._waits = False
+                    self._epoll.modify(self._socket, select.EPOLLIN)
                 return
             data, descriptor = self._queue[0]
-            sent = self._write(data, descriptor)
+            sent = self._writer.write(data, descriptor)
             if not sent:
                 return
             self._queued_bytes -= sent
@@ -72,12 +118,13 @@ class Outgoing:
     def clear(self) -> None:
         self._queue.clear()
         self._queued_bytes = 0
+        if self._waits:
+            self._waits = False
+            with suppress(OSError, ValueError):
+                self._epoll.modify(self._socket, select.EPOLLIN)
 
-    def _write(self, data: bytes | memoryview, descriptor: int | None) -> int:
-        try:
-            if descriptor is None:
-                return self._socket.send(data, _FLAGS)
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
-            return self._socket.sendmsg([data], [rights], _FLAGS)
-        except BlockingIOError:
-            return 0
+    def close(self) -> None:
+        """Drops the queue, and readers no longer wait for the socket."""
+        self.clear()
+        with suppress(OSError, ValueError):
+            self._epoll.unregister(self._socket)

@@ -23,7 +23,15 @@ import zmq
 from kvd.core.machine import CallerPeer, Peer, PeerKind, PeerPath, Span
 from kvd.core.principals import HOLDER
 from kvd.errors import ConnectError
-from kvd.transport.base import DRAIN_LIMIT, OnGarbage, OnMessage, joined, pieces_of
+from kvd.transport.base import (
+    DRAIN_LIMIT,
+    UNKNOWN_PATH,
+    HeaderOfPath,
+    OnGarbage,
+    OnMessage,
+    joined,
+    pieces_of,
+)
 from kvd.transport.curve import Curve, KeyCheck
 from kvd.transport.memory_watch import MemoryWatch
 from kvd.transport.process_memory import ProcessMemory
@@ -167,6 +175,9 @@ class ZmqTransport:
             while uncopied and time.monotonic() < until:
                 await asyncio.sleep(DETACH_POLL_S)
                 _drop_sent(uncopied)
+
+    def send_with_path(self, peer: Peer, header: HeaderOfPath, payload: Sequence[Span]) -> bool:
+        return self.send(peer, header(UNKNOWN_PATH), payload)
 
     def paths(self) -> Mapping[Peer, PeerPath]:
         return {}

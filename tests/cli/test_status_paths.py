@@ -17,6 +17,8 @@ from kvd.transport.segments import Arena
 Kvd = Callable[..., Result]
 SIZE = 10_000  # more than what goes through the socket in any case
 
+OVER_ZMQ = "zmq: turned off; no link over TCP: the server can only be reached by its own host"
+
 
 @pytest.fixture
 def cluster() -> Iterator[LocalCluster]:
@@ -52,12 +54,12 @@ def paths(kvd: Kvd, cluster: LocalCluster) -> list[list[str]]:
 
 
 def test_each_worker_has_its_path(kvd: Kvd, cluster: LocalCluster, stores: list[package.KVStore]) -> None:
-    assert paths(kvd, cluster) == [["worker 0", "0, 1", "shared memory"], ["worker 1", "0, 1", "zmq: turned off"]]
+    assert paths(kvd, cluster) == [["worker 0", "0, 1", "shared memory"], ["worker 1", "0, 1", OVER_ZMQ]]
     push(stores)
-    assert paths(kvd, cluster) == [["worker 0", "0, 1", "shared memory"], ["worker 1", "0, 1", "zmq: turned off"]]
+    assert paths(kvd, cluster) == [["worker 0", "0, 1", "shared memory"], ["worker 1", "0, 1", OVER_ZMQ]]
     report: Any = json.loads(kvd("status", "-S", cluster.address, "-o", "json").stdout)
     for server in report["servers"]:
-        assert server["paths"] == {"worker 0": "shared memory", "worker 1": "zmq: turned off"}
+        assert server["paths"] == {"worker 0": "shared memory", "worker 1": OVER_ZMQ}
         assert server["links"] == "shared memory"
 
 
@@ -74,7 +76,7 @@ def test_a_link_that_breaks_is_not_shown_as_one(kvd: Kvd, cluster: LocalCluster,
         [
             ["worker 0", str(1 - home), "shared memory"],
             ["worker 0", str(home), "zmq: the link is gone"],
-            ["worker 1", "0, 1", "zmq: turned off"],
+            ["worker 1", "0, 1", OVER_ZMQ],
         ]
     )
 

@@ -20,7 +20,7 @@ from kvd.errors import ConnectError, KvdError
 from kvd.node.driver import Driver
 from kvd.protocol.codec import decode
 from kvd.protocol.messages import NO_RUN, Epoch
-from kvd.transport.base import pieces_of
+from kvd.transport.base import UNKNOWN_PATH, HeaderOfPath, pieces_of
 
 
 class Scripted:
@@ -85,6 +85,9 @@ class RecordingTransport:
         self.log.append(("send", message))
         self.sent.append((peer, message, b"".join(pieces_of(payload))))
         return True
+
+    def send_with_path(self, peer: Peer, header: HeaderOfPath, payload: Sequence[Span]) -> bool:
+        return self.send(peer, header(self.known_paths.get(peer, UNKNOWN_PATH)), payload)
 
     def paths(self) -> dict[Peer, PeerPath]:
         return self.known_paths

@@ -14,12 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from kvd.core.machine import Peer, ServerPeer
-from kvd.core.principals import Principal
+from kvd.core.principals import HOLDER, Principal
+from kvd.transport.curve import Curve, new_keypair
 from kvd.transport.host import HostTransport
 from tests.transport.link_harness import spans
 
 ROOT = Path(__file__).parents[2]
 PEER = [sys.executable, "-m", "tests.transport.host_peer"]
+
+
+def cluster_keys() -> Curve:
+    """What all nodes of a cluster with one key have."""
+    pair = new_keypair()
+    admit = {pair.public: HOLDER}.get
+    return Curve(pair, pair.public, "", admit, "a test", HOLDER)
 
 
 class Node:
@@ -28,6 +36,7 @@ class Node:
     def __init__(self, **options: Any) -> None:
         self.transport = HostTransport(**options)
         self.messages: list[tuple[Peer, bytes, memoryview | None]] = []
+        self.principals: dict[bytes, Principal] = {}  # by the header of the message
         self.threads: set[int] = set()
         self.garbage: list[str] = []
         self.transport.start(self._take, lambda peer, text: self.garbage.append(text))
@@ -35,6 +44,7 @@ class Node:
     def _take(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal) -> None:
         self.threads.add(threading.get_ident())
         self.messages.append((peer, header, payload))
+        self.principals[header] = principal
 
     def send(self, peer: Peer, header: bytes, *pieces: Any) -> bool:
         return self.transport.send(peer, header, spans(*pieces))
@@ -44,6 +54,10 @@ class Node:
         assert self.send(peer, header, *pieces)
         await eventually(lambda: self.messages)
         return self.messages.pop(0)[1:]
+
+    async def decided(self) -> None:
+        """Returns when it is known how messages to each server travel."""
+        await eventually(lambda: not self.transport._waiting)
 
     def leases(self) -> int:
         return sum(link.leases for link in self.transport._reader.links)
@@ -96,6 +110,7 @@ async def two_nodes(**options: Any) -> AsyncIterator[tuple[Node, Node, ServerPee
         address = server.transport.listen("tcp://127.0.0.1:0")
         server.transport.listen_links(incarnation)
         client.transport.connect(incarnation, address)
+        await client.decided()
         yield client, server, incarnation
     finally:
         client.close()
@@ -113,6 +128,7 @@ def with_process(program: Callable[[Node, Process], Awaitable[None]], *prefix: s
         node = Node(**options)
         try:
             node.transport.connect(process.incarnation, process.address)
+            await node.decided()
             await program(node, process)
         finally:
             node.close()

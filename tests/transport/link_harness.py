@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvd.core.machine import LinkPeer, Peer, Span
-from kvd.core.principals import Principal
+from kvd.core.principals import HOLDER, Principal
 from kvd.transport.frames import HELLO, MAGIC, VERSION, prefix_of
 from kvd.transport.link import Link, Sink
 from kvd.transport.link_reader import LinkReader
@@ -77,7 +77,7 @@ class End:
         sink = Sink()
         sink.on_message = self._take
         sink.on_garbage = lambda peer, text: self.garbage.append(text)
-        self.link = Link(LinkPeer("link"), connection, self.arena, self.reader.epoll, sink, self.budget)
+        self.link = Link(LinkPeer("link"), connection, HOLDER, self.arena, self.reader.epoll, sink, self.budget)
         self.reader.add(self.link)
 
     def _take(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal) -> None:

@@ -1,4 +1,4 @@
-"""What every transport guarantees: over TCP, ipc, links in addition to TCP, and within one process."""
+"""What every transport guarantees: over TCP, ipc, links of both kinds in addition to TCP, and within one process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from kvd.core.principals import Principal
 from kvd.errors import ConnectError
 from kvd.transport.base import Transport
 from kvd.transport.host import HostTransport
+from kvd.transport.link_listener import TcpLinks
 from kvd.transport.memory import MemoryNetwork, MemoryTransport
 from kvd.transport.zmq import ZmqTransport
-from tests.transport.host_harness import eventually
+from tests.transport.host_harness import cluster_keys, eventually
 from tests.transport.link_harness import spans
 
 SERVER = ServerPeer(secrets.randbits(60))  # its name is an incarnation, so that links to it are possible
@@ -32,18 +33,24 @@ class Kind:
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
         self.network = MemoryNetwork()
+        self.keys = cluster_keys()
         tcp = "tcp://127.0.0.1:0"
-        self.any_address = {"tcp": tcp, "ipc": f"ipc://{folder}/s", "links": tcp, "memory": "memory:0"}[name]
+        self.any_address = {"tcp": tcp, "ipc": f"ipc://{folder}/s", "memory": "memory:0"}.get(name, tcp)
 
     def make(self) -> Transport:
         if self.name == "memory":
             return MemoryTransport(self.network)
-        return HostTransport() if self.name == "links" else ZmqTransport()
+        if self.name == "links":
+            return HostTransport()
+        if self.name == "sealed links":
+            return HostTransport(shared_memory=False, tcp_links=TcpLinks.EVERYWHERE, curve=self.keys)
+        return ZmqTransport()
 
     def listen(self, transport: Transport, address: str) -> str:
+        bound = transport.listen(address)
         if isinstance(transport, HostTransport):
             transport.listen_links(SERVER)
-        return transport.listen(address)
+        return bound
 
 
 class Node:
@@ -83,7 +90,7 @@ async def greet(client: Node, server: Node) -> Peer:
     return peer
 
 
-@pytest.fixture(params=["tcp", "ipc", "links", "memory"])
+@pytest.fixture(params=["tcp", "ipc", "links", "sealed links", "memory"])
 def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
     return Kind(request.param, tmp_path)
 

@@ -77,6 +77,7 @@ def test_links_that_are_turned_off_and_peers_that_are_not_servers() -> None:
 def test_without_a_listener_for_links_the_reason_is_kept() -> None:
     async def program(node: Node, process: Process) -> None:
         node.transport.connect(ServerPeer(process.incarnation + 1), process.address)
+        await node.decided()
         kind, reason = node.transport.paths()[ServerPeer(process.incarnation + 1)]
         assert (kind, reason.split(":")[0]) == (PathKind.ZMQ, "no link at this host")
         assert await node.answer(ServerPeer(process.incarnation + 1), b"echo") == (b"echo", None)
@@ -127,6 +128,7 @@ def test_only_zmq_reaches_another_network_namespace(tmp_path: Path) -> None:
         async def main() -> None:
             node = Node()
             node.transport.connect(ServerPeer(4711), f"ipc://{tmp_path}/s")
+            await node.decided()
             kind, reason = node.transport.paths()[ServerPeer(4711)]
             assert kind == PathKind.ZMQ
             assert "network namespace" in reason

@@ -8,12 +8,15 @@ import secrets
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
 from kvd.core.machine import PeerKind, ServerPeer
 from kvd.protocol.messages import PathKind
-from kvd.transport import host
+from kvd.transport import host, link_listener
+from kvd.transport.link_proof import Medium
+from kvd.transport.link_sockets import unix_name
 from tests.transport.host_harness import Node, eventually, run, two_nodes
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind", "quick_releases")
@@ -67,61 +70,146 @@ def test_a_listener_of_another_user_is_not_used() -> None:
         assert process.stdout.readline() == "ready\n"
 
         async def main() -> None:
-            node = Node()
-            node.transport.connect(incarnation, "tcp://127.0.0.1:1")
-            assert node.transport.paths()[incarnation] == (
-                PathKind.ZMQ,
-                "the peer runs as user 65534, this process as 0",
-            )
-            node.close()
+            server, client = Node(), Node()
+            try:
+                client.transport.connect(incarnation, listening(server, ServerPeer(incarnation + 1)))
+                await client.decided()
+                kind, reason = client.transport.paths()[incarnation]
+                assert kind == PathKind.ZMQ
+                assert reason.startswith("the peer runs as user 65534, this process as 0")
+            finally:
+                client.close()
+                server.close()
 
         run(main)
         process.communicate("\n", timeout=20)
+
+
+def listening(server: Node, incarnation: ServerPeer) -> str:
+    """Makes the node a server of this incarnation, and returns its address. A client that connects to it as another
+    incarnation looks for the link of that one."""
+    address = server.transport.listen("tcp://127.0.0.1:0")
+    server.transport.listen_links(incarnation)
+    return address
 
 
 def test_links_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "MAX_ACCEPTED", 3)
 
     async def main() -> None:
+        incarnation = ServerPeer(secrets.randbits(61) + 1)
+        server, clients = Node(), [Node() for _ in range(4)]
+        try:
+            address = listening(server, incarnation)
+            kinds = []
+            for client in clients:
+                client.transport.connect(incarnation, address)
+                await client.decided()
+                kinds.append(client.transport.paths()[incarnation].kind)
+                assert client.send(incarnation, b"hello")
+            assert kinds == [PathKind.SHARED_MEMORY] * 3 + [PathKind.ZMQ]
+            assert "as many links" in clients[3].transport.paths()[incarnation].reason
+            await eventually(lambda: len(server.messages) == 4)
+            assert len(server.transport.paths()) == 3
+        finally:
+            for node in (*clients, server):
+                node.close()
+
+    run(main)
+
+
+def everything_from(connection: socket.socket) -> bytes:
+    """What the other end sent until it closed the connection."""
+    received = b""
+    with connection, suppress(ConnectionResetError):
+        while data := connection.recv(1000):
+            received += data
+    return received
+
+
+def greeted(connection: socket.socket) -> bool:
+    """Whether the server says something."""
+    try:
+        return bool(connection.recv(1000))
+    except TimeoutError:
+        return False
+
+
+def test_only_a_few_may_try_at_a_time_and_failures_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_listener, "MAX_HALF_OPEN", 3)
+    monkeypatch.setitem(link_listener.PROVE_WITHIN_S, Medium.UNIX, 1.0)
+
+    async def main() -> None:
         async with two_nodes() as (client, server, incarnation):
-            name = f"\0kvd/{incarnation:016x}"
-            others = [socket.socket(socket.AF_UNIX) for _ in range(4)]
-            for other in others:
-                other.connect(name)
-                other.settimeout(10)
-            received = [await asyncio.to_thread(other.recv, 1000) for other in others]
-            assert [bool(data) for data in received] == [True, True, False, False]
+            strangers = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+            for stranger in strangers:
+                stranger.connect(unix_name(incarnation))
+                stranger.settimeout(0.5)
+            heard = [await asyncio.to_thread(greeted, stranger) for stranger in strangers]
+            assert heard == [True, True, True, False]
+            strangers[0].sendall(bytes(80))  # a wrong proof
+            assert not await asyncio.to_thread(greeted, strangers[0])  # cut off
+            strangers[3].settimeout(15)
+            assert await asyncio.to_thread(greeted, strangers[3])
+            for stranger in strangers:
+                stranger.close()
             assert client.send(incarnation, b"hello")
             await eventually(lambda: server.messages)
-            for other in others:
-                other.close()
-            await eventually(lambda: len(server.transport.paths()) == 1)
+            assert len(server.transport.paths()) == 1
+            assert server.garbage == []
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(50), "does not speak this version of links"),
+        (b"kvd link\1" + bytes(32) + bytes(32), "not the server that offered the link"),
+        (b"", "closed the connection"),
+    ],
+    ids=["other protocol", "no proof", "nothing"],
+)
+def test_an_impostor_at_the_name_of_a_link_gets_no_messages(said: bytes, reason: str) -> None:
+    async def main() -> None:
+        incarnation = ServerPeer(secrets.randbits(61) + 1)
+        fake = socket.socket(socket.AF_UNIX)
+        fake.bind(unix_name(incarnation))
+        fake.listen()
+        server, client = Node(), Node()
+        try:
+            client.transport.connect(incarnation, listening(server, ServerPeer(incarnation + 1)))
+            assert client.send(incarnation, b"a secret")
+            connection, _ = await asyncio.to_thread(fake.accept)
+            connection.sendall(said)
+            if not said:
+                connection.shutdown(socket.SHUT_WR)
+            await client.decided()
+            assert client.transport.paths()[incarnation].kind == PathKind.ZMQ
+            assert reason in client.transport.paths()[incarnation].reason
+            await eventually(lambda: server.messages)
+            assert server.messages[0][:2] == (server.messages[0][0], b"a secret")
+            assert b"a secret" not in await asyncio.to_thread(everything_from, connection)
+        finally:
+            fake.close()
+            client.close()
+            server.close()
 
     run(main)
 
 
 def test_an_invalid_frame_on_a_link_falls_back_to_zmq() -> None:
     async def main() -> None:
-        incarnation = ServerPeer(secrets.randbits(61) + 1)
-        fake = socket.socket(socket.AF_UNIX)
-        fake.bind(f"\0kvd/{incarnation:016x}")
-        fake.listen()
-        server, client = Node(shared_memory=False), Node()
-        try:
-            client.transport.connect(incarnation, server.transport.listen("tcp://127.0.0.1:0"))
-            connection, _ = fake.accept()
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        async with two_nodes() as (client, server, incarnation):
+            (link,) = server.transport._reader.links
+            assert link._socket is not None
+            link._socket.socket.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             await eventually(lambda: client.garbage)
-            assert client.transport.paths()[incarnation][0] == PathKind.ZMQ
-            assert "garbage arrived" in client.transport.paths()[incarnation][1]
+            kind, reason = client.transport.paths()[incarnation]
+            assert kind == PathKind.ZMQ
+            assert "garbage arrived" in reason
             assert client.send(incarnation, b"by zmq")
             await eventually(lambda: server.messages)
-            assert await asyncio.to_thread(connection.recv, 1000)  # its hello
-            connection.close()
-        finally:
-            fake.close()
-            client.close()
-            server.close()
 
     run(main)
 

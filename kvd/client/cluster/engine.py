@@ -42,6 +42,7 @@ from kvd.protocol.messages import NO_RANK, Departure, Settings
 from kvd.transport.curve import Curve
 from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
+from kvd.transport.link_listener import TcpLinks
 
 STOP_TIMEOUT_S = 5.0
 UNHEARD_STOP_S = 1.0  # libzmq may be looking up the scheduler's host, and ends no sooner than the name server lets it
@@ -90,6 +91,7 @@ class Engine:
         self._loop = asyncio.new_event_loop()
         self.transport = HostTransport(
             shared_memory=config.shared_memory == "auto",
+            tcp_links=TcpLinks(config.tcp_links),
             arena_limit_bytes=config.memory_bound_bytes(),
             curve=curve,
         )

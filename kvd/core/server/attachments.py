@@ -10,7 +10,7 @@ from kvd.core.membership import ViewState, name_of
 from kvd.core.principals import Principal, key_text
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.keys import KeyTable
-from kvd.protocol.messages import Attach, Clocks, Done, ErrorCode, Member, NotYetReason, PathKind
+from kvd.protocol.messages import OVER_LINKS, Attach, Clocks, Done, ErrorCode, Member, NotYetReason, PathKind
 
 MAX_ATTACHING = 1024
 MAX_REPLACED = 1 << 16
@@ -87,7 +87,7 @@ class Attachments:
         """How a worker's messages travel, for people: as its Attach said, unless that was a link and they no longer
         come over one."""
         said = self._paths[rank]
-        is_link = said.kind in (PathKind.SHARED_MEMORY, PathKind.UNIX_SOCKET)
+        is_link = said.kind in OVER_LINKS
         return (LINK_GONE if is_link and self._came_over[rank].kind is not PeerKind.LINK else said).describe()
 
     # ── attaching ──

@@ -1,0 +1,208 @@
+"""How a node gets links to servers: it asks over ZeroMQ, and opens what it is offered, within the host or over TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+from kvd.core.machine import ServerPeer
+from kvd.core.principals import Principal
+from kvd.transport.half_open import HalfOpen
+from kvd.transport.link_proof import Medium, Proven, as_client
+from kvd.transport.link_sockets import host_and_port, other_user, tune, unix_name, unix_socket
+from kvd.transport.offers import ID_BYTES, Offer, pack_ask
+from kvd.transport.sealing import why_not
+
+ANSWER_WITHIN_S = 10.0  # a server that does not answer would not take messages either
+OPEN_WITHIN_S = {Medium.TCP: 3.0, Medium.UNIX: 10.0}
+
+ELSEWHERE = "no link at this host: the peer is on another host, in another network namespace, or has links turned off"
+
+Found: TypeAlias = "Callable[[ServerPeer, socket.socket, Proven], None]"
+NotFound: TypeAlias = "Callable[[ServerPeer, str], None]"
+
+
+class _Search:
+    """One link that is looked for."""
+
+    def __init__(self, peer: ServerPeer, address: str) -> None:
+        self.peer = peer
+        self.address = address
+        self.question = secrets.token_bytes(ID_BYTES)
+        self.timer: asyncio.TimerHandle | None = None
+        self.half_open: HalfOpen | None = None
+        self.offer: Offer | None = None
+        self.principal: Principal | None = None
+        self.reasons: list[str] = []
+
+    def close(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.half_open is not None:
+            self.half_open.close()
+
+
+class LinkSeeker:
+    """Belongs to the loop's thread. Each search ends with one call of `found` or `not_found`, unless it is given up.
+
+    Args:
+        ask: sends a message of this file's protocol over ZeroMQ.
+        found: takes a connection whose other end has proven itself.
+        not_found: is told why there is none.
+        unix: whether to open links within the host.
+        tcp: whether to open links over TCP.
+    """
+
+    def __init__(
+        self, ask: Callable[[ServerPeer, bytes], object], found: Found, not_found: NotFound, *, unix: bool, tcp: bool
+    ) -> None:
+        self._ask = ask
+        self._found = found
+        self._not_found = not_found
+        self._unix = unix
+        self._tcp = tcp
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._searches: dict[ServerPeer, _Search] = {}
+
+    @property
+    def may_seek(self) -> bool:
+        return self._unix or self._tcp
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        for search in self._searches.values():
+            self._limit(search)
+
+    def seek(self, peer: ServerPeer, address: str) -> None:
+        """Asks the server for a link. There is a connection to it over ZeroMQ, at this address."""
+        search = self._searches[peer] = _Search(peer, address)
+        if not self._unix:
+            search.reasons.append("turned off")
+        self._limit(search)
+        self._ask(peer, pack_ask(search.question))
+
+    def give_up(self, peer: ServerPeer) -> None:
+        search = self._searches.pop(peer, None)
+        if search is not None:
+            search.close()
+
+    def close(self) -> None:
+        for peer in list(self._searches):
+            self.give_up(peer)
+
+    def take_answer(self, peer: ServerPeer, question: bytes, offer: Offer | str, principal: Principal) -> None:
+        """What the server answered: an offer, or why there is none."""
+        search = self._searches.get(peer)
+        if search is None or search.question != question or search.offer is not None:
+            return  # an answer to an earlier question
+        if isinstance(offer, str):
+            self._fail(search, offer)
+            return
+        search.offer, search.principal = offer, principal
+        assert search.timer is not None
+        search.timer.cancel()
+        if self._unix:
+            self._open_within_host(search, offer)
+        else:
+            self._open_over_tcp(search, offer)
+
+    def _limit(self, search: _Search) -> None:
+        if self._loop is not None:
+            reason = f"the server did not answer within {ANSWER_WITHIN_S:g} s when it was asked for a link"
+            search.timer = self._loop.call_later(ANSWER_WITHIN_S, self._fail, search, reason)
+
+    def _fail(self, search: _Search, reason: str) -> None:
+        search.reasons.append(reason)
+        self.give_up(search.peer)
+        self._not_found(search.peer, "; ".join(search.reasons))
+
+    # ── within the host ──
+
+    def _open_within_host(self, search: _Search, offer: Offer) -> None:
+        connection = unix_socket()
+        reason = ""
+        try:
+            connection.connect(unix_name(search.peer))
+            reason = other_user(connection)
+        except OSError as error:
+            reason = ELSEWHERE if error.errno == errno.ECONNREFUSED else f"no link: {error.strerror}"
+        if reason:
+            connection.close()
+            self._try_tcp(search, offer, reason)
+        else:
+            self._talk(search, offer, connection, Medium.UNIX)
+
+    def _try_tcp(self, search: _Search, offer: Offer, reason: str) -> None:
+        """There is no link within the host, for this reason."""
+        search.reasons.append(reason)
+        self._open_over_tcp(search, offer)
+
+    # ── over TCP ──
+
+    def _open_over_tcp(self, search: _Search, offer: Offer) -> None:
+        where = host_and_port(search.address)
+        reason = "" if self._tcp else "turned off"
+        reason = reason or why_not() or ("" if offer.port else offer.reason)
+        if reason or where is None:
+            self._fail(search, f"no link over TCP: {reason or 'the server is not reached over TCP'}")
+            return
+        host, port = where[0], offer.port
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        except socket.gaierror:  # a name: the system may have to ask for its number
+            assert self._loop is not None
+            asked = self._loop.run_in_executor(None, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
+            asked.add_done_callback(partial(self._resolved, search, offer))
+            return
+        self._connect(search, offer, found[0][0], found[0][4])
+
+    def _resolved(self, search: _Search, offer: Offer, asked: asyncio.Future[list[Any]]) -> None:
+        if self._searches.get(search.peer) is not search:
+            return
+        try:
+            found = asked.result()
+        except OSError as error:
+            self._fail(search, f"no link over TCP: the server's host is not known: {error.strerror}")
+            return
+        self._connect(search, offer, found[0][0], found[0][4])
+
+    def _connect(self, search: _Search, offer: Offer, family: int, where: Any) -> None:
+        connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            tune(connection)
+            number = connection.connect_ex(where)
+            if number not in (0, errno.EINPROGRESS):
+                raise OSError(number, os.strerror(number))
+        except OSError as error:
+            connection.close()
+            self._fail(search, f"no link over TCP: {error.strerror}")
+            return
+        self._talk(search, offer, connection, Medium.TCP)
+
+    # ── the handshake ──
+
+    def _talk(self, search: _Search, offer: Offer, connection: socket.socket, medium: Medium) -> None:
+        assert self._loop is not None
+        assert search.principal is not None
+        talk = as_client(offer, search.principal, search.peer, medium)
+        done = partial(self._talked, search, offer, medium)
+        connecting = medium is Medium.TCP
+        search.half_open = HalfOpen(self._loop, connection, talk, done, OPEN_WITHIN_S[medium], connecting=connecting)
+
+    def _talked(
+        self, search: _Search, offer: Offer, medium: Medium, half_open: HalfOpen, outcome: Proven | str
+    ) -> None:
+        search.half_open = None
+        if isinstance(outcome, Proven):
+            self.give_up(search.peer)
+            self._found(search.peer, half_open.socket, outcome)
+        elif medium is Medium.UNIX:
+            self._try_tcp(search, offer, f"no link at this host: {outcome}")
+        else:
+            self._fail(search, f"no link over TCP: {outcome}")
