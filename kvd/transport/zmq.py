@@ -8,8 +8,6 @@ drained a bounded number of messages at a time.
 from __future__ import annotations
 
 import asyncio
-import errno
-import socket as unix
 import threading
 import time
 from collections import deque
@@ -33,6 +31,7 @@ from kvd.transport.base import (
     pieces_of,
 )
 from kvd.transport.curve import Curve, KeyCheck
+from kvd.transport.listening import someone_listens, why_not_listening
 from kvd.transport.memory_watch import MemoryWatch
 from kvd.transport.process_memory import ProcessMemory
 from kvd.transport.quotas import Quotas
@@ -105,7 +104,7 @@ class ZmqTransport:
         self._watch_quotas()
 
     def listen(self, address: str) -> str:
-        if address.startswith("ipc://") and _someone_listens(address.removeprefix("ipc://")):
+        if address.startswith("ipc://") and someone_listens(address.removeprefix("ipc://")):
             raise ConnectError(  # libzmq would silently take the path over
                 f"cannot listen at {address}: another process listens there; stop it, or choose another address",
                 address=address,
@@ -121,7 +120,7 @@ class ZmqTransport:
             router.bind(address)
         except zmq.ZMQError as error:
             router.close(linger=0)
-            raise ConnectError(f"cannot listen at {address}: {_why_not(error)}", address=address) from None
+            raise ConnectError(f"cannot listen at {address}: {why_not_listening(error)}", address=address) from None
         self._router = router
         self._watch(router, None)
         prepare_sending_without_copies()
@@ -380,31 +379,3 @@ def _drop_sent(uncopied: deque[zmq.MessageTracker]) -> None:
 
 def _is_readable(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(EVENTS)) & POLLIN)
-
-
-def _why_not(error: zmq.ZMQError) -> str:
-    """Why an address cannot be listened on, and what to do."""
-    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):  # ENODEV: a name or an interface is unknown
-        return (
-            "this machine has no such address; use one that it has (`ip address` lists them), or tcp://0.0.0.0:PORT "
-            "for all of them"
-        )
-    reason = error.strerror
-    if error.errno == errno.EADDRINUSE:
-        return f"{reason}; stop what listens there, or choose another address (port 0 takes any free port)"
-    if error.errno == errno.EACCES:
-        return f"{reason}; choose another address: ports below 1024 need root, and a path needs a folder of this user"
-    return f"{reason}; choose another address"
-
-
-def _someone_listens(path: str) -> bool:
-    """Whether a process accepts connections at this path. A path that a dead process left behind is free."""
-    if path.startswith("@"):
-        return False  # an abstract name: the kernel refuses to bind it twice
-    with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-        except OSError:
-            return False
-        return True
