@@ -202,6 +202,6 @@ def table(receiver: KeyRole) -> str:
     for row in ROWS[receiver]:
         keys = "any role" if row.keys == ANY_KEY else ", ".join(sorted(row.keys))
         nobody = row.standing is Standing.NOBODY
-        kinds = ", ".join(f"`{kind.__name__}`" for kind in row.kinds)
+        kinds = "all others" if nobody else ", ".join(f"`{kind.__name__}`" for kind in row.kinds)
         lines.append(f"| {row.doing} | {'—' if nobody else keys} | {row.standing.value} | {kinds} |")
     return "\n".join(lines)

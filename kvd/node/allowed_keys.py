@@ -22,6 +22,7 @@ from kvd.transport.curve import is_key
 MAX_FILE_BYTES: Final = 1 << 20
 MAX_KEYS: Final = 4096
 MAX_JOBS: Final = 64
+MAX_NAME_CHARS: Final = 64  # views carry it
 _FIELDS: Final = {"key", "roles", "jobs"}
 
 
@@ -88,6 +89,8 @@ class AllowedKeys:
     def _principal(self, name: str, entry: object) -> Principal:
         if not isinstance(entry, dict):
             raise self._wrong(f"has a line {name} outside of the table of a key: each key has a table [NAME]")
+        if not 0 < len(name) <= MAX_NAME_CHARS:  # "" stands for the cluster's key
+            raise self._wrong(f"has a key with a name of {len(name)} characters: a name has 1 to {MAX_NAME_CHARS}")
         unknown = sorted(entry.keys() - _FIELDS)
         if unknown:
             raise self._wrong(f"[{name}] has {unknown[0]}, which means nothing: there are key, roles and jobs")

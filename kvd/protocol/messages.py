@@ -43,7 +43,6 @@ Number: TypeAlias = Annotated[int, Limit(0, BIGGEST)]
 Signed: TypeAlias = Annotated[int, Limit(-1, BIGGEST)]
 Count: TypeAlias = Annotated[int, Limit(0, MOST_COUNTED)]  # what the receiver may count on from
 Clock: TypeAlias = Annotated[int, Limit(-1, MOST_COUNTED)]
-NodeCount: TypeAlias = Annotated[int, Limit(0, MAX_MEMBERS)]
 Pid: TypeAlias = Annotated[int, Limit(0, MOST_PID)]
 Key: TypeAlias = Annotated[str, Limit(1, MAX_KEY_CHARS)]
 Name: TypeAlias = Annotated[str, Limit(0, 64)]
@@ -132,8 +131,8 @@ class Settings(NamedTuple):
     staleness: Signed  # -1: unbounded
     rounds_ahead: Number
     slice_bytes: Annotated[int, Limit(0, MAX_SLICE_BYTES)]
-    num_workers: NodeCount
-    num_servers: NodeCount
+    num_workers: Number
+    num_servers: Number
     num_shards: Annotated[int, Limit(0, 4096)]
 
 
@@ -200,7 +199,7 @@ class RunEntry(NamedTuple):
     job: JobName
     token: Token
     phase: RunPhase
-    num_workers: NodeCount
+    num_workers: Number
 
 
 class KeyEntry(NamedTuple):

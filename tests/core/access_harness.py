@@ -298,12 +298,13 @@ def is_kept_out(effects: list[Effect], sender: Sender) -> bool:
     """Whether the message did nothing but tell its sender that it may not send it, or nothing at all."""
     return all(
         isinstance(effect, LogEntry)
-        or (isinstance(effect, Send) and effect.peer == sender.peer and _keeps_out(effect.message))
+        or (isinstance(effect, Send) and effect.peer == sender.peer and tells_to_keep_out(effect.message))
         for effect in effects
     )
 
 
-def _keeps_out(answer: m.Message) -> bool:
+def tells_to_keep_out(answer: m.Message) -> bool:
+    """Whether the answer says that the sender may not send that."""
     if isinstance(answer, NotYet):
         return answer.reason in (NotYetReason.NOT_ATTACHED, NotYetReason.NOT_JOINED)
     return isinstance(answer, Refused) and (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,17 +68,31 @@ def busy(stores: list[kvd.KVStore]) -> Iterator[None]:
 
 
 class RawPeer:
-    """A plain DEALER socket that can send any frames. It holds the key of the cluster, unless that is `insecure`."""
+    """A plain DEALER socket that can send any frames. It holds the key of the cluster, unless that is `insecure`.
 
-    def __init__(self, address: str, run: int = NO_RUN, *, insecure: bool = False) -> None:
+    Args:
+        settings: that name another key file.
+        key: the public key that the other end has to hold; "": that of the cluster, or of the scheduler.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        run: int = NO_RUN,
+        *,
+        insecure: bool = False,
+        settings: Mapping[str, Any] | None = None,
+        key: str = "",
+    ) -> None:
         self.run = run
         self.context: zmq.Context[Any] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.rcvtimeo = 5000
-        curve = Keyring(load({"insecure": True} if insecure else {}).config, "observer").curve
+        given = settings or ({"insecure": True} if insecure else {})
+        curve = Keyring(load(given).config, "observer").curve
         if curve is not None:
-            curve.secure_connection(self.socket, "")
+            curve.secure_connection(self.socket, key)
         self.socket.connect(address)
 
     def send(self, *frames: bytes) -> None:

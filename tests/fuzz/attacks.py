@@ -7,10 +7,8 @@ after the greeting may get through.
 from __future__ import annotations
 
 import itertools
-import os
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 from random import Random
 
 from kvd.protocol.codec import encode
-from kvd.protocol.messages import NO_RUN, NO_VIEW, StatusQuery
+from kvd.protocol.messages import NO_VIEW, StatusQuery
 from tests.fuzz.making import Maker
 from tests.fuzz.target import Target
 from tests.fuzz.zmtp import (

@@ -135,7 +135,7 @@ class Connections:
 
         def answered(event: Received) -> None:
             message = event.message
-            if isinstance(message, Refused) and message.error is ErrorCode.REPLACED:
+            if isinstance(message, Refused) and message.error in (ErrorCode.REPLACED, ErrorCode.NOT_ALLOWED):
                 self._session.replaced(message.text)
             if isinstance(message, Clocks):
                 self._session.succeeded_the_dead()  # a scheduler that was restarted without its record cannot know
