@@ -252,8 +252,10 @@ class SchedulerSession:
             self._fail(error)
 
     def replaced(self, text: str) -> None:
-        """A server says that another process has this one's place, which a scheduler without its record may not know, or
-        that this one's key does not let it in there."""
+        """A server says that another process has this one's place, or that its key does not let it in there.
+
+        A scheduler without its record may not know the former.
+        """
         self._fail(NotAllowed(text, node=self.name))
 
     def succeeded_the_dead(self) -> None:

@@ -216,8 +216,8 @@ class ServerWorld:
 
     RUN = 7
 
-    def __init__(self, mode: str = "sync") -> None:
-        settings = cluster(3, mode=mode)
+    def __init__(self) -> None:
+        settings = cluster(3)
         node = session("server", 0)
         self.router = ServerRouter(ServerSettings(1 << 20, True), node, "tcp://scheduler", 1.0)
         self.step(Tick())

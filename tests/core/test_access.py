@@ -81,7 +81,7 @@ def test_the_scheduler_does_as_the_table_says(row: Row, kind: type[Any], sender:
 
 @pytest.mark.parametrize(("row", "kind", "sender"), cases(SERVER_ROLE, SENDERS))
 def test_a_server_does_as_the_table_says(row: Row, kind: type[Any], sender: Sender) -> None:
-    world = ServerWorld("async" if kind in (m.TakeStep, m.Rest) else "sync")
+    world = ServerWorld()
     before = world.router.explain(0.0, world.RUN)
     effects = world.say(sender.incarnation, message_of(row, kind), sender.principal, sender.peer, b"\0")
     if is_expected(row, sender) and not sender.steals:

@@ -242,3 +242,12 @@ def test_the_kinds() -> None:
     assert NODE.scheduler == CLUSTER.keypair.public
     for key in (CLUSTER, NODE):
         assert key.keypair.secret not in repr(key)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65])
+def test_a_key_has_a_name_that_is_its_own_and_that_a_view_can_carry(name: str, tmp_path: Path) -> None:
+    """The cluster's key has the empty one: its holder would be taken for this one's."""
+    path = tmp_path / "allowed.toml"
+    path.write_text(public_part(new_node_key(name), ["worker"]))
+    with pytest.raises(ConfigError, match=f"a key with a name of {len(name)} characters: a name has 1 to 64"):
+        AllowedKeys(path)

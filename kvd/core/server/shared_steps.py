@@ -120,11 +120,12 @@ class SharedSteps:
 
     def _rank_of(self, event: Received, request: int) -> int | None:
         """The rank of the sender; None if it was answered here."""
-        if self._view.is_sync:
+        rank = self._attachments.rank_of(event, request)
+        if rank is not None and self._view.is_sync:
             text = "workers share steps in asynchronous stores only: in rounds each makes every step"
             self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, text)
             return None
-        return self._attachments.rank_of(event, request)
+        return rank
 
     def view_changed(self) -> None:
         """The steps of those who are gone are given out again."""
