@@ -174,8 +174,27 @@ class Target:
         servers = report["servers"]
         return len(servers) == len(self.cluster.servers) and not any("error" in server for server in servers)
 
+    def run(self) -> int:
+        """The number of the job's run."""
+        (job,) = self._observer.status()["jobs"]
+        return int(job["run"], 16)
+
     def usage(self) -> list[Usage]:
         return [usage_of(daemon.pid) for daemon in self.daemons]
+
+    def forget_peaks(self) -> None:
+        """From now on `peaks` counts anew."""
+        for daemon in self.daemons:
+            (Path("/proc") / str(daemon.pid) / "clear_refs").write_text("5")
+
+    def peaks(self) -> list[int]:
+        """The most memory that each daemon has used, in bytes."""
+        peaks = []
+        for daemon in self.daemons:
+            status = (Path("/proc") / str(daemon.pid) / "status").read_text()
+            (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+            peaks.append(int(line.split()[1]) << 10)
+        return peaks
 
     def settles_at(self, before: list[Usage], timeout_s: float = SETTLE_TIMEOUT_S) -> list[tuple[str, Usage, Usage]]:
         """Waits for every daemon to use no more than before; those that do not, with both."""

@@ -1,0 +1,52 @@
+"""Attacks on the daemons of a running job: no daemon ends, the job's result is the same, and nothing is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fuzz.assault import Force
+from tests.fuzz.attacks import ATTACKS, FULL, Row, attack_with, table
+from tests.fuzz.descriptors import with_many_descriptors
+from tests.fuzz.target import Target, under_attack
+
+SHORT = Force(peers=40, seconds=0.3, nbytes=1 << 20)
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    with under_attack() as target:
+        yield target
+        assert len(target.job.end()) == 1
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_disturbs_nobody(target: Target, name: str) -> None:
+    row = attack_with(target, name, SHORT)
+    assert row.times
+    assert row.holds, row
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_with_all_force_disturbs_nobody(name: str) -> None:
+    with with_many_descriptors(), under_attack() as target:
+        row = attack_with(target, name, FULL)
+        print(table([row]))
+        assert row.holds, row
+        assert len(target.job.end()) == 1
+
+
+def test_a_daemon_that_ends_or_forgets_is_noticed(target: Target) -> None:
+    """The suite would be worth little if it could not fail."""
+    bad = Row("x", 1, [], "", 0, "server 0 keeps 1 GB", 0.0)
+    assert not bad.holds
+    assert not bad._replace(kept="", ended=["server 0: -6"]).holds
+    assert bad._replace(kept="").holds
+    (used, *_) = target.usage()
+    assert used.is_back_at(used)
+    assert not used._replace(descriptors=used.descriptors + 40).is_back_at(used)
+    assert not used._replace(threads=used.threads + 1).is_back_at(used)
+    assert not used._replace(resident_bytes=used.resident_bytes + (64 << 20)).is_back_at(used)
