@@ -86,12 +86,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=FULL.seconds)
     parser.add_argument("--peers", type=int, default=FULL.peers)
     parser.add_argument("--nbytes", type=int, default=FULL.nbytes)
+    parser.add_argument("--insecure", action="store_true", help="daemons without keys")
     arguments = parser.parse_args()
     force = Force(arguments.rounds, arguments.peers, arguments.seconds, arguments.nbytes)
     rows = []
     with with_many_descriptors():
         for name in arguments.names or ATTACKS:
-            with under_attack() as target:  # a new one for each, so that one fault does not hide another
+            with under_attack(
+                insecure=arguments.insecure
+            ) as target:  # a new one for each, so that one fault does not hide another
                 row = attack_with(target, name, force)
                 if row.holds:
                     digests = target.job.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from random import Random
 from typing import Any
 
@@ -23,7 +24,7 @@ from kvd.protocol.messages import (
     UpdateOptimizer,
 )
 from tests.fuzz.assault import Assault, attack
-from tests.fuzz.job import BIG_KEY
+from tests.fuzz.job import QUIET_KEY
 from tests.fuzz.making import KINDS, Maker
 from tests.fuzz.peers import Insider
 
@@ -97,15 +98,28 @@ def unread_answers(assault: Assault) -> int:
             most = count + assault.force.nbytes // 100
             while count < most and peer.send(query):
                 count += 1
+            time.sleep(assault.force.seconds)  # what is sent leaves in the background
     return count
 
 
 @attack("one slice named a hundred times in a pull")
 def repeated_slices(assault: Assault) -> int:
+    return _pull_unread(assault, assault.force.peers, 100)
+
+
+@attack("a key pulled again and again, no answer read")
+def unread_values(assault: Assault) -> int:
+    return _pull_unread(assault, assault.force.nbytes >> 13, 1)
+
+
+def _pull_unread(assault: Assault, pulls: int, times: int) -> int:
+    """Pulls of one slice, named so often in each."""
     count, run = 0, assault.target.run()
     for address in assault.addresses():
         with Insider(assault.target, address, unread=1) as peer:
-            for _ in range(assault.force.peers):
-                peer.say(Pull(7, (Part(BIG_KEY, 0, ANY_CLOCK),) * 100), run=run)
+            for number in range(pulls):
+                if not peer.say(Pull(number + 1, (Part(QUIET_KEY, 0, ANY_CLOCK),) * times), run=run):
+                    break
                 count += 1
+            time.sleep(assault.force.seconds)
     return count

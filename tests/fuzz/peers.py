@@ -7,6 +7,7 @@ from typing import Any
 
 import zmq
 
+from kvd.node.keyring import Keyring
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import NO_RUN, NO_VIEW
 from tests.fuzz.target import Target
@@ -32,6 +33,9 @@ class Insider:
         self.socket.set(zmq.RCVHWM, unread)
         if identity:
             self.socket.set(zmq.ROUTING_ID, identity)
+        curve = Keyring(target.config, "observer").curve
+        if curve is not None:
+            curve.secure_connection(self.socket, "")
         self.socket.connect(address)
 
     def send(self, *frames: bytes) -> bool:

@@ -12,16 +12,21 @@ from tests.fuzz.descriptors import with_many_descriptors
 from tests.fuzz.target import Target, under_attack
 
 SHORT = Force(peers=40, seconds=0.3, nbytes=1 << 20)
+NOT_YET = {(True, "one message without an end"): "libzmq keeps the frames of a message until its last one has come"}
+"""Attacks that do harm: (without keys, name) → why. They are tried in full, and this list gets shorter."""
 
 
-@pytest.fixture(scope="module")
-def target() -> Iterator[Target]:
-    with under_attack() as target:
+@pytest.fixture(scope="module", params=[False, True], ids=["with keys", "without keys"])
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    with under_attack(insecure=request.param) as target:
         yield target
         assert len(target.job.end()) == 1
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+HOLDING = [name for name in ATTACKS if not {(True, name), (False, name)} & NOT_YET.keys()]
+
+
+@pytest.mark.parametrize("name", HOLDING)
 def test_an_attack_disturbs_nobody(target: Target, name: str) -> None:
     row = attack_with(target, name, SHORT)
     assert row.times
@@ -30,9 +35,12 @@ def test_an_attack_disturbs_nobody(target: Target, name: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("insecure", [False, True], ids=["with keys", "without keys"])
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_with_all_force_disturbs_nobody(name: str) -> None:
-    with with_many_descriptors(), under_attack() as target:
+def test_an_attack_with_all_force_disturbs_nobody(request: pytest.FixtureRequest, name: str, insecure: bool) -> None:
+    if (insecure, name) in NOT_YET:
+        request.applymarker(pytest.mark.xfail(reason=NOT_YET[insecure, name], strict=True))
+    with with_many_descriptors(), under_attack(insecure=insecure) as target:
         row = attack_with(target, name, FULL)
         print(table([row]))
         assert row.holds, row

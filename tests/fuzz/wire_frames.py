@@ -158,7 +158,7 @@ def slow_readers(assault: Assault) -> int:
         with assault.peer(address) as wire:
             wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             wire.socket.settimeout(0.2)
-            sent = 0
+            sent, count = 0, count + 1
             while sent < assault.force.nbytes and wire.send(block):
                 sent += len(block)
                 count += 200
