@@ -8,22 +8,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import kvd
 from kvd.config import child_environment, load
+from kvd.node.keyfiles import new_cluster_key, write_key
 from kvd.testing.cluster import ROOT, LocalCluster, ProcessNode, wait_until
 
 WORKERS = 2
 SERVERS = 2
-STEPS = 20  # of an epoch
+STEPS = 10  # of an epoch
 END_TIMEOUT_S = 60.0
 SETTLE_TIMEOUT_S = 60.0  # for what an attack has taken to come back
 MORE = 1.05  # than before the attack: what a daemon may use after it
-SPARE_BYTES = 8 << 20  # that the allocators of a process keep
+SPARE_BYTES = 4 << 20  # that the allocators of a process keep
 SPARE_DESCRIPTORS = 2
 NO_NUMBA = "import sys\nsys.modules['numba'] = None\n"  # its import takes 130 MB, at some time
 
@@ -144,13 +146,15 @@ class Target:
     Attributes:
         cluster: the daemons.
         job: its workers.
-        is_closed: whether the daemons speak to holders of a key alone.
+        is_closed: whether the daemons speak to holders of its key alone.
+        config: with which one may speak to the daemons.
     """
 
     def __init__(self, cluster: LocalCluster, job: Job, observer: kvd.Observer) -> None:
         self.cluster = cluster
         self.job = job
-        self.is_closed = has_keys(cluster)
+        self.config = load(cluster.settings, environ={}).config
+        self.is_closed = not self.config.insecure
         self._observer = observer
         self.daemons = [self._daemon("scheduler", cluster.scheduler)]
         self.daemons += [self._daemon(f"server {rank}", server) for rank, server in enumerate(cluster.servers)]
@@ -174,8 +178,27 @@ class Target:
         servers = report["servers"]
         return len(servers) == len(self.cluster.servers) and not any("error" in server for server in servers)
 
+    def run(self) -> int:
+        """The number of the job's run."""
+        (job,) = self._observer.status()["jobs"]
+        return int(job["run"], 16)
+
     def usage(self) -> list[Usage]:
         return [usage_of(daemon.pid) for daemon in self.daemons]
+
+    def forget_peaks(self) -> None:
+        """From now on `peaks` counts anew."""
+        for daemon in self.daemons:
+            (Path("/proc") / str(daemon.pid) / "clear_refs").write_text("5")
+
+    def peaks(self) -> list[int]:
+        """The most memory that each daemon has used, in bytes."""
+        peaks = []
+        for daemon in self.daemons:
+            status = (Path("/proc") / str(daemon.pid) / "status").read_text()
+            (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+            peaks.append(int(line.split()[1]) << 10)
+        return peaks
 
     def settles_at(self, before: list[Usage], timeout_s: float = SETTLE_TIMEOUT_S) -> list[tuple[str, Usage, Usage]]:
         """Waits for every daemon to use no more than before; those that do not, with both."""
@@ -192,20 +215,21 @@ class Target:
             time.sleep(0.2)
 
 
-def has_keys(cluster: LocalCluster) -> bool:
-    """Whether the cluster asks its peers for a key."""
-    return bool(cluster.settings.get("keyfile"))
-
-
 @contextmanager
-def under_attack(workers: int = WORKERS, servers: int = SERVERS, **settings: Any) -> Iterator[Target]:
-    """A cluster with a job that has trained for some epochs."""
-    with LocalCluster(workers, servers, processes=True, path="tcp", server_prelude=NO_NUMBA, **settings) as cluster:
+def under_attack(*, insecure: bool, workers: int = WORKERS, servers: int = SERVERS) -> Iterator[Target]:
+    """A cluster with a key of its own, or with none, and a job that has trained for some epochs."""
+    with TemporaryDirectory(prefix="kvd-attacks-") as folder, ExitStack() as stack:
+        settings: dict[str, Any] = {"insecure": True}
+        if not insecure:
+            keyfile = Path(folder) / "cluster.key"
+            write_key(keyfile, new_cluster_key())
+            settings = {"keyfile": str(keyfile), "insecure": False}
+        cluster = stack.enter_context(
+            LocalCluster(workers, servers, processes=True, path="tcp", server_prelude=NO_NUMBA, **settings)
+        )
         job = Job(cluster)
-        try:
-            job.trains_on(3)
-            own = {name: value for name, value in cluster.settings.items() if name != "run"}
-            with kvd.Observer(**own, scheduler=cluster.address) as observer:
-                yield Target(cluster, job, observer)
-        finally:
-            job.kill()
+        stack.callback(job.kill)
+        job.trains_on(3)
+        own = {name: value for name, value in cluster.settings.items() if name != "run"}
+        observer = stack.enter_context(kvd.Observer(**own, scheduler=cluster.address))
+        yield Target(cluster, job, observer)

@@ -1,0 +1,60 @@
+"""Attacks on the daemons of a running job: no daemon ends, the job's result is the same, and nothing is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fuzz.assault import Force
+from tests.fuzz.attacks import ATTACKS, FULL, Row, attack_with, table
+from tests.fuzz.descriptors import with_many_descriptors
+from tests.fuzz.target import Target, under_attack
+
+SHORT = Force(peers=40, seconds=0.3, nbytes=1 << 20)
+NOT_YET = {(True, "one message without an end"): "libzmq keeps the frames of a message until its last one has come"}
+"""Attacks that do harm: (without keys, name) → why. They are tried in full, and this list gets shorter."""
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["with keys", "without keys"])
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    with under_attack(insecure=request.param) as target:
+        yield target
+        assert len(target.job.end()) == 1
+
+
+HOLDING = [name for name in ATTACKS if not {(True, name), (False, name)} & NOT_YET.keys()]
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_an_attack_disturbs_nobody(target: Target, name: str) -> None:
+    row = attack_with(target, name, SHORT)
+    assert row.times
+    assert row.holds, row
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("insecure", [False, True], ids=["with keys", "without keys"])
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_with_all_force_disturbs_nobody(request: pytest.FixtureRequest, name: str, insecure: bool) -> None:
+    if (insecure, name) in NOT_YET:
+        request.applymarker(pytest.mark.xfail(reason=NOT_YET[insecure, name], strict=True))
+    with with_many_descriptors(), under_attack(insecure=insecure) as target:
+        row = attack_with(target, name, FULL)
+        print(table([row]))
+        assert row.holds, row
+        assert len(target.job.end()) == 1
+
+
+def test_a_daemon_that_ends_or_forgets_is_noticed(target: Target) -> None:
+    """The suite would be worth little if it could not fail."""
+    bad = Row("x", 1, [], "", 0, "server 0 keeps 1 GB", 0.0)
+    assert not bad.holds
+    assert not bad._replace(kept="", ended=["server 0: -6"]).holds
+    assert bad._replace(kept="").holds
+    (used, *_) = target.usage()
+    assert used.is_back_at(used)
+    assert not used._replace(descriptors=used.descriptors + 40).is_back_at(used)
+    assert not used._replace(threads=used.threads + 1).is_back_at(used)
+    assert not used._replace(resident_bytes=used.resident_bytes + (64 << 20)).is_back_at(used)
