@@ -15,6 +15,10 @@ from kvd.protocol.codec import encode
 from kvd.protocol.messages import MAX_TEXT_CHARS, WITHIN_HOST, Attach, Epoch, ErrorCode, Message, Refused, StatusReport
 from kvd.transport.base import MAX_PAYLOAD_BYTES, Transport
 
+STATUS_PAUSE = 10  # times what it took to make a report, until another one is made
+QUICK_REPORT_S = 0.005  # reports that take less are always made anew
+MAX_REPORTS = 64  # one for each run
+
 logger = logging.getLogger("kvd.node")
 
 
@@ -25,6 +29,7 @@ class MessageSender:
         self._machine = machine
         self._transport = transport
         self._stepper = stepper
+        self._reports: dict[int, tuple[float, bytes]] = {}  # by run: the latest one, and until when it is good enough
 
     def send_own(self, effect: Send) -> None:
         """Sends a message of a machine that serves one run."""
@@ -44,7 +49,7 @@ class MessageSender:
             return
         message = effect.message
         if isinstance(message, StatusReport):
-            report = json.dumps(self._report(run)).encode()
+            report = self._status(run)
             payload = (Span(report, 0, len(report)),)
         elif isinstance(message, Attach):
             self._transport.send_with_path(effect.peer, partial(self._attach, message, epoch, run), payload)
@@ -68,6 +73,19 @@ class MessageSender:
         if request:
             refused = Refused(request, ErrorCode.NOT_ALLOWED, f"this cannot be sent: {error}"[:1000])
             self._stepper.queue(Received(peer, self._machine.incarnation, self._machine.epoch, refused, run=run))
+
+    def _status(self, run: int) -> bytes:
+        """The report as JSON. With many keys it takes long to make: those who ask again and again get the same one for
+        a while, so that making reports takes a small part of this node's time."""
+        now = self._stepper.now()
+        until, report = self._reports.get(run, (0.0, b""))
+        if now >= until:
+            report = json.dumps(self._report(run)).encode()
+            took_s = self._stepper.now() - now
+            if len(self._reports) >= MAX_REPORTS:
+                self._reports.clear()
+            self._reports[run] = (now + STATUS_PAUSE * took_s if took_s > QUICK_REPORT_S else 0.0, report)
+        return report
 
     def _report(self, run: int) -> dict[str, object]:
         """The machine's own report and, if this node has accepted links within its host, how its messages travel

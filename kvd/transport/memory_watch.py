@@ -6,7 +6,8 @@ from typing import Final, NamedTuple
 
 from kvd.transport.process_memory import ProcessMemory
 
-SPARE_BYTES: Final = 8 << 20  # over the memory that the process may have
+REACTION_BYTES: Final = 32 << 20  # it takes so much more until something is done
+REACTION_SHARE: Final = 8  # or this part of what it may have, if that is less
 GROWTH_BYTES: Final = 16 << 20  # until it matters whose it is
 CALM_INTERVAL_S: Final = 0.1
 INTERVAL_S: Final = 0.02  # while the memory grows
@@ -48,7 +49,7 @@ class MemoryWatch:
     def start(self) -> None:
         self._memory.open()
         self._level = self._resident = self._memory.resident_bytes()
-        self._resident_limit = self._level + self.limit_bytes + SPARE_BYTES
+        self._resident_limit = self._level + self.limit_bytes - min(REACTION_BYTES, self.limit_bytes // REACTION_SHARE)
 
     def stop(self) -> None:
         self._memory.close()

@@ -132,11 +132,12 @@ class Quotas:
 
     # ── messages ──
 
-    def received(self, route: bytes, descriptor: int, nbytes: int) -> bool:
-        """Counts a message that was handed out. False: its sender was cut off, and it is to be dropped."""
+    def received(self, route: bytes, nbytes: int, descriptor: Callable[[], int]) -> bool:
+        """Counts a message that was handed out. False: its sender was cut off, and it is to be dropped. `descriptor`
+        says over which one it came."""
         account = self._accounts.get(route)
         if account is None:
-            account = self._accounts[route] = self._open(descriptor)
+            account = self._accounts[route] = self._open(descriptor())
         account.delivered += nbytes
         return not account.is_cut_off
 

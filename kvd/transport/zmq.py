@@ -279,7 +279,7 @@ class ZmqTransport:
         if not self._quotas.is_open or not frames:
             return True
         nbytes = sum(map(len, frames)) + FRAME_OVERHEAD_BYTES * len(frames)
-        return self._quotas.received(route, int(frames[0].get(zmq.SRCFD)), nbytes)
+        return self._quotas.received(route, nbytes, lambda: int(frames[0].get(zmq.SRCFD)))
 
     # ── sending ──
 

@@ -290,6 +290,28 @@ def test_a_command_that_ends_after_its_sender_was_replaced() -> None:
     assert kinds(harness.step(JobDone(run.job, b"late"))) == ["CommandResult"]
 
 
+def test_the_bodies_of_commands_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.core.server.command_answers.MAX_RUNNING_BYTES", 10)
+    harness = ready()
+    harness.hold = True
+    run = one(of(Run, harness.say(0, Command(70, "ping"), bytes(20))))  # one is taken, whatever its size
+    assert not_yet(harness.say(1, Command(70, "ping"), bytes(5))).reason is NotYetReason.BUSY
+    assert harness.say(0, Command(70, "ping"), bytes(20)) == []  # it is running
+    harness.finish(run)
+    assert len(of(Run, harness.say(1, Command(70, "ping"), bytes(5)))) == 1
+    assert len(of(Run, harness.say(1, Command(71, "ping"), bytes(5)))) == 1
+    assert not_yet(harness.say(1, Command(72, "ping"), bytes(5))).reason is NotYetReason.BUSY
+
+
+def test_a_result_that_is_not_kept_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.core.server.command_answers.MAX_REMEMBERED_BYTES", 8)
+    harness = ready()
+    for request in (70, 71):
+        assert kinds(harness.say(0, Command(request, "ping"), b"body")) == ["CommandResult"]
+    assert "not kept" in refusal(harness.say(0, Command(70, "ping"), b"body")).text
+    assert kinds(harness.say(0, Command(71, "ping"), b"body")) == ["CommandResult"]
+
+
 def test_the_answers_remembered_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvd.core.server.command_answers.MAX_REMEMBERED", 2)
     monkeypatch.setattr("kvd.core.server.command_answers.MAX_SENDERS", 2)

@@ -375,3 +375,17 @@ def test_a_value_that_was_converted_to_another_dtype_than_the_keys_is_refused(wa
     assert (refused.error, refused.key) == (ErrorCode.PROTOCOL_ERROR, "w")
     assert refused.text == f"key 'w' has dtype uint8, and takes a value of {wanted} by itself only"
     assert kinds(harness.push(0, 1, b"\1")) == ["Staged"]
+
+
+def test_one_peer_cannot_keep_the_others_from_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.core.server.pending.MAX_PENDING", 30)
+    monkeypatch.setattr("kvd.core.server.pending.FEW", 1)
+    harness = ready()
+    opened = 0
+    while kinds(harness.pull(1, 1)) == []:
+        opened += 1
+    assert opened == 20  # two thirds
+    assert harness.explain()["requests_waiting"] == 20
+    assert kinds(harness.push(0, 1, pull=True)) == ["Staged"]
+    effects = harness.push(1, 1, request=900)
+    assert refusal(effects).error is ErrorCode.NOT_ALLOWED  # its places are taken

@@ -14,7 +14,6 @@ from itertools import product
 from typing import NamedTuple, TypeAlias
 
 from kvd.core.push_policy import push_error
-from kvd.core.server.pending import MAX_PENDING
 from kvd.core.server.progress import PushRequest, Refusal
 from kvd.core.server.rounds import PushStatus
 from kvd.core.server.targets import PushTarget
@@ -79,7 +78,7 @@ def admit(
     Args:
         nbytes: of the payload that came with it.
         merge: the cluster's setting.
-        is_full: whether MAX_PENDING requests wait.
+        is_full: whether MAX_PENDING requests wait, or too many of the sender.
     """
     brings_bytes = push.how != ABSENT and not push.probe
     expected_nbytes = payload_nbytes([target.nbytes for target in targets]) if brings_bytes else 0
@@ -95,7 +94,7 @@ def admit(
                 return _remembered(answer, request, rank, targets)
         decisions.append(decision)
     if is_full and not all(target.group.log.committed_clock(rank) >= target.clock for target in targets):
-        text = f"{MAX_PENDING} requests wait already: try again"
+        text = "too many requests wait already: try again"
         if Decision.STAGE not in decisions:
             return NotYet(push.request, NotYetReason.BUSY, text)
         return _remembered(Refused(push.request, ErrorCode.NOT_ALLOWED, text), request, rank, targets)

@@ -22,6 +22,7 @@ from kvd.protocol.messages import (
     Done,
     ErrorCode,
     FetchState,
+    NotYetReason,
     OptimizerIs,
     OptimizerQuery,
     Refused,
@@ -230,19 +231,28 @@ class ServerControl:
         self._effects.refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, text)
 
     def _command(self, event: Received, message: Command) -> None:
+        answers, nbytes = self._answers, event.nbytes
+        if not answers.is_known(event.sender, message.request) and not answers.may_run(nbytes):
+            text = "too many commands wait already"
+            self._effects.not_yet(event.peer, message.request, NotYetReason.BUSY, text)
+            return
         if not self._answers.start(event.sender, message.request):
             answer = self._answers.find(event.sender, message.request)
             if answer is not None:
                 self._effects.emit(answer._replace(peer=event.peer))
             return
-        body = Span(event.payload, 0, event.nbytes)
+        body = Span(event.payload, 0, nbytes)
+        answers.runs(nbytes)
 
         def done(job: JobDone) -> None:
+            answers.ran(nbytes)
+            size = 0
             if job.error is not None:
                 answer = Send(event.peer, refusal_of(message.request, job.error))
             else:
-                answer = Send(event.peer, CommandResult(message.request), (Span(job.result, 0, len(job.result)),))
-            self._answers.finish(event.sender, message.request, answer)
+                size = len(job.result)
+                answer = Send(event.peer, CommandResult(message.request), (Span(job.result, 0, size),))
+            answers.finish(event.sender, message.request, answer, size)
             self._effects.emit(answer)
 
         self._effects.start_job(lambda job: Run(job, message.head, body), done)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvd.core.machine import Peer, Span
 
 MAX_PENDING = 1 << 18
+FEW = 256  # requests that each peer may have open, as long as there is room at all
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +26,7 @@ class Pending:
     versions: list[int] = field(default_factory=list)
     closed: bool = False  # answered, or refused
     asked_first: Peer | None = None  # where it was asked first, if that was elsewhere
+    opened_by: Peer | None = None  # whose share it takes, while it is open
 
     def asked_again(self, peer: Peer) -> None:
         """It came again, perhaps from elsewhere: the sender has a new connection, or somebody repeats its frames. The
@@ -53,16 +56,21 @@ class PendingTable:
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], Pending] = {}
+        self._of_peer: dict[Peer, int] = {}  # how many each has open
 
     def __len__(self) -> int:
         return len(self._open)
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._open) >= MAX_PENDING
+    def is_full_for(self, peer: Peer) -> bool:
+        """Whether this peer may open no more requests: all places are taken, or it has more than twice as many as are
+        left. So one peer cannot keep the others out, and alone it may have two thirds of all."""
+        left = MAX_PENDING - len(self._open)
+        return left <= 0 or self._of_peer.get(peer, 0) >= max(FEW, 2 * left)
 
     def open(self, pending: Pending) -> None:
         self._open[pending.sender, pending.request] = pending
+        peer = pending.opened_by = pending.peer
+        self._of_peer[peer] = self._of_peer.get(peer, 0) + 1
 
     def find(self, sender: int, request: int) -> Pending | None:
         return self._open.get((sender, request))
@@ -70,7 +78,11 @@ class PendingTable:
     def close(self, pending: Pending) -> None:
         pending.closed = True
         pending.spans = []
-        self._open.pop((pending.sender, pending.request), None)
+        peer = pending.opened_by
+        if self._open.pop((pending.sender, pending.request), None) is not None and peer is not None:
+            self._of_peer[peer] -= 1
+            if not self._of_peer[peer]:
+                del self._of_peer[peer]
 
     def drop_sender(self, sender: int) -> None:
         """The sender is gone for good: nobody waits for the answers."""
@@ -78,6 +90,9 @@ class PendingTable:
             self.close(pending)
 
     def validate(self, missing: Mapping[tuple[int, int], int]) -> None:
-        """Raises AssertionError unless `missing` has the parts that each open request waits for, and no others."""
+        """Raises AssertionError unless `missing` has the parts that each open request waits for, and no others, and the
+        shares of the peers are counted."""
         expected = {name: pending.remaining for name, pending in self._open.items()}
+        opened = Counter(pending.opened_by for pending in self._open.values())
+        assert opened == self._of_peer, f"peers have {dict(opened)} requests open, {self._of_peer} are counted"
         assert missing == expected, f"requests wait for {dict(missing)}, and their answers lack {expected}"

@@ -7,7 +7,7 @@ from kvd.core.server.attachments import Attachments
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.participants import Participants
-from kvd.core.server.pending import MAX_PENDING, Pending
+from kvd.core.server.pending import Pending
 from kvd.core.server.targets import PushTarget, TargetResolver
 from kvd.core.server.waiting import Waiters
 from kvd.protocol.messages import ANY_CLOCK, NO_RANK, ErrorCode, Pull, PullBatch
@@ -52,8 +52,8 @@ class Pulls:
             self._wait_or_answer(event, pull.request, rank, targets)
 
     def _wait_or_answer(self, event: Received, request: int, rank: int, targets: list[PushTarget]) -> None:
-        if self._waiters.pending.is_full:
-            text = f"{MAX_PENDING} requests wait already: try again"
+        if self._waiters.pending.is_full_for(event.peer):
+            text = "too many requests wait already: try again"
             self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, text)
             return
         self._waiters.wait(Pending(event.peer, event.sender, request, False, True, len(targets)), rank, targets)
