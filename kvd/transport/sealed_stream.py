@@ -18,6 +18,7 @@ from kvd.transport.outgoing import FLAGS
 from kvd.transport.sealing import HEAD, OVERHEAD_BYTES, RECORD_BYTES, BrokenSealError, Opener, Sealer
 
 WRITE_BYTES = 4 << 20  # sealed at most before the caller does something else
+READS_AT_A_TIME = 16  # a turn of the loop takes longer than reading and opening a record
 
 
 class Seals(NamedTuple):
@@ -72,9 +73,15 @@ class SealedIncoming:
         self._frames = FrameAssembler()
         self._buffer = np.empty(RECORD_BYTES + OVERHEAD_BYTES + HEAD.size, np.uint8).data
         self._start = self._end = 0  # the range of the buffer that has not been opened yet
+        self._reads_left = 0
 
     def fill(self) -> bool:
         """Reads once; to be called when `take` returns None. False: the stream has ended. Raises OSError."""
+        self._reads_left = READS_AT_A_TIME - 1
+        return self._read() != 0
+
+    def _read(self) -> int:
+        """Reads once. Returns the number of bytes, -1 if there are none yet, 0 at the end."""
         if self._start:
             rest = self._end - self._start
             self._buffer[:rest] = self._buffer[self._start : self._end]
@@ -84,20 +91,32 @@ class SealedIncoming:
         try:
             nbytes = self._socket.recv_into(self._buffer[self._end : until])
         except BlockingIOError:
-            return True
+            return -1
         self._end += nbytes
-        return nbytes > 0
+        return nbytes
 
     def take(self) -> Frame | None:
-        """The next frame, None if it has not arrived completely.
+        """The next frame, None if it has not arrived completely. Within a large payload it reads on, up to a limit.
 
         Raises:
             InvalidFrameError: what arrived was not sealed by the other end, or breaks the protocol.
         """
         while True:
             frame = self._frames.take()
-            if frame is not None or not self._open_next():
+            if frame is not None:
                 return frame
+            if not self._open_next() and not self._read_on():
+                return None
+
+    def _read_on(self) -> bool:
+        """Reads more of a large payload. False: there is nothing to read yet, or it is somebody else's turn."""
+        if not self._reads_left or not self._frames.is_large:
+            return False
+        self._reads_left -= 1
+        try:
+            return self._read() > 0
+        except OSError:  # the next `fill` finds that the connection is broken
+            return False
 
     def take_descriptor(self) -> int:
         raise InvalidFrameError("shared memory was offered over a link between hosts")
