@@ -70,9 +70,9 @@ class FrameAssembler:
         return self._large is None and self._start == self._end
 
     @property
-    def is_large(self) -> bool:
-        """Whether a large payload is arriving."""
-        return self._large is not None
+    def missing_nbytes(self) -> int:
+        """How much of a large payload is still to arrive; 0 if none is arriving."""
+        return len(self._missing)
 
     def room(self) -> memoryview:
         """Where the next bytes of the stream belong; to be called when `take` returns None. Never empty."""
