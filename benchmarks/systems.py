@@ -130,11 +130,15 @@ class System:
 KVD_WAYS: Final = {
     "auto": (KVD, ("--transport", "auto")),
     "tcp": (f"{KVD} tcp", ("--transport", "tcp")),
+    "sealed": (f"{KVD} sealed", ("--transport", "tcp", "--tcp-links", "always")),
+    "curve": (f"{KVD} curve", ("--transport", "tcp", "--tcp-links", "off")),
+    "insecure": (f"{KVD} insecure", ("--transport", "tcp", "--insecure")),
     "ipc": (f"{KVD} ipc", ("--transport", "ipc")),
     "bound": (f"{KVD} bound", ("--transport", "auto", "--bound")),
 }
 """Ways to run kvd → the name of the system and the flags of `kvd bench`: its defaults (shared memory on one host), TCP
-or ipc sockets alone, and its defaults with gradients in the arrays of `kv.bind`."""
+or ipc sockets alone, TCP as between hosts in its three forms (encrypted links, ZeroMQ's encryption alone, none), and
+its defaults with gradients in the arrays of `kv.bind`."""
 
 
 def kvd_systems(ways: Iterable[str], modes: tuple[str, ...]) -> tuple[list[System], list[str]]:

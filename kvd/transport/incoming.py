@@ -69,6 +69,11 @@ class FrameAssembler:
         """Whether no part of a frame has arrived that has not been taken."""
         return self._large is None and self._start == self._end
 
+    @property
+    def missing_nbytes(self) -> int:
+        """How much of a large payload is still to arrive; 0 if none is arriving."""
+        return len(self._missing)
+
     def room(self) -> memoryview:
         """Where the next bytes of the stream belong; to be called when `take` returns None. Never empty."""
         if self._large is not None:

@@ -257,13 +257,13 @@ class Link:
             prefix = prefix_of(kind, len(gone), len(header), nbytes, segment, offset) + pack_numbers(gone)
         else:
             prefix = prefix_of(kind, 0, len(header), nbytes, segment, offset)
-        return self._push(b"".join((prefix, header, *pieces)), descriptor)
+        return self._push(b"".join((prefix, header, *pieces)), descriptor, nbytes > 0 and not pieces)
 
-    def _push(self, data: bytes | memoryview, descriptor: int | None = None) -> bool:
+    def _push(self, data: bytes | memoryview, descriptor: int | None = None, more: bool = False) -> bool:
         if not self.is_up:
             return False
         try:
-            self._out.push(data, descriptor)
+            self._out.push(data, descriptor, more)
         except OSError as error:
             self._broken(error)
             return False

@@ -28,8 +28,8 @@ class Writer(Protocol):
     writes_at_a_time: int
     """How many writes may follow each other before the thread does something else."""
 
-    def write(self, data: bytes | memoryview, descriptor: int | None) -> int:
-        """How many of the bytes it has taken."""
+    def write(self, data: bytes | memoryview, descriptor: int | None, more: bool) -> int:
+        """How many of the bytes it has taken. `more`: others follow at once."""
 
     def flush(self) -> None:
         """Gives the socket what it had no room for."""
@@ -44,7 +44,7 @@ class PlainWriter:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
 
-    def write(self, data: bytes | memoryview, descriptor: int | None) -> int:
+    def write(self, data: bytes | memoryview, descriptor: int | None, more: bool) -> int:
         try:
             if descriptor is None:
                 return self._socket.send(data, FLAGS)
@@ -77,10 +77,11 @@ class Outgoing:
     def is_empty(self) -> bool:
         return not self._waits
 
-    def push(self, data: bytes | memoryview, descriptor: int | None = None) -> None:
-        """Sends at once, or queues what the socket does not take. The bytes must not change until they are sent."""
+    def push(self, data: bytes | memoryview, descriptor: int | None = None, more: bool = False) -> None:
+        """Sends at once, or queues what the socket does not take. The bytes must not change until they are sent.
+        `more`: others are pushed at once."""
         if not self._waits:
-            sent = self._writer.write(data, descriptor)
+            sent = self._writer.write(data, descriptor, more)
             if sent == len(data) and not self._writer.has_unsent:
                 return
             self._waits = True
@@ -101,7 +102,7 @@ class Outgoing:
                     self._epoll.modify(self._socket, select.EPOLLIN)
                 return
             data, descriptor = self._queue[0]
-            sent = self._writer.write(data, descriptor)
+            sent = self._writer.write(data, descriptor, len(self._queue) > 1)
             if not sent:
                 return
             self._queued_bytes -= sent

@@ -18,6 +18,10 @@ from kvd.transport.outgoing import FLAGS
 from kvd.transport.sealing import HEAD, OVERHEAD_BYTES, RECORD_BYTES, BrokenSealError, Opener, Sealer
 
 WRITE_BYTES = 4 << 20  # sealed at most before the caller does something else
+WAKE_BYTES = RECORD_BYTES  # of a large payload: a reader that wakes up for less is slower
+READS_AT_A_TIME = 16  # a turn of the loop takes longer than reading and opening a record
+
+_MORE = FLAGS | int(socket.MSG_MORE)  # the kernel waits for more before it fills a packet up
 
 
 class Seals(NamedTuple):
@@ -39,7 +43,7 @@ class SealedWriter:
         self._unsent = self._record[:0]
         self.has_unsent = False
 
-    def write(self, data: bytes | memoryview, descriptor: int | None) -> int:
+    def write(self, data: bytes | memoryview, descriptor: int | None, more: bool) -> int:
         """Seals as many of the bytes as the socket has room for, and returns their number."""
         if descriptor is not None:
             raise ValueError("descriptors do not leave the host")
@@ -54,12 +58,16 @@ class SealedWriter:
             except BrokenSealError as error:
                 raise OSError(0, str(error)) from None
             taken += len(part)
-            self.flush()
+            goes_on = more or taken < len(view)
+            self._send(_MORE if goes_on and taken < WRITE_BYTES else FLAGS)
         return taken
 
     def flush(self) -> None:
+        self._send(FLAGS)
+
+    def _send(self, flags: int) -> None:
         with suppress(BlockingIOError):
-            self._unsent = self._unsent[self._socket.send(self._unsent, FLAGS) :]
+            self._unsent = self._unsent[self._socket.send(self._unsent, flags) :]
         self.has_unsent = len(self._unsent) > 0
 
 
@@ -72,9 +80,16 @@ class SealedIncoming:
         self._frames = FrameAssembler()
         self._buffer = np.empty(RECORD_BYTES + OVERHEAD_BYTES + HEAD.size, np.uint8).data
         self._start = self._end = 0  # the range of the buffer that has not been opened yet
+        self._reads_left = 0
+        self._wakes_at = 1  # bytes that make the socket readable
 
     def fill(self) -> bool:
         """Reads once; to be called when `take` returns None. False: the stream has ended. Raises OSError."""
+        self._reads_left = READS_AT_A_TIME - 1
+        return self._read() != 0
+
+    def _read(self) -> int:
+        """Reads once. Returns the number of bytes, -1 if there are none yet, 0 at the end."""
         if self._start:
             rest = self._end - self._start
             self._buffer[:rest] = self._buffer[self._start : self._end]
@@ -84,20 +99,41 @@ class SealedIncoming:
         try:
             nbytes = self._socket.recv_into(self._buffer[self._end : until])
         except BlockingIOError:
-            return True
+            return -1
         self._end += nbytes
-        return nbytes > 0
+        return nbytes
 
     def take(self) -> Frame | None:
-        """The next frame, None if it has not arrived completely.
+        """The next frame, None if it has not arrived completely. Within a large payload it reads on, up to a limit.
 
         Raises:
             InvalidFrameError: what arrived was not sealed by the other end, or breaks the protocol.
         """
         while True:
             frame = self._frames.take()
-            if frame is not None or not self._open_next():
+            if frame is not None:
                 return frame
+            if not self._open_next() and not self._read_on():
+                self._wake_late()
+                return None
+
+    def _wake_late(self) -> None:
+        """Readers wake up when so many bytes have arrived that it is worth the while, if so many are on their way."""
+        at_least_to_come = self._frames.missing_nbytes - (self._end - self._start)
+        wanted = WAKE_BYTES if at_least_to_come >= WAKE_BYTES else 1
+        if wanted != self._wakes_at:
+            self._wakes_at = wanted
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+
+    def _read_on(self) -> bool:
+        """Reads more of a large payload. False: there is nothing to read yet, or it is somebody else's turn."""
+        if not self._reads_left or not self._frames.missing_nbytes:
+            return False
+        self._reads_left -= 1
+        try:
+            return self._read() > 0
+        except OSError:  # the next `fill` finds that the connection is broken
+            return False
 
     def take_descriptor(self) -> int:
         raise InvalidFrameError("shared memory was offered over a link between hosts")

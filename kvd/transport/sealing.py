@@ -5,7 +5,7 @@ nonce, is never sent, and is never used twice: not under one key, nor under the 
 unchanged, and on the side that it was meant for; one that does not ends the link.
 
 Every `RECORDS_PER_KEY` records both sides go on to the next key, which HKDF derives from the secret of the one before.
-So a key seals at most 2^16 records and 16 GiB. NIST SP 800-38D allows 2^32 records under a key with distinct nonces
+So a key seals at most 2^15 records and 16 GiB. NIST SP 800-38D allows 2^32 records under a key with distinct nonces
 (section 8.3) and 2^39 - 256 bits in one record (section 5.2.1.1). 16 GiB are 2^30 blocks: the chance to tell them from
 noise stays below 2^-68 (RFC 8446, section 5.5, counts the same way and allows 2^-57).
 
@@ -26,8 +26,8 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 HEAD = Struct("<I")  # of a record: how many bytes are sealed in it
 TAG_BYTES = 16
 OVERHEAD_BYTES = HEAD.size + TAG_BYTES
-RECORD_BYTES = 256 << 10  # most that is sealed in one record
-RECORDS_PER_KEY = 1 << 16
+RECORD_BYTES = 512 << 10  # most that is sealed in one record
+RECORDS_PER_KEY = 1 << 15
 MOST_RECORDS = 1 << 63  # in one direction of one connection
 SECRET_BYTES = 32
 

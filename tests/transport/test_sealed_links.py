@@ -281,7 +281,7 @@ def test_records_larger_than_their_frame_and_shared_memory_are_refused() -> None
         (link,) = client.transport._reader.links
         writer = link._out._writer
         assert isinstance(writer, sealed_stream.SealedWriter)
-        writer.write(bytes(200_000), None)
+        writer.write(bytes(200_000), None, False)
         await eventually(lambda: server.garbage)
         assert "goes beyond its frame" in server.garbage[0]
 
