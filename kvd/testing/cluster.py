@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 import kvd
 from kvd.client.cluster.engine import Engine
@@ -272,7 +272,7 @@ class LocalCluster:
             node.stop()
         self._folder.cleanup()
 
-    def __enter__(self) -> LocalCluster:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
