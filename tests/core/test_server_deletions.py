@@ -8,9 +8,12 @@ import pytest
 
 from kvd.core.machine import Apply, Effect, Export, ForgetState
 from kvd.core.placement import shard_of
+from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import (
     ANY_CLOCK,
+    MOST_COUNTED,
     NO_KEY,
+    NO_VIEW,
     Activate,
     Attach,
     ClockQuery,
@@ -383,3 +386,13 @@ def test_a_stranger_drops_nothing() -> None:
     harness, name = other()
     assert not_yet(harness.say(0, Drop(50, (KeyId(name, 0),)), life=9)).reason is NotYetReason.NOT_ATTACHED
     assert harness.explain()["slices"] == 1
+
+
+def test_a_creation_that_a_worker_claims_leaves_one_for_the_next_key() -> None:
+    harness = ready(b"a")
+    harness.say(1, Drop(harness.request(), (KeyId("x", MOST_COUNTED),)))
+    told = one(said(harness.say(0, init_of(harness.request(), "x", uint8(1), 0), b"a")))
+    assert isinstance(told, Outdated)
+    make(harness, "x", b"a", told.creation)
+    init = Init(1, (uint8(1),), (NewSlice("x", 0, 0),), told.creation)
+    assert decode(encode(init, 1, NO_VIEW)).message == init

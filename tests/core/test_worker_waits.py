@@ -12,8 +12,10 @@ from kvd.protocol.messages import (
     Command,
     Delete,
     ErrorCode,
+    HeartbeatAck,
     Lookup,
     Push,
+    Quiet,
 )
 from tests.core.fakes import member, server_id, uint8
 from tests.core.waits_harness import ANSWER_S, ROUND_S, WaitingWorker
@@ -298,3 +300,13 @@ def test_an_observer_asks_no_scheduler() -> None:
     worker.wait(ANSWER_S + 1)
     assert worker.error(call).waiting_for == ("server 0",)
     assert worker.reports == []
+
+
+def test_a_quiet_node_of_any_role_is_named() -> None:
+    """What the scheduler calls a role is a text, spaces in it or not."""
+    worker = WaitingWorker("w")
+    worker.harness.say(SCHEDULER, HeartbeatAck((Quiet("a b :", 8, 3.0),)))
+    worker.pushpull()
+    worker.silent.add(SERVER)
+    worker.wait(11.0)
+    assert "a b : 8" in worker.logged[0]

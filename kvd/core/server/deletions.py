@@ -19,7 +19,7 @@ from kvd.core.server.keys import KeyTable
 from kvd.core.server.participants import Participants
 from kvd.core.server.progress import PushRequest
 from kvd.core.server.waiting import Waiters
-from kvd.protocol.messages import Delete, Done, Drop, ErrorCode, NodeName, NotYetReason, Refused
+from kvd.protocol.messages import MOST_COUNTED, Delete, Done, Drop, ErrorCode, NodeName, NotYetReason, Refused
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +145,7 @@ class Deletions:
     def take_away(self, key: str) -> None:
         """Removes the slices of a key that was deleted, which are quiescent."""
         slices = self._table.of_key(key)
-        self._table.creation = max(self._table.creation, slices[0].creation + 1)
+        self._table.creation = max(self._table.creation, min(slices[0].creation + 1, MOST_COUNTED))
         for group in self._table.remove(key):
             for entry in group.waiting:  # of those that are not waited for: workers that have left the rounds
                 text = f"key {key!r} was deleted"
@@ -171,7 +171,7 @@ class Deletions:
             self._effects.not_yet(event.peer, message.request, NotYetReason.UPDATING, text, old[0][0])
             return
         for _, creation in message.keys:
-            self._table.creation = max(self._table.creation, creation + 1)
+            self._table.creation = max(self._table.creation, min(creation + 1, MOST_COUNTED))  # an Init can carry it
         for key, _ in old:
             self.take_away(key)
         self._effects.send(event.peer, Done(message.request))

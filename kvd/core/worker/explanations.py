@@ -116,7 +116,7 @@ class Explainer:
     # ── how a node is ──
 
     def _of_name(self, name: str, now: float) -> str:
-        role, _, rank = name.partition(" ")
+        role, _, rank = name.rpartition(" ")
         return self._node(role, int(rank), now)
 
     def _unheld(self, peer: Peer, entries: Sequence[Entry], now: float) -> str:
