@@ -63,6 +63,20 @@ def test_each_worker_has_its_path(kvd: Kvd, cluster: LocalCluster, stores: list[
         assert server["links"] == "shared memory"
 
 
+def test_links_between_hosts_are_shown_and_are_no_matter_of_shared_memory(kvd: Kvd) -> None:
+    with LocalCluster(2, 1, path="tcp", tcp_links="always") as cluster:
+        stores = cluster.open_stores(each=[{"node_id": "worker-0"}, {"node_id": "worker-1", "tcp_links": "off"}])
+        for handle in [store.init_async("w", np.zeros(SIZE, np.float32)) for store in stores]:
+            handle.wait()
+        push(stores)
+        assert paths(kvd, cluster) == [
+            ["worker 0", "0", "encrypted tcp"],
+            ["worker 1", "0", "zmq: turned off"],
+        ]
+        report: Any = json.loads(kvd("status", "-S", cluster.address, "-o", "json").stdout)
+        assert "links" not in report["servers"][0]
+
+
 def test_a_link_that_breaks_is_not_shown_as_one(kvd: Kvd, cluster: LocalCluster, stores: list[package.KVStore]) -> None:
     engine = engine_of(stores[0])
     home = engine.machine.view.server_of("w", 0)

@@ -1,0 +1,98 @@
+"""A client and a server in two network namespaces, as if on two hosts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd.core.machine import ServerPeer
+from kvd.protocol.messages import PathKind
+from kvd.transport.curve import Curve
+from tests.transport.host_harness import ROOT, Node, cluster_keys, eventually, run
+from tests.transport.link_harness import MIB, pattern
+
+NETWORK = f"10.213.{os.getpid() % 250}"  # others may run this test, too
+HERE, THERE = f"{NETWORK}.1", f"{NETWORK}.2"
+
+SERVER = """if True:
+    import asyncio, sys
+    from kvd.core.machine import Span
+    from kvd.core.principals import HOLDER
+    from kvd.transport.curve import Curve, Keypair
+    from kvd.transport.host import HostTransport
+    async def main():
+        pair = Keypair(sys.argv[2], sys.stdin.readline().strip())
+        transport = HostTransport(curve=Curve(pair, pair.public, "", {pair.public: HOLDER}.get, "a test", HOLDER))
+        def echo(peer, header, body, principal):
+            transport.send(peer, header, [] if body is None else [Span(body, 0, body.nbytes)])
+        transport.start(echo, print)
+        print(transport.listen(f"tcp://{sys.argv[1]}:0"), flush=True)
+        transport.listen_links(4711)
+        print("ready", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        transport.close(0.1)
+    asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def other_namespace() -> Iterator[list[str]]:
+    """What to put before a command that should run there. This side has the address HERE, that side THERE."""
+    name = f"kvd-test-{os.getpid()}"
+    ours, theirs = f"kvd{os.getpid()}", f"kvp{os.getpid()}"
+    ip = shutil.which("ip")
+    if ip is None or subprocess.run([ip, "netns", "add", name], capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot make a network namespace with ip(8)")
+    there = [ip, "netns", "exec", name]
+    try:
+        for command in (
+            [ip, "link", "add", ours, "type", "veth", "peer", "name", theirs, "netns", name],
+            [ip, "addr", "add", f"{HERE}/30", "dev", ours],
+            [ip, "link", "set", ours, "up"],
+            [*there, ip, "addr", "add", f"{THERE}/30", "dev", theirs],
+            [*there, ip, "link", "set", theirs, "up"],
+        ):
+            subprocess.run(command, check=True, capture_output=True)
+        yield there
+    finally:
+        subprocess.run([ip, "netns", "del", name], check=False, capture_output=True)  # the veth pair goes with it
+
+
+def test_a_server_in_another_namespace_is_reached_over_a_sealed_link(other_namespace: list[str]) -> None:
+    keys: Curve = cluster_keys()
+    command = [*other_namespace, sys.executable, "-c", SERVER, THERE, keys.own.public]
+    environment = {**os.environ, "PYTHONPATH": str(Path(ROOT))}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(keys.own.secret + "\n")
+        process.stdin.flush()
+        address = process.stdout.readline().strip()
+        assert process.stdout.readline() == "ready\n"
+
+        async def main() -> None:
+            client = Node(curve=keys)
+            try:
+                peer = ServerPeer(4711)
+                client.transport.connect(peer, address)
+                await client.decided()
+                assert client.transport.paths()[peer] == (PathKind.SEALED_TCP, "")
+                body = pattern(5 * MIB)
+                assert client.send(peer, b"echo", body)
+                await eventually(lambda: client.messages)
+                assert bytes(client.messages[0][2] or b"") == body.tobytes()
+            finally:
+                client.close()
+
+        try:
+            run(main)
+        finally:
+            process.communicate(timeout=20)
