@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -15,9 +16,11 @@ from typing import Any
 import pytest
 
 from kvd.testing.cluster import wait_until
-from tests.cli.restart_harness import DEADLINE_S, ROOT, readme, readme_program, readme_results
+from kvd_cli.demo import ENOUGH
+from tests.cli.restart_harness import ROOT, readme, readme_program, readme_results
 from tests.node.launch.lan_harness import Lan, missing_for_lan
 
+DEADLINE_S = 200.0  # three hosts on one machine, which may be busy
 SCHEDULER, SERVER, WORKER = 1, 2, 3  # README gives the scheduler 10.0.0.1
 
 
@@ -142,5 +145,7 @@ def test_the_demo_trains_over_two_hosts_with_imported_keys(users: Users) -> None
         daemon.send_signal(signal.SIGTERM)
     logs = [daemon.communicate(timeout=DEADLINE_S)[0] for daemon in daemons]
     assert [daemon.returncode for daemon in daemons] == [0, 0, 0], logs
-    print(said)
-    assert False
+    ends = [json.loads(line) for text in said for line in text.splitlines() if '"event": "end"' in line]
+    assert len(ends) == 2, said
+    assert min(end["accuracy"] for end in ends) >= ENOUGH
+    assert len({end["digest"] for end in ends}) == 1

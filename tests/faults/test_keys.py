@@ -275,7 +275,7 @@ with kvd.create("dist_sync") as kv:
 
 
 @pytest.fixture
-def worker(guarded: GuardedCluster) -> Iterator["subprocess.Popen[str]"]:
+def worker(guarded: GuardedCluster) -> Iterator[subprocess.Popen[str]]:
     """A worker that has trained, and ends with its stdin."""
     settings = {"KVD_SCHEDULER": guarded.address, "KVD_KEYFILE": guarded.keys.file("trainer"), "KVD_JOB": "vision-1"}
     process = subprocess.Popen(
@@ -291,7 +291,7 @@ def worker(guarded: GuardedCluster) -> Iterator["subprocess.Popen[str]"]:
 @pytest.mark.parametrize("name", ["trainer", "reader"])
 @pytest.mark.parametrize("command", [("jobs", "end", "vision-1"), ("shutdown", "--force")], ids=["end", "shutdown"])
 def test_what_only_an_operator_may(
-    name: str, command: tuple[str, ...], guarded: GuardedCluster, worker: "subprocess.Popen[str]"
+    name: str, command: tuple[str, ...], guarded: GuardedCluster, worker: subprocess.Popen[str]
 ) -> None:
     said = guarded.kvd(name, *command, code=1).stderr
     assert f"error: key {name!r}" in said
@@ -301,7 +301,7 @@ def test_what_only_an_operator_may(
     assert worker.returncode == 0, "nothing has happened to the job"
 
 
-def test_an_operator_ends_jobs_and_daemons(guarded: GuardedCluster, worker: "subprocess.Popen[str]") -> None:
+def test_an_operator_ends_jobs_and_daemons(guarded: GuardedCluster, worker: subprocess.Popen[str]) -> None:
     guarded.kvd("admin", "jobs", "end", "vision-1")
     worker.wait(DEADLINE_S)
     guarded.kvd("admin", "shutdown")
