@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvd.config import Config, all_settings, load
+from kvd.node.keyring import CREDENTIAL
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 UNITS = DEPLOY / "systemd"
@@ -153,6 +154,14 @@ def test_every_service_is_tied_watched_and_restarted(name: str) -> None:
     }
     assert {key: found.get(key) for key in expected} == expected
     assert found["StateDirectory"] == found["RuntimeDirectory"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_service_gets_the_key_as_a_credential_and_daemons_read_their_list_again(name: str) -> None:
+    found = directives(UNITS / name)
+    assert [value for key, value in found if key == "LoadCredential"] == [f"{CREDENTIAL}:/etc/kvd/cluster.key"]
+    assert ("ExecReload", "/bin/kill -HUP $MAINPID") in found or "worker" in name
+    assert not [value for _key, value in found if "KVD_KEYFILE" in value]
 
 
 def test_the_sandbox_is_the_same_everywhere() -> None:

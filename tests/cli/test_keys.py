@@ -158,11 +158,11 @@ def test_an_import_never_replaces_another_key(kvd: Kvd, own: Path) -> None:
     [
         (b"", "nothing came through stdin: look for the error of the other command"),
         (b"\n", "nothing came through stdin"),
-        (b"error: there is no key\n", "the key file on stdin is not a key file ("),
+        (b"error: there is no key\n", "the key file on stdin is not a key file: line "),
         (bytes(range(256)), "what came through stdin is not a key file: it is not text"),
         (b"x" * 100_000, "what came through stdin is not a key file: it has more than 4096 bytes"),
         (b'[trainer-a]\nkey = "x"\nroles = ["worker"]\n', "the key file on stdin has no secret key: it is the public"),
-        (key_text(new_cluster_key()).encode()[:-25], "the key file on stdin is not a key file ("),
+        (key_text(new_cluster_key()).encode()[:-25], "the key file on stdin is not a key file: line "),
     ],
 )
 def test_what_cannot_be_imported(content: bytes, says: str, kvd: Kvd, home: Path) -> None:

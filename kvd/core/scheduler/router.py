@@ -131,9 +131,8 @@ class SchedulerRouter:
 
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
         machine = self.machine_of(run) or self._cluster
-        jobs = [slot.describe() for slot in self._runs]
-        whole = {"jobs": jobs, "cannot_save": self._saving.problem, "insecure": self._settings.insecure}
-        return {**machine.explain(now), **whole}
+        whole = {"cannot_save": self._saving.problem, "insecure": self._settings.insecure}
+        return {**machine.explain(now), "jobs": [slot.describe() for slot in self._runs], **whole}
 
     def watched(self) -> list[tuple[int, str, int]]:
         """(incarnation, host, pid) of the living members, for a shell that can watch their processes."""
