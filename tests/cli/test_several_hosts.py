@@ -110,15 +110,15 @@ def test_the_commands_of_the_readme_train_on_three_hosts(users: Users) -> None:
     sizes = re.search(r"--num-workers (\d+) --num-servers 1$", typed["scheduler"])
     assert sizes is not None, typed["scheduler"]
     workers = [users.start(WORKER, typed["worker"]) for _ in range(int(sizes[1]))]
-    said = [worker.communicate(timeout=DEADLINE_S)[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0] * len(workers), said
+    output = [worker.communicate(timeout=DEADLINE_S)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0] * len(workers), output
     status = users.run(WORKER, "kvd status --scheduler tcp://10.0.0.1:9191", stderr=subprocess.PIPE)
     for daemon in daemons:
         daemon.send_signal(signal.SIGTERM)
     logs = [daemon.communicate(timeout=DEADLINE_S)[0] for daemon in daemons]
 
-    results = sorted(line for text in said for line in text.splitlines() if line.startswith("worker "))
-    assert results == readme_results(len(workers)), said
+    results = sorted(line for text in output for line in text.splitlines() if line.startswith("worker "))
+    assert results == readme_results(len(workers)), output
     assert "no --bind is given: listening on 10.0.0.2, from where this host reaches the scheduler" in logs[1]
     assert "tcp://10.0.0.2:" in status, status
     assert [daemon.returncode for daemon in daemons] == [0, 0], logs
@@ -139,7 +139,7 @@ def test_the_demo_trains_over_two_hosts_with_imported_keys(users: Users) -> None
         users.start(host, f"kvd worker {at} --merge weighted --preferred-rank {rank} --num-workers 2 -- {demo}")
         for rank, host in enumerate((SCHEDULER, SERVER))
     ]
-    said = [worker.communicate(timeout=DEADLINE_S)[0] for worker in workers]
+    output = [worker.communicate(timeout=DEADLINE_S)[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], said
     for daemon in daemons:
         daemon.send_signal(signal.SIGTERM)

@@ -21,6 +21,7 @@ OF_OTHERS = {"--name-only", "--now", "--upgrade", "--launcher", "--create"}
 """Flags of the other programs that a page shows."""
 FILES_AND_GROUPS = (
     "toml",
+    "key",
     "env",
     "target",
     "conf",
