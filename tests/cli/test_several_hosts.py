@@ -140,12 +140,12 @@ def test_the_demo_trains_over_two_hosts_with_imported_keys(users: Users) -> None
         for rank, host in enumerate((SCHEDULER, SERVER))
     ]
     output = [worker.communicate(timeout=DEADLINE_S)[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], said
+    assert [worker.returncode for worker in workers] == [0, 0], output
     for daemon in daemons:
         daemon.send_signal(signal.SIGTERM)
     logs = [daemon.communicate(timeout=DEADLINE_S)[0] for daemon in daemons]
     assert [daemon.returncode for daemon in daemons] == [0, 0, 0], logs
-    ends = [json.loads(line) for text in said for line in text.splitlines() if '"event": "end"' in line]
-    assert len(ends) == 2, said
+    ends = [json.loads(line) for text in output for line in text.splitlines() if '"event": "end"' in line]
+    assert len(ends) == 2, output
     assert min(end["accuracy"] for end in ends) >= ENOUGH
     assert len({end["digest"] for end in ends}) == 1
