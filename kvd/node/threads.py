@@ -4,7 +4,7 @@
 thread               what runs there
 ===================  ==================================================================================================
 program thread       `Stepper.feed` with the program's calls: it steps the machine and sends. While it waits for a call
-                     it also reads the links to the servers of this host (`LinkWaiter.wait`), and so steps the machine
+                     it also reads the links to the servers (`LinkWaiter.wait`), and so steps the machine
                      with what arrives, copies pulled values and completes calls.
 engine thread        The event loop of a store or an observer (`kvd-engine`): the timer, ZeroMQ's sockets, the links
                      while no program thread reads them, the coroutines of `Engine.run`, and the effects that only a
