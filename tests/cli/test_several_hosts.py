@@ -68,6 +68,7 @@ class Users:
     def start(self, host: int, command: str, **options: Any) -> subprocess.Popen[str]:
         environment = {
             **self._kept,
+            **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),  # as in `kvd demo`
             "HOME": str(self.home(host)),
             "PATH": f"{self._folder}/bin{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'cli'}",
@@ -135,12 +136,15 @@ def test_the_demo_trains_over_two_hosts_with_imported_keys(users: Users) -> None
         users.start(SERVER, f"kvd server {at} --merge weighted"),
     ]
     demo = "python -m kvd_cli.demo_worker --seed 0 --epochs 20 --batch 64"
-    workers = [
-        users.start(host, f"kvd worker {at} --merge weighted --preferred-rank {rank} --num-workers 2 -- {demo}")
-        for rank, host in enumerate((SCHEDULER, SERVER))
-    ]
-    output = [worker.communicate(timeout=DEADLINE_S)[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], output
+    results = [users.home(host) / "demo" for host in (SCHEDULER, SERVER)]  # a pipe that nobody reads would fill
+    workers = []
+    for rank, host in enumerate((SCHEDULER, SERVER)):
+        with results[rank].open("w") as out:
+            command = f"kvd worker {at} --merge weighted --preferred-rank {rank} --num-workers 2 -- {demo}"
+            workers.append(users.start(host, command, stdout=out))
+    codes = [worker.wait(DEADLINE_S) for worker in workers]
+    output = [result.read_text() for result in results]
+    assert codes == [0, 0], output
     for daemon in daemons:
         daemon.send_signal(signal.SIGTERM)
     logs = [daemon.communicate(timeout=DEADLINE_S)[0] for daemon in daemons]

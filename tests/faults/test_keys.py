@@ -293,7 +293,7 @@ def worker(guarded: GuardedCluster) -> Iterator[subprocess.Popen[str]]:
 def test_what_only_an_operator_may(
     name: str, command: tuple[str, ...], guarded: GuardedCluster, worker: subprocess.Popen[str]
 ) -> None:
-    said = guarded.kvd(name, *command, code=1).stderr
+    said = guarded.kvd(name, *command, "--job", "vision-1", code=1).stderr
     assert f"error: key {name!r}" in said
     assert "operator" in said
     assert "vision-1" in guarded.kvd("reader", "jobs").stdout
@@ -303,7 +303,8 @@ def test_what_only_an_operator_may(
 
 def test_an_operator_ends_jobs_and_daemons(guarded: GuardedCluster, worker: subprocess.Popen[str]) -> None:
     guarded.kvd("admin", "jobs", "end", "vision-1")
-    worker.wait(DEADLINE_S)
+    worker.communicate(timeout=DEADLINE_S)
+    assert worker.returncode == 1, "its job has ended"
     guarded.kvd("admin", "shutdown")
     for node in guarded.nodes.values():
         assert node.process.wait(DEADLINE_S) == 0
