@@ -35,10 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _make_keys(config: pytest.Config) -> None:
-    """Tests and the processes that they start have a user's key of their own, or use none."""
+    """Tests and the processes that they start have a user's key of their own, and use it unless told otherwise."""
     if config.getoption("--kvd-insecure"):
         os.environ["KVD_INSECURE"] = "1"
-        return
+        LocalCluster.default_insecure = True
     home = Path(tempfile.mkdtemp(prefix="kvd-test-keys-"))
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
     os.environ["XDG_CONFIG_HOME"] = str(home)

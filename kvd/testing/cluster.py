@@ -146,9 +146,11 @@ class LocalCluster:
 
     Attributes:
         default_path: the path of clusters that name none.
+        default_insecure: whether clusters that do not say so use no keys.
     """
 
     default_path: ClassVar[PathName] = "shm"
+    default_insecure: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -173,6 +175,8 @@ class LocalCluster:
         }
         if self.path != "shm":
             self.settings.setdefault("shared_memory", "off")
+        if self.default_insecure and "allowed_keys" not in settings:
+            self.settings.setdefault("insecure", True)
         self._processes = processes
         self._preludes = {"server": server_prelude, "scheduler": scheduler_prelude}
         self._numbers = count(1)

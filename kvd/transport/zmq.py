@@ -30,7 +30,7 @@ from kvd.transport.base import (
     joined,
     pieces_of,
 )
-from kvd.transport.curve import Curve, KeyCheck
+from kvd.transport.curve import Curve, KeyCheck, is_key
 from kvd.transport.listening import someone_listens, why_not_listening
 from kvd.transport.memory_watch import MemoryWatch
 from kvd.transport.process_memory import ProcessMemory
@@ -134,17 +134,18 @@ class ZmqTransport:
         self.disconnect(peer)
         dealer = self._context.socket(zmq.DEALER)
         set_options(dealer, address)
-        if self._curve is not None:
-            self._curve.secure_connection(dealer, key)
         refused = RefusedHandshake(dealer, lambda: self.connect(peer, address, key))
         try:
+            if self._curve is not None:
+                self._curve.secure_connection(dealer, key)
             dealer.connect(address)
         except zmq.ZMQError as error:
             refused.stop()
             dealer.close(linger=0)
-            raise ConnectError(
-                f"{address} is not an address to connect to: {error.strerror}", address=address
-            ) from None
+            what = f"{address} is not an address to connect to"
+            if key and not is_key(key):
+                what = f"the node at {address} announces {key!r}, which is no key"
+            raise ConnectError(f"{what}: {error.strerror}", address=address) from None
         self._dealers[peer] = dealer
         self._addresses[peer] = (address, key)
         self._refused[peer] = refused

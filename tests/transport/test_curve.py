@@ -11,6 +11,7 @@ import pytest
 
 from kvd.core.machine import SCHEDULER, CallerPeer, Peer, Span
 from kvd.core.principals import HOLDER, KeyRole, Principal
+from kvd.errors import ConnectError
 from kvd.transport.curve import Admit, Curve, Keypair, is_key, new_keypair, public_key_of
 from kvd.transport.probe import Outcome, try_handshake
 from kvd.transport.zmq import ZmqTransport
@@ -130,6 +131,17 @@ def test_a_key_that_was_refused_comes_in_once_it_is_allowed() -> None:
                 return bool(client.received)
 
             await until(said)
+
+    asyncio.run(main())
+
+
+def test_a_node_that_announces_no_key_is_not_connected_to() -> None:
+    own = new_keypair()
+
+    async def main() -> None:
+        async with nodes(curve(own, own.public)) as (client,):
+            with pytest.raises(ConnectError, match="announces 'rubbish', which is no key"):
+                client.transport.connect(SCHEDULER, "tcp://127.0.0.1:9", "rubbish")
 
     asyncio.run(main())
 
