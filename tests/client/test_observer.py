@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import pytest
 
 import kvd
 from kvd.errors import KeyNotFound, NotAllowed, RequestTimeout, ShapeMismatch, StoreClosed, VersionUnavailable
+from kvd.protocol.messages import NO_RUN
 from kvd.testing.cluster import LocalCluster, ProcessNode
 
 KEYS = [f"layer {number}" for number in range(8)]
@@ -140,6 +142,18 @@ def test_one_key_is_read_as_it_is() -> None:
         assert [content(value) for value in reader.pull(["a", "rare"])] == [1, 0]  # step 2 may go on
         store.pushpull("a", ones(3))
         assert [content(value) for value in reader.pull(["a", "rare"])] == [2, 2]
+
+
+def test_a_reader_that_came_before_the_run_reads_it_at_once() -> None:
+    """It asks the scheduler for the view from time to time only; here it does so while it reads."""
+    with small_slices(1) as cluster, observer(cluster) as reader:
+        session = reader._cluster._engine.session
+        session._next_send = time.monotonic() + 3600
+        store = cluster.store()
+        store.init("w", ones(7))
+        assert session.run == NO_RUN
+        session._next_send = time.monotonic() + 0.3
+        assert content(reader.pull("w")) == 7
 
 
 # ── versions ──

@@ -23,8 +23,8 @@ from kvd.core import requests
 from kvd.core.membership import EMPTY_SETTINGS
 from kvd.core.placement import shard_of
 from kvd.core.requests import Item
-from kvd.errors import ConnectError, KvdError, NotAllowed, RequestTimeout
-from kvd.protocol.messages import Command, EndRun, KeyEntry, MemberState, Shutdown, StatusQuery
+from kvd.errors import ConnectError, KeyNotFound, KvdError, NotAllowed, RequestTimeout
+from kvd.protocol.messages import NO_RUN, Command, EndRun, KeyEntry, MemberState, Shutdown, StatusQuery
 from kvd.protocol.specs import DTYPES, KeySpec
 
 SAME_VERSION_TRIES = 4
@@ -193,9 +193,22 @@ class Observer:
         """Shape and dtype of the keys, which never change."""
         unknown = [name for name in names if name not in self._known]
         asked = [self._engine.submit(requests.DescribeKey(name), deadline.left_s()) for name in unknown]
-        found = {name: promise.result() for name, promise in zip(unknown, asked, strict=True)}
+        try:
+            found = {name: promise.result() for name, promise in zip(unknown, asked, strict=True)}
+        except KeyNotFound:
+            if self._engine.session.run != NO_RUN or not self._engine.run(self._in_a_run(deadline)).result():
+                raise
+            return self._specs(names, deadline)
         self._known.update(found)
         return [self._known[name] for name in names]
+
+    async def _in_a_run(self, deadline: Deadline) -> bool:
+        """Whether a run has begun since this node came, which the scheduler says when it is asked again."""
+        soon = Deadline(min(NEWS_S, deadline.left_s()))
+        while self._engine.session.run == NO_RUN and soon.left_s() > 0:
+            await asyncio.sleep(VIEW_PAUSE_S)
+            self._engine.check_usable()
+        return self._engine.session.run != NO_RUN
 
     async def _read(
         self, items: tuple[Item, ...], step: int | None, deadline: Deadline
