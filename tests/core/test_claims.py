@@ -133,7 +133,7 @@ def test_steps_that_a_worker_makes_up_take_a_bounded_memory() -> None:
     steps = CountedSteps()
     for number in range(2 * MAX_RANGES):
         steps.add(10 * number)
-        steps.validate()
+    steps.validate()
     assert len(steps.starts) == MAX_RANGES
     assert 10 * (2 * MAX_RANGES - 1) in steps
     assert 10 * (2 * MAX_RANGES - 1) + 1 not in steps
