@@ -20,9 +20,9 @@ from kvd.testing.trace import Violation
 from kvd.testing.workloads.readings import Readers, Seen
 from kvd.testing.workloads.steps import Keys
 
-SEEDS = 14  # of each campaign in `make test`
+SEEDS = 10  # of each campaign in `make test`
 SOAK_SEEDS = 1000  # of each campaign under -m soak
-CHUNK = 7
+CHUNK = 5
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
