@@ -106,13 +106,14 @@ def _check_same(path: Path, imported: NodeKey) -> None:
         ConfigError: it contains another one, or cannot be used.
     """
     from kvd.node.keyfiles import read_key
+    from kvd.transport.curve import fingerprint
 
     there = read_key(path)
     if there.keypair != imported.keypair:
         raise ConfigError(
-            f"the key file {path} has another key (public key {there.keypair.public[:8]}…) than the one {STDIN} "
-            f"({imported.keypair.public[:8]}…), and a key that is in use must not be lost: move the file away, or give "
-            "--out FILE",
+            f"the key file {path} has another key (public key {fingerprint(there.keypair.public)}) than the one "
+            f"{STDIN} ({fingerprint(imported.keypair.public)}), and a key that is in use must not be lost: move the "
+            "file away, or give --out FILE",
             setting="keyfile",
         )
 

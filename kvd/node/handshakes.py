@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Final
 
 from kvd.errors import ConnectError
-from kvd.transport.curve import Curve
+from kvd.transport.curve import Curve, fingerprint
 from kvd.transport.probe import Outcome, try_handshake
 
 FIRST_LOOK_S: Final = 0.5
@@ -62,7 +62,7 @@ async def _in_a_thread(address: str, curve: Curve | None) -> Outcome:
 
 def problem_of(outcome: Outcome, address: str, curve: Curve | None) -> str:
     """What is wrong, and what to do about it; "" if nothing is, as far as keys are concerned."""
-    own = "no key" if curve is None else f"{curve.origin} (public key {curve.own.public[:8]}…)"
+    own = "no key" if curve is None else f"{curve.origin} (public key {fingerprint(curve.own.public)})"
     if outcome is Outcome.WITH_KEYS:
         return (
             f"the scheduler at {address} expects a key, and this process runs without (--insecure, KVD_INSECURE=1): "

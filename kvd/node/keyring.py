@@ -84,7 +84,6 @@ class Keyring:
         role: of this process.
 
     Attributes:
-        path: the key file.
         curve: for the sockets; None if the settings say ``insecure``.
 
     Raises:
@@ -92,21 +91,19 @@ class Keyring:
     """
 
     def __init__(self, config: Config, role: Role | str) -> None:
-        self.path: Path | None = None
         self.curve: Curve | None = None
         self._allowed: AllowedKeys | None = None
         self._cluster_key = ""
         if config.insecure:
             return
         source = key_source(config.keyfile)
-        self.path = source.path
         if source.is_users and role == "scheduler" and not os.path.exists(source.path):
             _make(source.path)
         key = source.read()
         is_daemon = role in ("scheduler", "server")
         if config.allowed_keys and is_daemon:
             self._allowed = AllowedKeys(Path(config.allowed_keys))
-        _check(key, role, self.path, has_list=self._allowed is not None)
+        _check(key, role, source.path, has_list=self._allowed is not None)
         own_scheduler = key.keypair.public if role == "scheduler" else key.scheduler
         if key.kind is KeyKind.CLUSTER:
             self._cluster_key = key.keypair.public
@@ -115,7 +112,7 @@ class Keyring:
             own_scheduler,
             "" if key.kind is KeyKind.CLUSTER else key.keypair.public,
             self._admit,
-            f"the key {self.path}",
+            f"the key {source.path}",
             HOLDER if key.kind is KeyKind.CLUSTER and self._allowed is None else None,
         )
 
@@ -153,7 +150,7 @@ def _no_key(path: Path) -> ConfigError:
     )
 
 
-def _check(key: NodeKey, role: Role | str, path: Path | None, *, has_list: bool) -> None:
+def _check(key: NodeKey, role: Role | str, path: Path, *, has_list: bool) -> None:
     """Refuse a key with which this process could do nothing."""
     if key.kind is KeyKind.CLUSTER:
         return
@@ -169,8 +166,3 @@ def _check(key: NodeKey, role: Role | str, path: Path | None, *, has_list: bool)
             f"kvd keypair new {key.name or 'NAME'} --scheduler-key KEY",
             setting="keyfile",
         )
-
-
-def fingerprint(public: str) -> str:
-    """A public key, shortened for people who compare two of them."""
-    return public[:8]

@@ -54,6 +54,11 @@ def public_key_of(secret: str) -> str:
     return zmq.curve_public(secret.encode()).decode()
 
 
+def fingerprint(public: str) -> str:
+    """A public key, shortened for people who compare two of them."""
+    return f"{public[:8]}…"
+
+
 @dataclass(frozen=True, slots=True)
 class Curve:
     """The keys of one node.

@@ -14,9 +14,8 @@ from kvd.core.principals import Principal
 from kvd.transport.half_open import HalfOpen
 from kvd.transport.link_proof import Medium, Proven, as_server
 from kvd.transport.link_sockets import (
-    host_and_port,
-    is_loopback,
     other_user,
+    tcp_address_of,
     tcp_listener,
     tune,
     unix_name,
@@ -217,13 +216,13 @@ class LinkListener:
 
     def _listen_over_tcp(self) -> str:
         """Why it does not listen, or an empty text."""
-        where = host_and_port(self.address)
+        where = tcp_address_of(self.address)
         if where is None:
             return "the server is not reached over TCP"
-        if self._tcp_links is TcpLinks.BETWEEN_HOSTS and is_loopback(where[0]):
+        if self._tcp_links is TcpLinks.BETWEEN_HOSTS and where.is_local:
             return "the server can only be reached by its own host"
         try:
-            self._sockets[Medium.TCP] = tcp_listener(where[0], BACKLOG)
+            self._sockets[Medium.TCP] = tcp_listener(where.host, BACKLOG)
         except OSError as error:
             return f"the server cannot listen for links over TCP: {error.strerror}"
         return ""

@@ -15,7 +15,7 @@ from kvd.core.machine import ServerPeer
 from kvd.core.principals import Principal
 from kvd.transport.half_open import HalfOpen
 from kvd.transport.link_proof import Medium, Proven, as_client
-from kvd.transport.link_sockets import host_and_port, other_user, tune, unix_name, unix_socket
+from kvd.transport.link_sockets import other_user, tcp_address_of, tune, unix_name, unix_socket
 from kvd.transport.offers import ID_BYTES, Offer, pack_ask
 from kvd.transport.sealing import why_not
 
@@ -146,13 +146,13 @@ class LinkSeeker:
     # ── over TCP ──
 
     def _open_over_tcp(self, search: _Search, offer: Offer) -> None:
-        where = host_and_port(search.address)
+        where = tcp_address_of(search.address)
         reason = "" if self._tcp else "turned off"
         reason = reason or why_not() or ("" if offer.port else offer.reason)
         if reason or where is None:
             self._fail(search, f"no link over TCP: {reason or 'the server is not reached over TCP'}")
             return
-        host, port = where[0], offer.port
+        host, port = where.host, offer.port
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
         except socket.gaierror:  # a name: the system may have to ask for its number

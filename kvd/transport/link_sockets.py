@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from ipaddress import ip_address
 
-KEEPALIVE_IDLE_S = 5
-KEEPALIVE_INTERVAL_S = 5
-KEEPALIVE_PROBES = 3
-UNANSWERED_LIMIT_MS = 20_000  # as long as ZeroMQ's heartbeats wait, see kvd.transport.zmq
+from kvd.config import Address, parse_address
+from kvd.errors import ConfigError
+from kvd.transport.socket_options import KEEPALIVE_PROBES, KEEPALIVE_S, SILENCE_LIMIT_MS
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -31,20 +29,13 @@ def other_user(connection: socket.socket) -> str:
     return "" if uid == os.geteuid() else f"the peer runs as user {uid}, this process as {os.geteuid()}"
 
 
-def host_and_port(address: str) -> tuple[str, int] | None:
-    """Host and port of an address of ZeroMQ. None: it does not lead to another host."""
-    kind, _, rest = address.partition("://")
-    host, _, port = rest.rpartition(":")
-    if kind != "tcp" or not host or not port.isdigit():
-        return None
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def is_loopback(host: str) -> bool:
+def tcp_address_of(address: str) -> Address | None:
+    """An address of ZeroMQ. None: it does not lead over TCP, or is none (another node may have announced it)."""
     try:
-        return ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
+        parsed = parse_address(address)
+    except ConfigError:
+        return None
+    return parsed if parsed.scheme == "tcp" else None
 
 
 def tcp_listener(host: str, backlog: int) -> socket.socket:
@@ -63,14 +54,14 @@ def tcp_listener(host: str, backlog: int) -> socket.socket:
 
 
 def tune(connection: socket.socket) -> None:
-    """Sends at once, and notices within `UNANSWERED_LIMIT_MS` that the other host is gone.
+    """Sends at once, and notices as soon as ZeroMQ does (`SILENCE_LIMIT_MS`) that the other host is gone.
 
     The sizes of the buffers stay as they are: the kernel adapts them to the path up to tcp_rmem and tcp_wmem, unless a
     program sets them.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_LIMIT_MS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_LIMIT_MS)

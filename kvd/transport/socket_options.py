@@ -13,7 +13,8 @@ RECONNECT_FIRST_MS: Final = 50
 RECONNECT_LIMIT_MS: Final = 2000
 HANDSHAKE_LIMIT_MS: Final = 5000
 SILENCE_LIMIT_MS: Final = 20_000  # until a connection to a host that does not answer is given up
-KEEPALIVE_S: Final = 5
+KEEPALIVE_S: Final = 5  # until a silent connection is probed, and between two probes
+KEEPALIVE_PROBES: Final = SILENCE_LIMIT_MS // 1000 // KEEPALIVE_S - 1  # with the silence before them
 
 
 def set_options(socket: zmq.Socket[bytes], address: str) -> None:
@@ -38,7 +39,7 @@ def set_options(socket: zmq.Socket[bytes], address: str) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, SILENCE_LIMIT_MS // 1000 // KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
     socket.setsockopt(zmq.TCP_MAXRT, SILENCE_LIMIT_MS)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)

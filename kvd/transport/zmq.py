@@ -80,9 +80,8 @@ class ZmqTransport:
         self._refused: dict[Peer, RefusedHandshake] = {}  # watches the dealers
         self._uncopied: dict[Peer, deque[zmq.MessageTracker]] = {}  # payloads being sent without a copy
         self._readers: dict[int, _Reader] = {}
-        self._quotas = Quotas(
-            MemoryWatch(memory_limit_bytes, ProcessMemory())
-        )  # of those that connect to the router over TCP
+        # Of those that connect to the router over TCP.
+        self._quotas = Quotas(MemoryWatch(memory_limit_bytes, ProcessMemory()))
         self._on_message: OnMessage | None = None
         self._on_garbage: OnGarbage | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 import kvd
@@ -24,14 +23,6 @@ def cluster() -> Iterator[LocalCluster]:
     """Its daemons are processes: libzmq aborts a process, not a thread. They let in everyone."""
     with LocalCluster(2, 2, processes=True, path="tcp", insecure=True) as cluster:
         yield cluster
-
-
-@pytest.fixture(scope="module")
-def stores(cluster: LocalCluster) -> list[kvd.KVStore]:
-    stores = cluster.open_stores(each=[{"node_id": f"worker-{number}"} for number in range(2)])
-    for handle in [store.init_async("w", np.zeros(3000, np.float32)) for store in stores]:
-        handle.wait()
-    return stores
 
 
 @pytest.mark.parametrize("heartbeats", [False, True])

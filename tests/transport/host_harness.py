@@ -103,9 +103,15 @@ async def eventually(holds: Callable[[], Any], timeout_s: float = 15.0) -> None:
 
 @asynccontextmanager
 async def two_nodes(**options: Any) -> AsyncIterator[tuple[Node, Node, ServerPeer]]:
+    """As `connected`, with options of the client."""
+    async with connected(Node(**options), Node()) as nodes:
+        yield nodes
+
+
+@asynccontextmanager
+async def connected(client: Node, server: Node) -> AsyncIterator[tuple[Node, Node, ServerPeer]]:
     """A client connected to a server, both in this process, and the server's incarnation."""
     incarnation = ServerPeer(secrets.randbits(61) + 1)
-    client, server = Node(**options), Node()
     try:
         address = server.transport.listen("tcp://127.0.0.1:0")
         server.transport.listen_links(incarnation)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -10,7 +9,7 @@ from kvd.core.machine import ServerPeer
 from kvd.protocol.messages import PathKind
 from kvd.transport.curve import Curve
 from kvd.transport.link_listener import TcpLinks
-from tests.transport.host_harness import Node, cluster_keys, run
+from tests.transport.host_harness import Node, cluster_keys, connected, run
 
 KEYS = cluster_keys()
 
@@ -24,17 +23,8 @@ async def sealed_pair(
     server_keys: Curve | None = KEYS, client_keys: Curve | None = KEYS
 ) -> AsyncIterator[tuple[Node, Node, ServerPeer]]:
     """A client and a server with a sealed link, and the server's incarnation."""
-    incarnation = ServerPeer(secrets.randbits(61) + 1)
-    client, server = sealed_node(client_keys), sealed_node(server_keys)
-    try:
-        address = server.transport.listen("tcp://127.0.0.1:0")
-        server.transport.listen_links(incarnation)
-        client.transport.connect(incarnation, address)
-        await client.decided()
-        yield client, server, incarnation
-    finally:
-        client.close()
-        server.close()
+    async with connected(sealed_node(client_keys), sealed_node(server_keys)) as nodes:
+        yield nodes
 
 
 def with_pair(program: Callable[[Node, Node, ServerPeer], Awaitable[None]]) -> None:
