@@ -12,9 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from kvd.node.keyfiles import new_cluster_key, write_key
 from kvd.testing.cluster import PATHS, LocalCluster
+
+settings.register_profile("kvd", deadline=None)  # how long an example takes says how busy the machine is
+settings.load_profile("kvd")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
