@@ -26,7 +26,7 @@ PidFile none
 UsePAM no
 StrictModes no
 PasswordAuthentication no
-SetEnv XDG_RUNTIME_DIR={folder}/runtime
+SetEnv XDG_RUNTIME_DIR={folder}/runtime HOME={folder}
 """
 SSH_CONFIG = """
 Host a b
@@ -81,6 +81,7 @@ def lan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lan, str]]:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
     (folder / "sshd.conf").write_text(SSHD_CONFIG.format(folder=folder))
     (folder / "ssh.conf").write_text(SSH_CONFIG.format(folder=folder))
+    # HOME of the sessions is empty: what a user's shell says when it starts is not what kvd says
     with Lan(3) as net:
         for host in (2, 3):
             # without -D it returns when it listens
