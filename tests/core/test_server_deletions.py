@@ -351,6 +351,12 @@ def test_a_server_drops_the_other_slices() -> None:
     assert said(harness.say(0, late, bytes(SLICE))) == [Outdated(1, 4)]
 
 
+def test_a_drop_that_names_a_key_twice() -> None:
+    harness, name = other()
+    assert said(harness.say(1, Drop(50, (KeyId(name, 0), KeyId(name, 1))))) == [Done(50)]
+    assert harness.explain()["slices"] == 0
+
+
 def test_a_late_drop_does_not_touch_the_successor() -> None:
     harness, name = other()
     harness.say(1, Drop(50, (KeyId(name, 0),)))

@@ -44,7 +44,7 @@ NUMBERS = (0, 1, 2, 7, 4096, 8185, (1 << 32) - 1, (1 << 63) - 1, (1 << 64) - 1)
 def _nothing_left_behind() -> Iterator[None]:
     before = memory_in_use()
     yield
-    assert memory_in_use() == before
+    until(lambda: memory_in_use() == before)
 
 
 # ── valid streams, cut anywhere ──
@@ -203,4 +203,4 @@ def test_many_frames_and_descriptors_in_any_order() -> None:
     before = memory_in_use()
     for seed in range(2, 42):
         lives(seed, SOAK_STREAMS // 40)
-        assert memory_in_use() == before, seed
+        until(lambda: memory_in_use() == before)  # a refused descriptor is closed by a thread of its own

@@ -161,18 +161,19 @@ class Deletions:
     def drop(self, event: Received, message: Drop) -> None:
         if self._attachments.rank_of(event, message.request) is None:
             return
-        old = [
-            (key, creation)
-            for key, creation in message.keys
+        old = {
+            key
+            for key, creation in message.keys  # a peer may name a key twice
             if any(slice_.creation <= creation for slice_ in self._table.of_key(key))
-        ]
-        if not all(self._table.is_quiescent(key) for key, _ in old):
+        }
+        updating = min((key for key in old if not self._table.is_quiescent(key)), default=None)
+        if updating is not None:
             text = "a slice is being updated"
-            self._effects.not_yet(event.peer, message.request, NotYetReason.UPDATING, text, old[0][0])
+            self._effects.not_yet(event.peer, message.request, NotYetReason.UPDATING, text, updating)
             return
         for _, creation in message.keys:
             self._table.creation = max(self._table.creation, min(creation + 1, MOST_COUNTED))  # an Init can carry it
-        for key, _ in old:
+        for key in sorted(old):
             self.take_away(key)
         self._effects.send(event.peer, Done(message.request))
 
