@@ -37,6 +37,7 @@ from kvd.transport.memory_watch import MemoryWatch
 from kvd.transport.process_memory import ProcessMemory
 from kvd.transport.quotas import Quotas
 from kvd.transport.refused_handshakes import RefusedHandshake
+from kvd.transport.routing_ids import begin_anywhere
 from kvd.transport.socket_options import set_options
 
 # Plain numbers: combining members of zmq's enums takes longer than a system call.
@@ -108,6 +109,7 @@ class ZmqTransport:
                 f"cannot listen at {address}: another process listens there; stop it, or choose another address",
                 address=address,
             )
+        begin_anywhere()
         router = self._context.socket(zmq.ROUTER)
         set_options(router, address)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
