@@ -13,6 +13,7 @@ import ipaddress
 import logging
 import struct
 import time
+from collections.abc import Callable
 from itertools import count
 from typing import Final
 
@@ -42,15 +43,17 @@ class Arrivals:
     Args:
         router: listens at the port.
         port: of TCP.
+        on_refusal: called when more places are refused than before.
 
     Attributes:
         refused: the places that are refused now.
     """
 
-    def __init__(self, router: zmq.Socket[bytes], port: int, newcomers: Newcomers | None = None) -> None:
+    def __init__(self, router: zmq.Socket[bytes], port: int, on_refusal: Callable[[], None]) -> None:
         self.refused: frozenset[Place] = frozenset()
         self._router = router
-        self._newcomers = newcomers or Newcomers()
+        self._on_refusal = on_refusal
+        self._newcomers = Newcomers()
         self._filters = [SynFilter(descriptor) for descriptor in listening_at(port)]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -106,7 +109,9 @@ class Arrivals:
         if refused != self.refused:
             for own in self._filters:
                 own.refuse(refused)
-            self._tell(refused - self.refused)
+            if refused - self.refused:
+                self._on_refusal()
+                self._tell(refused - self.refused)
             self.refused = refused
         if refused and self._timer is None and self._loop is not None:
             self._timer = self._loop.call_later(LOOK_AGAIN_S, self._look_again)
@@ -117,7 +122,7 @@ class Arrivals:
 
     def _tell(self, places: frozenset[Place]) -> None:
         now = time.monotonic()
-        if places and now > self._log_at:
+        if now > self._log_at:
             self._log_at = now + LOG_INTERVAL_S
             names = ", ".join(map(_name, sorted(places)))
             logger.warning("too many connections that prove no key: refusing new ones from %s for a while", names)

@@ -20,6 +20,7 @@ UNPROVEN_LIMIT: Final = 512  # of one place: a job whose workers all come at onc
 FORGIVEN_PER_S: Final = 50.0
 SUSPICIOUS: Final = UNPROVEN_LIMIT // 16  # who has so many is held to be where the unknown ones came from
 REFUSED_AT_LEAST_S: Final = 0.5  # a refusal that changes all the time would cost more than it saves
+REFUSED_AT_MOST_S: Final = 3.0  # after the last one has come
 MAX_PLACES: Final = 1024  # that are counted apart
 
 Place = NewType("Place", bytes)
@@ -61,13 +62,17 @@ class Newcomers:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._standings: dict[Place, _Standing] = {}
+        self._blamed_until = 0.0  # until then, unknown ones may have come before their place was refused
 
     def came(self, place: Place) -> None:
         """A connection was accepted."""
+        if place == ANYWHERE and self._clock() < self._blamed_until:
+            return
         standing = self._standing(place)
-        standing.unproven += 1
+        most = UNPROVEN_LIMIT + (REFUSED_AT_MOST_S - REFUSED_AT_LEAST_S) * FORGIVEN_PER_S
+        standing.unproven = min(standing.unproven + 1, max(most, UNPROVEN_LIMIT + 1))
         if standing.unproven > UNPROVEN_LIMIT and not standing.is_refused:
-            self._refuse(place, standing)
+            self._refuse(standing)
 
     def proved(self, place: Place) -> None:
         """One of them has proven a key."""
@@ -85,12 +90,17 @@ class Newcomers:
                 del self._standings[place]
         return frozenset(place for place, standing in self._standings.items() if standing.is_refused)
 
-    def _refuse(self, place: Place, standing: _Standing) -> None:
-        known = [other for name, other in self._standings.items() if name != ANYWHERE and not other.is_refused]
-        suspect = max(known, key=lambda other: other.unproven, default=standing)
-        if place == ANYWHERE and suspect.unproven >= SUSPICIOUS:
-            standing.unproven, suspect.unproven = 0.0, standing.unproven
-            standing = suspect
+    def _refuse(self, standing: _Standing) -> None:
+        unknown = self._standings.get(ANYWHERE)
+        if standing is unknown:
+            known = [other for other in self._standings.values() if other is not unknown and not other.is_refused]
+            suspect = max(known, key=lambda other: other.unproven, default=unknown)
+            if suspect.unproven >= SUSPICIOUS:
+                suspect.unproven = unknown.unproven
+                standing = suspect
+        if unknown is not None and standing is not unknown:
+            unknown.unproven = 0.0  # it is held to have been the same one
+            self._blamed_until = self._clock() + REFUSED_AT_LEAST_S
         standing.is_refused = True
 
     def _standing(self, place: Place) -> _Standing:

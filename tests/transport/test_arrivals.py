@@ -15,6 +15,7 @@ from kvd.transport.arrivals import Arrivals
 from kvd.transport.connections import listening_at
 from kvd.transport.curve import new_keypair
 from kvd.transport.newcomers import THIS_HOST
+from tests.fuzz.flood import flood
 from tests.fuzz.zmtp import Wire, greeting
 from tests.transport.test_curve import Node, curve, nodes, until
 
@@ -97,6 +98,24 @@ def test_who_comes_too_often_is_refused_and_who_is_in_goes_on(
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
+
+
+def test_a_flood_gets_no_further_than_the_limit() -> None:
+    shared = new_keypair()
+
+    async def main() -> None:
+        async with nodes(curve(shared, shared.public)) as (server,):
+            where = server.transport.listen("tcp://127.0.0.1:0")
+            for _ in range(50):
+                await asyncio.to_thread(flood, {where: HELLO}, 20, 0.2)
+                if arrivals_of(server).refused:
+                    break
+            assert arrivals_of(server).refused == {THIS_HOST}
+            begun, answered = await asyncio.to_thread(flood, {where: HELLO}, 20, 0.5)
+            assert begun >= 20
+            assert not answered
+
+    asyncio.run(main())
 
 
 def test_who_proves_a_key_may_come_as_often_as_it_likes() -> None:

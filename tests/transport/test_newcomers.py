@@ -69,6 +69,15 @@ def test_a_refusal_ends_after_a_while_and_lasts_that_long() -> None:
     assert newcomers.refused() == {HERE}
 
 
+def test_a_refusal_is_short_however_many_came_before_it_began() -> None:
+    clock = Clock()
+    newcomers = Newcomers(clock)
+    come(newcomers, HERE, 100 * UNPROVEN_LIMIT)
+    assert newcomers.refused() == {HERE}
+    clock.now += limits.REFUSED_AT_MOST_S
+    assert newcomers.refused() == frozenset()
+
+
 def test_what_one_place_may_cost_is_bounded() -> None:
     """Whoever comes whenever he may, for a minute."""
     clock = Clock()
@@ -97,11 +106,32 @@ def test_all_are_refused_when_nobody_can_be_blamed() -> None:
     assert newcomers.refused() == {ANYWHERE}
 
 
-def test_all_are_refused_when_it_was_not_who_was_blamed() -> None:
+def test_those_that_came_before_a_place_was_blamed_are_no_reason_to_blame_others() -> None:
     newcomers = Newcomers(Clock())
     come(newcomers, HERE, SUSPICIOUS)
-    come(newcomers, ANYWHERE, 2 * (UNPROVEN_LIMIT + 1))
-    assert newcomers.refused() == {HERE, ANYWHERE}
+    come(newcomers, THERE, SUSPICIOUS - 1)
+    come(newcomers, ANYWHERE, 10 * UNPROVEN_LIMIT)
+    assert newcomers.refused() == {HERE}
+
+
+def test_the_unknown_ones_of_a_place_that_is_refused_are_no_reason_to_refuse_all() -> None:
+    newcomers = Newcomers(Clock())
+    for _ in range(UNPROVEN_LIMIT):
+        newcomers.came(HERE)
+        newcomers.came(ANYWHERE)
+    newcomers.came(HERE)
+    come(newcomers, ANYWHERE, UNPROVEN_LIMIT)
+    assert newcomers.refused() == {HERE}
+
+
+def test_all_are_refused_when_it_was_not_who_was_blamed() -> None:
+    clock = Clock()
+    newcomers = Newcomers(clock)
+    come(newcomers, HERE, SUSPICIOUS)
+    come(newcomers, ANYWHERE, UNPROVEN_LIMIT + 1)
+    clock.now += limits.REFUSED_AT_LEAST_S
+    come(newcomers, ANYWHERE, UNPROVEN_LIMIT + 1)
+    assert ANYWHERE in newcomers.refused()
 
 
 def test_places_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
