@@ -62,6 +62,26 @@ def accepted_at(port: int) -> Iterator[ConnectionState]:
                         yield state
 
 
+def listening_at(port: int) -> list[int]:
+    """The descriptors with which this process listens at a port."""
+    found = []
+    with suppress(OSError):
+        for name in os.listdir(DESCRIPTORS):
+            with _borrowed(int(name)) as listener, suppress(OSError):
+                if listener is not None and _is_listening(listener) and listener.getsockname()[1] == port:
+                    found.append(int(name))
+    return found
+
+
+def peer_host(descriptor: int) -> str:
+    """The address of the other end; "" if there is none."""
+    with _borrowed(descriptor) as connection:
+        try:
+            return "" if connection is None else str(connection.getpeername()[0])
+        except OSError:
+            return ""
+
+
 def cut_off(state: ConnectionState) -> bool:
     """Ends the connection, if it still exists: libzmq then forgets all that it had not handed out."""
     try:
@@ -100,6 +120,10 @@ def _port_of(connection: socket.socket) -> int:
         return int(connection.getsockname()[1])
     except OSError:
         return 0
+
+
+def _is_listening(listener: socket.socket) -> bool:
+    return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _cookie_of(connection: socket.socket) -> int:

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import count
 
-from kvd.core.machine import LinkPeer, Peer, PeerKind, PeerPath, ServerPeer, Span
+from kvd.core.machine import Peer, PeerKind, PeerPath, ServerPeer, Span
 from kvd.core.principals import Principal
 from kvd.protocol.messages import PathKind
+from kvd.transport.accepted_links import AcceptedLinks
 from kvd.transport.base import UNKNOWN_PATH, HeaderOfPath, OnGarbage, OnMessage
 from kvd.transport.curve import Curve
 from kvd.transport.link import Link, Sink
@@ -74,7 +74,7 @@ class HostTransport:
         self._zmq_reasons: dict[Peer, str] = {}  # why a peer that we connected to has no link
         self._waiting: dict[Peer, Waiting] = {}  # messages to peers for which a link is looked for
         self._lock = threading.Lock()  # held to change the links and the reasons
-        self._names = count(1)
+        self._accepted_links = AcceptedLinks()
         self._releasing: asyncio.TimerHandle | None = None
 
     # ── connections ──
@@ -278,7 +278,7 @@ class HostTransport:
         if len(self._reader.links) >= MAX_ACCEPTED:
             connection.close()
         else:
-            self._add(LinkPeer(f"link {next(self._names)}"), connection, proven)
+            self._add(self._accepted_links.name(), connection, proven)
 
     def _add(self, peer: Peer, connection: socket.socket, proven: Proven) -> None:
         arena = self.arena if proven.seals is None else Arena(0)
@@ -287,6 +287,11 @@ class HostTransport:
         )
         with self._lock:
             self._links[peer] = link
+        if proven.asker is not None:
+            older = self._accepted_links.put(proven.asker, link)
+            if older is not None:
+                older.end("the other side has opened another link")
+                self._notice(older)
         self._reader.add(link)
 
     def _notice(self, link: Link) -> None:
@@ -295,6 +300,7 @@ class HostTransport:
             self._forget(link)
         if link.has_ended:
             self._reader.remove(link)
+            self._accepted_links.forget(link)
         elif link.has_unreleased and not self._reader.watches_payloads:
             self._reader.watches_payloads = True
             if threading.get_ident() == self._thread:

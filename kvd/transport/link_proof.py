@@ -22,6 +22,7 @@ from enum import Enum
 from struct import Struct
 from typing import NamedTuple, TypeAlias
 
+from kvd.core.machine import Peer
 from kvd.core.principals import Principal
 from kvd.transport.offers import ID_BYTES, Offer, OfferBook
 from kvd.transport.sealed_stream import Seals
@@ -48,10 +49,12 @@ class Proven(NamedTuple):
     Attributes:
         principal: who holds its key.
         seals: what seals the link, None for `Medium.UNIX`.
+        asker: who was offered the link. None: this process was.
     """
 
     principal: Principal
     seals: Seals | None
+    asker: Peer | None = None
 
 
 class HandshakeError(Exception):
@@ -75,7 +78,7 @@ def as_server(offers: OfferBook, incarnation: int, medium: Medium) -> Talk:
         raise HandshakeError("the other side does not know the secret of the link")
     offers.take(link)
     yield known.server_proof
-    return Proven(offer.principal, _seals(known.to_client, known.to_server, medium))
+    return Proven(offer.principal, _seals(known.to_client, known.to_server, medium), offer.asker)
 
 
 def as_client(offer: Offer, principal: Principal, incarnation: int, medium: Medium) -> Talk:

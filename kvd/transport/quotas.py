@@ -247,6 +247,10 @@ class Quotas:
         self._lent_at = now + LENT_INTERVAL_S
         return [max(lent, key=lambda entry: (entry.account.is_stalled(now, 0.0), entry.account.lent_bytes))]
 
+    def newcomers_were_refused(self) -> None:
+        """The memory of those that came before goes back to the system."""
+        self._memory.peer_was_cut_off(self._clock())
+
     def _cut_off(self, account: Account, state: ConnectionState, now: float, why: str) -> None:
         """Ends a connection. What it has sent is dropped, and its memory goes back to the system."""
         account.is_cut_off = True

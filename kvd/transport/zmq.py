@@ -30,12 +30,14 @@ from kvd.transport.base import (
     joined,
     pieces_of,
 )
+from kvd.transport.callers import Callers
 from kvd.transport.curve import Curve, KeyCheck, is_key
 from kvd.transport.listening import someone_listens, why_not_listening
 from kvd.transport.memory_watch import MemoryWatch
 from kvd.transport.process_memory import ProcessMemory
 from kvd.transport.quotas import Quotas
 from kvd.transport.refused_handshakes import RefusedHandshake
+from kvd.transport.routing_ids import begin_anywhere
 from kvd.transport.socket_options import set_options
 
 # Plain numbers: combining members of zmq's enums takes longer than a system call.
@@ -46,7 +48,6 @@ COPY_BELOW_BYTES = 64 << 10  # smaller payloads are cheaper to copy than to trac
 DETACH_LIMIT_S = 2.0
 DETACH_POLL_S = 0.001
 MOST_FRAMES = 3  # routing id, header, payload
-FRAME_OVERHEAD_BYTES = 9 + 33  # the most that ZMTP and CURVE add to a frame
 FRAMES_AT_A_TIME = 256  # received before the loop runs other callbacks
 
 
@@ -80,8 +81,7 @@ class ZmqTransport:
         self._refused: dict[Peer, RefusedHandshake] = {}  # watches the dealers
         self._uncopied: dict[Peer, deque[zmq.MessageTracker]] = {}  # payloads being sent without a copy
         self._readers: dict[int, _Reader] = {}
-        # Of those that connect to the router over TCP.
-        self._quotas = Quotas(MemoryWatch(memory_limit_bytes, ProcessMemory()))
+        self._callers = Callers(Quotas(MemoryWatch(memory_limit_bytes, ProcessMemory())))
         self._on_message: OnMessage | None = None
         self._on_garbage: OnGarbage | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -100,6 +100,7 @@ class ZmqTransport:
         for peer, dealer in self._dealers.items():
             self._watch(dealer, peer)
             self._refused[peer].start(self._loop)
+        self._callers.start(self._loop)
         self._watch_quotas()
 
     def listen(self, address: str) -> str:
@@ -108,6 +109,7 @@ class ZmqTransport:
                 f"cannot listen at {address}: another process listens there; stop it, or choose another address",
                 address=address,
             )
+        begin_anywhere()
         router = self._context.socket(zmq.ROUTER)
         set_options(router, address)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -126,7 +128,9 @@ class ZmqTransport:
         bound: bytes = router.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
         where = bound.rstrip(b"\0").decode()
         if where.startswith("tcp://"):
-            self._quotas.open(int(where.rpartition(":")[2]))
+            self._callers.open(router, int(where.rpartition(":")[2]))
+            if self._loop is not None:
+                self._callers.start(self._loop)
         return where
 
     def connect(self, peer: Peer, address: str, key: str = "") -> None:
@@ -187,12 +191,12 @@ class ZmqTransport:
             for refused in self._refused.values():
                 refused.stop()
             self._refused = {}
+            self._callers.close()
             for socket in sockets:
                 self._unwatch(socket)
                 socket.close(linger=int(linger_s * 1000))
             self._dealers = {}
             self._router = None
-            self._quotas.close()
         if self._key_check is not None:
             self._key_check.stop()
         self._context.term()
@@ -258,7 +262,7 @@ class ZmqTransport:
         principal = HOLDER
         if socket is self._router:
             peer = CallerPeer(frames.pop(0).bytes)
-            if not self._count(peer, frames):
+            if not self._callers.received(peer, frames):
                 return
             if self._curve is not None and frames:
                 holder = self._curve.principal_of(frames[0])
@@ -274,13 +278,6 @@ class ZmqTransport:
         payload = frames[1].buffer if len(frames) == 2 else None
         self._on_message(peer, frames[0].bytes, payload, principal)
 
-    def _count(self, route: bytes, frames: list[zmq.Frame]) -> bool:
-        """False: the sender was cut off, and its message is to be dropped."""
-        if not self._quotas.is_open or not frames:
-            return True
-        nbytes = sum(map(len, frames)) + FRAME_OVERHEAD_BYTES * len(frames)
-        return self._quotas.received(route, nbytes, lambda: int(frames[0].get(zmq.SRCFD)))
-
     # ── sending ──
 
     def send(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
@@ -290,13 +287,13 @@ class ZmqTransport:
             routed = socket is None
             if socket is None:
                 socket = self._router
-                if socket is None or peer.kind is not PeerKind.CALLER or not self._quotas.may_send(peer):
+                if socket is None or peer.kind is not PeerKind.CALLER or not self._callers.quotas.may_send(peer):
                     return False
             sent = self._send_frames(
                 socket, peer if routed else None, header, body, None if routed else self._uncopied_to(peer)
             )
             if sent and peer.kind is PeerKind.CALLER:
-                self._quotas.sent(peer, len(header) + (0 if body is None else len(body)), _lent_bytes(payload))
+                self._callers.quotas.sent(peer, len(header) + (0 if body is None else len(body)), _lent_bytes(payload))
             # A send, also one that failed, may swallow the edge that announces a message.
             if _is_readable(socket):
                 self._look_again(socket)
@@ -337,13 +334,13 @@ class ZmqTransport:
 
     def _watch_quotas(self) -> None:
         """Looks, again and again, how much those that connect to this node make it keep."""
-        if self._router is None or self._loop is None or not self._quotas.is_open:
+        if self._router is None or self._loop is None or not self._callers.quotas.is_open:
             return
         with self._lock:
             is_empty = not _is_readable(self._router)
         if not is_empty:  # asking may have swallowed the edge
             self._look_again(self._router)
-        self._loop.call_later(self._quotas.watch(is_empty=is_empty), self._watch_quotas)
+        self._loop.call_later(self._callers.quotas.watch(is_empty=is_empty), self._watch_quotas)
 
     def _look_again(self, socket: zmq.Socket[bytes]) -> None:
         """Drains the socket in the next turn of the loop."""

@@ -10,10 +10,12 @@ from contextlib import ExitStack, suppress
 from kvd.protocol.codec import encode
 from kvd.protocol.messages import NO_VIEW, StatusQuery
 from tests.fuzz.assault import Assault, attack
+from tests.fuzz.flood import flood
 from tests.fuzz.overhearing import handshake_of
 from tests.fuzz.zmtp import SIGNATURE, Wire, frame, greeting, message, old_message, ready
 
 QUERY = encode(StatusQuery(7), 0x1234, NO_VIEW)
+HELLO_ENDS_AT = 64 + 202  # with the greeting before it
 MECHANISMS = (b"NULL", b"PLAIN", b"CURVE", b"GSSAPI", b"null", b"", b"NULL\0garbage", b"\xff" * 20, b"CURVE" * 4)
 
 
@@ -89,6 +91,14 @@ def half_handshakes(assault: Assault) -> int:
                 else:
                     held.callback(wire.close)
     return count
+
+
+@attack("HELLO and nothing more")
+def hellos(assault: Assault) -> int:
+    """The part of a handshake that costs a daemon three times as much as a stranger who has overheard it."""
+    target = assault.target
+    said = {address: handshake_of(target, address)[:HELLO_ENDS_AT] for address in target.addresses}
+    return flood(said, assault.force.peers, assault.force.seconds).begun
 
 
 @attack("slow writers")

@@ -96,7 +96,7 @@ def test_a_link_within_the_host_is_not_sealed() -> None:
     two = Two(Medium.UNIX)
     two.shake_hands()
     assert two.client.proven == Proven(HOST, None)
-    assert two.server.proven == Proven(WORKER, None)
+    assert two.server.proven == Proven(WORKER, None, ASKER)
 
 
 def test_the_secret_is_never_said() -> None:

@@ -281,6 +281,14 @@ def test_after_an_attack_its_memory_goes_back(listener: Listener) -> None:
     assert listener.memory.given_back == 5
 
 
+def test_the_memory_of_strangers_goes_back_when_more_of_them_are_refused(listener: Listener) -> None:
+    listener.watch(90 * MIB)
+    listener.quotas.newcomers_were_refused()
+    for _ in range(100):
+        listener.watch(90 * MIB)
+    assert listener.memory.given_back == 5
+
+
 def test_accounts_of_connections_that_ended_are_forgotten(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "FIRST_TIDY", 2)
     listener.quotas._tidy_at = 2

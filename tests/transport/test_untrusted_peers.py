@@ -231,3 +231,47 @@ def test_a_side_that_cannot_send_falls_back_although_the_other_keeps_a_payload()
             await eventually(lambda: not client.leases())
 
     run(main)
+
+
+async def open_another(client: Node, server: Node, incarnation: ServerPeer) -> None:
+    """Opens a link over the same connection as the one that the client has."""
+    before = client.transport._links[incarnation]
+    client.transport._seeker.seek(incarnation, server.transport._listener.address)
+    await eventually(lambda: client.transport._links.get(incarnation) not in (None, before))
+
+
+async def said(client: Node, server: Node, incarnation: ServerPeer, header: bytes) -> None:
+    assert client.send(incarnation, header)
+    await eventually(lambda: server.messages and server.messages[-1][1] == header)
+
+
+def test_a_node_has_one_link_however_many_it_opens() -> None:
+    async def main() -> None:
+        async with two_nodes() as (client, server, incarnation):
+            for number in range(20):
+                await open_another(client, server, incarnation)
+                await said(client, server, incarnation, b"%d" % number)
+                await eventually(lambda: len(server.transport._reader.links) == 1)
+            assert len({peer for peer, _, _ in server.messages}) == 20
+            assert len(server.transport.paths()) == 1
+
+    run(main)
+
+
+def test_links_of_other_nodes_stay_when_one_opens_another() -> None:
+    async def main() -> None:
+        async with two_nodes() as (client, server, incarnation):
+            other = Node()
+            try:
+                other.transport.connect(incarnation, server.transport._listener.address)
+                await other.decided()
+                theirs = other.transport._links[incarnation]
+                await open_another(client, server, incarnation)
+                await eventually(lambda: len(server.transport._reader.links) == 2)
+                await said(other, server, incarnation, b"still here")
+                assert other.transport._links[incarnation] is theirs
+                assert theirs.is_up
+            finally:
+                other.close()
+
+    run(main)

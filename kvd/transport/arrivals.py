@@ -1,0 +1,139 @@
+"""Watches who connects to a ROUTER, and refuses newcomers from where too many come without a key.
+
+libzmq says which descriptor it has accepted (zmq_socket_monitor). The address is asked of the descriptor. If that was
+closed meanwhile, nobody knows where it came from, and it counts for `ANYWHERE`; if it means another connection by then,
+that one's place is charged for it, which makes no difference in the numbers that matter here. Which handshake has
+succeeded libzmq does not say, so a connection counts as proven from its first message on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import struct
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import Final
+
+import zmq
+
+from kvd.transport.connections import listening_at, peer_host
+from kvd.transport.newcomers import ANYWHERE, THIS_HOST, Newcomers, Place, place_of
+from kvd.transport.syn_filter import SynFilter
+
+NOBLOCK, POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
+FD, EVENTS = int(zmq.FD), int(zmq.EVENTS)
+ACCEPTED = int(zmq.EVENT_ACCEPTED)
+
+EVENTS_AT_A_TIME: Final = 256
+LOOK_AGAIN_S: Final = 0.1  # while somebody is refused
+LOG_INTERVAL_S: Final = 10.0
+
+_EVENT = struct.Struct("=HI")
+_numbers = count(1)
+
+logger = logging.getLogger("kvd.transport")
+
+
+class Arrivals:
+    """Those at one port of this process.
+
+    Args:
+        router: listens at the port.
+        port: of TCP.
+        on_refusal: called when more places are refused than before.
+
+    Attributes:
+        refused: the places that are refused now.
+    """
+
+    def __init__(self, router: zmq.Socket[bytes], port: int, on_refusal: Callable[[], None]) -> None:
+        self.refused: frozenset[Place] = frozenset()
+        self._router = router
+        self._on_refusal = on_refusal
+        self._newcomers = Newcomers()
+        self._filters = [SynFilter(descriptor) for descriptor in listening_at(port)]
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._log_at = 0.0
+        address = f"inproc://arrivals-{next(_numbers)}"
+        router.monitor(address, ACCEPTED)
+        self._events: zmq.Socket[bytes] = router.context.socket(zmq.PAIR)
+        self._events.setsockopt(zmq.RCVHWM, 0)  # with a mark, libzmq's thread would stop while this process is busy
+        self._events.setsockopt(zmq.LINGER, 0)
+        self._events.connect(address)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Watch, on this loop."""
+        self._loop = loop
+        loop.add_reader(int(self._events.getsockopt(FD)), self._read)
+        loop.call_soon(self._read)  # what has happened by now made no edge
+
+    def proved(self, descriptor: int) -> None:
+        """The first message has come over this connection."""
+        self._newcomers.proved(_place_behind(descriptor))
+
+    def close(self) -> None:
+        """Watch no more. It has to come before the ROUTER is closed."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(int(self._events.getsockopt(FD)))
+        self._loop = None
+        self._router.disable_monitor()
+        self._events.close()
+        for own in self._filters:
+            own.close()
+
+    def _read(self) -> None:
+        if self._loop is None:
+            return  # closed meanwhile
+        for _ in range(EVENTS_AT_A_TIME):
+            if not int(self._events.getsockopt(EVENTS)) & POLLIN:
+                break
+            self._take(self._events.recv_multipart(NOBLOCK)[0])
+        else:
+            self._loop.call_soon(self._read)
+        self._look()
+
+    def _take(self, packed: bytes) -> None:
+        event, descriptor = _EVENT.unpack(packed)
+        if event == ACCEPTED:  # the last one says that the monitor ends
+            self._newcomers.came(_place_behind(descriptor))
+
+    def _look(self) -> None:
+        """Refuses whoever is to be refused now."""
+        refused = self._newcomers.refused()
+        if refused != self.refused:
+            for own in self._filters:
+                own.refuse(refused)
+            if refused - self.refused:
+                self._on_refusal()
+                self._tell(refused - self.refused)
+            self.refused = refused
+        if refused and self._timer is None and self._loop is not None:
+            self._timer = self._loop.call_later(LOOK_AGAIN_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._timer = None
+        self._look()
+
+    def _tell(self, places: frozenset[Place]) -> None:
+        now = time.monotonic()
+        if now > self._log_at:
+            self._log_at = now + LOG_INTERVAL_S
+            names = ", ".join(map(_name, sorted(places)))
+            logger.warning("too many connections that prove no key: refusing new ones from %s for a while", names)
+
+
+def _place_behind(descriptor: int) -> Place:
+    host = peer_host(descriptor)
+    return place_of(host) if host else ANYWHERE
+
+
+def _name(place: Place) -> str:
+    if place in (ANYWHERE, THIS_HOST):
+        return "this host" if place else "everywhere"
+    return str(ipaddress.ip_network((place.ljust(16, b"\0"), 64)) if len(place) == 8 else ipaddress.ip_address(place))
