@@ -2,7 +2,8 @@
 
 A connection costs this process up to 0.4 ms until its other end has proven a key, and the other end almost nothing. So
 each place has so many newcomers that may be unproven, and gets more at a rate that costs a small part of a processor.
-Those who prove one are not counted.
+Those who prove one are not counted. A place beyond that is refused for most of the time and not for all of it, so that
+an honest newcomer at the same place, who tries again and again, gets in.
 
 Of some connections nobody knows where they came from. When there are too many of these, the place from which most of
 the others came is refused for them; if they do not end with that, all newcomers are.
@@ -19,8 +20,8 @@ from typing import Final, NewType
 UNPROVEN_LIMIT: Final = 512  # of one place: a job whose workers all come at once is within it
 FORGIVEN_PER_S: Final = 50.0
 SUSPICIOUS: Final = UNPROVEN_LIMIT // 16  # who has so many is held to be where the unknown ones came from
-REFUSED_AT_LEAST_S: Final = 0.5  # a refusal that changes all the time would cost more than it saves
-REFUSED_AT_MOST_S: Final = 3.0  # after the last one has come
+REFUSED_S: Final = 0.5  # after the last one has come
+OPEN_S: Final = 0.1  # at least, between two refusals: a sixth of the time
 MAX_PLACES: Final = 1024  # that are counted apart
 
 Place = NewType("Place", bytes)
@@ -50,6 +51,7 @@ class _Standing:
     unproven: float  # connections, less what was forgiven
     at: float  # when that was so
     is_refused: bool = False
+    open_until: float = 0.0  # not to be refused before, however many come
 
 
 class Newcomers:
@@ -69,9 +71,8 @@ class Newcomers:
         if place == ANYWHERE and self._clock() < self._blamed_until:
             return
         standing = self._standing(place)
-        most = UNPROVEN_LIMIT + (REFUSED_AT_MOST_S - REFUSED_AT_LEAST_S) * FORGIVEN_PER_S
-        standing.unproven = min(standing.unproven + 1, max(most, UNPROVEN_LIMIT + 1))
-        if standing.unproven > UNPROVEN_LIMIT and not standing.is_refused:
+        standing.unproven = min(standing.unproven + 1, UNPROVEN_LIMIT + 1)
+        if standing.unproven > UNPROVEN_LIMIT and not standing.is_refused and standing.at >= standing.open_until:
             self._refuse(standing)
 
     def proved(self, place: Place) -> None:
@@ -84,8 +85,9 @@ class Newcomers:
         now = self._clock()
         for place, standing in list(self._standings.items()):
             self._forgive(standing, now)
-            if standing.unproven <= UNPROVEN_LIMIT - REFUSED_AT_LEAST_S * FORGIVEN_PER_S:
+            if standing.is_refused and standing.unproven <= UNPROVEN_LIMIT - REFUSED_S * FORGIVEN_PER_S:
                 standing.is_refused = False
+                standing.open_until = now + OPEN_S
             if not standing.unproven:
                 del self._standings[place]
         return frozenset(place for place, standing in self._standings.items() if standing.is_refused)
@@ -100,7 +102,7 @@ class Newcomers:
                 standing = suspect
         if unknown is not None and standing is not unknown:
             unknown.unproven = 0.0  # it is held to have been the same one
-            self._blamed_until = self._clock() + REFUSED_AT_LEAST_S
+            self._blamed_until = self._clock() + REFUSED_S
         standing.is_refused = True
 
     def _standing(self, place: Place) -> _Standing:

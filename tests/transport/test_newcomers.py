@@ -60,35 +60,41 @@ def test_a_job_that_comes_at_once_is_not_too_many() -> None:
 def test_a_refusal_ends_after_a_while_and_lasts_that_long() -> None:
     clock = Clock()
     newcomers = Newcomers(clock)
-    come(newcomers, HERE, UNPROVEN_LIMIT + 1)
-    clock.now += limits.REFUSED_AT_LEAST_S / 2
-    assert newcomers.refused() == {HERE}
-    clock.now += limits.REFUSED_AT_LEAST_S
-    assert newcomers.refused() == frozenset()
-    come(newcomers, HERE, UNPROVEN_LIMIT)
-    assert newcomers.refused() == {HERE}
-
-
-def test_a_refusal_is_short_however_many_came_before_it_began() -> None:
-    clock = Clock()
-    newcomers = Newcomers(clock)
     come(newcomers, HERE, 100 * UNPROVEN_LIMIT)
+    clock.now += 0.9 * limits.REFUSED_S
     assert newcomers.refused() == {HERE}
-    clock.now += limits.REFUSED_AT_MOST_S
+    clock.now += 0.2 * limits.REFUSED_S
     assert newcomers.refused() == frozenset()
 
 
-def test_what_one_place_may_cost_is_bounded() -> None:
-    """Whoever comes whenever he may, for a minute."""
+def test_between_two_refusals_a_place_is_open_for_a_while() -> None:
     clock = Clock()
     newcomers = Newcomers(clock)
-    accepted = 0
-    for _ in range(6000):
-        clock.now += 0.01
-        while HERE not in newcomers.refused():
-            newcomers.came(HERE)
-            accepted += 1
-    assert accepted <= UNPROVEN_LIMIT + 1 + 60 * limits.FORGIVEN_PER_S
+    come(newcomers, HERE, UNPROVEN_LIMIT + 1)
+    clock.now += 1.1 * limits.REFUSED_S
+    assert newcomers.refused() == frozenset()
+    clock.now += 0.9 * limits.OPEN_S
+    come(newcomers, HERE, UNPROVEN_LIMIT)
+    assert newcomers.refused() == frozenset()
+    clock.now += 0.2 * limits.OPEN_S
+    newcomers.came(HERE)
+    assert newcomers.refused() == {HERE}
+
+
+def test_what_one_place_may_cost_is_bounded_and_others_there_get_in() -> None:
+    """Whoever comes whenever he may, for a minute; and somebody who tries once a second."""
+    clock = Clock()
+    newcomers = Newcomers(clock)
+    open_looks, entries = 0, 0
+    for look in range(6000):
+        clock.now += 0.0101
+        is_open = HERE not in newcomers.refused()
+        if is_open:
+            come(newcomers, HERE, 50)
+        open_looks += is_open
+        entries += is_open and look % 99 == 0
+    assert 0.15 < open_looks / 6000 < 0.25
+    assert entries >= 5
 
 
 def test_connections_of_which_nobody_knows_are_laid_to_who_came_most() -> None:
@@ -129,7 +135,7 @@ def test_all_are_refused_when_it_was_not_who_was_blamed() -> None:
     newcomers = Newcomers(clock)
     come(newcomers, HERE, SUSPICIOUS)
     come(newcomers, ANYWHERE, UNPROVEN_LIMIT + 1)
-    clock.now += limits.REFUSED_AT_LEAST_S
+    clock.now += limits.REFUSED_S
     come(newcomers, ANYWHERE, UNPROVEN_LIMIT + 1)
     assert ANYWHERE in newcomers.refused()
 
