@@ -13,6 +13,7 @@ from kvd.node.daemon import Daemon
 from kvd.node.descriptors import raise_descriptor_limit
 from kvd.node.exit_codes import exit_code_of
 from kvd.node.keyring import Keyring
+from kvd.node.memory import share_one_pool
 from kvd.node.ready_file import ReadyFile
 from kvd.node.scheduler_role import SchedulerRole
 from kvd.node.server_role import ServerRole
@@ -45,6 +46,7 @@ def run_daemon(loaded: Loaded, role: Role, *, ready_file: Path | None = None) ->
             ready.check()
         raise_descriptor_limit()
         forbid_core_dumps()
+        share_one_pool()
         return asyncio.run(new_daemon(loaded, role).run(ready))
     except KvdError as error:
         event(logger, logging.ERROR, str(error))

@@ -13,7 +13,6 @@ import ipaddress
 import logging
 import struct
 import time
-from collections.abc import Callable
 from itertools import count
 from typing import Final
 
@@ -43,16 +42,14 @@ class Arrivals:
     Args:
         router: listens at the port.
         port: of TCP.
-        on_refusal: called when more places are refused than before.
 
     Attributes:
         refused: the places that are refused now.
     """
 
-    def __init__(self, router: zmq.Socket[bytes], port: int, on_refusal: Callable[[], None]) -> None:
+    def __init__(self, router: zmq.Socket[bytes], port: int) -> None:
         self.refused: frozenset[Place] = frozenset()
         self._router = router
-        self._on_refusal = on_refusal
         self._newcomers = Newcomers()
         self._filters = [SynFilter(descriptor) for descriptor in listening_at(port)]
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -109,9 +106,7 @@ class Arrivals:
         if refused != self.refused:
             for own in self._filters:
                 own.refuse(refused)
-            if refused - self.refused:
-                self._on_refusal()
-                self._tell(refused - self.refused)
+            self._tell(refused - self.refused)
             self.refused = refused
         if refused and self._timer is None and self._loop is not None:
             self._timer = self._loop.call_later(LOOK_AGAIN_S, self._look_again)

@@ -29,7 +29,7 @@ class Callers:
     def open(self, router: zmq.Socket[bytes], port: int) -> None:
         """The router listens at this port from now on."""
         self.quotas.open(port)
-        self._arrivals = Arrivals(router, port, self.quotas.newcomers_were_refused)
+        self._arrivals = Arrivals(router, port)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Refuses newcomers, from now on, where too many come."""

@@ -1,18 +1,17 @@
-"""Whether this process has more memory than it may have, and giving back what peers took that were cut off."""
+"""Whether this process has more memory than it may have. What nothing uses any more it gives back."""
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
 from kvd.transport.process_memory import ProcessMemory
+from kvd.transport.unused_memory import UnusedMemory
 
 REACTION_BYTES: Final = 32 << 20  # it takes so much more until something is done
 REACTION_SHARE: Final = 8  # or this part of what it may have, if that is less
 GROWTH_BYTES: Final = 16 << 20  # until it matters whose it is
 CALM_INTERVAL_S: Final = 0.1
 INTERVAL_S: Final = 0.02  # while the memory grows
-GIVE_BACK_FIRST_S: Final = 1.0  # after a peer was cut off; then after twice as long, and so on
-GIVE_BACK_LIMIT_S: Final = 32.0
 
 
 class Pressure(NamedTuple):
@@ -39,15 +38,15 @@ class MemoryWatch:
     def __init__(self, limit_bytes: int, memory: ProcessMemory) -> None:
         self.limit_bytes = limit_bytes
         self._memory = memory
+        self._unused = UnusedMemory(memory)
         self._resident_limit = 0
         self._level = 0  # when growth was said last, or the least since then
         self._resident = 0  # at the last look
         self._looked_at = 0.0
-        self._give_back_at: float | None = None
-        self._give_back_s = GIVE_BACK_FIRST_S
 
     def start(self) -> None:
         self._memory.open()
+        self._unused.start()
         self._level = self._resident = self._memory.resident_bytes()
         self._resident_limit = self._level + self.limit_bytes - min(REACTION_BYTES, self.limit_bytes // REACTION_SHARE)
 
@@ -65,18 +64,10 @@ class MemoryWatch:
             self._level = resident
         excess = soon - self._resident_limit if self.limit_bytes else 0
         if excess > 0:
-            excess -= self._memory.unused_bytes()
-        if self._give_back_at is not None and now > self._give_back_at:
-            self._give_back(now)
+            excess -= self._unused.nbytes(resident)
+        self._unused.look(now, resident)
         return Pressure(has_grown, excess, INTERVAL_S if growth or excess > 0 else CALM_INTERVAL_S)
 
     def peer_was_cut_off(self, now: float) -> None:
-        """Freed memory is kept for the job (`kvd.node.memory`), but not what this peer took. It takes libzmq a while to
-        free that."""
-        self._give_back_s = GIVE_BACK_FIRST_S
-        self._give_back_at = now + self._give_back_s
-
-    def _give_back(self, now: float) -> None:
-        self._memory.give_back()
-        self._give_back_s *= 2
-        self._give_back_at = now + self._give_back_s if self._give_back_s < GIVE_BACK_LIMIT_S else None
+        """What it took is given back as soon as libzmq has freed it."""
+        self._unused.expect(now)

@@ -7,7 +7,7 @@ import os
 import resource
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = resource.getpagesize()
@@ -29,6 +29,19 @@ class _MallInfo2(ctypes.Structure):
             "keepcost",
         )
     ]
+
+
+class Heap(NamedTuple):
+    """What the C library has handed out, in bytes.
+
+    Attributes:
+        used_bytes: that were not freed.
+        unused_bytes: that were freed, and are kept for later. Pages that were given back count, too, until they are
+            used again.
+    """
+
+    used_bytes: int
+    unused_bytes: int
 
 
 class ProcessMemory:
@@ -56,9 +69,12 @@ class ProcessMemory:
         except (OSError, IndexError):
             return 0
 
-    def unused_bytes(self) -> int:
-        """How much of that was freed, and is kept for later."""
-        return 0 if self._mallinfo2 is None else int(self._mallinfo2().fordblks)
+    def heap(self) -> Heap:
+        """How much of that the C library knows of."""
+        if self._mallinfo2 is None:
+            return Heap(0, 0)
+        info = self._mallinfo2()
+        return Heap(int(info.uordblks) + int(info.hblkhd), int(info.fordblks))
 
     def give_back(self) -> None:
         """Gives freed memory back to the system."""

@@ -13,6 +13,10 @@ A message to a peer with too much unsent is dropped: a peer that reads asks agai
 unread, or does not read what it was sent, or that has most of both when this process has more memory than it may have.
 A peer that is cut off by mistake connects again, and sends again what was not answered.
 
+libzmq hands out all that has arrived over a connection, also when that has ended. A peer that leaves has heard the
+answers to nearly all that it sent. What is left of one that has not is dropped after some messages, so that nobody
+works for a flood whose sender has gone, and its memory is free soon.
+
 Connections over ipc are not counted, since the kernel counts no bytes for them: the owner of the socket's folder
 decides who may connect.
 """
@@ -38,6 +42,7 @@ UNREAD_SHARE = 8  # or this part of the memory that the process may have, if tha
 LARGE_BYTES = 40 << 20  # a peer has less waiting, while it is within its credit
 NOTABLE_BYTES = 1 << 20
 AMPLIFICATION = 32  # libzmq's memory for a frame without content, for each byte of it on the wire
+LOOK_AGAIN_MESSAGES = 1024  # of one peer between two looks whether its connection has ended
 FIRST_TIDY = 1024  # accounts, until those of connections that have ended are forgotten
 LENT_INTERVAL_S = 0.5
 LOG_INTERVAL_S = 10.0
@@ -56,12 +61,15 @@ class Account:
     cookie: int
     descriptor: int
     delivered: int = 0  # that were handed out, with the most that ZeroMQ adds
+    messages: int = 0  # that were handed out
     sent: int = 0  # that were given to libzmq, without what it adds
     acknowledged: int = 0  # by the other end, at the last look
     looked_at_sent: int = 0  # `sent` at the last look
     lent: deque[tuple[int, int]] = field(default_factory=deque)  # payloads by reference: `sent` behind each, its size
     lent_bytes: int = 0  # of those that are not acknowledged
     stalled_since: float | None = None  # when it was first found with something unsent, and to have taken nothing
+    has_ended: bool = False  # as found after `LOOK_AGAIN_MESSAGES`
+    messages_after_end: int = -1  # `messages` when all accounts were looked at, and its connection had ended
     is_cut_off: bool = False
 
     @property
@@ -139,7 +147,20 @@ class Quotas:
         if account is None:
             account = self._accounts[route] = self._open(descriptor())
         account.delivered += nbytes
+        account.messages += 1
+        if account.messages % LOOK_AGAIN_MESSAGES == 0:
+            self._look_for_end(account)
         return not account.is_cut_off
+
+    def _look_for_end(self, account: Account) -> None:
+        """Drops the rest of what a peer has sent if, at its end, more than `LOOK_AGAIN_MESSAGES` were unread."""
+        if account.is_cut_off or not account.cookie:
+            return
+        had_ended, now = account.has_ended, self._clock()
+        account.has_ended = self._look(account, now) is None
+        if had_ended and account.has_ended:
+            account.is_cut_off = True
+            logger.warning("dropped what is left of a peer that has gone: it had not waited for the answers")
 
     def _open(self, descriptor: int) -> Account:
         """The account of a connection that has sent its first message. If it has ended meanwhile, the descriptor may be
@@ -201,8 +222,10 @@ class Quotas:
         """Cuts off those that have too much unread. Returns the others."""
         states = {state.cookie: state for state in accepted_at(self._port)}
         for route, account in list(self._accounts.items()):
-            if account.cookie not in states and (is_empty or not account.is_cut_off):
-                del self._accounts[route]
+            if account.cookie not in states:
+                if is_empty or (account.messages == account.messages_after_end and not account.is_cut_off):
+                    del self._accounts[route]  # libzmq has nothing of it any more
+                account.messages_after_end = account.messages
         self._by_cookie = {account.cookie: account for account in self._accounts.values()}
         self._tidy_at = max(FIRST_TIDY, 2 * len(self._accounts))
         taken: list[_Taken] = []
@@ -246,10 +269,6 @@ class Quotas:
             return []
         self._lent_at = now + LENT_INTERVAL_S
         return [max(lent, key=lambda entry: (entry.account.is_stalled(now, 0.0), entry.account.lent_bytes))]
-
-    def newcomers_were_refused(self) -> None:
-        """The memory of those that came before goes back to the system."""
-        self._memory.peer_was_cut_off(self._clock())
 
     def _cut_off(self, account: Account, state: ConnectionState, now: float, why: str) -> None:
         """Ends a connection. What it has sent is dropped, and its memory goes back to the system."""

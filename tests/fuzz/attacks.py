@@ -14,10 +14,11 @@ from typing import NamedTuple
 from tests.fuzz import handshakes, insiders, wire_frames
 from tests.fuzz.assault import ATTACKS, Assault, Force
 from tests.fuzz.descriptors import with_many_descriptors
-from tests.fuzz.target import Target, under_attack
+from tests.fuzz.target import MEMORY_LIMIT_BYTES, Target, under_attack
 
 __all__ = ["ATTACKS", "FULL", "Row", "attack_with", "handshakes", "insiders", "table", "wire_frames"]
 
+MOST_GROWN_BYTES = MEMORY_LIMIT_BYTES + (64 << 20)
 FULL = Force(rounds=3, peers=2000, seconds=20.0, nbytes=256 << 20)
 
 
@@ -42,7 +43,7 @@ class Row(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        return not (self.ended or self.disturbed or self.kept)
+        return not (self.ended or self.disturbed or self.kept) and self.grown_bytes <= MOST_GROWN_BYTES
 
 
 def attack_with(target: Target, name: str, force: Force, seed: int = 1) -> Row:

@@ -23,7 +23,8 @@ WORKERS = 2
 SERVERS = 2
 STEPS = 10  # of an epoch
 END_TIMEOUT_S = 60.0
-SETTLE_TIMEOUT_S = 60.0  # for what an attack has taken to come back
+SETTLE_TIMEOUT_S = 180.0  # for what an attack has taken to come back; millions of messages are dropped one by one first
+MEMORY_LIMIT_BYTES = 1 << 30  # of each daemon, above its idle use
 MORE = 1.05  # than before the attack: what a daemon may use after it
 SPARE_BYTES = 4 << 20  # that the allocators of a process keep
 SPARE_DESCRIPTORS = 2
@@ -219,11 +220,11 @@ class Target:
 def under_attack(*, insecure: bool, workers: int = WORKERS, servers: int = SERVERS) -> Iterator[Target]:
     """A cluster with a key of its own, or with none, and a job that has trained for some epochs."""
     with TemporaryDirectory(prefix="kvd-attacks-") as folder, ExitStack() as stack:
-        settings: dict[str, Any] = {"insecure": True}
+        settings: dict[str, Any] = {"insecure": True, "memory_limit_bytes": MEMORY_LIMIT_BYTES}
         if not insecure:
             keyfile = Path(folder) / "cluster.key"
             write_key(keyfile, new_cluster_key())
-            settings = {"keyfile": str(keyfile), "insecure": False}
+            settings |= {"keyfile": str(keyfile), "insecure": False}
         cluster = stack.enter_context(
             LocalCluster(workers, servers, processes=True, path="tcp", server_prelude=NO_NUMBA, **settings)
         )

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fuzz.assault import Force
-from tests.fuzz.attacks import ATTACKS, FULL, Row, attack_with, table
+from tests.fuzz.attacks import ATTACKS, FULL, MOST_GROWN_BYTES, Row, attack_with, table
 from tests.fuzz.descriptors import with_many_descriptors
 from tests.fuzz.target import Target, under_attack
 
 SHORT = Force(peers=40, seconds=0.3, nbytes=1 << 20)
-NOT_YET = {(True, "one message without an end"): "libzmq keeps the frames of a message until its last one has come"}
-"""Attacks that do harm: (without keys, name) → why. They are tried in full, and this list gets shorter."""
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["with keys", "without keys"])
@@ -23,10 +21,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
         assert len(target.job.end()) == 1
 
 
-HOLDING = [name for name in ATTACKS if not {(True, name), (False, name)} & NOT_YET.keys()]
-
-
-@pytest.mark.parametrize("name", HOLDING)
+@pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_disturbs_nobody(target: Target, name: str) -> None:
     row = attack_with(target, name, SHORT)
     assert row.times
@@ -37,9 +32,7 @@ def test_an_attack_disturbs_nobody(target: Target, name: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("insecure", [False, True], ids=["with keys", "without keys"])
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_with_all_force_disturbs_nobody(request: pytest.FixtureRequest, name: str, insecure: bool) -> None:
-    if (insecure, name) in NOT_YET:
-        request.applymarker(pytest.mark.xfail(reason=NOT_YET[insecure, name], strict=True))
+def test_an_attack_with_all_force_disturbs_nobody(name: str, insecure: bool) -> None:
     with with_many_descriptors(), under_attack(insecure=insecure) as target:
         row = attack_with(target, name, FULL)
         print(table([row]))
@@ -52,6 +45,7 @@ def test_a_daemon_that_ends_or_forgets_is_noticed(target: Target) -> None:
     bad = Row("x", 1, [], "", 0, "server 0 keeps 1 GB", 0.0)
     assert not bad.holds
     assert not bad._replace(kept="", ended=["server 0: -6"]).holds
+    assert not bad._replace(kept="", grown_bytes=MOST_GROWN_BYTES + 1).holds
     assert bad._replace(kept="").holds
     (used, *_) = target.usage()
     assert used.is_back_at(used)

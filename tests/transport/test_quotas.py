@@ -12,7 +12,7 @@ from kvd.testing.cluster import wait_until
 from kvd.transport import quotas as limits
 from kvd.transport.connections import ConnectionState, accepted_at, cut_off, look_at
 from kvd.transport.memory_watch import MemoryWatch
-from kvd.transport.process_memory import ProcessMemory
+from kvd.transport.process_memory import Heap, ProcessMemory
 from kvd.transport.quotas import Quotas
 
 MIB = 1 << 20
@@ -29,8 +29,8 @@ class FakeMemory(ProcessMemory):
     def resident_bytes(self) -> int:
         return self.resident
 
-    def unused_bytes(self) -> int:
-        return self.unused
+    def heap(self) -> Heap:
+        return Heap(self.resident - self.unused, self.unused)
 
     def give_back(self) -> None:
         self.given_back += 1
@@ -276,20 +276,37 @@ def test_after_an_attack_its_memory_goes_back(listener: Listener) -> None:
     theirs, ours = listener.peer()
     listener.sends(theirs, ours, 5 * MIB)
     listener.watch(90 * MIB)
+    assert is_cut_off(ours)
     for _ in range(100):
         listener.watch(90 * MIB)
-    assert listener.memory.given_back == 5
+    assert listener.memory.given_back == 1
 
 
-def test_the_memory_of_strangers_goes_back_when_more_of_them_are_refused(listener: Listener) -> None:
-    listener.watch(90 * MIB)
-    listener.quotas.newcomers_were_refused()
-    for _ in range(100):
-        listener.watch(90 * MIB)
-    assert listener.memory.given_back == 5
+def test_who_leaves_without_its_answers_is_not_worked_for(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LOOK_AGAIN_MESSAGES", 10)
+    (gone, its_end), (_, our_end) = listener.peer(), listener.peer()
+
+    def taken(route: bytes, ours: socket.socket) -> int:
+        return sum(listener.quotas.received(route, 10, ours.fileno) for _ in range(100))
+
+    assert taken(b"gone", its_end) == taken(b"here", our_end) == 100
+    gone.close()
+    its_end.close()
+    listener.memory.resident += 20 * MIB
+    listener.quotas.watch(is_empty=False)
+    assert 10 <= taken(b"gone", its_end) < 20
+    for _ in range(3):  # its account is not forgotten while something of it is left
+        listener.memory.resident += 20 * MIB
+        listener.now += 1
+        listener.quotas.watch(is_empty=False)
+        assert taken(b"gone", its_end) == 0
+    assert taken(b"here", our_end) == 100
 
 
-def test_accounts_of_connections_that_ended_are_forgotten(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_accounts_of_connections_that_ended_are_forgotten(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, is_empty: bool
+) -> None:
     monkeypatch.setattr(limits, "FIRST_TIDY", 2)
     listener.quotas._tidy_at = 2
     for number in range(20):
@@ -297,8 +314,9 @@ def test_accounts_of_connections_that_ended_are_forgotten(listener: Listener, mo
         listener.quotas.received(b"%d" % number, 10, ours.fileno)
         theirs.close()
         ours.close()
-        listener.watch(50 * MIB)
-    assert len(listener.quotas._accounts) <= 3
+        listener.now += 1
+        listener.quotas.watch(is_empty=is_empty)
+    assert len(listener.quotas._accounts) <= 10
 
 
 def test_the_real_memory_is_known() -> None:
@@ -306,7 +324,8 @@ def test_the_real_memory_is_known() -> None:
     assert memory.resident_bytes() == 0  # not before it is opened
     memory.open()
     assert memory.resident_bytes() > 10 * MIB
-    assert 0 <= memory.unused_bytes() < memory.resident_bytes() * 2
+    assert 0 <= memory.heap().unused_bytes < memory.resident_bytes() * 2
+    assert memory.heap().used_bytes > MIB
     memory.give_back()
     memory.close()
     assert memory.resident_bytes() == 0
