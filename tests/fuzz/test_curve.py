@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def address(tmp_path_factory: pytest.TempPathFactory, cluster_key: NodeKey, work
     folder = tmp_path_factory.mktemp("keys")
     write_key(folder / "cluster.key", cluster_key)
     (folder / "allowed.toml").write_text(public_part(worker_key, ["worker"]))
-    settings = {"keyfile": str(folder / "cluster.key"), "allowed_keys": str(folder / "allowed.toml")}
+    settings: dict[str, Any] = {"keyfile": str(folder / "cluster.key"), "allowed_keys": str(folder / "allowed.toml")}
     with LocalCluster(1, 1, path="tcp", insecure=False, **settings) as cluster:
         yield cluster.address
 
