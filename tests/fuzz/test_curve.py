@@ -12,7 +12,7 @@ from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import NO_VIEW, StatusQuery, StatusReport
 from kvd.testing.cluster import LocalCluster
 from tests.fuzz.curve import SEALED_COMMAND, SEALED_MORE, CurveDealer, CurveKeys, RefusedError, keys_of, strange_keys
-from tests.fuzz.zmtp import frame
+from tests.fuzz.zmtp import frame, metadata
 
 QUERY = encode(StatusQuery(7), 0x1234, NO_VIEW)
 
@@ -82,3 +82,11 @@ def test_a_nonce_that_was_used_ends_the_connection(address: str, cluster_key: No
         again = peer.nonce if nonce == "the same" else peer.nonce - 1
         peer.send(frame(peer.sealed(b"\0" + QUERY, nonce=again)))
         assert peer.is_hung_up()
+
+
+def test_a_scheduler_keeps_no_large_handshake(address: str, worker_key: NodeKey) -> None:
+    """It takes no values, so nobody has to say so much; libzmq keeps all properties of a connection, in many pieces."""
+    properties = metadata(Socket_Type=b"DEALER")
+    CurveDealer(address, keys_of(worker_key), properties=properties + metadata(x=bytes(100_000))).close()
+    with pytest.raises(RefusedError):
+        CurveDealer(address, keys_of(worker_key), properties=properties + metadata(x=bytes(1 << 20)))
