@@ -17,8 +17,11 @@ KEEPALIVE_S: Final = 5  # until a silent connection is probed, and between two p
 KEEPALIVE_PROBES: Final = SILENCE_LIMIT_MS // 1000 // KEEPALIVE_S - 1  # with the silence before them
 
 
-def set_options(socket: zmq.Socket[bytes], address: str) -> None:
+def set_options(socket: zmq.Socket[bytes], address: str, message_limit_bytes: int = MAX_PAYLOAD_BYTES) -> None:
     """Sets them before the socket is bound or connected to the address.
+
+    `message_limit_bytes` is the limit of a handshake as well, before anybody's key is checked: libzmq keeps the
+    properties that the other end sends in as many pieces as there are, of 100 bytes and more each.
 
     libzmq 4.3.5 aborts with "Assertion failed: !_io_error" when a connection ends whose input it has stopped, and
     anything is then written to it: a heartbeat of ours, or the answer to one of the peer's. It stops the input of a
@@ -32,7 +35,7 @@ def set_options(socket: zmq.Socket[bytes], address: str) -> None:
     What a peer may make this process keep is bounded in `kvd.transport.quotas` instead. A routing id that is taken
     stays with its owner (ROUTER_HANDOVER is off): libzmq never closes the descriptor of a connection that lost its id.
     """
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, message_limit_bytes)
     socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 0)

@@ -23,6 +23,7 @@ from kvd.core.principals import HOLDER
 from kvd.errors import ConnectError
 from kvd.transport.base import (
     DRAIN_LIMIT,
+    MAX_PAYLOAD_BYTES,
     UNKNOWN_PATH,
     HeaderOfPath,
     OnGarbage,
@@ -103,7 +104,8 @@ class ZmqTransport:
         self._callers.start(self._loop)
         self._watch_quotas()
 
-    def listen(self, address: str) -> str:
+    def listen(self, address: str, message_limit_bytes: int = MAX_PAYLOAD_BYTES) -> str:
+        """As of `Transport`. `message_limit_bytes`: who sends a larger frame is cut off, in the handshake, too."""
         if address.startswith("ipc://") and someone_listens(address.removeprefix("ipc://")):
             raise ConnectError(  # libzmq would silently take the path over
                 f"cannot listen at {address}: another process listens there; stop it, or choose another address",
@@ -111,7 +113,7 @@ class ZmqTransport:
             )
         begin_anywhere()
         router = self._context.socket(zmq.ROUTER)
-        set_options(router, address)
+        set_options(router, address, message_limit_bytes)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._curve is not None:
             if self._key_check is None:

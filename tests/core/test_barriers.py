@@ -174,6 +174,19 @@ def test_the_oldest_name_that_nobody_waits_at_is_forgotten(monkeypatch: pytest.M
     assert barriers.enter("b", 0, at(0, 1, P)) == TOO_MANY
 
 
+def test_one_rank_cannot_keep_the_others_from_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_NAMES", 8)
+    monkeypatch.setattr(module, "MAX_OF_RANK", 2)
+    barriers = Barriers()
+    answers = [barriers.enter(f"a{number}", 0, at(0, number, P0)) for number in range(10)]
+    assert answers[:4] == [None] * 4
+    assert answers[4:] == ["this worker waits at 2 barriers already: use fewer names"] * 6
+    assert barriers.enter("b", 0, at(1, 1, P1)) is None
+    assert barriers.enter("a0", 0, at(0, 20, P0)) is None  # asked again: it waits there already
+    barriers.settle([0], [])
+    assert barriers.enter("c", 0, at(0, 21, P0)) is None
+
+
 def test_every_worker_that_waits_learns_which_are_missing() -> None:
     barriers = Barriers()
     barriers.enter("b", 0, at(0, 11, P0))

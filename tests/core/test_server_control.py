@@ -328,3 +328,44 @@ def test_the_answers_remembered_are_limited(monkeypatch: pytest.MonkeyPatch) -> 
     answers.drop_sender(7)
     assert answers.find(7, 3) is None
     assert isinstance(Refused(1, ErrorCode.REMOTE_ERROR, "y"), Refused)
+
+
+# ── how often ──
+
+
+def sets(harness: Harness, rank: int, request: int, optimizer: Any, now: float) -> Any:
+    who = worker_id(rank)
+    message = SetOptimizer(request, to_wire(optimizer))
+    (answer,) = said(harness.step(Received(ServerPeer(who), who, Epoch(1, 1), message), now), ServerPeer(who))
+    return answer
+
+
+def test_a_new_optimizer_for_many_slices_is_followed_by_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one worker could keep the server from all others, of other jobs too."""
+    monkeypatch.setattr("kvd.core.server.pace.QUICK_SLICES", 0)
+    monkeypatch.setattr("kvd.core.server.pace.PAUSE_PER_SLICE_S", 1.0)
+    harness = ready()  # with one slice
+    assert sets(harness, 0, 50, SGD(0.5), 10.0) == Done(50)
+    assert sets(harness, 0, 51, SGD(0.25), 10.9).reason is NotYetReason.BUSY
+    assert sets(harness, 0, 50, SGD(0.5), 10.9) == Done(50)  # asked again
+    assert sets(harness, 0, 52, SGD(0.5), 10.9) == Done(52)  # nothing changes
+    assert sets(harness, 1, 50, SGD(0.5), 10.9) == Done(50)  # what the other one has set
+    assert sets(harness, 0, 51, SGD(0.25), 11.1) == Done(51)
+    assert said(harness.say(0, OptimizerQuery(60)))[0].optimizer == to_wire(SGD(0.25))
+
+
+def test_workers_at_odds_pause_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.core.server.pace.QUICK_SLICES", 0)
+    monkeypatch.setattr("kvd.core.server.pace.PAUSE_PER_SLICE_S", 1.0)
+    harness = ready()
+    assert sets(harness, 0, 50, SGD(0.5), 10.0) == Done(50)
+    assert sets(harness, 1, 50, Adam(0.5), 11.1).error is ErrorCode.NOT_ALLOWED
+    assert sets(harness, 1, 51, Adam(0.25), 11.2).reason is NotYetReason.BUSY
+    assert sets(harness, 1, 52, SGD(0.5), 11.3).reason is NotYetReason.BUSY
+    assert sets(harness, 1, 52, SGD(0.5), 12.2) == Done(52)
+
+
+def test_optimizers_of_few_slices_may_change_at_any_time() -> None:
+    harness = ready()
+    for number in range(60, 70):
+        assert sets(harness, 0, number, SGD(1 / number), 10.0) == Done(number)

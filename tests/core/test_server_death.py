@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import Apply, JobDone, Load, LogEntry, ResetState, Run
+from kvd.core.machine import Apply, CallerPeer, JobDone, Load, LogEntry, Received, ResetState, Run
+from kvd.core.principals import HOLDER, KeyRole, Principal
 from kvd.core.server import attachments
 from kvd.errors import NotAllowed
 from kvd.optimizer import SGD, to_wire
 from kvd.protocol.messages import (
+    NO_VIEW,
     Attach,
     ClockQuery,
     Clocks,
@@ -207,6 +209,26 @@ def test_so_many_names_wait_for_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     harness.init("v", b"\0")
     assert kinds(harness.say(1, Lookup(8, ("u", "t"), True))) == []  # the first was answered
     assert not_yet(harness.say(1, lookup_of(9, "s", True))).reason is NotYetReason.BUSY
+
+
+def test_one_key_cannot_keep_the_others_from_waiting_for_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many connections its holder opens. Under the cluster's key, each connection has a share."""
+    monkeypatch.setattr("kvd.core.server.lookups.MAX_WAITING", 30)
+    monkeypatch.setattr("kvd.core.server.lookups.FEW", 1)
+    harness = Harness()
+    greedy, other = (Principal(name, frozenset({KeyRole.OBSERVER})) for name in ("greedy", "other"))
+
+    def asks(number: int, principal: Principal, connection: bytes) -> bool:
+        query = Lookup(number, (f"k{number}",), True)
+        return not said(harness.step(Received(CallerPeer(connection), 7, NO_VIEW, query, principal=principal)))
+
+    assert [asks(number, greedy, b"%d" % number) for number in range(30)].count(True) == 20  # two thirds
+    assert asks(40, other, b"other")
+    assert asks(41, HOLDER, b"holder")
+    assert not asks(42, greedy, b"once more")
+    for number in range(5):
+        harness.init(f"k{number}", b"\0")
+    assert asks(43, greedy, b"once more")
 
 
 def test_attach_again_after_a_new_view() -> None:

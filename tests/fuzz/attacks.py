@@ -11,14 +11,24 @@ from collections.abc import Iterable
 from random import Random
 from typing import NamedTuple
 
-from tests.fuzz import handshakes, insiders, wire_frames
-from tests.fuzz.assault import ATTACKS, Assault, Force
+from tests.fuzz import handshakes, insiders, sealed_frames, wire_frames
+from tests.fuzz.assault import ATTACKS, Assault, Force, attacks
 from tests.fuzz.descriptors import with_many_descriptors
-from tests.fuzz.target import MEMORY_LIMIT_BYTES, Target, under_attack
+from tests.fuzz.target import MOST_GROWN_BYTES, Target, under_attack
 
-__all__ = ["ATTACKS", "FULL", "Row", "attack_with", "handshakes", "insiders", "table", "wire_frames"]
+__all__ = [
+    "ATTACKS",
+    "FULL",
+    "Row",
+    "attack_with",
+    "attacks",
+    "handshakes",
+    "insiders",
+    "sealed_frames",
+    "table",
+    "wire_frames",
+]
 
-MOST_GROWN_BYTES = MEMORY_LIMIT_BYTES + (64 << 20)
 FULL = Force(rounds=3, peers=2000, seconds=20.0, nbytes=256 << 20)
 
 
@@ -92,7 +102,7 @@ def main() -> int:
     force = Force(arguments.rounds, arguments.peers, arguments.seconds, arguments.nbytes)
     rows = []
     with with_many_descriptors():
-        for name in arguments.names or ATTACKS:
+        for name in arguments.names or attacks(insecure=arguments.insecure):
             with under_attack(
                 insecure=arguments.insecure
             ) as target:  # a new one for each, so that one fault does not hide another

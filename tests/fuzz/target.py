@@ -7,27 +7,30 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import kvd
 from kvd.config import child_environment, load
-from kvd.node.keyfiles import new_cluster_key, write_key
+from kvd.node.keyfiles import NodeKey, new_cluster_key, new_node_key, public_part, write_key
 from kvd.testing.cluster import ROOT, LocalCluster, ProcessNode, wait_until
+from tests.fuzz.curve import keys_of
 
 WORKERS = 2
 SERVERS = 2
 STEPS = 10  # of an epoch
 END_TIMEOUT_S = 60.0
 SETTLE_TIMEOUT_S = 180.0  # for what an attack has taken to come back; millions of messages are dropped one by one first
-MEMORY_LIMIT_BYTES = 1 << 30  # of each daemon, above its idle use
 MORE = 1.05  # than before the attack: what a daemon may use after it
 SPARE_BYTES = 4 << 20  # that the allocators of a process keep
 SPARE_DESCRIPTORS = 2
+MEMORY_LIMIT_BYTES = 256 << 20  # `memory_limit_bytes` of the daemons
+MOST_GROWN_BYTES = MEMORY_LIMIT_BYTES + (64 << 20)  # by which a daemon's memory may rise, whatever is done to it
 NO_NUMBA = "import sys\nsys.modules['numba'] = None\n"  # its import takes 130 MB, at some time
 
 
@@ -149,13 +152,16 @@ class Target:
         job: its workers.
         is_closed: whether the daemons speak to holders of its key alone.
         config: with which one may speak to the daemons.
+        keys: with which one may speak to them by hand, for ever in turn: that of the cluster, that of a worker. Without
+            keys there is none.
     """
 
-    def __init__(self, cluster: LocalCluster, job: Job, observer: kvd.Observer) -> None:
+    def __init__(self, cluster: LocalCluster, job: Job, observer: kvd.Observer, keys: Sequence[NodeKey] = ()) -> None:
         self.cluster = cluster
         self.job = job
         self.config = load(cluster.settings, environ={}).config
         self.is_closed = not self.config.insecure
+        self.keys = cycle(map(keys_of, keys))
         self._observer = observer
         self.daemons = [self._daemon("scheduler", cluster.scheduler)]
         self.daemons += [self._daemon(f"server {rank}", server) for rank, server in enumerate(cluster.servers)]
@@ -220,17 +226,32 @@ class Target:
 def under_attack(*, insecure: bool, workers: int = WORKERS, servers: int = SERVERS) -> Iterator[Target]:
     """A cluster with a key of its own, or with none, and a job that has trained for some epochs."""
     with TemporaryDirectory(prefix="kvd-attacks-") as folder, ExitStack() as stack:
-        settings: dict[str, Any] = {"insecure": True, "memory_limit_bytes": MEMORY_LIMIT_BYTES}
-        if not insecure:
-            keyfile = Path(folder) / "cluster.key"
-            write_key(keyfile, new_cluster_key())
-            settings |= {"keyfile": str(keyfile), "insecure": False}
+        settings, keys = ({"insecure": True}, []) if insecure else _with_keys(Path(folder))
         cluster = stack.enter_context(
-            LocalCluster(workers, servers, processes=True, path="tcp", server_prelude=NO_NUMBA, **settings)
+            LocalCluster(
+                workers,
+                servers,
+                processes=True,
+                path="tcp",
+                server_prelude=NO_NUMBA,
+                memory_limit_bytes=MEMORY_LIMIT_BYTES,
+                **settings,
+            )
         )
         job = Job(cluster)
         stack.callback(job.kill)
         job.trains_on(3)
         own = {name: value for name, value in cluster.settings.items() if name != "run"}
         observer = stack.enter_context(kvd.Observer(**own, scheduler=cluster.address))
-        yield Target(cluster, job, observer)
+        yield Target(cluster, job, observer, keys)
+
+
+def _with_keys(folder: Path) -> tuple[dict[str, Any], list[NodeKey]]:
+    """The settings of a cluster with a key for all and a list that allows the key of a worker besides; both keys."""
+    cluster_key = new_cluster_key()
+    worker_key = new_node_key("another-worker", cluster_key.keypair.public)
+    keyfile, allowed = folder / "cluster.key", folder / "allowed.toml"
+    write_key(keyfile, cluster_key)
+    allowed.write_text(public_part(worker_key, ["worker"]))
+    allowed.chmod(0o600)
+    return {"keyfile": str(keyfile), "allowed_keys": str(allowed), "insecure": False}, [cluster_key, worker_key]

@@ -7,11 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fuzz.assault import Force
-from tests.fuzz.attacks import ATTACKS, FULL, MOST_GROWN_BYTES, Row, attack_with, table
+from tests.fuzz.attacks import FULL, Row, attack_with, attacks, table
 from tests.fuzz.descriptors import with_many_descriptors
-from tests.fuzz.target import Target, under_attack
+from tests.fuzz.target import MOST_GROWN_BYTES, Target, under_attack
 
 SHORT = Force(peers=40, seconds=0.3, nbytes=1 << 20)
+NOT_YET = {
+    (False, "properties without an end"): "libzmq keeps each property of a handshake, up to MAXMSGSIZE bytes of them",
+}
+"""Attacks that do harm: (without keys, name) → why. They are tried in full, and this list gets shorter."""
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["with keys", "without keys"])
@@ -21,7 +25,11 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
         assert len(target.job.end()) == 1
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+CASES = [(insecure, name) for insecure in (False, True) for name in attacks(insecure=insecure)]
+HOLDING = [case for case in CASES if case not in NOT_YET]
+
+
+@pytest.mark.parametrize(("target", "name"), HOLDING, indirect=["target"])
 def test_an_attack_disturbs_nobody(target: Target, name: str) -> None:
     row = attack_with(target, name, SHORT)
     assert row.times
@@ -29,10 +37,11 @@ def test_an_attack_disturbs_nobody(target: Target, name: str) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("insecure", [False, True], ids=["with keys", "without keys"])
-@pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_with_all_force_disturbs_nobody(name: str, insecure: bool) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("insecure", "name"), CASES)
+def test_an_attack_with_all_force_disturbs_nobody(request: pytest.FixtureRequest, name: str, insecure: bool) -> None:
+    if (insecure, name) in NOT_YET:
+        request.applymarker(pytest.mark.xfail(reason=NOT_YET[insecure, name], strict=True))
     with with_many_descriptors(), under_attack(insecure=insecure) as target:
         row = attack_with(target, name, FULL)
         print(table([row]))
@@ -44,8 +53,8 @@ def test_a_daemon_that_ends_or_forgets_is_noticed(target: Target) -> None:
     """The suite would be worth little if it could not fail."""
     bad = Row("x", 1, [], "", 0, "server 0 keeps 1 GB", 0.0)
     assert not bad.holds
-    assert not bad._replace(kept="", ended=["server 0: -6"]).holds
     assert not bad._replace(kept="", grown_bytes=MOST_GROWN_BYTES + 1).holds
+    assert not bad._replace(kept="", ended=["server 0: -6"]).holds
     assert bad._replace(kept="").holds
     (used, *_) = target.usage()
     assert used.is_back_at(used)

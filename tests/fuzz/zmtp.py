@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from types import TracebackType
+from typing import Self
 
 from kvd.config import parse_address
 
@@ -111,7 +112,7 @@ class Wire:
     def close(self) -> None:
         self.socket.close()
 
-    def __enter__(self) -> Wire:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -120,9 +121,27 @@ class Wire:
         self.close()
 
 
-def dealer(address: str, identity: bytes = b"", timeout_s: float = TIMEOUT_S) -> Wire:
+class Dealer(Wire):
+    """A connection after its handshake. This one has no key, and a node with keys cuts its handshake short.
+
+    What its methods give is to be sent once, in the order in which it was made.
+    """
+
+    def frame(self, body: bytes, flags: int = 0, *, declared: int | None = None) -> bytes:
+        """One frame, as `frame` has it."""
+        return frame(body, flags, declared=declared)
+
+    def command(self, name: bytes, body: bytes = b"", *, name_nbytes: int | None = None) -> bytes:
+        return self.frame(bytes([len(name) if name_nbytes is None else name_nbytes]) + name + body, COMMAND)
+
+    def message(self, *parts: bytes) -> bytes:
+        """A whole message."""
+        return b"".join(self.frame(part, MORE if place < len(parts) else 0) for place, part in enumerate(parts, 1))
+
+
+def dealer(address: str, identity: bytes = b"", timeout_s: float = TIMEOUT_S) -> Dealer:
     """A connection after the handshake of a DEALER without keys, which a node with keys cuts short."""
-    wire = Wire(address, timeout_s)
+    wire = Dealer(address, timeout_s)
     wire.send(greeting() + ready(identity=identity))
     wire.read_until(b"ROUTER")
     return wire

@@ -20,6 +20,7 @@ from kvd.core.membership import name_of
 from kvd.protocol.messages import Done, ErrorCode, NodeName, Refused
 
 MAX_NAMES = 4096
+MAX_OF_RANK = 1024  # names at which one rank may wait, once half of all are in use
 OF_PROGRAMS = "user:"  # what the names begin with that programs gave
 
 
@@ -113,6 +114,8 @@ class Barriers:
         """The verdict if this request has one, None if the worker now waits, or a text why it cannot enter."""
         barrier = self._barriers.get(name)
         if barrier is None:
+            if len(self._barriers) >= MAX_NAMES // 2 and self._waits_of(who.rank) >= MAX_OF_RANK:
+                return f"this worker waits at {MAX_OF_RANK} barriers already: use fewer names"
             if len(self._barriers) >= MAX_NAMES and not self._forget_one():
                 return f"workers wait at {MAX_NAMES} barriers, and no more can be opened: use fewer names"
             barrier = self._barriers[name] = _Barrier()
@@ -170,6 +173,9 @@ class Barriers:
                 told = barrier.broken.get(rank)
                 is_told = told is not None and told.incarnation == who.incarnation and told.request >= who.request
                 assert not is_told, f"worker {rank} waits at barrier {name!r}, which has broken for it"
+
+    def _waits_of(self, rank: int) -> int:
+        return sum(rank in barrier.entered for barrier in self._barriers.values())
 
     def _forget_one(self) -> bool:
         for name, barrier in self._barriers.items():

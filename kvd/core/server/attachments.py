@@ -118,9 +118,10 @@ class Attachments:
     def _welcome(self, incarnation: int, rank: int, peer: Peer, attach: Attach) -> None:
         """A successor, whose rank pushed or made keys here before it came, is answered with Clocks: a scheduler without
         its record may not know that there was a predecessor."""
-        counted = [group.log.own_clock(rank) for group in self._table.groups.values()]
-        if incarnation not in self._ranks and (any(counted) or (rank == 0 and counted)):
-            self._successors.add(incarnation)
+        if incarnation not in self._ranks:
+            counted = [group.log.own_clock(rank) for group in self._table.groups.values()]
+            if any(counted) or (rank == 0 and counted):
+                self._successors.add(incarnation)
         self._ranks[incarnation] = rank
         self._holders[rank] = incarnation
         self._paths[rank] = PeerPath(attach.path, attach.path_reason)

@@ -14,6 +14,7 @@ from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import Change, FusedGroup, Slice
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.optimizer_agreement import OptimizerAgreement
+from kvd.core.server.pace import Pace
 from kvd.errors import KvdError, NotAllowed
 from kvd.optimizer import Optimizer, changes_from_wire, from_wire, to_wire, with_hyperparameters
 from kvd.protocol.messages import (
@@ -53,6 +54,7 @@ class ServerControl:
         self._disputes = disputes
         self._advance = advance
         self._answers = CommandAnswers()
+        self._pace = Pace()  # of new optimizers
 
     def describe(self) -> object:
         """The optimizer in plain data."""
@@ -62,7 +64,7 @@ class ServerControl:
         self._answers.drop_sender(incarnation)
         self._agreement.drop_sender(incarnation)
 
-    def receive(self, event: Received) -> bool:
+    def receive(self, event: Received, now: float) -> bool:
         """Carries the message out if it is one of control. All but questions for the optimizer come from workers."""
         message = event.message
         if isinstance(message, OptimizerQuery):
@@ -72,16 +74,16 @@ class ServerControl:
         elif isinstance(message, SetOptimizer | UpdateOptimizer | FetchState | StoreState):
             rank = self._attachments.rank_of(event, message.request)
             if rank is not None:
-                self._of_worker(event, message, rank)
+                self._of_worker(event, message, rank, now)
         else:
             return False
         return True
 
     def _of_worker(
-        self, event: Received, message: SetOptimizer | UpdateOptimizer | FetchState | StoreState, rank: int
+        self, event: Received, message: SetOptimizer | UpdateOptimizer | FetchState | StoreState, rank: int, now: float
     ) -> None:
         if isinstance(message, SetOptimizer):
-            self._set_optimizer(event, message, rank)
+            self._set_optimizer(event, message, rank, now)
         elif isinstance(message, UpdateOptimizer):
             self._answer(event, message.request, lambda: self._update_optimizer(event, message, rank))
         elif isinstance(message, FetchState):
@@ -100,15 +102,21 @@ class ServerControl:
 
     # ── the optimizer ──
 
-    def _set_optimizer(self, event: Received, message: SetOptimizer, rank: int) -> None:
-        if not self._answers.start(event.sender, message.request):
+    def _set_optimizer(self, event: Received, message: SetOptimizer, rank: int, now: float) -> None:
+        if self._answers.is_known(event.sender, message.request):
             answer = self._answers.find(event.sender, message.request)
             if answer is not None:
                 self._effects.emit(answer._replace(peer=event.peer))
             return
         answer = Send(event.peer, Done(message.request))
+        visits = False
         try:
             optimizer = None if message.optimizer is None else from_wire(message.optimizer)
+            visits = self._visits_slices(event, message, rank, optimizer)
+            if visits and self._pace.is_paused(now):
+                text = "the optimizer of many slices was changed just now"
+                self._effects.not_yet(event.peer, message.request, NotYetReason.BUSY, text)
+                return
             if message.loaded:
                 self._use(optimizer)
             elif self._agreement.set(rank, event.sender, optimizer):
@@ -116,8 +124,22 @@ class ServerControl:
                 self._disputes.find_ahead(rank)
         except KvdError as error:
             answer = Send(event.peer, refusal_of(message.request, error))
+        self._answers.start(event.sender, message.request)
         self._answers.finish(event.sender, message.request, answer)
         self._effects.emit(answer)
+        if visits:
+            self._visit_slices()
+            self._pace.visited(len(self._table.slices), now)
+
+    def _visits_slices(self, event: Received, message: SetOptimizer, rank: int, optimizer: Optimizer | None) -> bool:
+        """Whether what a worker sets concerns the slices; not if it is what the others have set."""
+        if self._disputes.open:
+            return True
+        if message.loaded:
+            return optimizer != self.optimizer
+        return self._agreement.is_new(rank, event.sender, optimizer)
+
+    def _visit_slices(self) -> None:
         if self._disputes.open:
             self._disputes.fail_all()
         else:

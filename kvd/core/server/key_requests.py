@@ -10,9 +10,10 @@ from kvd.core.server.attachments import Attachments
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.key_creation import ListRefusals
 from kvd.core.server.keys import KeyTable
-from kvd.core.server.lookups import MAX_WAITING, WaitingLookup, WaitingLookups
+from kvd.core.server.lookups import WaitingLookup, WaitingLookups
 from kvd.core.server.participants import Participants
 from kvd.core.session import SchedulerSession
+from kvd.core.shares import owner_of
 from kvd.protocol.messages import (
     NO_KEY,
     ErrorCode,
@@ -70,13 +71,13 @@ class KeyRequests:
         self._effects.send(event.peer, refused.answer(publish.request))
 
     def lookup(self, event: Received, lookup: Lookup) -> None:
-        waiting = WaitingLookup(event.peer, lookup.request, lookup.keys)
+        waiting = WaitingLookup(event.peer, lookup.request, lookup.keys, owner_of(event))
         if not lookup.wait or not waiting.move_on(self._table.live):
             self._answer(event.peer, lookup.request, lookup.keys)
         elif self._lookups.add(waiting):
             self.fail_lookups_without_rank_0()
         else:
-            text = f"look-ups of {MAX_WAITING} keys wait already"
+            text = "look-ups of too many keys wait already"
             self._effects.not_yet(event.peer, lookup.request, NotYetReason.BUSY, text)
 
     def _answer(self, peer: Peer, request: int, keys: Sequence[str]) -> None:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections import Counter
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 
 from kvd.core.machine import Peer
+from kvd.core.shares import Shares
 
 MAX_WAITING = 1 << 20  # names in look-ups that wait
+FEW = 256  # names that each owner may wait for, as long as there is room at all
 
 
 @dataclass(slots=True, eq=False)
 class WaitingLookup:
-    """A Lookup that waits at the first of its keys that is not live."""
+    """A Lookup that waits at the first of its keys that is not live.
+
+    Attributes:
+        owner: whose share it takes.
+    """
 
     peer: Peer
     request: int
     keys: Sequence[str]
+    owner: Hashable
     position: int = 0  # of the key that it waits at
 
     @property
@@ -41,19 +49,19 @@ class WaitingLookups:
     def __init__(self, live: Container[str]) -> None:
         self._live = live
         self._waiting: dict[str, dict[tuple[Peer, int], WaitingLookup]] = {}  # by the key that they wait at
-        self._names = 0  # in all of them
+        self._names = Shares(FEW)  # in all of them
 
     def add(self, lookup: WaitingLookup) -> bool:
-        """Lets a look-up wait, once. False if MAX_WAITING names wait already."""
+        """Lets a look-up wait, once. False if too many names wait already, of all or of its owner."""
         here = self._waiting.setdefault(lookup.key, {})
         if (lookup.peer, lookup.request) in here:
             return True
-        if self._names + len(lookup.keys) > MAX_WAITING:
+        if not self._names.has_room(lookup.owner, len(lookup.keys), MAX_WAITING):
             if not here:
                 del self._waiting[lookup.key]
             return False
         here[lookup.peer, lookup.request] = lookup
-        self._names += len(lookup.keys)
+        self._names.take(lookup.owner, len(lookup.keys))
         return True
 
     def published(self, key: str) -> list[WaitingLookup]:
@@ -65,7 +73,7 @@ class WaitingLookups:
             if lookup.move_on(self._live):
                 self._waiting.setdefault(lookup.key, {})[lookup.peer, lookup.request] = lookup
             else:
-                self._names -= len(lookup.keys)
+                self._names.give_back(lookup.owner, len(lookup.keys))
                 ended.append(lookup)
         return ended
 
@@ -78,16 +86,16 @@ class WaitingLookups:
         """Forgets all, and returns them: rank 0 will not come."""
         given_up = [lookup for here in self._waiting.values() for lookup in here.values()]
         self._waiting = {}
-        self._names = 0
+        self._names = Shares(FEW)
         return given_up
 
     def validate(self) -> None:
         """Raises AssertionError unless each waits at its first key that is not live, and the names are counted."""
-        names = 0
+        names: Counter[Hashable] = Counter()
         for key, here in self._waiting.items():
             assert here, f"nothing waits at {key!r}"
             for lookup in here.values():
-                names += len(lookup.keys)
+                names[lookup.owner] += len(lookup.keys)
                 assert lookup.key == key, f"request {lookup.request} waits at {lookup.key!r}, not at {key!r}"
                 assert key not in self._live, f"request {lookup.request} waits for {key!r}, which is live"
-        assert names == self._names, f"{names} names wait, {self._names} are counted"
+        self._names.validate(names)

@@ -259,7 +259,7 @@ class ServerMachine:
             handler(event, message)
         elif self._attachments.is_replaced(event.sender):
             self._attachments.rank_of(event, getattr(message, "request", 0))
-        elif not self._control.receive(event):
+        elif not self._control.receive(event, now):
             text = f"a server takes no {type(message).__name__}"
             self._effects.refuse(event.peer, getattr(message, "request", 0), ErrorCode.PROTOCOL_ERROR, text)
 

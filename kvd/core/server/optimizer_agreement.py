@@ -71,6 +71,12 @@ class OptimizerAgreement:
         self._disputes.pop(rank, None)
         return True
 
+    def is_new(self, rank: int, incarnation: int, optimizer: Optimizer | None) -> bool:
+        """Whether `set` would begin a generation, or a dispute; the place of the rank stays as it is."""
+        place = self._places.get(rank)
+        first = 0 if place is None or place.incarnation != incarnation else max(place.repeated, 0)
+        return optimizer not in self._generations[first:]
+
     def late(self, rank: int) -> str:
         """What is wrong if the rank pushes now in a round of the last generation; empty if nothing is."""
         place = self._places.get(rank)
