@@ -6,8 +6,10 @@ STAMP := $(VENV)/.kvd-installed
 # Tests often wait for a process or a timeout: three workers keep two cores busy.
 WORKERS ?= 3
 CORE_TESTS := tests/core tests/protocol tests/scenarios
+CLUSTER_TESTS := tests/cli tests/client tests/conformance tests/docs tests/faults tests/fuzz tests/node tests/observe \
+	tests/parallel tests/transport $(wildcard tests/test_*.py)
 
-.PHONY: demo test lint reference bench soak clean
+.PHONY: demo test test-insecure lint reference bench soak clean
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvd needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -23,6 +25,10 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov=kvd/core --cov=kvd/protocol --cov-report= $(CORE_TESTS)
 	$(BIN)/coverage report --fail-under=95
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(CORE_TESTS:%=--ignore=%)
+
+# What makes clusters, without keys; tests that are about keys have them.
+test-insecure: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --kvd-insecure $(CLUSTER_TESTS)
 
 lint: $(STAMP) reference
 	$(BIN)/ruff format --check .

@@ -16,6 +16,7 @@ from hypothesis import settings
 
 from kvd.node.keyfiles import new_cluster_key, write_key
 from kvd.testing.cluster import PATHS, LocalCluster
+from tests.environments import WITHOUT_KEYS
 
 settings.register_profile("kvd", deadline=None)  # how long an example takes says how busy the machine is
 settings.load_profile("kvd")
@@ -28,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=LocalCluster.default_path,
         help="how messages travel in the clusters of tests that do not name a path",
     )
-    parser.addoption("--kvd-insecure", action="store_true", help="the clusters of tests that do not care use no keys")
+    parser.addoption("--kvd-insecure", action="store_true", help="tests that are not about keys use none")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,13 +41,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _make_keys(config: pytest.Config) -> None:
     """Tests and the processes that they start have a user's key of their own, and use it unless told otherwise."""
-    if config.getoption("--kvd-insecure"):
-        os.environ["KVD_INSECURE"] = "1"
-        LocalCluster.default_insecure = True
     home = Path(tempfile.mkdtemp(prefix="kvd-test-keys-"))
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
     os.environ["XDG_CONFIG_HOME"] = str(home)
     write_key(home / "kvd" / "cluster.key", new_cluster_key())
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures of a module make clusters
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that is marked `keys` uses them whatever the option says."""
+    LocalCluster.default_insecure = item.config.getoption("--kvd-insecure") and not item.get_closest_marker("keys")
+    if LocalCluster.default_insecure:
+        os.environ[WITHOUT_KEYS] = "1"
+    else:
+        os.environ.pop(WITHOUT_KEYS, None)
 
 
 @pytest.fixture(autouse=True)

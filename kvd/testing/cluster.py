@@ -23,6 +23,7 @@ import kvd
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.joining import Arrival
 from kvd.client.cluster.nodes import ClusterNodes
+from kvd.client.cluster.observer import Observer
 from kvd.client.facades.blocking import backend_of
 from kvd.client.facades.open import open_backend
 from kvd.config import Role, child_environment, load
@@ -214,6 +215,10 @@ class LocalCluster:
         given = {**self.settings, "scheduler": self.address, **settings}
         arrival = Arrival(wait_for_workers=False, tell=logger.warning)
         return self._kept(kvd.KVStore(open_backend(type, given, arrival)))
+
+    def observer(self, **settings: Any) -> Observer:
+        """Looks into the cluster; a context manager."""
+        return Observer(load({**self.settings, "scheduler": self.address, **settings}, environ={}).config)
 
     def _kept(self, store: kvd.KVStore) -> kvd.KVStore:
         self.stores.append(store)

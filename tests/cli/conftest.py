@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from kvd.testing.cluster import LocalCluster
 from kvd_cli.program import cli
+from tests.environments import WITHOUT_KEYS, is_setting
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
@@ -26,9 +26,8 @@ Spawn = Callable[..., "subprocess.Popen[str]"]
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No settings from the environment or from a file of this folder."""
-    kept = {"KVD_INSECURE"} if LocalCluster.default_insecure else set()
     for name in list(os.environ):
-        if (name.startswith(("KVD_", "DMLC_")) and name not in kept) or name in RANK_VARIABLES:
+        if (is_setting(name) and name != WITHOUT_KEYS) or name in RANK_VARIABLES:
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
 

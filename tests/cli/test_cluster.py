@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -16,8 +15,9 @@ import numpy as np
 import pytest
 from click.testing import Result
 
+from tests.environments import without_settings
+
 Kvd = Callable[..., Result]
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
 
 
@@ -35,10 +35,9 @@ class Cluster:
 
 
 def daemon(*arguments: str) -> subprocess.Popen[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVD_", "DMLC_"))}
     return subprocess.Popen(
         [sys.executable, "-m", "kvd_cli.main", *arguments],
-        env={**kept, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'cli'}", "KVD_LOG_FORMAT": "text"},
+        env=without_settings(KVD_LOG_FORMAT="text"),
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -203,6 +202,7 @@ def test_status_of_a_healthy_cluster(ask: Kvd, saved: Callable[[Any], Path]) -> 
     assert ask("dead-nodes").stdout.split() == ["NODE", "NODE", "ID", "SILENT", "FOR", "REASON"]
 
 
+@pytest.mark.keys  # without, each status says so
 def test_status_of_an_unhealthy_cluster(kvd: Kvd, tmp_path: Path) -> None:
     cluster = start_cluster(tmp_path, workers=2)
     try:

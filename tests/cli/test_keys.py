@@ -18,6 +18,7 @@ from kvd.node.allowed_keys import AllowedKeys
 from kvd.node.keyfiles import KeyKind, key_text, new_cluster_key, new_node_key, parse_key, read_key, write_key
 from tests.cli.conftest import Spawn
 
+pytestmark = pytest.mark.keys
 Kvd = Callable[..., Result]
 DEADLINE_S = 60.0
 

@@ -45,6 +45,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.keys
 def test_a_job_that_uses_the_store(spawn: Spawn) -> None:
     process = launch(spawn, SCRIPT)
     out, err = process.communicate(timeout=DEADLINE_S)
@@ -118,6 +119,7 @@ def test_a_log_folder_that_cannot_be_written(kvd: Kvd, tmp_path: Path) -> None:
     assert f"cannot write logs to {tmp_path}/file/logs: Not a directory; give --log-dir a folder" in result.stderr
 
 
+@pytest.mark.keys
 def test_workers_know_their_job_their_run_and_their_place(spawn: Spawn, tmp_path: Path) -> None:
     names = "KVD_JOB", "KVD_RUN", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
     code = f"""

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvd.testing.cluster import wait_until
-from tests.cli.restart_harness import DEADLINE_S, ROOT, Hold, readme_program
+from tests.cli.restart_harness import DEADLINE_S, Hold, readme_program
+from tests.environments import without_settings
 
 Spawn = Callable[..., "subprocess.Popen[str]"]
 
@@ -89,8 +90,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "train.py").write_text(readme_program())
     command = [sys.executable, "-m", "kvd_cli.main", "launch", "-n", "2", "-s", "1", "--", sys.executable, "train.py"]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVD_", "DMLC_"))}
-    environment = {**kept, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'cli'}", "OMP_NUM_THREADS": "1"}
+    environment = without_settings(OMP_NUM_THREADS="1")
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )

@@ -13,7 +13,7 @@ from zmq.utils import z85
 from kvd.node.keyfiles import read_key
 from tests.cli.running_job import DEADLINE_S, running_job
 
-pytestmark = pytest.mark.usefixtures("clean_environment")
+pytestmark = [pytest.mark.keys, pytest.mark.usefixtures("clean_environment")]
 
 
 def forms_of(secret: str) -> list[bytes]:

@@ -53,6 +53,7 @@ def paths(kvd: Kvd, cluster: LocalCluster) -> list[list[str]]:
     ]
 
 
+@pytest.mark.keys  # links over TCP need them
 def test_each_worker_has_its_path(kvd: Kvd, cluster: LocalCluster, stores: list[package.KVStore]) -> None:
     assert paths(kvd, cluster) == [["worker 0", "0, 1", "shared memory"], ["worker 1", "0, 1", OVER_ZMQ]]
     push(stores)
@@ -63,6 +64,7 @@ def test_each_worker_has_its_path(kvd: Kvd, cluster: LocalCluster, stores: list[
         assert server["links"] == "shared memory"
 
 
+@pytest.mark.keys  # links over TCP need them
 def test_links_between_hosts_are_shown_and_are_no_matter_of_shared_memory(kvd: Kvd) -> None:
     with LocalCluster(2, 1, path="tcp", tcp_links="always") as cluster:
         stores = cluster.open_stores(each=[{"node_id": "worker-0"}, {"node_id": "worker-1", "tcp_links": "off"}])
@@ -77,6 +79,7 @@ def test_links_between_hosts_are_shown_and_are_no_matter_of_shared_memory(kvd: K
         assert "links" not in report["servers"][0]
 
 
+@pytest.mark.keys  # links over TCP need them
 def test_a_link_that_breaks_is_not_shown_as_one(kvd: Kvd, cluster: LocalCluster, stores: list[package.KVStore]) -> None:
     engine = engine_of(stores[0])
     home = engine.machine.view.server_of("w", 0)

@@ -33,6 +33,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
+@pytest.mark.keys  # no further variable says that there are none
 def test_the_command_finds_the_cluster(spawn: Spawn) -> None:
     code = "import os; print(*sorted(f'{k}={v}' for k, v in os.environ.items() if k.startswith('KVD_')), sep='\\n')"
     flags = ["-S", "tcp://127.0.0.1:1", "--num-workers", "4", "--slice-bytes", "64KiB", "--credit-bytes", "32MiB"]

@@ -11,8 +11,6 @@ import pytest
 
 import kvd
 from kvd.client.calls.optimizer_state_file import OptimizerStateFile
-from kvd.client.cluster.observer import Observer
-from kvd.config import load
 from kvd.errors import KeyNotFound, NodeLost, NotAllowed, RequestTimeout
 from kvd.testing.cluster import LocalCluster, engine_of, wait_until
 
@@ -93,7 +91,7 @@ def test_keys_are_deleted_and_made_again_with_other_shapes(mode: str, servers: i
 
     with LocalCluster(2, servers, slice_bytes=4096) as cluster:
         assert cluster.run(program, mode) == [True, True]
-        with Observer(load({"scheduler": cluster.address}, environ={}).config) as observer:
+        with cluster.observer() as observer:
             assert observer.keys() == []
             assert [server["bytes_led"] for server in observer.status()["servers"]] == [0] * servers
 
@@ -185,7 +183,7 @@ def test_an_observer_meets_a_deletion_once() -> None:
     with LocalCluster(1, 1) as cluster:
         store = cluster.store()
         store.init("w", full(2, 1))
-        with Observer(load({"scheduler": cluster.address}, environ={}).config) as observer:
+        with cluster.observer() as observer:
             assert observer.pull("w").tolist() == [1, 1]
             store.delete("w")
             store.init("w", full(3, 2))

@@ -37,7 +37,7 @@ def train(cluster: LocalCluster, value: float, steps: int = 3, **settings: Any) 
 
 
 def observer(cluster: LocalCluster, **settings: Any) -> Observer:
-    return Observer(load({**cluster.settings, "scheduler": cluster.address, **settings}, environ={}).config)
+    return cluster.observer(**settings)
 
 
 def phases(cluster: LocalCluster) -> list[tuple[str, str]]:

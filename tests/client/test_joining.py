@@ -19,8 +19,6 @@ from kvd.client.calls.deadline import Deadline
 from kvd.client.cluster import joining
 from kvd.client.cluster import observer as observer_module
 from kvd.client.cluster.joining import missing_nodes
-from kvd.client.cluster.observer import Observer
-from kvd.config import load
 from kvd.core.membership import ViewState
 from kvd.errors import ConnectError, RequestTimeout
 from kvd.node.state_file import SchedulerStateFile
@@ -45,7 +43,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def report_of(cluster: LocalCluster) -> dict[str, Any]:
-    with Observer(load({**cluster.settings, "scheduler": cluster.address}, environ={}).config) as observer:
+    with cluster.observer() as observer:
         return observer.status()
 
 
@@ -290,15 +288,14 @@ def test_the_status_waits_for_servers_that_the_view_does_not_show_yet(
         save(file, record)
 
     monkeypatch.setattr(SchedulerStateFile, "save", slow_save)
-    with LocalCluster(1, 1, state_dir=str(tmp_path)) as cluster, ThreadPoolExecutor(1) as pool:
-        config = load({**cluster.settings, "scheduler": cluster.address}, environ={}).config
-        with Observer(config) as observer:
-            wait_until(lambda: observer._scheduler_status(Deadline(30))["members"], "the server has joined")
-            report = pool.submit(observer.status)
-            wait([report], 0.5)  # the question is on its way to nowhere by then, or waits
-            saved.set()
-            (server,) = report.result(30)["servers"]
-            assert "error" not in server
+    cluster = LocalCluster(1, 1, state_dir=str(tmp_path))
+    with cluster, ThreadPoolExecutor(1) as pool, cluster.observer() as observer:
+        wait_until(lambda: observer._scheduler_status(Deadline(30))["members"], "the server has joined")
+        report = pool.submit(observer.status)
+        wait([report], 0.5)  # the question is on its way to nowhere by then, or waits
+        saved.set()
+        (server,) = report.result(30)["servers"]
+        assert "error" not in server
 
 
 def test_the_status_does_not_wait_for_an_announcement_that_does_not_come(
@@ -314,9 +311,7 @@ def test_the_status_does_not_wait_for_an_announcement_that_does_not_come(
 
     monkeypatch.setattr(SchedulerStateFile, "save", failing_save)
     monkeypatch.setattr(observer_module, "ANNOUNCEMENT_S", 0.2)
-    with LocalCluster(1, 1, state_dir=str(tmp_path)) as cluster:
-        config = load({**cluster.settings, "scheduler": cluster.address}, environ={}).config
-        with Observer(config) as observer:
-            wait_until(lambda: observer._scheduler_status(Deadline(30))["cannot_save"] == "disk full", "it is told")
-            report = observer.status()
+    with LocalCluster(1, 1, state_dir=str(tmp_path)) as cluster, cluster.observer() as observer:
+        wait_until(lambda: observer._scheduler_status(Deadline(30))["cannot_save"] == "disk full", "it is told")
+        report = observer.status()
     assert report["servers"] == [{"role": "server", "rank": 0, "error": observer_module.NOT_ANNOUNCED}]

@@ -116,7 +116,7 @@ def test_a_training_has_the_same_bits_on_every_path(workers: int, servers: int, 
     digests = {path: digests_of(workers, servers, bound=bound, path=path) for path in PATHS}
     assert len(digests["shm"]) == 1, "the workers disagree"
     assert digests == dict.fromkeys(PATHS, digests["shm"])
-    sealed = digests_of(workers, servers, bound=bound, path="tcp", tcp_links="always")
+    sealed = digests_of(workers, servers, bound=bound, path="tcp", tcp_links="always", insecure=False)
     assert sealed == digests["shm"]
 
 

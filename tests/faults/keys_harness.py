@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,16 +12,15 @@ from typing import Any
 from kvd.config import Role
 from kvd.node.keyfiles import new_node_key, public_part, read_key, write_key
 from kvd.testing.cluster import ProcessNode, wait_until
+from tests.environments import without_settings
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 40.0
 """For a client whose own deadline is far longer: it is told why, and does not wait for a timeout."""
 
 
 def cleaned(**more: str) -> dict[str, str]:
     """The variables of a process without settings of its own."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVD_", "DMLC_"))}
-    return {**kept, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'cli'}", "KVD_LOG_FORMAT": "text", **more}
+    return without_settings(KVD_LOG_FORMAT="text", **more)
 
 
 def kvd(*arguments: str, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -22,6 +22,7 @@ from kvd.testing.cluster import LocalCluster, engine_of
 from tests.core.access_harness import JOB, Sender, is_expected, message_of, tells_to_keep_out
 from tests.faults.bad_input_harness import RawPeer
 
+pytestmark = pytest.mark.keys
 FENCE = 999
 
 
@@ -81,7 +82,7 @@ class Guarded(LocalCluster):
         name = "scheduler" if role == "scheduler" else "rack"
         return super().start(role, **self.keys.of(name), **settings)
 
-    def observer(self, name: str, job: str = JOB) -> Observer:
+    def observer_of(self, name: str, job: str = JOB) -> Observer:
         given = {"scheduler": self.address, "job": job, "request_timeout_s": 60.0, **self.keys.of(name)}
         return Observer(load(given, environ={}).config)
 
@@ -182,7 +183,7 @@ def test_each_key_may_do_what_the_table_says_and_no_more(
 
 def test_an_observer_s_key_reads_and_a_worker_s_key_ends_no_job(cluster: Guarded, stores: list[kvd.KVStore]) -> None:
     step(stores)
-    with cluster.observer("olga") as observer:
+    with cluster.observer_of("olga") as observer:
         assert observer.pull("w").dtype == np.uint8
         listed = observer.keys()
         assert [key["key"] for key in listed] == ["w"]
@@ -191,7 +192,7 @@ def test_an_observer_s_key_reads_and_a_worker_s_key_ends_no_job(cluster: Guarded
         with pytest.raises(NotAllowed, match="key 'olga' allows to be observer"):
             observer.command("ping", b"")
     for name in ("alice", "olga"):
-        with cluster.observer(name) as observer:
+        with cluster.observer_of(name) as observer:
             with pytest.raises(NotAllowed, match="takes operator"):
                 observer.end_job(JOB)
             with pytest.raises(NotAllowed, match="takes operator"):
@@ -201,7 +202,7 @@ def test_an_observer_s_key_reads_and_a_worker_s_key_ends_no_job(cluster: Guarded
 
 def test_a_worker_s_key_of_other_jobs_neither_reads_nor_joins(cluster: Guarded, stores: list[kvd.KVStore]) -> None:
     with pytest.raises(KvdError, match="key 'dave' allows to be worker of jobs serve-"):
-        cluster.observer("dave")
+        cluster.observer_of("dave")
     with pytest.raises(NotAllowed, match="key 'dave' allows to be worker of jobs serve-"):
         cluster.lone_store(**cluster.keys.of("dave"), join_timeout_s=20.0)
     step(stores)
@@ -212,9 +213,9 @@ def test_an_operator_s_key_ends_a_job_and_the_daemons(tmp_path: Path) -> None:
     with cluster:
         store = cluster.store(**cluster.keys.of("alice"))
         store.init("w", np.zeros(1, np.uint8))
-        with cluster.observer("ops") as observer:
+        with cluster.observer_of("ops") as observer:
             observer.end_job(JOB)
             with pytest.raises(JobEnded):
                 store.pull("w")
-        with cluster.observer("ops") as observer:
+        with cluster.observer_of("ops") as observer:
             observer.shut_down(force=True)

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.client.cluster.observer import Observer
-from kvd.config import load
 from kvd.errors import KvdError, RequestTimeout
 from kvd.testing.cluster import LocalCluster
 from tests.faults.stopping import stopped
@@ -97,12 +95,11 @@ def test_close_has_one_deadline_for_all_its_parts() -> None:
 
 
 def test_the_status_asks_all_servers_at_once() -> None:
-    with LocalCluster(1, 4, processes=True, **PATIENT) as cluster:
-        config = load({**cluster.settings, **HURRIED, "scheduler": cluster.address}, environ={}).config
-        with Observer(config) as observer, stopped(*cluster.servers[1:]):
-            begun = time.monotonic()
-            servers = observer.status()["servers"]
-            assert time.monotonic() - begun < TIMEOUT_S + SLACK_S
+    cluster = LocalCluster(1, 4, processes=True, **PATIENT)
+    with cluster, cluster.observer(**HURRIED) as observer, stopped(*cluster.servers[1:]):
+        begun = time.monotonic()
+        servers = observer.status()["servers"]
+        assert time.monotonic() - begun < TIMEOUT_S + SLACK_S
     assert [server["rank"] for server in servers] == [0, 1, 2, 3]
     assert ["error" in server for server in servers] == [False, True, True, True]
     for server in servers[1:]:

@@ -16,11 +16,7 @@ from kvd.node.keyfiles import key_text, new_cluster_key, new_node_key, read_key,
 from kvd.testing.cluster import ProcessNode, wait_until
 from tests.faults.keys_harness import DEADLINE_S, GuardedCluster, Keys, cleaned, kvd
 
-
-@pytest.fixture(autouse=True)
-def with_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are about keys, whatever the others use."""
-    monkeypatch.delenv("KVD_INSECURE", raising=False)
+pytestmark = pytest.mark.keys
 
 
 @pytest.fixture

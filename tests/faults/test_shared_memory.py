@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-from kvd.client.cluster.observer import Observer
-from kvd.config import load
 from kvd.testing.cluster import LocalCluster, ProcessNode, wait_until
 
 SETTINGS: dict[str, Any] = {
@@ -310,7 +308,7 @@ def train(server: str, worker: str, **how: Any) -> tuple[set[str], set[str], set
         workers = [changed.begin(number, prelude=worker) for number in range(2)]
         for each in workers:
             await_line(each, "done")
-        with Observer(load({**SETTINGS, "scheduler": changed.cluster.address}, environ={}).config) as observer:
+        with changed.cluster.observer() as observer:
             reports = observer.status()["servers"]
         results = changed.end(*workers)
     paths = {path for result in results for path in result["paths"]}

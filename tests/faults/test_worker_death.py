@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.client.cluster.observer import Observer
-from kvd.config import load
 from kvd.errors import BarrierBroken, NodeLost
 from kvd.testing.cluster import LocalCluster, wait_until
 
@@ -105,8 +103,7 @@ def test_the_others_learn_of_a_death_in_time_and_no_call_hangs() -> None:
             assert store.num_dead_node(9 + 2 * rank) == 1
             assert store.num_dead_node(2) == 0
             assert [node.node_id for node in store.dead_nodes()] == ["worker-2"]
-        config = load({**SETTINGS, "scheduler": cluster.address}, environ={}).config
-        with Observer(config) as observer:
+        with cluster.observer() as observer:
             states = {member["node_id"]: member["state"] for member in observer.status()["members"]}
             assert states["worker-2"] == "dead"
             assert [node.rank for node in observer.dead_nodes()] == [rank]

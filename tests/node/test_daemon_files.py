@@ -17,8 +17,8 @@ import pytest
 from kvd.errors import KvdError
 from kvd.node.ready_file import ReadyFile
 from kvd.node.state_file import SchedulerStateFile
+from tests.environments import without_settings
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0
 
 Scheduler = Callable[..., tuple[int, str]]
@@ -42,12 +42,11 @@ def scheduler(tmp_path: Path) -> Scheduler:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVD_", "DMLC_"))}
         settings = {"NUM_WORKERS": "1", "NUM_SERVERS": "1", "BIND": "tcp://127.0.0.1:0", "LOG_FORMAT": "text"}
         settings["STATE_DIR"] = str(state)
         done = subprocess.run(
             [sys.executable, "-B", "-c", PROGRAM, str(ready)],
-            env={**kept, "PYTHONPATH": str(ROOT), **{f"KVD_{name}": value for name, value in settings.items()}},
+            env=without_settings(**{f"KVD_{name}": value for name, value in settings.items()}),
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

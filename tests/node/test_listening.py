@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -14,8 +13,8 @@ import pytest
 from kvd.config import Address, Config, parse_address
 from kvd.errors import ConfigError
 from kvd.node.listening import address_towards, listen_address
+from tests.environments import without_settings
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
 
 
@@ -99,10 +98,9 @@ def test_a_server_joins_a_scheduler_that_is_not_on_loopback(tmp_path: Path) -> N
     allowed = unshare and not subprocess.run([unshare, "-rn", "true"], capture_output=True, check=False).returncode
     if unshare is None or not allowed or shutil.which("ip") is None:
         pytest.skip("this needs ip (iproute2), and a kernel that lets this user make a network namespace")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVD_", "DMLC_"))}
     subprocess.run(
         [unshare, "-rn", "bash", "-c", CLUSTER, "bash", sys.executable],
-        env={**kept, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'cli'}", "KVD_LOG_FORMAT": "text"},
+        env=without_settings(KVD_LOG_FORMAT="text"),
         cwd=tmp_path,
         timeout=DEADLINE_S,
         check=True,
