@@ -30,6 +30,7 @@ FILE = "manifest.json"
 FORMAT = "kvd-snapshot"
 VERSION = 1
 MAX_BYTES = 256 << 20  # of a manifest: some hundred thousand keys
+MAX_PART_BYTES = 1 << 30
 MAX_SLOT_CHARS = 64
 STATE_DTYPES = ("float32", "float64")
 
@@ -157,6 +158,8 @@ class Manifest:
             StoredPart(_text(each, "file", _PART), _whole(each, "bytes"), _text(each, "sha256", _DIGEST))
             for each in _list(content, "parts")
         )
+        if any(part.nbytes > MAX_PART_BYTES for part in parts):
+            raise ValueError("a part is larger than any part")
         if len(keys) != _whole(content, "num_keys") or len({key.key for key in keys}) != len(keys):
             raise ValueError("it lists a key twice, or another number of keys than it says")
         _check_pieces(keys, len(parts))

@@ -64,7 +64,7 @@ class StoredSnapshot:
             SnapshotError: a part is missing or damaged; it names the file.
         """
         for number in range(len(self.manifest.parts)):
-            self._part(number)
+            self._checked(number)
 
     def value(self, key: StoredKey) -> Array:
         """The value of a key, in its shape. Raises SnapshotError."""
@@ -95,10 +95,18 @@ class StoredSnapshot:
         """The tensors of a part. The one that was read last is kept: the arrays of a key lie side by side."""
         if self._loaded is None or self._loaded[0] != number:
             self._loaded = None
-            self._loaded = number, self._read(number)
+            self._loaded = number, self._unpacked(number)
         return self._loaded[1]
 
-    def _read(self, number: int) -> dict[str, Array]:
+    def _unpacked(self, number: int) -> dict[str, Array]:
+        data, file = self._checked(number), self._file(number)
+        try:
+            return unpack(data)
+        except ValueError as error:
+            raise SnapshotError(f"{file} is damaged: {error}; {_EARLIER}", path=str(file)) from None
+
+    def _checked(self, number: int) -> bytes:
+        """The bytes of a part, which have its size and checksum."""
         part, file = self.manifest.parts[number], self._file(number)
         try:
             size = file.stat().st_size
@@ -113,10 +121,7 @@ class StoredSnapshot:
             raise SnapshotError(text, path=str(file))
         if sha256(data).hexdigest() != part.sha256:
             raise SnapshotError(f"{file} is damaged: its checksum is another one; {_EARLIER}", path=str(file))
-        try:
-            return unpack(data)
-        except ValueError as error:
-            raise SnapshotError(f"{file} is damaged: {error}; {_EARLIER}", path=str(file)) from None
+        return data
 
 
 def _no_manifest(path: Path) -> SnapshotError:

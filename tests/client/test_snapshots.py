@@ -145,6 +145,28 @@ def test_another_number_of_workers_and_a_store_without_a_cluster(tmp_path: Path)
         assert [value.tobytes() for value in kv.pull(KEYS)] == expected
 
 
+def test_many_keys_and_those_without_state(tmp_path: Path) -> None:
+    keys = [f"key {number}" for number in range(70)]
+    numbers, empty = np.arange(7, dtype=np.int64), np.empty((0, 3), np.float32)
+    with LocalCluster(1, 2) as cluster:
+        kv = cluster.store()
+        kv.init([*keys, "numbers", "empty"], [*(ones(size) for size in range(1, 71)), numbers, empty])
+        kv.set_optimizer(Adam(0.1))
+        kv.push([*keys[1:], "empty"], [*(ones(size) for size in range(2, 71)), empty])
+        kv.snapshot(tmp_path / "taken")
+        values = kv.pull(keys)
+    with LocalCluster(1, 3) as cluster:
+        kv = cluster.store()
+        kv.restore(tmp_path / "taken")
+        restored = kv.pull([*keys, "numbers", "empty"])
+        assert [value.tobytes() for value in restored[:70]] == [value.tobytes() for value in values]
+        assert restored[70].tolist() == list(range(7))
+        assert restored[71].shape == (0, 3)
+        kv.save_optimizer_states(tmp_path / "states")
+    steps = OptimizerStateFile.read(tmp_path / "states").steps
+    assert steps == {**dict.fromkeys(keys[1:], 1), keys[0]: 0, "numbers": 0, "empty": 1}
+
+
 def test_the_optimizer_comes_as_it_was(tmp_path: Path) -> None:
     """With a changed learning rate, and None if there was none."""
 

@@ -149,6 +149,7 @@ def test_a_newer_version_says_so(tmp_path: Path) -> None:
     [
         (lambda plain: plain["parts"][0].update(file="../part-00000.safetensors"), "file is"),
         (lambda plain: plain["parts"][0].update(bytes=-1), "bytes is -1"),
+        (lambda plain: plain["parts"][0].update(bytes=1 << 40), "larger than any part"),
         (lambda plain: plain["keys"][0].update(shape=[1 << 50, 1 << 50]), "larger than any key"),
         (lambda plain: plain["keys"][0].update(shape=[3]), "not the size of the key"),
         (lambda plain: plain["keys"][0].update(dtype="object"), "no key is"),

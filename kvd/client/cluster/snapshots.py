@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvd.client.calls import checks
 from kvd.client.calls.backend import StoreFacts
@@ -18,7 +19,7 @@ from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.snapshot_outcome import Outcome
-from kvd.client.calls.values import fresh_target, source_of
+from kvd.client.calls.values import Array, fresh_target, source_of
 from kvd.client.cluster.answers import list_keys
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.optimizer_states import fetch_optimizer, fetch_state, store_optimizer, store_state
@@ -33,7 +34,11 @@ from kvd.snapshots.manifest import Origin, StoredKey
 from kvd.snapshots.reader import StoredSnapshot
 from kvd.snapshots.writer import PART_BYTES, SnapshotWriter, is_written
 
+AT_ONCE = 32  # keys whose states are on their way at the same time
 CHANGED = "the values change while the snapshot is taken: all workers call snapshot between the same two steps"
+
+
+T = TypeVar("T")
 
 
 class _Meeting(NamedTuple):
@@ -165,13 +170,21 @@ class ClusterSnapshots:
         clocks: Mapping[str, int],
         optimizer: Optimizer | None,
     ) -> None:
+        names = list(specs)
         targets = [fresh_target(spec) for spec in specs.values()]
-        versions = await self._engine.call(pull_into(list(specs), targets, 0))
-        for name, target, version in zip(specs, targets, versions, strict=True):
+        versions = await self._engine.call(pull_into(names, targets, 0))
+        for name, version in zip(names, versions, strict=True):
             if not version.oldest == version.newest == clocks[name]:
                 raise NotAllowed(CHANGED, key=name)
-            updates, state = (0, {}) if optimizer is None else await fetch_state(self._engine, name)
-            await asyncio.to_thread(writer.add, name, target.finish(), clocks[name], updates, state)
+        states: list[tuple[int, dict[str, Array]]] = [(0, {}) for _ in names]
+        if optimizer is not None:
+            states = await _some_at_once([partial(fetch_state, self._engine, name) for name in names])
+
+        def add() -> None:
+            for name, target, (updates, state) in zip(names, targets, states, strict=True):
+                writer.add(name, target.finish(), clocks[name], updates, state)
+
+        await asyncio.to_thread(add)
 
     # ── worker 0 reads ──
 
@@ -184,17 +197,30 @@ class ClusterSnapshots:
         await asyncio.to_thread(snapshot.verify)  # all of it, before the first key is made
         if origin.optimizer is not None:
             await store_optimizer(self._engine, origin.optimizer)
-        for key in snapshot.manifest.keys:
-            value = await asyncio.to_thread(snapshot.value, key)
-            data, spec = source_of(value, self._engine.machine.view.settings.slice_bytes, copy=False)
-            await self._engine.call(requests.InitKeys((Item(key.key, spec, data),)))
-            await self._store_state(snapshot, key)
+        slice_bytes = self._engine.machine.view.settings.slice_bytes
+        keys = {key.key: key for key in snapshot.manifest.keys}
+        for names in _batches({name: KeySpec(key.dtype, key.shape, slice_bytes) for name, key in keys.items()}):
+            await self._make_keys(snapshot, [keys[name] for name in names], slice_bytes)
         return Outcome(origin.steps, origin.lineage)
 
-    async def _store_state(self, snapshot: StoredSnapshot, key: StoredKey) -> None:
-        if key.updates or key.state:
-            state = await asyncio.to_thread(snapshot.state, key)
-            await store_state(self._engine, key.key, key.updates, state)
+    async def _make_keys(self, snapshot: StoredSnapshot, keys: Sequence[StoredKey], slice_bytes: int) -> None:
+        def read() -> tuple[list[Item], list[dict[str, Array]]]:
+            items, states = [], []
+            for key in keys:  # value and state lie side by side
+                data, spec = source_of(snapshot.value(key), slice_bytes, copy=False)
+                items.append(Item(key.key, spec, data))
+                states.append(snapshot.state(key))
+            return items, states
+
+        items, states = await asyncio.to_thread(read)
+        await self._engine.call(requests.InitKeys(tuple(items)))
+        await _some_at_once(
+            [
+                partial(store_state, self._engine, key.key, key.updates, state)
+                for key, state in zip(keys, states, strict=True)
+                if key.updates or state
+            ]
+        )
 
     async def _check_is_new(self, snapshot: StoredSnapshot) -> None:
         """Raises NotAllowed if the job has values already. A predecessor that died in this call may have left some."""
@@ -208,6 +234,19 @@ class ClusterSnapshots:
                 f"set_optimizer, in a new job"
             )
             raise NotAllowed(text, key=found[0].key)
+
+
+async def _some_at_once(work: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    """The results of all, in order. The first error is raised, and what has begun is not left behind."""
+    results: list[T] = []
+    for start in range(0, len(work), AT_ONCE):
+        begun = [each() for each in work[start : start + AT_ONCE]]
+        ended = await asyncio.gather(*begun, return_exceptions=True)
+        for result in ended:
+            if isinstance(result, BaseException):
+                raise result
+            results.append(result)
+    return results
 
 
 def _batches(specs: Mapping[str, KeySpec]) -> Iterator[list[str]]:
