@@ -28,6 +28,7 @@ from kvd.errors import (
     RemoteError,
     RequestTimeout,
     ShapeMismatch,
+    SnapshotError,
     StoreClosed,
     VersionUnavailable,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "JobEnded",
     "JobBusy",
     "StoreClosed",
+    "SnapshotError",
     "RemoteError",
     "KeyNotFound",
     "KeyExists",

@@ -16,6 +16,7 @@
     ├── JobEnded             the run that this worker belongs to has ended
     ├── JobBusy              another program runs under the job's name
     ├── StoreClosed          the store was closed, or belongs to another process
+    ├── SnapshotError        a snapshot cannot be written, or what is there is not a whole one
     └── RemoteError          a server or the scheduler refused
         ├── KeyNotFound      (also a KeyError)
         ├── KeyExists
@@ -187,6 +188,18 @@ class JobBusy(KvdError):
 
 class StoreClosed(KvdError):
     """The store was closed, or a forked child uses the store of its parent."""
+
+
+class SnapshotError(KvdError):
+    """A snapshot cannot be written; or what is to be restored is no snapshot, damaged, or of a newer kvd.
+
+    Attributes:
+        path: the file or folder in question.
+    """
+
+    def __init__(self, message: str, *, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class RemoteError(KvdError):

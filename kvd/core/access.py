@@ -65,7 +65,12 @@ _MALFORMED_JOIN = Row("join", (m.Join,), ANY_KEY, Standing.NOTHING)  # refused f
 
 _ASKED_OF_THE_SCHEDULER = (
     Row("stay, and leave", (m.Heartbeat, m.Leave), NODES, Standing.JOINED),
-    Row("meet at barriers, and ask who is missing", (m.Enter, m.WaitReport), WORKERS, Standing.JOINED),
+    Row(
+        "meet at barriers, and ask who is missing",
+        (m.Enter, m.Say, m.Listen, m.WaitReport),
+        WORKERS,
+        Standing.JOINED,
+    ),
     Row("ask the scheduler for its status", (m.StatusQuery,), ANY_KEY, Standing.NOTHING),
     Row("end a job", (m.EndRun,), OPERATORS, Standing.NOTHING),
     Row("end the daemons", (m.Shutdown,), OPERATORS, Standing.NOTHING),

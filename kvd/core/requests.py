@@ -151,10 +151,22 @@ class Barrier:
 
     Attributes:
         passed: the predecessor has passed this barrier: count it, and complete at once.
+        says: a note for those who listen.
+        listens: the result is the note of this barrier, "" if there is none; otherwise the result is None.
     """
 
     name: str
     passed: bool = False
+    says: str | None = None
+    listens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SaidAt:
+    """The result is the note of the barrier that this worker enters next under this name, if that one has been released
+    (a predecessor may have passed it); None: it has not."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +250,7 @@ Request: TypeAlias = (
     | TakeBack
     | Flush
     | Barrier
+    | SaidAt
     | Depart
     | Rewind
     | Resume

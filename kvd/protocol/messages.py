@@ -320,6 +320,38 @@ class Enter:
 
 
 @dataclass(frozen=True, slots=True)
+class Say:
+    """Whoever passes this barrier is to know that, if the note comes before its release. Answered with Done once it is
+    saved; a generation has one note, the latest."""
+
+    KIND: ClassVar[int] = 12
+    request: Number
+    name: Key
+    generation: Count
+    note: Text
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Has this barrier been released, and what was said at it? Answered with Said."""
+
+    KIND: ClassVar[int] = 13
+    request: Number
+    name: Key
+    generation: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The note is empty if nothing was said, or if that is forgotten: only that of the latest generation is kept."""
+
+    KIND: ClassVar[int] = 14
+    request: Number
+    released: bool
+    note: Text
+
+
+@dataclass(frozen=True, slots=True)
 class StatusQuery:
     """What is your state? To any node; answered with StatusReport and a payload of JSON."""
 
@@ -988,6 +1020,9 @@ Message: TypeAlias = (
     | HeartbeatAck
     | Leave
     | Enter
+    | Say
+    | Listen
+    | Said
     | StatusQuery
     | StatusReport
     | EndRun

@@ -45,6 +45,8 @@ CALLS: dict[str, Any] = {
     "set_optimizer": lambda kv: kv.set_optimizer(None),
     "update_optimizer": lambda kv: kv.update_optimizer(learning_rate=1.0),
     "save": lambda kv: kv.save_optimizer_states("nowhere"),
+    "snapshot": lambda kv: kv.snapshot("nowhere"),
+    "restore": lambda kv: kv.restore("nowhere"),
     "num_dead_node": lambda kv: kv.num_dead_node(7),
     "dead_nodes": lambda kv: kv.dead_nodes(),
 }

@@ -14,7 +14,7 @@ from kvd.transport import newcomers as limits
 from kvd.transport.arrivals import Arrivals
 from kvd.transport.connections import listening_at
 from kvd.transport.curve import new_keypair
-from kvd.transport.newcomers import THIS_HOST
+from kvd.transport.newcomers import ANYWHERE, THIS_HOST
 from tests.fuzz.flood import flood
 from tests.fuzz.zmtp import Wire, greeting
 from tests.transport.test_curve import Node, curve, nodes, until
@@ -80,9 +80,10 @@ def test_who_comes_too_often_is_refused_and_who_is_in_goes_on(
                     wires.pop().reset()
                 if arrivals_of(server).refused:
                     break
-            assert arrivals_of(server).refused == {THIS_HOST}
+            # of those that went at once, libzmq may have told too late where they were from
+            assert arrivals_of(server).refused in ({THIS_HOST}, {ANYWHERE} if goes_at_once else {THIS_HOST})
             assert await asyncio.to_thread(is_refused, where)
-            assert "refusing new ones from this host" in caplog.text
+            assert "too many connections that prove no key: refusing new ones from" in caplog.text
 
             late.transport.connect(SCHEDULER, where)
             late.transport.send(SCHEDULER, b"late", [])

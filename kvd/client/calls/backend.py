@@ -203,6 +203,14 @@ class Updates(Protocol):
     def load_optimizer_states(self, path: Any) -> Handle: ...
 
 
+class Snapshots(Protocol):
+    """The whole store, to disk and back."""
+
+    def snapshot(self, path: Any) -> Handle: ...
+    def restore(self, path: Any, missing_ok: bool) -> Handle:
+        """Gives how many steps of its loops the program had made; None: there is no snapshot."""
+
+
 class Nodes(Protocol):
     """The other nodes of the cluster; there are none without a cluster."""
 
@@ -241,5 +249,6 @@ class Backend:
     rounds: Rounds
     steps: ProgramSteps
     updates: Updates
+    snapshots: Snapshots
     nodes: Nodes
     closing: Closing

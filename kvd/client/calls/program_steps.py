@@ -11,7 +11,7 @@ from typing import Any
 from kvd.client.calls import checks
 from kvd.client.calls.keys import key_list
 from kvd.client.calls.promise import Promise
-from kvd.core.worker.step_loops import Replay, StepLoops
+from kvd.core.worker.step_loops import Boundary, Replay, StepLoops
 from kvd.errors import KvdError, NotAllowed
 from kvd.protocol.messages import NO_STEP
 
@@ -87,6 +87,21 @@ class ProgramSteps:
         """See `StepLoops.resume`."""
         with self._lock:
             self._loops.resume()
+
+    def boundary(self) -> Boundary:
+        """See `StepLoops.boundary`."""
+        with self._lock:
+            return self._loops.boundary()
+
+    def check_may_restore(self) -> None:
+        """See `StepLoops.check_may_restore`."""
+        with self._lock:
+            self._loops.check_may_restore()
+
+    def restored(self, steps: int) -> None:
+        """See `StepLoops.restored`."""
+        with self._lock:
+            self._loops.restored(steps)
 
     # ── the loop, for its iteration ──
 

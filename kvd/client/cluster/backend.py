@@ -16,6 +16,7 @@ from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.joining import Arrival, Joining
 from kvd.client.cluster.nodes import ClusterNodes
 from kvd.client.cluster.rounds import ClusterRounds
+from kvd.client.cluster.snapshots import ClusterSnapshots
 from kvd.client.cluster.steps import program_steps
 from kvd.client.cluster.updates import ClusterUpdates
 from kvd.client.cluster.values import ClusterValues
@@ -101,6 +102,7 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
         rounds=ClusterRounds(engine, unobserved, steps),
         steps=steps,
         updates=ClusterUpdates(engine),
+        snapshots=ClusterSnapshots(engine, steps, facts),
         nodes=ClusterNodes(engine),
         closing=ClusterClosing(engine, unobserved),
     )

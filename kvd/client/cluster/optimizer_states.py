@@ -16,7 +16,7 @@ from kvd.client.cluster.answers import list_keys
 from kvd.client.cluster.engine import Engine
 from kvd.core import requests
 from kvd.errors import NotAllowed
-from kvd.optimizer import from_wire, to_wire
+from kvd.optimizer import Optimizer, from_wire, to_wire
 from kvd.protocol.messages import FetchState, OptimizerQuery, SetOptimizer, StoreState
 from kvd.protocol.specs import DTYPES, KeySpec, padded
 
@@ -30,22 +30,36 @@ async def fetch_states(engine: Engine, path: Path, dump_optimizer: bool) -> None
         OSError: the file cannot be written.
     """
     content = OptimizerStateFile()
-    answers = await engine.call(requests.Control((OptimizerQuery(0),), (0,)))
-    wire = answers[0][0].optimizer
-    if wire is None:
+    optimizer = await fetch_optimizer(engine)
+    if optimizer is None:
         raise NotAllowed("no optimizer is set, so there is no state to save: call set_optimizer first")
     if dump_optimizer:
-        content.optimizer = from_wire(wire)
+        content.optimizer = optimizer
     for key in sorted({entry.key for _, entry in await list_keys(engine)}):
-        spec: KeySpec = await engine.call(requests.DescribeKey(key))
-        messages = tuple(FetchState(0, key, index) for index in range(spec.num_slices))
-        states = await engine.call(requests.SliceControl(key, messages))
-        steps = {state.step for state, _, _ in states}
-        if len(steps) > 1:
-            raise NotAllowed(f"the slices of {key!r} are at different steps {sorted(steps)}: save between two steps")
-        content.steps[key] = steps.pop()
-        content.arrays[key] = _assemble(states)
+        content.steps[key], content.arrays[key] = await fetch_state(engine, key)
     await asyncio.to_thread(content.write, path)  # a large file takes a while, and the loop has heartbeats to send
+
+
+async def fetch_optimizer(engine: Engine) -> Optimizer | None:
+    """The optimizer of the servers, with the hyperparameters that it has by now."""
+    answers = await engine.call(requests.Control((OptimizerQuery(0),), (0,)))
+    wire = answers[0][0].optimizer
+    return None if wire is None else from_wire(wire)
+
+
+async def fetch_state(engine: Engine, key: str) -> tuple[int, dict[str, np.ndarray[Any, Any]]]:
+    """How many updates a key has had, and the whole arrays of its state by slot.
+
+    Raises:
+        NotAllowed: its slices differ.
+    """
+    spec: KeySpec = await engine.call(requests.DescribeKey(key))
+    messages = tuple(FetchState(0, key, index) for index in range(spec.num_slices))
+    states = await engine.call(requests.SliceControl(key, messages))
+    steps = {state.step for state, _, _ in states}
+    if len(steps) > 1:
+        raise NotAllowed(f"the slices of {key!r} are at different steps {sorted(steps)}: save between two steps")
+    return steps.pop(), _assemble(states)
 
 
 def _assemble(states: list[Any]) -> dict[str, np.ndarray[Any, Any]]:
@@ -82,19 +96,32 @@ async def store_states(engine: Engine, path: Path) -> None:
     """
     content = OptimizerStateFile.read(path)
     if content.optimizer is not None:
-        await engine.call(requests.Control((SetOptimizer(0, to_wire(content.optimizer), loaded=True),)))
+        await store_optimizer(engine, content.optimizer)
     for key, step in content.steps.items():
-        spec: KeySpec = await engine.call(requests.DescribeKey(key))
-        slots = content.arrays.get(key, {})
-        _check_lengths(key, spec, slots)
-        messages, payloads, lengths = [], [], []
-        for index in range(spec.num_slices):
-            payload = _cut(spec, index, slots)
-            described = tuple((name, array.dtype.name) for name, array in slots.items())
-            messages.append(StoreState(0, key, index, step, described))
-            payloads.append(payload)
-            lengths.append(len(payload))
-        await engine.call(requests.SliceControl(key, tuple(messages), tuple(payloads), tuple(lengths)))
+        await store_state(engine, key, step, content.arrays.get(key, {}))
+
+
+async def store_optimizer(engine: Engine, optimizer: Optimizer) -> None:
+    """The servers use this optimizer, which came from a file."""
+    await engine.call(requests.Control((SetOptimizer(0, to_wire(optimizer), loaded=True),)))
+
+
+async def store_state(engine: Engine, key: str, step: int, slots: dict[str, np.ndarray[Any, Any]]) -> None:
+    """Gives every slice of a key its part of the whole arrays.
+
+    Args:
+        step: how many updates the key has had.
+        slots: the arrays by slot.
+
+    Raises:
+        NotAllowed: an array has not the size of the key.
+    """
+    spec: KeySpec = await engine.call(requests.DescribeKey(key))
+    _check_lengths(key, spec, slots)
+    described = tuple((name, array.dtype.name) for name, array in slots.items())
+    messages = tuple(StoreState(0, key, index, step, described) for index in range(spec.num_slices))
+    payloads = tuple(_cut(spec, index, slots) for index in range(spec.num_slices))
+    await engine.call(requests.SliceControl(key, messages, payloads, tuple(map(len, payloads))))
 
 
 def _check_lengths(key: str, spec: KeySpec, slots: dict[str, np.ndarray[Any, Any]]) -> None:

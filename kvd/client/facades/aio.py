@@ -143,6 +143,13 @@ class KVStore(StoreProperties):
     async def load_optimizer_states(self, path: Any) -> None:
         await self._backend.updates.load_optimizer_states(path)
 
+    async def snapshot(self, path: Any) -> None:
+        await self._backend.snapshots.snapshot(path)
+
+    async def restore(self, path: Any, missing_ok: bool = False) -> int | None:
+        steps: int | None = await self._backend.snapshots.restore(path, missing_ok)
+        return steps
+
     async def num_dead_node(self, node_id: int, timeout: float = 60) -> int:
         return count_dead(self._backend.nodes, node_id, timeout)
 

@@ -1,4 +1,7 @@
-"""The blocking façade: `kvd.KVStore`."""
+"""The blocking façade: `kvd.KVStore`.
+
+Over 400 lines because every method of a store stands on one page, with what it promises.
+"""
 
 from __future__ import annotations
 
@@ -269,6 +272,49 @@ class KVStore(StoreProperties, KVStoreBase):
     def load_optimizer_states(self, path: Any) -> None:
         """Reads such a file into the store."""
         self._blocking().updates.load_optimizer_states(path).wait()
+
+    # ── snapshots ──
+
+    def snapshot(self, path: Any) -> None:
+        """Writes the whole store into a new folder: values, the optimizer and its state, clocks, and the step.
+
+        All workers call it between two steps: after the pushes of a step of `steps`, before them, or outside of loops.
+        Worker 0 writes, and the others wait. The folder has its name when it is complete. It is there already if this
+        very snapshot was taken before a restart; then, and at a place that lies before the snapshot that the store was
+        restored from, nothing happens.
+
+        Args:
+            path: the folder, in one that exists.
+
+        Raises:
+            SnapshotError: it cannot be written, or something else has the name; in all workers. What another error is
+                in worker 0 is a SnapshotError in the others.
+            NotAllowed: in the midst of a step, or in a shared one; or others push meanwhile.
+        """
+        self._blocking().snapshots.snapshot(path).wait()
+
+    def restore(self, path: Any, missing_ok: bool = False) -> int | None:
+        """Makes the keys of a snapshot, in place of `init` and `set_optimizer`, with the state of the optimizer.
+
+        All workers call it, in a new job with any number of workers and servers; worker 0 reads. Loops over `steps` go
+        on after the step of the snapshot: give them the same totals. To begin another training, call `resume` next.
+        Clocks and versions begin with 0. A restarted worker of the job calls it as well, and gets what its predecessor
+        got, whatever there is now.
+
+        Args:
+            path: the folder; that of worker 0 counts.
+            missing_ok: if nothing is there, return None: the program then begins, with `init` and `set_optimizer`.
+
+        Returns:
+            How many steps of its loops the program had made.
+
+        Raises:
+            SnapshotError: it is no snapshot, damaged, or of a newer kvd. Nothing was made. What another error is in
+                worker 0 is a SnapshotError in the others.
+            NotAllowed: the job has keys already, or a loop over `steps` has begun.
+        """
+        steps: int | None = self._blocking().snapshots.restore(path, missing_ok).wait()
+        return steps
 
     # ── who is dead ──
 

@@ -6,6 +6,7 @@ from kvd.client.calls.backend import Backend, StoreFacts, StoreType
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.local.keys import LocalKeys
 from kvd.client.local.rounds import LocalClosing, LocalRounds, NoNodes
+from kvd.client.local.snapshots import LocalSnapshots
 from kvd.client.local.updates import LocalUpdates
 from kvd.client.local.values import LocalValues
 from kvd.config import Config
@@ -38,6 +39,7 @@ def open_local(kind: StoreType, config: Config) -> Backend:
         rounds=LocalRounds(keys, steps, kind.name),
         steps=steps,
         updates=updates,
+        snapshots=LocalSnapshots(keys, updates, steps, kind.name),
         nodes=NoNodes(keys),
         closing=LocalClosing(keys),
     )

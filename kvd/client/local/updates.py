@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,11 @@ class LocalUpdates:
         self._merge: Any = merge
         self._optimizer: Optimizer | None = None
         self._updater: Updater | None = None
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The one that is set."""
+        return self._optimizer
 
     # ── a push ──
 
@@ -95,9 +101,7 @@ class LocalUpdates:
                 raise NotAllowed("no optimizer is set, so there is no state to save: call set_optimizer first")
             content.optimizer = self._optimizer if dump_optimizer else None
             for name, entry in self._keys.entries.items():
-                arrays = entry.state.export()
-                content.steps[name] = int(arrays.pop("step"))
-                content.arrays[name] = arrays
+                content.steps[name], content.arrays[name] = exported(entry)
             content.write(file)
 
         return self._keys.answered(work)
@@ -110,12 +114,27 @@ class LocalUpdates:
     def _load(self, content: OptimizerStateFile, path: object) -> None:
         states = {}
         for name, step in content.steps.items():
-            arrays = {**content.arrays.get(name, {}), "step": np.asarray(step, np.int64)}
+            arrays = content.arrays.get(name, {})
             entry = self._keys.entry(name)
-            states[name] = SliceState.load(arrays)
-            if any(array.size != entry.value.size for slot, array in arrays.items() if slot != "step"):
+            states[name] = loaded(step, arrays)
+            if any(array.size != entry.value.size for array in arrays.values()):
                 raise NotAllowed(f"the state of {name!r} in {path} has another size than the key", key=name)
         if content.optimizer is not None:
-            self._optimizer = content.optimizer
+            self.adopt(content.optimizer)
         for name, state in states.items():
             self._keys.entries[name].state = state
+
+    def adopt(self, optimizer: Optimizer | None) -> None:
+        """Update with an optimizer that came from a file. The states stay: they come from there as well."""
+        self._optimizer = optimizer
+
+
+def exported(entry: Entry) -> tuple[int, dict[str, Array]]:
+    """How many updates a key has had, and the arrays of its state by slot."""
+    arrays = entry.state.export()
+    return int(arrays.pop("step")), arrays
+
+
+def loaded(updates: int, arrays: Mapping[str, Array]) -> SliceState:
+    """The state that `exported` gave."""
+    return SliceState.load({**arrays, "step": np.asarray(updates, np.int64)})

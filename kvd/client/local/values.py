@@ -31,6 +31,7 @@ from kvd.client.local.keys import Entry, LocalKeys
 from kvd.client.local.updates import LocalUpdates
 from kvd.compute.optimizers import SliceState
 from kvd.compute.tensors import contiguous_bytes, named_dtype
+from kvd.core.worker.step_loops import Replay
 from kvd.errors import KeyExists
 from kvd.protocol.specs import MAX_SLICE_BYTES
 
@@ -64,7 +65,8 @@ class LocalValues:
         keys = self._keys.named(key)
         priority, samples = checks.priority_and_samples(priority, samples)
         sources = _sources(keys, value, copy=False)
-        self._steps.take_pushes(keys.names)
+        if not self._steps.take_pushes(keys.names):
+            return Handle.of(None)
         return self._keys.watched(keys.names, lambda: self._update(keys.names, sources, samples, cast))
 
     def _update(self, names: list[str], sources: list[Source], samples: int, cast: bool) -> None:
@@ -117,10 +119,11 @@ class LocalValues:
             check_alike(keys, sources, targets)
         else:
             outs.check_shapes(sources)
-        self._steps.take_pushes(keys.names)
+        is_wanted = self._steps.take_pushes(keys.names)
 
         def work() -> Any:
-            self._update(keys.names, sources, samples, cast)
+            if is_wanted:
+                self._update(keys.names, sources, samples, cast)
             return self._read(keys, targets, out) if outs is None else self._read_cast(keys, outs)
 
         return self._keys.watched(keys.names, work)
@@ -133,13 +136,21 @@ class LocalValues:
         checks.priority_and_samples(priority)
         out = value if out is None else out
         targets, sources = _targets(keys, out), _sources(keys, value, copy=True)
-        self._steps.take_broadcasts(keys.names)
+        is_past = self._steps.take_broadcasts(keys.names) is Replay.PASSED
 
         def work() -> Any:
-            self._replace(keys.names, sources)
+            if is_past:
+                self._make_missing(keys.names, sources)
+            else:
+                self._replace(keys.names, sources)
             return self._read(keys, targets, out)
 
         return self._keys.watched(keys.names, work)
+
+    def _make_missing(self, names: list[str], sources: list[Source]) -> None:
+        for name, source in zip(names, sources, strict=True):
+            if name not in self._keys.entries:
+                self._keys.make(name, source)
 
     def _replace(self, names: list[str], sources: list[Source]) -> None:
         for name, source in zip(names, sources, strict=True):

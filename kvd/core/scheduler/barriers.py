@@ -6,6 +6,9 @@ program again passes the barriers that its predecessor passed.
 
 A generation that breaks stays open as well. The verdict binds the requests that had entered it: they get the same
 answer however often they come. A rank that enters after that, a successor or one that tries again, waits for all.
+
+A worker may leave a note at the generation that is open. Whoever passes it can ask for the note, until the next
+generation is released as well.
 """
 
 from __future__ import annotations
@@ -77,8 +80,12 @@ class _Barrier:
     generation: int = 0  # the one that is open; all earlier ones were released
     entered: dict[int, Entrant] = field(default_factory=dict)  # by rank
     broken: dict[int, _Told] = field(default_factory=dict)  # by rank
+    note: str = ""  # for those who pass the generation that is open
+    last_note: str = ""  # of the one before
 
     def open(self, generation: int) -> None:
+        self.last_note = self.note if generation == self.generation + 1 else ""
+        self.note = ""
         self.generation = generation
         self.entered = {}
         self.broken = {}
@@ -89,12 +96,12 @@ class Barriers:
 
     def __init__(self, record: Iterable[Any] = ()) -> None:
         self._barriers: OrderedDict[str, _Barrier] = OrderedDict()
-        for name, generation, broken in record:
+        for name, generation, broken, note, last_note in record:
             told = {
                 rank: _Told(incarnation, request, Verdict(tuple(missing)))
                 for rank, incarnation, request, missing in broken
             }
-            self._barriers[name] = _Barrier(generation, {}, told)
+            self._barriers[name] = _Barrier(generation, {}, told, note, last_note)
 
     def record(self) -> list[object]:
         """What was settled, as plain data: `Barriers(record)` gives the same answers. Who waits asks again."""
@@ -106,25 +113,19 @@ class Barriers:
                     [rank, told.incarnation, told.request, list(told.verdict.missing)]
                     for rank, told in barrier.broken.items()
                 ],
+                barrier.note,
+                barrier.last_note,
             ]
             for name, barrier in self._barriers.items()
         ]
 
     def enter(self, name: str, generation: int, who: Entrant) -> Verdict | str | None:
         """The verdict if this request has one, None if the worker now waits, or a text why it cannot enter."""
-        barrier = self._barriers.get(name)
-        if barrier is None:
-            if len(self._barriers) >= MAX_NAMES // 2 and self._waits_of(who.rank) >= MAX_OF_RANK:
-                return f"this worker waits at {MAX_OF_RANK} barriers already: use fewer names"
-            if len(self._barriers) >= MAX_NAMES and not self._forget_one():
-                return f"workers wait at {MAX_NAMES} barriers, and no more can be opened: use fewer names"
-            barrier = self._barriers[name] = _Barrier()
-        self._barriers.move_to_end(name)
+        barrier = self._opened(name, generation, who.rank)
+        if isinstance(barrier, str):
+            return barrier
         if generation < barrier.generation:
             return Verdict(())
-        if generation > barrier.generation:
-            # A scheduler whose record is lost released the earlier ones. Workers that wait there ask again and pass.
-            barrier.open(generation)
         told = barrier.broken.get(who.rank)
         if told is not None and told.incarnation == who.incarnation and who.request <= told.request:
             return told.verdict
@@ -132,6 +133,38 @@ class Barriers:
         if present is None or present.incarnation != who.incarnation or present.request <= who.request:
             barrier.entered[who.rank] = who
         return None
+
+    def say(self, name: str, generation: int, rank: int, note: str) -> bool | str:
+        """Leaves a note. False: it is there already, or the barrier was released; a text: why it cannot be left."""
+        barrier = self._opened(name, generation, rank)
+        if isinstance(barrier, str):
+            return barrier
+        if generation < barrier.generation or barrier.note == note:
+            return False
+        barrier.note = note
+        return True
+
+    def said(self, name: str, generation: int) -> str | None:
+        """The note of a generation that was released, empty if there is none; None: it was not released."""
+        barrier = self._barriers.get(name)
+        if barrier is None or generation >= barrier.generation:
+            return None
+        return barrier.last_note if generation == barrier.generation - 1 else ""
+
+    def _opened(self, name: str, generation: int, rank: int) -> _Barrier | str:
+        """The barrier, at this generation or a later one; or a text why this rank cannot open it."""
+        barrier = self._barriers.get(name)
+        if barrier is None:
+            if len(self._barriers) >= MAX_NAMES // 2 and self._waits_of(rank) >= MAX_OF_RANK:
+                return f"this worker waits at {MAX_OF_RANK} barriers already: use fewer names"
+            if len(self._barriers) >= MAX_NAMES and not self._forget_one():
+                return f"workers wait at {MAX_NAMES} barriers, and no more can be opened: use fewer names"
+            barrier = self._barriers[name] = _Barrier()
+        self._barriers.move_to_end(name)
+        if generation > barrier.generation:
+            # A scheduler whose record is lost released the earlier ones. Workers that wait there ask again and pass.
+            barrier.open(generation)
+        return barrier
 
     def settle(self, required: Collection[int], dead: Collection[int]) -> list[Settled]:
         """Releases the barriers that all `required` ranks have entered, and breaks those that a `dead` one has not."""

@@ -64,11 +64,14 @@ from kvd.protocol.messages import (
     HeartbeatAck,
     Join,
     Leave,
+    Listen,
     NotYet,
     NotYetReason,
     Refused,
     RunEntry,
     RunPhase,
+    Said,
+    Say,
     Settings,
     StatusQuery,
     StatusReport,
@@ -141,6 +144,8 @@ class SchedulerMachine:
             Enter: self._enter,
             StatusQuery: self._status,
             WaitReport: self._wait_report,
+            Say: self._say,
+            Listen: self._listen,
         }
 
     # ── the machine's interface ──
@@ -359,11 +364,8 @@ class SchedulerMachine:
         self._out += self._views.when_saved(answer)
 
     def _enter(self, event: Received, enter: Enter, now: float) -> None:
-        seat = self._sender_seat(event, enter.request, now)
+        seat = self._meeting_seat(event, enter.request, now)
         if seat is None:
-            return
-        if seat.member.role != "worker":
-            self._refuse(event.peer, enter.request, ErrorCode.NOT_ALLOWED, "only workers meet at barriers")
             return
         who = Entrant(seat.member.rank, seat.member.incarnation, event.peer, enter.request)
         answer = self._barriers.enter(enter.name, enter.generation, who)
@@ -375,6 +377,33 @@ class SchedulerMachine:
             settled = self._settle_barriers()
             if settled:
                 self._publish(settled)
+
+    def _say(self, event: Received, say: Say, now: float) -> None:
+        seat = self._meeting_seat(event, say.request, now)
+        if seat is None:
+            return
+        answer = self._barriers.say(say.name, say.generation, seat.member.rank, say.note)
+        if isinstance(answer, str):
+            self._refuse(event.peer, say.request, ErrorCode.NOT_ALLOWED, answer)
+            return
+        if answer:  # whoever enters after the answer finds the note with any successor of this scheduler
+            self._publish([])
+        self._out += self._views.when_saved(Send(event.peer, Done(say.request)))
+
+    def _listen(self, event: Received, listen: Listen, now: float) -> None:
+        if self._meeting_seat(event, listen.request, now) is None:
+            return
+        note = self._barriers.said(listen.name, listen.generation)
+        answer = Said(listen.request, note is not None, note or "")
+        self._out += self._views.when_saved(Send(event.peer, answer))
+
+    def _meeting_seat(self, event: Received, request: int, now: float) -> Seat | None:
+        """The seat of a worker, which may meet others at barriers."""
+        seat = self._sender_seat(event, request, now)
+        if seat is not None and seat.member.role != "worker":
+            self._refuse(event.peer, request, ErrorCode.NOT_ALLOWED, "only workers meet at barriers")
+            return None
+        return seat
 
     def _wait_report(self, event: Received, report: WaitReport, now: float) -> None:
         seat = self._sender_seat(event, report.request, now)

@@ -27,6 +27,7 @@ from kvd.protocol.messages import (
     RunEntry,
     RunPhase,
     Settings,
+    Text,
 )
 
 # Of a record: what a scheduler counts on from at most, and as many starts after that as there may ever be.
@@ -42,7 +43,8 @@ _RUN = check_for(RunEntry)
 _REPLACED = check_for(Annotated[tuple[tuple[Annotated[int, Limit(1, BIGGEST)], Name], ...], Limit(0, MAX_REPLACED)])
 _RANKS = Annotated[tuple[Number, ...], Limit(1, MAX_MEMBERS)]
 _TOLD = Annotated[tuple[tuple[Number, Number, Number, _RANKS], ...], Limit(0, MAX_MEMBERS)]  # see Barriers.record
-_BARRIERS = check_for(Annotated[tuple[tuple[Key, Number, _TOLD], ...], Limit(0, MAX_NAMES)])
+_BARRIERS = check_for(Annotated[tuple[tuple[Key, Number, _TOLD, Text, Text], ...], Limit(0, MAX_NAMES)])
+_WITHOUT_NOTES = 3  # fields of a barrier in the record of an earlier kvd
 
 
 class Record(NamedTuple):
@@ -151,9 +153,12 @@ def _seat(member: object, host: object, pid: object, predecessor: str, host_name
 
 
 def _barriers(value: object) -> Sequence[Any]:
-    checked: Any = _BARRIERS(value)
-    _check_once("a barrier", [name for name, _, _ in checked])
-    for name, _, told in checked:
+    entries = [
+        [*entry, "", ""] if len(_list(entry, 5)) == _WITHOUT_NOTES else entry for entry in _list(value, MAX_NAMES)
+    ]
+    checked: Any = _BARRIERS(entries)
+    _check_once("a barrier", [name for name, *_ in checked])
+    for name, _, told, *_ in checked:
         _check_once(f"a rank at barrier {name!r}", [rank for rank, *_ in told])
     return list(checked)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Received
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import Call, CallBook
-from kvd.protocol.messages import Enter
+from kvd.protocol.messages import Enter, Listen, Said, Say
 
 
 class BarrierCalls:
@@ -24,12 +26,40 @@ class BarrierCalls:
         if request.passed:
             self._generations[request.name] = generation + 1
             self._calls.complete(call)
-            return
+        elif request.says is not None:
+            say = Say(0, request.name, generation, request.says)
+            self._asker.ask(call, SCHEDULER, say, partial(self._is_noted, call, request, generation))
+        else:
+            self._enter(call, request, generation)
 
+    def said(self, call: Call, request: requests.SaidAt) -> None:
+        """Completes the call with the note of the barrier that comes next, if it has been released."""
+        self._listen(call, request.name, self._generations.get(request.name, 0))
+
+    def _is_noted(self, call: Call, request: requests.Barrier, generation: int, event: Received) -> None:
+        error = self._asker.error_of(event)
+        if error is not None:
+            self._calls.complete(call, error=error)
+        else:
+            self._enter(call, request, generation)
+
+    def _enter(self, call: Call, request: requests.Barrier, generation: int) -> None:
         def answered(event: Received) -> None:
             error = self._asker.error_of(event)
             if error is None:  # otherwise this generation is still open
                 self._generations[request.name] = generation + 1
-            self._calls.complete(call, error=error)
+            if error is None and request.listens:
+                self._listen(call, request.name, generation)
+            else:
+                self._calls.complete(call, error=error)
 
         self._asker.ask(call, SCHEDULER, Enter(0, request.name, generation), answered)
+
+    def _listen(self, call: Call, name: str, generation: int) -> None:
+        def answered(event: Received) -> None:
+            said = event.message
+            error = self._asker.error_of(event)
+            result = said.note if isinstance(said, Said) and said.released else None
+            self._calls.complete(call, result, error)
+
+        self._asker.ask(call, SCHEDULER, Listen(0, name, generation), answered)

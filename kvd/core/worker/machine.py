@@ -127,6 +127,7 @@ class WorkerMachine:
             taking_part.view_changed,
         )
         self._validated = (session, keys, calls, outbox, queue, self._waits, deletions)
+        barriers = BarrierCalls(asker, calls)
         self._call_table: dict[type[Any], Callable[[Call, Any], None]] = {
             requests.Transfer: queue.enter_transfer,
             requests.Read: queue.enter_transfer,
@@ -142,7 +143,8 @@ class WorkerMachine:
             requests.Rewind: self._clocks.rewind,
             requests.Resume: self._clocks.resume,
             requests.ComeTo: self._clocks.come_to,
-            requests.Barrier: BarrierCalls(asker, calls).enter,
+            requests.Barrier: barriers.enter,
+            requests.SaidAt: barriers.said,
             requests.JoinCluster: self._connections.join,
             requests.Depart: taking_part.leave,
             requests.Control: self._control.control,

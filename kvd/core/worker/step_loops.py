@@ -42,6 +42,18 @@ class Stopped(NamedTuple):
     left: Callable[[str], Inheritance | None] = lambda name: None
 
 
+class Boundary(NamedTuple):
+    """A point between two steps.
+
+    Attributes:
+        steps: how many steps of its loops the program has made by then.
+        is_past: the store was restored from a later point, so its values are not those of this one.
+    """
+
+    steps: int
+    is_past: bool
+
+
 class StepLoops:
     """Where a program is among its steps.
 
@@ -67,6 +79,7 @@ class StepLoops:
         self._is_redoing = False  # this is the first step after those that the predecessor finished
         self._kind = PlaceKind.OUTSIDE
         self._loops = 0  # begun so far
+        self._restored = 0  # how many steps of all loops were made before the snapshot that the store was restored from
         self._first = self._end = 0  # the steps of the present loop, or the end of the last one
         self._listed: Collection[str] | None = None
         self._pushed: set[str] = set()
@@ -75,7 +88,7 @@ class StepLoops:
     @property
     def is_plain(self) -> bool:
         """Whether pushes and broadcasts need not be announced: there is nothing to check."""
-        return not self.is_inside and not self._is_behind
+        return not self.is_inside and not self._is_behind and self._end >= self._restored
 
     @property
     def is_behind_loops(self) -> bool:
@@ -123,8 +136,14 @@ class StepLoops:
         return first
 
     def _step_to_go_on_with(self, kind: PlaceKind, total: int) -> int:
+        restored = min(max(0, self._restored - self._end), total)
+        if kind is PlaceKind.SHARED and 0 < restored < total:
+            raise NotAllowed(
+                f"the store was restored after step {restored} of a loop over kv.steps(…, shared=True), which has "
+                f"{total} steps here: give the loop as many steps as it had, or call kv.resume() to begin anew"
+            )
         if not self._is_behind:
-            return 0
+            return restored
         stopped, stopped_in = step_of(self._predecessor.place) - self._end, kind_of(self._predecessor.place)
         if stopped >= total:
             return total
@@ -133,7 +152,7 @@ class StepLoops:
                 "the predecessor of this worker stopped in a loop over kv.steps that was shared where this one is not, "
                 "or the reverse: run the same program again, or call kv.resume() to begin another"
             )
-        return max(0, stopped) if kind is PlaceKind.STEP else 0
+        return max(restored, stopped) if kind is PlaceKind.STEP else restored
 
     def enter(self, step: int) -> None:
         """Begins a step of the open loop."""
@@ -175,8 +194,45 @@ class StepLoops:
             raise NotAllowed("a loop over kv.steps goes on by itself: call resume or rewind before it")
 
     def resume(self) -> None:
-        """The program has said where it goes on: whatever the predecessor did, it begins again here."""
+        """The program has said where it goes on: whatever came before, its loops begin with their first steps."""
         self._is_behind = False
+        self._restored = 0
+
+    # ── snapshots ──
+
+    def check_may_restore(self) -> None:
+        """Raises NotAllowed after the first loop has begun."""
+        if self._loops:
+            raise NotAllowed("restore comes before the first loop over kv.steps, in place of init and set_optimizer")
+
+    def restored(self, steps: int) -> None:
+        """The store has the values after this many steps of all loops: they are not made again."""
+        self._restored = steps
+
+    def boundary(self) -> Boundary:
+        """Where the program is, for a snapshot. After it, the present step pushes nothing that it has not pushed yet.
+
+        Raises:
+            NotAllowed: in the midst of a step.
+        """
+        if not self.is_inside:
+            return Boundary(self._end if self._loops else self._restored, self._is_before_restored())
+        self.check_together("a snapshot")
+        if not self._pushed:
+            return Boundary(step_of(self.place), False)
+        if self._listed is None:
+            self._listed = frozenset(self._pushed)
+        missing = sorted(set(self._listed) - self._pushed)
+        if missing:
+            raise NotAllowed(
+                f"step {step_of(self.place) - self._first} of kv.steps has yet to push {_list(missing)}: call snapshot "
+                f"before the pushes of a step, or after them"
+            )
+        return Boundary(step_of(self.place) + 1, False)
+
+    def _is_before_restored(self) -> bool:
+        """Whether the program comes, between its loops, to a place that lies before the snapshot."""
+        return self._loops > 0 and self._end < self._restored
 
     # ── what a step pushes ──
 
@@ -228,6 +284,8 @@ class StepLoops:
 
     def _broadcast_outside(self) -> Replay:
         stopped = self._predecessor.place
+        if self._is_before_restored():
+            return Replay.PASSED
         if not self._has_predecessor or self.place > stopped:
             return Replay.NEW
         if self.place == stopped and (self._is_behind or stopped == START):  # even if the program has called rewind
@@ -235,6 +293,8 @@ class StepLoops:
         return Replay.PASSED if self._is_behind else Replay.NEW
 
     def _take_outside(self, names: Iterable[str]) -> bool:
+        if self._is_before_restored():
+            return False
         if not self._is_behind:
             return True
         stopped = self._predecessor.place
@@ -292,7 +352,8 @@ class StepLoops:
             return
         if kind_of(stopped) is PlaceKind.STEP:
             before = place_of(PlaceKind.STEP, step_of(stopped) - 1)
-            if step > 0 and step_of(stopped) == begin + step and left.place not in (stopped, before):
+            is_first = begin + step <= max(begin, self._restored)  # of the loop, in this job
+            if not is_first and step_of(stopped) == begin + step and left.place not in (stopped, before):
                 raise NotAllowed(
                     f"the keys are at different clocks: the predecessor of this worker stopped in step {step}, and its "
                     f"last push of {name!r} ({left.counted} count) was not made in that step or the one before. Run "

@@ -20,6 +20,7 @@ _OF_REQUEST: dict[type[Any], str] = {
     requests.Flush: "flush",
     requests.Rewind: "rewind",
     requests.ClockOf: "clock",
+    requests.SaidAt: "snapshot",
     requests.SchedulerStatus: "status",
 }
 _OF_MESSAGE: dict[type[Any], str] = {
@@ -71,6 +72,9 @@ def _barrier_title(name: str) -> str:
         return f"barrier {own!r}" if own else "barrier"
     if name.startswith("kvd:broadcast"):
         return f"broadcast of {name.split(':', 2)[-1]!r}"
+    for call in ("snapshot", "restore"):
+        if name.startswith(f"kvd:{call}"):
+            return call
     return "close" if name == "kvd:exit" else f"barrier {name!r}"
 
 

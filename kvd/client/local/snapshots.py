@@ -1,0 +1,86 @@
+"""Snapshots of a store in this process."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+from kvd.client.calls import checks
+from kvd.client.calls.handle import Handle
+from kvd.client.calls.program_steps import ProgramSteps
+from kvd.client.calls.values import source_of
+from kvd.client.local.keys import LocalKeys
+from kvd.client.local.updates import LocalUpdates, exported, loaded
+from kvd.errors import NotAllowed
+from kvd.protocol.specs import MAX_SLICE_BYTES
+from kvd.snapshots.manifest import Origin
+from kvd.snapshots.reader import StoredSnapshot
+from kvd.snapshots.writer import SnapshotWriter, is_written
+
+
+class LocalSnapshots:
+    """As those of a cluster with one worker.
+
+    Args:
+        type_name: the type of the store.
+    """
+
+    def __init__(self, keys: LocalKeys, updates: LocalUpdates, steps: ProgramSteps, type_name: str) -> None:
+        self._keys = keys
+        self._updates = updates
+        self._steps = steps
+        self._type_name = type_name
+        self._lineage = secrets.token_hex(8)
+        self._restored_from = ""  # the lineage of that snapshot
+
+    def snapshot(self, path: Any) -> Handle:
+        folder = checks.file_path(path)
+        self._keys.check_open()
+        boundary = self._steps.boundary()
+        if boundary.is_past:
+            return Handle.of(None)
+
+        def work() -> None:
+            origin = Origin("", self._type_name, self._lineage, boundary.steps, 1, self._updates.optimizer)
+            clocks = {name: entry.version for name, entry in self._keys.entries.items()}
+            if is_written(folder, origin, clocks, self._restored_from):
+                return
+            writer = SnapshotWriter(folder, origin)
+            try:
+                for name, entry in self._keys.entries.items():
+                    updates, state = exported(entry)
+                    writer.add(name, entry.value_as_array(), entry.version, updates, state)
+                writer.finish()
+            except BaseException:
+                writer.abort()
+                raise
+
+        return self._keys.answered(work)
+
+    def restore(self, path: Any, missing_ok: bool) -> Handle:
+        folder = checks.file_path(path)
+        self._keys.check_open()
+        self._steps.check_may_restore()
+
+        def work() -> int | None:
+            if missing_ok and not os.path.lexists(folder):
+                return None
+            for name in self._keys.entries:
+                text = (
+                    f"this store has keys already, such as {name!r}: restore comes in place of init and set_optimizer"
+                )
+                raise NotAllowed(text, key=name)
+            snapshot = StoredSnapshot.open(folder)
+            snapshot.verify()
+            origin = snapshot.manifest.origin
+            self._updates.adopt(origin.optimizer)
+            for key in snapshot.manifest.keys:
+                value = snapshot.value(key).copy()
+                entry = self._keys.make(key.key, source_of(value, MAX_SLICE_BYTES, copy=False))
+                entry.state = loaded(key.updates, {name: array.copy() for name, array in snapshot.state(key).items()})
+            self._restored_from = origin.lineage
+            self._steps.restored(origin.steps)
+            return origin.steps
+
+        return self._keys.answered(work)

@@ -1,0 +1,1 @@
+"""Snapshots as folders: a manifest, and safetensors parts with checksums."""

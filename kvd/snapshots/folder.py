@@ -1,0 +1,80 @@
+"""A folder that is there complete, or not at all: written aside in the same parent, synced, and renamed."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+MAX_NAME_CHARS = 60  # of the folder's name, in that of the one beside it
+
+
+class NewFolder:
+    """The folder beside `path` that becomes `path`. Those that killed processes have left there are removed.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._target = Path(os.path.realpath(path))
+        _remove_leftovers(self._target)
+        name = f".{self._target.name[:MAX_NAME_CHARS]}.{secrets.token_hex(4)}.part"
+        self._folder = self._target.with_name(name)
+        self._folder.mkdir()
+
+    def write(self, name: str, content: bytes) -> None:
+        """A new file, on stable storage.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with (self._folder / name).open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def publish(self) -> None:
+        """Gives the folder its name.
+
+        Raises:
+            OSError: something else has the name, or it cannot be given.
+        """
+        _sync(self._folder)
+        self._folder.rename(self._target)  # an empty folder there is replaced, another one is not
+        _sync(self._target.parent)
+
+    def discard(self) -> None:
+        """Removes what was written."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def is_taken(path: Path) -> bool:
+    """Whether something else than an empty folder has this name."""
+    try:
+        with os.scandir(path) as entries:
+            return next(entries, None) is not None
+    except FileNotFoundError:
+        return os.path.lexists(path)
+    except NotADirectoryError:
+        return True
+
+
+def _remove_leftovers(target: Path) -> None:
+    pattern = re.compile(rf"\.{re.escape(target.name[:MAX_NAME_CHARS])}\.[0-9a-f]{{8}}\.part")
+    for path in target.parent.iterdir():
+        if pattern.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """The entries of a folder, on stable storage, where the file system can do that for folders."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,267 @@
+"""The manifest of a snapshot: what it holds and where. JSON, with a checksum of its own.
+
+::
+
+    {"format": "kvd-snapshot", "version": 1, "sha256": of the rest,
+     "job", "type", "lineage", "steps", "num_workers", "optimizer": [name, {…}] or null,
+     "num_keys", "keys": [{"key", "dtype", "shape", "clock", "updates", "weight": [piece, …],
+                           "state": {slot: {"dtype", "pieces": [piece, …]}}}],
+     "parts": [{"file", "bytes", "sha256"}]}
+
+A piece is [number of the part, name of the tensor in it, elements]; the pieces of an array, in order, are the array.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+from typing import Any, NamedTuple, TypeVar
+
+from kvd.errors import ProtocolError
+from kvd.optimizer import Optimizer, from_wire, to_wire
+from kvd.protocol.messages import BIGGEST
+from kvd.protocol.specs import DTYPES, MAX_DIMENSIONS, MAX_KEY_CHARS, MAX_KEY_NBYTES
+
+FILE = "manifest.json"
+FORMAT = "kvd-snapshot"
+VERSION = 1
+MAX_BYTES = 256 << 20  # of a manifest: some hundred thousand keys
+MAX_PART_BYTES = 1 << 30
+MAX_SLOT_CHARS = 64
+STATE_DTYPES = ("float32", "float64")
+
+_PART = re.compile(r"part-\d{5,9}\.safetensors")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+T = TypeVar("T")
+
+
+class NewerVersion(ValueError):
+    """The manifest was written by a kvd that this one does not know."""
+
+
+class Piece(NamedTuple):
+    """A part of an array: a tensor of so many elements in a part of the snapshot."""
+
+    part: int
+    tensor: str
+    elements: int
+
+
+class Slot(NamedTuple):
+    """One array of a key's optimizer state, such as the momentum or the float32 master."""
+
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """One key.
+
+    Attributes:
+        clock: how many rounds (asynchronous stores: pushes) its value had taken.
+        updates: how many updates the optimizer had made.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    clock: int
+    updates: int
+    weight: tuple[Piece, ...]
+    state: Mapping[str, Slot]
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+
+class StoredPart(NamedTuple):
+    """A file beside the manifest."""
+
+    file: str
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a snapshot comes from.
+
+    Attributes:
+        job: the name of the job; "" for a store without a cluster.
+        type: the type of the store.
+        lineage: of the run that wrote it: no other run has the same.
+        steps: how many steps of its loops the program had made.
+        optimizer: with the hyperparameters that it had then.
+    """
+
+    job: str
+    type: str
+    lineage: str
+    steps: int
+    num_workers: int
+    optimizer: Optimizer | None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All of it."""
+
+    origin: Origin
+    keys: tuple[StoredKey, ...]
+    parts: tuple[StoredPart, ...]
+
+    def to_json(self) -> bytes:
+        origin = self.origin
+        content: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "job": origin.job,
+            "type": origin.type,
+            "lineage": origin.lineage,
+            "steps": origin.steps,
+            "num_workers": origin.num_workers,
+            "optimizer": None if origin.optimizer is None else to_wire(origin.optimizer),
+            "num_keys": len(self.keys),
+            "keys": [_key_to_plain(key) for key in self.keys],
+            "parts": [{"file": part.file, "bytes": part.nbytes, "sha256": part.sha256} for part in self.parts],
+        }
+        return json.dumps({**content, "sha256": _checksum(content)}, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Manifest:
+        """The manifest that `to_json` wrote.
+
+        Raises:
+            NewerVersion: a later kvd wrote it.
+            ValueError: it is none, or damaged; the text says what is wrong.
+        """
+        try:
+            content = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"it is no JSON: {error}") from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ValueError(f"it does not have the format {FORMAT}")
+        version = _whole(content, "version")
+        if version > VERSION:
+            raise NewerVersion(f"it has version {version} of the format, and this kvd reads up to version {VERSION}")
+        if content.pop("sha256", None) != _checksum(content):
+            raise ValueError("its checksum does not match its content")
+        keys = tuple(_key_from_plain(each) for each in _list(content, "keys"))
+        parts = tuple(
+            StoredPart(_text(each, "file", _PART), _whole(each, "bytes"), _text(each, "sha256", _DIGEST))
+            for each in _list(content, "parts")
+        )
+        if any(part.nbytes > MAX_PART_BYTES for part in parts):
+            raise ValueError("a part is larger than any part")
+        if len(keys) != _whole(content, "num_keys") or len({key.key for key in keys}) != len(keys):
+            raise ValueError("it lists a key twice, or another number of keys than it says")
+        _check_pieces(keys, len(parts))
+        return cls(_origin_from_plain(content), keys, parts)
+
+
+# ── plain data ──
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _key_to_plain(key: StoredKey) -> dict[str, Any]:
+    return {
+        "key": key.key,
+        "dtype": key.dtype,
+        "shape": list(key.shape),
+        "clock": key.clock,
+        "updates": key.updates,
+        "weight": [list(piece) for piece in key.weight],
+        "state": {
+            name: {"dtype": slot.dtype, "pieces": [list(piece) for piece in slot.pieces]}
+            for name, slot in key.state.items()
+        },
+    }
+
+
+def _key_from_plain(plain: Any) -> StoredKey:
+    shape = tuple(_whole({"shape": side}, "shape") for side in _list(plain, "shape"))
+    dtype, name = _text(plain, "dtype"), _text(plain, "key")
+    if dtype not in DTYPES or len(shape) > MAX_DIMENSIONS or not 0 < len(name) <= MAX_KEY_CHARS:
+        raise ValueError(f"no key is {name[:80]!r} with dtype {dtype[:40]!r} and {len(shape)} dimensions")
+    if prod(shape) * DTYPES[dtype].itemsize > MAX_KEY_NBYTES:
+        raise ValueError(f"key {name!r} is larger than any key")
+    slots = plain.get("state")
+    if not isinstance(slots, dict):
+        raise ValueError(f"key {name!r} has no state")
+    state = {}
+    for slot, entry in slots.items():
+        if len(slot) > MAX_SLOT_CHARS or _text(entry, "dtype") not in STATE_DTYPES:
+            raise ValueError(f"{slot[:80]!r} of key {name!r} is not an array of a state")
+        state[slot] = Slot(entry["dtype"], _pieces(entry, "pieces"))
+    clock, updates = _whole(plain, "clock"), _whole(plain, "updates")
+    return StoredKey(name, dtype, shape, clock, updates, _pieces(plain, "weight"), state)
+
+
+def _origin_from_plain(content: Mapping[str, Any]) -> Origin:
+    try:
+        optimizer = None if content.get("optimizer") is None else from_wire(content["optimizer"])
+    except ProtocolError as error:
+        raise ValueError(str(error)) from None
+    return Origin(
+        _text(content, "job"),
+        _text(content, "type"),
+        _text(content, "lineage"),
+        _whole(content, "steps"),
+        _whole(content, "num_workers"),
+        optimizer,
+    )
+
+
+def _pieces(plain: Any, name: str) -> tuple[Piece, ...]:
+    pieces = []
+    for entry in _list(plain, name):
+        if not isinstance(entry, list) or len(entry) != 3:
+            raise ValueError(f"{name} has an entry that is no piece")
+        fields = dict(zip(Piece._fields, entry, strict=True))
+        pieces.append(Piece(_whole(fields, "part"), _text(fields, "tensor"), _whole(fields, "elements")))
+    return tuple(pieces)
+
+
+def _check_pieces(keys: Sequence[StoredKey], num_parts: int) -> None:
+    """Raises ValueError unless each array has as many elements as its key, in parts that there are."""
+    for key in keys:
+        for pieces in (key.weight, *(slot.pieces for slot in key.state.values())):
+            if sum(piece.elements for piece in pieces) != key.elements:
+                raise ValueError(f"an array of key {key.key!r} has not the size of the key")
+            if any(piece.part >= num_parts for piece in pieces):
+                raise ValueError(f"an array of key {key.key!r} lies in a part that is not listed")
+
+
+def _field(plain: Any, name: str, kind: type[T]) -> T:
+    value = plain.get(name) if isinstance(plain, Mapping) else None
+    if type(value) is not kind:
+        raise ValueError(f"{name} is missing, or no {kind.__name__}")
+    return value
+
+
+def _whole(plain: Any, name: str) -> int:
+    value = _field(plain, name, int)
+    if not 0 <= value <= BIGGEST:
+        raise ValueError(f"{name} is {value}")
+    return value
+
+
+def _text(plain: Any, name: str, pattern: re.Pattern[str] | None = None) -> str:
+    value = _field(plain, name, str)
+    if pattern is not None and not pattern.fullmatch(value):
+        raise ValueError(f"{name} is {value[:80]!r}")
+    return value
+
+
+def _list(plain: Any, name: str) -> list[Any]:
+    return _field(plain, name, list)

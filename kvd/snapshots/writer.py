@@ -1,0 +1,146 @@
+"""Writes a snapshot, key by key. At most one part and one key are in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvd.compute.tensors import dtype_name
+from kvd.errors import SnapshotError
+from kvd.snapshots import manifest
+from kvd.snapshots.folder import NewFolder, is_taken
+from kvd.snapshots.manifest import Manifest, Origin, Piece, Slot, StoredKey, StoredPart
+from kvd.snapshots.parts import pack
+from kvd.snapshots.reader import StoredSnapshot
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+PART_BYTES = 64 << 20  # the values of a part have at most so many bytes
+
+
+def is_written(path: Path, origin: Origin, clocks: Mapping[str, int], restored_from: str = "") -> bool:
+    """Whether the snapshot that is to be written there is there already: whoever wrote it may have died since.
+
+    Args:
+        clocks: of each key.
+        restored_from: the lineage of the snapshot that the store was restored from. It may be the one at `path`.
+
+    Raises:
+        SnapshotError: something else is there.
+    """
+    with _said(path):
+        if not is_taken(path):
+            return False
+    try:
+        found = StoredSnapshot.open(path)
+    except SnapshotError as error:
+        text = f"{path} is there already, and is no snapshot: choose another name, or move it away"
+        raise SnapshotError(text, path=str(path)) from error
+    there = found.manifest
+    is_source = there.origin.lineage == restored_from and there.origin.steps == origin.steps
+    if (is_source and not any(clocks.values())) or (
+        there.origin == origin and {key.key: key.clock for key in there.keys} == clocks
+    ):
+        found.verify()
+        return True
+    text = (
+        f"{path} is there already: a snapshot of job {there.origin.job!r} after {there.origin.steps} steps; "
+        f"choose another name for each snapshot, or move it away"
+    )
+    raise SnapshotError(text, path=str(path))
+
+
+class SnapshotWriter:
+    """One snapshot: `add` each key, then `finish`; or `abort`. Nothing has the name `path` before it is finished.
+
+    Args:
+        part_bytes: how large a part may be.
+
+    Raises:
+        SnapshotError: it cannot be written, or the name is taken. So do the methods.
+    """
+
+    def __init__(self, path: Path, origin: Origin, part_bytes: int = PART_BYTES) -> None:
+        self._path = path
+        self._origin = origin
+        self._part_bytes = part_bytes
+        self._keys: list[StoredKey] = []
+        self._parts: list[StoredPart] = []
+        self._pending: dict[str, Array] = {}  # of the part that is not full yet
+        self._pending_bytes = 0
+        with _said(path):
+            self._folder = NewFolder(path)
+
+    def add(self, key: str, value: Array, clock: int, updates: int, state: Mapping[str, Array]) -> None:
+        """One key. The arrays must not be changed until `finish`.
+
+        Args:
+            value: in the shape of the key.
+            clock, updates: see `StoredKey`.
+            state: the optimizer's arrays by slot, each with as many elements as the value.
+        """
+        with _said(self._path):
+            weight = self._put("weight", key, value)
+            slots = {
+                slot: Slot(dtype_name(array.dtype), self._put(f"state {slot}", key, array))
+                for slot, array in state.items()
+            }
+        name = dtype_name(value.dtype)
+        self._keys.append(StoredKey(key, name, tuple(value.shape), clock, updates, weight, slots))
+
+    def finish(self) -> None:
+        """Writes the rest, and gives the folder its name."""
+        with _said(self._path):
+            if self._pending:
+                self._write_part()
+            content = Manifest(self._origin, tuple(self._keys), tuple(self._parts)).to_json()
+            self._folder.write(manifest.FILE, content)
+            self._folder.publish()
+
+    def abort(self) -> None:
+        """Removes what was written; not after `finish`."""
+        self._folder.discard()
+
+    def _put(self, what: str, key: str, array: Array) -> tuple[Piece, ...]:
+        """Cuts an array into tensors that fit into parts. Their names tell apart any keys."""
+        if array.nbytes <= self._part_bytes:
+            return (self._put_piece(f"{what}|{key}", array, array.size),)
+        flat = array.reshape(-1)
+        count = max(1, self._part_bytes // array.itemsize)
+        pieces = []
+        for number, start in enumerate(range(0, flat.size, count)):
+            piece = flat[start : start + count]
+            pieces.append(self._put_piece(f"{what} {number}|{key}", piece, piece.size))
+        return tuple(pieces)
+
+    def _put_piece(self, name: str, array: Array, count: int) -> Piece:
+        if self._pending and self._pending_bytes + array.nbytes > self._part_bytes:
+            self._write_part()
+        self._pending[name] = np.ascontiguousarray(array).reshape(array.shape)
+        self._pending_bytes += array.nbytes
+        return Piece(len(self._parts), name, count)
+
+    def _write_part(self) -> None:
+        content = pack(self._pending)
+        self._pending, self._pending_bytes = {}, 0
+        part = StoredPart(f"part-{len(self._parts):05}.safetensors", len(content), sha256(content).hexdigest())
+        self._folder.write(part.file, content)
+        self._parts.append(part)
+
+
+@contextmanager
+def _said(path: Path) -> Iterator[None]:
+    """An error of the file system says what it means for the snapshot."""
+    try:
+        yield
+    except OSError as error:
+        text = (
+            f"{path}: {error.strerror}: the snapshot cannot be written there, and nothing of it stays; make room, or "
+            f"choose a folder that can be written to"
+        )
+        raise SnapshotError(text, path=str(path)) from error
