@@ -18,27 +18,47 @@ NOT_YET = {
 """Attacks that do harm: (without keys, name) → why. They are tried in full, and this list gets shorter."""
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["with keys", "without keys"])
-def target(request: pytest.FixtureRequest) -> Iterator[Target]:
-    with under_attack(insecure=request.param) as target:
+@pytest.fixture(scope="module")
+def closed() -> Iterator[Target]:
+    """With keys."""
+    with under_attack(insecure=False) as target:
         yield target
         assert len(target.job.end()) == 1
 
 
-CASES = [(insecure, name) for insecure in (False, True) for name in attacks(insecure=insecure)]
-HOLDING = [case for case in CASES if case not in NOT_YET]
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Target]:
+    """Without keys."""
+    with under_attack(insecure=True) as target:
+        yield target
+        assert len(target.job.end()) == 1
 
 
-@pytest.mark.parametrize(("target", "name"), HOLDING, indirect=["target"])
-def test_an_attack_disturbs_nobody(target: Target, name: str) -> None:
+def holding(*, insecure: bool) -> list[str]:
+    return [name for name in attacks(insecure=insecure) if (insecure, name) not in NOT_YET]
+
+
+def disturbs_nobody(target: Target, name: str) -> None:
     row = attack_with(target, name, SHORT)
     assert row.times
     assert row.holds, row
 
 
+@pytest.mark.parametrize("name", holding(insecure=False))
+def test_an_attack_disturbs_nobody(closed: Target, name: str) -> None:
+    disturbs_nobody(closed, name)
+
+
+@pytest.mark.parametrize("name", holding(insecure=True))
+def test_an_attack_disturbs_nobody_without_keys(opened: Target, name: str) -> None:
+    disturbs_nobody(opened, name)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("insecure", "name"), CASES)
+@pytest.mark.parametrize(
+    ("insecure", "name"), [(insecure, name) for insecure in (False, True) for name in attacks(insecure=insecure)]
+)
 def test_an_attack_with_all_force_disturbs_nobody(request: pytest.FixtureRequest, name: str, insecure: bool) -> None:
     if (insecure, name) in NOT_YET:
         request.applymarker(pytest.mark.xfail(reason=NOT_YET[insecure, name], strict=True))
@@ -49,14 +69,14 @@ def test_an_attack_with_all_force_disturbs_nobody(request: pytest.FixtureRequest
         assert len(target.job.end()) == 1
 
 
-def test_a_daemon_that_ends_or_forgets_is_noticed(target: Target) -> None:
+def test_a_daemon_that_ends_or_forgets_is_noticed(closed: Target) -> None:
     """The suite would be worth little if it could not fail."""
     bad = Row("x", 1, [], "", 0, "server 0 keeps 1 GB", 0.0)
     assert not bad.holds
     assert not bad._replace(kept="", grown_bytes=MOST_GROWN_BYTES + 1).holds
     assert not bad._replace(kept="", ended=["server 0: -6"]).holds
     assert bad._replace(kept="").holds
-    (used, *_) = target.usage()
+    (used, *_) = closed.usage()
     assert used.is_back_at(used)
     assert not used._replace(descriptors=used.descriptors + 40).is_back_at(used)
     assert not used._replace(threads=used.threads + 1).is_back_at(used)
