@@ -22,7 +22,6 @@ from kvd.node.ready_file import ReadyFile
 from kvd.node.watch import ProcessWatch
 from kvd.observe.log import event
 from kvd.observe.systemd import Notifier
-from kvd.transport.base import MAX_PAYLOAD_BYTES, MAX_VALUELESS_BYTES
 from kvd.transport.host import HostTransport
 from kvd.transport.link_listener import TcpLinks
 
@@ -117,9 +116,7 @@ class Daemon:
             watch.watch(self._parent_pid, lambda: self.end(ExitCode.OK, "the parent process is gone"))
         background: list[asyncio.Task[None]] = []
         try:
-            takes_values = self._role.name == "server"
-            limit_bytes = MAX_PAYLOAD_BYTES if takes_values else MAX_VALUELESS_BYTES
-            address = self.transport.listen(self._listen_address, limit_bytes)
+            address = self.transport.listen(self._listen_address)
             self._driver = self._role.make_driver(
                 address, self.transport, self._executor, self._halted, partial(self.end, ExitCode.OK)
             )

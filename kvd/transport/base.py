@@ -26,7 +26,6 @@ UNKNOWN_PATH = PeerPath(PathKind.UNKNOWN)
 _PADDING = [bytes(-rest % 8) for rest in range(8)]
 
 MAX_PAYLOAD_BYTES = 128 << 20
-MAX_VALUELESS_BYTES = 1 << 20  # of a message to a node that takes no values; a header has 64 KiB at most
 DRAIN_LIMIT = 64  # messages taken from a socket before the loop runs other callbacks
 
 

@@ -8,8 +8,7 @@ import zmq
 
 from kvd.transport.arrivals import Arrivals
 from kvd.transport.quotas import Quotas
-
-FRAME_OVERHEAD_BYTES = 9 + 33  # the most that ZMTP and CURVE add to a frame
+from kvd.transport.socket_options import FRAME_OVERHEAD_BYTES
 
 
 class Callers:

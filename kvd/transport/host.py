@@ -18,7 +18,7 @@ from kvd.core.machine import Peer, PeerKind, PeerPath, ServerPeer, Span
 from kvd.core.principals import Principal
 from kvd.protocol.messages import PathKind
 from kvd.transport.accepted_links import AcceptedLinks
-from kvd.transport.base import MAX_PAYLOAD_BYTES, UNKNOWN_PATH, HeaderOfPath, OnGarbage, OnMessage
+from kvd.transport.base import UNKNOWN_PATH, HeaderOfPath, OnGarbage, OnMessage
 from kvd.transport.curve import Curve
 from kvd.transport.link import Link, Sink
 from kvd.transport.link_listener import LinkListener, TcpLinks
@@ -89,9 +89,8 @@ class HostTransport:
         self._listener.start(self._loop)
         self._seeker.start(self._loop)
 
-    def listen(self, address: str, message_limit_bytes: int = MAX_PAYLOAD_BYTES) -> str:
-        """As of `Transport`; `message_limit_bytes`: of a frame of those that connect to this node over ZeroMQ."""
-        self._listener.address = self._zmq.listen(address, message_limit_bytes)
+    def listen(self, address: str) -> str:
+        self._listener.address = self._zmq.listen(address)
         return self._listener.address
 
     def listen_links(self, incarnation: int) -> None:

@@ -6,8 +6,8 @@ from typing import Final
 
 import zmq
 
-from kvd.transport.base import MAX_PAYLOAD_BYTES
-
+MAX_FRAME_BYTES: Final = 256 << 10  # larger payloads travel in several; a header has 64 KiB at most
+FRAME_OVERHEAD_BYTES: Final = 9 + 33  # the most that ZMTP and CURVE add to a frame
 SEND_HIGH_WATER_MARK: Final = 20_000  # messages that wait for one peer
 RECONNECT_FIRST_MS: Final = 50
 RECONNECT_LIMIT_MS: Final = 2000
@@ -17,11 +17,11 @@ KEEPALIVE_S: Final = 5  # until a silent connection is probed, and between two p
 KEEPALIVE_PROBES: Final = SILENCE_LIMIT_MS // 1000 // KEEPALIVE_S - 1  # with the silence before them
 
 
-def set_options(socket: zmq.Socket[bytes], address: str, message_limit_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+def set_options(socket: zmq.Socket[bytes], address: str) -> None:
     """Sets them before the socket is bound or connected to the address.
 
-    `message_limit_bytes` is the limit of a handshake as well, before anybody's key is checked: libzmq keeps the
-    properties that the other end sends in as many pieces as there are, of 100 bytes and more each.
+    The limit of a frame is that of a handshake as well, before anybody's key is checked: libzmq keeps the properties
+    that the other end sends in as many pieces as there are, of 100 bytes and more each, and made 672 MB of 16 MB.
 
     libzmq 4.3.5 aborts with "Assertion failed: !_io_error" when a connection ends whose input it has stopped, and
     anything is then written to it: a heartbeat of ours, or the answer to one of the peer's. It stops the input of a
@@ -35,7 +35,7 @@ def set_options(socket: zmq.Socket[bytes], address: str, message_limit_bytes: in
     What a peer may make this process keep is bounded in `kvd.transport.quotas` instead. A routing id that is taken
     stays with its owner (ROUTER_HANDOVER is off): libzmq never closes the descriptor of a connection that lost its id.
     """
-    socket.setsockopt(zmq.MAXMSGSIZE, message_limit_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + FRAME_OVERHEAD_BYTES)
     socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 0)

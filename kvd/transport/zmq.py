@@ -39,7 +39,7 @@ from kvd.transport.process_memory import ProcessMemory
 from kvd.transport.quotas import Quotas
 from kvd.transport.refused_handshakes import RefusedHandshake
 from kvd.transport.routing_ids import begin_anywhere
-from kvd.transport.socket_options import set_options
+from kvd.transport.socket_options import MAX_FRAME_BYTES, set_options
 
 # Plain numbers: combining members of zmq's enums takes longer than a system call.
 NOBLOCK, SNDMORE, POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN)
@@ -48,7 +48,7 @@ FD, EVENTS = int(zmq.FD), int(zmq.EVENTS)
 COPY_BELOW_BYTES = 64 << 10  # smaller payloads are cheaper to copy than to track
 DETACH_LIMIT_S = 2.0
 DETACH_POLL_S = 0.001
-MOST_FRAMES = 3  # routing id, header, payload
+MOST_FRAMES = 2 + MAX_PAYLOAD_BYTES // MAX_FRAME_BYTES  # routing id, header, pieces of the payload
 FRAMES_AT_A_TIME = 256  # received before the loop runs other callbacks
 
 
@@ -104,8 +104,7 @@ class ZmqTransport:
         self._callers.start(self._loop)
         self._watch_quotas()
 
-    def listen(self, address: str, message_limit_bytes: int = MAX_PAYLOAD_BYTES) -> str:
-        """As of `Transport`. `message_limit_bytes`: who sends a larger frame is cut off, in the handshake, too."""
+    def listen(self, address: str) -> str:
         if address.startswith("ipc://") and someone_listens(address.removeprefix("ipc://")):
             raise ConnectError(  # libzmq would silently take the path over
                 f"cannot listen at {address}: another process listens there; stop it, or choose another address",
@@ -113,7 +112,7 @@ class ZmqTransport:
             )
         begin_anywhere()
         router = self._context.socket(zmq.ROUTER)
-        set_options(router, address, message_limit_bytes)
+        set_options(router, address)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._curve is not None:
             if self._key_check is None:
@@ -258,7 +257,7 @@ class ZmqTransport:
         return None
 
     def _deliver(self, frames: list[zmq.Frame], socket: zmq.Socket[bytes], peer: Peer | None) -> None:
-        """One message: [routing id] header [payload]."""
+        """One message: [routing id] header [pieces of the payload]."""
         assert self._on_message is not None
         assert self._on_garbage is not None
         principal = HOLDER
@@ -273,12 +272,11 @@ class ZmqTransport:
                     return
                 principal = holder
         assert peer is not None
-        if not 1 <= len(frames) <= 2:
+        if not frames or len(frames) >= MOST_FRAMES or any(len(frame) != MAX_FRAME_BYTES for frame in frames[1:-1]):
             what = "no frames" if not frames else "too many frames"
             self._on_garbage(peer, f"a message of {what}: it must be a header and at most one payload")
             return
-        payload = frames[1].buffer if len(frames) == 2 else None
-        self._on_message(peer, frames[0].bytes, payload, principal)
+        self._on_message(peer, frames[0].bytes, _payload_of(frames), principal)
 
     # ── sending ──
 
@@ -315,19 +313,19 @@ class ZmqTransport:
         body: bytes | memoryview | None,
         uncopied: deque[zmq.MessageTracker] | None,
     ) -> bool:
-        frame: zmq.Frame | bytes | memoryview | None = body
-        if body is not None and len(body) >= COPY_BELOW_BYTES:
-            # Made before anything is sent: if this raises, no half message lies in the socket.
-            frame = zmq.Frame(body, track=uncopied is not None, copy=False)
+        # Made before anything is sent: if this raises, no half message lies in the socket.
+        pieces = [] if body is None else _pieces_of_frames(body, is_tracked=uncopied is not None)
         try:
             if route is not None:
                 socket.send(route, NOBLOCK | SNDMORE)
-            socket.send(header, NOBLOCK | (0 if body is None else SNDMORE))
-            if frame is None:
-                return True
-            tracker = socket.send(frame, NOBLOCK, copy=not isinstance(frame, zmq.Frame))
-            if tracker is not None and uncopied is not None:
-                uncopied.append(tracker)
+            socket.send(header, NOBLOCK | (SNDMORE if pieces else 0))
+            left = len(pieces)
+            for piece in pieces:
+                left -= 1
+                flags = NOBLOCK | (SNDMORE if left else 0)
+                tracker = socket.send(piece, flags, copy=not isinstance(piece, zmq.Frame))
+                if tracker is not None and uncopied is not None:
+                    uncopied.append(tracker)
         except zmq.ZMQError:
             return False
         return True
@@ -355,6 +353,24 @@ class ZmqTransport:
             else:
                 with suppress(RuntimeError):  # the loop is closed, so nothing is read any more
                     self._loop.call_soon_threadsafe(self._drain_soon, descriptor, reader)
+
+
+def _pieces_of_frames(body: bytes | memoryview, *, is_tracked: bool) -> list[zmq.Frame | bytes | memoryview]:
+    """What to send: the payload, cut into pieces that are small enough for a frame."""
+    if len(body) < COPY_BELOW_BYTES:
+        return [body]
+    view = memoryview(body)
+    return [
+        zmq.Frame(view[at : at + MAX_FRAME_BYTES], track=is_tracked, copy=False)
+        for at in range(0, len(body), MAX_FRAME_BYTES)
+    ]
+
+
+def _payload_of(frames: Sequence[zmq.Frame]) -> memoryview | None:
+    """The payload of a message; of several pieces it is a copy."""
+    if len(frames) <= 2:
+        return frames[1].buffer if len(frames) == 2 else None
+    return memoryview(b"".join([frame.buffer for frame in frames[1:]]))
 
 
 def prepare_sending_without_copies() -> None:

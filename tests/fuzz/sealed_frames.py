@@ -48,6 +48,21 @@ def endless_properties(assault: Assault) -> int:
     return count
 
 
+@sealed_attack("many handshakes, with as many properties as there may be")
+def largest_handshakes(assault: Assault) -> int:
+    """Each as large as a frame may be, all connections at the same time."""
+    count = 0
+    small = b"".join(b"\3" + number.to_bytes(3, "big") + bytes(4) for number in range(31_000))
+    for address in assault.addresses():
+        with ExitStack() as stack:
+            for _ in range(min(assault.force.peers, 200)):
+                with suppress(RefusedError, OSError):  # others were cut off meanwhile
+                    wire = assault.holder(address, properties=small + metadata(Socket_Type=b"REQ"))
+                    stack.enter_context(wire)
+                count += 1
+    return count
+
+
 @sealed_attack("handshakes again, over a connection that has had one")
 def handshakes_again(assault: Assault) -> int:
     count = 0

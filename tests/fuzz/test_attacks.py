@@ -12,10 +12,6 @@ from tests.fuzz.descriptors import with_many_descriptors
 from tests.fuzz.target import MOST_GROWN_BYTES, Target, under_attack
 
 SHORT = Force(peers=40, seconds=0.3, nbytes=1 << 20)
-NOT_YET = {
-    (False, "properties without an end"): "libzmq keeps each property of a handshake, up to MAXMSGSIZE bytes of them",
-}
-"""Attacks that do harm: (without keys, name) → why. They are tried in full, and this list gets shorter."""
 
 
 @pytest.fixture(scope="module")
@@ -34,22 +30,18 @@ def opened() -> Iterator[Target]:
         assert len(target.job.end()) == 1
 
 
-def holding(*, insecure: bool) -> list[str]:
-    return [name for name in attacks(insecure=insecure) if (insecure, name) not in NOT_YET]
-
-
 def disturbs_nobody(target: Target, name: str) -> None:
     row = attack_with(target, name, SHORT)
     assert row.times
     assert row.holds, row
 
 
-@pytest.mark.parametrize("name", holding(insecure=False))
+@pytest.mark.parametrize("name", attacks(insecure=False))
 def test_an_attack_disturbs_nobody(closed: Target, name: str) -> None:
     disturbs_nobody(closed, name)
 
 
-@pytest.mark.parametrize("name", holding(insecure=True))
+@pytest.mark.parametrize("name", attacks(insecure=True))
 def test_an_attack_disturbs_nobody_without_keys(opened: Target, name: str) -> None:
     disturbs_nobody(opened, name)
 
@@ -59,9 +51,7 @@ def test_an_attack_disturbs_nobody_without_keys(opened: Target, name: str) -> No
 @pytest.mark.parametrize(
     ("insecure", "name"), [(insecure, name) for insecure in (False, True) for name in attacks(insecure=insecure)]
 )
-def test_an_attack_with_all_force_disturbs_nobody(request: pytest.FixtureRequest, name: str, insecure: bool) -> None:
-    if (insecure, name) in NOT_YET:
-        request.applymarker(pytest.mark.xfail(reason=NOT_YET[insecure, name], strict=True))
+def test_an_attack_with_all_force_disturbs_nobody(name: str, insecure: bool) -> None:
     with with_many_descriptors(), under_attack(insecure=insecure) as target:
         row = attack_with(target, name, FULL)
         print(table([row]))

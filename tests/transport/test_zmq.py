@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import random
 import threading
 import time
 from pathlib import Path
@@ -15,6 +16,8 @@ import zmq
 from kvd.core.machine import SCHEDULER, CallerPeer, Peer, Span
 from kvd.core.principals import Principal
 from kvd.errors import ConnectError
+from kvd.transport.base import MAX_PAYLOAD_BYTES
+from kvd.transport.socket_options import FRAME_OVERHEAD_BYTES, MAX_FRAME_BYTES
 from kvd.transport.zmq import COPY_BELOW_BYTES, ZmqTransport
 
 
@@ -98,6 +101,55 @@ def test_messages_of_too_many_frames_are_garbage() -> None:
         assert [message[1:] for message in listener.messages] == [(b"", b""), (b"h", b"p")]
         assert len(listener.garbage) == 2
         assert all("too many frames" in text for text in listener.garbage)
+
+    run(program)
+
+
+@pytest.mark.parametrize("nbytes", [MAX_FRAME_BYTES - 1, MAX_FRAME_BYTES, MAX_FRAME_BYTES + 1, 5 * MAX_FRAME_BYTES])
+def test_a_large_payload_travels_in_pieces_and_arrives_whole(nbytes: int) -> None:
+    async def program(listener: Listener) -> None:
+        payload = random.Random(nbytes).randbytes(nbytes)
+        listener.dealer.send_multipart([b"h", *pieces(payload)])
+        await listener.until(1)
+        (peer, header, received) = listener.messages[0]
+        assert (header, received) == (b"h", payload)
+        assert listener.transport.send(peer, b"answer", [Span(payload, 0, nbytes)])
+        assert await asyncio.to_thread(listener.dealer.recv_multipart) == [b"answer", *pieces(payload)]
+
+    run(program)
+
+
+def pieces(payload: bytes) -> list[bytes]:
+    return [payload[at : at + MAX_FRAME_BYTES] for at in range(0, len(payload), MAX_FRAME_BYTES)]
+
+
+def test_the_largest_payload_fits_and_a_larger_one_is_garbage() -> None:
+    async def program(listener: Listener) -> None:
+        piece = bytes(MAX_FRAME_BYTES)
+        most = MAX_PAYLOAD_BYTES // MAX_FRAME_BYTES
+        for count in (most, most + 1):
+            listener.dealer.send_multipart([b"h", *[piece] * count])
+        listener.dealer.send(b"end")
+        await listener.until(2)
+        assert [(header, len(payload or b"")) for _, header, payload in listener.messages] == [
+            (b"h", MAX_PAYLOAD_BYTES),
+            (b"end", 0),
+        ]
+        assert len(listener.garbage) == 1
+
+    run(program)
+
+
+def test_a_larger_frame_ends_the_connection_of_its_sender() -> None:
+    async def program(listener: Listener) -> None:
+        listener.dealer.send(bytes(MAX_FRAME_BYTES + FRAME_OVERHEAD_BYTES))
+        await listener.until(1)
+        monitor = listener.dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        listener.dealer.send(bytes(MAX_FRAME_BYTES + FRAME_OVERHEAD_BYTES + 1))
+        assert await asyncio.to_thread(monitor.poll, 20_000)
+        listener.dealer.disable_monitor()
+        monitor.close()
+        assert len(listener.messages) == 1
 
     run(program)
 
