@@ -306,9 +306,13 @@ def job_on_hosts(ssh: Any, **job: Any) -> dict[str, Any]:
     return {"ssh": list(ssh), "hosts": [["a", 1], ["b", 1]], **job}
 
 
-def test_ctrl_c_ends_all_hosts_in_order(ssh: Any, launcher: Callable[..., Launcher]) -> None:
+def test_ctrl_c_ends_all_hosts_in_order(
+    ssh: Any, launcher: Callable[..., Launcher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_IS_UP", str(tmp_path / "up"))
     job = launcher(command=python(STAY), **job_on_hosts(ssh))
     job.wait_for("worker-0 stdout here", "worker-1 stdout here")
+    wait_until((tmp_path / "up").exists, "the server can say something")
     job.process.send_signal(signal.SIGINT)
     code, said = job.end()
     assert code == 130
