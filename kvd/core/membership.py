@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvd.core.placement import shard_of
+from kvd.errors import ProtocolError
 from kvd.protocol.messages import NO_VIEW, Epoch, Member, MemberState, RunEntry, Settings, View
 
 EMPTY_SETTINGS = Settings("", "", -1, 0, 0, 0, 0, 0)
@@ -118,4 +119,6 @@ class ViewState:
 
     def server_of(self, key: str, slice_index: int) -> int:
         """The rank of the server that leads a slice."""
+        if not self.shards:  # a scheduler names them all before there is a key
+            raise ProtocolError("the scheduler has sent a view without shards, though there are keys: restart it")
         return self.shards[shard_of(key, slice_index, len(self.shards))]

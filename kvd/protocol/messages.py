@@ -30,6 +30,7 @@ MOST_COUNTED = 1 << 61  # that a peer may claim: who counts on from there always
 MOST_PID = (1 << 31) - 1
 MAX_PARTS = 1024
 MAX_MEMBERS = 200
+MAX_CLAIMED = 1 << 16  # workers or servers that a message may claim; a scheduler says what is wrong from MAX_MEMBERS on
 MAX_TEXT_CHARS = 1000
 SMALL_PUSH_BYTES = 16 << 10
 MAX_HELD = 4096  # requests in one Waits
@@ -43,6 +44,7 @@ Number: TypeAlias = Annotated[int, Limit(0, BIGGEST)]
 Signed: TypeAlias = Annotated[int, Limit(-1, BIGGEST)]
 Count: TypeAlias = Annotated[int, Limit(0, MOST_COUNTED)]  # what the receiver may count on from
 Clock: TypeAlias = Annotated[int, Limit(-1, MOST_COUNTED)]
+Size: TypeAlias = Annotated[int, Limit(0, MAX_CLAIMED)]  # whoever is told goes through all ranks
 Pid: TypeAlias = Annotated[int, Limit(0, MOST_PID)]
 Key: TypeAlias = Annotated[str, Limit(1, MAX_KEY_CHARS)]
 Name: TypeAlias = Annotated[str, Limit(0, 64)]
@@ -131,8 +133,8 @@ class Settings(NamedTuple):
     staleness: Signed  # -1: unbounded
     rounds_ahead: Number
     slice_bytes: Annotated[int, Limit(0, MAX_SLICE_BYTES)]
-    num_workers: Number
-    num_servers: Number
+    num_workers: Size
+    num_servers: Size
     num_shards: Annotated[int, Limit(0, 4096)]
 
 
@@ -199,7 +201,7 @@ class RunEntry(NamedTuple):
     job: JobName
     token: Token
     phase: RunPhase
-    num_workers: Number
+    num_workers: Size
 
 
 class KeyEntry(NamedTuple):
