@@ -180,7 +180,7 @@ SPEC = ["float32", [2, 3], 4096]
         (State(1, 1, ()), 2, [[], [["m", "float32"]] * 16], [[["m", "float32"]] * 17, [["m"]], [["m", 3]], ["mf"]]),
         (HeartbeatAck(()), 0, [[], [["worker", 1, 0.5]] * 200], [[["worker", 1, 0.5]] * 201, [["", 1, 0.5]]]),
         (View(SETTINGS, (), ()), 2, [[], [0] * 4096], [[0] * 4097, [-1]]),
-        (View(SETTINGS, (), ()), 0, [[*SETTINGS]], [[*SETTINGS][1:], [*SETTINGS, 0], "x" * 8, [*SETTINGS[:5], 1 << 17, 1, 8]]),
+        (View(SETTINGS, (), ()), 0, [[*SETTINGS]], [[*SETTINGS, 0], "x" * 8, [*SETTINGS[:5], 1 << 17, 1, 8]]),
     ],
 )  # fmt: skip
 def test_values_within_a_limit_are_accepted_and_values_beyond_it_refused(
