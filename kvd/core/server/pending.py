@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvd.core.machine import Peer, Span
+from kvd.core.shares import Shares
 
 MAX_PENDING = 1 << 18
 FEW = 256  # requests that each peer may have open, as long as there is room at all
@@ -56,21 +57,19 @@ class PendingTable:
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], Pending] = {}
-        self._of_peer: dict[Peer, int] = {}  # how many each has open
+        self._places = Shares(FEW)  # that peers take
 
     def __len__(self) -> int:
         return len(self._open)
 
     def is_full_for(self, peer: Peer) -> bool:
-        """Whether this peer may open no more requests: all places are taken, or it has more than twice as many as are
-        left. So one peer cannot keep the others out, and alone it may have two thirds of all."""
-        left = MAX_PENDING - len(self._open)
-        return left <= 0 or self._of_peer.get(peer, 0) >= max(FEW, 2 * left)
+        """Whether this peer may open no more requests. One peer cannot keep the others out."""
+        return not self._places.has_room(peer, 1, MAX_PENDING)
 
     def open(self, pending: Pending) -> None:
         self._open[pending.sender, pending.request] = pending
-        peer = pending.opened_by = pending.peer
-        self._of_peer[peer] = self._of_peer.get(peer, 0) + 1
+        pending.opened_by = pending.peer
+        self._places.take(pending.peer, 1)
 
     def find(self, sender: int, request: int) -> Pending | None:
         return self._open.get((sender, request))
@@ -80,9 +79,7 @@ class PendingTable:
         pending.spans = []
         peer = pending.opened_by
         if self._open.pop((pending.sender, pending.request), None) is not None and peer is not None:
-            self._of_peer[peer] -= 1
-            if not self._of_peer[peer]:
-                del self._of_peer[peer]
+            self._places.give_back(peer, 1)
 
     def drop_sender(self, sender: int) -> None:
         """The sender is gone for good: nobody waits for the answers."""
@@ -93,6 +90,5 @@ class PendingTable:
         """Raises AssertionError unless `missing` has the parts that each open request waits for, and no others, and the
         shares of the peers are counted."""
         expected = {name: pending.remaining for name, pending in self._open.items()}
-        opened = Counter(pending.opened_by for pending in self._open.values())
-        assert opened == self._of_peer, f"peers have {dict(opened)} requests open, {self._of_peer} are counted"
+        self._places.validate(Counter(pending.opened_by for pending in self._open.values()))
         assert missing == expected, f"requests wait for {dict(missing)}, and their answers lack {expected}"
