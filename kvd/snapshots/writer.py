@@ -24,7 +24,7 @@ PART_BYTES = 64 << 20  # the values of a part have at most so many bytes
 
 
 def is_written(path: Path, origin: Origin, clocks: Mapping[str, int], restored_from: str = "") -> bool:
-    """Whether the snapshot that is to be written there is there already: whoever wrote it may have died since.
+    """Whether this very snapshot is there already: worker 0 may have died after it wrote it.
 
     Args:
         clocks: of each key.

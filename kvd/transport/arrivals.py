@@ -11,27 +11,18 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import struct
 import time
-from itertools import count
 from typing import Final
 
 import zmq
 
 from kvd.transport.connections import listening_at, peer_host
 from kvd.transport.newcomers import ANYWHERE, THIS_HOST, Newcomers, Place, place_of
+from kvd.transport.socket_events import SocketEvents
 from kvd.transport.syn_filter import SynFilter
 
-NOBLOCK, POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
-FD, EVENTS = int(zmq.FD), int(zmq.EVENTS)
-ACCEPTED = int(zmq.EVENT_ACCEPTED)
-
-EVENTS_AT_A_TIME: Final = 256
 LOOK_AGAIN_S: Final = 0.1  # while somebody is refused
 LOG_INTERVAL_S: Final = 10.0
-
-_EVENT = struct.Struct("=HI")
-_numbers = count(1)
 
 logger = logging.getLogger("kvd.transport")
 
@@ -49,24 +40,17 @@ class Arrivals:
 
     def __init__(self, router: zmq.Socket[bytes], port: int) -> None:
         self.refused: frozenset[Place] = frozenset()
-        self._router = router
         self._newcomers = Newcomers()
         self._filters = [SynFilter(descriptor) for descriptor in listening_at(port)]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._log_at = 0.0
-        address = f"inproc://arrivals-{next(_numbers)}"
-        router.monitor(address, ACCEPTED)
-        self._events: zmq.Socket[bytes] = router.context.socket(zmq.PAIR)
-        self._events.setsockopt(zmq.RCVHWM, 0)  # with a mark, libzmq's thread would stop while this process is busy
-        self._events.setsockopt(zmq.LINGER, 0)
-        self._events.connect(address)
+        self._events = SocketEvents(router, int(zmq.EVENT_ACCEPTED), self._accepted, self._look)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Watch, on this loop."""
         self._loop = loop
-        loop.add_reader(int(self._events.getsockopt(FD)), self._read)
-        loop.call_soon(self._read)  # what has happened by now made no edge
+        self._events.start(loop)
 
     def proved(self, descriptor: int) -> None:
         """The first message has come over this connection."""
@@ -76,32 +60,16 @@ class Arrivals:
         """Watch no more. It has to come before the ROUTER is closed."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(int(self._events.getsockopt(FD)))
         self._loop = None
-        self._router.disable_monitor()
-        self._events.close()
+        self._events.stop()
         for own in self._filters:
             own.close()
 
-    def _read(self) -> None:
-        if self._loop is None:
-            return  # closed meanwhile
-        for _ in range(EVENTS_AT_A_TIME):
-            if not int(self._events.getsockopt(EVENTS)) & POLLIN:
-                break
-            self._take(self._events.recv_multipart(NOBLOCK)[0])
-        else:
-            self._loop.call_soon(self._read)
-        self._look()
-
-    def _take(self, packed: bytes) -> None:
-        event, descriptor = _EVENT.unpack(packed)
-        if event == ACCEPTED:  # the last one says that the monitor ends
-            self._newcomers.came(_place_behind(descriptor))
+    def _accepted(self, _event: int, descriptor: int) -> None:
+        self._newcomers.came(_place_behind(descriptor))
 
     def _look(self) -> None:
-        """Refuses whoever is to be refused now."""
+        """Tells the kernel which places are refused now."""
         refused = self._newcomers.refused()
         if refused != self.refused:
             for own in self._filters:

@@ -12,8 +12,7 @@ from typing import Final
 
 import zmq
 
-NOBLOCK, POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
-FD, EVENTS = int(zmq.FD), int(zmq.EVENTS)
+from kvd.transport.socket_events import SocketEvents
 
 AGAIN_AFTER_S: Final = 2.0
 
@@ -27,35 +26,25 @@ class RefusedHandshake:
     """
 
     def __init__(self, dealer: zmq.Socket[bytes], open_again: Callable[[], None]) -> None:
-        self._dealer = dealer
         self._open_again = open_again
-        # Of the other failures, libzmq tries again by itself.
-        self._events = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
+        # Of the other failures, libzmq tries again by itself.
+        wanted = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH) | int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+        self._events = SocketEvents(dealer, wanted, self._refused)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Watch, on this loop."""
         self._loop = loop
-        loop.add_reader(int(self._events.getsockopt(FD)), self._look)
-        loop.call_soon(self._look)  # what has happened by now made no edge
+        self._events.start(loop)
 
     def stop(self) -> None:
         """Watch no more. It has to come before the DEALER is closed."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(int(self._events.getsockopt(FD)))
         self._loop = None
-        self._dealer.disable_monitor()
-        self._events.close(linger=0)
+        self._events.stop()
 
-    def _look(self) -> None:
-        if self._loop is None:
-            return  # stopped meanwhile
-        refused = False
-        while int(self._events.getsockopt(EVENTS)) & POLLIN:
-            self._events.recv_multipart(NOBLOCK)
-            refused = True
-        if refused and self._timer is None:
+    def _refused(self, _event: int, _value: int) -> None:
+        if self._timer is None and self._loop is not None:
             self._timer = self._loop.call_later(AGAIN_AFTER_S, self._open_again)

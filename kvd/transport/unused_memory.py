@@ -2,8 +2,8 @@
 
 A process keeps freed memory for its job, which takes and frees the same buffers in every step (`kvd.node.memory`). What
 peers once made libzmq take is freed in the same way, but nobody will need it again. The two differ in time: the least
-that was unused at any of several looks is what the job did without. A job that uses its memory for moments, always
-between two looks, has to get its pages anew now and then; that is done more rarely each time. No other job loses any.
+that was unused at any of several looks is what the job did without. A job that uses its memory only between
+two looks loses pages now and then, and less often each time. No other job loses any.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Memory:
     def __init__(self, node: object) -> None:
         assert isinstance(node, ProcessNode)
         self._folder = Path(f"/proc/{node.process.pid}")
-        (self._folder / "clear_refs").write_text("5")  # the peak begins anew
+        (self._folder / "clear_refs").write_text("5")  # resets the peak
         self.before = self.now
 
     def _field(self, name: str) -> int:

@@ -1,6 +1,6 @@
 """CurveZMQ by hand, as <https://rfc.zeromq.org/spec/26/> has it: the client's side of a handshake, and sealed frames.
 
-Each step may be changed by whoever attacks with it, which libzmq's own client does not allow.
+An attack can change each step, which libzmq's own client does not allow.
 """
 
 from __future__ import annotations

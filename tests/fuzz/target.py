@@ -194,7 +194,7 @@ class Target:
         return [usage_of(daemon.pid) for daemon in self.daemons]
 
     def forget_peaks(self) -> None:
-        """From now on `peaks` counts anew."""
+        """Resets the peaks that `peaks` reads."""
         for daemon in self.daemons:
             (Path("/proc") / str(daemon.pid) / "clear_refs").write_text("5")
 

@@ -386,7 +386,7 @@ class SchedulerMachine:
         if isinstance(answer, str):
             self._refuse(event.peer, say.request, ErrorCode.NOT_ALLOWED, answer)
             return
-        if answer:  # whoever enters after the answer finds the note with any successor of this scheduler
+        if answer:  # saved first: a restarted scheduler must still have the note
             self._publish([])
         self._out += self._views.when_saved(Send(event.peer, Done(say.request)))
 
