@@ -37,6 +37,7 @@ class Standing(Enum):
     ATTACHED = "has attached under this key"
     ATTACHED_OR_OPERATOR = "has attached under this key, unless the key is an operator's"
     NAMED = "the scheduler let it in under this key"
+    LEADER = "leads the partition in the newest view, under this key"
     SCHEDULER = "is the scheduler that this server connected to"
     NOBODY = "nobody sends this here"
 
@@ -65,6 +66,7 @@ _MALFORMED_JOIN = Row("join", (m.Join,), ANY_KEY, Standing.NOTHING)  # refused f
 
 _ASKED_OF_THE_SCHEDULER = (
     Row("stay, and leave", (m.Heartbeat, m.Leave), NODES, Standing.JOINED),
+    Row("say that a backup holds a partition", (m.Synced,), SERVERS, Standing.JOINED),
     Row(
         "meet at barriers, and ask who is missing",
         (m.Enter, m.Say, m.Listen, m.WaitReport),
@@ -101,6 +103,23 @@ _ASKED_OF_A_SERVER = (
         Standing.NOTHING,
     ),
     Row("ask a server for its status", (m.StatusQuery,), READERS, Standing.NOTHING),
+    Row(
+        "have records held",
+        (
+            m.Install,
+            m.Hold,
+            m.HoldPublished,
+            m.HoldDropped,
+            m.HoldActivated,
+            m.HoldPlace,
+            m.HoldChange,
+            m.HoldState,
+            m.HoldOptimizer,
+            m.HoldLoop,
+        ),
+        SERVERS,
+        Standing.LEADER,
+    ),
     Row(
         "tell a server what the scheduler decided",
         (m.Welcome, m.View, m.HeartbeatAck, m.Shutdown, m.Done, m.NotYet, m.Refused),

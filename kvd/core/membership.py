@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvd.core.placement import shard_of
 from kvd.errors import ProtocolError
-from kvd.protocol.messages import NO_VIEW, Epoch, Member, MemberState, RunEntry, Settings, View
+from kvd.protocol.messages import NO_RANK, NO_VIEW, Epoch, Member, MemberState, Partition, RunEntry, Settings, View
 
 EMPTY_SETTINGS = Settings("", "", -1, 0, 0, 0, 0, 0)
 
@@ -39,6 +39,7 @@ class ViewState:
         self.is_sync = True  # whether workers share rounds; false in async mode
         self.shards: tuple[int, ...] = ()
         self.runs: tuple[RunEntry, ...] = ()
+        self.partitions: tuple[Partition, ...] = ()
         self.members: dict[tuple[str, int], Member] = {}
         self._by_incarnation: dict[int, Member] = {}
 
@@ -72,6 +73,7 @@ class ViewState:
         self.is_sync = view.settings.mode != "async"
         self.shards = view.shards
         self.runs = view.runs
+        self.partitions = view.partitions
         self.members = {(member.role, member.rank): member for member in view.members}
         self._by_incarnation = {member.incarnation: member for member in view.members}
         return True
@@ -117,8 +119,25 @@ class ViewState:
     def dead_workers(self) -> dict[int, Member]:
         return {m.rank: m for m in self.members.values() if m.role == "worker" and m.state is MemberState.DEAD}
 
-    def server_of(self, key: str, slice_index: int) -> int:
-        """The rank of the server that leads a slice."""
+    # ── where slices are ──
+
+    def partition_of(self, key: str, slice_index: int) -> int:
+        """The partition that a slice belongs to, for good."""
         if not self.shards:  # a scheduler names them all before there is a key
             raise ProtocolError("the scheduler has sent a view without shards, though there are keys: restart it")
         return self.shards[shard_of(key, slice_index, len(self.shards))]
+
+    def leader_of(self, partition: int) -> int:
+        """The rank of the server that leads a partition."""
+        return self.partitions[partition].leader if self.partitions else partition
+
+    def backup_of(self, partition: int) -> int:
+        """The rank of the server that holds all committed records of a partition too; NO_RANK if none does."""
+        return self.partitions[partition].backup if self.partitions else NO_RANK
+
+    def lineage_of(self, partition: int) -> int:
+        """What changes when a partition is lost, and begins anew without contents; 0 if nobody leads it yet."""
+        if self.partitions:
+            return self.partitions[partition].lineage
+        member = self.members.get(("server", partition))
+        return 0 if member is None else member.incarnation

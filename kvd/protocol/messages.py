@@ -31,6 +31,7 @@ MOST_PID = (1 << 31) - 1
 MAX_PARTS = 1024
 MAX_MEMBERS = 200
 MAX_CLAIMED = 1 << 16  # workers or servers that a message may claim; a scheduler says what is wrong from MAX_MEMBERS on
+MAX_REPLICAS = 2
 MAX_TEXT_CHARS = 1000
 SMALL_PUSH_BYTES = 16 << 10
 MAX_HELD = 4096  # requests in one Waits
@@ -39,6 +40,8 @@ MAX_ABSENT = 16  # workers named for one of these, or for a barrier
 MAX_ASKED_ABOUT = 64  # nodes in one WaitReport
 MAX_ASKED_BARRIERS = 16
 MAX_STUCK_LINES = 32  # of a deadlock
+MAX_COUNTED_RANGES = 4096  # of shared steps
+MAX_LATER_CHANGES = 64  # of hyperparameters that have yet to take effect
 
 Number: TypeAlias = Annotated[int, Limit(0, BIGGEST)]
 Signed: TypeAlias = Annotated[int, Limit(-1, BIGGEST)]
@@ -136,6 +139,7 @@ class Settings(NamedTuple):
     num_workers: Size
     num_servers: Size
     num_shards: Annotated[int, Limit(0, 4096)]
+    replicas: Annotated[int, Limit(0, MAX_REPLICAS)] = 1
 
 
 class MemberState(StrEnum):
@@ -204,6 +208,22 @@ class RunEntry(NamedTuple):
     num_workers: Size
 
 
+class Partition(NamedTuple):
+    """The slices of some shards, which stay together: who leads them, and who holds their records too.
+
+    Attributes:
+        leader: the rank of the server that serves them.
+        backup: the rank of the server that holds every committed record of theirs; NO_RANK if none does.
+        syncing: the rank of the server that is to become the backup, and is sent what they are; NO_RANK if none is.
+        lineage: the incarnation of the server that began with them empty. Another lineage: what was in them is lost.
+    """
+
+    leader: Number
+    backup: Signed
+    syncing: Signed
+    lineage: Number
+
+
 class KeyEntry(NamedTuple):
     """One key in a listing: the part of it that the answering server leads."""
 
@@ -226,6 +246,7 @@ class Quiet(NamedTuple):
 
 Shape: TypeAlias = Annotated[tuple[Annotated[int, Limit(0, MAX_KEY_NBYTES)], ...], Limit(0, MAX_DIMENSIONS)]
 Runs: TypeAlias = Annotated[tuple[RunEntry, ...], Limit(0, MAX_RUNS)]
+Partitions: TypeAlias = Annotated[tuple[Partition, ...], Limit(0, MAX_MEMBERS)]
 Parts: TypeAlias = Annotated[tuple[Part, ...], Limit(1, MAX_PARTS)]
 SliceIds: TypeAlias = Annotated[tuple[SliceId, ...], Limit(1, MAX_PARTS)]
 KeyIds: TypeAlias = Annotated[tuple[KeyId, ...], Limit(1, MAX_PARTS)]
@@ -259,6 +280,7 @@ class Join:
     operator: bool = False  # a worker for one command: it acts in the newest run of the job, even if that has ended
     runs: Runs = ()  # those that a server knows, for a scheduler without its record
     key: PublicKey = ""  # that a server proves to hold to those who connect to it
+    partitions: Partitions = ()  # as the newest view that a server knows has them, for a scheduler without its record
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +295,8 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The newest picture of the cluster; the header has its epoch. `shards` maps each shard to its server's rank.
+    """The newest picture of the cluster; the header has its epoch. `shards` maps each shard to the number of its
+    partition. With one replica `partitions` is empty: the server of rank n leads partition n.
 
     Servers get all of it, the others what `kvd.core.pseudonyms.public_view` leaves.
     """
@@ -283,6 +306,7 @@ class View:
     members: Annotated[tuple[Member, ...], Limit(0, MAX_MEMBERS)]
     shards: Annotated[tuple[Number, ...], Limit(0, 4096)]
     runs: Runs = ()  # in the view of the cluster, for servers: all runs
+    partitions: Partitions = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +378,19 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
+class Synced:
+    """I lead this partition, and the server of this incarnation, which the view names as syncing, has all of it now.
+
+    Answered with Done once the view names it as the backup, or if the view has gone another way.
+    """
+
+    KIND: ClassVar[int] = 15
+    request: Number
+    partition: Number
+    incarnation: Number
+
+
+@dataclass(frozen=True, slots=True)
 class StatusQuery:
     """What is your state? To any node; answered with StatusReport and a payload of JSON."""
 
@@ -405,6 +442,7 @@ class NotYetReason(Enum):
     OUT_OF_TURN = 4  # a push whose clock is not the next one; `next_clock` is
     UPDATING = 5  # an update that concerns the request is in progress
     BUSY = 6  # too many requests are waiting
+    ELSEWHERE = 7  # another server leads these slices, or will: a newer view is on its way
 
 
 @dataclass(frozen=True, slots=True)
@@ -1014,6 +1052,240 @@ class ReadDone:
     number: Count
 
 
+# ── records: the leader of a partition → its backup ───────────────────────────────────────────────────────────────────
+
+
+class Given(NamedTuple):
+    """What a worker gave to a round, without its bytes: see Push."""
+
+    rank: Number
+    clock: Count
+    samples: Number
+    how: Annotated[int, Limit(0, 2)]
+    step: Count
+    place: Count
+
+
+class RankProgress(NamedTuple):
+    """How far a rank is with a slice: the fields of `kvd.core.server.progress.WorkerProgress`."""
+
+    rank: Number
+    staged: Count
+    counted: Count
+    committed: Count
+    skipped: Count
+    place: Count
+    begun: Count
+    trained: Count
+
+
+class LaterChange(NamedTuple):
+    """Hyperparameters that change with a round."""
+
+    from_round: Count
+    changes: Plain
+
+
+class Origin(NamedTuple):
+    """Which requests made a slice what it is: the Init, and the latest StoreState; 0 if there was none."""
+
+    creator: Number
+    init: Number
+    loaded_by: Number
+    loaded: Number
+
+
+class OptimizerUse(NamedTuple):
+    """Which optimizer a slice is updated with, and its state.
+
+    Attributes:
+        optimizer: its place in the optimizers of the message.
+        generation: of the optimizer, see Hold.
+        step, slots: the state, as in State.
+    """
+
+    optimizer: Number
+    generation: Count
+    changes: Annotated[tuple[LaterChange, ...], Limit(0, MAX_LATER_CHANGES)]
+    step: Count
+    slots: Annotated[tuple[tuple[Name, Name], ...], Limit(0, 16)]
+
+
+class SliceImage(NamedTuple):
+    """All that there is to know of a slice besides bytes.
+
+    Attributes:
+        spec: its place in the specs of the message.
+        version, step, previous_step: see `kvd.core.server.rounds.SliceLog`.
+        has_previous: whether the version before is kept.
+        counted_steps: the ranges, from a step to before another, of shared steps that have counted.
+    """
+
+    key: Key
+    slice_index: Number
+    creation: Count
+    spec: Number
+    origin: Origin
+    use: OptimizerUse
+    version: Count
+    step: Count
+    previous_step: Count
+    has_previous: bool
+    progress: Annotated[tuple[RankProgress, ...], Limit(0, MAX_MEMBERS)]
+    counted_steps: Annotated[tuple[tuple[Count, Count], ...], Limit(0, MAX_COUNTED_RANGES)]
+
+
+class LaterSlice(NamedTuple):
+    """A slice whose hyperparameters change with a round."""
+
+    key: Key
+    slice_index: Number
+    creation: Count
+    from_round: Count
+
+
+class HeldStep(NamedTuple):
+    """The shared step that a rank makes."""
+
+    rank: Number
+    step: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """Hold these slices as they are: new ones, or those of a partition that you are to hold from now on.
+
+    The payload has, for each image, the bytes of its version, of the one before if there is one, and the arrays of its
+    optimizer's state. Answered with Done, or Refused with the places of those that do not fit.
+    """
+
+    KIND: ClassVar[int] = 80
+    request: Number
+    partition: Number
+    specs: Specs
+    optimizers: Annotated[tuple[Plain, ...], Limit(1, MAX_PARTS)]
+    images: Annotated[tuple[SliceImage, ...], Limit(1, MAX_PARTS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Hold the record that makes this version of these slices, which are updated as one. Answered with Done.
+
+    The payload is the merged gradient in the dtype in which it was summed (`is_gradient`), which the optimizer is
+    applied to; or the new value; or nothing, if the bytes stay as they are. `generation` counts the optimizers that
+    were set: with another one than before, the optimizer's state begins anew.
+    """
+
+    KIND: ClassVar[int] = 81
+    request: Number
+    partition: Number
+    slice_ids: SliceIds
+    version: Count
+    given: Annotated[tuple[Given, ...], Limit(0, MAX_MEMBERS)]
+    is_gradient: bool
+    optimizer: Plain
+    generation: Count
+
+
+@dataclass(frozen=True, slots=True)
+class HoldPublished:
+    """These keys, whose slices 0 you hold, are live. Answered with Done."""
+
+    KIND: ClassVar[int] = 82
+    request: Number
+    partition: Number
+    keys: KeyIds
+
+
+@dataclass(frozen=True, slots=True)
+class HoldDropped:
+    """These keys are gone. Answered with Done."""
+
+    KIND: ClassVar[int] = 83
+    request: Number
+    partition: Number
+    keys: KeyIds
+
+
+@dataclass(frozen=True, slots=True)
+class HoldActivated:
+    """This rank takes part again in the rounds of the key after `clock`. `closed` rounds of the slice were closed.
+
+    Answered with Done, or with NotYet as long as records of these rounds are on their way.
+    """
+
+    KIND: ClassVar[int] = 84
+    request: Number
+    partition: Number
+    slice_id: SliceId
+    closed: Count
+    rank: Number
+    clock: Count
+
+
+@dataclass(frozen=True, slots=True)
+class HoldPlace:
+    """The program of this rank has come to this place, and all its pushes have counted. Answered with Done."""
+
+    KIND: ClassVar[int] = 85
+    request: Number
+    partition: Number
+    rank: Number
+    place: Count
+
+
+@dataclass(frozen=True, slots=True)
+class HoldChange:
+    """These hyperparameters change with a round, for the slices that are updated with these. Answered with Done."""
+
+    KIND: ClassVar[int] = 86
+    request: Number
+    partition: Number
+    changes: Plain
+    slices: Annotated[tuple[LaterSlice, ...], Limit(1, MAX_PARTS)]
+
+
+@dataclass(frozen=True, slots=True)
+class HoldState:
+    """The optimizer's state of this slice was replaced, by the StoreState `loaded` of `loaded_by`. The payload is as
+    in State. Answered with Done."""
+
+    KIND: ClassVar[int] = 87
+    request: Number
+    partition: Number
+    slice_id: SliceId
+    loaded_by: Number
+    loaded: Number
+    step: Count
+    slots: Annotated[tuple[tuple[Name, Name], ...], Limit(0, 16)]
+
+
+@dataclass(frozen=True, slots=True)
+class HoldOptimizer:
+    """This optimizer is used from now on for all slices of the partition, each with a new state. Answered with Done."""
+
+    KIND: ClassVar[int] = 88
+    request: Number
+    partition: Number
+    optimizer: Plain
+    generation: Count
+
+
+@dataclass(frozen=True, slots=True)
+class HoldLoop:
+    """How far the workers are in a loop over steps that they share; see TakeStep. Answered with Done."""
+
+    KIND: ClassVar[int] = 89
+    request: Number
+    partition: Number
+    first: Count
+    total: Count
+    opened_by: Number
+    given: Count
+    held: Annotated[tuple[HeldStep, ...], Limit(0, MAX_MEMBERS)]
+    returned: Annotated[tuple[Count, ...], Limit(0, MAX_MEMBERS)]
+
+
 Message: TypeAlias = (
     Join
     | Welcome
@@ -1073,4 +1345,15 @@ Message: TypeAlias = (
     | Surveyed
     | ReadSlices
     | ReadDone
+    | Synced
+    | Install
+    | Hold
+    | HoldPublished
+    | HoldDropped
+    | HoldActivated
+    | HoldPlace
+    | HoldChange
+    | HoldState
+    | HoldOptimizer
+    | HoldLoop
 )

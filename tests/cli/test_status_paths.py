@@ -82,7 +82,7 @@ def test_links_between_hosts_are_shown_and_are_no_matter_of_shared_memory(kvd: K
 @pytest.mark.keys  # links over TCP need them
 def test_a_link_that_breaks_is_not_shown_as_one(kvd: Kvd, cluster: LocalCluster, stores: list[package.KVStore]) -> None:
     engine = engine_of(stores[0])
-    home = engine.machine.view.server_of("w", 0)
+    home = engine.machine.view.partition_of("w", 0)
     broken = engine.machine.view.servers()[home].incarnation
     for link in engine.transport._reader.links:
         if link.peer == broken:

@@ -148,7 +148,7 @@ def test_servers_that_are_dead_or_have_not_joined_are_missing() -> None:
 
 def test_the_server_of_a_slice_comes_from_the_view() -> None:
     crc = GOLDEN["w"]
-    assert [viewed().server_of("w", index) for index in range(4)] == [(crc + index) % 4 % 2 for index in range(4)]
+    assert [viewed().partition_of("w", index) for index in range(4)] == [(crc + index) % 4 % 2 for index in range(4)]
 
 
 def test_nodes_have_names() -> None:

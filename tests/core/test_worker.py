@@ -172,7 +172,7 @@ def test_a_large_value_goes_in_slices_to_their_servers() -> None:
     harness.know("w", spec=spec)
     call = harness.push("w", spec=spec, pull=True)
     sends = [harness.take(Push) for _ in range(3)]
-    expected = [harness.machine.view.server_of("w", index) for index in range(3)]
+    expected = [harness.machine.view.partition_of("w", index) for index in range(3)]
     assert sorted(set(expected)) == [0, 1]
     got = {send.message.parts[0].slice_index: (send.peer, send.payload) for send in sends}  # type: ignore[union-attr]
     spans = [(0, SLICE), (SLICE, SLICE), (2 * SLICE, 5)]

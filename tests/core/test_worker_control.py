@@ -222,7 +222,7 @@ def test_messages_to_the_slices_of_a_key() -> None:
     messages = tuple(FetchState(0, "w", index) for index in range(2))
     harness.call(requests.SliceControl("w", messages, ("a", "b"), (3, 4)))
     sends = [harness.take(FetchState) for _ in range(2)]
-    servers = [server_id(harness.machine.view.server_of("w", index)) for index in range(2)]
+    servers = [server_id(harness.machine.view.partition_of("w", index)) for index in range(2)]
     by_index = {send.message.index: (send.peer, send.payload) for send in sends}  # type: ignore[union-attr]
     assert by_index == {0: (servers[0], (Span("a", 0, 3),)), 1: (servers[1], (Span("b", 0, 4),))}
     harness.call(requests.SliceControl("w", messages))

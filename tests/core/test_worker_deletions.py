@@ -63,7 +63,7 @@ def test_then_its_other_slices_are_dropped() -> None:
     harness.know("w", spec=uint8(3 * SLICE))
     call = delete(harness)
     home = harness.take(Delete)
-    assert home.peer == server_id(harness.machine.view.server_of("w", 0))
+    assert home.peer == server_id(harness.machine.view.partition_of("w", 0))
     assert not harness.waiting(Drop)
     harness.reply(home, Done)
     drops = [harness.take(Drop), harness.take(Drop)]
@@ -255,7 +255,7 @@ def test_a_server_that_was_restarted_has_nothing_to_drop() -> None:
     call = delete(harness)
     home = harness.take(Delete)
     harness.reply(home, Done)
-    rank = 1 - harness.machine.view.server_of("w", 0)
+    rank = 1 - harness.machine.view.partition_of("w", 0)
     harness.restart_server(rank)
     assert harness.result(call) is None
 

@@ -248,7 +248,7 @@ def test_a_look_up_in_flight_to_a_restarted_server_fails() -> None:
 
 def test_keys_of_other_servers_survive_a_restart() -> None:
     harness = Harness(servers=2)
-    names = {harness.machine.view.server_of(f"k{number}", 0): f"k{number}" for number in range(9)}
+    names = {harness.machine.view.partition_of(f"k{number}", 0): f"k{number}" for number in range(9)}
     harness.know(names[0], names[1])
     harness.restart_server(1)
     assert isinstance(harness.error(harness.pull(names[1])), NodeLost)

@@ -46,7 +46,7 @@ def test_worker_0_makes_a_key_and_publishes_it_when_all_slices_are_there() -> No
     assert not harness.waiting(Publish)
     harness.reply(sends[0], Done)
     send = harness.take(Publish)
-    assert send.peer == server_id(harness.machine.view.server_of("w", 0))
+    assert send.peer == server_id(harness.machine.view.partition_of("w", 0))
     assert call not in harness.done
     harness.reply(send, Done)
     assert harness.result(call) is None

@@ -94,7 +94,7 @@ def test_frames_that_are_recorded_and_sent_again_count_once(cluster: LocalCluste
 def test_a_worker_that_sends_the_wrong_bytes_is_refused(cluster: LocalCluster, stores: list[kvd.KVStore]) -> None:
     engine: Any = engine_of(stores[0])
     me = engine.machine.incarnation
-    home = engine.machine.view.server_of("w", 0)
+    home = engine.machine.view.partition_of("w", 0)
     clock = stores[0].clock("w")
     with RawPeer(engine.machine.view.servers()[home].address, engine.machine.run) as raw:
         for nbytes in (0, 1, 11_999, 12_001, 100_000):
@@ -113,7 +113,7 @@ def test_a_worker_that_sends_the_wrong_bytes_is_refused(cluster: LocalCluster, s
 
 def test_a_pull_that_names_a_slice_often_is_refused(cluster: LocalCluster, stores: list[kvd.KVStore]) -> None:
     engine: Any = engine_of(stores[0])
-    home = engine.machine.view.server_of("w", 0)
+    home = engine.machine.view.partition_of("w", 0)
     with busy(stores), RawPeer(engine.machine.view.servers()[home].address, engine.machine.run) as raw:
         refused = raw.answers(Pull(5, (Part("w", 0, -1),) * 1024))
         assert isinstance(refused, Refused)

@@ -128,7 +128,7 @@ class KeyCreation:
         """Whether the slices here are those of a deleted key. Worker 0 makes a key of its name only if there is none at
         its home; nobody was left to have the others dropped."""
         slices = self._table.of_key(key)
-        return bool(slices) and slices[0].creation < creation and self._view.server_of(key, 0) != self._session.rank
+        return bool(slices) and slices[0].creation < creation and self._view.partition_of(key, 0) != self._session.rank
 
     def _is_made(self, event: Received, init: Init, new: _New) -> bool:
         """Whether this slice came before. An init that was given up may be made again with other values."""
@@ -179,7 +179,7 @@ class KeyCreation:
         return sum(
             new.spec.slice_nbytes(index)
             for index in range(new.num_slices)
-            if index == new.slice_index or self._view.server_of(new.key, index) == mine
+            if index == new.slice_index or self._view.partition_of(new.key, index) == mine
         )
 
     def _begin(self, new: _New) -> None:

@@ -168,7 +168,7 @@ def by_home(keys: Sequence[WorkerKey], view: ViewState) -> list[tuple[int, list[
     """The keys by the rank of their home, each in the given order."""
     homes: dict[int, list[WorkerKey]] = {}
     for key in keys:
-        homes.setdefault(view.server_of(key.name, 0), []).append(key)
+        homes.setdefault(view.partition_of(key.name, 0), []).append(key)
     return list(homes.items())
 
 

@@ -65,7 +65,7 @@ class WorkerKey:
     def place(self, spec: KeySpec, creation: int, view: ViewState, servers: Servers) -> None:
         """Takes the spec and the creation, and notes which servers lead the slices."""
         self.spec, self.checked_spec, self.creation = spec, None, creation
-        self.servers = tuple([view.server_of(self.name, index) for index in range(spec.num_slices)])
+        self.servers = tuple([view.partition_of(self.name, index) for index in range(spec.num_slices)])
         self.incarnations = {rank: servers.peer_of(rank) for rank in sorted(set(self.servers))}
 
     def check_value(self, spec: KeySpec, *, cast: bool) -> None:
