@@ -13,12 +13,15 @@ from kvd.core.membership import ViewState, name_of
 from kvd.core.refusals import error_of
 from kvd.errors import ConfigError, KvdError, NotAllowed, ProtocolError
 from kvd.protocol.messages import (
+    NO_PARTITIONS,
     NO_RANK,
     NO_RUN,
+    Epoch,
     ErrorCode,
     Heartbeat,
     HeartbeatAck,
     Join,
+    KnownPartitions,
     MemberState,
     NotYet,
     NotYetReason,
@@ -228,7 +231,7 @@ class SchedulerSession:
         message = event.message
         if isinstance(message, View):  # that of the cluster may come after the welcome to a run
             counts = event.run == self.run and self.view.scheduler in (0, event.sender)
-            return counts and self.view.update(event.epoch, message)
+            return counts and self._take_view(event.epoch, message, now)
         if isinstance(message, Welcome):
             if self.identity.role == "observer":
                 self.view.begin_with(event.sender)
@@ -267,6 +270,14 @@ class SchedulerSession:
         if self._state in (*_RUNNING, SessionState.NOT_STARTED):
             assert self.joined == (self._state is SessionState.JOINED), f"joined: {self.joined}, {self._state}"
         assert (self.failure is not None) == (self._state is SessionState.FAILED), f"{self._state}: {self.failure!r}"
+
+    def _take_view(self, epoch: Epoch, view: View, now: float) -> bool:
+        earlier = self.view.partitions
+        if not self.view.update(epoch, view):
+            return False
+        if self.identity.role == "server" and self.joined and self.view.partitions != earlier:
+            self._next_send = now  # the scheduler waits for servers to know one change before it makes the next
+        return True
 
     def _welcomed(self, welcome: Welcome, run: int, now: float) -> bool:
         if self._state is SessionState.REJOINING and welcome.rank != self.rank:
@@ -324,6 +335,10 @@ class SchedulerSession:
     def _join(self) -> Join:
         who = self.identity
         key = self._told.run_key
+        known = NO_PARTITIONS
+        if who.role == "server" and self.view.partitions:
+            servers = tuple(member.incarnation for member in self.view.servers())
+            known = KnownPartitions(self.view.partitions, servers)
         return Join(
             JOIN_REQUEST,
             who.role,
@@ -339,4 +354,5 @@ class SchedulerSession:
             key.operator,
             self.view.runs,
             who.key,
+            known,
         )

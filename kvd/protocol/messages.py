@@ -247,6 +247,7 @@ class Quiet(NamedTuple):
 Shape: TypeAlias = Annotated[tuple[Annotated[int, Limit(0, MAX_KEY_NBYTES)], ...], Limit(0, MAX_DIMENSIONS)]
 Runs: TypeAlias = Annotated[tuple[RunEntry, ...], Limit(0, MAX_RUNS)]
 Partitions: TypeAlias = Annotated[tuple[Partition, ...], Limit(0, MAX_MEMBERS)]
+Incarnations: TypeAlias = Annotated[tuple[Number, ...], Limit(0, MAX_MEMBERS)]
 Parts: TypeAlias = Annotated[tuple[Part, ...], Limit(1, MAX_PARTS)]
 SliceIds: TypeAlias = Annotated[tuple[SliceId, ...], Limit(1, MAX_PARTS)]
 KeyIds: TypeAlias = Annotated[tuple[KeyId, ...], Limit(1, MAX_PARTS)]
@@ -257,6 +258,15 @@ ADD = 0  # a gradient or value, merged with the others'
 ASSIGN = 1  # replaces the value; only rank 0's is read
 ABSENT = 2  # takes part in a round of ASSIGN without a value
 
+
+class KnownPartitions(NamedTuple):
+    """The partitions of a run as a view has them, and the incarnations of the servers there, by rank."""
+
+    partitions: Partitions
+    servers: Incarnations
+
+
+NO_PARTITIONS = KnownPartitions((), ())
 
 # ── membership: any node ↔ scheduler ──────────────────────────────────────────────────────────────────────────────────
 
@@ -280,7 +290,7 @@ class Join:
     operator: bool = False  # a worker for one command: it acts in the newest run of the job, even if that has ended
     runs: Runs = ()  # those that a server knows, for a scheduler without its record
     key: PublicKey = ""  # that a server proves to hold to those who connect to it
-    partitions: Partitions = ()  # as the newest view that a server knows has them, for a scheduler without its record
+    partitions: KnownPartitions = NO_PARTITIONS  # what a server knows of them, for a scheduler without its record
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvd.protocol.messages import MAX_MEMBERS, ErrorCode, Join, Refused, Settings
 
 NODES = ("server", "worker")
 ROLES = (*NODES, "observer")
 MODES = ("", "sync", "async")
 MERGES = ("", "sum", "mean", "weighted")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """The cluster's settings ("" and 0: the first worker decides), how long the scheduler waits for its nodes, and what
+    `explain` tells of its transport."""
+
+    cluster: Settings
+    heartbeat_interval_s: float
+    server_timeout_s: float
+    worker_timeout_s: float
+    break_on_loss: bool  # a dead worker breaks the barriers that it is missing from
+    insecure: bool = False  # connections have no keys
 
 
 class Agreement:
@@ -28,6 +43,8 @@ class Agreement:
         size = self.settings.num_workers + self.settings.num_servers
         if size > MAX_MEMBERS:
             return _objection(join, "num_workers", f"a cluster has at most {MAX_MEMBERS} nodes in all, not {size}")
+        if (text := _too_many_replicas(self.settings)) or (text := self._text_on_replicas(join)):
+            return _objection(join, "replicas", text)
         for field, wanted, have in zip(Settings._fields, join.settings, self.settings, strict=True):
             if not self._agrees(field, wanted, have):
                 text = (
@@ -50,6 +67,14 @@ class Agreement:
         self.settings = self.settings._replace(merge=wanted.merge)
         return True
 
+    def _text_on_replicas(self, join: Join) -> str:
+        """What is wrong if the server has taken part in a run whose values it need not lead itself."""
+        if not join.partitions.partitions or self.settings.replicas > 1:
+            return ""
+        return (
+            "the servers keep two copies of every value, this scheduler was started for one: start it with --replicas 2"
+        )
+
     def _agrees(self, field: str, wanted: object, have: object) -> bool:
         if field == "staleness":  # -1 is both "unbounded" and "as the cluster has it"; the mode decides it
             return wanted in (-1, have) or self.settings.mode == ""
@@ -69,7 +94,19 @@ def malformation(join: Join) -> Refused | None:
     for field, size in (("num_workers", join.settings.num_workers), ("num_servers", join.settings.num_servers)):
         if size > MAX_MEMBERS:
             return _objection(join, field, f"{field} is at most {MAX_MEMBERS}, not {size}")
-    return None
+    text = _too_many_replicas(join.settings)
+    return _objection(join, "replicas", text) if text else None
+
+
+def _too_many_replicas(settings: Settings) -> str:
+    """What is wrong with the number of copies; "" if nothing is, or the number of servers is open."""
+    if not 0 < settings.num_servers < settings.replicas:
+        return ""
+    servers = "1 server" if settings.num_servers == 1 else f"{settings.num_servers} servers"
+    return (
+        f"replicas={settings.replicas} needs as many servers, each with its own copy, and the cluster has {servers}: "
+        "start more servers, or set replicas=1"
+    )
 
 
 def _objection(join: Join, field: str, text: str) -> Refused:

@@ -35,18 +35,20 @@ The way of a join:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvd.core.machine import Effect, Event, LogEntry, Peer, PeerLost, Persist, Persisted, Received, Send
 from kvd.core.membership import in_words, name_of
 from kvd.core.placement import initial_shards
-from kvd.core.scheduler.agreement import Agreement
-from kvd.core.scheduler.barriers import Barriers, Entrant, Settled, Verdict
+from kvd.core.scheduler.agreement import Agreement, SchedulerSettings
+from kvd.core.scheduler.barriers import Barriers, Settled
+from kvd.core.scheduler.leadership import Leadership
 from kvd.core.scheduler.liveness import Liveness
+from kvd.core.scheduler.meetings import Meeting, Meetings
+from kvd.core.scheduler.partitions import Partitions, servers_of
 from kvd.core.scheduler.phase import IN_WORDS, RunLife
 from kvd.core.scheduler.record import Record
-from kvd.core.scheduler.report import members_report
+from kvd.core.scheduler.report import run_report
 from kvd.core.scheduler.roster import AS_FOUND, MemberEvent, Roster, Seat
 from kvd.core.scheduler.seating import Seating
 from kvd.core.scheduler.views import Views
@@ -70,28 +72,16 @@ from kvd.protocol.messages import (
     Refused,
     RunEntry,
     RunPhase,
-    Said,
     Say,
-    Settings,
     StatusQuery,
     StatusReport,
+    Synced,
     View,
     WaitReport,
     Welcome,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class SchedulerSettings:
-    """The cluster's settings ("" and 0: the first worker decides), how long the scheduler waits for its nodes, and what
-    `explain` tells of its transport."""
-
-    cluster: Settings
-    heartbeat_interval_s: float
-    server_timeout_s: float
-    worker_timeout_s: float
-    break_on_loss: bool  # a dead worker breaks the barriers that it is missing from
-    insecure: bool = False  # connections have no keys
+__all__ = ["SchedulerMachine", "SchedulerSettings"]
 
 
 class SchedulerMachine:
@@ -116,36 +106,44 @@ class SchedulerMachine:
         cluster = settings.cluster
         num_workers = cluster.num_workers if with_workers else 0
         return_by = now + settings.worker_timeout_s if with_workers else None
-        earlier = None if saved is None else Record.from_plain(saved)
+        earlier = (
+            Record(generation, 0, cluster, (), (), Barriers(), phase) if saved is None else Record.from_plain(saved)
+        )
+        if with_workers:
+            cluster = cluster._replace(replicas=earlier.settings.replicas)  # a run keeps those that it began with
         self.incarnation = incarnation
-        if earlier is None:
-            self._agreement = Agreement(cluster)
-            self._roster = Roster(cluster.num_servers, num_workers)
-            self._barriers = Barriers()
-            self._life = RunLife(phase, return_by)
+        self._agreement = Agreement(cluster, earlier.settings)
+        self._roster = Roster(cluster.num_servers, num_workers, earlier.seats, earlier.replaced)
+        self._barriers = earlier.barriers
+        self._life = RunLife(earlier.phase, return_by)
+        self._partitions = Partitions(cluster.num_servers if with_workers and cluster.replicas > 1 else 0)
+        if len(earlier.partitions) == self._partitions.count:
+            self._partitions.restore(earlier.partitions)
         else:
-            self._agreement = Agreement(cluster, earlier.settings)
-            self._roster = Roster(cluster.num_servers, num_workers, earlier.seats, earlier.replaced)
-            self._barriers = earlier.barriers
-            self._life = RunLife(earlier.phase, return_by)
+            self._roster.forget()
         self._liveness = Liveness(
             self._roster, settings.heartbeat_interval_s, settings.server_timeout_s, settings.worker_timeout_s, now
         )
         self._seating = Seating(self._agreement, self._roster, self._liveness)
         self._runs: tuple[RunEntry, ...] = ()
-        self._breaking: Callable[[], list[int]] = self._liveness.breaking_ranks if settings.break_on_loss else list
+        breaking: Callable[[], list[int]] = self._liveness.breaking_ranks if settings.break_on_loss else list
+        self._meetings = Meetings(self._roster, self._barriers, breaking)
         self._waits = WaitReports(self._roster, self._liveness, self._barriers, num_workers, incarnation)
-        self._views = Views(generation, 0 if earlier is None else 1, self._view())
+        self._views = Views(generation, 0 if saved is None else 1, self._view())
+        self._leadership = Leadership(
+            self._partitions, self._roster, self._liveness, self._views, settings.server_timeout_s
+        )
         self._out: list[Effect] = []
         self._handlers: dict[type, Callable[[Received, Any, float], None]] = {
             Join: self._join,
             Heartbeat: self._heartbeat,
             Leave: self._leave,
-            Enter: self._enter,
-            StatusQuery: self._status,
+            Enter: self._meet,
+            StatusQuery: lambda event, query, _now: self._out.append(Send(event.peer, StatusReport(query.request))),
             WaitReport: self._wait_report,
-            Say: self._say,
-            Listen: self._listen,
+            Say: self._meet,
+            Listen: self._meet,
+            Synced: self._synced,
         }
 
     # ── the machine's interface ──
@@ -184,15 +182,20 @@ class SchedulerMachine:
             self._process_ended(self._roster.seat_of(event.incarnation), event.reason, now)
         for seat, reason in self._liveness.overdue(now):
             self._declare_dead(seat, reason, now)
-        if self._liveness.stops_awaiting(now) and (settled := self._settle_barriers()):
+        if self._liveness.stops_awaiting(now) and (settled := self._meetings.settle()):
             self._publish(settled)
+        self._take_over(now)
         if self._life.expire(self._roster, now):
             self._log("warning", IN_WORDS[self._life.phase])
             self._publish()
         return self._out
 
     def next_deadline(self) -> float | None:
-        deadlines = (self._liveness.next_deadline(), self._life.next_deadline(self._roster))
+        deadlines = (
+            self._liveness.next_deadline(),
+            self._life.next_deadline(self._roster),
+            self._leadership.next_deadline(),
+        )
         return min((at for at in deadlines if at is not None), default=None)
 
     def announce_runs(self, runs: tuple[RunEntry, ...], answers: Sequence[Send] = ()) -> list[Effect]:
@@ -230,6 +233,7 @@ class SchedulerMachine:
         self._roster.adopt(seats)
         for seat in self._roster.living():
             self._liveness.joined(seat, now)
+        self._partitions.begin(servers_of(self._roster), self._views.next_epoch)
 
     def seems_lost(self) -> bool:
         """Whether no worker is known to be well: each has left, is dead, or its process has ended."""
@@ -237,13 +241,11 @@ class SchedulerMachine:
         return all(self._liveness.known_end(seat) for seat in workers)
 
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
+        own = {"view": list(self.epoch), "settings": self._agreement.settings._asdict()}
         return {
             "role": "scheduler",
-            "view": list(self.epoch),
-            "settings": self._agreement.settings._asdict(),
-            "members": members_report(self._roster, self._liveness, now),
-            "missing": self._roster.missing(),
-            "barriers": self._barriers.open(),
+            **own,
+            **run_report(self._roster, self._liveness, self._barriers, self._partitions, now),
         }
 
     def watched(self) -> list[tuple[int, str, int]]:
@@ -260,6 +262,7 @@ class SchedulerMachine:
             self._roster.replaced(),
             self._barriers,
             self._life.phase,
+            self._partitions.saved(),
         ).to_plain()
 
     @staticmethod
@@ -281,9 +284,6 @@ class SchedulerMachine:
             text = f"the scheduler takes no {type(message).__name__}: send it to a server"
             self._refuse(event.peer, getattr(message, "request", 0), ErrorCode.PROTOCOL_ERROR, text)
 
-    def _status(self, event: Received, query: StatusQuery, _now: float) -> None:
-        self._out.append(Send(event.peer, StatusReport(query.request)))
-
     def _join(self, event: Received, join: Join, now: float) -> None:
         if self._lost_its_place(event, join.request):
             return
@@ -291,6 +291,11 @@ class SchedulerMachine:
         if objection is not None:
             self._out.append(Send(event.peer, objection))
             return
+        not_yet = self._leadership.awaits(event, join, now)
+        if not_yet is not None:
+            self._out.append(Send(event.peer, not_yet))
+            return
+        self._take_over(now)
         if join.role == "worker":
             if self._agreement.adopt_mode(join.settings):
                 self._publish()
@@ -309,8 +314,9 @@ class SchedulerMachine:
             self._views.continue_after(event.epoch)
             self._publish()
         if seated.is_new:
+            self._leadership.seated(event)
             self._welcome_newcomer(seat, seated.replaced, now)
-        self._heard(seat, event.peer, now)
+        self._heard(seat, event, now)
         welcome = Welcome(join.request, seat.member.rank, seat.predecessor)
         self._out += self._views.when_saved(Send(event.peer, welcome), join.role)
 
@@ -355,6 +361,20 @@ class SchedulerMachine:
             self._publish()
         self._out += self._views.when_saved(Send(event.peer, Done(leave.request)))
 
+    def _take_over(self, now: float) -> None:
+        if self._leadership.complete(now):
+            self._log("info", "the servers have told where values are")
+            self._publish()
+
+    def _synced(self, event: Received, synced: Synced, now: float) -> None:
+        seat = self._sender_seat(event, synced.request, now)
+        if seat is None:
+            return
+        if self._leadership.synced(seat, event, synced):
+            self._log("info", f"partition {synced.partition} of {seat.name} has a backup")
+            self._publish()
+        self._out += self._views.when_saved(Send(event.peer, Done(synced.request)))
+
     def _give_back(self, seat: Seat, answer: Send) -> None:
         """The seat's first holder gave up joining: the place is free, as if nobody had ever come."""
         self._roster.vacate(seat)
@@ -363,47 +383,16 @@ class SchedulerMachine:
         self._publish()
         self._out += self._views.when_saved(answer)
 
-    def _enter(self, event: Received, enter: Enter, now: float) -> None:
-        seat = self._meeting_seat(event, enter.request, now)
+    def _meet(self, event: Received, message: Meeting, now: float) -> None:
+        seat = self._sender_seat(event, message.request, now)
         if seat is None:
             return
-        who = Entrant(seat.member.rank, seat.member.incarnation, event.peer, enter.request)
-        answer = self._barriers.enter(enter.name, enter.generation, who)
-        if isinstance(answer, Verdict):
-            self._out += self._views.when_saved(Send(event.peer, answer.answer(enter.request, enter.name)))
-        elif isinstance(answer, str):
-            self._refuse(event.peer, enter.request, ErrorCode.NOT_ALLOWED, answer)
-        else:
-            settled = self._settle_barriers()
-            if settled:
-                self._publish(settled)
-
-    def _say(self, event: Received, say: Say, now: float) -> None:
-        seat = self._meeting_seat(event, say.request, now)
-        if seat is None:
-            return
-        answer = self._barriers.say(say.name, say.generation, seat.member.rank, say.note)
-        if isinstance(answer, str):
-            self._refuse(event.peer, say.request, ErrorCode.NOT_ALLOWED, answer)
-            return
-        if answer:  # saved first: a restarted scheduler must still have the note
-            self._publish([])
-        self._out += self._views.when_saved(Send(event.peer, Done(say.request)))
-
-    def _listen(self, event: Received, listen: Listen, now: float) -> None:
-        if self._meeting_seat(event, listen.request, now) is None:
-            return
-        note = self._barriers.said(listen.name, listen.generation)
-        answer = Said(listen.request, note is not None, note or "")
-        self._out += self._views.when_saved(Send(event.peer, answer))
-
-    def _meeting_seat(self, event: Received, request: int, now: float) -> Seat | None:
-        """The seat of a worker, which may meet others at barriers."""
-        seat = self._sender_seat(event, request, now)
-        if seat is not None and seat.member.role != "worker":
-            self._refuse(event.peer, request, ErrorCode.NOT_ALLOWED, "only workers meet at barriers")
-            return None
-        return seat
+        answer, is_new = self._meetings.take(seat, event.peer, message)
+        settled = self._meetings.settle()
+        if settled or is_new:
+            self._publish(settled)
+        if answer is not None:
+            self._out += self._views.when_saved(Send(event.peer, answer))
 
     def _wait_report(self, event: Received, report: WaitReport, now: float) -> None:
         seat = self._sender_seat(event, report.request, now)
@@ -417,8 +406,10 @@ class SchedulerMachine:
         if self._lost_its_place(event, request):
             return None
         seat = self._roster.seat_of(event.sender)
-        if seat is not None:
-            self._heard(seat, event.peer, now)
+        if seat is not None and self._leadership.forgets(event, seat.member.role):
+            self._log("warning", "the record of this scheduler is too old: asking the servers for what has changed")
+        elif seat is not None:
+            self._heard(seat, event, now)
             return seat
         message = event.message
         if isinstance(message, Heartbeat) and self._roster.has_seat(message.role, message.rank):
@@ -436,10 +427,13 @@ class SchedulerMachine:
             self._refuse(event.peer, request, ErrorCode.REPLACED, _replaced_text(place))
         return place is not None
 
-    def _heard(self, seat: Seat, peer: Peer, now: float) -> None:
+    def _heard(self, seat: Seat, event: Received, now: float) -> None:
         self._liveness.heard(seat, now)
-        if self._roster.heard(seat, peer):
+        is_awaited = self._leadership.heard(seat, event)
+        is_back = self._roster.heard(seat, event.peer)
+        if is_back:
             self._log("warning", f"{seat.name} is back")
+        if is_back or is_awaited:
             self._publish()
 
     # ── deaths ──
@@ -465,7 +459,9 @@ class SchedulerMachine:
     def _publish(self, settled: list[Settled] | None = None) -> None:
         """The view changed, or barriers were settled: saves it now, and announces it when it is saved."""
         if settled is None:
-            settled = self._settle_barriers()
+            settled = self._meetings.settle()
+        for line in self._partitions.follow(servers_of(self._roster), self._views.next_epoch):
+            self._log("info", line)
         exit_passed = any(barrier.name == EXIT_BARRIER and not barrier.verdict.missing for barrier in settled)
         if self._life.observe(self._roster, exit_passed=exit_passed):
             self._log("info", IN_WORDS[self._life.phase])
@@ -477,20 +473,18 @@ class SchedulerMachine:
         token = self._views.change(self._view(), answers)
         self._out.append(Persist(token, self.record()))
 
-    def _settle_barriers(self) -> list[Settled]:
-        """The barriers that the latest change releases or breaks."""
-        return self._barriers.settle(self._roster.barrier_ranks(), self._breaking())
-
     def _view(self) -> View:
         settings = self._agreement.settings
         shards = initial_shards(settings.num_shards, settings.num_servers) if settings.num_servers else ()
-        return View(settings, tuple(seat.member for seat in self._roster.seats()), shards, self._runs)
+        members = tuple(seat.member for seat in self._roster.seats())
+        return View(settings, members, shards, self._runs, self._partitions.public())
 
     def validate(self) -> None:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
         self._views.validate()
         self._roster.validate()
-        self._barriers.validate(self._roster.barrier_ranks(), self._breaking())
+        self._meetings.validate()
+        self._partitions.validate(servers_of(self._roster))
 
     # ── words ──
 

@@ -6,18 +6,19 @@ A wrong number would otherwise go into every view, and every node would refuse t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from kvd.core.scheduler.agreement import MERGES, MODES, NODES
 from kvd.core.scheduler.barriers import MAX_NAMES, Barriers
+from kvd.core.scheduler.partitions import Entry, Holder, Incarnation
 from kvd.core.scheduler.roster import AS_FOUND, MAX_REPLACED, Seat
 from kvd.core.scheduler.views import MOST_TOLD
 from kvd.errors import ProtocolError
 from kvd.protocol.codec import check_for
 from kvd.protocol.messages import (
-    BIGGEST,
     MAX_MEMBERS,
     MAX_RUNS,
+    Epoch,
     Key,
     Limit,
     Member,
@@ -37,14 +38,19 @@ _SETTINGS = check_for(Settings)
 _MEMBER = check_for(Member)
 _NAME = check_for(Name)
 _NUMBER = check_for(Number)
-_INCARNATION = check_for(Annotated[int, Limit(1, BIGGEST)])
+_INCARNATION = check_for(Incarnation)
 _GENERATION = check_for(Annotated[int, Limit(1, MOST_GENERATION)])
 _RUN = check_for(RunEntry)
-_REPLACED = check_for(Annotated[tuple[tuple[Annotated[int, Limit(1, BIGGEST)], Name], ...], Limit(0, MAX_REPLACED)])
+_REPLACED = check_for(Annotated[tuple[tuple[Incarnation, Name], ...], Limit(0, MAX_REPLACED)])
 _RANKS = Annotated[tuple[Number, ...], Limit(1, MAX_MEMBERS)]
 _TOLD = Annotated[tuple[tuple[Number, Number, Number, _RANKS], ...], Limit(0, MAX_MEMBERS)]  # see Barriers.record
 _BARRIERS = check_for(Annotated[tuple[tuple[Key, Number, _TOLD, Text, Text], ...], Limit(0, MAX_NAMES)])
 _WITHOUT_NOTES = 3  # fields of a barrier in the record of an earlier kvd
+
+Partitions: TypeAlias = Sequence[tuple[Entry, Epoch]]  # see kvd.core.scheduler.partitions.Partitions.saved
+_HOLDER = tuple[Number, Incarnation]
+_ENTRY = tuple[_HOLDER, _HOLDER | None, _HOLDER | None, Incarnation]
+_PARTITIONS = check_for(Annotated[tuple[tuple[_ENTRY, Epoch], ...], Limit(0, MAX_MEMBERS)])
 
 
 class Record(NamedTuple):
@@ -57,6 +63,7 @@ class Record(NamedTuple):
     replaced: Sequence[tuple[int, str]]
     barriers: Barriers
     phase: RunPhase
+    partitions: Partitions = ()
 
     def to_plain(self) -> dict[str, object]:
         """Ready for JSON; a copy, which later changes do not touch."""
@@ -71,6 +78,7 @@ class Record(NamedTuple):
             "replaced": [list(entry) for entry in self.replaced],
             "barriers": self.barriers.record(),
             "phase": self.phase.value,
+            "partitions": [_plain_partition(*saved) for saved in self.partitions],
         }
 
     @classmethod
@@ -84,11 +92,12 @@ class Record(NamedTuple):
             record = cls(
                 _GENERATION(saved["generation"]),  # type: ignore[arg-type]
                 _NUMBER(saved["epoch"]),  # type: ignore[arg-type]
-                _SETTINGS(saved["settings"]),  # type: ignore[arg-type]
+                _SETTINGS(_padded(saved["settings"], Settings)),  # type: ignore[arg-type]
                 [_seat(*entry) for entry in _list(saved["seats"], MAX_MEMBERS)],
                 list(_REPLACED(saved["replaced"])),  # type: ignore[call-overload]
                 Barriers(_barriers(saved["barriers"])),
                 RunPhase(saved["phase"]),
+                _partitions(saved.get("partitions", [])),  # an earlier kvd has none
             )
         except ProtocolError as error:
             raise ValueError(str(error)) from None
@@ -105,6 +114,22 @@ class Record(NamedTuple):
         _check_once("a place", [seat.place for seat in self.seats])
         holders = [seat.member.incarnation for seat in self.seats]
         _check_once("an incarnation", holders + [loser for loser, _ in self.replaced])
+        self._check_partitions()
+
+    def _check_partitions(self) -> None:
+        if self.partitions and len(self.partitions) != self.settings.num_servers:
+            raise ValueError(f"{len(self.partitions)} partitions do not fit {self.settings.num_servers} servers")
+        seats = {seat.member.rank: seat for seat in self.seats if seat.member.role == "server"}
+        for entry, _ in self.partitions:
+            helpers = [holder for holder in (entry.backup, entry.syncing) if holder is not None]
+            _check_once("a server of a partition", [holder.rank for holder in (entry.leader, *helpers)])
+            leader = seats.get(entry.leader.rank)  # it may have given its seat back
+            if leader is not None and leader.member.incarnation != entry.leader.incarnation:
+                raise ValueError(f"{entry.leader} of a partition is not at its place")
+            for holder in helpers:
+                seat = seats.get(holder.rank)
+                if seat is None or not seat.is_living or seat.member.incarnation != holder.incarnation:
+                    raise ValueError(f"{holder} of a partition is not at its place")
 
 
 def check_cluster(saved: Mapping[str, Any]) -> None:
@@ -138,10 +163,7 @@ def _plain(member: Member) -> list[object]:
 
 
 def _seat(member: object, host: object, pid: object, predecessor: str, host_name: object = "") -> Seat:
-    fields = _list(member, len(Member._fields))
-    defaults = list(Member._field_defaults.values())
-    missing = len(Member._fields) - len(fields)  # an earlier kvd wrote it
-    checked: Any = _MEMBER(fields + defaults[len(defaults) - missing :] if missing <= len(defaults) else fields)
+    checked: Any = _MEMBER(_padded(member, Member))
     if checked.role not in NODES or not checked.incarnation or checked.last_seen_s < 0:
         raise ValueError(f"no node is {checked.role!r} {checked.rank} with incarnation {checked.incarnation}")
     earlier = None if predecessor == "" else MemberState(predecessor)
@@ -150,6 +172,27 @@ def _seat(member: object, host: object, pid: object, predecessor: str, host_name
     number: Any = _NUMBER(pid)
     name: Any = _NAME(host)
     return Seat(checked, name, number, None, earlier, str(_NAME(host_name)))
+
+
+def _padded(value: object, kind: type[Settings] | type[Member]) -> list[Any]:
+    """The fields of a tuple; those that the record of an earlier kvd lacks have their defaults."""
+    fields = _list(value, len(kind._fields))
+    defaults = list(kind._field_defaults.values())
+    missing = len(kind._fields) - len(fields)
+    return fields + defaults[len(defaults) - missing :] if 0 < missing <= len(defaults) else fields
+
+
+def _plain_partition(entry: Entry, since: Epoch) -> list[object]:
+    *holders, lineage = entry
+    return [[*(holder and list(holder) for holder in holders), lineage], list(since)]
+
+
+def _partitions(value: object) -> Partitions:
+    checked: Any = _PARTITIONS(value)
+    return [
+        (Entry(Holder(*leader), backup and Holder(*backup), syncing and Holder(*syncing), lineage), since)
+        for (leader, backup, syncing, lineage), since in checked
+    ]
 
 
 def _barriers(value: object) -> Sequence[Any]:

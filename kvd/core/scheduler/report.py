@@ -1,15 +1,24 @@
-"""What `kvd status` shows of the nodes."""
+"""What `kvd status` shows of a run."""
 
 from __future__ import annotations
 
 from kvd.core.pseudonyms import pseudonym
+from kvd.core.scheduler.barriers import Barriers
 from kvd.core.scheduler.liveness import Liveness
+from kvd.core.scheduler.partitions import Partitions
 from kvd.core.scheduler.roster import Roster, Seat
 
 
-def members_report(roster: Roster, liveness: Liveness, now: float) -> list[dict[str, object]]:
-    """Every node that has a seat, as plain data ready for JSON."""
-    return [_member(seat, liveness, now) for seat in sorted(roster.seats(), key=lambda seat: seat.place)]
+def run_report(
+    roster: Roster, liveness: Liveness, barriers: Barriers, partitions: Partitions, now: float
+) -> dict[str, object]:
+    """The nodes, where they meet, and with two replicas who leads what, as plain data ready for JSON."""
+    shown: dict[str, object] = {
+        "members": [_member(seat, liveness, now) for seat in sorted(roster.seats(), key=lambda seat: seat.place)],
+        "missing": roster.missing(),
+        "barriers": barriers.open(),
+    }
+    return {**shown, "partitions": partitions.report()} if partitions.count else shown
 
 
 def _member(seat: Seat, liveness: Liveness, now: float) -> dict[str, object]:

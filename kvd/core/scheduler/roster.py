@@ -245,6 +245,10 @@ class Roster:
         del self._seats[seat.place]
         self._note_loss(seat)
 
+    def forget(self) -> None:
+        """Nobody has a place until it is taken again."""
+        self._seats.clear()
+
     def _note_loss(self, seat: Seat) -> None:
         self._replaced[seat.member.incarnation] = seat.name
         while len(self._replaced) > MAX_REPLACED:

@@ -9,7 +9,7 @@ from kvd.core.principals import key_text
 from kvd.core.scheduler.agreement import Agreement
 from kvd.core.scheduler.liveness import Liveness
 from kvd.core.scheduler.roster import Roster, Seat
-from kvd.protocol.messages import ErrorCode, Join, Refused
+from kvd.protocol.messages import NO_VIEW, ErrorCode, Join, Refused
 
 
 class Seated(NamedTuple):
@@ -53,8 +53,15 @@ class Seating:
                 f"this process under {principal.describe()}: stop the other one, or choose another KVD_NODE_ID"
             )
             return Refused(join.request, ErrorCode.NOT_ALLOWED, text)
+        if holder is not None and join.role == "server" and event.epoch != NO_VIEW and self._keeps_copies():
+            text = f"another process took the place of {holder.name} while this one was not heard; stop this one"
+            return Refused(join.request, ErrorCode.REPLACED, text)
         seat, replaced = self._roster.take_seat(join, rank, incarnation, event.peer, principal.name)
         return Seated(seat, is_new=True, replaced=replaced)
+
+    def _keeps_copies(self) -> bool:
+        """Whether a server that is heard again may have missed that its partitions were given to others."""
+        return self._agreement.settings.replicas > 1
 
     def _full_text(self, role: str) -> str:
         settings = self._agreement.settings

@@ -36,6 +36,11 @@ class Views:
         """That of the newest view; nodes know it when it is saved and announced."""
         return Epoch(self.generation, self.newest)
 
+    @property
+    def next_epoch(self) -> Epoch:
+        """That of the view which the next change makes."""
+        return Epoch(self.generation, self.newest + 1)
+
     def continue_after(self, epoch: Epoch) -> None:
         """A node knows this later view, of a scheduler whose record is lost: ours must count as newer."""
         self.generation = epoch.generation + 1

@@ -1,0 +1,85 @@
+"""How one run comes to know which server leads what: from its beginning, from the record, or from its servers."""
+
+from __future__ import annotations
+
+from kvd.core.machine import Received
+from kvd.core.scheduler.liveness import Liveness
+from kvd.core.scheduler.partitions import Partitions
+from kvd.core.scheduler.roster import Roster, Seat
+from kvd.core.scheduler.takeover import TakeOver
+from kvd.core.scheduler.views import MOST_TOLD, Views
+from kvd.protocol.messages import NO_VIEW, Join, NotYet, NotYetReason, Synced
+
+
+class Leadership:
+    """Fills the table of a run. While that is empty, nobody has a seat, and who joins has to wait.
+
+    With one replica there is no table: nothing here does anything.
+    """
+
+    def __init__(
+        self, partitions: Partitions, roster: Roster, liveness: Liveness, views: Views, server_timeout_s: float
+    ) -> None:
+        self._partitions = partitions
+        self._roster = roster
+        self._liveness = liveness
+        self._views = views
+        self._take_over = TakeOver(partitions.count, server_timeout_s)
+
+    def next_deadline(self) -> float | None:
+        return self._take_over.deadline
+
+    # ── without a record ──
+
+    def awaits(self, event: Received, join: Join, now: float) -> NotYet | None:
+        """What a node that joins is answered while it is not known who leads what; None: it is known, or `complete`
+        makes it known."""
+        self.forgets(event, join.role)
+        if self._partitions.is_known:
+            return None
+        self._take_over.take(event, join, now)
+        missing = ", ".join(self._take_over.missing())
+        if not missing:
+            return None
+        text = f"waiting for {missing}, which may know more than the others of where values are"
+        return NotYet(join.request, NotYetReason.BUSY, text)
+
+    def complete(self, now: float) -> bool:
+        """True: the servers that must come have come. They have the places that they had, for the next view."""
+        if self._partitions.is_known or not (self._take_over.expire(now) or not self._take_over.missing()):
+            return False
+        newest = self._take_over.newest()
+        if newest > self._views.newest_epoch:
+            self._views.continue_after(newest)
+        self._partitions.restore([(entry, self._views.next_epoch) for entry in self._take_over.entries()])
+        for event, join in self._take_over.arrivals():
+            seat, _ = self._roster.take_seat(join, join.rank, event.sender, event.peer, event.principal.name)
+            self._liveness.joined(seat, now)
+        self._take_over.clear()
+        return True
+
+    def forgets(self, event: Received, role: str) -> bool:
+        """True: a server knows a later view than this scheduler, whose record is too old. All nodes must come again."""
+        is_possible = event.epoch.generation <= MOST_TOLD["server"]
+        is_later = role == "server" and is_possible and event.epoch > self._views.newest_epoch
+        if not (is_later and self._partitions.count and self._partitions.is_known):
+            return False
+        self._partitions.forget()
+        self._roster.forget()
+        return True
+
+    # ── what servers show ──
+
+    def seated(self, event: Received) -> None:
+        """A new process has a seat. One that knows no view of the run has nothing of any partition."""
+        if event.epoch == NO_VIEW:
+            self._partitions.heard(event.sender, self._views.next_epoch)
+
+    def heard(self, seat: Seat, event: Received) -> bool:
+        """A member was heard; True if the table changes with the next view, as it knows the one before."""
+        return seat.member.role == "server" and self._partitions.heard(event.sender, event.epoch)
+
+    def synced(self, seat: Seat, event: Received, synced: Synced) -> bool:
+        """A leader says that it has a new backup; True if that is so from the next view on."""
+        leader, next_epoch = seat.member.incarnation, self._views.next_epoch
+        return self._partitions.synced(synced.partition, leader, synced.incarnation, event.epoch, next_epoch)
