@@ -1,0 +1,273 @@
+"""The scheduler of a run with two replicas is restarted: with its record, with an old one, or without."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvd.core.machine import Tick
+from kvd.core.scheduler.machine import SchedulerMachine
+from kvd.core.scheduler.record import Record
+from kvd.protocol.messages import (
+    ErrorCode,
+    Join,
+    KnownPartitions,
+    NotYet,
+    NotYetReason,
+    Partition,
+    Refused,
+    View,
+    Welcome,
+)
+from tests.core.failover_harness import A, B, Run, back_in_place, settings
+from tests.core.fakes import OPEN, said, worker_id
+from tests.core.scheduler_harness import Harness, answer
+
+# ── restarted with its record ──
+
+
+def test_a_restarted_scheduler_has_the_table_of_its_record() -> None:
+    run = back_in_place()
+    run.synced(0, (1, 0), (0, 1))
+    disk = json.loads(json.dumps(run.disk))
+    SchedulerMachine.check_record(disk)
+    again = Run(begins=False, saved=disk, generation=2)
+    assert again.rows() == [(1, 0, -1), (1, -1, 0)]
+    again.views = run.views
+    effects = again.beats(1)
+    assert [message.partitions for message in said(effects) if isinstance(message, View)] == [
+        again.machine.told_to("server").partitions
+    ]
+    again.dies(1)
+    assert again.rows() == [(0, -1, -1), (1, -1, -1)]
+
+
+def test_a_copy_that_was_under_way_goes_on_after_a_restart() -> None:
+    run = back_in_place()
+    again = Run(begins=False, saved=run.disk, generation=2)
+    again.views = run.views
+    again.synced(0, (1, 0), (0, 1))
+    assert again.rows() == [(1, 0, -1), (1, -1, 0)]
+
+
+def test_a_run_keeps_the_replicas_that_it_began_with() -> None:
+    run = Run()
+    again = Harness(settings(replicas=1), saved=run.disk, generation=2)
+    assert len(again.machine.told_to("server").partitions) == 2
+    before = Harness(settings(replicas=1))
+    before.join("server", A, "s0")
+    del before.disk["partitions"]  # as an earlier kvd wrote it
+    before.disk["settings"].pop()
+    SchedulerMachine.check_record(before.disk)
+    after = Harness(settings(replicas=2), saved=before.disk, generation=2)
+    assert after.machine.told_to("server").partitions == ()
+    assert after.states() == {"server 0": "active"}
+
+
+def damaged(change: Any) -> Any:
+    disk = json.loads(json.dumps(Run().disk))
+    change(disk["partitions"])
+    return disk
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table.pop(),
+        lambda table: table[0].pop(),
+        lambda table: table[0][0].pop(),
+        lambda table: table[0].__setitem__(0, None),
+        lambda table: table[0][0].__setitem__(0, None),
+        lambda table: table[0][0].__setitem__(0, [1, A]),
+        lambda table: table[0][0].__setitem__(0, [0, A + 1]),
+        lambda table: table[0][0].__setitem__(1, [0, A]),
+        lambda table: table[0][0].__setitem__(1, [7, B]),
+        lambda table: table[0][0].__setitem__(1, [1, B + 1]),
+        lambda table: table[0][0].__setitem__(2, [1, B]),
+        lambda table: table[0][0].__setitem__(2, [-1, B]),
+        lambda table: table[0][0].__setitem__(3, 0),
+        lambda table: table[0][0].__setitem__(3, "x"),
+        lambda table: table[0].__setitem__(1, [1]),
+    ],
+)
+def test_a_record_with_a_table_that_cannot_be_is_refused(change: Any) -> None:
+    Record.from_plain(damaged(lambda table: None))
+    with pytest.raises((ValueError, TypeError)):
+        Record.from_plain(damaged(change))
+
+
+def test_a_dead_server_in_a_record_is_no_backup() -> None:
+    disk = json.loads(json.dumps(Run().disk))
+    for seat in disk["seats"]:
+        if seat[0][:2] == ["server", 1]:
+            seat[0][5] = "dead"
+    with pytest.raises(ValueError, match="not at its place"):
+        Record.from_plain(disk)
+
+
+def test_a_scheduler_whose_record_is_too_old_asks_its_servers() -> None:
+    run = Run()
+    old = run.disk
+    run.dies(0)
+    again = Run(begins=False, saved=old, generation=1)
+    again.views = run.views
+    assert again.rows()[0] == (0, 1, -1)
+    effects = again.beats(1)
+    assert answer(effects, NotYet).reason is NotYetReason.NOT_JOINED
+    assert again.rows()[0] == (0, 1, -1), "nothing is announced before it knows"
+    assert "waiting for server 0" in answer(again.comes(1), NotYet).text
+    effects = again.comes(0)
+    assert answer(effects, Welcome).rank == 0
+    assert again.rows()[0][0] == 1
+
+
+# ── restarted without a record ──
+
+
+def lost_record(run: Run, servers: int = 2) -> Run:
+    again = Run(servers, begins=False)
+    again.views = dict(run.views)
+    return again
+
+
+def test_without_a_record_nobody_is_let_in_before_all_servers_have_said_what_they_know() -> None:
+    run = Run()
+    run.dies(0)
+    run.comes(0, 1)
+    again = lost_record(run)
+    for effects in (again.worker(0), again.comes(1), again.say(9, Join(1, "observer", "", "", "h", 9, -1, OPEN))):
+        assert answer(effects, NotYet).reason is NotYetReason.BUSY
+        assert not [message for message in said(effects) if isinstance(message, View)]
+    assert again.states() == {}
+    effects = again.comes(0, 1)
+    assert answer(effects, Welcome).rank == 0
+    assert again.machine.epoch > run.machine.epoch
+    assert again.states() == {"server 0": "active", "server 1": "active"}
+    assert again.rows()[0][0] == 1
+    assert answer(again.comes(1), Welcome).rank == 1
+    assert isinstance(answer(again.worker(0), Welcome), Welcome)
+    assert [row.lineage for row in again.machine.told_to("server").partitions] == [A, B]
+
+
+def test_backups_stay_and_copies_begin_anew() -> None:
+    run = back_in_place()
+    run.synced(0, (1, 0), (0, 1))
+    again = lost_record(run)
+    again.comes(0, 1)
+    again.comes(1)
+    assert again.rows() == [(1, 0, -1), (1, -1, -1)]
+    again.rest((0, 1), (1, 0))
+    assert again.rows() == [(1, 0, -1), (1, -1, 0)]
+
+
+def test_a_deposed_server_that_knows_an_old_view_does_not_win() -> None:
+    run = Run()
+    run.deaf.add(A)
+    run.dies(0)
+    assert (run.epoch(A), run.known(A).partitions[0].leader) < (run.epoch(B), 0)
+    for order in ((0, 1), (1, 0)):
+        again = lost_record(run)
+        for rank in order:
+            again.comes(rank)
+        assert [row[0] for row in again.rows()] == [1, 1]
+        assert all(row[1] == -1 for row in again.rows())
+
+
+def test_a_backup_that_comes_as_a_new_process_holds_nothing() -> None:
+    run = Run()
+    again = lost_record(run)
+    again.comes(0)
+    again.comes(1, 1)
+    assert again.rows() == [(0, -1, -1), (0, -1, -1)]
+    assert [row.lineage for row in again.machine.told_to("server").partitions] == [A, B]
+
+
+def test_servers_that_know_of_no_table_lead_their_own_and_nobody_is_trusted_to_be_a_backup() -> None:
+    again = Run(begins=False)
+    again.comes(0)
+    again.comes(1)
+    assert again.rows() == [(0, -1, -1), (1, -1, -1)]
+    again.rest((0, 0), (1, 0))
+    assert again.rows() == [(0, -1, 1), (1, -1, 0)]
+
+
+def test_a_server_that_does_not_come_counts_as_dead_after_its_timeout() -> None:
+    run = Run()
+    again = lost_record(run)
+    again.comes(1)
+    assert again.machine.next_deadline() == 5.0
+    again.now = 4.9
+    again.step(Tick())
+    assert again.rows() == []
+    again.now = 5.0
+    again.step(Tick())
+    assert again.rows() == [(1, -1, -1), (1, -1, -1)]
+    assert answer(again.comes(1), Welcome).rank == 1
+    assert again.states() == {"server 1": "active"}
+
+
+def test_a_server_is_waited_for_that_may_know_more() -> None:
+    """A worker knows a later view than the server that has come: by it, the other may lead alone."""
+    run = Run()
+    run.deaf.add(A)
+    run.dies(0)
+    again = lost_record(run)
+    again.comes(0)
+    again.say(worker_id(0), Join(1, "worker", "worker-0", "", "host", 7, 0, OPEN), view=run.machine.epoch)
+    again.now = 60.0
+    again.step(Tick())
+    assert again.rows() == []
+    again.comes(0)
+    again.comes(1)
+    assert [row[0] for row in again.rows()] == [1, 1]
+
+
+def test_a_server_that_lost_its_place_without_anyone_remembering_does_not_get_it_back() -> None:
+    run = Run()
+    again = lost_record(run)
+    again.comes(0, 1)
+    again.comes(1)
+    refused = answer(again.comes(0), Refused)
+    assert refused.error is ErrorCode.REPLACED
+    assert again.states() == {"server 0": "active", "server 1": "active"}
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        KnownPartitions((Partition(9, 1, -1, A), Partition(1, 0, -1, B)), (A, B)),
+        KnownPartitions((Partition(0, 9, -1, A), Partition(1, 0, -1, B)), (A, B)),
+        KnownPartitions((Partition(0, 0, -1, A), Partition(1, 0, -1, B)), (A, B)),
+        KnownPartitions((Partition(0, 1, -1, 0), Partition(1, 0, -1, B)), (A, B)),
+        KnownPartitions((Partition(0, 1, -1, A), Partition(1, 0, -1, B)), (A, A)),
+        KnownPartitions((Partition(0, 1, -1, A), Partition(1, 0, -1, B)), (A, 0)),
+        KnownPartitions((Partition(0, 1, -1, A), Partition(1, 0, -1, B)), (A,)),
+        KnownPartitions((Partition(0, 1, -1, A),), (A, B)),
+    ],
+)
+def test_partitions_that_no_scheduler_announces_are_not_believed(lie: KnownPartitions) -> None:
+    again = Run(begins=False)
+    again.say(A, Join(1, "server", "server-0", "", "host", 1, 0, OPEN, partitions=lie), view=(1, 9))
+    for rank in (-1, 2, 1 << 40):
+        again.say(700, Join(1, "server", "server-x", "", "host", 2, rank, OPEN), view=(1, 9))
+    again.comes(1)
+    assert again.rows() == [(0, -1, -1), (1, -1, -1)]
+
+
+def test_one_process_cannot_come_as_two_servers() -> None:
+    again = Run(begins=False)
+    for rank in (0, 1):
+        effects = again.say(A, Join(1, "server", f"server-{rank}", "", "host", 1, rank, OPEN))
+        assert "waiting for" in answer(effects, NotYet).text
+    again.comes(0, 1)
+    assert again.states() == {"server 0": "active", "server 1": "active"}
+
+
+def test_servers_with_two_copies_do_not_follow_a_scheduler_without() -> None:
+    run = Run()
+    harness = Harness(settings(replicas=1))
+    join = Join(1, "server", "server-0", "", "host", 1, 0, OPEN, partitions=run.known(B))
+    refused = answer(harness.say(A, join, view=(1, 9)), Refused)
+    assert (refused.error, refused.key) == (ErrorCode.CONFIG_ERROR, "replicas")
