@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from collections.abc import Sequence
@@ -141,7 +142,9 @@ def _sizes(loaded: Loaded, servers: int | None, hosts: Sequence[Host]) -> tuple[
             if origin == "default":
                 raise click.UsageError(f"give {option}: how many the job has")
             raise click.UsageError(f"{name} = {sizes[name]} (from {origin}): give {option}, N is at least 1")
-    return sizes["num_workers"], sizes["num_servers"]
+    workers, found = sizes["num_workers"], sizes["num_servers"]
+    dataclasses.replace(config, num_workers=workers, num_servers=found)  # with which the other settings must agree
+    return workers, found
 
 
 def _ssh(text: str) -> list[str]:
