@@ -1,4 +1,4 @@
-"""Commands that ask or tell a whole cluster: ``status``, ``doctor``, ``keys``, ``dead-nodes``, ``command``, ``barrier``."""
+"""Commands that ask or tell a whole cluster: ``status``, ``doctor``, ``keys``, ``dead-nodes``, ``command`` …"""
 
 from __future__ import annotations
 
