@@ -44,7 +44,8 @@ class ServerCount(click.IntRange):
 )
 @click.option(
     "--restart", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
-    help="restart each worker that failed under its old name, and the scheduler, up to N times",
+    help="restart each worker that failed under its old name, and the scheduler, up to N times; with --replicas 2 each "
+    "server, too",
 )  # fmt: skip
 @click.option(
     "--grace", type=click.FloatRange(min=0), default=10.0, show_default=True, metavar="SECONDS",
@@ -104,6 +105,7 @@ def launch(
         servers=servers,
         environment=job_environment(loaded, restarts=restart),
         restarts=restart,
+        replicas=loaded.config.replicas,
         grace_s=grace,
         scheduler=loaded.config.scheduler if loaded.origin["scheduler"] == "flag" else "",
         hosts=parsed,

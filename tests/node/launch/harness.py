@@ -27,7 +27,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 print("up", os.environ["KVD_NODE_ID"], os.environ["KVD_PARENT_PID"], os.environ["KVD_BIND"], flush=True)
 if sys.argv[1] == "server" and "SERVER_IS_UP" in os.environ:
     open(os.environ["SERVER_IS_UP"], "w").close()
-if sys.argv[1] == os.environ.get("FAILS"):
+if os.environ.get("FAILS") in (sys.argv[1], os.environ["KVD_NODE_ID"]):
     sys.exit(int(os.environ["FAILS_WITH"]))
 if sys.argv[1] == "scheduler" and "NEVER_READY" not in os.environ:
     with open(sys.argv[sys.argv.index("--ready-file") + 1], "w") as file:
