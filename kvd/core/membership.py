@@ -6,7 +6,7 @@ from kvd.core.placement import shard_of
 from kvd.errors import ProtocolError
 from kvd.protocol.messages import NO_RANK, NO_VIEW, Epoch, Member, MemberState, Partition, RunEntry, Settings, View
 
-EMPTY_SETTINGS = Settings("", "", -1, 0, 0, 0, 0, 0)
+EMPTY_SETTINGS = Settings("", "", -1, 0, 0, 0, 0, 0, 0)
 
 
 def name_of(role: str, rank: int) -> str:

@@ -36,7 +36,7 @@ def cluster(workers: int = 2, servers: int = 1, **changes: Any) -> Settings:
     return Settings("sync", "sum", -1, 2, SLICE, workers, servers, 8)._replace(**changes)
 
 
-OPEN = Settings("", "", -1, 0, 0, 0, 0, 0)  # a node that insists on nothing
+OPEN = Settings("", "", -1, 0, 0, 0, 0, 0, 0)  # a node that insists on nothing
 
 
 def server_id(rank: int, life: int = 0) -> int:

@@ -28,7 +28,7 @@ print("up", os.environ["KVD_NODE_ID"], os.environ["KVD_PARENT_PID"], os.environ[
 if sys.argv[1] == "server" and "SERVER_IS_UP" in os.environ:
     with open(os.environ["SERVER_IS_UP"], "a") as file:
         file.write("x")
-if sys.argv[1] == os.environ.get("FAILS"):
+if os.environ.get("FAILS") in (sys.argv[1], os.environ["KVD_NODE_ID"]):
     sys.exit(int(os.environ["FAILS_WITH"]))
 if sys.argv[1] == "scheduler" and "NEVER_READY" not in os.environ:
     with open(sys.argv[sys.argv.index("--ready-file") + 1], "w") as file:
