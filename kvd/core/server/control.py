@@ -154,7 +154,7 @@ class ServerControl:
         for group in self._table.groups.values():
             group.optimizer = optimizer
             group.changes = []
-        self._effects.emit(ResetState())
+        self._effects.emit(ResetState(tuple(self._table.slices)))
         self._effects.emit(LogEntry("info", "optimizer set", {"optimizer": repr(optimizer)}))
 
     def _update_optimizer(self, event: Received, message: UpdateOptimizer, rank: int) -> None:
