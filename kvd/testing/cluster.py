@@ -12,9 +12,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -194,31 +193,14 @@ class LocalCluster:
         return self.start("server", node_id=f"server-{rank}", preferred_rank=rank)
 
     def kill_server(self, rank: int) -> None:
-        """SIGKILL for a server that runs in a process of its own."""
-        self._process_of(rank).kill()
-
-    def stop_server(self, rank: int) -> None:
-        """SIGTERM for a server: it leaves the cluster. Returns when it has ended."""
-        self.servers[rank].stop()
+        """SIGKILL for a server; only where it runs in a process of its own."""
+        node = self.servers[rank]
+        assert isinstance(node, ProcessNode), "a thread cannot be killed: use processes=True"
+        node.kill()
 
     def restart_server(self, rank: int) -> None:
         """Starts a server again under its name, once its predecessor has ended."""
         self.servers[rank] = self._start_server(rank)
-
-    @contextmanager
-    def paused_server(self, rank: int) -> Iterator[None]:
-        """SIGSTOP for a server that runs in a process of its own, and SIGCONT at the end."""
-        process = self._process_of(rank).process
-        process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            process.send_signal(signal.SIGCONT)
-
-    def _process_of(self, rank: int) -> ProcessNode:
-        node = self.servers[rank]
-        assert isinstance(node, ProcessNode), "only a cluster with processes=True can lose a server"
-        return node
 
     def start(self, role: Role, **settings: Any) -> ThreadNode | ProcessNode:
         """Starts one more daemon."""
