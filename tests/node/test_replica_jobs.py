@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -113,8 +114,9 @@ def test_replicas_are_the_same_where_any_of_them_calculates_with_compiled_loops(
 def test_what_was_merged_is_the_sum_in_the_wide_dtype_and_defined_between_the_slices() -> None:
     kept = []
     for dirt in (0xAB, 0x11):  # what the memory held before
-        server = started("float16", {"a": 1, "b": 3, "c": 1})
-        server.runner._allocate = lambda nbytes, dirt=dirt: np.full(nbytes, dirt, np.uint8)
+        server = Server("float16", JobRunner(allocate=partial(np.full, fill_value=dirt, dtype=np.uint8)))
+        for key, size in (("a", 1), ("b", 3), ("c", 1)):
+            server.create(key, np.zeros(size))
         given: list[dict[str, Any]] = [{"a": [value], "b": [value, 0, 0], "c": [0]} for value in (2048, 1)]
         for _ in range(2):
             assert server.try_push(list("abc"), *given, optimizer=MOMENTUM, keeps_merged=True) is None
