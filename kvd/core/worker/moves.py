@@ -119,10 +119,16 @@ class Moves:
         for server in self._servers.gone:
             peer = ServerPeer(server.incarnation)
             if server.rank in leads:
-                self._calls.abandon_requests(_goes_to(peer), self._servers.loss_error(server.rank))
+                self._calls.abandon_requests(self._waits_for(peer, server.rank), self._servers.loss_error(server.rank))
             else:
                 self._excuse(peer)
                 self._end(_goes_to(peer), server.rank)
+
+    def _waits_for(self, gone: Peer, rank: int) -> Callable[[Entry], bool]:
+        """Whether a request went to this server, or would go there if it could be reached."""
+        named = enumerate(self._view.partitions)
+        led = {number for number, partition in named if partition.leader == rank}
+        return lambda entry: entry.send.peer == gone or _partition_of(entry) in led
 
     def _excuse(self, peer: Peer) -> None:
         """A server that leads nothing need not know what everyone is told: its successors are told by the others."""
