@@ -62,9 +62,9 @@ class Moves:
         if lost:
             self._keys.mark_lost(self._view)
         if self._view.partitions:
-            self._follow(lost)
             for partition in lost:
                 self._end(_is_for(partition), self._view.leader_of(partition))
+            self._follow()
         for peer, rank in replaced:
             self._excuse(peer)
             self._end(_goes_to(peer), rank)
@@ -81,13 +81,13 @@ class Moves:
 
     # ── requests that go elsewhere ──
 
-    def _follow(self, lost: Sequence[int]) -> None:
+    def _follow(self) -> None:
         peers = {number: self._servers.peer_of(number) for number in self._view.partition_numbers()}
-        stay = {NO_PARTITION, *lost, *[number for number, peer in peers.items() if peer is NOT_CONNECTED]}
 
         def peer_for(entry: Entry) -> Peer:
-            partition = _partition_of(entry)
-            return entry.send.peer if partition in stay else peers[partition]
+            """A leader that cannot be reached yet may be one later."""
+            peer = peers.get(_partition_of(entry), NOT_CONNECTED)
+            return entry.send.peer if peer is NOT_CONNECTED else peer
 
         moved = self._outbox.redirect(peer_for)
         if moved:
