@@ -146,7 +146,7 @@ class ViewState:
         """The rank of the server that leads a partition."""
         return self.partitions[partition].leader if self.partitions else partition
 
-    def leads(self, rank: int, key: str, slice_index: int) -> bool:
+    def is_led_by(self, rank: int, key: str, slice_index: int) -> bool:
         """Whether the server of this rank leads a slice."""
         return self.leader_of(self.partition_of(key, slice_index)) == rank
 
