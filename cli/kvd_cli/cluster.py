@@ -1,4 +1,4 @@
-"""Commands that ask or tell a whole cluster: ``status``, ``keys``, ``dead-nodes``, ``command``, ``barrier``."""
+"""Commands that ask or tell a whole cluster: ``status``, ``doctor``, ``keys``, ``dead-nodes``, ``command`` …"""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from kvd_cli.connect import as_worker, observer
+from kvd_cli.copies import Report, columns_of, notes_of, partitions_of
 from kvd_cli.flags import common_options
-from kvd_cli.health import Report, health_of
+from kvd_cli.health import health_of
 from kvd_cli.jobs import print_runs
 from kvd_cli.options import current
 from kvd_cli.output import ago, print_json, print_table, size
@@ -23,10 +24,9 @@ def status() -> None:
     """Show the nodes of the cluster and the state of its servers.
 
     Exits with 1 if a node is dead or missing, if a worker's process has ended, if a server has left while workers are
-    active, or if a server does not answer.
+    active, if a server does not answer, or if there are fewer copies of the values than there should be.
     """
-    with observer("asking the nodes how they are") as cluster:
-        report: Report = cluster.status()
+    report = _ask()
     health = health_of(report)
     if current().output == "json":
         print_json({"healthy": health.is_healthy, "advice": health.advice, **report})
@@ -34,7 +34,7 @@ def status() -> None:
         print_table(["NODE", "STATE", "ADDRESS", "HEARD", "NOTES"], _member_rows(report))
         if report.get("servers"):
             click.echo()
-            print_table(["SERVER", "KEYS", "SLICES", "HOLDS", "STAGED", "WAITING", "NOTES"], _server_rows(report))
+            print_table(*_server_table(report))
         if report["jobs"]:
             click.echo()
             print_runs(report["jobs"])
@@ -46,6 +46,29 @@ def status() -> None:
         for line in health.advice:
             click.echo(line, err=True)
     click.get_current_context().exit(0 if health.is_healthy else 1)
+
+
+@click.command()
+@common_options()
+def doctor() -> None:
+    """Say what is wrong with the cluster, and what to do about it.
+
+    Exits with 1 if something is.
+    """
+    report = _ask()
+    health = health_of(report)
+    if current().output == "json":
+        print_json({"healthy": health.is_healthy, "advice": health.advice})
+    else:
+        for line in health.advice or ("all is well",):
+            click.echo(line)
+    click.get_current_context().exit(0 if health.is_healthy else 1)
+
+
+def _ask() -> Report:
+    with observer("asking the nodes how they are") as cluster:
+        report: Report = cluster.status()
+    return report
 
 
 def _member_rows(report: Report) -> list[list[object]]:
@@ -70,27 +93,31 @@ def _member_rows(report: Report) -> list[list[object]]:
     return rows
 
 
-def _server_rows(report: Report) -> list[list[object]]:
+def _server_table(report: Report) -> tuple[list[str], list[list[object]]]:
+    """The headings and rows of the servers. With two replicas, they say which partitions a server has."""
+    partitions = partitions_of(report)
     rows: list[list[object]] = []
     for server in report["servers"]:
-        name = f"server {server['rank']}"
-        if "error" in server:
-            rows.append([name, *["-"] * 5, server["error"]])
-            continue
-        held, staged = size(server["bytes_led"]), size(server["bytes_staged"])
-        figures = [server["keys"], server["slices"], held, staged, server["requests_waiting"]]
-        rows.append([name, *figures, _notes_of(server)])
-    return rows
+        copies = columns_of(server, partitions) if partitions else []
+        figures: list[object] = ["-"] * 5
+        notes = server.get("error")
+        if notes is None:
+            held, staged = size(server["bytes_led"]), size(server["bytes_staged"])
+            figures = [server["keys"], server["slices"], held, staged, server["requests_waiting"]]
+            notes = "; ".join([*_notes_of(server), *notes_of(server, partitions)])
+        rows.append([f"server {server['rank']}", *copies, *figures, notes])
+    places = ["LEADS", "BACKS UP"] if partitions else []
+    return ["SERVER", *places, "KEYS", "SLICES", "HOLDS", "STAGED", "WAITING", "NOTES"], rows
 
 
-def _notes_of(server: Report) -> str:
+def _notes_of(server: Report) -> list[str]:
     """What the requests of a server wait for, and its optimizer."""
     notes = [f"waits for {', '.join(server['waiting_for'])}"] if server["waiting_for"] else []
     if server["optimizer"]:
         notes.append(_optimizer_text(server["optimizer"]))
     if server.get("links", SHARED_MEMORY) != SHARED_MEMORY:
         notes.append(f"answers by {server['links']}")
-    return "; ".join(notes)
+    return notes
 
 
 def _optimizer_text(optimizer: Any) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-Report = Mapping[str, Any]
+from kvd_cli.copies import Partition, Report, degraded_advice, led_by, lost, numbers_of, partitions_of
 
 SLICES_EACH: Final = 8
 """With this many slices per server, a server without any is no accident: the odds are a thousand to one."""
@@ -20,7 +20,7 @@ class Health:
 
     Attributes:
         is_healthy: whether no node is dead, missing or silent, no active worker's process has ended, no server has left
-            its workers, and the scheduler can save its state.
+            its workers, each value has as many copies as it should, and the scheduler can save its state.
         advice: a line for each thing that is or looks wrong, with what to do.
     """
 
@@ -32,13 +32,16 @@ def health_of(report: Report) -> Health:
     """Judge a cluster by its status."""
     workers, servers = _dead(report, "worker"), _dead(report, "server")
     ended, deserters = _ended_workers(report), _servers_that_left(report)
+    partitions = partitions_of(report)
+    degraded = degraded_advice(partitions, [*servers, *_left(report, "server")])
     missing = list(report["missing"])
     silent = {f"server {server['rank']}": server["error"] for server in report.get("servers", ()) if "error" in server}
     advice = []
     if servers:
-        advice.append(f"dead: {', '.join(servers)}. {_keys_are_gone(servers)}")
+        advice.append(f"dead: {', '.join(servers)}. {_what_is_gone(servers, partitions)}")
     if deserters:
-        advice.append(f"left: {', '.join(deserters)}, while workers are active. {_keys_are_gone(deserters)}")
+        advice.append(f"left: {', '.join(deserters)}, while workers are active. {_what_is_gone(deserters, partitions)}")
+    advice += degraded
     if workers:
         advice.append(f"dead: {', '.join(workers)}. {_start_again(workers)}")
     if ended:
@@ -62,7 +65,8 @@ def health_of(report: Report) -> Health:
             "Leave out --insecure (KVD_INSECURE) everywhere unless the network is closed."
         )
     advice += [_emptied(name) for name in _empty_servers(report)]
-    return Health(not (servers or deserters or workers or ended or missing or silent or unsaved), tuple(advice))
+    wrong = servers or deserters or degraded or workers or ended or missing or silent or unsaved
+    return Health(not wrong, tuple(advice))
 
 
 def _dead(report: Report, role: str) -> list[str]:
@@ -79,14 +83,32 @@ def _ended_workers(report: Report) -> list[str]:
 
 
 def _servers_that_left(report: Report) -> list[str]:
-    """Servers that were stopped while a worker still needs their keys."""
-    members = report["members"]
-    if not any(m["role"] == "worker" and m["state"] == "active" for m in members):
+    """Servers that were stopped while a worker still needs their keys, of which there is no other copy."""
+    if not any(m["role"] == "worker" and m["state"] == "active" for m in report["members"]):
         return []
-    return [f"server {m['rank']}" for m in members if m["role"] == "server" and m["state"] == "left"]
+    left, partitions = _left(report, "server"), partitions_of(report)
+    if not partitions:
+        return left
+    last = {partition.leader for partition in lost(partitions, left)}
+    return [name for name in left if name in last]
 
 
-def _keys_are_gone(servers: list[str]) -> str:
+def _left(report: Report, role: str) -> list[str]:
+    return [f"{m['role']} {m['rank']}" for m in report["members"] if m["state"] == "left" and m["role"] == role]
+
+
+def _what_is_gone(servers: list[str], partitions: Sequence[Partition]) -> str:
+    """What became of the keys of servers that are not there any more."""
+    they, one = ("they", "them") if len(servers) > 1 else ("it", "it")
+    gone = lost(partitions, servers)
+    if gone:
+        verb = "were" if len(servers) > 1 else "was"
+        return (
+            f"No other server has {numbers_of(gone)} of the keys. If {they} {verb} only stopped or cut off, let {one} "
+            f"go on, and nothing is lost. Otherwise {_FROM_CHECKPOINT}."
+        )
+    if partitions:
+        return f"Nothing is lost: other servers lead what {they} led. Start {one} again under the same node id."
     keys = "their parts of the keys are" if len(servers) > 1 else "its part of the keys is"
     return f"With replicas=1 {keys} gone: {_FROM_CHECKPOINT}."
 
@@ -99,7 +121,12 @@ def _start_again(workers: list[str]) -> str:
 
 def _empty_servers(report: Report) -> list[str]:
     """Servers that must have lost their keys: they hold none, while the others hold many or have an optimizer."""
-    answered = [server for server in report.get("servers", ()) if "error" not in server]
+    partitions = partitions_of(report)
+    answered = [
+        server
+        for server in report.get("servers", ())
+        if "error" not in server and (not partitions or led_by(f"server {server['rank']}", partitions))
+    ]
     slices = sum(server["slices"] for server in answered)
     has_optimizer = any(server["optimizer"] for server in answered)
     return [

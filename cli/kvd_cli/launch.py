@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from collections.abc import Sequence
@@ -43,7 +44,8 @@ class ServerCount(click.IntRange):
 )
 @click.option(
     "--restart", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
-    help="restart each worker that failed under its old name, and the scheduler, up to N times",
+    help="restart each worker that failed under its old name, and the scheduler, up to N times; with --replicas 2 each "
+    "server, too",
 )  # fmt: skip
 @click.option(
     "--grace", type=click.FloatRange(min=0), default=10.0, show_default=True, metavar="SECONDS",
@@ -103,6 +105,7 @@ def launch(
         servers=servers,
         environment=job_environment(loaded, restarts=restart),
         restarts=restart,
+        replicas=loaded.config.replicas,
         grace_s=grace,
         scheduler=loaded.config.scheduler if loaded.origin["scheduler"] == "flag" else "",
         hosts=parsed,
@@ -141,7 +144,9 @@ def _sizes(loaded: Loaded, servers: int | None, hosts: Sequence[Host]) -> tuple[
             if origin == "default":
                 raise click.UsageError(f"give {option}: how many the job has")
             raise click.UsageError(f"{name} = {sizes[name]} (from {origin}): give {option}, N is at least 1")
-    return sizes["num_workers"], sizes["num_servers"]
+    workers, found = sizes["num_workers"], sizes["num_servers"]
+    dataclasses.replace(config, num_workers=workers, num_servers=found)  # with which the other settings must agree
+    return workers, found
 
 
 def _ssh(text: str) -> list[str]:

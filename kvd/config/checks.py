@@ -103,19 +103,24 @@ def key_problems(*, keyfile: str, allowed_keys: str, insecure: bool) -> Iterator
             )
 
 
-def unavailable_problems(*, metrics_bind: str, replicas: int, on_worker_loss: str) -> Iterator[Problem]:
+def replica_problems(*, replicas: int, num_servers: int) -> Iterator[Problem]:
+    """Copies of a value lie on different servers. With 0 servers, their number is not known here."""
+    if 0 < num_servers < replicas:
+        servers = "1 server" if num_servers == 1 else f"{num_servers} servers"
+        yield (
+            "replicas",
+            f"replicas = {replicas} needs at least {replicas} servers, one for each copy, and there is {servers}: set "
+            f"num_servers = {replicas} or more, or replicas = {num_servers}",
+        )
+
+
+def unavailable_problems(*, metrics_bind: str, on_worker_loss: str) -> Iterator[Problem]:
     """Values that are planned but not built yet: ignoring them would promise what nobody does."""
     if metrics_bind:
         yield (
             "metrics_bind",
             f"metrics_bind = {metrics_bind!r}: the metrics page is not built yet; leave metrics_bind empty, and ask "
             "kvd status -o json",
-        )
-    if replicas == 2:
-        yield (
-            "replicas",
-            "replicas = 2: a second copy of every value is not built yet; set replicas = 1 and save checkpoints in "
-            "the program",
         )
     if on_worker_loss == "shrink":
         yield "on_worker_loss", "on_worker_loss = shrink is not built yet: set it to fail or wait"

@@ -62,7 +62,7 @@ class Config:
     num_servers: int = declare(
         0, "number of servers in the job; 0: whatever the cluster has", minimum=0, fallback=("DMLC_NUM_SERVER",)
     )
-    replicas: int = declare(1, "number of copies of every value; 2 is not built yet", minimum=1, maximum=2)
+    replicas: int = declare(1, "number of copies of every value; with 2, any one server may die", minimum=1, maximum=2)
     num_shards: int = declare(840, "number of placement slots", minimum=1, maximum=4096)
     merge: str = declare("sum", "how contributions are merged", choices=("sum", "mean", "weighted"))
     staleness: int | None = declare(
@@ -178,9 +178,9 @@ class Config:
         yield from checks.key_problems(keyfile=self.keyfile, allowed_keys=self.allowed_keys, insecure=self.insecure)
         yield from checks.unavailable_problems(
             metrics_bind=self.metrics_bind,
-            replicas=self.replicas,
             on_worker_loss=self.on_worker_loss,
         )
+        yield from checks.replica_problems(replicas=self.replicas, num_servers=self.num_servers)
 
     def check_role(self, role: Role) -> None:
         """Check what only a daemon of this role needs.

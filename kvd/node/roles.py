@@ -30,7 +30,7 @@ def new_daemon(loaded: Loaded, role: Role) -> Daemon:
         ConnectError: the host of a server's scheduler is not known.
     """
     keyring = Keyring(loaded.config, role)
-    behaviour = SchedulerRole(loaded) if role == "scheduler" else ServerRole(loaded.config, keyring.curve)
+    behaviour = SchedulerRole(loaded) if role == "scheduler" else ServerRole(loaded, keyring.curve)
     return Daemon(loaded.config, behaviour, keyring)
 
 

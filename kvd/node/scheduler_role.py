@@ -120,6 +120,7 @@ class SchedulerRole:
             config.num_workers,
             config.num_servers,
             config.num_shards,
+            config.replicas,
         )
 
     def _was_given(self, setting: str) -> bool:

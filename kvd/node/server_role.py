@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvd.config import Config, Role
+from kvd.config import Loaded, Role
 from kvd.core.machine import SCHEDULER, HandshakeFailed, LocalCall
+from kvd.core.membership import EMPTY_SETTINGS
 from kvd.core.requests import Depart
 from kvd.core.server.router import ServerRouter, ServerSettings
 from kvd.core.session import Identity, SchedulerSession
@@ -44,8 +45,9 @@ class ServerRole:
 
     name: Role = "server"
 
-    def __init__(self, config: Config, curve: Curve | None) -> None:
-        self._config = config
+    def __init__(self, loaded: Loaded, curve: Curve | None) -> None:
+        self._config = loaded.config
+        self._origin = loaded.origin
         self._curve = curve
         self._session: SchedulerSession | None = None
         self._driver: Driver | None = None
@@ -72,8 +74,7 @@ class ServerRole:
             host_name(),
             "" if self._curve is None else self._curve.announced,
         )
-        own = Settings("", "", -1, 0, 0, config.num_workers, config.num_servers, 0)
-        self._session = SchedulerSession(identity, own, config.scheduler, config.heartbeat_interval_s)
+        self._session = SchedulerSession(identity, self._wanted(), config.scheduler, config.heartbeat_interval_s)
         settings = ServerSettings(config.memory_bound_bytes(), config.on_worker_loss == "fail")
         event(logger, logging.INFO, f"server at {address}; joining the scheduler at {config.scheduler}")
         transport.listen_links(identity.incarnation)
@@ -86,6 +87,14 @@ class ServerRole:
             on_stop=on_stop,
         )
         return self._driver
+
+    def _wanted(self) -> Settings:
+        """What this server insists on: what it was given. The cluster decides the rest."""
+        config = self._config
+        replicas = config.replicas if self._origin.get("replicas", "default") != "default" else 0
+        return EMPTY_SETTINGS._replace(
+            num_workers=config.num_workers, num_servers=config.num_servers, replicas=replicas
+        )
 
     async def until_ready(self) -> None:
         """Return once the server has joined.

@@ -143,7 +143,7 @@ class LocalCluster:
         path: how messages travel: "shm" in shared memory, "ipc" by ZeroMQ over Unix sockets, "tcp" by ZeroMQ over
             loopback; None: `default_path`.
         server_prelude, scheduler_prelude: code that such daemons run first in processes of their own.
-        settings: further settings for all nodes.
+        settings: further settings for all nodes, such as ``replicas``.
 
     Attributes:
         default_path: the path of clusters that name none.
@@ -174,6 +174,7 @@ class LocalCluster:
             "run": secrets.token_hex(8),  # all stores are workers of one start of a program
             **settings,
         }
+        load({**self.settings, "num_servers": num_servers}, environ={})  # raises here what a daemon would log
         if self.path != "shm":
             self.settings.setdefault("shared_memory", "off")
         if self.default_insecure and "allowed_keys" not in settings:
@@ -186,9 +187,20 @@ class LocalCluster:
         self.stores: list[kvd.KVStore] = []
         self.scheduler = self.start("scheduler", num_workers=num_workers, num_servers=num_servers)
         self.address = self.scheduler.address
-        self.servers = [
-            self.start("server", node_id=f"server-{rank}", preferred_rank=rank) for rank in range(num_servers)
-        ]
+        self.servers = [self._start_server(rank) for rank in range(num_servers)]
+
+    def _start_server(self, rank: int) -> ThreadNode | ProcessNode:
+        return self.start("server", node_id=f"server-{rank}", preferred_rank=rank)
+
+    def kill_server(self, rank: int) -> None:
+        """SIGKILL for a server; only where it runs in a process of its own."""
+        node = self.servers[rank]
+        assert isinstance(node, ProcessNode), "a thread cannot be killed: use processes=True"
+        node.kill()
+
+    def restart_server(self, rank: int) -> None:
+        """Starts a server again under its name, once its predecessor has ended."""
+        self.servers[rank] = self._start_server(rank)
 
     def start(self, role: Role, **settings: Any) -> ThreadNode | ProcessNode:
         """Starts one more daemon."""

@@ -44,7 +44,7 @@ class MachineFactory:
     def server(self, rank: int, address: str) -> ServerRouter:
         """A server that listens at `address`."""
         cluster = self._cluster
-        wanted = Settings("", "", -1, 0, 0, cluster.workers, cluster.servers, 0)
+        wanted = EMPTY_SETTINGS._replace(num_workers=cluster.workers, num_servers=cluster.servers)
         settings = ServerSettings(
             cluster.memory_limit_bytes, cluster.fail_on_worker_loss, small_push_bytes=cluster.small_push_bytes
         )

@@ -47,6 +47,7 @@ class ClusterSettings:
     staleness: int = -1
     rounds_ahead: int = 2
     num_shards: int = 16
+    replicas: int = 1
     slice_bytes: int = 4096
     credit_bytes: int = 16 << 10
     small_push_bytes: int = 512
@@ -66,4 +67,5 @@ class ClusterSettings:
             self.workers,
             self.servers,
             self.num_shards,
+            self.replicas,
         )

@@ -219,8 +219,15 @@ class World:
         return machine
 
     def value(self, key: str, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
-        """The committed value of a key, put together from its servers."""
-        slices = [slice_ for server in self.servers() for slice_ in slices_of(server) if slice_.key == key]
+        """The committed value of a key, put together from the servers that lead it by the newest view."""
+        servers = self.servers()
+        newest = max((server.session.view for server in servers), key=lambda view: view.epoch)
+        slices = [
+            slice_
+            for rank, server in enumerate(servers)
+            for slice_ in slices_of(server)
+            if slice_.key == key and newest.leader_of(newest.partition_of(key, slice_.index)) == rank
+        ]
         slices.sort(key=lambda slice_: slice_.index)
         parts = [view(slice_.span(slice_.log.current), np.dtype(np.uint8)) for slice_ in slices]
         return np.concatenate(parts).view(dtype)

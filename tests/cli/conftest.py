@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from kvd_cli import cluster
 from kvd_cli.program import cli
 from tests.environments import WITHOUT_KEYS, is_setting
 
@@ -63,3 +65,22 @@ def spawn(clean_environment: None) -> Iterator[Spawn]:
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def status(kvd: Kvd, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs ``kvd status``, or another command, against a cluster that gives this report."""
+
+    def run(given: dict[str, Any], *flags: str, command: str = "status") -> Result:
+        class Stub:
+            def status(self) -> dict[str, Any]:
+                return given
+
+        @contextlib.contextmanager
+        def observer(doing: str) -> Iterator[Stub]:
+            yield Stub()
+
+        monkeypatch.setattr(cluster, "observer", observer)
+        return kvd(command, *flags)
+
+    return run

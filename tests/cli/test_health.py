@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,44 +11,8 @@ from click.testing import Result
 
 from kvd.optimizer import SGD, Adam, schedule
 from kvd.optimizer.wire import to_wire
-from kvd_cli import cluster
 from kvd_cli.health import health_of
-
-Kvd = Callable[..., Result]
-
-
-def member(role: str, rank: int, state: str = "active", *, process_ended: bool = False) -> dict[str, Any]:
-    known: dict[str, Any] = {"node_id": f"{role}-{rank}", "pid": 1, "reason": "", "address": "", "last_heard_s": 0.1}
-    return {"role": role, "rank": rank, "state": state, "process_ended": process_ended, **known}
-
-
-def server(rank: int, keys: int = 5, optimizer: Any = None) -> dict[str, Any]:
-    figures = {"slices": 2 * keys, "bytes_led": 8 * keys, "bytes_staged": 0, "requests_waiting": 0, "waiting_for": []}
-    return {"role": "server", "rank": rank, "keys": keys, **figures, "optimizer": optimizer}
-
-
-def report(*servers: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    members = [member("server", 0), member("server", 1), member("worker", 0)]
-    return {"view": [1, 1], "members": members, "missing": [], "servers": list(servers), "jobs": [], **changes}
-
-
-@pytest.fixture
-def status(kvd: Kvd, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """Runs ``kvd status`` against a cluster that gives this report."""
-
-    def run(given: dict[str, Any], *flags: str) -> Result:
-        class Stub:
-            def status(self) -> dict[str, Any]:
-                return given
-
-        @contextlib.contextmanager
-        def observer(doing: str) -> Iterator[Stub]:
-            yield Stub()
-
-        monkeypatch.setattr(cluster, "observer", observer)
-        return kvd("status", *flags)
-
-    return run
+from tests.cli.reports import member, report, server
 
 
 def test_a_healthy_cluster(status: Callable[..., Result]) -> None:

@@ -219,9 +219,12 @@ def test_an_invalid_number_of_servers_is_refused(servers: str, clean_environment
         (("-s", "1"), {"KVD_NUM_WORKERS": "0"}, "num_workers = 0 (from KVD_NUM_WORKERS): give -n N"),
         (("-n", "1"), {"KVD_NUM_SERVERS": "0"}, "num_servers = 0 (from KVD_NUM_SERVERS): give -s N"),
         (("-s", "1"), {}, "give -n N (--num-workers): how many the job has"),
+        (("-n", "1", "-s", "1", "--replicas", "2"), {}, "replicas = 2 needs at least 2 servers"),
+        (("-n", "1", "-s", "1"), {"KVD_REPLICAS": "2"}, "replicas = 2 needs at least 2 servers"),
+        (("--hosts", "localhost:2", "--replicas", "2"), {}, "replicas = 2 needs at least 2 servers"),
     ],
 )
-def test_a_job_has_at_least_one_of_each(
+def test_sizes_that_no_job_can_have(
     flags: tuple[str, ...],
     environment: dict[str, str],
     says: str,

@@ -54,7 +54,7 @@ def test_a_server_is_not_offered_what_only_workers_use(kvd: Kvd) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [("--metrics-bind", "127.0.0.1:0"), ("--replicas", "2"), ("--on-worker-loss", "shrink")],
+    [("--metrics-bind", "127.0.0.1:0"), ("--on-worker-loss", "shrink")],
 )
 @pytest.mark.parametrize("command", [("server",), ("scheduler",), ("config", "show")])
 def test_an_option_that_is_not_built_yet_is_refused(command: tuple[str, ...], flags: tuple[str, ...], kvd: Kvd) -> None:

@@ -114,6 +114,7 @@ def test_the_scheduler_is_dead_when_it_is_silent() -> None:
         ("dist_sync", {"merge": "mean"}, "merge", "'mean'", "'sum'"),
         ("dist_async", {}, "mode", "'async'", "'sync'"),
         ("dist_sync", {"slice_bytes": 8192}, "slice_bytes", "8192", str(1 << 20)),
+        ("dist_sync", {"replicas": 2}, "replicas", "2", "1"),
     ],
 )
 def test_a_worker_with_other_settings_is_refused(
@@ -128,6 +129,22 @@ def test_a_worker_with_other_settings_is_refused(
         assert theirs in str(caught.value)
         second = cluster.store("dist_sync")
         assert {first.rank, second.rank} == {0, 1}
+
+
+def test_a_worker_that_does_not_say_takes_the_replicas_of_its_cluster() -> None:
+    with LocalCluster(1, 2, replicas=2) as cluster:
+        with pytest.raises(ConfigError, match="this node wants replicas=1, the cluster has 2"):
+            cluster.lone_store(replicas=1)
+        del cluster.settings["replicas"]
+        assert cluster.store().num_servers == 2
+        with cluster.observer() as observer:
+            assert observer.status()["settings"]["replicas"] == 2
+
+
+def test_more_replicas_than_servers_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="replicas = 2 needs at least 2 servers") as caught:
+        LocalCluster(1, 1, replicas=2)
+    assert caught.value.setting == "replicas"
 
 
 def test_invalid_settings_are_refused() -> None:

@@ -30,7 +30,11 @@ Refusal = Callable[..., ConfigError]
         ({"slice_bytes": 70001}, "slice_bytes", "69952 is"),
         ({"credit_bytes": "512KiB"}, "credit_bytes", "slice_bytes = 4MiB or more"),
         ({"memory_limit_bytes": "1MiB"}, "memory_limit_bytes", "credit_bytes = 32MiB or more, or to 0"),
-        ({"replicas": 2}, "replicas", "is not built yet; set replicas = 1"),
+        (
+            {"replicas": 2, "num_servers": 1},
+            "replicas",
+            "2 servers, one for each copy, and there is 1 server: set num_s",
+        ),
         ({"on_worker_loss": "shrink"}, "on_worker_loss", "is not built yet: set it to fail or wait"),
         ({"metrics_bind": "127.0.0.1:9100"}, "metrics_bind", "the metrics page is not built yet; leave metrics_bind"),
         ({"metrics_bind": "9100"}, "metrics_bind", "the metrics page is not built yet"),

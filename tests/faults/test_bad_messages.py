@@ -130,7 +130,7 @@ def test_a_message_to_the_wrong_role(cluster: LocalCluster, stores: list[kvd.KVS
             assert "the scheduler takes no Push" in refused.text
             assert raw.answers(Attach(4, 0)).error is ErrorCode.PROTOCOL_ERROR
         with RawPeer(server) as raw:
-            settings = Settings("", "", -1, 0, 0, 0, 0, 0)
+            settings = Settings("", "", -1, 0, 0, 0, 0, 0, 0)
             join = Join(3, "worker", "me", "", "host", 1, -1, settings)
             refused = raw.answers(join)
             assert (refused.error, refused.request) == (ErrorCode.PROTOCOL_ERROR, 3)
@@ -142,7 +142,7 @@ def test_a_message_to_the_wrong_role(cluster: LocalCluster, stores: list[kvd.KVS
 
 
 def test_an_invalid_join_is_refused(cluster: LocalCluster, stores: list[kvd.KVStore]) -> None:
-    settings = Settings("", "", -1, 0, 0, 0, 0, 0)
+    settings = Settings("", "", -1, 0, 0, 0, 0, 0, 0)
     join = Join(1, "worker", "me", "", "host", 1, -1, settings, job="default")
     with busy(stores), RawPeer(cluster.scheduler.address) as raw:
         for bad, error in (

@@ -49,9 +49,8 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 
 
 def test_a_scheduler_without_descriptors_saves_its_record(cluster: LocalCluster, tmp_path: Path) -> None:
-    scheduler, server = cluster.scheduler, cluster.servers[1]
+    scheduler = cluster.scheduler
     assert isinstance(scheduler, ProcessNode)
-    assert isinstance(server, ProcessNode)
     record = tmp_path / "scheduler.json"
 
     def states() -> list[str]:
@@ -59,10 +58,10 @@ def test_a_scheduler_without_descriptors_saves_its_record(cluster: LocalCluster,
 
     wait_until(lambda: states() == ["active", "active"], "both servers have joined")
     with strangers_at(scheduler):
-        server.kill()
+        cluster.kill_server(1)
         wait_until(lambda: sorted(states()) == ["active", "dead"], "the record says that the server is dead")
         assert descriptors(scheduler) == LIMIT
-    cluster.servers[1] = cluster.start("server", node_id="server-1")
+    cluster.restart_server(1)
     wait_until(lambda: states() == ["active", "active"], "the server is back")
     assert scheduler.process.poll() is None
     assert "cannot be saved" not in scheduler.log.read_text()

@@ -25,6 +25,7 @@ def test_scenario(script: Path, seed: int) -> None:
         ("spawn 1 scheduler 1 servers 1 workers\nworker 0 pull w\nexpect ok worker 0", "KeyNotFound"),
         ("spawn 1 scheduler 1 servers 1 workers\nworker 0 flush\nexpect waiting worker 0", "has ended"),
         ("spawn 1 scheduler 1 servers 1 workers\nexpect member worker 0 dead", "sees it as active"),
+        ("spawn 1 scheduler 2 servers 1 workers\nexpect partition 1 led by server 0", "sees it led by server 1"),
         ("spawn 1 scheduler 1 servers 1 workers\nworker 0 fly w 1", "no call is named 'fly'"),
         (
             "cluster merge=mean\nspawn 1 scheduler 1 servers 2 workers\nworker 0 barrier x\nexpect barrier x passed",

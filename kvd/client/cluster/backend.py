@@ -45,6 +45,7 @@ def cluster_settings(loaded: Loaded, kind: StoreType) -> Settings:
         num_workers=config.num_workers,
         num_servers=config.num_servers,
         num_shards=given("num_shards", config.num_shards),
+        replicas=given("replicas", config.replicas),
     )
 
 

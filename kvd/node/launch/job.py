@@ -24,7 +24,9 @@ class Job:
             itself acts on some settings: each daemon gets a directory of its own below ``KVD_STATE_DIR``; with
             ``KVD_CPU_AFFINITY=auto`` each server gets a core of its own, if there are enough; a job without ``KVD_JOB``
             gets a name that no other has, and one without ``KVD_RUN`` a random token.
-        restarts: how often each worker that failed is started again, under the same node id, and so the scheduler.
+        restarts: how often each worker that failed is started again, under the same node id, and so the scheduler; with
+            two replicas each server, too.
+        replicas: how many servers have each value. With two, the job goes on without a server that is not restarted.
         grace_s: how long processes may take to end after SIGTERM.
         startup_s: how long the scheduler may take to be ready.
         scheduler: where its scheduler listens; empty: a free port of the loopback, or of the address by which the hosts
@@ -47,6 +49,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     restarts: int = 0
     grace_s: float = 10.0
+    replicas: int = 1
     startup_s: float = 60.0
     scheduler: str = ""
     hosts: Sequence[Host] = ()

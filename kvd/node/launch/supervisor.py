@@ -28,6 +28,9 @@ from kvd.node.parent import exit_code
 MOST_CONNECTING: Final = 4
 """Connections to one host that are made at the same time."""
 
+SCHEDULER: Final = -1
+"""The number of the scheduler among the daemons."""
+
 KILL_GRACE_S: Final = 1.0
 """How long a guard that was told to kill its command may take, before it is killed itself."""
 
@@ -55,7 +58,7 @@ class Supervisor:
         self._plan = JobPlan(job, self._key)
         self._reach = Reach(job.scheduler, {})
         self._listening = ""  # where the scheduler listens
-        self._daemons: list[Child] = []  # the scheduler first
+        self._daemons: dict[int, Child] = {}  # the servers by their number, and the SCHEDULER
         self._workers: dict[int, Child] = {}  # by rank, those that have not ended well
         self._ended: list[Child] = []
         self._restarts: dict[str, int] = {}  # by node id
@@ -85,7 +88,7 @@ class Supervisor:
 
     def pid_of(self, name: str) -> int | None:
         """The pid of a running process: a daemon's own, or that of a worker's guard; on another host, of its ssh."""
-        children = [child for child in (*self._daemons, *self._workers.values()) if not child.exited.done()]
+        children = [child for child in self._children() if not child.exited.done()]
         return next((child.pid for child in children if child.name == name), None)
 
     # --- starting -----------------------------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ class Supervisor:
     async def _start_scheduler(self) -> int | None:
         """Start the scheduler and wait until it is ready. The exit code if that was not possible."""
         with ReadySocket(self._loop) as ready:
-            self._daemons.append(self._child(self._plan.scheduler(self._reach.bind, self._folder, ready.name)))
+            self._daemons[SCHEDULER] = self._child(self._plan.scheduler(self._reach.bind, self._folder, ready.name))
             code = await self._scheduler_ready(ready.reported)
             if code is not None:
                 return code
@@ -146,8 +149,7 @@ class Supervisor:
     async def _room_on(self, host: str) -> None:
         """Wait until only few connections to a host are being made: an sshd refuses some of more than ten."""
         while host and not self._stop.code.done():
-            children = (*self._daemons, *self._workers.values())
-            pending = [c for c in children if c.host == host and not (c.connected.done() or c.exited.done())]
+            pending = [c for c in self._children() if c.host == host and not (c.connected.done() or c.exited.done())]
             if len(pending) < MOST_CONNECTING:
                 return
             events: set[asyncio.Future[Any]] = {
@@ -158,13 +160,13 @@ class Supervisor:
 
     async def _scheduler_ready(self, ready: asyncio.Future[None]) -> int | None:
         """Wait for the scheduler. The exit code if it does not become ready."""
-        process, stop = self._daemons[0], self._stop.code
+        process, stop = self._daemons[SCHEDULER], self._stop.code
         events: set[asyncio.Future[Any]] = {ready, process.exited, stop}
         await asyncio.wait(events, timeout=self._job.startup_s, return_when=asyncio.FIRST_COMPLETED)
         if stop.done():
             return stop.result()
         if process.exited.done():
-            return self._daemon_died(process)
+            return self._daemon_died(SCHEDULER, process)
         if not ready.done():
             limit = f"{self._job.startup_s:g} s"
             self._output.show_log_of(process.name)
@@ -173,12 +175,16 @@ class Supervisor:
 
     def _start_server(self, index: int) -> None:
         scheduler = self._reach.scheduler(self._plan.placement.server(index), self._listening)
-        self._daemons.append(self._child(self._plan.server(index, scheduler)))
+        self._daemons[index] = self._child(self._plan.server(index, scheduler))
 
     def _start_worker(self, rank: int) -> None:
         host = self._plan.placement.worker(rank).host
         scheduler = self._reach.scheduler(host, self._listening)
         self._workers[rank] = self._child(self._plan.worker(rank, scheduler))
+
+    def _children(self) -> list[Child]:
+        """Those that belong to the job now."""
+        return [*self._daemons.values(), *self._workers.values()]
 
     def _child(self, spec: ProcessSpec) -> Child:
         return Child(spec, self._output.write, self._on_sink_error)
@@ -189,13 +195,13 @@ class Supervisor:
         """Wait until the workers are done or something goes wrong; the exit code."""
         stop = self._stop.code
         while self._workers:
-            children = [*self._daemons, *self._workers.values()]
-            await asyncio.wait({stop, *(c.exited for c in children)}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({stop, *(c.exited for c in self._children())}, return_when=asyncio.FIRST_COMPLETED)
             if stop.done():
                 return stop.result()
-            dead = next((daemon for daemon in self._daemons if daemon.exited.done()), None)
-            if dead is not None and (code := self._daemon_ended(dead)):
-                return code
+            for number, daemon in list(self._daemons.items()):
+                code = self._daemon_ended(number, daemon) if daemon.exited.done() else 0
+                if code:
+                    return code
             for rank, worker in list(self._workers.items()):
                 code = self._worker_ended(rank, worker) if worker.exited.done() else 0
                 if code:
@@ -225,25 +231,34 @@ class Supervisor:
         self._say(f"{why}: restart {used + 1} of {self._job.restarts}")
         return True
 
-    def _daemon_ended(self, daemon: Child) -> int:
+    def _daemon_ended(self, number: int, daemon: Child) -> int:
         """Handle the end of a daemon. The exit code of the job, or 0 if the job continues."""
         code = daemon.exited.result()
-        why = f"{daemon.name} ended ({_in_words(daemon, code)})"
-        if daemon is not self._daemons[0] or code == ExitCode.USAGE or not self._may_restart(daemon, why):
-            return self._daemon_died(daemon)
+        why = f"{_title(daemon)} ended ({_in_words(daemon, code)})"
+        is_server = number != SCHEDULER
+        if code == ExitCode.USAGE or (is_server and self._job.replicas == 1):  # in vain, or its keys are gone
+            return self._daemon_died(number, daemon)
+        has_copies = is_server and any(other not in (number, SCHEDULER) for other in self._daemons)
+        restarts = self._may_restart(daemon, why)
+        if not (restarts or has_copies):
+            return self._daemon_died(number, daemon)
         self._output.show_log_of(daemon.name)
-        self._ended.append(daemon)
-        self._daemons[0] = self._child(self._plan.scheduler(self._listening, self._folder, ""))
+        self._ended.append(self._daemons.pop(number))
+        if not restarts:
+            self._say(f"{why}: the job goes on with the copies that other servers have of its keys")
+        elif is_server:
+            self._start_server(number)
+        else:
+            self._daemons[SCHEDULER] = self._child(self._plan.scheduler(self._listening, self._folder, ""))
         return 0
 
-    def _daemon_died(self, daemon: Child) -> int:
+    def _daemon_died(self, number: int, daemon: Child) -> int:
         code = daemon.exited.result()
         self._output.show_log_of(daemon.name)
         loss = ""
-        if self._listening and daemon is not self._daemons[0]:
-            loss = (
-                " its part of the keys is gone, since each value has one copy: start the job again from a checkpoint;"
-            )
+        if self._listening and number != SCHEDULER:
+            copies = "each value has one copy" if self._job.replicas == 1 else "no other server is left"
+            loss = f" its part of the keys is gone, since {copies}: start the job again from a checkpoint;"
         self._say(f"{_title(daemon)} ended ({_in_words(daemon, code)}):{loss} ending the job")
         return ExitCode.USAGE if code == ExitCode.USAGE else ExitCode.FAILED  # its settings are ours
 
@@ -271,9 +286,9 @@ class Supervisor:
         """End what runs: workers, servers, scheduler, in this order, for each needs those after it."""
         self._output.expect_ends()
         await self._end_all(self._workers.values())
-        await self._end_all(self._daemons[1:])
-        await self._end_all(self._daemons[:1])
-        outputs = [child.output for child in (*self._workers.values(), *self._ended, *self._daemons)]
+        await self._end_all([daemon for number, daemon in self._daemons.items() if number != SCHEDULER])
+        await self._end_all([daemon for number, daemon in self._daemons.items() if number == SCHEDULER])
+        outputs = [child.output for child in (*self._children(), *self._ended)]
         limit_s = KILL_GRACE_S if self._stop.at_once.done() else self._job.grace_s
         # all() stops at the first that is stuck: those who read the output have stopped reading
         await self._loop.run_in_executor(None, lambda: all(output.join(limit_s) for output in outputs))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvd.core.membership import ViewState, name_of
 from kvd.core.server.router import ServerRouter
 from kvd.core.worker.machine import WorkerMachine
+from kvd.protocol.messages import NO_RANK
 from kvd.testing.scenario.calls import LatestCall, LatestCalls
 from kvd.testing.simulator import World
 
 STEP_S = 0.5  # passes before something that takes little time is looked at
+SETTLED_S = 10.0  # until a partition has its backup, once a death is known
 
 
 class Expectations:
@@ -28,6 +31,7 @@ class Expectations:
             "value": self._value,
             "clock": self._clock,
             "member": self._member,
+            "partition": self._partition,
             "refused": self._refused,
         }
 
@@ -90,18 +94,40 @@ class Expectations:
     def _member(self, words: list[str]) -> None:
         """As every server and worker that is alive sees it."""
         self._world.run(STEP_S)
-        for process in self._world.processes.values():
-            machine = process.machine
-            if process.alive and isinstance(machine, WorkerMachine | ServerRouter):
-                view = machine.view if isinstance(machine, WorkerMachine) else machine.latest().session.view
-                member = view.members.get((words[0], int(words[1])))
-                state = None if member is None else member.state
-                _check(state == words[2], f"{process.name} sees it as {state}")
+        for name, view in self._views():
+            member = view.members.get((words[0], int(words[1])))
+            state = None if member is None else member.state
+            _check(state == words[2], f"{name} sees it as {state}")
+
+    def _partition(self, words: list[str]) -> None:
+        """As every server and worker that is alive sees it, once a death is known and what it takes has been copied."""
+        number, wanted = int(words[0]), " ".join(words[1:])
+        timeouts = self._world.cluster.timeouts
+        limit_s = timeouts.server_timeout_s + SETTLED_S
+        self._world.run(limit_s, lambda: all(_told_of(number, view) == wanted for _, view in self._views()))
+        for name, view in self._views():
+            told = _told_of(number, view)
+            _check(told == wanted, f"{name} sees it {told}")
+
+    def _views(self) -> list[tuple[str, ViewState]]:
+        """The newest view of each server and worker that is alive, with its name."""
+        return [
+            (process.name, machine.view if isinstance(machine, WorkerMachine) else machine.latest().session.view)
+            for process in self._world.processes.values()
+            if process.alive and isinstance(machine := process.machine, WorkerMachine | ServerRouter)
+        ]
 
     def _refused(self, words: list[str]) -> None:
         halted = self._world.processes[" ".join(words[:2])].halted
         _check(type(halted).__name__ == words[2], f"it was told {type(halted).__name__}: {halted}")
         _check(" ".join(words[3:]) in str(halted), f"it was told: {halted}")
+
+
+def _told_of(partition: int, view: ViewState) -> str:
+    """Who leads a partition and who backs it up, as a script says it."""
+    backup = view.backup_of(partition)
+    backed = "" if backup == NO_RANK else f" backed by {name_of('server', backup)}"
+    return f"led by {name_of('server', view.leader_of(partition))}{backed}"
 
 
 def _check(true: bool, otherwise: str) -> None:

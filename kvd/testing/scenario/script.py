@@ -1,11 +1,12 @@
 """Readable scripts for a simulated cluster, one thing per line::
 
-    cluster workers=3 staleness=1 mode=async    settings that differ from the defaults
+    cluster staleness=1 mode=async replicas=2   settings that differ from the defaults
     spawn 1 scheduler 2 servers 3 workers       the workers join, without a program of their own
     init w 0.0                                  every worker
     worker 0 push w 1.0                         starts a call and goes on; `workers …`: all that are alive
     wait worker 0                               its program waits for its last call, and does nothing else
     advance 30s · kill worker 1 [noticed] · restart worker 1 [alone] · pause worker 2 5s · cut worker 1 · heal
+    kill server 0 [noticed] · restart server 0 · pause server 0 5s · cut server 0
     restart scheduler [without record] · start worker 3 mode=async
     expect ok worker 0                          its last call has ended well, or does before its deadline
     expect waiting worker 0                     its last call has not ended
@@ -13,6 +14,8 @@
     expect error worker 0 NodeLost worker 1     its last call ends with this error, whose text has these words
     expect worker 0 pull w 6.0                  it makes the call, and gets this
     expect barrier done broken: worker 1        what everyone who waits there was told; or `passed`
+    expect partition 0 led by server 1          as every living node sees it, before long; without a backup
+    expect partition 0 led by server 1 backed by server 0
     expect value w 6.0 · expect clock worker 0 w 2 · expect member worker 1 dead · expect refused worker 3 ConfigError
 
 Calls are: enter, push KEY VALUE, pull KEY, pushpull KEY VALUE, broadcast KEY VALUE, init KEY VALUE, barrier NAME,

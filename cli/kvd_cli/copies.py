@@ -1,0 +1,96 @@
+"""Where the copies of the values are, by the status of a cluster with ``replicas = 2``: a partition is the part of the
+keys that one server leads and another one backs up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+Report = Mapping[str, Any]
+
+
+class Partition(NamedTuple):
+    """Which servers have a partition, by their names.
+
+    Attributes:
+        backup: has every committed push too; None if no server has.
+        syncing: is being sent a copy, to become the backup.
+    """
+
+    number: int
+    leader: str
+    backup: str | None
+    syncing: str | None
+
+
+def partitions_of(report: Report) -> list[Partition]:
+    """Those that the scheduler tells of; none with one replica."""
+    return [
+        Partition(entry["partition"], entry["leader"], entry["backup"], entry["syncing"])
+        for entry in report.get("partitions", ())
+    ]
+
+
+def numbers_of(partitions: Sequence[Partition]) -> str:
+    """``partition 1``, ``partitions 0, 2``."""
+    return f"partition{'s'[: len(partitions) > 1]} {', '.join(str(partition.number) for partition in partitions)}"
+
+
+def led_by(name: str, partitions: Sequence[Partition]) -> list[int]:
+    """The numbers of the partitions that a server leads."""
+    return [partition.number for partition in partitions if partition.leader == name]
+
+
+def columns_of(server: Report, partitions: Sequence[Partition]) -> list[str]:
+    """What a server leads and backs up, for a table."""
+    name = f"server {server['rank']}"
+    leads = [str(number) for number in led_by(name, partitions)]
+    backs_up = [
+        str(partition.number) if partition.backup == name else f"{partition.number} (copying)"
+        for partition in partitions
+        if name in (partition.backup, partition.syncing)
+    ]
+    return [", ".join(leads) or "-", ", ".join(backs_up) or "-"]
+
+
+def notes_of(server: Report, partitions: Sequence[Partition]) -> list[str]:
+    """What a server itself says that is worth a note."""
+    notes = []
+    leads = led_by(f"server {server['rank']}", partitions)
+    told = server.get("leads", leads)
+    if partitions and sorted(told) != leads:  # it has not heard of the newest view, or we have not
+        notes.append(f"says that it leads {', '.join(map(str, sorted(told))) or 'nothing'}")
+    waiting = server.get("records_waiting", 0)
+    if waiting:
+        notes.append(f"{waiting} record{'s'[: waiting > 1]} on the way to the backup")
+    return notes
+
+
+def lost(partitions: Sequence[Partition], gone: Sequence[str]) -> list[Partition]:
+    """Those that no living server has: their leader is `gone`, and there is no backup."""
+    return [partition for partition in partitions if partition.leader in gone and partition.backup is None]
+
+
+def degraded_advice(partitions: Sequence[Partition], gone: Sequence[str]) -> list[str]:
+    """A line for each living server that is the only one to have some partitions."""
+    alone: dict[str, list[Partition]] = {}
+    for partition in partitions:
+        if partition.backup is None and partition.leader not in gone:
+            alone.setdefault(partition.leader, []).append(partition)
+    return [_degraded(leader, theirs, gone) for leader, theirs in alone.items()]
+
+
+def _degraded(leader: str, partitions: Sequence[Partition], gone: Sequence[str]) -> str:
+    verb = "have" if len(partitions) > 1 else "has"
+    pronoun = "they" if len(partitions) > 1 else "it"
+    syncing = sorted({partition.syncing for partition in partitions if partition.syncing is not None})
+    if syncing:
+        remedy = f"A copy is being sent to {', '.join(syncing)}; the job goes on meanwhile."
+    elif gone:
+        remedy = f"Start {' or '.join(gone)} again: it is sent a copy while the job goes on."
+    else:
+        remedy = "A copy is made as soon as another server is there."
+    return (
+        f"degraded: {numbers_of(partitions)} of the keys {verb} one copy, on {leader}; if that server dies, "
+        f"{pronoun} {'are' if len(partitions) > 1 else 'is'} lost. {remedy}"
+    )
