@@ -102,6 +102,7 @@ SAMPLES: dict[type[Any], Any] = {
         m.HeartbeatAck(()),
         m.Leave(30, m.Departure.DONE),
         m.Synced(30, 0, 1),
+        m.OutOfSync(30, 0, 1),
         m.Enter(30, "user:a", 0),
         m.Say(30, "user:a", 0, "note"),
         m.Listen(30, "user:a", 0),

@@ -161,6 +161,20 @@ class Model:
         self.table.follow()
         self.announce()
 
+    def fall_out(self) -> None:
+        """A backup, or who is syncing, cannot hold a record: it drops everything, and says so."""
+        partition = self.random.randrange(self.count)
+        entry = self.entries()[partition]
+        holder = entry.backup or entry.syncing
+        if holder is None or holder.incarnation not in self.seen:
+            return
+        self.held[partition].pop(holder.incarnation, None)
+        self.table.change += 1
+        me = holder.incarnation
+        assert self.table.partitions.out_of_sync(partition, me, me, self.table.epoch)
+        self.table.follow()
+        self.announce()
+
     def pause(self) -> None:
         rank = self.random.randrange(self.count)
         self.paused ^= {rank}
@@ -222,7 +236,7 @@ class Model:
 
     def run(self, steps: int) -> None:
         acts = [self.learn] * 16 + [self.commit] * 8 + [self.copy] * 10 + [self.say_synced] * 3 + [self.deliver] * 6
-        acts += [self.pause, self.declare_dead, self.kill, self.start, self.start]
+        acts += [self.pause, self.fall_out, self.declare_dead, self.kill, self.start, self.start]
         for _ in range(steps):
             self.random.choice(acts)()
             self.check()

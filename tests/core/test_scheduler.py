@@ -178,8 +178,6 @@ def test_an_observer_gets_the_view_and_is_not_in_it() -> None:
         (BARE._replace(num_shards=0), "num_shards", 9, True),
         (BARE, "replicas", 2, False),
         (BARE._replace(replicas=2), "replicas", 1, False),
-        (BARE._replace(replicas=2), "replicas", 2, True),
-        (BARE._replace(replicas=2), "replicas", 0, True),
         (BARE._replace(mode="async", staleness=3), "staleness", 3, True),
         (BARE._replace(mode="async", staleness=3), "staleness", 2, False),
         (BARE._replace(mode="async"), "staleness", 0, False),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from kvd.core.scheduler.agreement import Agreement
 from kvd.protocol.messages import ErrorCode, Join
@@ -43,3 +46,25 @@ def test_an_objection_answers_the_join_and_names_the_setting() -> None:
     assert (objection.request, objection.error, objection.key) == (9, ErrorCode.CONFIG_ERROR, "num_workers")
     assert objection.text == ("this node wants num_workers=7, the cluster has 2: start it with the cluster's setting")
     assert Agreement(BARE).objection(replace(join, settings=OPEN)) is None
+
+
+@pytest.mark.parametrize(
+    ("told", "wanted", "refused"),
+    [
+        ({"num_servers": 1, "replicas": 2}, {}, True),
+        ({"num_servers": 2, "replicas": 2}, {}, False),
+        ({"num_servers": 0, "replicas": 0}, {"num_servers": 1, "replicas": 2}, True),
+        ({"num_servers": 0, "replicas": 0}, {"num_servers": 2, "replicas": 2}, False),
+        ({"num_servers": 0, "replicas": 0}, {"replicas": 2}, False),  # it knows no number of servers
+        ({"num_servers": 1, "replicas": 1}, {}, False),
+        ({"num_servers": 2, "replicas": 2}, {"replicas": 2}, False),
+    ],
+)
+def test_more_replicas_than_servers_are_refused_at_once(told: Any, wanted: Any, refused: bool) -> None:
+    join = Join(9, "server", "a", "", "h", 1, -1, OPEN._replace(**wanted))
+    objection = Agreement(BARE._replace(**told)).objection(join)
+    assert (objection is not None) == refused
+    if objection is not None:
+        assert (objection.error, objection.key) == (ErrorCode.CONFIG_ERROR, "replicas")
+        assert "replicas=2 needs as many servers" in objection.text
+        assert "the cluster has 1 server:" in objection.text

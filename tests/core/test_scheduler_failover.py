@@ -14,6 +14,7 @@ from kvd.protocol.messages import (
     Leave,
     NotYet,
     NotYetReason,
+    OutOfSync,
     Partition,
     Synced,
     View,
@@ -116,6 +117,19 @@ def test_what_is_not_so_is_answered_and_changes_nothing(partition: int, leader: 
     before = run.machine.epoch
     assert answer(run.synced(partition, leader, synced), Done) == Done(30)
     assert (run.rows(), run.machine.epoch) == ([(1, -1, 0), (1, -1, 0)], before)
+
+
+def test_a_backup_that_is_out_of_sync_is_named_no_more_once_that_is_saved() -> None:
+    run = Run()
+    run.hold = True
+    effects = run.say(B, OutOfSync(31, 0, B), view=run.epoch(B))
+    assert said(effects) == []
+    run.hold = False
+    effects = run.step(Persisted(of(Persist, effects)[-1].token))
+    assert [type(message) for message in said(effects, B)] == [View, Done]
+    assert run.rows() == [(0, -1, -1), (1, 0, -1)]
+    run.dies(0)
+    assert run.rows() == [(0, -1, -1), (1, -1, -1)], "nobody who is out of sync leads"
 
 
 def test_a_worker_or_a_stranger_syncs_nothing() -> None:

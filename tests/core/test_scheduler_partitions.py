@@ -225,6 +225,27 @@ def test_nobody_is_chosen_that_may_still_have_parts_of_an_earlier_copy() -> None
     assert table.rows()[0] == (1, -1, 0, A)
 
 
+@pytest.mark.parametrize("sender", [0, 1])
+def test_a_backup_that_is_out_of_sync_is_made_anew(sender: int) -> None:
+    table = Table(2)
+    table.deaf.add(1)
+    table.change += 1
+    said = (server_id(sender), table.epoch)
+    assert not table.partitions.out_of_sync(0, server_id(1), 777, table.epoch), "somebody else says so"
+    assert not table.partitions.out_of_sync(0, server_id(0), *said), "it leads"
+    assert not table.partitions.out_of_sync(9, server_id(1), *said)
+    assert table.partitions.out_of_sync(0, server_id(1), *said)
+    table.follow()
+    table.settle()
+    assert table.rows() == [(0, -1, -1, A), (1, 0, -1, B)], "it may not know yet that it begins from nothing"
+    table.deaf.clear()
+    table.settle()
+    assert table.rows() == [(0, -1, 1, A), (1, 0, -1, B)]
+    table.change += 1
+    assert table.partitions.out_of_sync(0, server_id(1), server_id(sender), table.epoch)
+    assert table.partitions.public()[0].syncing == -1
+
+
 # ── for people ──
 
 

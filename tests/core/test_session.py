@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,13 +21,16 @@ from kvd.core.session import (
 )
 from kvd.errors import ConfigError, NotAllowed, ProtocolError
 from kvd.protocol.messages import (
+    NO_PARTITIONS,
     ErrorCode,
     Heartbeat,
     HeartbeatAck,
     Join,
+    KnownPartitions,
     MemberState,
     NotYet,
     NotYetReason,
+    Partition,
     Quiet,
     Refused,
     View,
@@ -42,6 +46,7 @@ from tests.core.fakes import (
     of,
     one,
     said,
+    server_id,
     session,
     view,
     welcome,
@@ -346,3 +351,37 @@ def test_an_observer_takes_the_views_of_a_scheduler_that_lost_the_record_of_the_
     assert node.receive(from_scheduler(shown, (1, 1))._replace(sender=SCHEDULER_ID + 1), 0.2)
     assert not node.receive(from_scheduler(shown, (5, 10)), 0.3), "the scheduler that has ended sent it"
     assert node.view.epoch == (1, 1)
+
+
+def test_a_server_that_joins_says_what_it_knows_of_partitions() -> None:
+    node = session("server", 1)
+    assert one(said(node.tick(0.0))).partitions == NO_PARTITIONS
+    node.receive(welcome(1), 0.0)
+    partitions = (Partition(1, 0, -1, server_id(0)), Partition(1, -1, 0, server_id(1)))
+    newest = replace(view(cluster(2, 2), [*members(2, 2)][::-1]), partitions=partitions)
+    node.receive(from_scheduler(newest, (1, 7)), 0.1)
+    node.receive(from_scheduler(NotYet(0, NotYetReason.NOT_JOINED, "who?")), 2.1)
+    joins = [message for message in said(node.tick(2.1)) if isinstance(message, Join)]
+    assert one(joins).partitions == KnownPartitions(partitions, (server_id(0), server_id(1)))
+
+
+def test_a_worker_says_nothing_of_partitions() -> None:
+    node = joined()
+    partitions = (Partition(0, -1, -1, server_id(0)),)
+    node.receive(from_scheduler(replace(VIEW, partitions=partitions), (1, 7)), 0.1)
+    assert node.next_deadline() == 1.0
+    node.receive(from_scheduler(NotYet(0, NotYetReason.NOT_JOINED, "who?")), 2.1)
+    assert one(said(node.tick(2.1))).partitions == NO_PARTITIONS
+
+
+def test_a_server_shows_at_once_that_it_knows_who_leads_what() -> None:
+    """The scheduler chooses nobody before: who is to be synced would wait for a heartbeat."""
+    node = session("server", 0)
+    node.tick(0.0)
+    node.receive(welcome(0), 0.0)
+    node.take_effects()
+    changed = replace(view(cluster(2, 2), members(2, 2)), partitions=(Partition(0, 1, -1, 7), Partition(1, 0, -1, 8)))
+    assert node.receive(from_scheduler(changed, (1, 3)), 0.5)
+    assert said(node.tick(0.5)) == [Heartbeat("server", 0)]
+    assert node.receive(from_scheduler(changed, (1, 4)), 0.6)
+    assert node.tick(0.6) == [], "only the members have changed"

@@ -69,6 +69,7 @@ from kvd.protocol.messages import (
     Listen,
     NotYet,
     NotYetReason,
+    OutOfSync,
     Refused,
     RunEntry,
     RunPhase,
@@ -143,7 +144,8 @@ class SchedulerMachine:
             WaitReport: self._wait_report,
             Say: self._meet,
             Listen: self._meet,
-            Synced: self._synced,
+            Synced: self._holds,
+            OutOfSync: self._holds,
         }
 
     # ── the machine's interface ──
@@ -366,14 +368,15 @@ class SchedulerMachine:
             self._log("info", "the servers have told where values are")
             self._publish()
 
-    def _synced(self, event: Received, synced: Synced, now: float) -> None:
-        seat = self._sender_seat(event, synced.request, now)
+    def _holds(self, event: Received, message: Synced | OutOfSync, now: float) -> None:
+        seat = self._sender_seat(event, message.request, now)
         if seat is None:
             return
-        if self._leadership.synced(seat, event, synced):
-            self._log("info", f"partition {synced.partition} of {seat.name} has a backup")
+        if self._leadership.told(seat, event, message):
+            what = "has a new backup" if isinstance(message, Synced) else "has lost a backup, which is not in sync"
+            self._log("info", f"partition {message.partition} {what}", said_by=seat.name)
             self._publish()
-        self._out += self._views.when_saved(Send(event.peer, Done(synced.request)))
+        self._out += self._views.when_saved(Send(event.peer, Done(message.request)))
 
     def _give_back(self, seat: Seat, answer: Send) -> None:
         """The seat's first holder gave up joining: the place is free, as if nobody had ever come."""

@@ -10,6 +10,7 @@ With one replica there are none. With two, `Partitions` has one `Entry` per part
 | its leader was replaced, and no backup is there | the new process leads, in a new lineage: the contents are lost |
 | it has no backup, and another server is active | syncing: the next active rank after the leader (the ring) |
 | the leader has said that who is syncing has everything | it is the backup, in place of the earlier one |
+| a backup, or who is syncing, is out of sync: it says so, or the leader | without it |
 
 Once all partitions have backups that can have them, one is moved at a time, until it is synced again:
 
@@ -157,6 +158,23 @@ class Partitions:
             return False
         self._put(partition, entry._replace(backup=entry.syncing, syncing=None), epoch)
         return True
+
+    def out_of_sync(self, partition: int, incarnation: int, sender: int, epoch: Epoch) -> bool:
+        """A server says that it does not hold what its role asks for, or the leader says so of it.
+
+        True: it has lost that role from the view of this epoch on. What is sent late at worst costs another copy.
+        """
+        if partition >= len(self._entries):
+            return False
+        entry = self._entries[partition]
+        if sender not in (incarnation, entry.leader.incarnation):
+            return False
+        backup, syncing = (
+            None if holder is not None and holder.incarnation == incarnation else holder
+            for holder in (entry.backup, entry.syncing)
+        )
+        self._put(partition, entry._replace(backup=backup, syncing=syncing), epoch)
+        return (backup, syncing) != (entry.backup, entry.syncing)
 
     def follow(self, servers: Servers, epoch: Epoch) -> list[str]:
         """Takes over what happened to the servers, for the view of this epoch. Returns what people should know."""
