@@ -16,7 +16,9 @@ from kvd.node.keyring import CREDENTIAL
 DEPLOY = Path(__file__).parent.parent / "deploy"
 UNITS = DEPLOY / "systemd"
 SERVICES = ("kvd-scheduler.service", "kvd-server@.service", "kvd-worker@.service")
-DROP_INS = ("gpu", "jit", "network")
+DROP_INS = ("backoff", "gpu", "jit", "network")
+BACKOFF_SINCE = 254
+"""The version of systemd that knows `RestartSteps` and `RestartMaxDelaySec`."""
 OF_ONE_PROCESS = {"node_id", "state_dir", "preferred_rank", "local_rank", "role", "parent_pid"}
 """Settings that make no sense in a file that all processes of a host read."""
 
@@ -55,6 +57,11 @@ def directives(path: Path) -> list[tuple[str, str]]:
     return [(key, value) for key, _, value in (line.partition("=") for line in lines)]
 
 
+def systemd_version() -> int:
+    found = re.search(r"systemd (\d+)", run(tool("systemd-analyze"), "--version").stdout)
+    return 0 if found is None else int(found[1])
+
+
 def complaints(unit: Path) -> list[str]:
     result = run(tool("systemd-analyze"), "verify", "--man=no", unit)
     # units of this machine may be wrong in ways of their own
@@ -82,14 +89,18 @@ def test_drop_ins_verify(units: Path, name: str, drop_in: str) -> None:
     folder = units / f"{name}.d"
     folder.mkdir()
     shutil.copy(UNITS / f"{drop_in}.conf.example", folder / f"{drop_in}.conf")
-    assert complaints(units / name) == []
+    found = complaints(units / name)
+    if drop_in == "backoff" and systemd_version() < BACKOFF_SINCE:
+        unknown = re.findall(r"Unknown key(?: name)? '(\w+)'", "\n".join(found))
+        assert (len(found), unknown) == (2, ["RestartSteps", "RestartMaxDelaySec"])
+    else:
+        assert found == []
 
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_exposure_is_at_most_1_5(units: Path, name: str) -> None:
     analyze = tool("systemd-analyze")
-    version = re.search(r"systemd (\d+)", run(analyze, "--version").stdout)
-    if version is None or int(version[1]) < 250:
+    if systemd_version() < 250:
         pytest.skip("systemd-analyze of systemd 250 or newer is needed to judge a unit that is not loaded")
     tenths = "--threshold=15"
     result = run(analyze, "security", "--no-pager", "--offline=yes", tenths, units / name)
@@ -154,6 +165,27 @@ def test_every_service_is_tied_watched_and_restarted(name: str) -> None:
     }
     assert {key: found.get(key) for key in expected} == expected
     assert found["StateDirectory"] == found["RuntimeDirectory"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_restarts_have_a_limit_and_come_before_others_give_up(name: str) -> None:
+    found = dict(directives(UNITS / name))
+    assert (found["StartLimitIntervalSec"], found["StartLimitBurst"]) == ("10min", "30")
+    waits = dict(directives(UNITS / "backoff.conf.example"))
+    for value in (found["RestartSec"], waits["RestartSec"], waits["RestartMaxDelaySec"]):
+        assert 0 < float(value.removesuffix("s")) < Config().worker_timeout_s
+
+
+def test_the_waits_of_the_drop_in_are_those_that_it_names() -> None:
+    """By systemd's rule: in `RestartSteps` equal factors from `RestartSec` to `RestartMaxDelaySec`."""
+    text = (UNITS / "backoff.conf.example").read_text()
+    waits = dict(directives(UNITS / "backoff.conf.example"))
+    first_s, longest_s = (float(waits[name].removesuffix("s")) for name in ("RestartSec", "RestartMaxDelaySec"))
+    steps = int(waits["RestartSteps"])
+    delays = [round(first_s * (longest_s / first_s) ** (step / steps)) for step in range(steps + 1)]
+    assert delays == [1, 2, 4, 8, 16]
+    said = " ".join(text.replace("#", "").split())
+    assert "after 1 s, the next ones after 2, 4 and 8 s, all others after 16 s" in said
 
 
 @pytest.mark.parametrize("name", SERVICES)

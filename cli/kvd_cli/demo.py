@@ -9,7 +9,7 @@ from typing import Final
 import click
 
 from kvd.config import Loaded
-from kvd.node.launch import Job, run
+from kvd.node.launch import Job, RestartRule, run
 from kvd_cli.demo_view import DemoView, LiveView, PlainView
 from kvd_cli.flags import common_options, setting_options
 from kvd_cli.launch import job_environment
@@ -40,6 +40,7 @@ def demo(seed: int, epochs: int, batch: int, workers: int, servers: int) -> None
     if workers > batch:
         raise click.UsageError(f"{workers} workers cannot share {batch} images: give --batch {workers} or more")
     options = current()
+    loaded = options.load_daemon()
     command = [sys.executable, "-m", "kvd_cli.demo_worker"]
     for name, value in (("seed", seed), ("epochs", epochs), ("batch", batch)):
         command += [f"--{name}", str(value)]
@@ -47,8 +48,9 @@ def demo(seed: int, epochs: int, batch: int, workers: int, servers: int) -> None
         command=command,
         workers=workers,
         servers=servers,
-        environment=_environment(options.load_daemon()),
-        restarts=_RESTARTS,
+        environment=_environment(loaded),
+        replicas=loaded.config.replicas,
+        restarts=RestartRule(_RESTARTS),
         grace_s=3.0,
     )
     as_json = options.output == "json"

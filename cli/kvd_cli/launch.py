@@ -14,7 +14,7 @@ import click
 from kvd.config import Config, Loaded
 from kvd.errors import ConfigError
 from kvd.node.affinity import MOST_AUTO_SERVERS, auto_servers, usable_cores
-from kvd.node.launch import Host, Job, parse_hosts, run
+from kvd.node.launch import Host, Job, RestartRule, parse_hosts, run
 from kvd_cli.flags import common_options, setting_options
 from kvd_cli.options import OF_ONE_PROCESS, current
 from kvd_cli.prefix import Prefixer
@@ -44,8 +44,8 @@ class ServerCount(click.IntRange):
 )
 @click.option(
     "--restart", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
-    help="restart each worker that failed under its old name, and the scheduler, up to N times; with --replicas 2 each "
-    "server, too",
+    help="restart each process that failed under its old name, up to N times: workers, the scheduler, and with "
+    "--replicas 2 servers; at once, then after 1 s, 2 s, 4 s … up to 30 s",
 )  # fmt: skip
 @click.option(
     "--grace", type=click.FloatRange(min=0), default=10.0, show_default=True, metavar="SECONDS",
@@ -104,8 +104,8 @@ def launch(
         workers=workers,
         servers=servers,
         environment=job_environment(loaded, restarts=restart),
-        restarts=restart,
         replicas=loaded.config.replicas,
+        restarts=RestartRule(restart),
         grace_s=grace,
         scheduler=loaded.config.scheduler if loaded.origin["scheduler"] == "flag" else "",
         hosts=parsed,

@@ -205,6 +205,31 @@ def test_the_number_of_servers_is_given_or_suits_the_machine(
     assert job.environment["KVD_CPU_AFFINITY"] == "auto"
 
 
+@pytest.mark.parametrize(
+    ("flags", "variables", "replicas"), [([], {}, 1), (["--replicas", "2"], {}, 2), ([], {"KVD_REPLICAS": "2"}, 2)]
+)
+def test_the_launcher_knows_how_many_copies_there_are(
+    flags: list[str],
+    variables: dict[str, str],
+    replicas: int,
+    clean_environment: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs: list[Job] = []
+
+    def take(job: Job, sink: object) -> int:
+        jobs.append(job)
+        return 0
+
+    monkeypatch.setattr("kvd_cli.launch.run", take)
+    monkeypatch.setattr("kvd.config.checks.unavailable_problems", lambda **_: ())
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(cli, ["launch", "-n", "1", "-s", "2", *flags, "--", "true"])
+    assert result.exit_code == 0, result.output
+    assert [(job.replicas, job.environment.get("KVD_REPLICAS", "1")) for job in jobs] == [(replicas, str(replicas))]
+
+
 @pytest.mark.parametrize("servers", ["0", "-1", "automatic"])
 def test_an_invalid_number_of_servers_is_refused(servers: str, clean_environment: None) -> None:
     result = CliRunner().invoke(cli, ["launch", "-n", "1", "-s", servers, "--", "true"])

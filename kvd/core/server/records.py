@@ -25,7 +25,7 @@ from kvd.core.server.effects import ServerEffects
 from kvd.core.session import FIRST_REQUEST, SchedulerSession
 from kvd.protocol.messages import NO_RANK, Done, Member, NotYet, Refused, SliceId, StartHolding
 
-CREDIT_BYTES = 64 << 20  # of records on their way to one server
+CREDIT_BYTES = 32 << 20  # of records on their way to one server, well below what it lets a peer have waiting
 
 Answer = Callable[["Refused | None"], None]
 

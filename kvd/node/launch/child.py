@@ -50,6 +50,10 @@ class Child:
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()
         self.connected: asyncio.Future[None] = self._loop.create_future()
+        self._began_at: float | None = None  # on the loop's clock, as the next
+        self._ended_at: float | None = None
+        self.connected.add_done_callback(self._on_begin)
+        self.exited.add_done_callback(self._on_end)
         try:
             with running_on(spec.cores):
                 self._process = subprocess.Popen(
@@ -75,6 +79,13 @@ class Child:
         pipes = {"stdout": self._process.stdout, "stderr": self._process.stderr}
         self.output = OutputRelay(spec.name, pipes, sink, on_sink_error)  # type: ignore[arg-type]
         threading.Thread(target=self._wait, name=f"wait for {spec.name}", daemon=True).start()
+
+    @property
+    def ran_s(self) -> float:
+        """How long it has run, or ran until it ended; 0.0 if its host has not taken the order."""
+        if self._began_at is None:
+            return 0.0
+        return (self._loop.time() if self._ended_at is None else self._ended_at) - self._began_at
 
     def terminate(self) -> None:
         """Ask it to end."""
@@ -113,6 +124,12 @@ class Child:
             self._lifeline.close()
         self.output.join(LAST_WORDS_S)  # so that its last words come before the report of its end
         self._tell(self.exited, code)
+
+    def _on_begin(self, _: asyncio.Future[None]) -> None:
+        self._began_at = self._loop.time()
+
+    def _on_end(self, _: asyncio.Future[int]) -> None:
+        self._ended_at = self._loop.time()
 
     def _tell(self, future: asyncio.Future[T], result: T) -> None:
         """Set the result of a future, from another thread."""

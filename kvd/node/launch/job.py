@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvd.errors import ConfigError
 from kvd.node.launch.hosts import Host
+from kvd.node.launch.restarts import RestartRule
 from kvd.node.launch.ssh import SSH
 
 
@@ -24,9 +25,10 @@ class Job:
             itself acts on some settings: each daemon gets a directory of its own below ``KVD_STATE_DIR``; with
             ``KVD_CPU_AFFINITY=auto`` each server gets a core of its own, if there are enough; a job without ``KVD_JOB``
             gets a name that no other has, and one without ``KVD_RUN`` a random token.
-        restarts: how often each worker that failed is started again, under the same node id, and so the scheduler; with
-            two replicas each server, too.
-        replicas: how many servers have each value. With two, the job goes on without a server that is not restarted.
+        replicas: how many copies of each value there are, as the settings in `environment` say. With one, the death of
+            a server ends the job.
+        restarts: how often and how soon each process that failed is started again, under the same node id: a worker,
+            the scheduler, and a server of which there are copies.
         grace_s: how long processes may take to end after SIGTERM.
         startup_s: how long the scheduler may take to be ready.
         scheduler: where its scheduler listens; empty: a free port of the loopback, or of the address by which the hosts
@@ -40,16 +42,17 @@ class Job:
         daemon: the command line of kvd, to which ``scheduler`` or ``server`` is added.
 
     Raises:
-        ConfigError: there is no command, no worker or no server, or there are more workers than slots on the hosts.
+        ConfigError: there is no command, no worker or no server, there are fewer servers than replicas, or more workers
+            than slots on the hosts.
     """
 
     command: Sequence[str]
     workers: int
     servers: int
     environment: Mapping[str, str] = field(default_factory=dict)
-    restarts: int = 0
-    grace_s: float = 10.0
     replicas: int = 1
+    restarts: RestartRule = field(default_factory=RestartRule)
+    grace_s: float = 10.0
     startup_s: float = 60.0
     scheduler: str = ""
     hosts: Sequence[Host] = ()
@@ -65,6 +68,12 @@ class Job:
         for name in ("workers", "servers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"a job needs at least one of its {name}", setting=f"num_{name}")
+        if self.replicas > self.servers:
+            raise ConfigError(
+                f"replicas = {self.replicas}, but num_servers = {self.servers}: each copy of a value needs a server of "
+                f"its own; give the job -s {self.replicas} (--num-servers)",
+                setting="replicas",
+            )
 
         slots = sum(host.slots for host in self.hosts)
         if self.hosts and self.workers > slots:

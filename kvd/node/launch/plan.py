@@ -85,7 +85,7 @@ class JobPlan:
             notify_socket: where it reports that it is ready; empty: nowhere.
         """
         changes = {"KVD_BIND": bind, "NOTIFY_SOCKET": notify_socket}
-        if self._job.restarts and not self._job.environment.get("KVD_STATE_DIR"):
+        if self._job.restarts.limit and not self._job.environment.get("KVD_STATE_DIR"):
             changes["KVD_STATE_DIR"] = str(folder / "state")
         return self._daemon("scheduler", ("scheduler", "--ready-file", str(folder / READY_FILE)), "", changes, None)
 

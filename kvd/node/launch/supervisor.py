@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import shlex
 import signal
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final
 
 from kvd.errors import RequestTimeout
 from kvd.node.exit_codes import ExitCode
 from kvd.node.launch.child import Child
+from kvd.node.launch.crew import Crew
 from kvd.node.launch.job import Job
 from kvd.node.launch.job_key import job_key
 from kvd.node.launch.job_output import JobOutput
@@ -21,6 +22,7 @@ from kvd.node.launch.output import Stream
 from kvd.node.launch.plan import READY_FILE, JobPlan, ProcessSpec
 from kvd.node.launch.reach import Reach
 from kvd.node.launch.ready_socket import ReadySocket
+from kvd.node.launch.restarts import Restarts
 from kvd.node.launch.ssh import LOST
 from kvd.node.launch.stop_request import StopRequest, Urgency
 from kvd.node.parent import exit_code
@@ -28,11 +30,16 @@ from kvd.node.parent import exit_code
 MOST_CONNECTING: Final = 4
 """Connections to one host that are made at the same time."""
 
-SCHEDULER: Final = -1
-"""The number of the scheduler among the daemons."""
-
 KILL_GRACE_S: Final = 1.0
 """How long a guard that was told to kill its command may take, before it is killed itself."""
+
+NOT_RESTARTED: Final = frozenset({ExitCode.OK, ExitCode.USAGE})
+"""The exit codes of a daemon that was told to end, and of one whose settings are wrong."""
+
+ONLY_COPY_LOST: Final = (
+    "its part of the keys is gone, since each value has one copy: start the job again from a checkpoint; "
+)
+NO_SERVER_LEFT: Final = "no server is left, and no copy of the keys: start the job again from a checkpoint; "
 
 
 class Supervisor:
@@ -58,10 +65,10 @@ class Supervisor:
         self._plan = JobPlan(job, self._key)
         self._reach = Reach(job.scheduler, {})
         self._listening = ""  # where the scheduler listens
-        self._daemons: dict[int, Child] = {}  # the servers by their number, and the SCHEDULER
-        self._workers: dict[int, Child] = {}  # by rank, those that have not ended well
-        self._ended: list[Child] = []
-        self._restarts: dict[str, int] = {}  # by node id
+        self._crew = Crew()
+        self._unfinished = set(range(job.workers))  # the ranks of the workers that have not ended well
+        self._done_without: set[int] = set()  # the indices of the servers that are not started again
+        self._restarts = Restarts(job.restarts)
         self._folder = folder
 
     async def run(self) -> int:
@@ -88,8 +95,7 @@ class Supervisor:
 
     def pid_of(self, name: str) -> int | None:
         """The pid of a running process: a daemon's own, or that of a worker's guard; on another host, of its ssh."""
-        children = [child for child in self._children() if not child.exited.done()]
-        return next((child.pid for child in children if child.name == name), None)
+        return self._crew.pid_of(name)
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
@@ -117,8 +123,8 @@ class Supervisor:
     async def _start_scheduler(self) -> int | None:
         """Start the scheduler and wait until it is ready. The exit code if that was not possible."""
         with ReadySocket(self._loop) as ready:
-            self._daemons[SCHEDULER] = self._child(self._plan.scheduler(self._reach.bind, self._folder, ready.name))
-            code = await self._scheduler_ready(ready.reported)
+            self._crew.scheduler = self._child(self._plan.scheduler(self._reach.bind, self._folder, ready.name))
+            code = await self._scheduler_ready(self._crew.scheduler, ready.reported)
             if code is not None:
                 return code
         self._listening = (self._folder / READY_FILE).read_text(encoding="utf-8").strip()
@@ -149,7 +155,7 @@ class Supervisor:
     async def _room_on(self, host: str) -> None:
         """Wait until only few connections to a host are being made: an sshd refuses some of more than ten."""
         while host and not self._stop.code.done():
-            pending = [c for c in self._children() if c.host == host and not (c.connected.done() or c.exited.done())]
+            pending = self._crew.connecting_to(host)
             if len(pending) < MOST_CONNECTING:
                 return
             events: set[asyncio.Future[Any]] = {
@@ -158,33 +164,32 @@ class Supervisor:
             }
             await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _scheduler_ready(self, ready: asyncio.Future[None]) -> int | None:
+    async def _scheduler_ready(self, process: Child, ready: asyncio.Future[None]) -> int | None:
         """Wait for the scheduler. The exit code if it does not become ready."""
-        process, stop = self._daemons[SCHEDULER], self._stop.code
+        stop = self._stop.code
         events: set[asyncio.Future[Any]] = {ready, process.exited, stop}
         await asyncio.wait(events, timeout=self._job.startup_s, return_when=asyncio.FIRST_COMPLETED)
         if stop.done():
             return stop.result()
         if process.exited.done():
-            return self._daemon_died(SCHEDULER, process)
+            return self._died(process)
         if not ready.done():
             limit = f"{self._job.startup_s:g} s"
             self._output.show_log_of(process.name)
             raise RequestTimeout(f"the scheduler was not ready within {limit}", waiting_for=("scheduler",))
         return None
 
+    def _start_scheduler_again(self) -> None:
+        self._crew.scheduler = self._child(self._plan.scheduler(self._listening, self._folder, ""))
+
     def _start_server(self, index: int) -> None:
         scheduler = self._reach.scheduler(self._plan.placement.server(index), self._listening)
-        self._daemons[index] = self._child(self._plan.server(index, scheduler))
+        self._crew.servers[index] = self._child(self._plan.server(index, scheduler))
 
     def _start_worker(self, rank: int) -> None:
         host = self._plan.placement.worker(rank).host
         scheduler = self._reach.scheduler(host, self._listening)
-        self._workers[rank] = self._child(self._plan.worker(rank, scheduler))
-
-    def _children(self) -> list[Child]:
-        """Those that belong to the job now."""
-        return [*self._daemons.values(), *self._workers.values()]
+        self._crew.workers[rank] = self._child(self._plan.worker(rank, scheduler))
 
     def _child(self, spec: ProcessSpec) -> Child:
         return Child(spec, self._output.write, self._on_sink_error)
@@ -194,72 +199,84 @@ class Supervisor:
     async def _outcome(self) -> int:
         """Wait until the workers are done or something goes wrong; the exit code."""
         stop = self._stop.code
-        while self._workers:
-            await asyncio.wait({stop, *(c.exited for c in self._children())}, return_when=asyncio.FIRST_COMPLETED)
+        while self._unfinished:
+            events: set[asyncio.Future[Any]] = {stop, *(c.exited for c in self._crew), *self._restarts.due}
+            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
             if stop.done():
                 return stop.result()
-            for number, daemon in list(self._daemons.items()):
-                code = self._daemon_ended(number, daemon) if daemon.exited.done() else 0
-                if code:
-                    return code
-            for rank, worker in list(self._workers.items()):
-                code = self._worker_ended(rank, worker) if worker.exited.done() else 0
-                if code:
-                    return code
+            code = self._deal_with_ends()
+            if code:
+                return code
+            self._restarts.start_due()
         return ExitCode.OK
 
+    def _deal_with_ends(self) -> int:
+        """Deal with each process that has ended. The exit code of the job, or 0 if the job continues."""
+        if (
+            self._crew.scheduler is not None
+            and self._crew.scheduler.exited.done()
+            and (code := self._scheduler_ended(self._crew.scheduler))
+        ):
+            return code
+        for index, server in list(self._crew.servers.items()):
+            if server.exited.done() and (code := self._server_ended(index, server)):
+                return code
+        for rank, worker in list(self._crew.workers.items()):
+            if worker.exited.done() and (code := self._worker_ended(rank, worker)):
+                return code
+        return 0
+
+    def _scheduler_ended(self, scheduler: Child) -> int:
+        """Deal with the end of the scheduler. The exit code of the job, or 0 if the job continues."""
+        self._crew.scheduler = None
+        self._crew.ended.append(scheduler)
+        code = scheduler.exited.result()
+        if code not in NOT_RESTARTED and self._is_restarted(scheduler, self._start_scheduler_again):
+            return 0
+        return self._died(scheduler)
+
+    def _server_ended(self, index: int, server: Child) -> int:
+        """Deal with the end of a server. The exit code of the job, or 0 if the job continues."""
+        self._crew.ended.append(self._crew.servers.pop(index))
+        code = server.exited.result()
+        if self._job.replicas == 1:
+            return self._died(server, ONLY_COPY_LOST)
+        if code == ExitCode.USAGE and not self._restarts.used(server.name):
+            return self._died(server)  # the others have the same settings
+        if code not in NOT_RESTARTED and self._is_restarted(server, lambda: self._start_server(index)):
+            return 0
+        self._done_without.add(index)
+        if len(self._done_without) == self._job.servers:
+            return self._died(server, NO_SERVER_LEFT)
+        self._output.show_log_of(server.name)
+        self._say(f"{_end_of(server)}: the job goes on without it, with the other copy of its keys")
+        return 0
+
     def _worker_ended(self, rank: int, worker: Child) -> int:
-        """Handle the end of a worker. The exit code of the job, or 0 if the job continues."""
+        """Deal with the end of a worker. The exit code of the job, or 0 if the job continues."""
+        self._crew.ended.append(self._crew.workers.pop(rank))
         code = worker.exited.result()
         if code == ExitCode.OK:
-            self._ended.append(self._workers.pop(rank))
-            return 0
-        why = f"{_title(worker)} failed ({_in_words(worker, code)})"
-        if not self._may_restart(worker, why):
-            self._say(f"{why}: ending the job")
+            self._unfinished.discard(rank)
+        elif not self._is_restarted(worker, lambda: self._start_worker(rank)):
+            self._say(f"{_end_of(worker)}: ending the job")
             return code
-        self._ended.append(worker)
-        self._start_worker(rank)
         return 0
 
-    def _may_restart(self, child: Child, why: str) -> bool:
-        """Whether a process that ended is started again. Counts it, and says so."""
-        used = self._restarts.get(child.name, 0)
-        if used >= self._job.restarts:
+    def _is_restarted(self, ended: Child, start: Callable[[], object]) -> bool:
+        """Whether a process that ended is started again. If so, plans that and says when."""
+        restart = self._restarts.plan(ended.name, ended.ran_s, start)
+        if restart is None:
             return False
-        self._restarts[child.name] = used + 1
-        self._say(f"{why}: restart {used + 1} of {self._job.restarts}")
+        self._output.show_log_of(ended.name)
+        self._say(f"{_end_of(ended)}: {restart}")
         return True
 
-    def _daemon_ended(self, number: int, daemon: Child) -> int:
-        """Handle the end of a daemon. The exit code of the job, or 0 if the job continues."""
-        code = daemon.exited.result()
-        why = f"{_title(daemon)} ended ({_in_words(daemon, code)})"
-        is_server = number != SCHEDULER
-        if code == ExitCode.USAGE or (is_server and self._job.replicas == 1):  # in vain, or its keys are gone
-            return self._daemon_died(number, daemon)
-        has_copies = is_server and any(other not in (number, SCHEDULER) for other in self._daemons)
-        restarts = self._may_restart(daemon, why)
-        if not (restarts or has_copies):
-            return self._daemon_died(number, daemon)
+    def _died(self, daemon: Child, loss: str = "") -> int:
+        """The exit code of a job that ends because a daemon ended; `loss` says what is lost with it."""
         self._output.show_log_of(daemon.name)
-        self._ended.append(self._daemons.pop(number))
-        if not restarts:
-            self._say(f"{why}: the job goes on with the copies that other servers have of its keys")
-        elif is_server:
-            self._start_server(number)
-        else:
-            self._daemons[SCHEDULER] = self._child(self._plan.scheduler(self._listening, self._folder, ""))
-        return 0
-
-    def _daemon_died(self, number: int, daemon: Child) -> int:
+        self._say(f"{_end_of(daemon)}: {loss}ending the job")
         code = daemon.exited.result()
-        self._output.show_log_of(daemon.name)
-        loss = ""
-        if self._listening and number != SCHEDULER:
-            copies = "each value has one copy" if self._job.replicas == 1 else "no other server is left"
-            loss = f" its part of the keys is gone, since {copies}: start the job again from a checkpoint;"
-        self._say(f"{_title(daemon)} ended ({_in_words(daemon, code)}):{loss} ending the job")
         return ExitCode.USAGE if code == ExitCode.USAGE else ExitCode.FAILED  # its settings are ours
 
     def _on_sink_error(self, stream: Stream, error: OSError) -> None:
@@ -285,10 +302,10 @@ class Supervisor:
     async def _end(self) -> None:
         """End what runs: workers, servers, scheduler, in this order, for each needs those after it."""
         self._output.expect_ends()
-        await self._end_all(self._workers.values())
-        await self._end_all([daemon for number, daemon in self._daemons.items() if number != SCHEDULER])
-        await self._end_all([daemon for number, daemon in self._daemons.items() if number == SCHEDULER])
-        outputs = [child.output for child in (*self._children(), *self._ended)]
+        await self._end_all(self._crew.workers.values())
+        await self._end_all(self._crew.servers.values())
+        await self._end_all([] if self._crew.scheduler is None else [self._crew.scheduler])
+        outputs = self._crew.outputs()
         limit_s = KILL_GRACE_S if self._stop.at_once.done() else self._job.grace_s
         # all() stops at the first that is stuck: those who read the output have stopped reading
         await self._loop.run_in_executor(None, lambda: all(output.join(limit_s) for output in outputs))
@@ -328,8 +345,11 @@ async def _nothing() -> dict[str, str]:
     return {}
 
 
-def _title(child: Child) -> str:
-    return f"{child.name} on {child.host}" if child.host else child.name
+def _end_of(child: Child) -> str:
+    """Which process ended, and how."""
+    title = f"{child.name} on {child.host}" if child.host else child.name
+    verb = "failed" if child.name.startswith("worker-") else "ended"
+    return f"{title} {verb} ({_in_words(child, child.exited.result())})"
 
 
 def _in_words(child: Child, code: int) -> str:

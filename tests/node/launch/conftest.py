@@ -1,4 +1,4 @@
-"""What the tests of the launcher share: a stand-in for the daemons, collected lines, and launchers to end."""
+"""What the tests of the launcher share: stand-ins for daemons and ssh, collected lines, and launchers to end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.node.launch.harness import DAEMON, Launcher, Lines
+from tests.node.launch.harness import DAEMON, FAKE_SSH, Launcher, Lines
 
 
 @pytest.fixture
@@ -17,6 +17,14 @@ def daemon(tmp_path: Path) -> tuple[str, ...]:
     path = tmp_path / "daemon.py"
     path.write_text(DAEMON)
     return (sys.executable, "-S", str(path))
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> tuple[str, ...]:
+    """Runs the command of a host on this machine, in another folder."""
+    path = tmp_path / "ssh.py"
+    path.write_text(FAKE_SSH)
+    return (sys.executable, "-I", "-S", str(path))
 
 
 @pytest.fixture

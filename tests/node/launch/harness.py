@@ -29,12 +29,13 @@ if sys.argv[1] == "server" and "SERVER_IS_UP" in os.environ:
     with open(os.environ["SERVER_IS_UP"], "a") as file:
         file.write("x")
 if os.environ.get("FAILS") in (sys.argv[1], os.environ["KVD_NODE_ID"]):
-    sys.exit(int(os.environ["FAILS_WITH"]))
+    if os.path.exists(os.environ.get("FAILS_IF", "/")):
+        sys.exit(int(os.environ["FAILS_WITH"]))
 if sys.argv[1] == "scheduler" and "NEVER_READY" not in os.environ:
     with open(sys.argv[sys.argv.index("--ready-file") + 1], "w") as file:
         file.write("tcp://127.0.0.1:12345\\n")
-    name = os.environ["NOTIFY_SOCKET"]
-    socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"READY=1\\nSTATUS=x", "\\0" + name[1:])
+    if name := os.environ.get("NOTIFY_SOCKET"):
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"READY=1\\nSTATUS=x", "\\0" + name[1:])
 signal.sigwait({signal.SIGTERM})
 print("down", os.environ["KVD_NODE_ID"], flush=True)
 """
@@ -46,11 +47,50 @@ while not os.path.exists(up := os.environ["SERVER_IS_UP"]) or os.stat(up).st_siz
     time.sleep(0.01)
 """
 
+FAKE_SSH = """
+import os, signal, subprocess, sys, threading
+host, command = sys.argv[sys.argv.index("--") + 1 :]
+if host == "refused":
+    print("ssh: connect to host refused port 22: Connection refused", file=sys.stderr)
+    sys.exit(255)
+if host == "silent":
+    open(os.environ["IS_SILENT"], "w").close()
+    signal.pause()
+if host == "stuck" and command.endswith(" run"):
+    with open(os.environ["STUCK"], "a") as file:
+        file.write("x")
+    signal.pause()
+if host == "noisy":
+    print("welcome to noisy\\nhave a nice day", end=", ", flush=True)
+if host == "closed":
+    print("This account is not available.")
+    sys.exit(1)
+if host == "bare":
+    command = "exec /no/such/python x"
+if host == "gone":
+    os.rmdir(os.environ["FOLDER"])
+seen = {"SSH_CONNECTION": "127.0.0.1 50000 127.0.0.1 22", "FAKE_HOST": host}
+remote = subprocess.Popen(
+    ["/bin/sh", "-c", command], stdin=subprocess.PIPE, cwd="/", env=os.environ | seen, start_new_session=True
+)
+def pass_on():
+    try:
+        while data := os.read(0, 4096):
+            os.write(remote.stdin.fileno(), data)
+        remote.stdin.close()
+    except BrokenPipeError:
+        pass
+threading.Thread(target=pass_on, daemon=True).start()
+code = remote.wait()
+os._exit(code if code >= 0 else 255)
+"""
+
 LAUNCHER = """
 import json, os, sys
-from kvd.node.launch import Host, Job, run
+from kvd.node.launch import Host, Job, RestartRule, run
 given = json.loads(sys.argv[1])
 given["hosts"] = [Host(*host) for host in given.get("hosts", [])]
+given["restarts"] = RestartRule(**given.get("restarts", {}))
 def show(node, stream, line):  # from several threads: one write is one line, which print does not promise
     os.write(1, f"{node} {stream} {line.decode()}\\n".encode())
 sys.exit(run(Job(**given), show))

@@ -44,3 +44,16 @@ def test_what_a_process_left_in_its_session_is_killed_when_it_ends(lines: Lines,
     assert asyncio.run(main()) == 5
     assert lines.of("x") == ["begun"]
     assert marked(mark["JOB_MARK"]) == []
+
+
+def test_what_never_began_on_its_host_has_not_run(lines: Lines) -> None:
+    async def main() -> None:
+        never_began = Child(ProcessSpec("x", ["true"], os.environ, host="a", order=b"{}"), lines.take, lambda *_: None)
+        ran = Child(ProcessSpec("y", ["true"], os.environ), lines.take, lambda *_: None)
+        for child in (never_began, ran):
+            await asyncio.wait_for(child.exited, DEADLINE_S)
+        await asyncio.sleep(0)  # for what is done at its end
+        assert never_began.ran_s == 0.0
+        assert ran.ran_s == ran.ran_s > 0.0, "it has ended: the time stands"
+
+    asyncio.run(main())

@@ -140,53 +140,6 @@ def test_the_order_is_not_on_the_command_line() -> None:
     assert command[-1].startswith(f"exec {sys.executable} -I -S ")
 
 
-FAKE_SSH = """
-import os, signal, subprocess, sys, threading
-host, command = sys.argv[sys.argv.index("--") + 1 :]
-if host == "refused":
-    print("ssh: connect to host refused port 22: Connection refused", file=sys.stderr)
-    sys.exit(255)
-if host == "silent":
-    open(os.environ["IS_SILENT"], "w").close()
-    signal.pause()
-if host == "stuck" and command.endswith(" run"):
-    with open(os.environ["STUCK"], "a") as file:
-        file.write("x")
-    signal.pause()
-if host == "noisy":
-    print("welcome to noisy\\nhave a nice day", end=", ", flush=True)
-if host == "closed":
-    print("This account is not available.")
-    sys.exit(1)
-if host == "bare":
-    command = "exec /no/such/python x"
-if host == "gone":
-    os.rmdir(os.environ["FOLDER"])
-seen = {"SSH_CONNECTION": "127.0.0.1 50000 127.0.0.1 22", "FAKE_HOST": host}
-remote = subprocess.Popen(
-    ["/bin/sh", "-c", command], stdin=subprocess.PIPE, cwd="/", env=os.environ | seen, start_new_session=True
-)
-def pass_on():
-    try:
-        while data := os.read(0, 4096):
-            os.write(remote.stdin.fileno(), data)
-        remote.stdin.close()
-    except BrokenPipeError:
-        pass
-threading.Thread(target=pass_on, daemon=True).start()
-code = remote.wait()
-os._exit(code if code >= 0 else 255)
-"""
-
-
-@pytest.fixture
-def ssh(tmp_path: Path) -> tuple[str, ...]:
-    """Runs the command of a host on this machine, in another folder."""
-    path = tmp_path / "ssh.py"
-    path.write_text(FAKE_SSH)
-    return (sys.executable, "-I", "-S", str(path))
-
-
 def test_a_job_on_two_hosts(ssh: Any, daemon: Any, lines: Lines, mark: dict[str, str], tmp_path: Path) -> None:
     code = """
         import os

@@ -12,7 +12,7 @@ import pytest
 
 from kvd.errors import ConfigError
 from kvd.node.keyfiles import new_cluster_key, parse_key, read_key, write_key
-from kvd.node.launch import Job, parse_hosts, run
+from kvd.node.launch import Job, RestartRule, parse_hosts, run
 from kvd.node.launch.job_key import job_key
 from tests.node.launch.harness import Lines, python
 
@@ -83,7 +83,7 @@ def test_all_processes_get_the_same_key_also_when_they_are_started_again(
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "runs"))  # for the host
     job = Job(
-        command=python(SHOW_KEY), workers=1, servers=1, environment=environment, daemon=daemon, restarts=1,
+        command=python(SHOW_KEY), workers=1, servers=1, environment=environment, daemon=daemon, restarts=RestartRule(1),
         hosts=parse_hosts(hosts) if hosts else (), ssh=[str(ssh)],
     )  # fmt: skip
     assert run(job, lines.take, handle_signals=False) == 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvd.errors import ConfigError, RequestTimeout
-from kvd.node.launch import Job, run
+from kvd.node.launch import Job, RestartRule, run
 from tests.node.launch.harness import WAIT_FOR_SERVERS, Lines, python, shell
 
 
@@ -75,15 +75,22 @@ def test_a_worker_is_restarted_under_its_name(tmp_path: Path, daemon: Any, lines
         if starts < 2 and mine.name == "worker-1":
             os.kill(os.getpid(), signal.SIGKILL)
     """
-    job = Job(command=python(code), workers=2, servers=1, environment=mark, restarts=2, daemon=daemon)
+    job = Job(command=python(code), workers=2, servers=1, environment=mark, restarts=RestartRule(2), daemon=daemon)
     assert run(job, lines.take, handle_signals=False) == 0
     assert lines.of("worker-1") == ["start 0", "start 1", "start 2"]
     assert lines.of("worker-0") == ["start 0"]
-    assert "worker-1 failed (SIGKILL): restart 2 of 2" in lines.of("launch")
+    assert "worker-1 failed (SIGKILL): restart 2 of 2 in 1 s" in lines.of("launch")
 
 
 def test_restarts_are_counted(daemon: Any, lines: Lines, mark: dict[str, str]) -> None:
-    job = Job(command=shell("exit 5"), workers=1, servers=1, environment=mark, restarts=3, daemon=daemon)
+    job = Job(
+        command=shell("exit 5"),
+        workers=1,
+        servers=1,
+        environment=mark,
+        restarts=RestartRule(3, first_s=0.01),
+        daemon=daemon,
+    )
     assert run(job, lines.take, handle_signals=False) == 5
     assert len(lines.of("launch")) == 4
 
@@ -116,7 +123,7 @@ def test_with_two_replicas_a_job_goes_on_without_a_server(
     """
     job = Job(
         command=python(code), workers=1, servers=2, environment={**mark, "FAILS": "server-1", "FAILS_WITH": "3"},
-        daemon=daemon, restarts=restarts, replicas=2,
+        daemon=daemon, restarts=RestartRule(restarts, first_s=0.0), replicas=2,
     )  # fmt: skip
     assert run(job, take, handle_signals=False) == 0
     why = "server-1 ended (exit code 3): "
