@@ -86,7 +86,7 @@ class RemoteSegments:
     @property
     def has_unreleased(self) -> bool:
         """Whether there are payloads whose release the other end has not been told of."""
-        return bool(self._in_use)
+        return bool(self._in_use or self._to_release)
 
     def add_segment(self, number: int, descriptor: int, nbytes: int) -> None:
         """Checks a segment and maps it. The caller keeps the descriptor. Raises InvalidFrameError."""

@@ -59,6 +59,10 @@ class Node:
         """Returns when it is known how messages to each server travel."""
         await eventually(lambda: not self.transport._waiting)
 
+    async def has_received(self, count: int) -> None:
+        """Returns when so many messages have come."""
+        await eventually(lambda: len(self.messages) == count)
+
     def leases(self) -> int:
         return sum(link.leases for link in self.transport._reader.links)
 
@@ -70,10 +74,14 @@ class Node:
 class Process:
     """A second process that listens."""
 
-    def __init__(self, *prefix: str) -> None:
+    def __init__(self, *prefix: str, options: tuple[str, ...] = ()) -> None:
         self.incarnation = ServerPeer(secrets.randbits(61) + 1)
         self.process = subprocess.Popen(
-            [*prefix, *PEER, str(self.incarnation)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+            [*prefix, *PEER, str(self.incarnation), *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
         )
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()

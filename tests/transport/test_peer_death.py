@@ -11,8 +11,10 @@ import time
 import numpy as np
 import pytest
 
+from kvd.core.machine import Peer
+from kvd.core.principals import Principal
 from kvd.protocol.messages import PathKind
-from tests.transport.host_harness import Node, Process, eventually, run, two_nodes, with_process
+from tests.transport.host_harness import Node, Process, connected, eventually, run, two_nodes, with_process
 from tests.transport.link_harness import MIB, memory_in_use
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind", "quick_releases")
@@ -29,6 +31,21 @@ def test_payloads_are_released_without_traffic() -> None:
             await eventually(lambda: not client.leases())
             await asyncio.sleep(0.25)
             assert not server.transport._reader.watches_payloads
+
+    run(main)
+
+
+def test_a_payload_that_nobody_keeps_is_released_without_traffic() -> None:
+    class Careless(Node):
+        def _take(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal) -> None:
+            self.messages.append((peer, header, None))
+
+    async def main() -> None:
+        async with connected(Node(), Careless()) as (client, server, incarnation):
+            assert client.send(incarnation, b"h", bytes(100_000))
+            await eventually(lambda: server.messages)
+            await eventually(lambda: not client.leases())
+            await eventually(lambda: not server.transport._reader.watches_payloads)
 
     run(main)
 
