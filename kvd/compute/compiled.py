@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvd.compute.kernels import kernel_of, loop_name
+from kvd.compute.kernels import KEEPING, kernel_of, loop_name
 from kvd.compute.tensors import BFLOAT16, dtype_name
 from kvd.optimizer import Optimizer
 
@@ -147,12 +147,13 @@ def loop_for(name: str, source: np.dtype[Any], target: np.dtype[Any]) -> Loop:
     return loop
 
 
-def warm_up(optimizer: Optimizer | None, dtype: object = np.float32) -> bool:
+def warm_up(optimizer: Optimizer | None, dtype: object = np.float32, *, keeps_merged: bool = False) -> bool:
     """Compile now what updates of ``dtype`` will need, and wait for it: for tests and measurements.
 
     Args:
         optimizer: the rule, or None for a merge alone.
         dtype: a dtype that NumPy or ml_dtypes knows.
+        keeps_merged: for updates that keep the merged gradient, too.
 
     Returns:
         Whether compiled loops will be used; if not, ``kernels_in_use`` says why.
@@ -166,6 +167,8 @@ def warm_up(optimizer: Optimizer | None, dtype: object = np.float32) -> bool:
     wanted = [loop_for(name, target, target)]
     if name != "merge" and target.itemsize == 2:
         wanted.append(loop_for(name, np.dtype(np.float32), target))
+    if keeps_merged:
+        wanted.append(loop_for(name + KEEPING, target, target))
     for loop in wanted:
         _compiler.compile(loop)
     return all(loop.is_ready for loop in wanted)

@@ -21,6 +21,7 @@ numbers             shape (7 + own,), in the compute dtype: factor of ``first``,
                     rescale_grad, −clip, clip, wd, then the scalars of the kernel
 divide, decay       whether there is a divisor, and a coupled weight decay; what is multiplied by 1 or clipped at
                     infinity keeps its bits, but ``+ 0·w`` does not
+kept                shape (n,), in the compute dtype: receives the merged gradient; None: nobody wants it
 ==================  ================================================================================================
 
 float16 comes as its bits in int16, bfloat16 as its bits in uint16: numba knows neither. For an update, the source may
@@ -37,6 +38,8 @@ import numba
 import numpy as np
 from numba import types
 from numba.extending import overload
+
+from kvd.compute.kernels import KEEPING
 
 DISABLED: bool = bool(getattr(numba.config, "DISABLE_JIT", False))
 """Whether NUMBA_DISABLE_JIT asks for plain Python, which would be a thousand times slower than NumPy."""
@@ -166,19 +169,19 @@ def _choose_rounded(value: Any, out: Any) -> Any:
 _implement(_rounded, _choose_rounded, inline="always")
 
 
-def _keep(value: Any, index: Any, weight: Any) -> None:
-    """Write a new weight to the master, which alone of all weights may be written."""
+def _keep(value: Any, index: Any, array: Any) -> None:
+    """Write a number to an array that may be written: of all weights that is the master alone. None takes nothing."""
     raise NotImplementedError
 
 
-def _choose_keep(value: Any, index: Any, weight: Any) -> Any:
-    def served(value: Any, index: Any, weight: Any) -> None:
+def _choose_keep(value: Any, index: Any, array: Any) -> Any:
+    def nothing(value: Any, index: Any, array: Any) -> None:
         pass
 
-    def master(value: Any, index: Any, weight: Any) -> None:
-        weight[index] = value
+    def write(value: Any, index: Any, array: Any) -> None:
+        array[index] = value
 
-    return master if weight.mutable else served
+    return write if getattr(array, "mutable", False) else nothing
 
 
 _implement(_keep, _choose_keep, inline="always")
@@ -205,9 +208,9 @@ def _merged(first: Any, second: Any, shared: Any, pair: Any, divide: Any) -> Any
 
 
 @_inlined
-def _gradient(first: Any, second: Any, weight: Any, shared: Any, pair: Any, divide: Any, decay: Any) -> Any:
+def _gradient(merged: Any, weight: Any, shared: Any, decay: Any) -> Any:
     """One element of ``clip(rescale · merged) + wd · w``; NaN stays NaN."""
-    value = _merged(first, second, shared, pair, divide) * shared[3]
+    value = merged * shared[3]
     value = shared[4] if value < shared[4] else value
     value = shared[5] if value > shared[5] else value
     if decay:
@@ -225,25 +228,40 @@ def merge(first: Any, second: Any, pair: Any, out: Any, numbers: Any, divide: An
         out[i] = _rounded(_merged(first[i], second[i], shared, pair, divide), out)
 
 
-def sgd(first: Any, second: Any, pair: Any, weight: Any, out: Any, numbers: Any, divide: Any, decay: Any) -> None:
+def sgd(
+    first: Any, second: Any, pair: Any, weight: Any, out: Any, numbers: Any, divide: Any, decay: Any, kept: Any
+) -> None:
     """SGD without momentum. Its own numbers: η and the momentum."""
     rate = numbers[7]
     shared = _first_numbers(numbers)
     for i in range(out.size):
-        g = _gradient(first[i], second[i], weight[i], shared, pair, divide, decay)
+        value = _merged(first[i], second[i], shared, pair, divide)
+        _keep(value, i, kept)
+        g = _gradient(value, weight[i], shared, decay)
         w = weight[i] - g * rate
         _keep(w, i, weight)
         out[i] = _rounded(w, out)
 
 
 def sgd_momentum(
-    first: Any, second: Any, pair: Any, weight: Any, out: Any, buffer: Any, numbers: Any, divide: Any, decay: Any
+    first: Any,
+    second: Any,
+    pair: Any,
+    weight: Any,
+    out: Any,
+    buffer: Any,
+    numbers: Any,
+    divide: Any,
+    decay: Any,
+    kept: Any,
 ) -> None:
     """SGD with momentum. Its own numbers: η and the momentum."""
     rate, momentum = numbers[7], numbers[8]
     shared = _first_numbers(numbers)
     for i in range(out.size):
-        g = _gradient(first[i], second[i], weight[i], shared, pair, divide, decay)
+        value = _merged(first[i], second[i], shared, pair, divide)
+        _keep(value, i, kept)
+        g = _gradient(value, weight[i], shared, decay)
         b = buffer[i] * momentum + g
         buffer[i] = b
         w = weight[i] - b * rate
@@ -252,13 +270,24 @@ def sgd_momentum(
 
 
 def sgd_nesterov(
-    first: Any, second: Any, pair: Any, weight: Any, out: Any, buffer: Any, numbers: Any, divide: Any, decay: Any
+    first: Any,
+    second: Any,
+    pair: Any,
+    weight: Any,
+    out: Any,
+    buffer: Any,
+    numbers: Any,
+    divide: Any,
+    decay: Any,
+    kept: Any,
 ) -> None:
     """SGD with Nesterov's momentum. Its own numbers: η and the momentum."""
     rate, momentum = numbers[7], numbers[8]
     shared = _first_numbers(numbers)
     for i in range(out.size):
-        g = _gradient(first[i], second[i], weight[i], shared, pair, divide, decay)
+        value = _merged(first[i], second[i], shared, pair, divide)
+        _keep(value, i, kept)
+        g = _gradient(value, weight[i], shared, decay)
         b = buffer[i] * momentum + g
         buffer[i] = b
         w = weight[i] - (g + b * momentum) * rate
@@ -277,30 +306,44 @@ def adam(
     numbers: Any,
     divide: Any,
     decay: Any,
+    kept: Any,
 ) -> None:
     """Adam and AdamW. Their own numbers: β1, 1 − β1, β2, 1 − β2, step size, ε̂, and the factor of the decay."""
     beta1, rest1, beta2, rest2 = numbers[7], numbers[8], numbers[9], numbers[10]
-    step_size, epsilon, kept = numbers[11], numbers[12], numbers[13]
+    step_size, epsilon, left = numbers[11], numbers[12], numbers[13]
     shared = _first_numbers(numbers)
     for i in range(out.size):
-        g = _gradient(first[i], second[i], weight[i], shared, pair, divide, decay)
+        value = _merged(first[i], second[i], shared, pair, divide)
+        _keep(value, i, kept)
+        g = _gradient(value, weight[i], shared, decay)
         m = mean[i] * beta1 + g * rest1
         v = variance[i] * beta2 + g * g * rest2
         mean[i] = m
         variance[i] = v
-        w = weight[i] * kept - m / (math.sqrt(v) + epsilon) * step_size
+        w = weight[i] * left - m / (math.sqrt(v) + epsilon) * step_size
         _keep(w, i, weight)
         out[i] = _rounded(w, out)
 
 
 def adagrad(
-    first: Any, second: Any, pair: Any, weight: Any, out: Any, total: Any, numbers: Any, divide: Any, decay: Any
+    first: Any,
+    second: Any,
+    pair: Any,
+    weight: Any,
+    out: Any,
+    total: Any,
+    numbers: Any,
+    divide: Any,
+    decay: Any,
+    kept: Any,
 ) -> None:
     """Adagrad. Its own numbers: the decayed η and ε."""
     rate, epsilon = numbers[7], numbers[8]
     shared = _first_numbers(numbers)
     for i in range(out.size):
-        g = _gradient(first[i], second[i], weight[i], shared, pair, divide, decay)
+        value = _merged(first[i], second[i], shared, pair, divide)
+        _keep(value, i, kept)
+        g = _gradient(value, weight[i], shared, decay)
         s = total[i] + g * g
         total[i] = s
         w = weight[i] - g / (math.sqrt(s) + epsilon) * rate
@@ -309,13 +352,24 @@ def adagrad(
 
 
 def rmsprop(
-    first: Any, second: Any, pair: Any, weight: Any, out: Any, square: Any, numbers: Any, divide: Any, decay: Any
+    first: Any,
+    second: Any,
+    pair: Any,
+    weight: Any,
+    out: Any,
+    square: Any,
+    numbers: Any,
+    divide: Any,
+    decay: Any,
+    kept: Any,
 ) -> None:
     """RMSProp. Its own numbers: η, α, 1 − α, ε and the momentum, as for its three relatives."""
     rate, alpha, rest, epsilon = numbers[7], numbers[8], numbers[9], numbers[10]
     shared = _first_numbers(numbers)
     for i in range(out.size):
-        g = _gradient(first[i], second[i], weight[i], shared, pair, divide, decay)
+        value = _merged(first[i], second[i], shared, pair, divide)
+        _keep(value, i, kept)
+        g = _gradient(value, weight[i], shared, decay)
         v = square[i] * alpha + g * g * rest
         square[i] = v
         w = weight[i] - g / (math.sqrt(v) + epsilon) * rate
@@ -334,12 +388,15 @@ def rmsprop_momentum(
     numbers: Any,
     divide: Any,
     decay: Any,
+    kept: Any,
 ) -> None:
     """RMSProp with momentum."""
     rate, alpha, rest, epsilon, momentum = numbers[7], numbers[8], numbers[9], numbers[10], numbers[11]
     shared = _first_numbers(numbers)
     for i in range(out.size):
-        g = _gradient(first[i], second[i], weight[i], shared, pair, divide, decay)
+        value = _merged(first[i], second[i], shared, pair, divide)
+        _keep(value, i, kept)
+        g = _gradient(value, weight[i], shared, decay)
         v = square[i] * alpha + g * g * rest
         square[i] = v
         b = buffer[i] * momentum + g / (math.sqrt(v) + epsilon)
@@ -367,13 +424,16 @@ def rmsprop_centered(
     numbers: Any,
     divide: Any,
     decay: Any,
+    kept: Any,
 ) -> None:
     """RMSProp, centered."""
     rate, alpha, rest, epsilon = numbers[7], numbers[8], numbers[9], numbers[10]
     zero = numbers.dtype.type(0)
     shared = _first_numbers(numbers)
     for i in range(out.size):
-        g = _gradient(first[i], second[i], weight[i], shared, pair, divide, decay)
+        value = _merged(first[i], second[i], shared, pair, divide)
+        _keep(value, i, kept)
+        g = _gradient(value, weight[i], shared, decay)
         v = square[i] * alpha + g * g * rest
         a = mean[i] * alpha + g * rest
         square[i] = v
@@ -396,13 +456,16 @@ def rmsprop_centered_momentum(
     numbers: Any,
     divide: Any,
     decay: Any,
+    kept: Any,
 ) -> None:
     """RMSProp, centered and with momentum."""
     rate, alpha, rest, epsilon, momentum = numbers[7], numbers[8], numbers[9], numbers[10], numbers[11]
     zero = numbers.dtype.type(0)
     shared = _first_numbers(numbers)
     for i in range(out.size):
-        g = _gradient(first[i], second[i], weight[i], shared, pair, divide, decay)
+        value = _merged(first[i], second[i], shared, pair, divide)
+        _keep(value, i, kept)
+        g = _gradient(value, weight[i], shared, decay)
         v = square[i] * alpha + g * g * rest
         a = mean[i] * alpha + g * rest
         square[i] = v
@@ -446,17 +509,18 @@ def compile_loop(name: str, source: str, target: str) -> Callable[..., None]:
     of these can be written, or what is there cannot be read, the loop is compiled without one.
 
     Args:
-        name: one of the loops above.
+        name: one of the loops above, or that with ``KEEPING`` behind it.
         source, target: the names of the dtypes of the contributions and of ``out``.
 
     Returns:
         The loop. It takes arrays that are C-contiguous, of any alignment; those that it only reads may be read-only.
     """
-    signature = _signature(name, source, target)
+    loop, slots = _LOOPS[name.removesuffix(KEEPING)]
+    signature = _signature(slots, source, target, name.endswith(KEEPING))
     try:
-        return _compiled(_LOOPS[name][0], signature, cache=True)
+        return _compiled(loop, signature, cache=True)
     except Exception:  # noqa: BLE001 - a cache on disk fails in many ways, and a second failure is no fault of it
-        return _compiled(_LOOPS[name][0], signature, cache=False)
+        return _compiled(loop, signature, cache=False)
 
 
 def _compiled(function: Callable[..., None], signature: tuple[Any, ...], cache: bool) -> Callable[..., None]:
@@ -466,8 +530,7 @@ def _compiled(function: Callable[..., None], signature: tuple[Any, ...], cache: 
     return cast(Callable[..., None], dispatcher)
 
 
-def _signature(name: str, source: str, target: str) -> tuple[Any, ...]:
-    slots = _LOOPS[name][1]
+def _signature(slots: int | None, source: str, target: str, keeps: bool) -> tuple[Any, ...]:
     compute = types.float64 if target == "float64" else types.float32
     half = target in ("float16", "bfloat16")
     given = _array(_TYPES[source], readonly=True)
@@ -476,8 +539,9 @@ def _signature(name: str, source: str, target: str) -> tuple[Any, ...]:
     if slots is None:
         return *sources, out, numbers, types.boolean
     weight = _array(compute, readonly=not half)
-    kept = [_array(compute, readonly=False)] * slots
-    return *sources, weight, out, *kept, numbers, types.boolean, types.boolean
+    writable = _array(compute, readonly=False)
+    kept = writable if keeps else types.none
+    return *sources, weight, out, *[writable] * slots, numbers, types.boolean, types.boolean, kept
 
 
 def _array(dtype: Any, readonly: bool) -> Any:

@@ -19,6 +19,9 @@ from kvd.optimizer import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
 
 Array = np.ndarray[Any, Any]
 
+KEEPING = "_keeping"
+"""Ends the name of a compiled loop that keeps the merged gradient: a replica is given it."""
+
 
 class Kernel(Protocol):
     """The arithmetic of one optimizer with its fields; what ``kernel()`` of a custom optimizer returns."""

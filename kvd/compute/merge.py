@@ -165,9 +165,9 @@ def plan_merge(
     contributions: Sequence[Array], mode: MergeMode, samples: Sequence[int] | None, like: Array
 ) -> MergePlan:
     """Check a merge into an array such as ``like`` and return it as a plan. Raises what ``merge`` raises."""
-    _check_arrays(contributions, like)
     dtype = like.dtype
     wide = accumulator_dtype(dtype)
+    _check_arrays(contributions, dtype, like.shape)
     if mode == "sum":
         return MergePlan(tuple(contributions), dtype, wide)
     if mode == "mean":
@@ -181,6 +181,20 @@ def plan_merge(
     weights = tuple(np.asarray(number, wide) for _, number in counted)
     divisor = np.asarray(sum(numbers), wide)
     return MergePlan(tuple(array for array, _ in counted), dtype, wide, weights, divisor if counted else None)
+
+
+def plan_merged(contributions: Sequence[Array], like: Array) -> MergePlan:
+    """Check what another server has merged for an array such as ``like``: one array, in the accumulator's dtype.
+
+    Raises:
+        ShapeMismatch, DtypeMismatch: as ``merge``.
+        NotAllowed: it is not one array.
+    """
+    wide = accumulator_dtype(like.dtype)
+    _check_arrays(contributions, wide, like.shape)
+    if len(contributions) > 1:
+        raise NotAllowed(f"what was merged is one array, not {len(contributions)}")
+    return MergePlan(tuple(contributions), wide, wide)
 
 
 def merge_tile(plan: MergePlan, part: slice, accumulator: Array, scratch: Array) -> None:
@@ -229,17 +243,16 @@ def _mean_divisor(count: int, wide: np.dtype[Any]) -> Array | None:
     return np.asarray(count, np.int64 if is_integer(wide) else wide)
 
 
-def _check_arrays(contributions: Sequence[Array], like: Array) -> None:
+def _check_arrays(contributions: Sequence[Array], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
     if not contributions:
         raise NotAllowed("there is nothing to merge: a merge needs at least one contribution")
-    dtype, shape = like.dtype, like.shape
     if dtype not in _KEY_DTYPES:
         dtype_name(dtype)
     if len(shape) != 1:
         raise ShapeMismatch(f"expected one dimension, got the shape {shape}")
     for array in contributions:
         if array.shape != shape:
-            raise ShapeMismatch(f"expected one dimension of {like.size} elements, got the shape {array.shape}")
+            raise ShapeMismatch(f"expected one dimension of {shape[0]} elements, got the shape {array.shape}")
         # Most are the very same object, which is quicker to see.
         if array.dtype is not dtype and array.dtype != dtype:
             raise DtypeMismatch(f"expected {dtype_name(dtype)}, got {dtype_name(array.dtype)}")

@@ -20,6 +20,7 @@ import numpy as np
 
 from kvd.compute.compiled import BITS, Function, are_contiguous, as_bits, loop_for
 from kvd.compute.kernels import (
+    KEEPING,
     Array,
     Kernel,
     Shared,
@@ -40,6 +41,7 @@ from kvd.compute.merge import (
     merge,
     merge_tile,
     plan_merge,
+    plan_merged,
     tiles,
 )
 from kvd.compute.quiet import quietly
@@ -72,6 +74,11 @@ class SliceState:
     def nbytes(self) -> int:
         """The memory of the arrays, in bytes."""
         return sum(slot.nbytes for slot in self.slots.values()) + (0 if self.master is None else self.master.nbytes)
+
+    def copy(self) -> SliceState:
+        """Return the same in arrays of its own."""
+        master = None if self.master is None else self.master.copy()
+        return SliceState(self.step, master, {name: slot.copy() for name, slot in self.slots.items()})
 
     def export(self) -> dict[str, Array]:
         """Return copies of everything as arrays: ``step`` (0-d int64), ``master`` if there is one, ``slot/<name>``."""
@@ -115,6 +122,8 @@ def apply_update(
     tile: int = TILE,
     *,
     step_scalars: tuple[float, ...] | None = None,
+    merged: Array | None = None,
+    is_merged: bool = False,
 ) -> None:
     """Merge ``contributions`` and write the next version of a slice into ``out``.
 
@@ -130,21 +139,28 @@ def apply_update(
         out: of the dtype and length of ``current``, in memory of its own.
         tile: elements to calculate at a time, ≥ 1; the bits do not depend on it.
         step_scalars: what ``scalars(optimizer, state.step + 1)`` returned on another server; None: calculated here.
+        merged: receives the merged gradient as the optimizer gets it, shape (n,), in the accumulator's dtype; needs
+            an optimizer. None: nobody wants it.
+        is_merged: ``contributions`` is one array that an update elsewhere left in its ``merged``: the bits of weights
+            and state are those of that update. Not looked at are then ``mode`` and ``samples``.
 
     Raises:
         ShapeMismatch: lengths differ, or ``state`` belongs to a slice of another length.
         DtypeMismatch: dtypes differ, or an optimizer is to update integers.
-        NotAllowed: as for ``merge``; or ``out`` shares memory with ``current``; or there are too few ``step_scalars``.
+        NotAllowed: as for ``merge``; or ``out`` shares memory with ``current``; or there are too few ``step_scalars``;
+            or ``merged`` and ``is_merged`` come without an optimizer.
     """
     _check_weights(current, out)
     if optimizer is None:
+        if merged is not None or is_merged:
+            raise NotAllowed("without an optimizer, the merged gradient is the next version itself")
         merge(contributions, out, mode, samples, tile)
         state.master = None
         return
     if is_integer(current.dtype):
         raise DtypeMismatch(f"an optimizer cannot update {dtype_name(current.dtype)}: give the key a float dtype")
-    plan = plan_merge(contributions, mode, samples, like=current)
-    rule = _rule_of(optimizer, plan.dtype)
+    plan = plan_merged(contributions, current) if is_merged else plan_merge(contributions, mode, samples, like=current)
+    rule = _rule_of(optimizer, current.dtype)
     numbers = (*rule.shared, *rule.kernel.scalars(state.step + 1))
     if step_scalars is not None:
         if len(step_scalars) != len(numbers):
@@ -152,15 +168,17 @@ def apply_update(
         numbers = step_scalars
     cast = rule.cast if step_scalars is None else None
     _check_state(state, rule.slot_names, current)
+    if merged is not None:
+        _check_like("the merged gradient", merged, current)
+    if rule.name is None:
+        _update_by_custom_kernel(rule, plan, numbers, state, current, out, tile, merged)
+        return
     slots = _open_state(state, rule.slot_names, current)
-    function = rule.function(plan, current, out, slots)
+    function = rule.function(plan, current, out, slots, merged)
     if function is not None:
-        quietly(_update_compiled, function, plan, numbers, state.master, slots, current, out, tile)
-    elif rule.name is not None:
-        quietly(_update, plan, rule.kernel, numbers, cast, state.master, slots, current, out, tile)
+        quietly(_update_compiled, function, plan, numbers, state.master, slots, current, out, tile, merged)
     else:
-        with np.errstate(all="ignore"):  # the kernel is not ours
-            _update(plan, rule.kernel, numbers, None, state.master, slots, current, out, tile)
+        quietly(_update, plan, rule.kernel, numbers, cast, state.master, slots, current, out, tile, merged)
     state.step += 1
 
 
@@ -175,7 +193,7 @@ class _Rule:
         name: of the compiled loops that equal the kernel; None if there are none.
     """
 
-    __slots__ = ("_long", "_short", "cast", "kernel", "name", "optimizer", "shared", "slot_names")
+    __slots__ = ("_keeping", "_long", "_short", "cast", "kernel", "name", "optimizer", "shared", "slot_names")
 
     def __init__(self, optimizer: Optimizer, dtype: np.dtype[Any]) -> None:
         self.optimizer = optimizer
@@ -187,13 +205,18 @@ class _Rule:
         if self.name is not None:
             self.cast = quietly(Shared.of, self.shared, accumulator_dtype(dtype))
             self._short = loop_for(self.name, dtype, dtype)
+            self._keeping = loop_for(self.name + KEEPING, dtype, dtype)
             self._long = loop_for(self.name, accumulator_dtype(dtype), dtype)
 
-    def function(self, plan: MergePlan, current: Array, out: Array, slots: Sequence[Array]) -> Function | None:
+    def function(
+        self, plan: MergePlan, current: Array, out: Array, slots: Sequence[Array], merged: Array | None
+    ) -> Function | None:
         """The compiled loop that is ready for this update, if any."""
-        if self.name is None or not are_contiguous(plan.contributions, (current, out), slots):
+        if not are_contiguous(plan.contributions, (current, out) if merged is None else (current, out, merged), slots):
             return None
-        return (self._short if plan.is_short else self._long).ready(current.size)
+        if plan.is_short and plan.dtype == current.dtype:
+            return (self._short if merged is None else self._keeping).ready(current.size)
+        return self._long.ready(current.size)
 
 
 _MANY_RULES = 1024
@@ -225,6 +248,7 @@ def _update(
     current: Array,
     out: Array,
     tile: int,
+    merged: Array | None,
 ) -> None:
     compute = plan.accumulator
     shared, own = shared or Shared.of(numbers[:3], compute), _cast(numbers[3:], compute)
@@ -233,15 +257,37 @@ def _update(
         weight = _cut(current if master is None else master, part)
         target = _cut(out, part) if master is None else weight
         scratch = whole.cut(weight.size)
-        if plan.is_plain and plan.dtype == compute:
-            gradient = _cut(plan.contributions[0], part)
-        else:
-            gradient = scratch.gradient
-            merge_tile(plan, part, gradient, scratch.first)
-        gradient = prepare_gradient(gradient, weight, shared, scratch)
+        gradient = prepare_gradient(_merged_tile(plan, part, merged, scratch), weight, shared, scratch)
         kernel.update_tile(weight, gradient, target, [_cut(slot, part) for slot in slots], own, scratch)
         if master is not None:
             np.copyto(_cut(out, part), weight, casting="unsafe")
+
+
+def _merged_tile(plan: MergePlan, part: slice, merged: Array | None, scratch: Scratch) -> Array:
+    """One tile of the merge, in ``merged`` if that is wanted: the one contribution itself, or else calculated."""
+    if merged is None and plan.is_plain and plan.dtype == plan.accumulator:
+        return _cut(plan.contributions[0], part)
+    gradient = scratch.gradient if merged is None else _cut(merged, part)
+    merge_tile(plan, part, gradient, scratch.first)
+    return gradient
+
+
+def _update_by_custom_kernel(
+    rule: _Rule,
+    plan: MergePlan,
+    numbers: tuple[float, ...],
+    state: SliceState,
+    current: Array,
+    out: Array,
+    tile: int,
+    merged: Array | None,
+) -> None:
+    """The same on a copy of the state, since the kernel may raise an error when it has updated some tiles."""
+    after = state.copy()
+    slots = _open_state(after, rule.slot_names, current)
+    with np.errstate(all="ignore"):  # the kernel is not ours
+        _update(plan, rule.kernel, numbers, None, after.master, slots, current, out, tile, merged)
+    state.step, state.master, state.slots = state.step + 1, after.master, after.slots
 
 
 def _update_compiled(
@@ -253,24 +299,25 @@ def _update_compiled(
     current: Array,
     out: Array,
     tile: int,
+    merged: Array | None,
 ) -> None:
     """The same by a compiled loop: one or two contributions in one go, others merged tile by tile and then updated."""
     rescale, clip, wd = numbers[:3]
     factors = plan.factors() if plan.is_short else (1.0, 1.0, 1.0)
     cast = np.array((*factors, rescale, -clip, clip, wd, *numbers[3:]), plan.accumulator)
-    bits = BITS.get(plan.dtype)
-    weight, target, decay = current if master is None else master, as_bits(out, bits), wd != 0.0
+    weight, target, decay = current if master is None else master, as_bits(out, BITS.get(out.dtype)), wd != 0.0
     if plan.is_short:
+        bits = BITS.get(plan.dtype)
         first, second = as_bits(plan.contributions[0], bits), as_bits(plan.contributions[-1], bits)
         pair, divide = len(plan.contributions) == 2, plan.divisor is not None
-        function(first, second, pair, weight, target, *slots, cast, divide, decay)
+        function(first, second, pair, weight, target, *slots, cast, divide, decay, merged)
         return
     whole = Scratch.of_thread(plan.accumulator, min(tile, current.size))
     for part in tiles(current.size, tile):
         scratch = whole.cut(part.stop - part.start)
-        merge_tile(plan, part, scratch.gradient, scratch.first)
+        gradient = _merged_tile(plan, part, merged, scratch)
         cuts = [slot[part] for slot in slots]
-        function(scratch.gradient, scratch.gradient, False, weight[part], target[part], *cuts, cast, False, decay)
+        function(gradient, gradient, False, weight[part], target[part], *cuts, cast, False, decay, None)
 
 
 def _parts(size: int, tile: int) -> Iterable[slice]:

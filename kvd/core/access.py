@@ -66,7 +66,7 @@ _MALFORMED_JOIN = Row("join", (m.Join,), ANY_KEY, Standing.NOTHING)  # refused f
 
 _ASKED_OF_THE_SCHEDULER = (
     Row("stay, and leave", (m.Heartbeat, m.Leave), NODES, Standing.JOINED),
-    Row("say that a backup holds a partition", (m.Synced,), SERVERS, Standing.JOINED),
+    Row("say who holds a partition", (m.Synced, m.OutOfSync), SERVERS, Standing.JOINED),
     Row(
         "meet at barriers, and ask who is missing",
         (m.Enter, m.Say, m.Listen, m.WaitReport),
@@ -106,6 +106,7 @@ _ASKED_OF_A_SERVER = (
     Row(
         "have records held",
         (
+            m.StartHolding,
             m.Install,
             m.Hold,
             m.HoldPublished,

@@ -275,7 +275,12 @@ class Create(NamedTuple):
 class Apply(NamedTuple):
     """Merge the contributions in their order and update a group: slices that lie side by side, alike in every buffer.
 
-    Its JobDone has the buffer of the new version. The number and layout of a group never change.
+    Its JobDone has the buffer of the new version; with `keeps_merged` a pair, that buffer and one of the merged
+    gradient. The number and layout of a group never change.
+
+    A merged gradient is in the dtype that contributions are summed in, float32 for float16 and bfloat16, element by
+    element as in the group; what lies between two slices there does not matter. There is one only with an optimizer,
+    and without `assign`.
     """
 
     job: int
@@ -287,7 +292,9 @@ class Apply(NamedTuple):
     contributions: tuple[Contribution, ...]
     assign: bool  # the first contribution's value becomes the stored one
     merge: str
-    optimizer: object  # in its form on the wire; None: the merged value replaces the stored one
+    optimizer: object  # None: the merged value replaces the stored one
+    keeps_merged: bool = False
+    is_merged: bool = False  # the one contribution with a span is such a merged gradient, of another server
 
 
 class Export(NamedTuple):
@@ -310,7 +317,10 @@ class Load(NamedTuple):
 
 
 class ResetState(NamedTuple):
-    """Forget the optimizer's state of every slice: another optimizer is set. Takes effect at once, without JobDone."""
+    """The optimizer's state of these slices (key and index) begins anew: another optimizer is set for them. Takes
+    effect at once, without JobDone."""
+
+    slices: tuple[tuple[str, int], ...]
 
 
 class ForgetState(NamedTuple):

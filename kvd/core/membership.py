@@ -131,6 +131,10 @@ class ViewState:
         """The rank of the server that leads a partition."""
         return self.partitions[partition].leader if self.partitions else partition
 
+    def leads(self, rank: int, key: str, slice_index: int) -> bool:
+        """Whether the server of this rank leads a slice."""
+        return self.leader_of(self.partition_of(key, slice_index)) == rank
+
     def backup_of(self, partition: int) -> int:
         """The rank of the server that holds all committed records of a partition too; NO_RANK if none does."""
         return self.partitions[partition].backup if self.partitions else NO_RANK

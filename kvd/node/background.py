@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
-from kvd.core.machine import DropRun, ForgetState, Job, JobDone, Persist, Persisted, Run
+from kvd.core.machine import DropRun, ForgetState, Job, JobDone, Persist, Persisted, ResetState, Run
 from kvd.errors import NotAllowed
 from kvd.node.jobs import JobRunner
 from kvd.node.records import RecordSaver
@@ -36,9 +36,9 @@ class Background:
         self._executor = executor
         self._saver = None if persist is None or executor is None else RecordSaver(persist, executor, stepper.feed)
 
-    def reset_state(self, run: int) -> None:
-        """Another optimizer is set in this run."""
-        self._runner(run).reset()
+    def reset_state(self, effect: ResetState, run: int) -> None:
+        """Another optimizer is set for slices of this run."""
+        self._runner(run).reset(effect.slices)
 
     def forget_state(self, effect: ForgetState, run: int) -> None:
         """Slices of this run are deleted."""

@@ -144,7 +144,7 @@ class Driver:
         if kind in _JOBS:
             self._background.run_job(effect, run)
         elif kind is ResetState:
-            self._background.reset_state(run)
+            self._background.reset_state(effect, run)
         elif kind is ForgetState:
             self._background.forget_state(effect, run)
         else:

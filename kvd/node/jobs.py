@@ -7,11 +7,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kvd.compute.merge import accumulator_dtype
 from kvd.compute.optimizers import SliceState, apply_update
 from kvd.compute.tensors import named_dtype
 from kvd.core.machine import Apply, Buffer, Create, Export, FirstBytes, Job, JobDone, Load, Run, ScatterList, Span
 from kvd.errors import KvdError, NotAllowed, ProtocolError
-from kvd.node.optimizer_states import OptimizerStates, copied
+from kvd.node.optimizer_states import OptimizerStates
 from kvd.protocol.specs import padded
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -108,9 +109,9 @@ class JobRunner:
         """The slices that were made and not forgotten, by key and index."""
         return set(self._counts)
 
-    def reset(self) -> None:
-        """Start every slice with a new state, because another optimizer was set."""
-        self._states.clear()
+    def reset(self, slices: Sequence[tuple[str, int]]) -> None:
+        """Start these slices with a new state, because another optimizer was set for them."""
+        self._states.reset(slices)
 
     def forget(self, slices: Sequence[tuple[str, int]]) -> None:
         """Forget the states of slices that are deleted."""
@@ -140,31 +141,52 @@ class JobRunner:
         np.copyto(made, view(first.source, UINT8))
         return made
 
-    def _apply(self, job: Apply) -> Array:
+    def _apply(self, job: Apply) -> Array | tuple[Array, Array]:
         dtype = named_dtype(job.dtype)
         current = gathered(job.current, job.nbytes).view(dtype)
-        given = [(c.samples, view(c.span, dtype)) for c in job.contributions if c.span is not None]
+        given_dtype = accumulator_dtype(dtype) if job.is_merged else dtype
+        given = [(c.samples, view(c.span, given_dtype)) for c in job.contributions if c.span is not None]
         made = self._allocate(job.nbytes)
         out = made.view(dtype)
         if job.assign:
             np.copyto(out, given[0][1] if given else current)
             self._states.renew(job.group, job.layout, dtype.itemsize)
             return made
+        if not job.keeps_merged:
+            self._update(job, current, given, out, None)
+            return made
+        merged = self._allocate(current.size * accumulator_dtype(dtype).itemsize)
+        self._update(job, current, given, out, merged.view(accumulator_dtype(dtype)))
+        return made, merged
+
+    def _update(
+        self, job: Apply, current: Array, given: Sequence[tuple[int, Array]], out: Array, merged: Array | None
+    ) -> None:
         arrays = [array for _, array in given]
         samples = [number for number, _ in given]
         optimizer: Any = job.optimizer
-        merge: Any = job.merge
-        ranges = self._states.of_group(job.group, job.layout, dtype.itemsize)
+        mode: Any = job.merge
+        ranges = self._states.of_group(job.group, job.layout, current.itemsize)
         if len(ranges) == 1:
-            apply_update(optimizer, ranges[0].state, current, arrays, out, merge, samples)
-            return made
-        made.fill(0)  # the padding between two slices too
-        after = [each._replace(state=copied(each.state)) for each in ranges]  # if one update fails, none has changed
+            state, is_merged = ranges[0].state, job.is_merged
+            apply_update(optimizer, state, current, arrays, out, mode, samples, merged=merged, is_merged=is_merged)
+            return
+        after = [each._replace(state=each.state.copy()) for each in ranges]  # if one update fails, none has changed
+        for array in (out,) if merged is None else (out, merged):
+            array.fill(0)  # the padding between two slices too
         for start, stop, state in after:
-            parts = [array[start:stop] for array in arrays]
-            apply_update(optimizer, state, current[start:stop], parts, out[start:stop], merge, samples)
+            apply_update(
+                optimizer,
+                state,
+                current[start:stop],
+                [array[start:stop] for array in arrays],
+                out[start:stop],
+                mode,
+                samples,
+                merged=None if merged is None else merged[start:stop],
+                is_merged=job.is_merged,
+            )
         self._states.keep(job.group, after)
-        return made
 
     # ── optimizer states: on the wire they are the step, then name, dtype and bytes of each array ──
 
@@ -172,7 +194,7 @@ class JobRunner:
         arrays = self._states.of_slice((job.key, job.slice_index)).export()
         step = int(arrays.pop("step"))
         slots = tuple((name, array.dtype.name) for name, array in arrays.items())
-        spans = tuple(Span(array.tobytes(), 0, array.nbytes) for array in arrays.values())
+        spans = tuple(Span(array.view(np.uint8), 0, array.nbytes) for array in arrays.values())
         return step, slots, spans
 
     def _load(self, job: Load) -> None:

@@ -41,10 +41,20 @@ class OptimizerStates:
         self._groups: dict[int, _GroupStates] = {}
         self._homes: dict[SliceId, tuple[_GroupStates, int, int]] = {}  # its group, first and last element of a slice
 
-    def clear(self) -> None:
-        """Every slice starts with a new state."""
-        self._groups = {}
-        self._homes = {}
+    def reset(self, slices: Sequence[SliceId]) -> None:
+        """These slices start with a new state. They stay in their groups."""
+        found: dict[int, tuple[_GroupStates, dict[SliceId, None]]] = {}
+        for slice_id in slices:
+            home = self._homes.get(slice_id)
+            if home is not None:
+                found.setdefault(id(home[0]), (home[0], {}))[1][slice_id] = None
+        for states, own in found.values():
+            if len(own) == len(states.slices):
+                states.ranges = _all_new(states.ranges)
+            else:
+                for slice_id in own:
+                    _, start, stop = self._homes[slice_id]
+                    self.put(slice_id, SliceState(), stop - start)
 
     def drop(self, slice_id: SliceId) -> None:
         """Forget the state of a slice, which is created again."""
@@ -79,8 +89,7 @@ class OptimizerStates:
 
     def renew(self, group: int, layout: Sequence[Extent], itemsize: int) -> None:
         """All slices of the group start with a new state. The arguments are those of `of_group`."""
-        ranges = self.of_group(group, layout, itemsize)
-        self._groups[group].ranges = [StateRange(ranges[0].start, ranges[-1].stop, SliceState())]
+        self._groups[group].ranges = _all_new(self.of_group(group, layout, itemsize))
 
     def of_slice(self, slice_id: SliceId) -> SliceState:
         """The state of one slice: views of the arrays of its group."""
@@ -119,16 +128,14 @@ class OptimizerStates:
         states.slices.discard(slice_id)
         for other in states.slices:
             _, first, last = self._homes[other]
-            own = StateRange(0, last - first, copied(_cut(states, first, last)))
+            own = StateRange(0, last - first, _cut(states, first, last).copy())
             self._homes[other] = (_GroupStates(0, [own], {other}), 0, last - first)
         state = _cut(states, start, stop)
-        return copied(state) if states.slices else state
+        return state.copy() if states.slices else state
 
 
-def copied(state: SliceState) -> SliceState:
-    """The same state in arrays of its own."""
-    master = None if state.master is None else state.master.copy()
-    return SliceState(state.step, master, {name: slot.copy() for name, slot in state.slots.items()})
+def _all_new(ranges: Sequence[StateRange]) -> list[StateRange]:
+    return [StateRange(ranges[0].start, ranges[-1].stop, SliceState())]
 
 
 def _cut(states: _GroupStates, start: int, stop: int) -> SliceState:

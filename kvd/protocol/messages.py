@@ -40,7 +40,7 @@ MAX_ABSENT = 16  # workers named for one of these, or for a barrier
 MAX_ASKED_ABOUT = 64  # nodes in one WaitReport
 MAX_ASKED_BARRIERS = 16
 MAX_STUCK_LINES = 32  # of a deadlock
-MAX_COUNTED_RANGES = 4096  # of shared steps
+MAX_COUNTED_RANGES = 512  # of shared steps
 MAX_LATER_CHANGES = 64  # of hyperparameters that have yet to take effect
 
 Number: TypeAlias = Annotated[int, Limit(0, BIGGEST)]
@@ -385,6 +385,17 @@ class Synced:
     """
 
     KIND: ClassVar[int] = 15
+    request: Number
+    partition: Number
+    incarnation: Number
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfSync:
+    """The server of this incarnation does not hold this partition any more: do not let it lead. From the leader, or
+    from that server. Answered with Done once the view says so."""
+
+    KIND: ClassVar[int] = 21
     request: Number
     partition: Number
     incarnation: Number
@@ -1152,6 +1163,19 @@ class HeldStep(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class StartHolding:
+    """Forget what you hold of this partition: what follows is all of it. Answered with Done.
+
+    `creation`: keys that are made from now on have at least this creation.
+    """
+
+    KIND: ClassVar[int] = 90
+    request: Number
+    partition: Number
+    creation: Count
+
+
+@dataclass(frozen=True, slots=True)
 class Install:
     """Hold these slices as they are: new ones, or those of a partition that you are to hold from now on.
 
@@ -1346,6 +1370,8 @@ Message: TypeAlias = (
     | ReadSlices
     | ReadDone
     | Synced
+    | OutOfSync
+    | StartHolding
     | Install
     | Hold
     | HoldPublished

@@ -94,6 +94,12 @@ class KeySpec:
             )
 
 
+def accumulator_scale(dtype: str) -> int:
+    """How many times as large as an element is the sum of some: float16 and bfloat16 are summed in float32."""
+    known = DTYPES[dtype]
+    return 4 // known.itemsize if known.is_float and known.itemsize < 4 else 1
+
+
 def padded(nbytes: int) -> int:
     """Offset of the next part of a payload after a part of `nbytes`: parts start at multiples of 8."""
     return (nbytes + 7) & ~7

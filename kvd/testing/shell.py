@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Any, TypeAlias
@@ -78,6 +79,16 @@ class RecordFile:
             self.record = json.loads(text)
 
 
+@dataclass(slots=True, eq=False)
+class _StartedJob:
+    """A job that has not ended, and its result once it is calculated."""
+
+    process: Process
+    job: Job
+    run: int
+    done: JobDone | None = None
+
+
 class Shell:
     """Steps the machines of all processes.
 
@@ -109,6 +120,7 @@ class Shell:
         self._trace = trace
         self._on_step = on_step
         self._on_end = on_end
+        self._started: list[_StartedJob] = []
         self._carry_out: dict[type[Any], Callable[[Process, Any], None]] = {
             Connect: lambda process, effect: network.connect(process, effect.peer, effect.address),
             Disconnect: lambda process, effect: network.disconnect(process, effect.peer),
@@ -149,7 +161,7 @@ class Shell:
             elif isinstance(effect, Apply | Create | Export | Load | Run):
                 self._start_job(process, effect, run)
             elif isinstance(effect, ResetState):
-                _runner(process, run).reset()
+                self._reset_state(process, effect, run)
             elif isinstance(effect, ForgetState):
                 _runner(process, run).forget(effect.slices)
             else:
@@ -203,15 +215,30 @@ class Shell:
 
     def _start_job(self, process: Process, job: Job, run: int) -> None:
         """Jobs end in any order; the kernel runs when they end."""
-        self._clock.after(self._random.uniform(*self._settings.job_s), lambda: self._end_job(process, job, run))
+        started = _StartedJob(process, job, run)
+        self._started.append(started)
+        self._clock.after(self._random.uniform(*self._settings.job_s), lambda: self._end_job(started))
 
-    def _end_job(self, process: Process, job: Job, run: int) -> None:
-        if not process.alive:
-            return
-        if isinstance(job, Apply) and self._settings.failing_updates > self._random.random():
-            self.feed(process, JobDone(job.job, None, NotAllowed(UPDATE_FAILS), run))
-            return
-        self.feed(process, _runner(process, run).run(job)._replace(run=run))
+    def _end_job(self, started: _StartedJob) -> None:
+        self._started.remove(started)
+        if started.process.alive:
+            self.feed(started.process, self._calculated(started))
+
+    def _calculated(self, started: _StartedJob) -> JobDone:
+        if started.done is None:
+            job, run = started.job, started.run
+            if isinstance(job, Apply) and self._settings.failing_updates > self._random.random():
+                started.done = JobDone(job.job, None, NotAllowed(UPDATE_FAILS), run)
+            else:
+                started.done = _runner(started.process, run).run(job)._replace(run=run)
+        return started.done
+
+    def _reset_state(self, process: Process, effect: ResetState, run: int) -> None:
+        """As in the driver, jobs that were started before use the states before."""
+        for started in self._started:
+            if started.process is process and started.run == run:
+                self._calculated(started)
+        _runner(process, run).reset(effect.slices)
 
     def _persist(self, process: Process, effect: Persist) -> None:
         """Writes come one after the other, as in the driver."""

@@ -76,3 +76,41 @@ def test_an_optimizer_without_arithmetic_is_refused() -> None:
     value = np.zeros(2, np.float32)
     with pytest.raises(ConfigError, match=r"kernel\(\)"):
         apply_update(Idle(0.1), SliceState(), value, [value], value.copy(), "sum")
+
+
+class FailingKernel(SignKernel):
+    """Calculates one tile, and raises an error in the next."""
+
+    def update_tile(
+        self,
+        weight: Array,
+        gradient: Array,
+        out: Array,
+        slots: Sequence[Array],
+        scalars: Sequence[Array],
+        scratch: Scratch,
+    ) -> None:
+        if gradient[0] == 13:
+            raise ZeroDivisionError
+        SignKernel.update_tile(self, weight, gradient, out, slots, scalars, scratch)
+
+
+@dataclass(frozen=True, slots=True)
+class Failing(SignDescent):
+    def kernel(self) -> Kernel:
+        return FailingKernel(self)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_kernel_that_raises_an_error_in_a_later_tile_has_changed_nothing(dtype: type) -> None:
+    rule, state = Failing(0.25), SliceState()
+    current: Array = np.zeros(2, dtype)
+    for gradients in ([1, 1], [2, 2]):
+        before = state.copy()
+        with pytest.raises(ZeroDivisionError):
+            apply_update(rule, state, current, [np.array([5, 13], dtype)], current.copy(), "sum", tile=1)
+        assert repr(state) == repr(before)
+        out: Array = np.empty(2, dtype)
+        apply_update(rule, state, current, [np.array(gradients, dtype)], out, "sum", tile=1)
+        current = out
+    assert state.slots["trace"].tolist() == [2.5, 2.5]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import Send, ServerPeer, Span
-from kvd.core.worker.outbox import (
+from kvd.core.outbox import (
     QUEUED,
     RETRY_FIRST_S,
     RETRY_LIMIT_S,

@@ -68,7 +68,7 @@ def test_an_optimizer_applies_to_later_rounds_and_to_later_keys() -> None:
     harness = ready()
     rounds(harness, 1)
     effects = harness.say(0, SetOptimizer(50, to_wire(SGD(0.5))))
-    assert (said(effects), len(of(ResetState, effects))) == ([Done(50)], 1)
+    assert (said(effects), of(ResetState, effects)) == ([Done(50)], [ResetState((("w", 0),))])
     rounds(harness, 2)
     harness.init("v", ONE, SPEC)
     for rank in (0, 1):

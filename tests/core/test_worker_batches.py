@@ -8,10 +8,10 @@ import pytest
 
 from kvd.core import requests
 from kvd.core.machine import Copy, Span
+from kvd.core.outbox import RETRY_FIRST_S, RETRY_SOON_S
 from kvd.core.requests import Versions
 from kvd.core.worker import message_plans as message_plans_module
 from kvd.core.worker.not_yet import MAX_ATTEMPTS
-from kvd.core.worker.outbox import RETRY_FIRST_S, RETRY_SOON_S
 from kvd.errors import NodeLost, NotAllowed, ProtocolError, RequestTimeout
 from kvd.protocol.messages import (
     ABSENT,

@@ -6,7 +6,7 @@ import pytest
 
 from kvd.core import requests
 from kvd.core.machine import Copy
-from kvd.core.worker.outbox import RETRY_SOON_S
+from kvd.core.outbox import RETRY_SOON_S
 from kvd.errors import (
     ConfigError,
     KeyNotFound,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.core import requests
-from kvd.core.worker.outbox import RETRY_SOON_S
+from kvd.core.outbox import RETRY_SOON_S
 from kvd.errors import RequestTimeout
 from kvd.protocol.messages import Command, CommandResult, Done, NotYet, NotYetReason, PushBatch, Staged
 from tests.core.fakes import one, server_id

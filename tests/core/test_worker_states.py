@@ -9,10 +9,10 @@ import pytest
 
 from kvd.core import requests
 from kvd.core.machine import Complete, LocalCall, Send, ServerPeer
+from kvd.core.outbox import ENTRY_TRANSITIONS, Entry, EntryState, Outbox
 from kvd.core.worker.calls import Call, CallBook, CallState
 from kvd.core.worker.keys import KEY_TRANSITIONS, KeyState, WorkerKey
 from kvd.core.worker.open_pushes import OpenPushes
-from kvd.core.worker.outbox import ENTRY_TRANSITIONS, Entry, EntryState, Outbox
 from kvd.core.worker.push_window import (
     PushWindow,
     begin_pulls,

@@ -74,7 +74,7 @@ def test_an_assignment_forgets_the_optimizers_state() -> None:
     assert second.view(np.float32).tolist() == [2.5]
     assigned = apply(runner, second, [0], assign=True, optimizer=momentum).result
     assert apply(runner, assigned, [-1], optimizer=momentum).result.view(np.float32).tolist() == [1]
-    runner.reset()
+    runner.reset([("w", 0)])
     step, slots, _ = runner.run(Export(3, "w", 0)).result
     assert (step, slots) == (0, ())
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import Contribution, Received
+from kvd.core.outbox import Entry, Outbox
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.scheduler.views import Views
 from kvd.core.server import groups as groups_module
@@ -23,7 +24,6 @@ from kvd.core.worker.calls import CallState
 from kvd.core.worker.clocks import WorkerClocks
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.machine import WorkerMachine
-from kvd.core.worker.outbox import Entry, Outbox
 from kvd.core.worker.push_window import PushWindow
 from kvd.core.worker.transfer import Transfer, TransferProgress
 from kvd.node.optimizer_states import OptimizerStates

@@ -11,10 +11,11 @@ from kvd.core.server.attachments import Attachments
 from kvd.core.server.command_answers import CommandAnswers
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
-from kvd.core.server.groups import Change, FusedGroup, Slice
+from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.optimizer_agreement import OptimizerAgreement
 from kvd.core.server.pace import Pace
+from kvd.core.server.records import Records
 from kvd.errors import KvdError, NotAllowed
 from kvd.optimizer import Optimizer, changes_from_wire, from_wire, to_wire, with_hyperparameters
 from kvd.protocol.messages import (
@@ -23,6 +24,10 @@ from kvd.protocol.messages import (
     Done,
     ErrorCode,
     FetchState,
+    HoldChange,
+    HoldOptimizer,
+    HoldState,
+    LaterSlice,
     NotYetReason,
     OptimizerIs,
     OptimizerQuery,
@@ -32,6 +37,8 @@ from kvd.protocol.messages import (
     StoreState,
     UpdateOptimizer,
 )
+
+SLICES_OF_A_CHANGE = 50  # in one message, whatever the lengths of their keys
 
 
 class ServerControl:
@@ -44,14 +51,17 @@ class ServerControl:
         attachments: Attachments,
         agreement: OptimizerAgreement,
         disputes: Disputes,
+        records: Records,
         advance: Callable[[FusedGroup], None],
     ) -> None:
         self.optimizer: Optimizer | None = None  # with all changes: what a new key starts with
+        self.generation = 0  # how many were set
         self._table = table
         self._effects = effects
         self._attachments = attachments
         self._agreement = agreement
         self._disputes = disputes
+        self._records = records
         self._advance = advance
         self._answers = CommandAnswers()
         self._pace = Pace()  # of new optimizers
@@ -85,20 +95,11 @@ class ServerControl:
         if isinstance(message, SetOptimizer):
             self._set_optimizer(event, message, rank, now)
         elif isinstance(message, UpdateOptimizer):
-            self._answer(event, message.request, lambda: self._update_optimizer(event, message, rank))
+            self._update_optimizer(event, message, rank)
         elif isinstance(message, FetchState):
             self._fetch_state(event, message)
         else:
             self._store_state(event, message)
-
-    def _answer(self, event: Received, request: int, act: Callable[[], None]) -> None:
-        """Carries out once and answers Done, or says what was wrong."""
-        try:
-            act()
-        except KvdError as error:
-            self._effects.send(event.peer, refusal_of(request, error))
-        else:
-            self._effects.send(event.peer, Done(request))
 
     # ── the optimizer ──
 
@@ -110,6 +111,7 @@ class ServerControl:
             return
         answer = Send(event.peer, Done(message.request))
         visits = False
+        earlier = self.generation
         try:
             optimizer = None if message.optimizer is None else from_wire(message.optimizer)
             visits = self._visits_slices(event, message, rank, optimizer)
@@ -125,11 +127,24 @@ class ServerControl:
         except KvdError as error:
             answer = Send(event.peer, refusal_of(message.request, error))
         self._answers.start(event.sender, message.request)
-        self._answers.finish(event.sender, message.request, answer)
-        self._effects.emit(answer)
+
+        def held() -> None:
+            self._answers.finish(event.sender, message.request, answer)
+            self._effects.emit(answer)
+
+        self._records.hold_in(self._generation_records() if self.generation > earlier else [], held)
         if visits:
             self._visit_slices()
             self._pace.visited(len(self._table.slices), now)
+
+    def _generation_records(self) -> list[tuple[int, HoldOptimizer]]:
+        """What the backups of all partitions are told of the newest optimizer."""
+        return [(partition, self.record(partition)) for partition in self._records.partitions]
+
+    def record(self, partition: int) -> HoldOptimizer:
+        """What the backup of a partition is told of the newest optimizer."""
+        wire = None if self.optimizer is None else to_wire(self.optimizer)
+        return HoldOptimizer(0, partition, wire, self.generation)
 
     def _visits_slices(self, event: Received, message: SetOptimizer, rank: int, optimizer: Optimizer | None) -> bool:
         """Whether what a worker sets concerns the slices; not if it is what the others have set."""
@@ -146,33 +161,58 @@ class ServerControl:
             for group in list(self._table.groups.values()):
                 self._advance(group)
 
+    def learn(self, optimizer: Optimizer | None, generation: int) -> None:
+        """What this server leads now has seen later optimizers than those that were set here."""
+        if generation > self.generation:
+            self.optimizer, self.generation = optimizer, generation
+
     def _use(self, optimizer: Optimizer | None) -> None:
         """All keys are updated with it from now on. The one in use keeps its state."""
         if optimizer == self.optimizer:
             return
         self.optimizer = optimizer
+        self.generation += 1
         for group in self._table.groups.values():
-            group.optimizer = optimizer
+            group.optimizer, group.generation = optimizer, self.generation
             group.changes = []
-        self._effects.emit(ResetState())
+        self._effects.emit(ResetState(tuple(self._table.slices)))
         self._effects.emit(LogEntry("info", "optimizer set", {"optimizer": repr(optimizer)}))
 
     def _update_optimizer(self, event: Received, message: UpdateOptimizer, rank: int) -> None:
         """In sync mode from the sender's next clock on, slice by slice; else at once. Asked twice, it is the same."""
-        if self.optimizer is None:
-            raise NotAllowed("no optimizer is set whose hyperparameters could change: call set_optimizer first")
-        changes = changes_from_wire(message.changes)
-        changed = with_hyperparameters(self.optimizer, changes)
-        if not self._answers.start(event.sender, message.request):
+        try:
+            if self.optimizer is None:
+                raise NotAllowed("no optimizer is set whose hyperparameters could change: call set_optimizer first")
+            changes = changes_from_wire(message.changes)
+            changed = with_hyperparameters(self.optimizer, changes)
+        except KvdError as error:
+            self._effects.send(event.peer, refusal_of(message.request, error))
             return
-        self.optimizer = changed
-        for group in self._table.groups.values():
-            if group.log.sync:
-                # Not before an earlier change: they were found to be allowed in this order.
-                earliest = group.changes[-1].from_round if group.changes else 0
-                group.changes.append(Change(max(group.log.staged_clock(rank) + 1, earliest), changes))
-            elif group.optimizer is not None:
-                group.optimizer = with_hyperparameters(group.optimizer, changes)
+        if self._answers.start(event.sender, message.request):
+            self.optimizer = changed
+            for group in self._table.groups.values():
+                if group.log.sync:
+                    group.change_from(group.log.staged_clock(rank) + 1, changes)
+                elif group.optimizer is not None:
+                    group.optimizer = with_hyperparameters(group.optimizer, changes)
+        records = self._change_records(message.changes)
+        self._records.hold_in(records, lambda: self._effects.send(event.peer, Done(message.request)))
+
+    def _change_records(self, changes: object) -> list[tuple[int, HoldChange]]:
+        """What the backups are told of the newest change: from which round each slice has it."""
+        records = []
+        for partition in self._records.partitions:
+            slices = [
+                LaterSlice(*slice_.slice_id, group.changes[-1].from_round if group.changes else 0)
+                for group in self._table.groups.values()
+                for slice_ in group.slices
+                if group.partition == partition
+            ]
+            records += [
+                (partition, HoldChange(0, partition, changes, tuple(slices[first : first + SLICES_OF_A_CHANGE])))
+                for first in range(0, len(slices), SLICES_OF_A_CHANGE)
+            ]
+        return records
 
     # ── its state ──
 
@@ -184,16 +224,18 @@ class ServerControl:
             )
         return slice_
 
-    def _between_updates(self, slice_: Slice, make: Callable[[int], Job], done: Callable[[JobDone], None]) -> None:
-        """Starts the job when no update of the slice runs; none begins before it has ended."""
+    def _between_updates(
+        self, slice_: Slice, make: Callable[[int], Job], done: Callable[[JobDone, Callable[[], None]], None]
+    ) -> None:
+        """Starts the job when no update of the slice runs. None begins before `done`, which gets its end, has called
+        what it gets besides."""
         group = slice_.group  # a group with tasks is not parted
 
-        def ended(job: JobDone) -> None:
+        def go_on() -> None:
             group.working = False
-            done(job)
             self._advance(group)
 
-        group.tasks.append(lambda: self._effects.start_job(make, ended))
+        group.tasks.append(lambda: self._effects.start_job(make, lambda job: done(job, go_on)))
         self._advance(group)
 
     def _fetch_state(self, event: Received, message: FetchState) -> None:
@@ -201,12 +243,13 @@ class ServerControl:
         if slice_ is None:
             return
 
-        def done(job: JobDone) -> None:
+        def done(job: JobDone, go_on: Callable[[], None]) -> None:
             if job.error is not None:
                 self._effects.send(event.peer, refusal_of(message.request, job.error))
-                return
-            step, slots, spans = job.result
-            self._effects.send(event.peer, State(message.request, step, slots), spans)
+            else:
+                step, slots, spans = job.result
+                self._effects.send(event.peer, State(message.request, step, slots), spans)
+            go_on()
 
         self._between_updates(slice_, lambda job: Export(job, message.key, message.index), done)
 
@@ -227,13 +270,26 @@ class ServerControl:
         source = Span(event.payload, 0, event.nbytes)
         before, slice_.loaded = slice_.loaded, (event.sender, message.request)
 
-        def done(job: JobDone) -> None:
+        def done(job: JobDone, go_on: Callable[[], None]) -> None:
             if job.error is not None:
                 if slice_.loaded == (event.sender, message.request):
                     slice_.loaded = before  # it may be asked for again
                 self._effects.send(event.peer, refusal_of(message.request, job.error))
+                go_on()
                 return
-            self._effects.send(event.peer, Done(message.request))
+
+            def held(_: Refused | None) -> None:
+                self._effects.send(event.peer, Done(message.request))
+                go_on()
+
+            record = HoldState(0, slice_.partition, slice_.slice_id, *slice_.loaded, message.step, message.slots)
+            self._records.hold_round(
+                slice_.partition,
+                record,
+                held,
+                (source,) if event.nbytes else (),
+                slice_.slice_id,
+            )
 
         def load(job: int) -> Load:
             return Load(job, message.key, message.index, message.step, message.slots, source)

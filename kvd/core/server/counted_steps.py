@@ -6,7 +6,9 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-MAX_RANGES = 4096
+from kvd.protocol.messages import MAX_COUNTED_RANGES
+
+MAX_RANGES = MAX_COUNTED_RANGES
 
 
 @dataclass(slots=True)

@@ -8,8 +8,10 @@ servers drop their slices of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvd.core.machine import ForgetState, LogEntry, Peer, Received
 from kvd.core.membership import name_of
@@ -18,8 +20,20 @@ from kvd.core.server.effects import ServerEffects
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.participants import Participants
 from kvd.core.server.progress import PushRequest
+from kvd.core.server.records import Records
 from kvd.core.server.waiting import Waiters
-from kvd.protocol.messages import MOST_COUNTED, Delete, Done, Drop, ErrorCode, NodeName, NotYetReason, Refused
+from kvd.protocol.messages import (
+    MOST_COUNTED,
+    Delete,
+    Done,
+    Drop,
+    ErrorCode,
+    HoldDropped,
+    KeyId,
+    NodeName,
+    NotYetReason,
+    Refused,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +60,7 @@ class Deletions:
         attachments: Attachments,
         participants: Participants,
         waiters: Waiters,
+        records: Records,
         give_back: Callable[[], None],
     ) -> None:
         self._table = table
@@ -53,10 +68,12 @@ class Deletions:
         self._attachments = attachments
         self._participants = participants
         self._waiters = waiters
+        self._records = records
         self._give_back = give_back
         self._waiting: dict[PushRequest, _Waiting] = {}
         self._by_key: dict[str, dict[int, _Waiting]] = {}  # key → rank
         self._going: set[str] = set()  # all ranks have deleted them; an update of their group is still running
+        self._unheld = Counter[str]()  # they are gone here, and a backup has yet to hold that
         self._refused: dict[int, PushRequest] = {}  # the latest request of each rank that was refused
 
     def delete(self, event: Received, message: Delete) -> None:
@@ -68,6 +85,8 @@ class Deletions:
         if open_ is not None:
             open_.peer = event.peer
             return
+        if any(key in self._unheld for key, _ in message.keys):
+            return  # it is asked again, and this will be done by then
         here = {key for key, creation in message.keys if self._is_here(key, creation)}
         if not here:
             self._effects.send(event.peer, Done(message.request))
@@ -135,16 +154,34 @@ class Deletions:
         for key in sorted(self._going):
             if self._table.is_quiescent(key):
                 self._going.discard(key)
-                self.take_away(key)
-                for waiting in self._by_key.pop(key, {}).values():
-                    waiting.keys.discard(key)
-                    if not waiting.keys:
-                        del self._waiting[waiting.push]
-                        self._effects.send(waiting.peer, Done(waiting.push.number))
+                records = self.take_away(key)
+                gone = [waiting for waiting in self._by_key.pop(key, {}).values() if self._is_over(waiting, key)]
+                self._unheld[key] += 1
+                self._records.hold_in(records, partial(self._answer, key, gone))
 
-    def take_away(self, key: str) -> None:
-        """Removes the slices of a key that was deleted, which are quiescent."""
+    def _is_over(self, waiting: _Waiting, key: str) -> bool:
+        """The key is gone; whether it was the last one that this Delete waited for."""
+        waiting.keys.discard(key)
+        if not waiting.keys:
+            del self._waiting[waiting.push]
+        return not waiting.keys
+
+    def _answer(self, key: str, gone: Sequence[_Waiting]) -> None:
+        self._unheld[key] -= 1
+        if not self._unheld[key]:
+            del self._unheld[key]
+        for waiting in gone:
+            self._effects.send(waiting.peer, Done(waiting.push.number))
+
+    def take_away(self, key: str) -> list[tuple[int, HoldDropped]]:
+        """Removes the slices of a key that was deleted, which are quiescent. Returns what the backups are to hold."""
         slices = self._table.of_key(key)
+        name = KeyId(key, slices[0].creation)
+        records = [
+            (partition, HoldDropped(0, partition, (name,)))
+            for partition in sorted({slice_.partition for slice_ in slices})
+            if self._records.is_held(partition)
+        ]
         self._table.creation = max(self._table.creation, min(slices[0].creation + 1, MOST_COUNTED))
         for group in self._table.remove(key):
             for entry in group.waiting:  # of those that are not waited for: workers that have left the rounds
@@ -155,6 +192,7 @@ class Deletions:
         self._give_back()
         self._effects.emit(ForgetState(tuple([(slice_.key, slice_.index) for slice_ in slices])))
         self._effects.emit(LogEntry("debug", f"key {key!r} was deleted"))
+        return records
 
     # ── the other slices ──
 
@@ -173,9 +211,8 @@ class Deletions:
             return
         for _, creation in message.keys:
             self._table.creation = max(self._table.creation, min(creation + 1, MOST_COUNTED))  # an Init can carry it
-        for key in sorted(old):
-            self.take_away(key)
-        self._effects.send(event.peer, Done(message.request))
+        records = [record for key in sorted(old) for record in self.take_away(key)]
+        self._records.hold_in(records, lambda: self._effects.send(event.peer, Done(message.request)))
 
     # ── the view ──
 
@@ -184,6 +221,15 @@ class Deletions:
         for waiting in [entry for entry in self._waiting.values() if entry.rank == rank]:
             self._forget(waiting)
         self._refused.pop(rank, None)
+
+    def drop_partition(self, partition: int) -> None:
+        """Another server leads it: those who delete its keys ask there."""
+        mine = {
+            key for key in self._by_key if any(slice_.partition == partition for slice_ in self._table.of_key(key)[:1])
+        }
+        for waiting in [entry for entry in self._waiting.values() if not entry.keys.isdisjoint(mine)]:
+            self._forget(waiting)
+        self._going -= mine
 
     def view_changed(self) -> None:
         """Other ranks take part, or are dead."""

@@ -15,6 +15,7 @@ from kvd.core.machine import Buffer, Extent, ScatterList, Span
 from kvd.core.server.pending import Pending
 from kvd.core.server.rounds import SliceLog
 from kvd.optimizer import Optimizer, with_hyperparameters
+from kvd.protocol.messages import SliceId
 from kvd.protocol.specs import KeySpec, padded
 
 
@@ -50,6 +51,11 @@ class Slice:
     position: int = 0  # among the slices of the group
     offset: int = 0  # in its bytes
     loaded: tuple[int, int] = (0, 0)  # who stored optimizer state of it last, and the request
+    partition: int = 0
+
+    @property
+    def slice_id(self) -> SliceId:
+        return SliceId(self.key, self.index, self.creation)
 
     @property
     def log(self) -> SliceLog:
@@ -79,6 +85,12 @@ class FusedGroup:
     tasks: list[Callable[[], None]] = field(default_factory=list)  # start jobs on its state, between two updates
     working: bool = False  # such a job is under way
     is_gone: bool = False  # its slices belong to other groups now
+    generation: int = 0  # how many optimizers had been set when it got this one
+
+    @property
+    def partition(self) -> int:
+        """The partition of all its slices."""
+        return self.slices[0].partition
 
     @property
     def key(self) -> str:
@@ -108,6 +120,15 @@ class FusedGroup:
         self.layout = tuple([Extent(entry.key, entry.index, entry.offset, entry.nbytes) for entry in slices])
         self.nbytes = offset
 
+    def change_from(self, round_number: int, changes: dict[str, object]) -> None:
+        """Hyperparameters change with this round; not before an earlier change: they were found to be allowed in this
+        order."""
+        last = self.changes[-1] if self.changes else None
+        if last is not None and last.from_round >= round_number:
+            self.changes[-1] = Change(last.from_round, {**last.changes, **changes})
+        else:
+            self.changes.append(Change(round_number, changes))
+
     def optimizer_for(self, round_number: int) -> Optimizer | None:
         """The optimizer of a round, with the changes that take effect by then."""
         while self.changes and self.changes[0].from_round <= round_number and self.optimizer is not None:
@@ -127,6 +148,8 @@ def fused(number: int, slices: Sequence[Slice]) -> FusedGroup | None:
             or group.changes
             or not group.is_quiescent
             or group.optimizer != first.optimizer
+            or group.generation != first.generation
+            or slice_.partition != slices[0].partition
             or not group.log.is_level_with(first.log)
         ):
             return None
@@ -134,7 +157,8 @@ def fused(number: int, slices: Sequence[Slice]) -> FusedGroup | None:
     previous = None
     if first.log.previous is not None:
         previous = ScatterList(tuple([slice_.span(slice_.log.previous) for slice_ in slices]))
-    group = FusedGroup(number, first.log.copy_for(current, previous), first.dtype, first.optimizer)
+    log = first.log.copy_for(current, previous)
+    group = FusedGroup(number, log, first.dtype, first.optimizer, generation=first.generation)
     for slice_ in slices:
         group.log.take_later_requests(slice_.log)
     for slice_ in slices:
@@ -152,7 +176,8 @@ def parted(group: FusedGroup, number: Callable[[], int]) -> list[FusedGroup]:
     for slice_ in group.slices:
         now = ScatterList((slice_.span(current),))
         before = None if previous is None else ScatterList((slice_.span(previous),))
-        own = FusedGroup(number(), log.part(now, before, slice_.offset, slice_.nbytes), group.dtype, group.optimizer)
+        part = log.part(now, before, slice_.offset, slice_.nbytes)
+        own = FusedGroup(number(), part, group.dtype, group.optimizer, generation=group.generation)
         own.changes = list(group.changes)
         groups.append(own)
     slices = group.slices

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvd.core.machine import Create, FirstBytes, JobDone, Received, Span
@@ -15,14 +16,30 @@ from kvd.core.refusals import refusal_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.control import ServerControl
 from kvd.core.server.effects import ServerEffects
+from kvd.core.server.elsewhere import Elsewhere
+from kvd.core.server.groups import Slice
+from kvd.core.server.images import image_of, packs
 from kvd.core.server.keys import MAX_SLICES, KeyTable
 from kvd.core.server.memory import ServerMemory
+from kvd.core.server.records import Records
 from kvd.core.server.rounds import SliceLog
 from kvd.core.session import SchedulerSession
-from kvd.protocol.messages import MAX_TEXT_CHARS, Done, ErrorCode, Init, NotYetReason, Outdated, Refused
+from kvd.optimizer import to_wire
+from kvd.protocol.messages import (
+    MAX_TEXT_CHARS,
+    Done,
+    ErrorCode,
+    HoldDropped,
+    Init,
+    Install,
+    NotYetReason,
+    Outdated,
+    Refused,
+)
 from kvd.protocol.specs import KeySpec, padded
 
 COPIES = 3  # of each slice that a server leads: the version, the one before, and the one that is being made
+HELD_COPIES = 5  # of each slice that it holds for another: the same, and two records
 
 
 class _New(NamedTuple):
@@ -61,6 +78,7 @@ class KeyCreation:
 
     Args:
         take_away: removes the slices of a key that was deleted.
+        held_nbytes: bytes of the slices that this server holds for others.
     """
 
     def __init__(
@@ -70,8 +88,11 @@ class KeyCreation:
         effects: ServerEffects,
         attachments: Attachments,
         control: ServerControl,
-        take_away: Callable[[str], None],
+        take_away: Callable[[str], list[tuple[int, HoldDropped]]],
         memory: ServerMemory,
+        records: Records,
+        elsewhere: Elsewhere,
+        held_nbytes: Callable[[], int],
     ) -> None:
         self._session = session
         self._view = session.view
@@ -81,9 +102,13 @@ class KeyCreation:
         self._control = control
         self._take_away = take_away
         self._memory = memory
+        self._records = records
+        self._elsewhere = elsewhere
+        self._held_nbytes = held_nbytes
         self._creating: set[tuple[str, int]] = set()  # slices whose Create is under way
         self._creating_keys = Counter[str]()  # how many of each key
         self._creating_nbytes = 0
+        self._holding: set[tuple[str, int]] = set()  # slices that a backup has yet to hold
 
     def init(self, event: Received, init: Init) -> None:
         rank = self._attachments.rank_of(event, init.request)
@@ -93,10 +118,13 @@ class KeyCreation:
         if isinstance(slices, str):
             self._effects.refuse(event.peer, init.request, ErrorCode.PROTOCOL_ERROR, slices, init.slices[0].key)
             return
+        if any(self._elsewhere.has(event, init.request, new.key, new.slice_index) for new in slices):
+            return
         if init.creation < self._table.creation:
             self._effects.send(event.peer, Outdated(init.request, self._table.creation))
             return
-        if any((new.key, new.slice_index) in self._creating for new in slices):
+        names = {(new.key, new.slice_index) for new in slices}
+        if not (names.isdisjoint(self._creating) and names.isdisjoint(self._holding)):
             return  # it is asked again, and this will be done by then
         leftovers = sorted({new.key for new in slices if rank == 0 and self._is_left_over(new.key, init.creation)})
         if not all(map(self._table.is_quiescent, leftovers)):
@@ -104,7 +132,7 @@ class KeyCreation:
             self._effects.not_yet(event.peer, init.request, NotYetReason.UPDATING, text, leftovers[0])
             return
         for key in leftovers:
-            self._take_away(key)
+            self._records.hold_in(self._take_away(key), lambda: None)
         refused = ListRefusals()
         wanted: list[_New] = []
         for new in slices:
@@ -128,7 +156,7 @@ class KeyCreation:
         """Whether the slices here are those of a deleted key. Worker 0 makes a key of its name only if there is none at
         its home; nobody was left to have the others dropped."""
         slices = self._table.of_key(key)
-        return bool(slices) and slices[0].creation < creation and self._view.partition_of(key, 0) != self._session.rank
+        return bool(slices) and slices[0].creation < creation and not self._view.leads(self._session.rank, key, 0)
 
     def _is_made(self, event: Received, init: Init, new: _New) -> bool:
         """Whether this slice came before. An init that was given up may be made again with other values."""
@@ -149,26 +177,39 @@ class KeyCreation:
             return ErrorCode.NOT_ALLOWED, text
         old = self._table.slices.get((new.key, new.slice_index))
         led = self._table.bytes_led + self._creating_nbytes - (0 if old is None else old.nbytes)
-        demand = (led + self._still_to_come(new)) * self._copies
+        demand = self._demand(led + self._still_to_come(new), self._held_nbytes())
         is_full = len(self._table.slices) + len(self._creating) >= MAX_SLICES
         if is_full or not self._memory.grant(self._session.run, demand):
             others = self._memory.of_others(self._session.run)
+            held = self._held_nbytes() * HELD_COPIES
+            of_replicas = f", {held >> 20} MiB of replicas" if held else ""
             of_others = f", besides {others >> 20} MiB of other runs" if others else ""
             return ErrorCode.NOT_ALLOWED, (
                 f"key {new.key!r} would take {self._session.name} to {demand >> 20} MiB ({COPIES} copies, and "
-                f"{self._copies - COPIES} staged), its limit is {self._memory.limit_bytes >> 20} MiB{of_others}: add "
-                f"servers, or raise memory_limit_bytes"
+                f"{self._copies - COPIES} staged{of_replicas}), its limit is {self._memory.limit_bytes >> 20} MiB"
+                f"{of_others}: add servers, or raise memory_limit_bytes"
             )
         return None
 
     @property
     def _copies(self) -> int:
         """How often a byte that is led may be held, staged contributions included."""
-        return COPIES + self._view.settings.rounds_ahead * self._view.settings.num_workers
+        settings = self._view.settings
+        return COPIES + settings.rounds_ahead * settings.num_workers + (settings.replicas - 1)
+
+    def _demand(self, led: int, held: int) -> int:
+        """Bytes in all, for so many that this server leads, and so many that it holds for others."""
+        return led * self._copies + held * HELD_COPIES
 
     def give_back(self) -> None:
-        """Keys were deleted: other runs may have their memory."""
-        self._memory.grant(self._session.run, (self._table.bytes_led + self._creating_nbytes) * self._copies)
+        """Keys were deleted, or are led by another server: other runs may have their memory."""
+        led = self._table.bytes_led + self._creating_nbytes
+        self._memory.grant(self._session.run, self._demand(led, self._held_nbytes()))
+
+    def grant_held(self, nbytes: int) -> bool:
+        """Whether this server has memory to hold so many more bytes for others."""
+        led = self._table.bytes_led + self._creating_nbytes
+        return self._memory.grant(self._session.run, self._demand(led, self._held_nbytes() + nbytes))
 
     def _still_to_come(self, new: _New) -> int:
         """The bytes of this slice, and of the others if it is the first of its key that comes here: a key that does not
@@ -179,7 +220,7 @@ class KeyCreation:
         return sum(
             new.spec.slice_nbytes(index)
             for index in range(new.num_slices)
-            if index == new.slice_index or self._view.partition_of(new.key, index) == mine
+            if index == new.slice_index or self._view.leads(mine, new.key, index)
         )
 
     def _begin(self, new: _New) -> None:
@@ -201,6 +242,9 @@ class KeyCreation:
             self._end(new)
         if self._attachments.find(event.sender) is None:
             return  # it was replaced: its successor makes the keys again
+        mine = self._session.rank
+        if not all(self._view.leads(mine, new.key, new.slice_index) for new in wanted):
+            return  # it is sent to the server that leads these slices now
         if init.creation < self._table.creation:  # since it was asked
             self._effects.send(event.peer, Outdated(init.request, self._table.creation))
             return
@@ -208,18 +252,55 @@ class KeyCreation:
             error = refusal_of(init.request, done.error)
             for new in wanted:
                 refused.add(new.place, error.error, error.text, new.key)
-        else:
-            for new, buffer in zip(wanted, done.result, strict=True):
-                if self._table.is_in_use(new.key):  # since it was asked
-                    refused.add(new.place, *_in_use(new.key), new.key)
-                else:
-                    self._add(event, init, new, buffer)
-        self._effects.send(event.peer, refused.answer(init.request))
+        added: dict[int, list[tuple[_New, Slice]]] = {}
+        for new, buffer in zip(wanted, done.result or (), strict=False):
+            if self._table.is_in_use(new.key):  # since it was asked
+                refused.add(new.place, *_in_use(new.key), new.key)
+            else:
+                slice_ = self._add(event, init, new, buffer)
+                added.setdefault(slice_.partition, []).append((new, slice_))
+        self._have_held(event, init, added, refused)
 
-    def _add(self, event: Received, init: Init, new: _New, buffer: object) -> None:
+    def _have_held(
+        self, event: Received, init: Init, added: dict[int, list[tuple[_New, Slice]]], refused: ListRefusals
+    ) -> None:
+        """The slices exist when the backups have them too: then the answer goes out."""
+        remaining = 0
+
+        def held(some: Sequence[_New], refusal: Refused | None) -> None:
+            nonlocal remaining
+            remaining -= 1
+            for new in some:
+                self._holding.discard((new.key, new.slice_index))
+                if refusal is not None:
+                    refused.add(new.place, refusal.error, refusal.text, new.key)
+            if remaining <= 0:
+                self._effects.send(event.peer, refused.answer(init.request))
+
+        self._holding.update([(new.key, new.slice_index) for some in added.values() for new, _ in some])
+        by_id = {slice_.slice_id: new for some in added.values() for new, slice_ in some}
+        lists = [pack for some in added.values() for pack in packs([slice_ for _, slice_ in some])]
+        remaining = len(lists)
+        for slices in lists:
+            partition, ids = slices[0].partition, [slice_.slice_id for slice_ in slices]
+            message, payload = self._install(partition, slices)
+            some = [by_id[slice_id] for slice_id in ids]
+            self._records.hold_new(partition, message, partial(held, some), payload, ids)
+        if not lists:
+            held((), None)
+
+    def _install(self, partition: int, slices: Sequence[Slice]) -> tuple[Install, tuple[Span, ...]]:
+        specs = {spec: place for place, spec in enumerate(dict.fromkeys(slice_.spec for slice_ in slices))}
+        optimizer = self._control.optimizer
+        images = tuple([image_of(slice_, specs[slice_.spec], 0, 0, ()) for slice_ in slices])
+        payload = tuple([slice_.span(slice_.log.current) for slice_ in slices])
+        wire = None if optimizer is None else to_wire(optimizer)
+        return Install(0, partition, tuple(specs), (wire,), images), payload
+
+    def _add(self, event: Received, init: Init, new: _New, buffer: object) -> Slice:
         settings = self._view.settings
         log = SliceLog(self._view.is_sync, settings.rounds_ahead, settings.staleness, buffer)
-        self._table.add(
+        return self._table.add(
             new.key,
             new.slice_index,
             new.spec,
@@ -228,6 +309,8 @@ class KeyCreation:
             self._control.optimizer,
             init.request,
             init.creation,
+            self._view.partition_of(new.key, new.slice_index),
+            self._control.generation,
         )
 
     def validate(self) -> None:

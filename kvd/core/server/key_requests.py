@@ -8,15 +8,19 @@ from kvd.core.machine import Peer, Received
 from kvd.core.membership import in_words
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.effects import ServerEffects
+from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.key_creation import ListRefusals
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.lookups import WaitingLookup, WaitingLookups
 from kvd.core.server.participants import Participants
+from kvd.core.server.records import Records
 from kvd.core.session import SchedulerSession
 from kvd.core.shares import owner_of
 from kvd.protocol.messages import (
     NO_KEY,
     ErrorCode,
+    HoldPublished,
+    KeyId,
     KeyInfo,
     KeyList,
     ListKeys,
@@ -29,6 +33,7 @@ from kvd.protocol.messages import (
     Refused,
 )
 
+KEYS_OF_A_RECORD = 50  # whatever their lengths
 INFO_BYTES = 48 << 10  # of the 64 KiB of a header, for the specs and places of a KeyInfo
 
 
@@ -42,19 +47,26 @@ class KeyRequests:
         effects: ServerEffects,
         attachments: Attachments,
         participants: Participants,
+        records: Records,
+        elsewhere: Elsewhere,
     ) -> None:
         self._view = session.view
         self._table = table
         self._effects = effects
         self._attachments = attachments
         self._participants = participants
+        self._records = records
+        self._elsewhere = elsewhere
         self._lookups = WaitingLookups(table.live)
 
     def publish(self, event: Received, publish: Publish) -> None:
         rank = self._attachments.rank_of(event, publish.request)
         if rank is None:
             return
+        if any(self._elsewhere.has(event, publish.request, entry.key, 0) for entry in publish.keys):
+            return
         refused = ListRefusals()
+        new: dict[int, list[KeyId]] = {}
         for place, (key, number) in enumerate(publish.keys):
             made = self._table.slices.get((key, 0))
             if (
@@ -65,12 +77,31 @@ class KeyRequests:
             ):
                 refused.add(place, ErrorCode.NOT_ALLOWED, "only worker 0 publishes, and only what it made", key)
             elif key not in self._table.live:
-                self._table.live[key] = Made(made.spec, made.creation)
+                new.setdefault(made.partition, []).append(KeyId(key, made.creation))
+        messages = [
+            (partition, HoldPublished(0, partition, tuple(keys[first : first + KEYS_OF_A_RECORD])))
+            for partition, keys in new.items()
+            for first in range(0, len(keys), KEYS_OF_A_RECORD)
+        ]
+
+        def held() -> None:
+            for keys in new.values():
+                self._go_live(keys)
+            self._effects.send(event.peer, refused.answer(publish.request))
+
+        self._records.hold_in(messages, held)
+
+    def _go_live(self, keys: Sequence[KeyId]) -> None:
+        for key, creation in keys:
+            made = self._table.slices.get((key, 0))
+            if made is not None and made.creation == creation and key not in self._table.live:
+                self._table.live[key] = Made(made.spec, creation)
                 for lookup in self._lookups.published(key):
                     self._answer(lookup.peer, lookup.request, lookup.keys)
-        self._effects.send(event.peer, refused.answer(publish.request))
 
     def lookup(self, event: Received, lookup: Lookup) -> None:
+        if any(self._elsewhere.has(event, lookup.request, key, 0) for key in lookup.keys):
+            return
         waiting = WaitingLookup(event.peer, lookup.request, lookup.keys, owner_of(event))
         if not lookup.wait or not waiting.move_on(self._table.live):
             self._answer(event.peer, lookup.request, lookup.keys)
@@ -94,6 +125,10 @@ class KeyRequests:
                 different[made] = len(different)
             places.append(NO_KEY if made is None else different[made])
         self._effects.send(peer, KeyInfo(request, tuple(different), tuple(places)))
+
+    def drop_partition(self, partition: int) -> None:
+        """Another server leads it: those who wait for its keys ask there."""
+        self._lookups.drop(lambda key: self._view.partition_of(key, 0) == partition)
 
     def lookups_of(self, peer: Peer) -> list[tuple[str, int]]:
         """The look-ups of this peer that wait, as (key, request)."""

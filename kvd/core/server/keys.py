@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 from kvd.core.server.groups import FusedGroup, Slice, fused, parted
@@ -24,9 +24,11 @@ class KeyTable:
         live: the published keys whose slice 0 is here, and what they are like.
         creation: keys that are made from now on have at least this creation: it is larger than those of all keys that
             were deleted here.
+        numbers: those of the next groups.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Iterator[int] | None = None) -> None:
+        """`numbers`: of groups; those of two tables whose groups are updated in one place must differ."""
         self.slices: dict[tuple[str, int], Slice] = {}
         self.groups: dict[int, FusedGroup] = {}
         self.live: dict[str, Made] = {}
@@ -34,7 +36,7 @@ class KeyTable:
         self.bytes_led = 0
         self._indices: dict[str, list[int]] = {}
         self._sorted: list[str] | None = []  # the names of the keys; None if some came or went since the last listing
-        self._numbers = count(1)
+        self.numbers = count(1) if numbers is None else numbers
 
     # ── slices and their groups ──
 
@@ -48,8 +50,23 @@ class KeyTable:
         optimizer: Optimizer | None,
         request: int = 0,
         creation: int = 0,
-    ) -> None:
+        partition: int = 0,
+        generation: int = 0,
+    ) -> Slice:
         """Adds a slice. It replaces an unpublished one of the same name, and slices of another spec or creation."""
+        indices = self._make_room(key, index, spec, creation)
+        group = FusedGroup(next(self.numbers), log, spec.dtype, optimizer, generation=generation)
+        nbytes = spec.slice_nbytes(index)
+        slice_ = Slice(key, index, spec, nbytes, creator, group, request, creation, partition=partition)
+        group.take([slice_])
+        indices.append(index)
+        self.slices[key, index] = slice_
+        self.groups[group.number] = group
+        self.bytes_led += slice_.nbytes
+        return slice_
+
+    def _make_room(self, key: str, index: int, spec: KeySpec, creation: int) -> list[int]:
+        """Forgets what a new slice replaces. Returns the list of the key's indices, which it is to join."""
         if key not in self._indices:
             self._indices[key] = []
             self._sorted = None
@@ -62,13 +79,30 @@ class KeyTable:
         elif (key, index) in self.slices:
             self._forget(key, index)
             indices.remove(index)
-        group = FusedGroup(next(self._numbers), log, spec.dtype, optimizer)
-        slice_ = Slice(key, index, spec, spec.slice_nbytes(index), creator, group, request, creation)
-        group.take([slice_])
-        indices.append(index)
-        self.slices[key, index] = slice_
+        return indices
+
+    # ── groups come from another table, and go to one ──
+
+    def release(self, group: FusedGroup) -> None:
+        """The group leaves this table, as it is. A key is forgotten with the last of its slices."""
+        for slice_ in group.slices:
+            del self.slices[slice_.key, slice_.index]
+            self.bytes_led -= slice_.nbytes
+            indices = self._indices[slice_.key]
+            indices.remove(slice_.index)
+            if not indices:
+                del self._indices[slice_.key]
+                self._sorted = None
+        del self.groups[group.number]
+
+    def adopt(self, group: FusedGroup) -> None:
+        """The group, which another table has released, is in this one from now on."""
+        for slice_ in group.slices:
+            indices = self._make_room(slice_.key, slice_.index, slice_.spec, slice_.creation)
+            indices.append(slice_.index)
+            self.slices[slice_.key, slice_.index] = slice_
+            self.bytes_led += slice_.nbytes
         self.groups[group.number] = group
-        self.bytes_led += slice_.nbytes
 
     def _forget(self, key: str, index: int) -> None:
         slice_ = self.slices[key, index]
@@ -100,7 +134,7 @@ class KeyTable:
         if slices[0].group.slices == tuple(slices):
             return slices[0].group
         olds = [slice_.group.number for slice_ in slices]
-        group = fused(next(self._numbers), slices)
+        group = fused(next(self.numbers), slices)
         if group is not None:
             for number in olds:
                 del self.groups[number]
@@ -110,7 +144,7 @@ class KeyTable:
     def part(self, group: FusedGroup) -> None:
         """Gives each slice of a quiescent group a group of its own."""
         del self.groups[group.number]
-        for own in parted(group, lambda: next(self._numbers)):
+        for own in parted(group, lambda: next(self.numbers)):
             self.groups[own.number] = own
 
     def of_key(self, key: str) -> list[Slice]:

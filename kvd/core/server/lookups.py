@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
 
 from kvd.core.machine import Peer
@@ -81,6 +81,16 @@ class WaitingLookups:
         """The look-ups of this peer, as (key that it waits at, request)."""
         found = (lookup for here in self._waiting.values() for lookup in here.values())
         return [(lookup.key, lookup.request) for lookup in found if lookup.peer == peer]
+
+    def drop(self, is_gone: Callable[[str], bool]) -> None:
+        """Forgets the look-ups that have one of these keys."""
+        for at, here in list(self._waiting.items()):
+            for name, lookup in list(here.items()):
+                if any(map(is_gone, lookup.keys)):
+                    del here[name]
+                    self._names.give_back(lookup.owner, len(lookup.keys))
+            if not here:
+                del self._waiting[at]
 
     def give_up(self) -> list[WaitingLookup]:
         """Forgets all, and returns them: rank 0 will not come."""

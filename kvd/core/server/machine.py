@@ -30,17 +30,23 @@ from kvd.core.server.control import ServerControl
 from kvd.core.server.deletions import Deletions
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
+from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.key_creation import KeyCreation
 from kvd.core.server.key_requests import KeyRequests
 from kvd.core.server.keys import KeyTable
+from kvd.core.server.leadership import Leadership
 from kvd.core.server.memory import ServerMemory
 from kvd.core.server.optimizer_agreement import OptimizerAgreement
 from kvd.core.server.participants import Participants
 from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
 from kvd.core.server.readings import Readings
+from kvd.core.server.records import Records
+from kvd.core.server.replicas import Replicas
+from kvd.core.server.replication import OutOfStep, Replication
 from kvd.core.server.resume import Resumption
 from kvd.core.server.shared_steps import SharedSteps
+from kvd.core.server.syncing import Syncing
 from kvd.core.server.targets import TargetResolver
 from kvd.core.server.wait_answers import WaitAnswers
 from kvd.core.server.waiting import Waiters
@@ -73,13 +79,18 @@ from kvd.protocol.messages import (
     ReadSlices,
     Refused,
     Rest,
+    SetOptimizer,
     StatusQuery,
     StatusReport,
     Survey,
     TakeStep,
+    UpdateOptimizer,
     View,
     WaitQuery,
 )
+
+# What these ask for, or change, is spread over all slices that a server leads.
+ABOUT_ALL_SLICES = frozenset({Attach, Drop, ClockQuery, Activate, ComeTo, TakeStep, SetOptimizer, UpdateOptimizer})
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +116,26 @@ class ServerMachine:
         self.table = KeyTable()
         self._session = session
         self._effects = effects = ServerEffects()
-        self._batches = BatchTable()
+        batches = BatchTable()
+        out_of_step = OutOfStep(session, effects)
         self._attachments = attachments = Attachments(session.view, self.table, effects)
         self._waiters = waiters = Waiters(effects)
         self._participants = participants = Participants(waiters, fail_on_loss=settings.fail_on_worker_loss)
         agreement = OptimizerAgreement()
         disputes = Disputes(agreement, self.table, waiters)
-        self._readings = readings = Readings(session.view, self.table, effects, participants)
-        targets = TargetResolver(session, self.table, self._batches, effects)
+        records = Records(
+            session, effects, lambda: self.table.creation, lambda holder: out_of_step.add(holder.partition, holder.peer)
+        )
+        replicas = Replicas(
+            session,
+            self.table,
+            effects,
+            lambda nbytes: creation.grant_held(nbytes),
+            lambda partition: out_of_step.add(partition, session.incarnation),
+        )
+        self._elsewhere = elsewhere = Elsewhere(session, effects, replicas.is_handing_over)
+        self._readings = readings = Readings(session.view, self.table, effects, participants, elsewhere)
+        targets = TargetResolver(session, self.table, batches, attachments, effects, records, elsewhere)
         self._pushes = pushes = Pushes(
             session.view,
             effects,
@@ -122,11 +145,14 @@ class ServerMachine:
             participants,
             disputes,
             readings,
+            records,
             small_push_bytes=settings.small_push_bytes,
         )
-        self._control = control = ServerControl(self.table, effects, attachments, agreement, disputes, pushes.advance)
+        self._control = control = ServerControl(
+            self.table, effects, attachments, agreement, disputes, records, pushes.advance
+        )
         self._deletions = deletions = Deletions(
-            self.table, effects, attachments, participants, waiters, lambda: creation.give_back()
+            self.table, effects, attachments, participants, waiters, records, lambda: creation.give_back()
         )
         creation = KeyCreation(
             session,
@@ -136,19 +162,51 @@ class ServerMachine:
             control,
             deletions.take_away,
             memory or ServerMemory(settings.memory_limit_bytes),
+            records,
+            elsewhere,
+            lambda: replicas.nbytes,
         )
-        keys = KeyRequests(session, self.table, effects, attachments, participants)
+        keys = KeyRequests(session, self.table, effects, attachments, participants, records, elsewhere)
         pulls = Pulls(effects, attachments, targets, waiters, participants, disputes)
-        shared = SharedSteps(session.view, effects, attachments, participants, self._advance_all)
-        self._validated = (session, self.table, attachments, creation, keys, deletions, agreement, readings, shared)
+        shared = SharedSteps(session.view, effects, attachments, participants, records, self._advance_all)
+        leadership = Leadership(
+            session,
+            self.table,
+            effects,
+            replicas,
+            control,
+            keys,
+            deletions,
+            shared,
+            waiters,
+            readings,
+            pushes.advance,
+        )
+        syncing = Syncing(
+            session, self.table, effects, records, shared, control, replicas.is_handing_over, pushes.advance
+        )
+        self._replication = Replication(session, effects, records, replicas, leadership, syncing, out_of_step)
+        self._validated = (
+            session,
+            self.table,
+            attachments,
+            creation,
+            keys,
+            deletions,
+            agreement,
+            readings,
+            shared,
+            self._replication,
+        )
         self._view_followers = (shared.view_changed, keys.fail_lookups_without_rank_0, deletions.view_changed)
-        resumption = Resumption(self.table, effects, attachments, targets, pushes.advance)
+        self._sender_droppers = (control.drop_sender, batches.drop_sender)
+        resumption = Resumption(self.table, effects, attachments, targets, records, pushes.advance)
         self._handlers: dict[type[Any], Callable[[Received, Any], None]] = {
             PushBatch: pushes.push_batch,
             PullBatch: pulls.pull_batch,
             Push: pushes.push,
             Pull: pulls.pull,
-            DeclareBatch: self._declare,
+            DeclareBatch: targets.declare,
             Attach: attachments.attach,
             Init: creation.init,
             Publish: keys.publish,
@@ -191,6 +249,8 @@ class ServerMachine:
         elif isinstance(event, JobDone):
             self._effects.end_job(event)
             self._deletions.advance()
+            if self._replication.is_on:
+                self._replication.job_ended()
         elif isinstance(event, LocalCall):
             self._say_goodbye(event)
         elif isinstance(event, InvalidFrame) and event.peer == SCHEDULER:
@@ -199,10 +259,15 @@ class ServerMachine:
             self._session.handshake_failed(event.error)
         if self._session.is_due(now):
             self._effects.extend(self._session.tick(now))
+        if self._replication.is_on:
+            self._effects.extend(self._replication.tick(now))
         return self._effects.take()
 
     def next_deadline(self) -> float | None:
         due, readers_due = self._session.next_deadline(), self._readings.next_deadline()
+        if self._replication.is_on:
+            records_due = self._replication.next_deadline()
+            return min((at for at in (due, readers_due, records_due) if at is not None), default=None)
         if due is None or readers_due is None:
             return readers_due if due is None else due
         return min(due, readers_due)
@@ -227,6 +292,7 @@ class ServerMachine:
             "paths": {name_of("worker", rank): self._attachments.path_of(rank) for rank in ranks},
             "waiting_for": sorted(name_of("worker", rank) for rank in blockers),
             "optimizer": self._control.describe(),
+            **(self._replication.explain() if self._replication.is_on else {}),
         }
 
     @property
@@ -250,11 +316,16 @@ class ServerMachine:
             if changed:
                 self._view_changed()
             return
+        if self._replication.is_on and self._replication.receive(event, now):
+            self._deletions.advance()
+            return
         if isinstance(message, View | Done | NotYet | Refused):
             return
         handler = self._handlers.get(type(message))
         if self._attachments.is_foreign(event):
             self._attachments.refuse_foreign(event)
+        elif type(message) in ABOUT_ALL_SLICES and self._elsewhere.postpones(event):
+            return
         elif handler is not None:
             handler(event, message)
         elif self._attachments.is_replaced(event.sender):
@@ -262,16 +333,6 @@ class ServerMachine:
         elif not self._control.receive(event, now):
             text = f"a server takes no {type(message).__name__}"
             self._effects.refuse(event.peer, getattr(message, "request", 0), ErrorCode.PROTOCOL_ERROR, text)
-
-    def _declare(self, event: Received, message: DeclareBatch) -> None:
-        if self._attachments.rank_of(event, message.request) is None:
-            return
-        if len(set(message.slice_ids)) < len(message.slice_ids):
-            text = "a batch names the same slice twice: name it once"
-            self._effects.refuse(event.peer, message.request, ErrorCode.PROTOCOL_ERROR, text, message.slice_ids[0].key)
-        else:
-            self._batches.declare(event.sender, message.batch, message.slice_ids)
-            self._effects.send(event.peer, Done(message.request))
 
     def _status(self, event: Received, query: StatusQuery) -> None:
         self._effects.send(event.peer, StatusReport(query.request))
@@ -288,8 +349,9 @@ class ServerMachine:
     def _view_changed(self) -> None:
         for rank, incarnation in self._attachments.detach_replaced():
             self._forget(rank, incarnation)
-        self._attachments.welcome_named()
         self._participants.update(self._session.view)
+        self._replication.view_changed()
+        self._attachments.welcome_named()
         for follow in self._view_followers:
             follow()
         for group in list(self.table.groups.values()):
@@ -303,9 +365,9 @@ class ServerMachine:
     def _forget(self, rank: int, incarnation: int) -> None:
         """The worker was replaced: what it staged for open rounds is dropped, and its requests are not answered."""
         groups = list(self.table.groups.values())
-        self._control.drop_sender(incarnation)
+        for drop_sender in self._sender_droppers:
+            drop_sender(incarnation)
         self._participants.wake(rank)
-        self._batches.drop_sender(incarnation)
         self._deletions.drop_rank(rank)
         for group in groups:
             group.log.drop_unclosed(rank)

@@ -6,7 +6,8 @@ stage     `_stage`: the received frame is the staging buffer (`rounds`)
 wait      `_admit_and_wait`: the push waits for its commit (`waiting`)
 close     `advance`: the round closes when it is complete (`rounds`), one at a time per group
 apply     `_apply`: the shell merges and updates; the machine gets its JobDone
-commit    `_applied`, `_commit`: the round becomes a version; a second replica's answer would be awaited between the two
+hold      `_hold`: the backup, if there is one, holds the record (`records`)
+commit    `_held`, `_commit`: the round becomes a version
 answer    `_commit`: everyone who waited for it is answered (`waiting`)
 
 Others call `advance` when something else may let a round close: a view, a worker that takes part again, the end of a
@@ -16,8 +17,9 @@ job on the optimizer's state.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from kvd.core.machine import Apply, Buffer, Contribution, JobDone, LogEntry, Received, ScatterList, Span
+from kvd.core.machine import Apply, Buffer, Contribution, JobDone, LogEntry, Received, ScatterList, Span, spans_of
 from kvd.core.membership import ViewState
 from kvd.core.refusals import code_of
 from kvd.core.server.admission import Decision, admit
@@ -29,12 +31,25 @@ from kvd.core.server.participants import Participants
 from kvd.core.server.pending import Pending
 from kvd.core.server.progress import PushRequest, Refusal
 from kvd.core.server.readings import Readings
+from kvd.core.server.records import Records
 from kvd.core.server.rounds import Record
 from kvd.core.server.targets import PushTarget, TargetResolver
 from kvd.core.server.waiting import Waiters
 from kvd.errors import KvdError
-from kvd.protocol.messages import ABSENT, MAX_TEXT_CHARS, ErrorCode, Push, PushBatch, Refused, Staged, Taken
-from kvd.protocol.specs import padded
+from kvd.optimizer import to_wire
+from kvd.protocol.messages import (
+    ABSENT,
+    MAX_TEXT_CHARS,
+    ErrorCode,
+    Given,
+    Hold,
+    Push,
+    PushBatch,
+    Refused,
+    Staged,
+    Taken,
+)
+from kvd.protocol.specs import accumulator_scale, padded
 
 
 class Pushes:
@@ -54,6 +69,7 @@ class Pushes:
         participants: Participants,
         disputes: Disputes,
         readings: Readings,
+        records: Records,
         *,
         small_push_bytes: int,
     ) -> None:
@@ -65,6 +81,7 @@ class Pushes:
         self._participants = participants
         self._disputes = disputes
         self._readings = readings
+        self._records = records
         self._small_push_bytes = small_push_bytes
 
     # ── resolve ──
@@ -147,7 +164,7 @@ class Pushes:
 
     def advance(self, group: FusedGroup) -> None:
         """Closes the group's next round if it is complete, and has it applied. One job of a group runs at a time."""
-        if group.working:
+        if group.working or group.is_gone:
             return
         if group.tasks and group.log.closing is None:
             group.working = True
@@ -156,17 +173,22 @@ class Pushes:
         if self._disputes.open:
             return
         record = group.log.close_next(self._participants.awaited)
-        while record is not None and not record.contributions:  # all who owed it a push have left: no bytes change
-            self._commit(group, group.log.current)
+        is_held = self._records.is_held(group.partition)
+        while record is not None and not record.contributions and not is_held:
+            self._commit(group, group.log.current)  # all who owed it a push have left: no bytes change
             record = group.log.close_next(self._participants.awaited)
-        if record is not None:
+        if record is not None and record.contributions:
             self._apply(group, record)
+        elif record is not None:
+            self._hold(group, record, group.log.current, None)
 
     # ── apply ──
 
     def _apply(self, group: FusedGroup, record: Record) -> None:
         optimizer = group.optimizer_for(record.number)
         merge = self._view.settings.merge or "sum"
+        is_gradient = optimizer is not None and not record.assign
+        keeps_merged = is_gradient and self._records.is_held(group.partition)
         self._effects.start_job(
             lambda job: Apply(
                 job,
@@ -179,19 +201,59 @@ class Pushes:
                 record.assign,
                 merge,
                 optimizer,
+                keeps_merged=keeps_merged,
             ),
-            lambda done: self._applied(group, done),
+            partial(self._applied, group, record, keeps_merged=keeps_merged),
         )
 
-    def _applied(self, group: FusedGroup, done: JobDone) -> None:
-        """With one replica the record is committed as soon as it is applied."""
-        if done.error is not None:
+    def _applied(self, group: FusedGroup, record: Record, done: JobDone, *, keeps_merged: bool) -> None:
+        if group.is_gone:  # another server leads it: what was made here counts for nobody
+            group.log.give_up()
+        elif done.error is not None:
             self._not_applied(group, done.error)
+            self._go_on(group)
+        elif self._records.is_held(group.partition):
+            buffer, merged = done.result if keeps_merged else (done.result, None)
+            self._hold(group, record, buffer, merged)
         else:
-            self._commit(group, done.result)
+            self._commit(group, done.result[0] if keeps_merged else done.result)
+            self._go_on(group)
+
+    def _go_on(self, group: FusedGroup) -> None:
         self.advance(group)
         if self._participants.dead:
             self._participants.fail_blocked(group)
+
+    # ── hold ──
+
+    def _hold(self, group: FusedGroup, record: Record, buffer: Buffer | ScatterList, merged: Buffer | None) -> None:
+        """The backup holds the record before the round is a version: it is the new value, or a merged gradient."""
+        payload: tuple[Span, ...] = ()
+        if merged is not None:
+            payload = (Span(merged, 0, group.nbytes * accumulator_scale(group.dtype)),)
+        elif record.contributions:
+            payload = spans_of(buffer, group.nbytes)
+        optimizer = None if group.optimizer is None else to_wire(group.optimizer)
+        given = [given_by(contribution) for contribution in (*record.contributions, *record.repeated)]
+        slice_ids = tuple([slice_.slice_id for slice_ in group.slices])
+        message = Hold(
+            0,
+            group.partition,
+            slice_ids,
+            record.number,
+            tuple(given),
+            merged is not None,
+            optimizer,
+            group.generation,
+        )
+        self._records.hold_round(group.partition, message, lambda _: self._held(group, buffer), payload, slice_ids[0])
+
+    def _held(self, group: FusedGroup, buffer: Buffer | ScatterList) -> None:
+        if group.is_gone:
+            group.log.give_up()
+            return
+        self._commit(group, buffer)
+        self._go_on(group)
 
     # ── commit, answer ──
 
@@ -221,3 +283,9 @@ class Pushes:
                 group.log.refuse(entry.rank, Refusal(request, code, text))
             taken = Taken.PART if pending.is_of_many else Taken.NOTHING  # the other slices have taken theirs
             self._waiters.fail(pending, Refused(pending.request, code, text, group.key, taken))
+
+
+def given_by(contribution: Contribution) -> Given:
+    """What a record says of a contribution."""
+    rank, clock, _, samples, how, step, place = contribution
+    return Given(rank, clock, samples, how, step, place)

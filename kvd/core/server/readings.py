@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from kvd.core.machine import Peer, Received, Span
 from kvd.core.membership import ViewState
 from kvd.core.server.effects import ServerEffects
+from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.participants import Participants
@@ -76,12 +77,20 @@ class Readings:
         held_nbytes: what all readers hold.
     """
 
-    def __init__(self, view: ViewState, table: KeyTable, effects: ServerEffects, participants: Participants) -> None:
+    def __init__(
+        self,
+        view: ViewState,
+        table: KeyTable,
+        effects: ServerEffects,
+        participants: Participants,
+        elsewhere: Elsewhere,
+    ) -> None:
         self.held_nbytes = 0
         self._view = view
         self._table = table
         self._effects = effects
         self._participants = participants
+        self._elsewhere = elsewhere
         self._over = 0  # the newest step that a worker said to be over
         self._now = 0.0
         self._readers: dict[int, _Reader] = {}  # by incarnation
@@ -171,7 +180,10 @@ class Readings:
             return None
         if None not in found:
             return tuple([slice_ for slice_ in found if slice_ is not None])
-        name = slice_ids[found.index(None)].key
+        missing = slice_ids[found.index(None)]
+        if self._elsewhere.has(event, request, missing.key, missing.slice_index):
+            return None
+        name = missing.key
         text = f"a part of key {name!r} is not here"
         if (name, slice_ids[found.index(None)].slice_index) in self._table.slices:
             text = f"key {name!r} was deleted, and made again: look at its new shape and value first"
@@ -233,6 +245,12 @@ class Readings:
     def _is_known(self, log: SliceLog, step: int) -> bool:
         """Whether no more versions of steps up to this one will come."""
         return log.step > step or log.version == step or step <= self._over
+
+    def drop_slices(self, slices: Sequence[Slice]) -> None:
+        """Another server leads them: readers ask there."""
+        for slice_ in slices:
+            for reading in list(self._waiting.get(slice_, {})):
+                self._close(reading)
 
     # ── the end of waiting ──
 

@@ -9,8 +9,19 @@ from kvd.core.server.attachments import Attachments
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.keys import KeyTable
+from kvd.core.server.records import Records
 from kvd.core.server.targets import TargetResolver
-from kvd.protocol.messages import Activate, ClockQuery, Clocks, ComeTo, Done, ErrorCode, NotYetReason
+from kvd.protocol.messages import (
+    Activate,
+    ClockQuery,
+    Clocks,
+    ComeTo,
+    Done,
+    ErrorCode,
+    HoldActivated,
+    HoldPlace,
+    NotYetReason,
+)
 
 MOST_AHEAD = 1024
 """No slice of a key is so many rounds ahead of another. Rounds that nobody owes a push close at once, all of them."""
@@ -25,12 +36,14 @@ class Resumption:
         effects: ServerEffects,
         attachments: Attachments,
         targets: TargetResolver,
+        records: Records,
         advance: Callable[[FusedGroup], None],
     ) -> None:
         self._table = table
         self._effects = effects
         self._attachments = attachments
         self._targets = targets
+        self._records = records
         self._advance = advance
 
     def clocks(self, event: Received, query: ClockQuery) -> None:
@@ -69,10 +82,18 @@ class Resumption:
             text = f"worker {rank} has not come to push {activate.clock} of key {activate.key!r}"
             self._effects.refuse(event.peer, activate.request, ErrorCode.NOT_ALLOWED, text, activate.key)
             return
+        records = []
         for target in targets:
-            target.group.log.activate(rank, activate.clock)
+            group, slice_ = target.group, target.slice
+            closed = group.log.version
+            group.log.activate(rank, activate.clock)
+            if slice_ is not None and self._records.is_held(group.partition):
+                clock = group.log.staged_clock(rank)
+                record = HoldActivated(0, group.partition, slice_.slice_id, closed, rank, clock)
+                records.append((group.partition, record))
+        for target in targets:
             self._advance(target.group)
-        self._effects.send(event.peer, Done(activate.request))
+        self._records.hold_in(records, lambda: self._effects.send(event.peer, Done(activate.request)))
 
     def come_to(self, event: Received, message: ComeTo) -> None:
         rank = self._attachments.rank_of(event, message.request)
@@ -80,4 +101,5 @@ class Resumption:
             return
         for group in self._table.groups.values():
             group.log.move_to(rank, message.place)
-        self._effects.send(event.peer, Done(message.request))
+        records = [(partition, HoldPlace(0, partition, rank, message.place)) for partition in self._records.partitions]
+        self._records.hold_in(records, lambda: self._effects.send(event.peer, Done(message.request)))

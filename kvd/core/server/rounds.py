@@ -36,10 +36,15 @@ class PushStatus(Enum):
 
 
 class Record(NamedTuple):
-    """One change of a slice: what a replica needs besides the bytes."""
+    """One change of a slice: what a replica needs besides the bytes.
+
+    Attributes:
+        repeated: a contribution that changes nothing: another worker has made this shared step.
+    """
 
     number: int
     contributions: tuple[Contribution, ...]
+    repeated: tuple[Contribution, ...] = ()
 
     @property
     def assign(self) -> bool:
@@ -185,11 +190,17 @@ class SliceLog:
         """Closes the next round if it is complete and no other is being applied."""
         if self.closing is not None:
             return None
-        taken = self._take_round(required) if self.sync else self._take_arrived(required)
+        taken, repeated = (self._take_round(required), False) if self.sync else self._take_arrived(required)
         if taken is None:
             return None
         self.closed += 1
-        self.closing = Record(self.closed, taken)
+        self.closing = Record(self.closed, (), taken) if repeated else Record(self.closed, taken)
+        return self.closing
+
+    def close_empty(self) -> Record:
+        """Closes a round without a contribution, as the leader has done: nobody owed it one."""
+        self.closed += 1
+        self.closing = Record(self.closed, ())
         return self.closing
 
     def _take_round(self, required: Collection[int]) -> tuple[Contribution, ...] | None:
@@ -204,18 +215,15 @@ class SliceLog:
         del self._rounds[clock]
         return tuple(contributions[rank] for rank in sorted(contributions))
 
-    def _take_arrived(self, required: Collection[int]) -> tuple[Contribution, ...] | None:
+    def _take_arrived(self, required: Collection[int]) -> tuple[tuple[Contribution, ...] | None, bool]:
+        """The next contribution, and whether it repeats a shared step."""
         bound = None if self.staleness < 0 else self.slowest(required) + self.staleness
         for position, contribution in enumerate(self._arrived):
             if bound is None or contribution.clock <= bound or contribution.rank not in required:
                 del self._arrived[position]
-                progress = self._progress_to_change(contribution.rank)
-                progress.counted = contribution.clock
-                if self._is_counted_step(contribution):
-                    progress.committed = contribution.clock  # earlier ones are: only one is applied at a time
-                    return ()
-                return (contribution,)
-        return None
+                self._progress_to_change(contribution.rank).counted = contribution.clock
+                return (contribution,), self._is_counted_step(contribution)
+        return None, False
 
     def _is_counted_step(self, contribution: Contribution) -> bool:
         """Whether this is a shared step that another worker has made already. If not, it is counted now."""
@@ -229,7 +237,8 @@ class SliceLog:
 
     def is_closing_of(self, rank: int) -> bool:
         """A push of this rank is in the round that is being applied."""
-        return self.closing is not None and any(given.rank == rank for given in self.closing.contributions)
+        closing = self.closing
+        return closing is not None and any(given.rank == rank for given in (*closing.contributions, *closing.repeated))
 
     def commit(self, buffer: Buffer) -> Record:
         """The closed round is applied, and every replica holds its record: `buffer` is the new version."""
@@ -241,7 +250,7 @@ class SliceLog:
         self.previous_step = self.step
         self.step = max(self.step, self.version, *[given.step for given in record.contributions])
         if not self.sync:
-            for contribution in record.contributions:
+            for contribution in (*record.contributions, *record.repeated):
                 self._progress_to_change(contribution.rank).committed = contribution.clock
         return record
 

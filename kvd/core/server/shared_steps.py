@@ -9,7 +9,7 @@ all counts once per slice (`kvd.core.server.counted_steps`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from kvd.core.machine import Received
@@ -17,7 +17,8 @@ from kvd.core.membership import ViewState, name_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.participants import Participants
-from kvd.protocol.messages import NO_STEP, Done, ErrorCode, Rest, StepIs, StepsLeft, TakeStep
+from kvd.core.server.records import Records
+from kvd.protocol.messages import NO_STEP, Done, ErrorCode, HeldStep, HoldLoop, Rest, StepIs, StepsLeft, TakeStep
 
 MAX_LOOPS = 4096  # of one run
 
@@ -78,12 +79,14 @@ class SharedSteps:
         effects: ServerEffects,
         attachments: Attachments,
         participants: Participants,
+        records: Records,
         advance_all: Callable[[], None],
     ) -> None:
         self._view = view
         self._effects = effects
         self._attachments = attachments
         self._participants = participants
+        self._records = records
         self._advance_all = advance_all
         self._loops: dict[int, SharedLoop] = {}  # by the number of the first step among those of all loops
 
@@ -107,7 +110,36 @@ class SharedSteps:
             return
         left, step = loop.take(rank, message.done)
         held_by = tuple(sorted(loop.held)) if left is StepsLeft.OTHERS else ()
-        self._effects.send(event.peer, StepIs(message.request, left, step, held_by))
+        answer = StepIs(message.request, left, step, held_by)
+        partition = self._view.shards[0]
+        records = [(partition, self._record(message.first, loop))] if self._records.is_held(partition) else []
+        self._records.hold_in(records, lambda: self._effects.send(event.peer, answer))
+
+    # ── other servers ──
+
+    def _record(self, first: int, loop: SharedLoop) -> HoldLoop:
+        held = tuple([HeldStep(rank, step) for rank, step in sorted(loop.held.items())])
+        partition = self._view.shards[0]
+        returned = tuple(sorted(loop.returned))
+        return HoldLoop(0, partition, first, loop.total, loop.opened_by, loop.given, held, returned)
+
+    def records(self, partition: int) -> list[HoldLoop]:
+        """What the backup of this partition is told of all loops."""
+        is_here = bool(self._view.shards) and self._view.shards[0] == partition
+        return [self._record(first, loop) for first, loop in self._loops.items()] if is_here else []
+
+    def take_over(self, loops: Iterable[HoldLoop]) -> None:
+        """This server leads the partition of the loops now."""
+        for told in loops:
+            loop = self._loops[told.first] = SharedLoop(told.total, told.opened_by, told.given)
+            loop.held = dict(told.held)
+            loop.returned = set(told.returned)
+        self.view_changed()
+
+    def drop_partition(self, partition: int) -> None:
+        """Another server leads it now."""
+        if self._view.shards and self._view.shards[0] == partition:
+            self._loops.clear()
 
     def rest(self, event: Received, message: Rest) -> None:
         """The worker has no step to make: until it pushes again, no other is too far ahead of it."""

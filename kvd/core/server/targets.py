@@ -6,12 +6,26 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvd.core.machine import Received
+from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import Batch, BatchTable
 from kvd.core.server.effects import ServerEffects
+from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.keys import KeyTable
+from kvd.core.server.records import Records
 from kvd.core.session import SchedulerSession
-from kvd.protocol.messages import ErrorCode, NotYetReason, Part, Pull, PullBatch, Push, PushBatch, SliceId
+from kvd.protocol.messages import (
+    DeclareBatch,
+    Done,
+    ErrorCode,
+    NotYetReason,
+    Part,
+    Pull,
+    PullBatch,
+    Push,
+    PushBatch,
+    SliceId,
+)
 
 
 class PushTarget(NamedTuple):
@@ -30,11 +44,34 @@ class TargetResolver:
     them for good.
     """
 
-    def __init__(self, session: SchedulerSession, table: KeyTable, batches: BatchTable, effects: ServerEffects) -> None:
+    def __init__(
+        self,
+        session: SchedulerSession,
+        table: KeyTable,
+        batches: BatchTable,
+        attachments: Attachments,
+        effects: ServerEffects,
+        records: Records,
+        elsewhere: Elsewhere,
+    ) -> None:
         self._session = session
+        self._records = records
+        self._elsewhere = elsewhere
         self._table = table
         self._batches = batches
+        self._attachments = attachments
         self._effects = effects
+
+    def declare(self, event: Received, message: DeclareBatch) -> None:
+        """A worker says which slices it means by a batch."""
+        if self._attachments.rank_of(event, message.request) is None:
+            return
+        if len(set(message.slice_ids)) < len(message.slice_ids):
+            text = "a batch names the same slice twice: name it once"
+            self._effects.refuse(event.peer, message.request, ErrorCode.PROTOCOL_ERROR, text, message.slice_ids[0].key)
+        else:
+            self._batches.declare(event.sender, message.batch, message.slice_ids)
+            self._effects.send(event.peer, Done(message.request))
 
     def of_parts(self, event: Received, message: Push | Pull) -> list[PushTarget] | None:
         """The slices that the message names; None if it was answered here."""
@@ -62,7 +99,9 @@ class TargetResolver:
         if slices is None:
             return None
         push = isinstance(message, PushBatch)
-        if push and not batch.is_apart:
+        partition = slices[0].partition
+        may_join = self._records.may_join(partition, [slice_.slice_id for slice_ in slices])
+        if push and not batch.is_apart and may_join:
             group = self._table.fuse(slices)
             if group is not None:
                 batch.group = group.number
@@ -94,6 +133,8 @@ class TargetResolver:
         slices = []
         for slice_id in slice_ids:
             slice_ = self._table.slices.get((slice_id[0], slice_id[1]))
+            if slice_ is None and self._elsewhere.has(event, request, slice_id[0], slice_id[1]):
+                return None
             if slice_ is None or slice_.creation != slice_id.creation:
                 text = f"{self._session.name} has no slice {slice_id[1]} of key {slice_id[0]!r}"
                 if slice_ is not None:

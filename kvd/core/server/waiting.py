@@ -102,6 +102,13 @@ class Waiters:
                 self._effects.send(peer, refusal)
             self.pending.close(pending)
 
+    def drop_group(self, group: FusedGroup) -> None:
+        """Another server leads its slices: those who wait ask there."""
+        waiting, group.waiting = group.waiting, []
+        for entry in waiting:
+            if not entry.pending.closed:
+                self.pending.close(entry.pending)
+
     def drop_sender(self, incarnation: int, groups: Sequence[FusedGroup]) -> None:
         """The sender was replaced: nobody waits for its answers."""
         self.pending.drop_sender(incarnation)

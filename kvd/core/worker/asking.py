@@ -9,10 +9,10 @@ from typing import Any
 
 from kvd.core.machine import SCHEDULER, Peer, Received, Send, Span
 from kvd.core.membership import ViewState, name_of
+from kvd.core.outbox import Entry, Outbox
 from kvd.core.refusals import error_of
 from kvd.core.session import FIRST_REQUEST
 from kvd.core.worker.calls import Call, CallBook
-from kvd.core.worker.outbox import Entry, Outbox
 from kvd.core.worker.servers import Servers, loss_text
 from kvd.errors import KvdError
 from kvd.protocol.messages import ErrorCode, NodeName, Refused, Staged, Taken

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvd.core import requests
+from kvd.core.outbox import Entry, Outbox
 from kvd.core.worker.calls import WAITING, Call
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.message_plans import MessagePlan
 from kvd.core.worker.open_pushes import OpenPushes
-from kvd.core.worker.outbox import Entry, Outbox
 from kvd.protocol.messages import Delete, Drop
 
 

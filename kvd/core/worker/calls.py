@@ -10,9 +10,9 @@ from typing import Any
 
 from kvd.core import requests
 from kvd.core.machine import Complete, Effect, LocalCall
+from kvd.core.outbox import QUEUED, Entry, Outbox
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.keys import WorkerKey
-from kvd.core.worker.outbox import QUEUED, Entry, Outbox
 from kvd.errors import KvdError
 
 

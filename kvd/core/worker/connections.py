@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from kvd.core import requests
 from kvd.core.machine import Connect, Disconnect, Effect, Received, ServerPeer
+from kvd.core.outbox import Outbox
 from kvd.core.places import START
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import Call, CallBook
 from kvd.core.worker.keys import KeyTable
-from kvd.core.worker.outbox import Outbox
 from kvd.core.worker.predecessor import Predecessor
 from kvd.core.worker.servers import NOT_CONNECTED, Servers
 from kvd.protocol.messages import Attach, Clocks, ComeTo, Done, ErrorCode, Member, MemberState, Refused

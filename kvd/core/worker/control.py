@@ -9,10 +9,10 @@ from typing import Any
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Effect, Peer, Received, Span
 from kvd.core.membership import ViewState
+from kvd.core.outbox import Outbox
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import Call, CallBook
 from kvd.core.worker.open_pushes import OpenPushes
-from kvd.core.worker.outbox import Outbox
 from kvd.core.worker.participation import Participation
 from kvd.core.worker.servers import Servers
 from kvd.protocol.messages import StatusQuery, StoreState

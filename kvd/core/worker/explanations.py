@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from kvd.core.machine import SCHEDULER, Peer
 from kvd.core.membership import in_words, name_of
+from kvd.core.outbox import QUEUED, Entry
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.calls import Call
 from kvd.core.worker.holds import Act, Blocked, Holds
-from kvd.core.worker.outbox import QUEUED, Entry
 from kvd.core.worker.words import title_of
 from kvd.errors import Outcome, RequestTimeout
 from kvd.protocol.messages import Enter, MemberState

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvd.core.machine import SCHEDULER, Peer
-from kvd.core.worker.outbox import Entry, Outbox
+from kvd.core.outbox import Entry, Outbox
 from kvd.protocol.messages import Absent, Delete, Enter, NodeFact, Wait, WaitNews, Waits
 
 ANSWER_S = 1.0  # a node that is well answers a question about waits within this time

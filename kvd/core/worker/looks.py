@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvd.core.machine import SCHEDULER, Census, CensusTaken, Effect, PeerKind, Received, Send
+from kvd.core.outbox import Outbox
 from kvd.core.session import SchedulerSession, SessionState
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.blockers import Blockers
@@ -22,7 +23,6 @@ from kvd.core.worker.calls import Call, CallBook
 from kvd.core.worker.explanations import Explainer
 from kvd.core.worker.holds import ANSWER_S, Holds
 from kvd.core.worker.open_pushes import OpenPushes
-from kvd.core.worker.outbox import Outbox
 from kvd.core.worker.servers import NOT_CONNECTED
 from kvd.protocol.messages import (
     MAX_ASKED_ABOUT,

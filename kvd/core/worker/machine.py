@@ -33,6 +33,7 @@ from kvd.core.machine import (
     Received,
 )
 from kvd.core.membership import ViewState
+from kvd.core.outbox import Outbox
 from kvd.core.places import Inheritance
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
@@ -51,7 +52,6 @@ from kvd.core.worker.looks import NEVER
 from kvd.core.worker.message_plans import MessagePlans
 from kvd.core.worker.not_yet import NotYetReactions
 from kvd.core.worker.open_pushes import OpenPushes
-from kvd.core.worker.outbox import Outbox
 from kvd.core.worker.participation import Participation
 from kvd.core.worker.predecessor import Predecessor
 from kvd.core.worker.readings import Readings

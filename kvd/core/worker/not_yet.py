@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvd.core.outbox import Entry, Outbox
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.connections import Connections
 from kvd.core.worker.keys import KeyTable
-from kvd.core.worker.outbox import Entry, Outbox
 from kvd.core.worker.transfer import Transfer
 from kvd.protocol.messages import Attach, NotYet, NotYetReason
 

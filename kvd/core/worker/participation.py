@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Received
+from kvd.core.outbox import Outbox
 from kvd.core.pseudonyms import pseudonym
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import Call, CallBook
-from kvd.core.worker.outbox import Outbox
 from kvd.errors import NotAllowed
 from kvd.protocol.messages import Departure, Leave, MemberState
 

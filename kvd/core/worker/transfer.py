@@ -9,12 +9,12 @@ from functools import partial
 from kvd.core import requests
 from kvd.core.machine import Copy, Effect, Received, Send, Span
 from kvd.core.membership import ViewState
+from kvd.core.outbox import Entry, Outbox
 from kvd.core.worker.asking import Asker, is_kept
 from kvd.core.worker.calls import COMPLETED, Call, CallBook
 from kvd.core.worker.keys import KeyState, WorkerKey
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans, plan_slices
 from kvd.core.worker.open_pushes import OpenPushes
-from kvd.core.worker.outbox import Entry, Outbox
 from kvd.core.worker.participation import Participation
 from kvd.core.worker.push_window import (
     PushWindow,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvd.core import requests
 from kvd.core.machine import CensusTaken, Effect, LogEntry, Received
+from kvd.core.outbox import Outbox
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.blockers import Blockers
@@ -21,7 +22,6 @@ from kvd.core.worker.explanations import Explainer
 from kvd.core.worker.holds import Holds
 from kvd.core.worker.looks import NEVER, Looks
 from kvd.core.worker.open_pushes import OpenPushes
-from kvd.core.worker.outbox import Outbox
 from kvd.core.worker.words import title_of
 from kvd.errors import Deadlock
 

@@ -1,7 +1,7 @@
 """The gradient pipeline: gradients leave while backward still runs, weights are back for the next forward.
 
 Where a gradient waits: for the other devices' gradients in `GradientPipeline.completed`; for its turn and for credit in
-the outbox of the store's worker (`kvd.core.worker.outbox`); for the store's answer, which brings the weights, in
+the outbox of the store's worker (`kvd.core.outbox`); for the store's answer, which brings the weights, in
 `ParameterSlot.wait`, called by `GradientPipeline.receive`.
 """
 

@@ -26,7 +26,8 @@ import os, signal, socket, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 print("up", os.environ["KVD_NODE_ID"], os.environ["KVD_PARENT_PID"], os.environ["KVD_BIND"], flush=True)
 if sys.argv[1] == "server" and "SERVER_IS_UP" in os.environ:
-    open(os.environ["SERVER_IS_UP"], "w").close()
+    with open(os.environ["SERVER_IS_UP"], "a") as file:
+        file.write("x")
 if os.environ.get("FAILS") in (sys.argv[1], os.environ["KVD_NODE_ID"]):
     sys.exit(int(os.environ["FAILS_WITH"]))
 if sys.argv[1] == "scheduler" and "NEVER_READY" not in os.environ:
@@ -38,10 +39,10 @@ signal.sigwait({signal.SIGTERM})
 print("down", os.environ["KVD_NODE_ID"], flush=True)
 """
 
-# A worker that ends before a server has begun would have it ended before it could say anything.
-WAIT_FOR_SERVER = """
+# A worker that ends before the servers have begun would have them ended before they could say anything.
+WAIT_FOR_SERVERS = """
 import os, time
-while not os.path.exists(os.environ["SERVER_IS_UP"]):
+while not os.path.exists(up := os.environ["SERVER_IS_UP"]) or os.stat(up).st_size < int(os.environ["KVD_NUM_SERVERS"]):
     time.sleep(0.01)
 """
 
@@ -103,8 +104,8 @@ def wait_for_end(pid: int) -> None:
     watch.close()
 
 
-def python(code: str) -> list[str]:
-    return [sys.executable, "-S", "-c", textwrap.dedent(code)]
+def python(*code: str) -> list[str]:
+    return [sys.executable, "-S", "-c", "\n".join(map(textwrap.dedent, code))]
 
 
 def shell(code: str) -> list[str]:

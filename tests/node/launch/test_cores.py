@@ -11,7 +11,7 @@ import pytest
 
 from kvd.node.affinity import CorePlan, auto_servers, plan_cores, running_on, usable_cores
 from kvd.node.launch import Job, run
-from tests.node.launch.harness import DAEMON, WAIT_FOR_SERVER, Lines, python
+from tests.node.launch.harness import DAEMON, WAIT_FOR_SERVERS, Lines, python
 
 
 @pytest.mark.parametrize(("workers", "cores", "servers"), [(2, 2, 1), (2, 1, 1), (2, 3, 1), (2, 6, 4), (4, 64, 8)])
@@ -53,7 +53,7 @@ def test_servers_are_pinned_if_there_are_enough_cores(tmp_path: Path, lines: Lin
     path.write_text(DAEMON.replace('print("up"', f'{SHOW_CORES}\nprint("up"', 1))
     environment = {**mark, "KVD_CPU_AFFINITY": "auto", "SERVER_IS_UP": str(tmp_path / "up")}
     daemon = (sys.executable, "-S", str(path))
-    command = python(f"{SHOW_CORES}\n{WAIT_FOR_SERVER}")
+    command = python(SHOW_CORES, WAIT_FOR_SERVERS)
     job = Job(command=command, workers=1, servers=1, environment=environment, daemon=daemon)
 
     assert run(job, lines.take, handle_signals=False) == 0

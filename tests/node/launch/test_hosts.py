@@ -22,6 +22,7 @@ from kvd.node.launch.supervisor import MOST_CONNECTING
 from kvd.node.remote import Mode
 from kvd.testing.cluster import wait_until
 from tests.node.launch.harness import (
+    WAIT_FOR_SERVERS,
     Launcher,
     Lines,
     in_thread,
@@ -192,9 +193,11 @@ def test_a_job_on_two_hosts(ssh: Any, daemon: Any, lines: Lines, mark: dict[str,
         names = ("KVD_NODE_ID", "KVD_SCHEDULER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "FAKE_HOST")
         print(*(os.environ[name] for name in names), os.getcwd(), os.read(0, 1), os.environ["ODD"])
     """
-    environment = {**mark, "ODD": "'a b' \"$HOME\"\n\udcff", "KVD_RUN": "token"}
+    environment = {
+        **mark, "ODD": "'a b' \"$HOME\"\n\udcff", "KVD_RUN": "token", "SERVER_IS_UP": str(tmp_path / "up"),
+    }  # fmt: skip
     job = Job(
-        command=python(code), workers=3, servers=2, environment=environment, daemon=daemon,
+        command=python(WAIT_FOR_SERVERS, code), workers=3, servers=2, environment=environment, daemon=daemon,
         hosts=parse_hosts("a,noisy:2"), ssh=ssh,
     )  # fmt: skip
     assert run(job, lines.take, handle_signals=False) == 0
@@ -310,9 +313,8 @@ def test_ctrl_c_ends_all_hosts_in_order(
     ssh: Any, launcher: Callable[..., Launcher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVER_IS_UP", str(tmp_path / "up"))
-    job = launcher(command=python(STAY), **job_on_hosts(ssh))
+    job = launcher(command=python(WAIT_FOR_SERVERS, STAY), **job_on_hosts(ssh))
     job.wait_for("worker-0 stdout here", "worker-1 stdout here")
-    wait_until((tmp_path / "up").exists, "the server can say something")
     job.process.send_signal(signal.SIGINT)
     code, said = job.end()
     assert code == 130

@@ -11,17 +11,21 @@ import pytest
 
 from kvd.errors import ConfigError, RequestTimeout
 from kvd.node.launch import Job, run
-from tests.node.launch.harness import WAIT_FOR_SERVER, Lines, python, shell
+from tests.node.launch.harness import WAIT_FOR_SERVERS, Lines, python, shell
 
 
-def test_workers_find_the_cluster_and_success_is_0(daemon: Any, lines: Lines, mark: dict[str, str]) -> None:
+def test_workers_find_the_cluster_and_success_is_0(
+    tmp_path: Path, daemon: Any, lines: Lines, mark: dict[str, str]
+) -> None:
     code = """
         import os
         names = ("ROLE", "SCHEDULER", "NODE_ID", "NUM_WORKERS", "NUM_SERVERS", "PREFERRED_RANK", "LOCAL_RANK")
         print(*(os.environ["KVD_" + name] for name in names), "NOTIFY_SOCKET" in os.environ)
     """
-    environment = {**mark, "KVD_NODE_ID": "mine", "KVD_BIND": "tcp://0.0.0.0:1"}
-    job = Job(command=python(code), workers=2, servers=1, environment=environment, daemon=daemon)
+    environment = {
+        **mark, "KVD_NODE_ID": "mine", "KVD_BIND": "tcp://0.0.0.0:1", "SERVER_IS_UP": str(tmp_path / "up"),
+    }  # fmt: skip
+    job = Job(command=python(WAIT_FOR_SERVERS, code), workers=2, servers=1, environment=environment, daemon=daemon)
 
     assert run(job, lines.take, handle_signals=False) == 0
 
@@ -150,7 +154,7 @@ def test_each_daemon_has_its_own_state_directory(
     show = tmp_path / "show.py"
     show.write_text(Path(daemon[-1]).read_text().replace('os.environ["KVD_BIND"]', 'os.environ["KVD_STATE_DIR"]'))
     environment = {**mark, "KVD_STATE_DIR": "/state", "SERVER_IS_UP": str(tmp_path / "up")}
-    command = python(WAIT_FOR_SERVER)
+    command = python(WAIT_FOR_SERVERS)
     job = Job(command=command, workers=1, servers=1, environment=environment, daemon=(*daemon[:-1], str(show)))
     assert run(job, lines.take, handle_signals=False) == 0
     assert lines.of("scheduler")[0].endswith(" /state/scheduler")

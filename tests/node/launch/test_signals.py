@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.node.launch.harness import Launcher, marked, python, shell, wait_until_gone
+from tests.node.launch.harness import WAIT_FOR_SERVERS, Launcher, marked, python, shell, wait_until_gone
 
 POLITE = """
     import signal
@@ -27,8 +28,11 @@ STUBBORN = """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_first_signal_ends_the_job_in_order(number: int, launcher: Callable[..., Launcher]) -> None:
-    job = launcher(command=python(POLITE))
+def test_the_first_signal_ends_the_job_in_order(
+    number: int, launcher: Callable[..., Launcher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_IS_UP", str(tmp_path / "up"))
+    job = launcher(command=python(WAIT_FOR_SERVERS, POLITE))
     job.wait_for("worker-0 stdout here", "worker-1 stdout here")
     job.process.send_signal(number)
     code, said = job.end()

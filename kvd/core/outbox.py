@@ -1,10 +1,10 @@
-"""The requests that a worker has sent or will send: peer queues by priority, credit, and retries of the same bytes.
+"""The requests that a node has sent or will send: peer queues by priority, credit, and retries of the same bytes.
 
-This is where a gradient waits for credit. Every other node has a queue. Requests leave it by priority, and in the order
-of `add` within one priority; a push never overtakes an earlier push of the same slice. The credit bounds the payload in
-flight to one peer. A push returns its credit when the server has staged it; small pushes take none, and a server
-answers Staged to them only when it is asked with a probe. A request that is not answered in time is sent again: the
-same message, or a probe without the bytes once the server is known to have them.
+This is where a worker's gradient waits for credit. Every other node has a queue. Requests leave it by priority, and in
+the order of `add` within one priority; a push never overtakes an earlier push of the same slice. The credit bounds the
+payload in flight to one peer. A push returns its credit when the server has staged it; small pushes take none, and a
+server answers Staged to them only when it is asked with a probe. A request that is not answered in time is sent again:
+the same message, or a probe without the bytes once the server is known to have them.
 """
 
 from __future__ import annotations

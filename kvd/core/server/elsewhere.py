@@ -1,0 +1,49 @@
+"""Requests about slices that another server leads, or that this one is about to lead: they are sent again soon, where
+the newest view says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvd.core.machine import Received
+from kvd.core.server.effects import ServerEffects
+from kvd.core.session import SchedulerSession
+from kvd.protocol.messages import NotYetReason
+
+
+class Elsewhere:
+    """Tells senders that what they ask for is not here.
+
+    Args:
+        is_handing_over: whether slices that this server is to lead are not in its table yet.
+    """
+
+    def __init__(self, session: SchedulerSession, effects: ServerEffects, is_handing_over: Callable[[], bool]) -> None:
+        self._session = session
+        self._view = session.view
+        self._effects = effects
+        self._is_handing_over = is_handing_over
+
+    def has(self, event: Received, request: int, key: str, slice_index: int) -> bool:
+        """Whether a slice that is not in the table is led elsewhere, or will be in the table soon. The sender is
+        told."""
+        if not self._view.partitions:
+            return False
+        if self._view.leads(self._session.rank, key, slice_index) and not self._is_unsettled(event):
+            return False
+        self._effects.not_yet(event.peer, request, NotYetReason.ELSEWHERE, "another server leads this slice", key)
+        return True
+
+    def postpones(self, event: Received) -> bool:
+        """Whether a request about all slices that this server leads must wait. The sender is told."""
+        if not self._view.partitions or not self._is_unsettled(event):
+            return False
+        message: Any = event.message
+        text = "another server's slices are being taken over"
+        self._effects.not_yet(event.peer, message.request, NotYetReason.ELSEWHERE, text)
+        return True
+
+    def _is_unsettled(self, event: Received) -> bool:
+        """Whether the sender knows of a later view, or more slices are about to be led here."""
+        return event.epoch > self._view.epoch or self._is_handing_over()

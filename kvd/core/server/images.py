@@ -1,0 +1,95 @@
+"""Slices as they are sent to another server, and as it makes them again: all that a slice is, besides its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvd.core.machine import Buffer
+from kvd.core.membership import ViewState
+from kvd.core.server.counted_steps import CountedSteps
+from kvd.core.server.groups import Slice
+from kvd.core.server.progress import WorkerProgress
+from kvd.core.server.rounds import SliceLog
+from kvd.optimizer import changes_to_wire
+from kvd.protocol.messages import LaterChange, OptimizerUse, Origin, RankProgress, SliceImage
+
+MOST_BYTES = 8 << 20  # of the values in one message
+HEADER_BUDGET = 48 << 10  # of the 64 KiB of a header, for the images
+
+
+def image_of(slice_: Slice, spec: int, optimizer: int, step: int, slots: Sequence[tuple[str, str]]) -> SliceImage:
+    """What there is to know of a slice no round of which is closing. What is staged is left out: its workers send it
+    again.
+
+    Args:
+        spec, optimizer: places in the lists of the message.
+        step, slots: the optimizer's state.
+    """
+    group, log = slice_.group, slice_.log
+    changes = tuple([LaterChange(change.from_round, changes_to_wire(change.changes)) for change in group.changes])
+    shared = log.shared
+    return SliceImage(
+        slice_.key,
+        slice_.index,
+        slice_.creation,
+        spec,
+        Origin(slice_.creator, slice_.request, *slice_.loaded),
+        OptimizerUse(optimizer, group.generation, changes, step, tuple(slots)),
+        log.version,
+        log.step,
+        log.previous_step,
+        log.previous is not None,
+        tuple([_progress_image(log, rank) for rank in sorted(log.progress)]),
+        tuple(zip(shared.starts, shared.ends, strict=True)),
+    )
+
+
+def _progress_image(log: SliceLog, rank: int) -> RankProgress:
+    progress = replace(log.progress[rank])
+    progress.fall_back(log.resume_clock(rank))
+    return RankProgress(
+        rank,
+        progress.staged,
+        progress.counted,
+        progress.committed,
+        progress.skipped,
+        progress.place,
+        progress.begun,
+        progress.trained,
+    )
+
+
+def log_of(image: SliceImage, view: ViewState, current: Buffer, previous: Buffer | None) -> SliceLog:
+    """The log of a slice that is like its image, with these bytes."""
+    settings = view.settings
+    log = SliceLog(view.is_sync, settings.rounds_ahead, settings.staleness, current, previous)
+    log.version = log.closed = image.version
+    log.step, log.previous_step = image.step, image.previous_step
+    for rank, staged, counted, committed, skipped, place, begun, trained in image.progress:
+        log.progress[rank] = WorkerProgress(staged, counted, committed, skipped, place, begun, trained)
+    starts = [start for start, _ in image.counted_steps]
+    log.shared = CountedSteps(starts, [end for _, end in image.counted_steps])
+    return log
+
+
+def packs(slices: Sequence[Slice]) -> list[list[Slice]]:
+    """The slices in lists whose images and bytes fit into a message each."""
+    found: list[list[Slice]] = []
+    nbytes = header = 0
+    for slice_ in slices:
+        own = _image_nbytes(slice_)
+        if not found or nbytes + slice_.nbytes > MOST_BYTES or header + own > HEADER_BUDGET:
+            found.append([])
+            nbytes = header = 0
+        found[-1].append(slice_)
+        nbytes += slice_.nbytes
+        header += own
+    return found
+
+
+def _image_nbytes(slice_: Slice) -> int:
+    """What an image takes in a header, at most: as msgpack, a character is at most 4 bytes, and a number 9."""
+    log, changes = slice_.log, slice_.group.changes
+    spec = 9 * len(slice_.spec.shape) + 32
+    return 4 * len(slice_.key) + spec + 200 + 75 * len(log.progress) + 18 * len(log.shared.starts) + 300 * len(changes)

@@ -1,0 +1,242 @@
+"""Slices that a leader sends as they are, made again: their bytes, and the states of their optimizers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from kvd.core.machine import Buffer, Create, FirstBytes, JobDone, Load, Received, Span
+from kvd.core.refusals import refusal_of
+from kvd.core.server.effects import ServerEffects
+from kvd.core.server.groups import Change, Slice
+from kvd.core.server.images import log_of
+from kvd.core.server.keys import KeyTable
+from kvd.core.server.optimizer_names import OptimizerNames
+from kvd.core.session import SchedulerSession
+from kvd.errors import KvdError, ProtocolError
+from kvd.optimizer import Optimizer, changes_from_wire
+from kvd.protocol.messages import ErrorCode, HoldState, Install, NotYetReason, SliceImage
+from kvd.protocol.specs import DTYPES, KeySpec, padded
+
+
+class _New(NamedTuple):
+    """A slice of an Install, and its parts of the payload."""
+
+    image: SliceImage
+    spec: KeySpec
+    optimizer: Optimizer | None
+    changes: tuple[Change, ...]
+    current: Span
+    previous: Span | None
+    state: Span
+
+
+class Installs:
+    """Makes slices from their images.
+
+    Args:
+        grant: whether there is memory for so many more bytes of slices.
+        ended: a job for this partition has ended.
+    """
+
+    def __init__(
+        self,
+        session: SchedulerSession,
+        effects: ServerEffects,
+        optimizers: OptimizerNames,
+        grant: Callable[[int], bool],
+        ended: Callable[[int], None],
+    ) -> None:
+        self._view = session.view
+        self._name = session
+        self._effects = effects
+        self._optimizers = optimizers
+        self._grant = grant
+        self._ended = ended
+        self._busy = Counter[int]()  # jobs by partition
+
+    def is_busy(self, partition: int) -> bool:
+        """Whether slices of this partition are being made."""
+        return self._busy[partition] > 0
+
+    # ── slices ──
+
+    def take(self, event: Received, message: Install, table: KeyTable, then: Callable[[], None]) -> None:
+        """Makes the slices in `table`, and calls `then`; or tells the sender why not."""
+        if self._busy[message.partition] or any(self._is_busy_slice(table, image) for image in message.images):
+            self._effects.not_yet(event.peer, message.request, NotYetReason.UPDATING, "slices are being made")
+            return
+        try:
+            slices = self._parsed(event, message)
+        except KvdError as error:
+            self._effects.send(event.peer, refusal_of(message.request, error))
+            return
+        if not self._grant(sum(new.current.nbytes for new in slices)):
+            text = f"{self._name.name} has no memory to hold key {slices[0].image.key!r}: raise memory_limit_bytes"
+            self._effects.refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, text, slices[0].image.key)
+            return
+        firsts = []
+        for new in slices:
+            spans = [span for span in (new.previous, new.current) if span is not None]
+            firsts += [FirstBytes(new.image.key, new.image.slice_index, new.spec.dtype, span) for span in spans]
+        self._busy[message.partition] += 1
+        self._effects.start_job(
+            lambda job: Create(job, tuple(firsts)),
+            partial(self._created, event, message, slices, table, then),
+        )
+
+    def _is_busy_slice(self, table: KeyTable, image: SliceImage) -> bool:
+        slice_ = table.slices.get((image.key, image.slice_index))
+        return slice_ is not None and not slice_.group.is_quiescent
+
+    def _parsed(self, event: Received, message: Install) -> list[_New]:
+        slices = []
+        offset = 0
+
+        def span(nbytes: int) -> Span:
+            nonlocal offset
+            part = Span(event.payload, offset, nbytes)
+            offset = padded(offset + nbytes)
+            return part
+
+        for image in message.images:
+            if image.spec >= len(message.specs) or image.use.optimizer >= len(message.optimizers):
+                raise ProtocolError(f"an image names spec {image.spec}, or optimizer {image.use.optimizer}: too large")
+            spec = message.specs[image.spec]
+            if (
+                image.slice_index >= spec.num_slices
+                or self._view.partition_of(image.key, image.slice_index) != message.partition
+            ):
+                raise ProtocolError(f"slice {image.slice_index} of {image.key!r} is not in {message.partition}")
+            optimizer = self._optimizers.find(message.optimizers[image.use.optimizer])
+            if isinstance(optimizer, KvdError):
+                raise optimizer
+            changes = tuple([Change(later.from_round, changes_from_wire(later.changes)) for later in image.use.changes])
+            nbytes = spec.slice_nbytes(image.slice_index)
+            current = span(nbytes)
+            previous = span(nbytes) if image.has_previous else None
+            count = nbytes // DTYPES[spec.dtype].itemsize
+            start = offset
+            for _, dtype in image.use.slots:
+                span(count * _itemsize(dtype))
+            state = Span(event.payload, start, offset - start)
+            slices.append(_New(image, spec, optimizer, changes, current, previous, state))
+        if padded(event.nbytes) != offset:
+            raise ProtocolError(f"an install of these {len(slices)} slices has {offset} bytes, not {event.nbytes}")
+        last = slices[-1].state
+        slices[-1] = slices[-1]._replace(state=last._replace(nbytes=last.nbytes - (offset - event.nbytes)))
+        return slices
+
+    def _created(
+        self,
+        event: Received,
+        message: Install,
+        slices: Sequence[_New],
+        table: KeyTable,
+        then: Callable[[], None],
+        done: JobDone,
+    ) -> None:
+        if done.error is not None:
+            self._end(message.partition)
+            self._effects.send(event.peer, refusal_of(message.request, done.error))
+            return
+        buffers = iter(done.result)
+        made = []
+        for new in slices:
+            previous = None if new.previous is None else next(buffers)
+            made.append((new, next(buffers), previous))
+        self._load_next(event, message, iter(made), table, then)
+
+    def _load_next(
+        self,
+        event: Received,
+        message: Install,
+        made: object,
+        table: KeyTable,
+        then: Callable[[], None],
+    ) -> None:
+        """Adds the slices one after the other, each when it has the state of its optimizer."""
+        for new, current, previous in made:  # type: ignore[attr-defined]
+            use = new.image.use
+            if use.step or use.slots:
+                image, state = new.image, new.state
+                self._effects.start_job(
+                    lambda job, image=image, state=state: Load(  # type: ignore[misc]
+                        job, image.key, image.slice_index, image.use.step, image.use.slots, state
+                    ),
+                    partial(self._loaded, event, message, made, table, then, new, current, previous),
+                )
+                return
+            self._add(message, new, current, previous, table)
+        self._end(message.partition)
+        then()
+        self._ended(message.partition)
+
+    def _loaded(
+        self,
+        event: Received,
+        message: Install,
+        made: object,
+        table: KeyTable,
+        then: Callable[[], None],
+        new: _New,
+        current: Buffer,
+        previous: Buffer | None,
+        done: JobDone,
+    ) -> None:
+        if done.error is not None:
+            self._end(message.partition)
+            self._effects.send(event.peer, refusal_of(message.request, done.error))
+            return
+        self._add(message, new, current, previous, table)
+        self._load_next(event, message, made, table, then)
+
+    def _add(self, message: Install, new: _New, current: Buffer, previous: Buffer | None, table: KeyTable) -> None:
+        image = new.image
+        slice_ = table.add(
+            image.key,
+            image.slice_index,
+            new.spec,
+            log_of(image, self._view, current, previous),
+            image.origin.creator,
+            new.optimizer,
+            image.origin.init,
+            image.creation,
+            message.partition,
+            image.use.generation,
+        )
+        slice_.loaded = image.origin.loaded_by, image.origin.loaded
+        slice_.group.changes = list(new.changes)
+
+    def _end(self, partition: int) -> None:
+        self._busy[partition] -= 1
+
+    # ── the state of one slice ──
+
+    def load(self, event: Received, message: HoldState, slice_: Slice, then: Callable[[], None]) -> None:
+        """Gives a slice, which is not being updated, another state of its optimizer."""
+        group, source = slice_.group, Span(event.payload, 0, event.nbytes)
+        group.working = True
+        self._busy[message.partition] += 1
+
+        def done(job: JobDone) -> None:
+            group.working = False
+            self._end(message.partition)
+            if job.error is not None:
+                self._effects.send(event.peer, refusal_of(message.request, job.error))
+            else:
+                then()
+            self._ended(message.partition)
+
+        self._effects.start_job(
+            lambda job: Load(job, slice_.key, slice_.index, message.step, message.slots, source), done
+        )
+
+
+def _itemsize(dtype: str) -> int:
+    """Of an array of an optimizer's state."""
+    if dtype not in ("float32", "float64"):
+        raise ProtocolError(f"optimizer states are float32 or float64, not {dtype!r:.40}")
+    return DTYPES[dtype].itemsize

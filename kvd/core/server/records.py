@@ -1,0 +1,310 @@
+"""Records: a lasting change of a partition is held by its backup before anyone is told that it has happened.
+
+`Records.hold` sends a record to the backup, and to the server that is to become the backup and has been sent what the
+partition was before. `then` is called when all of them hold it: at once if there are none, which is always so with one
+replica. Who they are, the view says, which is saved before it gets here: a server that it does not name any more is
+not waited for, since it will never lead with what it has.
+
+A backup is sent records side by side. They commute: those of one group of slices come one at a time, and each of the
+others says what it comes after. A server that is being synced is sent one at a time, in their order, so that what it is
+sent of a slice and the changes of that slice arrive in this order too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from kvd.core.machine import Connect, Disconnect, Effect, LogEntry, Received, Send, ServerPeer, Span
+from kvd.core.membership import name_of
+from kvd.core.outbox import Entry, Outbox
+from kvd.core.server.effects import ServerEffects
+from kvd.core.session import FIRST_REQUEST, SchedulerSession
+from kvd.protocol.messages import NO_RANK, Done, Member, NotYet, Refused, SliceId, StartHolding
+
+CREDIT_BYTES = 64 << 20  # of records on their way to one server
+
+Answer = Callable[["Refused | None"], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    """A record that some servers have yet to hold.
+
+    Attributes:
+        may_be_refused: `then` hears of it. Any other that a server refuses shows that it has not what it should.
+    """
+
+    then: Answer
+    missing: int
+    may_be_refused: bool
+    refused: Refused | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Holder:
+    """A server that holds the records of one partition.
+
+    Attributes:
+        is_syncing: it is not the backup yet.
+        copied: while it is syncing: the slices that it was sent; it gets the rounds of these.
+        unheld: the records that it refused. They are not held until the view names it no more.
+    """
+
+    partition: int
+    peer: ServerPeer
+    rank: int
+    is_syncing: bool
+    is_started: bool = False  # it was told that it holds the partition
+    copied: set[SliceId] = field(default_factory=set)
+    open: dict[int, _Record] = field(default_factory=dict)  # by request
+    queue: deque[tuple[Any, tuple[Span, ...], _Record]] = field(default_factory=deque)
+    unheld: list[_Record] = field(default_factory=list)
+
+
+class Records:
+    """The records of the partitions that this server leads.
+
+    Args:
+        started: a server is a holder from now on, and knows nothing of its partition.
+        creation: what StartHolding says.
+        out_of_sync: a server does not hold what it should.
+    """
+
+    def __init__(
+        self,
+        session: SchedulerSession,
+        effects: ServerEffects,
+        creation: Callable[[], int],
+        out_of_sync: Callable[[Holder], None],
+    ) -> None:
+        self._session = session
+        self._view = session.view
+        self._effects = effects
+        self._creation = creation
+        self._out_of_sync = out_of_sync
+        self._outbox = Outbox(CREDIT_BYTES)
+        self._holders: dict[int, list[Holder]] = {}  # by partition; no entry without any
+        self._connected: set[ServerPeer] = set()
+        self._last_request = FIRST_REQUEST
+
+    # ── who holds what ──
+
+    def is_held(self, partition: int) -> bool:
+        """Whether there are servers to hold the records of this partition."""
+        return partition in self._holders
+
+    @property
+    def partitions(self) -> list[int]:
+        """The partitions whose records some server holds."""
+        return sorted(self._holders)
+
+    @property
+    def waiting(self) -> int:
+        """The records that some server has yet to hold."""
+        return len(self._outbox) + sum(len(holder.queue) for here in self._holders.values() for holder in here)
+
+    def holders_of(self, partition: int) -> Sequence[Holder]:
+        return self._holders.get(partition, ())
+
+    def syncing_of(self, partition: int) -> Holder | None:
+        """The server that is to become the backup of this partition."""
+        return next((holder for holder in self.holders_of(partition) if holder.is_syncing), None)
+
+    def may_join(self, partition: int, slice_ids: Sequence[SliceId]) -> bool:
+        """Whether the rounds of these slices go to the same servers, so that they can be one."""
+        holder = self.syncing_of(partition)
+        return holder is None or len({slice_id in holder.copied for slice_id in slice_ids}) == 1
+
+    # ── the view ──
+
+    def view_changed(self) -> None:
+        """Takes over who the holders are. Those that are none any more are not waited for."""
+        wanted = self._wanted()
+        ended: list[Holder] = []
+        for partition in sorted(self._holders.keys() | wanted.keys()):
+            before = {holder.peer: holder for holder in self.holders_of(partition)}
+            now = []
+            for peer, rank, is_syncing in wanted.get(partition, ()):
+                holder = before.pop(peer, None)
+                if holder is not None and is_syncing and not holder.is_syncing:
+                    ended.append(holder)  # it fell out of step, and begins anew
+                    holder = None
+                holder = holder or Holder(partition, peer, rank, is_syncing)
+                holder.is_syncing = is_syncing
+                now.append(holder)
+            ended += before.values()
+            self._holders[partition] = now
+            if not now:
+                del self._holders[partition]
+        self._reconnect()
+        for here in list(self._holders.values()):
+            for holder in here:
+                if not holder.is_started:
+                    holder.is_started = True
+                    start = StartHolding(0, holder.partition, self._creation())
+                    self._send([holder], start, lambda refused: None, ())
+                self._send_queued(holder)
+        for holder in ended:
+            self._release(holder)
+
+    def _wanted(self) -> dict[int, list[tuple[ServerPeer, int, bool]]]:
+        """Who is to hold the partitions that this server leads: peer, rank, and whether it is being synced."""
+        wanted: dict[int, list[tuple[ServerPeer, int, bool]]] = {}
+        own = self._view.by_incarnation(self._session.incarnation)
+        if own is None or own.role != "server":
+            return wanted
+        for partition, (leader, backup, syncing, _) in enumerate(self._view.partitions):
+            for rank, is_syncing in ((backup, False), (syncing, True)) if leader == own.rank else ():
+                member = self._view.members.get(("server", rank))
+                if rank != NO_RANK and member is not None:
+                    wanted.setdefault(partition, []).append((ServerPeer(member.incarnation), rank, is_syncing))
+        return wanted
+
+    def _reconnect(self) -> None:
+        """Connects to those who are holders now, and leaves those who are none any more."""
+        peers = {holder.peer for here in self._holders.values() for holder in here}
+        for peer in sorted(self._connected - peers):
+            self._effects.emit(Disconnect(peer))
+        for peer in sorted(peers - self._connected):
+            member: Member | None = self._view.by_incarnation(peer)
+            assert member is not None, "a holder that no view names"
+            self._effects.emit(Connect(peer, member.address, member.key))
+        self._connected = peers
+
+    def _release(self, holder: Holder) -> None:
+        """Nothing waits for this server any more."""
+        records = [*holder.unheld, *[record for _, _, record in holder.queue]]
+        holder.unheld.clear()
+        holder.queue.clear()
+        for request, record in list(holder.open.items()):
+            entry = self._outbox.find(request)
+            if entry is not None:
+                self._outbox.settle(entry)
+            records.append(record)
+        holder.open.clear()
+        for record in records:
+            self._held(record)
+
+    # ── records out ──
+
+    def hold(self, partition: int, message: Any, then: Answer, payload: tuple[Span, ...] = ()) -> None:
+        """Has a record held by the backup, and by the server that is being synced; its number is filled in here."""
+        self._send(self.holders_of(partition), message, then, payload)
+
+    def hold_round(self, partition: int, message: Any, then: Answer, payload: tuple[Span, ...], first: SliceId) -> None:
+        """The same for the record of a round of the slices of which this is the first."""
+        holders = [holder for holder in self.holders_of(partition) if not holder.is_syncing or first in holder.copied]
+        self._send(holders, message, then, payload)
+
+    def hold_new(
+        self, partition: int, message: Any, then: Answer, payload: tuple[Span, ...], slice_ids: Iterable[SliceId]
+    ) -> None:
+        """The same for new slices. `then` may be told that they do not fit."""
+        holders = self.holders_of(partition)
+        for holder in holders:
+            if holder.is_syncing:
+                holder.copied.update(slice_ids)
+        self._send(holders, message, then, payload, may_be_refused=True)
+
+    def hold_in(self, messages: Sequence[tuple[int, Any]], then: Callable[[], None]) -> None:
+        """Has records held in several partitions; `then` is called when all are."""
+        remaining = len(messages)
+
+        def held(_: Refused | None) -> None:
+            nonlocal remaining
+            remaining -= 1
+            if not remaining:
+                then()
+
+        for partition, message in messages:
+            self.hold(partition, message, held)
+        if not messages:
+            then()
+
+    def copy(self, holder: Holder, message: Any, then: Answer, payload: tuple[Span, ...] = ()) -> None:
+        """Has a server that is being synced hold what the partition is. `then` may be told that it does not fit."""
+        self._send([holder], message, then, payload, may_be_refused=True)
+
+    def _send(
+        self,
+        holders: Sequence[Holder],
+        message: Any,
+        then: Answer,
+        payload: tuple[Span, ...],
+        *,
+        may_be_refused: bool = False,
+    ) -> None:
+        record = _Record(then, len(holders), may_be_refused)
+        for holder in holders:
+            holder.queue.append((message, payload, record))
+            self._send_queued(holder)
+        if not holders:
+            then(None)
+
+    def _send_queued(self, holder: Holder) -> None:
+        while holder.queue and not (holder.is_syncing and holder.open):
+            message, payload, record = holder.queue.popleft()
+            self._last_request += 1
+            request = self._last_request
+            send = Send(holder.peer, replace(message, request=request), payload)
+            holder.open[request] = record
+            nbytes = sum([span.nbytes for span in payload])
+            self._outbox.add(Entry(send, partial(self._answered, holder), nbytes))
+
+    # ── answers in ──
+
+    def receive(self, event: Received, now: float) -> None:
+        """Takes the answer of another server."""
+        message: Any = event.message
+        entry = self._outbox.find(getattr(message, "request", 0))
+        if entry is None or entry.send.peer != event.peer:
+            return
+        if isinstance(message, NotYet):
+            self._outbox.retry_soon(entry, now)
+        elif isinstance(message, Done | Refused):
+            self._outbox.settle(entry)
+            entry.answered(event)
+
+    def _answered(self, holder: Holder, event: Received) -> None:
+        message: Any = event.message
+        record = holder.open.pop(message.request)
+        if isinstance(message, Refused):
+            text = f"{name_of('server', holder.rank)} cannot hold partition {holder.partition}: {message.text}"
+            self._effects.emit(LogEntry("error", text))
+            record.refused = message
+        if record.refused is None or record.may_be_refused:
+            self._held(record)
+        else:
+            holder.unheld.append(record)
+            self._out_of_sync(holder)
+        self._send_queued(holder)
+
+    def _held(self, record: _Record) -> None:
+        record.missing -= 1
+        if not record.missing:
+            record.then(record.refused)
+
+    # ── time ──
+
+    def due(self, now: float) -> list[Effect]:
+        """The records that go out now."""
+        if not self._connected:
+            return []
+        return [*self._outbox.due(now), *self._outbox.pump(now)]
+
+    def next_deadline(self) -> float | None:
+        return self._outbox.next_deadline() if self._connected else None
+
+    def validate(self) -> None:
+        """Raises AssertionError if a record is waited for that nobody is asked to hold."""
+        self._outbox.validate()
+        open_ = {request for here in self._holders.values() for holder in here for request in holder.open}
+        assert open_ == {entry.request for entry in self._outbox.entries()}, "a record is lost, or belongs to nobody"
+        for here in self._holders.values():
+            for holder in here:
+                assert not holder.is_syncing or len(holder.open) <= 1, "records to a server that is synced overtake"
+                assert not holder.queue or holder.is_syncing, "records wait for nothing"

@@ -1,0 +1,124 @@
+"""What a server does with others, so that any one of them may die: the parts, and how they are put together.
+
+A leader sends its `records` to the backups of its partitions, and brings servers in by `syncing`. A backup keeps
+`replicas`. `leadership` takes over and gives up what the view says.
+"""
+
+from __future__ import annotations
+
+from kvd.core.machine import SCHEDULER, Effect, PeerKind, Received
+from kvd.core.server.effects import ServerEffects
+from kvd.core.server.leadership import Leadership
+from kvd.core.server.records import Records
+from kvd.core.server.replicas import Replicas
+from kvd.core.server.syncing import Syncing
+from kvd.core.session import OUT_OF_SYNC_REQUEST, SchedulerSession
+from kvd.protocol.messages import NotYetReason, OutOfSync, StartHolding
+
+RETRY_S = 1.0
+
+
+class OutOfStep:
+    """Says to the scheduler which servers do not hold what they should, until the view says so."""
+
+    def __init__(self, session: SchedulerSession, effects: ServerEffects) -> None:
+        self._view = session.view
+        self._effects = effects
+        self._told: dict[tuple[int, int], float] = {}  # when it is told next
+        self._now = 0.0
+
+    def add(self, partition: int, incarnation: int) -> None:
+        """This server does not hold this partition any more."""
+        self._told.setdefault((partition, incarnation), self._now)
+
+    def view_changed(self) -> None:
+        for partition, incarnation in list(self._told):
+            member = self._view.by_incarnation(incarnation)
+            entry = self._view.partitions[partition] if partition < len(self._view.partitions) else None
+            if member is None or entry is None or member.rank not in (entry.backup, entry.syncing):
+                del self._told[partition, incarnation]
+
+    def tick(self, now: float) -> None:
+        self._now = now
+        for (partition, incarnation), at in self._told.items():
+            if now >= at:
+                self._told[partition, incarnation] = now + RETRY_S
+                self._effects.send(SCHEDULER, OutOfSync(OUT_OF_SYNC_REQUEST, partition, incarnation))
+
+    def next_deadline(self) -> float | None:
+        return min(self._told.values(), default=None)
+
+
+class Replication:
+    """The parts of a server that talk to other servers."""
+
+    def __init__(
+        self,
+        session: SchedulerSession,
+        effects: ServerEffects,
+        records: Records,
+        replicas: Replicas,
+        leadership: Leadership,
+        syncing: Syncing,
+        out_of_step: OutOfStep,
+    ) -> None:
+        self._session = session
+        self._effects = effects
+        self._records = records
+        self._replicas = replicas
+        self._leadership = leadership
+        self._syncing = syncing
+        self._out_of_step = out_of_step
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the view names backups at all."""
+        return bool(self._session.view.partitions)
+
+    def receive(self, event: Received, now: float) -> bool:
+        """Takes an answer to a record, or a record. False if it is neither."""
+        if event.peer.kind is PeerKind.SERVER:
+            self._records.receive(event, now)
+            return True
+        if isinstance(event.message, StartHolding) and self._leadership.is_ending(event.message.partition):
+            text = "an update of this partition is under way"
+            self._effects.not_yet(event.peer, event.message.request, NotYetReason.UPDATING, text)
+            return True
+        return self._replicas.receive(event)
+
+    def view_changed(self) -> None:
+        """Gives up and takes over partitions, before anyone asks about them; then sees who holds what is led here."""
+        self._leadership.view_changed()
+        self._records.view_changed()
+        self._replicas.view_changed()
+        self._syncing.view_changed()
+        self._out_of_step.view_changed()
+
+    def job_ended(self) -> None:
+        """An update has ended: a group that had to wait for it may be taken over, given up or sent."""
+        self._leadership.jobs_ended()
+        self._syncing.view_changed()
+
+    def tick(self, now: float) -> list[Effect]:
+        """What is due: records, and what the scheduler is told."""
+        self._syncing.tick(now)
+        self._out_of_step.tick(now)
+        return self._records.due(now)
+
+    def next_deadline(self) -> float | None:
+        parts = (self._records, self._syncing, self._out_of_step)
+        return min((at for part in parts if (at := part.next_deadline()) is not None), default=None)
+
+    def explain(self) -> dict[str, object]:
+        """For `kvd status`: the partitions that are led and held here."""
+        return {
+            "leads": self._leadership.led,
+            "holds": self._replicas.partitions,
+            "bytes_held": self._replicas.nbytes,
+            "records_waiting": self._records.waiting,
+        }
+
+    def validate(self) -> None:
+        """Raises AssertionError if an invariant of a part is broken."""
+        for part in (self._records, self._replicas, self._leadership):
+            part.validate()

@@ -1,0 +1,243 @@
+"""How a server becomes the backup of a partition while its leader goes on: it is sent the slices, some at a time.
+
+The slices that are sent rest meanwhile: no round of theirs closes before the other server has them. Their later rounds
+are held by it as well, so it never falls behind. When it has all of them, and knows which keys are live, the scheduler
+is told, which makes it the backup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvd.core.machine import SCHEDULER, Export, JobDone, LogEntry, Span
+from kvd.core.membership import name_of
+from kvd.core.server.control import ServerControl
+from kvd.core.server.effects import ServerEffects
+from kvd.core.server.groups import FusedGroup, Slice
+from kvd.core.server.images import MOST_BYTES, image_of, packs
+from kvd.core.server.keys import KeyTable
+from kvd.core.server.records import Holder, Records
+from kvd.core.server.shared_steps import SharedSteps
+from kvd.core.session import SYNCED_REQUEST, SchedulerSession
+from kvd.optimizer import Optimizer, to_wire
+from kvd.protocol.messages import HoldLoop, HoldOptimizer, HoldPublished, Install, KeyId, Refused, Synced
+from kvd.protocol.specs import KeySpec
+
+MOST_GROUPS = 64  # that rest at once
+MOST_KEYS = 64  # in one message
+RETRY_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """The state of a slice's optimizer, as Export gives it."""
+
+    step: int = 0
+    slots: tuple[tuple[str, str], ...] = ()
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Sync:
+    """One server on its way to become the backup of a partition."""
+
+    holder: Holder
+    resting: set[FusedGroup] = field(default_factory=set)  # that are to be sent now
+    missing: int = 0  # of them, those that do not rest yet
+    states: dict[Slice, _State] = field(default_factory=dict)
+    is_failed: bool = False
+    tell_at: float | None = None  # when the scheduler is told, again, that all is there
+
+
+class Syncing:
+    """Copies partitions to the servers that the view wants to be their backups.
+
+    Args:
+        is_handing_over: whether slices that this server leads are not in the table yet.
+        advance: goes on with a group.
+    """
+
+    def __init__(
+        self,
+        session: SchedulerSession,
+        table: KeyTable,
+        effects: ServerEffects,
+        records: Records,
+        shared: SharedSteps,
+        control: ServerControl,
+        is_handing_over: Callable[[], bool],
+        advance: Callable[[FusedGroup], None],
+    ) -> None:
+        self._session = session
+        self._table = table
+        self._effects = effects
+        self._records = records
+        self._shared = shared
+        self._control = control
+        self._is_handing_over = is_handing_over
+        self._advance = advance
+        self._syncs: dict[Holder, _Sync] = {}
+        self._now = 0.0
+
+    def view_changed(self) -> None:
+        """Begins with servers that are new, and forgets those that are backups now, or nothing."""
+        view = self._session.view
+        if self._is_handing_over():
+            return  # not all is here yet that is to be sent
+        wanted = [self._records.syncing_of(partition) for partition in range(len(view.partitions))]
+        syncing = [holder for holder in wanted if holder is not None]
+        for holder in [holder for holder in self._syncs if holder not in syncing]:
+            self._end(self._syncs.pop(holder))
+        for holder in syncing:
+            if holder not in self._syncs:
+                self._syncs[holder] = sync = _Sync(holder)
+                text = f"{name_of('server', holder.rank)} is sent partition {holder.partition}, to hold it as well"
+                self._effects.emit(LogEntry("info", text))
+                self._go_on(sync)
+
+    def _end(self, sync: _Sync) -> None:
+        sync.is_failed = True
+        for group in list(sync.resting):
+            self._wake(sync, group)
+
+    # ── some groups rest ──
+
+    def _go_on(self, sync: _Sync) -> None:
+        """Sends the next slices, or, when there are none left, what else there is to know."""
+        holder = sync.holder
+        nbytes = 0
+        for group in list(self._table.groups.values()):
+            if group.partition != holder.partition or group.slices[0].slice_id in holder.copied:
+                continue
+            sync.resting.add(group)
+            nbytes += group.nbytes
+            if len(sync.resting) == MOST_GROUPS or nbytes >= MOST_BYTES:
+                break
+        sync.missing = len(sync.resting)
+        sync.states = {}
+        for group in list(sync.resting):
+            group.tasks.append(partial(self._rests, sync, group))
+            self._advance(group)
+        if not sync.resting:
+            self._finish(sync)
+
+    def _rests(self, sync: _Sync, group: FusedGroup) -> None:
+        """No update of the group runs, and none begins until it is woken."""
+        if sync.is_failed:
+            self._wake(sync, group)
+            return
+        slices = list(group.slices)
+
+        def export_next() -> None:
+            if slices:
+                slice_ = slices.pop(0)
+                self._effects.start_job(lambda job: Export(job, slice_.key, slice_.index), partial(exported, slice_))
+            else:
+                sync.missing -= 1
+                if not sync.missing and not sync.is_failed:
+                    self._send(sync)
+
+        def exported(slice_: Slice, done: JobDone) -> None:
+            if done.error is not None:
+                self._fail(sync, f"the optimizer's state of {slice_.key!r} cannot be read: {done.error}")
+            else:
+                sync.states[slice_] = _State(*done.result)
+                export_next()
+
+        export_next()
+
+    def _wake(self, sync: _Sync, group: FusedGroup) -> None:
+        sync.resting.discard(group)
+        if group.working:
+            group.working = False
+            self._advance(group)
+
+    def _fail(self, sync: _Sync, why: str) -> None:
+        holder = sync.holder
+        text = f"{name_of('server', holder.rank)} cannot become the backup of partition {holder.partition}: {why}"
+        self._effects.emit(LogEntry("error", text))
+        self._end(sync)
+
+    # ── they are sent ──
+
+    def _send(self, sync: _Sync) -> None:
+        slices = [slice_ for group in sync.resting for slice_ in group.slices]
+        slices.sort(key=lambda slice_: (slice_.key, slice_.index))
+        messages = packs(slices)
+        remaining = len(messages)
+
+        def held(refused: Refused | None) -> None:
+            nonlocal remaining
+            remaining -= 1
+            if refused is not None and not sync.is_failed:
+                self._fail(sync, refused.text)
+            elif not remaining and not sync.is_failed:
+                for group in list(sync.resting):
+                    self._wake(sync, group)
+                self._go_on(sync)
+
+        for pack in messages:
+            sync.holder.copied.update([slice_.slice_id for slice_ in pack])
+            message, payload = self._install(sync, pack)
+            self._records.copy(sync.holder, message, held, payload)
+
+    def _install(self, sync: _Sync, slices: Sequence[Slice]) -> tuple[Install, tuple[Span, ...]]:
+        specs: dict[KeySpec, int] = {}
+        optimizers: list[Optimizer | None] = []
+        images = []
+        payload: list[Span] = []
+        for slice_ in slices:
+            log, state = slice_.log, sync.states[slice_]
+            spec = specs.setdefault(slice_.spec, len(specs))
+            if slice_.group.optimizer not in optimizers:
+                optimizers.append(slice_.group.optimizer)
+            optimizer = optimizers.index(slice_.group.optimizer)
+            images.append(image_of(slice_, spec, optimizer, state.step, state.slots))
+            payload.append(slice_.span(log.current))
+            if log.previous is not None:
+                payload.append(slice_.span(log.previous))
+            payload += state.spans
+        wire = tuple([None if optimizer is None else to_wire(optimizer) for optimizer in optimizers])
+        return Install(0, sync.holder.partition, tuple(specs), wire, tuple(images)), tuple(payload)
+
+    # ── all are there ──
+
+    def _finish(self, sync: _Sync) -> None:
+        partition = sync.holder.partition
+        live = [
+            KeyId(key, made.creation)
+            for key, made in sorted(self._table.live.items())
+            if self._table.slices[key, 0].partition == partition
+        ]
+        last: list[HoldPublished | HoldLoop | HoldOptimizer] = [
+            HoldPublished(0, partition, tuple(live[first : first + MOST_KEYS]))
+            for first in range(0, len(live), MOST_KEYS)
+        ]
+        last += self._shared.records(partition)
+        last.append(self._control.record(partition))
+        remaining = len(last)
+
+        def held(_: Refused | None) -> None:
+            nonlocal remaining
+            remaining -= 1
+            if remaining <= 0 and not sync.is_failed:
+                sync.tell_at = self._now
+
+        for message in last:
+            self._records.copy(sync.holder, message, held)
+
+    # ── time ──
+
+    def tick(self, now: float) -> None:
+        """Tells the scheduler of those that have everything, until it says so in a view."""
+        self._now = now
+        for sync in self._syncs.values():
+            if sync.tell_at is not None and now >= sync.tell_at:
+                sync.tell_at = now + RETRY_S
+                holder = sync.holder
+                self._effects.send(SCHEDULER, Synced(SYNCED_REQUEST, holder.partition, holder.peer))
+
+    def next_deadline(self) -> float | None:
+        return min((sync.tell_at for sync in self._syncs.values() if sync.tell_at is not None), default=None)
