@@ -26,7 +26,7 @@ class Job:
             gets a name that no other has, and one without ``KVD_RUN`` a random token.
         restarts: how often each worker that failed is started again, under the same node id, and so the scheduler; with
             two replicas each server, too.
-        replicas: how many servers have each value. With two, the job goes on without a server that is not restarted.
+        replicas: how many servers have each value. With two, the job goes on without one that is not started again.
         grace_s: how long processes may take to end after SIGTERM.
         startup_s: how long the scheduler may take to be ready.
         scheduler: where its scheduler listens; empty: a free port of the loopback, or of the address by which the hosts
