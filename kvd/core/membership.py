@@ -56,6 +56,7 @@ class ViewState:
     def forget(self) -> None:
         """The next view is of another run: its epochs are counted from their own beginning."""
         self.epoch = self.newest_epoch = NO_VIEW
+        self.partitions = ()
 
     def begin_with(self, scheduler: int) -> None:
         """An observer is let in by this incarnation of the scheduler. One that has lost the record of those before it
@@ -73,7 +74,7 @@ class ViewState:
         self.is_sync = view.settings.mode != "async"
         self.shards = view.shards
         self.runs = view.runs
-        self.partitions = view.partitions
+        self.partitions = view.partitions or self.partitions  # a scheduler without its record has yet to learn them
         self.members = {(member.role, member.rank): member for member in view.members}
         self._by_incarnation = {member.incarnation: member for member in view.members}
         return True
@@ -88,10 +89,9 @@ class ViewState:
     def worker(self, rank: int) -> Member | None:
         return self.members.get(("worker", rank))
 
-    def all_servers_active(self) -> bool:
-        servers = self.servers()
-        count = self.settings.num_servers
-        return count > 0 and len(servers) == count and all(server.state is MemberState.ACTIVE for server in servers)
+    def all_leaders_active(self) -> bool:
+        """Whether every partition is served."""
+        return self.settings.num_servers > 0 and not self.missing_servers()
 
     @property
     def knows_all_servers(self) -> bool:
@@ -99,9 +99,9 @@ class ViewState:
         return 0 < self.settings.num_servers == sum(role == "server" for role, _ in self.members)
 
     def missing_servers(self) -> list[int]:
-        """The ranks of servers that have not joined or are not active."""
+        """The ranks of servers that lead a partition, and have not joined or are not active."""
         alive = {server.rank for server in self.servers() if server.state is MemberState.ACTIVE}
-        return [rank for rank in range(self.settings.num_servers) if rank not in alive]
+        return [rank for rank in self.leads() if rank not in alive]
 
     def missing_workers(self) -> list[int]:
         """The ranks that no worker has taken yet. One that joined and is dead, or has left, is not missing."""
@@ -127,11 +127,26 @@ class ViewState:
             raise ProtocolError("the scheduler has sent a view without shards, though there are keys: restart it")
         return self.shards[shard_of(key, slice_index, len(self.shards))]
 
+    @property
+    def first_partition(self) -> int:
+        """The partition where what belongs to no key is kept."""
+        return self.shards[0] if self.shards else 0
+
+    def partition_numbers(self) -> range:
+        return range(len(self.partitions) or self.settings.num_servers)
+
+    def leads(self) -> dict[int, int]:
+        """The ranks of the servers that lead something, in order, each with the first partition that it leads."""
+        leads: dict[int, int] = {}
+        for partition in self.partition_numbers():
+            leads.setdefault(self.leader_of(partition), partition)
+        return dict(sorted(leads.items()))
+
     def leader_of(self, partition: int) -> int:
         """The rank of the server that leads a partition."""
         return self.partitions[partition].leader if self.partitions else partition
 
-    def leads(self, rank: int, key: str, slice_index: int) -> bool:
+    def is_led_by(self, rank: int, key: str, slice_index: int) -> bool:
         """Whether the server of this rank leads a slice."""
         return self.leader_of(self.partition_of(key, slice_index)) == rank
 
@@ -145,3 +160,7 @@ class ViewState:
             return self.partitions[partition].lineage
         member = self.members.get(("server", partition))
         return 0 if member is None else member.incarnation
+
+    def has_begun_anew(self, partition: int, lineage: int) -> bool:
+        """Whether what was in the partition under this lineage is lost. Of lineage 0 nothing was known."""
+        return lineage != 0 and self.lineage_of(partition) not in (0, lineage)

@@ -21,6 +21,7 @@ from kvd.protocol.messages import SMALL_PUSH_BYTES, SliceId
 RETRY_FIRST_S = 2.0
 RETRY_LIMIT_S = 15.0
 RETRY_SOON_S = 0.05
+RETRY_SOON_LIMIT = 20  # the pauses between retries grow so far
 
 
 class EntryState(StrEnum):
@@ -32,10 +33,11 @@ class EntryState(StrEnum):
     SETTLED = auto()  # answered, or given up
 
 
+# Back from STAGED to SENT: the peer has lost the bytes. Back to QUEUED: another peer takes its place.
 ENTRY_TRANSITIONS: dict[EntryState, frozenset[EntryState]] = {
     EntryState.QUEUED: frozenset({EntryState.SENT, EntryState.SETTLED}),
-    EntryState.SENT: frozenset({EntryState.STAGED, EntryState.SETTLED}),
-    EntryState.STAGED: frozenset({EntryState.SENT, EntryState.SETTLED}),  # SENT: the server has lost the bytes
+    EntryState.SENT: frozenset({EntryState.STAGED, EntryState.SETTLED, EntryState.QUEUED}),
+    EntryState.STAGED: frozenset({EntryState.SENT, EntryState.SETTLED, EntryState.QUEUED}),
     EntryState.SETTLED: frozenset(),
 }
 QUEUED, SENT, STAGED, SETTLED = EntryState  # the hot path compares: one look-up instead of two
@@ -50,12 +52,12 @@ class Entry:
         It is in its peer's queue exactly while it is QUEUED and `blocked` is 0.
     """
 
-    send: Send  # the same in every retry
+    send: Send  # the same in every retry; to another peer after `Outbox.redirect`
     answered: Callable[[Received], None]  # takes its answer
     nbytes: int = 0  # of the payload: what it takes of the credit
     priority: int = 0
     pushes: tuple[SliceId, ...] = ()  # the slices that it pushes
-    plan: Any = None  # the batch that its message names, for the part that made it
+    topic: Any = None  # what it is about, for the part that made it
     siblings: set[Entry] | None = None  # the open requests of its call; it is one of them until it is settled
     request: int = 0  # the number of its message, set by `add`
     is_small: bool = False  # a push without credit, which no Staged answers unless it is asked for
@@ -64,7 +66,12 @@ class Entry:
     followers: list[Entry] = field(default_factory=list)  # later pushes that this one blocks
     attempts: int = 0
     retry_at: float = 0.0
-    sent_at: float = float("-inf")  # the first time
+    sent_at: float = float("-inf")  # to its peer, the first time
+
+    @property
+    def was_sent(self) -> bool:
+        """Whether it has left this node, to whichever peer."""
+        return self.sent_at > float("-inf")
 
     def move_to(self, state: EntryState) -> None:
         """Changes the state, as ENTRY_TRANSITIONS allows."""
@@ -127,14 +134,7 @@ class Outbox:
             self.unstaged += 1
             if entry.nbytes <= self._small_push_bytes:
                 entry.is_small, entry.nbytes = True, 0
-            for slice_id in entry.pushes:
-                earlier = self._tails.get(slice_id)
-                if earlier is not None:
-                    earlier.followers.append(entry)
-                    entry.blocked += 1
-                self._tails[slice_id] = entry
-        if entry.blocked == 0:
-            self._make_ready(entry)
+        self._enqueue(entry)
 
     def pump(self, now: float) -> list[Send]:
         """The sends that the credit allows now."""
@@ -190,15 +190,49 @@ class Outbox:
         for entry in self.entries():
             self.settle(entry)
 
-    def retry_soon(self, entry: Entry, now: float) -> None:
-        """The peer did not take the request: the whole message goes again soon."""
+    def redirect(self, peer_for: Callable[[Entry], Peer]) -> list[Entry]:
+        """Others take the place of some peers: what is open at these begins anew at the others, with the same numbers
+        and bytes, in the order of `add`. Answers of the old peers do not count any more.
+
+        Args:
+            peer_for: gives the peer that a request is for now. Pushes of one slice have the same one.
+
+        Returns:
+            The requests that have another peer now.
+        """
+        moved = []
+        for entry in self._entries.values():
+            peer = peer_for(entry)
+            if peer != entry.send.peer:
+                self._take_back(entry)
+                entry.send = entry.send._replace(peer=peer)
+                moved.append(entry)
+        if moved:
+            self.activity += 1
+            self._tails.clear()
+            for queue in self._queues.values():
+                queue.ready.clear()
+            for entry in self._entries.values():
+                if entry.state is QUEUED:
+                    entry.blocked, entry.followers = 0, []
+                    self._enqueue(entry)
+        return moved
+
+    def retry_soon(self, entry: Entry, now: float, most_attempts: int | None = None) -> None:
+        """The peer did not take the request: the whole message goes again soon.
+
+        Args:
+            most_attempts: so many are counted at most: the pauses grow no further, and there is no end to them.
+        """
         if entry.state is STAGED:
             entry.move_to(SENT)
             self._queues[entry.send.peer].in_flight += entry.nbytes
             if entry.pushes:
                 self.unstaged += 1
         entry.attempts += 1
-        self._retry_at(entry, now + RETRY_SOON_S * min(entry.attempts, 20))
+        if most_attempts is not None:
+            entry.attempts = min(entry.attempts, most_attempts)
+        self._retry_at(entry, now + RETRY_SOON_S * min(entry.attempts, RETRY_SOON_LIMIT))
 
     def due(self, now: float) -> list[Send]:
         """The retries that are due."""
@@ -263,6 +297,32 @@ class Outbox:
             assert queue.in_flight == in_flight[peer], f"{in_flight[peer]} bytes are in flight: {queue}"
 
     # ── the steps of one request ──
+
+    def _enqueue(self, entry: Entry) -> None:
+        """Puts a request behind the earlier pushes of its slices, or into the queue of its peer."""
+        for slice_id in entry.pushes:
+            earlier = self._tails.get(slice_id)
+            if earlier is not None:
+                earlier.followers.append(entry)
+                entry.blocked += 1
+            self._tails[slice_id] = entry
+        if entry.blocked:
+            return
+        queue = self._queues.get(entry.send.peer)  # as in `_make_ready`, without a call
+        if queue is None:
+            queue = self._queues[entry.send.peer] = _PeerQueue(self._credit_bytes)
+        heappush(queue.ready, (-entry.priority, entry.request, entry))
+
+    def _take_back(self, entry: Entry) -> None:
+        """Whatever its peer has of the request does not count."""
+        if entry.state is QUEUED:
+            return
+        if entry.state is SENT:
+            self._queues[entry.send.peer].in_flight -= entry.nbytes
+        elif entry.pushes:
+            self.unstaged += 1
+        entry.move_to(QUEUED)
+        entry.attempts, entry.retry_at = 0, 0.0
 
     def _make_ready(self, entry: Entry) -> None:
         queue = self._queues.get(entry.send.peer)

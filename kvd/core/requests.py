@@ -209,11 +209,12 @@ class Control:
     An answer is (message, payload, bytes of the payload).
     """
 
-    messages: tuple[Any, ...]  # one for all servers, or one per entry of `servers`; their `request` is filled in
+    messages: tuple[Any, ...]  # one for all servers, or one per server that is named; their `request` is filled in
     servers: tuple[int, ...] | None = None  # their ranks; None: all
     payload: Any = None  # goes with each message
     nbytes: int = 0
     staged_first: bool = False  # wait until all earlier pushes have reached their servers
+    partitions: tuple[int, ...] | None = None  # in place of `servers`: the leaders of these, whoever they are
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 
@@ -164,14 +165,19 @@ def test_a_push_by_a_batch_number_of_the_predecessor_is_not_taken() -> None:
     assert (harness.value("c"), harness.value("b"), harness.value("a")) == (b"\x11", b"\x22", b"\0")
 
 
+def batches_of(harness: Any) -> Any:
+    """The table of batches of the server."""
+    return harness.machine._handlers[DeclareBatch].__self__._batches
+
+
 def test_batches_of_a_replaced_worker_are_forgotten() -> None:
     harness = packed("a", "b")
-    (batch,) = {harness.machine._batches.find(worker_id(rank), 1) for rank in (0, 1)}
+    (batch,) = {batches_of(harness).find(worker_id(rank), 1) for rank in (0, 1)}
     assert batch is not None
     assert batch.declared == 2
     harness.look(member("worker", 0, life=1))
     assert batch.declared == 1
-    assert harness.machine._batches.find(worker_id(0), 1) is None
+    assert batches_of(harness).find(worker_id(0), 1) is None
 
 
 def test_batches_that_overlap() -> None:

@@ -137,13 +137,13 @@ def test_rounds_wait_for_workers_that_have_not_left_them() -> None:
 def test_servers_that_are_dead_or_have_not_joined_are_missing() -> None:
     both = viewed(member("server", 1, "active"), member("server", 0, "active"))
     assert [server.rank for server in both.servers()] == [0, 1]
-    assert both.all_servers_active()
+    assert both.all_leaders_active()
     assert both.missing_servers() == []
     one_dead = viewed(member("server", 1, "dead"), member("server", 0, "active"))
-    assert not one_dead.all_servers_active()
+    assert not one_dead.all_leaders_active()
     assert one_dead.missing_servers() == [1]
-    assert not viewed(member("server", 0, "active")).all_servers_active()
-    assert not ViewState().all_servers_active()
+    assert not viewed(member("server", 0, "active")).all_leaders_active()
+    assert not ViewState().all_leaders_active()
 
 
 def test_the_server_of_a_slice_comes_from_the_view() -> None:

@@ -11,7 +11,9 @@ from tests.core.fakes import SLICE, uint8
 
 
 def keys_of(names: list[str], spec: KeySpec, servers: int = 1) -> list[WorkerKey]:
-    return [WorkerKey(name, spec, servers=tuple(index % servers for index in range(spec.num_slices))) for name in names]
+    return [
+        WorkerKey(name, spec, partitions=tuple(index % servers for index in range(spec.num_slices))) for name in names
+    ]
 
 
 def test_no_batch_exceeds_the_header_limit() -> None:
@@ -31,14 +33,14 @@ def test_no_batch_exceeds_the_header_limit() -> None:
 def test_plans_cover_every_byte_once_and_start_at_multiples_of_eight() -> None:
     sizes = [0, 1, 7, 8, SLICE, SLICE + 1, 3 * SLICE, 2, 0]
     keys = [
-        WorkerKey(str(number), uint8(size), servers=tuple(number % 2 for _ in range(uint8(size).num_slices)))
+        WorkerKey(str(number), uint8(size), partitions=tuple(number % 2 for _ in range(uint8(size).num_slices)))
         for number, size in enumerate(sizes)
     ]
     plans = plan_messages(keys, SLICE)
     covered: dict[int, int] = {}
     for plan in plans:
         assert plan.nbytes <= SLICE
-        assert len({keys[item].servers[0] for item in plan.items}) == 1
+        assert len({keys[item].partitions[0] for item in plan.items}) == 1
         ends = 0
         for row, (start, nbytes), item in zip(plan.rows, plan.ranges, plan.items, strict=True):
             assert (row.start, row.nbytes) == (start, nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kvd.core import requests
@@ -10,6 +11,7 @@ from kvd.core.pseudonyms import public_view
 from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.protocol.messages import (
     NO_KEY,
+    NO_RANK,
     Attach,
     DeclareBatch,
     Done,
@@ -19,8 +21,10 @@ from kvd.protocol.messages import (
     Lookup,
     Made,
     Member,
+    MemberState,
     NotYet,
     NotYetReason,
+    Partition,
     Push,
     Refused,
     Settings,
@@ -35,6 +39,7 @@ from tests.core.fakes import (
     members,
     of,
     padded_bytes,
+    server_id,
     session,
     uint8,
     view,
@@ -63,6 +68,11 @@ class Harness:
             WorkerSettings(credit, small_push_bytes=small, batches=batches), session(role, rank)
         )
         self.members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in members(2, servers)}
+        self.partitions: tuple[Partition, ...] = ()
+        if self.settings.replicas > 1:
+            self.partitions = tuple(
+                [Partition(rank, (rank + 1) % servers, NO_RANK, server_id(rank)) for rank in range(servers)]
+            )
         self.epoch = 0
         self.now = 0.0
         self.sent: list[Send] = []
@@ -104,8 +114,8 @@ class Harness:
         for entry in changed:
             self.members[entry.role, entry.rank] = entry
         self.epoch += 1
-        told = public_view(view(self.settings, self.members.values()))
-        return self.step(from_scheduler(told, (1, self.epoch)))
+        told = replace(view(self.settings, self.members.values()), partitions=self.partitions)
+        return self.step(from_scheduler(public_view(told), (1, self.epoch)))
 
     def say(self, peer: Any, message: Any, payload: bytes | None = None) -> list[Effect]:
         nbytes = 0 if payload is None else len(payload)
@@ -209,6 +219,34 @@ class Harness:
         send = self.take(kind)
         return self.say(send.peer, Refused(send.message.request, error, "because", **more))  # type: ignore[union-attr]
 
+    # ── replicas ──
+
+    def lead(self, partition: int, rank: int, lineage: int | None = None) -> list[Effect]:
+        """The next view names another leader, and no backup."""
+        partitions = list(self.partitions)
+        before = partitions[partition]
+        partitions[partition] = Partition(rank, NO_RANK, NO_RANK, before.lineage if lineage is None else lineage)
+        self.partitions = tuple(partitions)
+        return self.look()
+
+    def fail_over(self, rank: int, state: str = "dead") -> list[Effect]:
+        """The server is gone. The backups of its partitions lead them, where there are any."""
+        self.partitions = tuple(
+            [
+                entry._replace(leader=entry.backup, backup=NO_RANK)
+                if entry.leader == rank and entry.backup != NO_RANK
+                else entry._replace(backup=NO_RANK if entry.backup == rank else entry.backup)
+                for entry in self.partitions
+            ]
+        )
+        gone = self.members["server", rank]
+        return self.look(gone._replace(state=MemberState(state), reason="no heartbeat", last_seen_s=5.0))
+
+    def key_in(self, partition: int) -> str:
+        """The name of a key whose first slice is in this partition."""
+        names = [f"k{number}" for number in range(99)]
+        return next(name for name in names if self.machine.view.partition_of(name, 0) == partition)
+
     def restart_server(self, rank: int = 0, life: int = 1) -> list[Effect]:
         return self.look(member("server", rank, life=life))
 
@@ -217,3 +255,25 @@ def ready(*keys: str, **more: Any) -> Harness:
     harness = Harness(**more)
     harness.know(*(keys or ("w",)))
     return harness
+
+
+S0, S1, S2 = (server_id(rank) for rank in range(3))
+
+
+def replicated(servers: int = 3, **more: Any) -> Harness:
+    """Server n leads partition n, and the next one is its backup."""
+    return Harness(servers=servers, settings=cluster(2, servers, replicas=2), **more)
+
+
+def knowing(*partitions: int, spec: KeySpec | None = None, **more: Any) -> tuple[Harness, list[str]]:
+    """With a key in each of these partitions."""
+    harness = replicated(**more)
+    names = [harness.key_in(partition) for partition in partitions]
+    harness.know(*names, spec=spec)
+    return harness, names
+
+
+def number(send: Send) -> int:
+    """Of the request that it is."""
+    message: Any = send.message
+    return int(message.request)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -11,125 +10,8 @@ import numpy as np
 import pytest
 
 from kvd.compute.tensors import named_dtype
-from kvd.core.machine import Apply, Contribution, Create, Export, Extent, FirstBytes, Load, ScatterList, Span
-from kvd.errors import KvdError
-from kvd.node.jobs import JobRunner
-from kvd.optimizer import SGD, Adam
-from kvd.protocol.messages import ABSENT, ADD, ASSIGN
-from kvd.protocol.specs import padded
-
-Bits = dict[str, bytes]
-
-MOMENTUM = SGD(learning_rate=0.1, momentum=0.9, wd=0.01)
-ADAM = Adam(learning_rate=0.01, wd=0.001)
-
-
-@dataclass
-class Server:
-    """Gives a server its jobs as its machine does. A list of keys is a group while it stays the same."""
-
-    dtype: str = "float32"
-    runner: JobRunner = field(default_factory=JobRunner)
-    current: dict[str, Span] = field(default_factory=dict)
-    groups: dict[tuple[str, ...], int] = field(default_factory=dict)
-    number: int = 0
-
-    def create(self, key: str, values: Any) -> None:
-        data = np.asarray(values, named_dtype(self.dtype)).tobytes()
-        done = self.runner.run(Create(1, (FirstBytes(key, 0, self.dtype, Span(data, 0, len(data))),)))
-        assert done.error is None
-        self.current[key] = Span(done.result[0], 0, len(data))
-        self.groups = {keys: number for keys, number in self.groups.items() if key not in keys}
-
-    def push(self, keys: Sequence[str], *given: dict[str, Any], optimizer: Any = None, how: int = ADD) -> None:
-        """A round of the keys as one group, to which each worker gave an array for each key."""
-        error = self.try_push(keys, *given, optimizer=optimizer, how=how)
-        assert error is None, error
-
-    def try_push(
-        self, keys: Sequence[str], *given: dict[str, Any], optimizer: Any = None, how: int = ADD
-    ) -> KvdError | None:
-        group = tuple(keys)
-        if group not in self.groups:
-            self.groups = {other: number for other, number in self.groups.items() if not set(other) & set(group)}
-            self.number += 1
-            self.groups[group] = self.number
-        layout, offset = [], 0
-        for key in group:
-            offset = padded(offset)
-            layout.append(Extent(key, 0, offset, self.current[key].nbytes))
-            offset += self.current[key].nbytes
-        contributions = []
-        for rank, values in enumerate(given):
-            payload = bytearray(b"\x7f" * offset)  # what lies between two slices is anything
-            for entry in layout:
-                part = np.asarray(values[entry.key], named_dtype(self.dtype)).tobytes()
-                payload[entry.offset : entry.offset + entry.nbytes] = part
-            contributions.append(Contribution(rank, 1, Span(payload, 0, offset), 1, how))
-        if how == ASSIGN:
-            contributions.append(Contribution(len(given), 1, None, 1, ABSENT))
-        current: Any = ScatterList(tuple(self.current[key] for key in group))
-        spans = [self.current[key] for key in group]
-        if all(span.buffer is spans[0].buffer for span in spans) and [span.offset for span in spans] == [
-            entry.offset for entry in layout
-        ]:
-            current = spans[0].buffer
-        job = Apply(
-            2,
-            self.groups[group],
-            tuple(layout),
-            self.dtype,
-            offset,
-            current,
-            tuple(contributions),
-            how == ASSIGN,
-            "sum",
-            optimizer,
-        )
-        done = self.runner.run(job)
-        if done.error is None:
-            for entry in layout:
-                self.current[entry.key] = Span(done.result, entry.offset, entry.nbytes)
-        return done.error
-
-    def value(self, key: str) -> Any:
-        span = self.current[key]
-        dtype = named_dtype(self.dtype)
-        return np.frombuffer(span.buffer, dtype, span.nbytes // dtype.itemsize, span.offset)
-
-    def state(self, key: str) -> tuple[int, dict[str, bytes]]:
-        """Step, and the bytes of each array."""
-        step, slots, spans = self.runner.run(Export(3, key, 0)).result
-        return step, {
-            name: bytes(span.buffer)[span.offset : span.offset + span.nbytes]
-            for (name, _), span in zip(slots, spans, strict=True)
-        }
-
-    def load(self, key: str, step: int, arrays: dict[str, Any]) -> KvdError | None:
-        payload = b""
-        for array in arrays.values():
-            payload = payload.ljust(padded(len(payload)), b"\0") + array.tobytes()
-        slots = tuple((name, array.dtype.name) for name, array in arrays.items())
-        return self.runner.run(Load(4, key, 0, step, slots, Span(payload, 0, len(payload)))).error
-
-    def everything(self) -> dict[str, Any]:
-        return {key: (self.value(key).tobytes(), self.state(key)) for key in self.current}
-
-
-SIZES = {"a": 3, "b": 1, "c": 8, "d": 5}
-
-
-def started(dtype: str = "float32", sizes: dict[str, int] | None = None) -> Server:
-    server = Server(dtype)
-    for number, (key, size) in enumerate((sizes or SIZES).items()):
-        server.create(key, np.linspace(-1, 1, size) + number)
-    return server
-
-
-def gradients(seed: int, sizes: dict[str, int] | None = None) -> dict[str, Any]:
-    random = np.random.default_rng(seed)
-    return {key: random.normal(size=size).astype(np.float32) for key, size in (sizes or SIZES).items()}
-
+from kvd.protocol.messages import ASSIGN
+from tests.node.states_harness import ADAM, MOMENTUM, SIZES, gradients, started
 
 # ── an independent calculation ────────────────────────────────────────────────────────────────────────────────────────
 

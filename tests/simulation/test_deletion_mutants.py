@@ -86,7 +86,7 @@ def the_other_slices_stay(patch: pytest.MonkeyPatch) -> None:
 
     def careless(deletions: WorkerDeletions, keys: Any, home: int, event: Any) -> None:
         for key in keys:
-            key.servers = (home,)
+            key.partitions = (home,)
         answered(deletions, keys, home, event)
 
     patch.setattr(WorkerDeletions, "_answered", careless)

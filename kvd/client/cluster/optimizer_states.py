@@ -42,7 +42,8 @@ async def fetch_states(engine: Engine, path: Path, dump_optimizer: bool) -> None
 
 async def fetch_optimizer(engine: Engine) -> Optimizer | None:
     """The optimizer of the servers, with the hyperparameters that it has by now."""
-    answers = await engine.call(requests.Control((OptimizerQuery(0),), (0,)))
+    first = engine.machine.view.first_partition
+    answers = await engine.call(requests.Control((OptimizerQuery(0),), partitions=(first,)))
     wire = answers[0][0].optimizer
     return None if wire is None else from_wire(wire)
 

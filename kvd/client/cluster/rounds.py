@@ -67,8 +67,8 @@ class ClusterRounds:
         async def work() -> int:
             spec = await self._engine.call(requests.DescribeKey(name))
             view = self._engine.machine.view
-            ranks = tuple(sorted({view.partition_of(name, index) for index in range(spec.num_slices)}))
-            answers = await self._engine.call(requests.Control((ClockQuery(0, name),) * len(ranks), ranks))
+            there = tuple(sorted({view.partition_of(name, index) for index in range(spec.num_slices)}))
+            answers = await self._engine.call(requests.Control((ClockQuery(0, name),) * len(there), partitions=there))
             return min(int(message.oldest_version) for message, _, _ in answers)
 
         return Handle(self._engine.run(work()), what="version")

@@ -67,6 +67,8 @@ class ServersOfSteps:
         return None if answer.step == NO_STEP else answer.step
 
     async def _ask(self, first: int, total: int, done: int) -> StepIs:
-        ((answer, _, _),) = await self._engine.call(requests.Control((TakeStep(0, first, total, done),), (0,)))
+        home = (self._engine.machine.view.first_partition,)
+        question = requests.Control((TakeStep(0, first, total, done),), partitions=home)
+        ((answer, _, _),) = await self._engine.call(question)
         assert isinstance(answer, StepIs)
         return answer

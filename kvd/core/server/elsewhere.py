@@ -30,7 +30,7 @@ class Elsewhere:
         told."""
         if not self._view.partitions:
             return False
-        if self._view.leads(self._session.rank, key, slice_index) and not self._is_unsettled(event):
+        if self._view.is_led_by(self._session.rank, key, slice_index) and not self._is_unsettled(event):
             return False
         self._effects.not_yet(event.peer, request, NotYetReason.ELSEWHERE, "another server leads this slice", key)
         return True

@@ -156,7 +156,7 @@ class KeyCreation:
         """Whether the slices here are those of a deleted key. Worker 0 makes a key of its name only if there is none at
         its home; nobody was left to have the others dropped."""
         slices = self._table.of_key(key)
-        return bool(slices) and slices[0].creation < creation and not self._view.leads(self._session.rank, key, 0)
+        return bool(slices) and slices[0].creation < creation and not self._view.is_led_by(self._session.rank, key, 0)
 
     def _is_made(self, event: Received, init: Init, new: _New) -> bool:
         """Whether this slice came before. An init that was given up may be made again with other values."""
@@ -220,7 +220,7 @@ class KeyCreation:
         return sum(
             new.spec.slice_nbytes(index)
             for index in range(new.num_slices)
-            if index == new.slice_index or self._view.leads(mine, new.key, index)
+            if index == new.slice_index or self._view.is_led_by(mine, new.key, index)
         )
 
     def _begin(self, new: _New) -> None:
@@ -243,7 +243,7 @@ class KeyCreation:
         if self._attachments.find(event.sender) is None:
             return  # it was replaced: its successor makes the keys again
         mine = self._session.rank
-        if not all(self._view.leads(mine, new.key, new.slice_index) for new in wanted):
+        if not all(self._view.is_led_by(mine, new.key, new.slice_index) for new in wanted):
             return  # it is sent to the server that leads these slices now
         if init.creation < self._table.creation:  # since it was asked
             self._effects.send(event.peer, Outdated(init.request, self._table.creation))

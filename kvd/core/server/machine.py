@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvd.core.machine import (
     SCHEDULER,
@@ -108,6 +108,13 @@ class ServerSettings:
     small_push_bytes: int = SMALL_PUSH_BYTES
 
 
+class _Followers(NamedTuple):
+    """Who is told of a new view, and of the incarnation of a worker that was replaced."""
+
+    of_views: tuple[Callable[[], None], ...]
+    of_replaced: tuple[Callable[[int], None], ...]
+
+
 class ServerMachine:
     """The state machine of one run in a server. Its memory is shared with the machines of the other runs."""
 
@@ -133,7 +140,7 @@ class ServerMachine:
             lambda nbytes: creation.grant_held(nbytes),
             lambda partition: out_of_step.add(partition, session.incarnation),
         )
-        self._elsewhere = elsewhere = Elsewhere(session, effects, replicas.is_handing_over)
+        elsewhere = Elsewhere(session, effects, replicas.is_handing_over)
         self._readings = readings = Readings(session.view, self.table, effects, participants, elsewhere)
         targets = TargetResolver(session, self.table, batches, attachments, effects, records, elsewhere)
         self._pushes = pushes = Pushes(
@@ -185,7 +192,9 @@ class ServerMachine:
         syncing = Syncing(
             session, self.table, effects, records, shared, control, replicas.is_handing_over, pushes.advance
         )
-        self._replication = Replication(session, effects, records, replicas, leadership, syncing, out_of_step)
+        self._replication = Replication(
+            session, effects, records, replicas, leadership, syncing, out_of_step, elsewhere
+        )
         self._validated = (
             session,
             self.table,
@@ -198,8 +207,10 @@ class ServerMachine:
             shared,
             self._replication,
         )
-        self._view_followers = (shared.view_changed, keys.fail_lookups_without_rank_0, deletions.view_changed)
-        self._sender_droppers = (control.drop_sender, batches.drop_sender)
+        self._followers = _Followers(
+            of_views=(shared.view_changed, keys.fail_lookups_without_rank_0, deletions.view_changed),
+            of_replaced=(control.drop_sender, batches.drop_sender),
+        )
         resumption = Resumption(self.table, effects, attachments, targets, records, pushes.advance)
         self._handlers: dict[type[Any], Callable[[Received, Any], None]] = {
             PushBatch: pushes.push_batch,
@@ -324,7 +335,7 @@ class ServerMachine:
         handler = self._handlers.get(type(message))
         if self._attachments.is_foreign(event):
             self._attachments.refuse_foreign(event)
-        elif type(message) in ABOUT_ALL_SLICES and self._elsewhere.postpones(event):
+        elif type(message) in ABOUT_ALL_SLICES and self._replication.postpones(event):
             return
         elif handler is not None:
             handler(event, message)
@@ -352,7 +363,7 @@ class ServerMachine:
         self._participants.update(self._session.view)
         self._replication.view_changed()
         self._attachments.welcome_named()
-        for follow in self._view_followers:
+        for follow in self._followers.of_views:
             follow()
         for group in list(self.table.groups.values()):
             self._pushes.advance(group)
@@ -365,7 +376,7 @@ class ServerMachine:
     def _forget(self, rank: int, incarnation: int) -> None:
         """The worker was replaced: what it staged for open rounds is dropped, and its requests are not answered."""
         groups = list(self.table.groups.values())
-        for drop_sender in self._sender_droppers:
+        for drop_sender in self._followers.of_replaced:
             drop_sender(incarnation)
         self._participants.wake(rank)
         self._deletions.drop_rank(rank)

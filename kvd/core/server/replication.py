@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kvd.core.machine import SCHEDULER, Effect, PeerKind, Received
 from kvd.core.server.effects import ServerEffects
+from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.leadership import Leadership
 from kvd.core.server.records import Records
 from kvd.core.server.replicas import Replicas
@@ -61,6 +62,7 @@ class Replication:
         leadership: Leadership,
         syncing: Syncing,
         out_of_step: OutOfStep,
+        elsewhere: Elsewhere,
     ) -> None:
         self._session = session
         self._effects = effects
@@ -69,6 +71,7 @@ class Replication:
         self._leadership = leadership
         self._syncing = syncing
         self._out_of_step = out_of_step
+        self.postpones = elsewhere.postpones
 
     @property
     def is_on(self) -> bool:

@@ -16,6 +16,7 @@ from kvd.core.access import Doorkeeper
 from kvd.core.machine import (
     SCHEDULER,
     Connect,
+    Disconnect,
     DropRun,
     Effect,
     Event,
@@ -25,18 +26,21 @@ from kvd.core.machine import (
     LocalCall,
     LogEntry,
     OfOneRun,
+    PeerKind,
     Received,
     Send,
     Stop,
 )
 from kvd.core.membership import EMPTY_SETTINGS
 from kvd.core.principals import HOLDER, KeyRole
+from kvd.core.server.connections import SharedConnections
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.core.server.memory import ServerMemory
 from kvd.core.session import RunKey, SchedulerSession
 from kvd.protocol.messages import (
     NO_RUN,
     NO_VIEW,
+    Done,
     Epoch,
     ErrorCode,
     NotYet,
@@ -47,7 +51,7 @@ from kvd.protocol.messages import (
     Shutdown,
 )
 
-_APART = frozenset({InRun, Halt, LogEntry, Connect})  # effects that are not carried out as they are
+_APART = frozenset({InRun, Halt, LogEntry, Connect, Disconnect})  # effects that are not carried out as they are
 NEVER = float("inf")
 MAX_GIVEN_UP = 256  # runs remembered whose values are gone
 
@@ -81,6 +85,7 @@ class ServerRouter:
         self._phases: dict[int, RunPhase] = {}  # by run
         self._given_up: OrderedDict[int, str] = OrderedDict()  # run → its job
         self._doorkeeper = Doorkeeper(KeyRole.SERVER)
+        self._connections = SharedConnections()  # to other servers
         self._out: list[Effect] = []
 
     # ── the machine's interface ──
@@ -136,6 +141,9 @@ class ServerRouter:
     # ── messages ──
 
     def _receive(self, event: Received, now: float) -> None:
+        if event.peer.kind is PeerKind.SERVER:
+            self._receive_from_server(event, now)
+            return
         if event.principal is not HOLDER and event.peer != SCHEDULER and self._keeps_out(event, now):
             return
         if isinstance(event.message, Shutdown):
@@ -150,6 +158,13 @@ class ServerRouter:
             return  # for a run that is given up
         else:
             self._answer_for_unknown_run(event)
+
+    def _receive_from_server(self, event: Received, now: float) -> None:
+        """From a server that this one has connected to come answers. It is not answered itself: that might never end.
+        What it asks for, it asks over a connection of its own, where its key counts."""
+        machine = self._machines.get(event.run)
+        if machine is not None and isinstance(event.message, Done | NotYet | Refused):
+            self._step(event.run, machine, event, now)
 
     def _keeps_out(self, event: Received, now: float) -> bool:
         """Whether its key does not allow the message, which its sender is told."""
@@ -207,7 +222,7 @@ class ServerRouter:
         self._deadlines.pop(run, None)
         if self._machines.pop(run, None) is not None:
             self._memory.release(run)
-            self._out.append(DropRun(run))
+            self._out += [DropRun(run), *self._connections.leave(run)]
             self._out.append(LogEntry("info", f"the values of job {job!r}, run {run:x}, are given up"))
 
     def _make_room(self) -> bool:
@@ -232,10 +247,10 @@ class ServerRouter:
             self._deadlines[run] = NEVER if due is None else due
 
     def _emit(self, run: int, machine: ServerMachine, effects: Sequence[Effect]) -> None:
-        """The effects of a machine. There is one connection to the scheduler, and what ends one run ends no server."""
+        """The effects of a machine. There is one connection to each node, and what ends one run ends no server."""
         own: Sequence[Any] = effects
         if not _APART.isdisjoint(map(type, effects)):
-            own = [kept for effect in effects if (kept := _of_run(effect, run, machine)) is not None]
+            own = [kept for effect in effects if (kept := self._of_run(effect, run, machine)) is not None]
         if own:
             self._out.append(InRun(run, machine.epoch, own))
 
@@ -244,15 +259,18 @@ class ServerRouter:
         epoch = NO_VIEW if machine is None else machine.epoch
         self._out.append(InRun(event.run, epoch, [Send(event.peer, message)]))
 
-
-def _of_run(effect: Effect, run: int, machine: ServerMachine) -> OfOneRun | None:
-    """An effect as it counts for this run."""
-    if isinstance(effect, InRun):
-        return None
-    if run == NO_RUN:
-        return effect
-    if isinstance(effect, Halt):
-        return LogEntry("error", f"this server cannot take part in a run: {effect.error}")
-    if isinstance(effect, LogEntry):
-        return effect._replace(fields={**effect.fields, "job": machine.session.job})
-    return None if isinstance(effect, Connect) else effect
+    def _of_run(self, effect: Effect, run: int, machine: ServerMachine) -> OfOneRun | None:
+        """An effect as it counts for this run."""
+        if isinstance(effect, InRun):
+            return None
+        if isinstance(effect, Connect) and effect.peer != SCHEDULER:
+            return self._connections.connect(run, effect)
+        if isinstance(effect, Disconnect) and effect.peer != SCHEDULER:
+            return self._connections.disconnect(run, effect)
+        if run == NO_RUN:
+            return effect
+        if isinstance(effect, Halt):
+            return LogEntry("error", f"this server cannot take part in a run: {effect.error}")
+        if isinstance(effect, LogEntry):
+            return effect._replace(fields={**effect.fields, "job": machine.session.job})
+        return None if isinstance(effect, Connect | Disconnect) else effect

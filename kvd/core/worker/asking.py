@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvd.core.machine import SCHEDULER, Peer, Received, Send, Span
 from kvd.core.membership import ViewState, name_of
@@ -13,9 +13,23 @@ from kvd.core.outbox import Entry, Outbox
 from kvd.core.refusals import error_of
 from kvd.core.session import FIRST_REQUEST
 from kvd.core.worker.calls import Call, CallBook
-from kvd.core.worker.servers import Servers, loss_text
+from kvd.core.worker.servers import NO_PARTITION, Servers
 from kvd.errors import KvdError
-from kvd.protocol.messages import ErrorCode, NodeName, Refused, Staged, Taken
+from kvd.protocol.messages import Done, ErrorCode, NodeName, Refused, Staged, Taken
+
+
+class Question(NamedTuple):
+    """A request to another node.
+
+    Attributes:
+        message: its number is filled in when it is asked.
+        partition: whose leader is asked, whoever that comes to be; NO_PARTITION if it is about the process itself.
+    """
+
+    peer: Peer
+    message: Any
+    payload: tuple[Span, ...] = ()
+    partition: int = NO_PARTITION
 
 
 class Asker:
@@ -42,22 +56,39 @@ class Asker:
         message: Any,
         answered: Callable[[Received], None],
         payload: tuple[Span, ...] = (),
+        partition: int = NO_PARTITION,
     ) -> None:
         """Puts a request, whose number is filled in here, into the outbox.
 
         Args:
             call: the call that it belongs to, which takes it along when it is abandoned; None if it stands alone.
             answered: gets the answer.
+            partition: as in Question.
         """
         send = Send(peer, replace(message, request=self.number()), payload)
         nbytes = sum(span.nbytes for span in payload)
         siblings = None if call is None else call.entries
-        self._outbox.add(Entry(send, answered, nbytes, siblings=siblings))
+        self._outbox.add(Entry(send, answered, nbytes, topic=partition, siblings=siblings))
+
+    def ask_leader(
+        self,
+        call: Call | None,
+        partition: int,
+        message: Any,
+        answered: Callable[[Received], None],
+        payload: tuple[Span, ...] = (),
+    ) -> None:
+        """The same for the leader of a partition. If another server takes its place, the request goes there."""
+        self.ask(call, self._servers.peer_of(partition), message, answered, payload, partition)
+
+    def to_leader(self, partition: int, message: Any, payload: tuple[Span, ...] = ()) -> Question:
+        """A question for the leader of a partition."""
+        return Question(self._servers.peer_of(partition), message, payload, partition)
 
     def ask_all(
         self,
         call: Call | None,
-        questions: Sequence[tuple[Peer, Any, tuple[Span, ...]]],
+        questions: Sequence[Question],
         then: Callable[[list[Received], KvdError | None], None],
     ) -> None:
         """Asks several nodes. `then` gets the answers in the order of the questions, and the first error, when all
@@ -72,15 +103,15 @@ class Asker:
             if len(answers) == len(questions):
                 then([answers[number] for number in range(len(questions))], error)
 
-        for position, (peer, message, payload) in enumerate(questions):
-            self.ask(call, peer, message, partial(answered, position), payload)
+        for position, (peer, message, payload, partition) in enumerate(questions):
+            self.ask(call, peer, message, partial(answered, position), payload, partition)
         if not questions:
             then([], None)
 
-    def gather(self, call: Call, questions: Sequence[tuple[Peer, Any, tuple[Span, ...]]]) -> None:
+    def gather(self, call: Call, questions: Sequence[Question]) -> None:
         """Asks several servers. The call is completed with the answers in order, or with the first error."""
         call.start()
-        gone = next((error for peer, _, _ in questions if (error := self._servers.gone_error(peer)) is not None), None)
+        gone = next((error for question in questions if (error := self._gone_error(question)) is not None), None)
         if gone is not None:
             self._calls.complete(call, error=gone)
             return
@@ -90,6 +121,11 @@ class Asker:
             self._calls.complete(call, result, error)
 
         self.ask_all(call, questions, then)
+
+    def _gone_error(self, question: Question) -> KvdError | None:
+        if question.partition == NO_PARTITION:
+            return self._servers.gone_error(question.peer)
+        return self._servers.orphan_error(question.partition)
 
     # ── answers in ──
 
@@ -107,18 +143,22 @@ class Asker:
 
     def give_up(self, entry: Entry, text: str, key: str) -> None:
         """Ends a request that a server never takes, as if it were refused. What was sent may still be taken."""
-        self._end(entry, 0, Refused(entry.request, ErrorCode.NOT_ALLOWED, text, key, Taken.PART))
+        self._end(entry, Refused(entry.request, ErrorCode.NOT_ALLOWED, text, key, Taken.PART))
 
-    def fail_requests_to(self, server: int, rank: int) -> None:
-        """Ends every request to a server that is gone for good, pushes included."""
+    def fail_requests(self, are_lost: Callable[[Entry], bool], rank: int) -> None:
+        """Ends requests to a server that is gone for good, pushes included."""
+        lost, text = (NodeName("server", rank),), self._servers.loss_text(rank)
         for entry in self._outbox.entries():
-            if entry.send.peer == server:
-                lost = (NodeName("server", rank),)
-                self._end(entry, server, Refused(entry.request, ErrorCode.NODE_LOST, loss_text(rank), nodes=lost))
+            if are_lost(entry) and self._outbox.find(entry.request) is entry:  # the end of one may end others
+                self._end(entry, Refused(entry.request, ErrorCode.NODE_LOST, text, nodes=lost))
 
-    def _end(self, entry: Entry, sender: int, refused: Refused) -> None:
+    def excuse(self, entry: Entry) -> None:
+        """Ends a request that its server need not carry out any more, as if it were done."""
+        self._end(entry, Done(entry.request))
+
+    def _end(self, entry: Entry, answer: Refused | Done) -> None:
         self._outbox.settle(entry)
-        entry.answered(Received(entry.send.peer, sender, self._view.epoch, refused))
+        entry.answered(Received(entry.send.peer, 0, self._view.epoch, answer))
 
     def error_of(self, event: Received) -> KvdError | None:
         """The error that an answer stands for, if it is a refusal."""

@@ -58,15 +58,15 @@ class Blockers:
             self._about = {}
             for entry in self._outbox.entries():
                 message: Any = entry.send.message
-                for key in _keys_of(entry.plan, message):
+                for key in _keys_of(entry.topic, message):
                     self._about.setdefault(key, []).append(entry)
         return self._about.get(name, [])
 
 
-def _keys_of(plan: MessagePlan | None, message: Any) -> set[str]:
+def _keys_of(topic: MessagePlan | int, message: Any) -> set[str]:
     """The keys that a message is about."""
-    if plan is not None:
-        return {slice_id.key for slice_id in plan.slice_ids}
+    if isinstance(topic, MessagePlan):
+        return {slice_id.key for slice_id in topic.slice_ids}
     if isinstance(message, Delete | Drop):
         return {key_id.key for key_id in message.keys}
     return {message.key} if hasattr(message, "key") else set(getattr(message, "keys", ()))

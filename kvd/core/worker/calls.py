@@ -10,7 +10,7 @@ from typing import Any
 
 from kvd.core import requests
 from kvd.core.machine import Complete, Effect, LocalCall
-from kvd.core.outbox import QUEUED, Entry, Outbox
+from kvd.core.outbox import Entry, Outbox
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.keys import WorkerKey
 from kvd.errors import KvdError
@@ -60,7 +60,7 @@ class Call:
     @property
     def may_have_happened(self) -> bool:
         """Whether any part of it has left this node, or will."""
-        if any(entry.state is not QUEUED for entry in self.entries):
+        if any(entry.was_sent for entry in self.entries):
             return True
         return self.state is STARTED and (self.is_push or not self.entries)  # a queued push still goes out
 
@@ -157,10 +157,10 @@ class CallBook:
         for call in self.open_calls():
             self.abandon(call, error)
 
-    def abandon_requests_to(self, server: int, error: KvdError) -> None:
-        """Ends the waiting for a dead server. Its pushes stay in the outbox, should it come back."""
+    def abandon_requests(self, are_lost: Callable[[Entry], bool], error: KvdError) -> None:
+        """Ends the waiting for a dead server. The pushes to it stay in the outbox, should it come back."""
         for call in self.open_calls():
-            if any(entry.send.peer == server for entry in call.entries):
+            if any(map(are_lost, call.entries)):
                 self.abandon(call, error)
 
     # ── the end that time brings ──

@@ -8,7 +8,7 @@ from kvd.core import requests
 from kvd.core.machine import Received
 from kvd.core.places import START, Inheritance
 from kvd.core.session import SchedulerSession
-from kvd.core.worker.asking import Asker
+from kvd.core.worker.asking import Asker, Question
 from kvd.core.worker.calls import Call, CallBook
 from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
 from kvd.core.worker.open_pushes import OpenPushes
@@ -59,7 +59,7 @@ class WorkerClocks:
             self._go_on_from(key, clocks, then)
 
         query = ClockQuery(0, key.name, self._predecessor.place)
-        questions = [(self._servers.peer_of(rank), query, ()) for rank in sorted(key.incarnations)]
+        questions = [self._asker.to_leader(partition, query) for partition in key.lineages]
         self._asker.ask_all(None, questions, answered)
 
     def _go_on_from(self, key: WorkerKey, clocks: list[Clocks], then: Callable[[KvdError | None], None]) -> None:
@@ -87,7 +87,7 @@ class WorkerClocks:
             then(error)
 
         message = Activate(0, key.name, key.window.clock, key.creation)
-        questions = [(self._servers.peer_of(rank), message, ()) for rank in sorted(key.incarnations)]
+        questions = [self._asker.to_leader(partition, message) for partition in key.lineages]
         self._asker.ask_all(None, questions, activated)
 
     def rewind(self, call: Call, request: requests.Rewind) -> None:
@@ -121,8 +121,9 @@ class WorkerClocks:
 
     def come_to(self, call: Call, request: requests.ComeTo) -> None:
         """Tells all servers where the program is."""
-        servers = [self._servers.peer_of(server.rank) for server in self._session.view.servers()]
-        self._asker.gather(call, [(server, ComeTo(0, request.place), ()) for server in servers])
+        message = ComeTo(0, request.place)
+        told = self._servers.everyone(only_there=True)
+        self._asker.gather(call, [Question(peer, message, (), partition) for peer, partition in told])
 
     def stopped(self) -> Stopped | None:
         """Where the program of a predecessor stopped that did not leave in good order; None without one."""

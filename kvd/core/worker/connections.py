@@ -1,7 +1,7 @@
 """The connections to the servers: made when the view names them, given up when a server was restarted.
 
-A server takes the pushes of a worker only after the worker's Attach. A worker has joined when all servers know it and
-each rank has been taken; an observer, which attaches to none, as soon as it has a view.
+A server takes the pushes of a worker only after the worker's Attach. A worker has joined when the leaders of all
+partitions know it and each rank has been taken; an observer, which attaches to none, as soon as it has a view.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kvd.core.places import START
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import Call, CallBook
-from kvd.core.worker.keys import KeyTable
+from kvd.core.worker.moves import Moves
 from kvd.core.worker.predecessor import Predecessor
 from kvd.core.worker.servers import NOT_CONNECTED, Servers
 from kvd.protocol.messages import Attach, Clocks, ComeTo, Done, ErrorCode, Member, MemberState, Refused
 
 
 class Connections:
-    """Keeps the table of servers up to date, and ends the calls that wait for a server that is gone.
+    """Keeps the table of servers up to date.
 
     Args:
         emit: takes effects, in their order.
@@ -32,7 +32,7 @@ class Connections:
         self,
         session: SchedulerSession,
         servers: Servers,
-        keys: KeyTable,
+        moves: Moves,
         outbox: Outbox,
         calls: CallBook,
         asker: Asker,
@@ -42,7 +42,7 @@ class Connections:
         self._session = session
         self._view = session.view
         self._servers = servers
-        self._keys = keys
+        self._moves = moves
         self._outbox = outbox
         self._calls = calls
         self._asker = asker
@@ -69,11 +69,12 @@ class Connections:
             return
         if not self._session.joined or self._view.epoch == (0, 0):
             return
-        if not self._is_observer and (not self._view.all_servers_active() or self.unreached_servers()):
+        if not self._is_observer and (not self._view.all_leaders_active() or self.unreached_servers()):
             return
         if self._session.predecessor in (MemberState.DONE, MemberState.GONE) and self._predecessor.finish():
-            for incarnation in self._attached:
-                self._asker.ask(None, ServerPeer(incarnation), ComeTo(0, self._predecessor.place), lambda event: None)
+            for server in self._active_servers():
+                message = ComeTo(0, self._predecessor.place)
+                self._asker.ask(None, ServerPeer(server.incarnation), message, lambda event: None)
         self._predecessor.end_learning()
         self._let_in(self._visiting)
         if self._is_observer or not self._view.missing_workers():
@@ -86,41 +87,43 @@ class Connections:
         calls.clear()
 
     def unreached_servers(self) -> list[Member]:
-        """The servers that are active and do not know this worker: it has not reached them, or they hang."""
-        active = [server for server in self._view.servers() if server.state is MemberState.ACTIVE]
-        return [server for server in active if self._servers.peer_of(server.rank) not in self._attached]
+        """The leaders that are active and do not know this worker: it has not reached them, or they hang."""
+        leads = self._view.leads()
+        there = [server for server in self._active_servers() if server.rank in leads]
+        return [server for server in there if self._servers.at_rank(server.rank) not in self._attached]
+
+    def _active_servers(self) -> list[Member]:
+        return [server for server in self._view.servers() if server.state is MemberState.ACTIVE]
 
     # ── the view ──
 
     def view_changed(self) -> None:
-        """Connects to the servers that are new, and gives up those that are gone."""
+        """Connects to the servers that are new, and gives up those that are gone. First: what waited for an old one may
+        go to a new one."""
         self._servers.view_changed()
         if not self._session.joined:
             return
+        replaced = []
         for server in self._view.servers():
-            connected = self._servers.peer_of(server.rank)
+            connected = self._servers.at_rank(server.rank)
             if connected is not NOT_CONNECTED and connected != server.incarnation:
-                self._replace(connected, server)
-            elif connected is NOT_CONNECTED and server.state == MemberState.ACTIVE:
-                self._connect(server)
-            if server.state in (MemberState.DEAD, MemberState.LEFT):
-                self._calls.abandon_requests_to(server.incarnation, self._servers.loss_error(server.rank))
+                replaced.append((connected, server.rank))
+                self._attached.discard(connected)
+                self._servers.disconnect(server.rank)
+                self._emit(Disconnect(connected))
+                connected = NOT_CONNECTED
+            if server.state is MemberState.ACTIVE:
+                if connected is NOT_CONNECTED:
+                    self._connect(server)
+                elif self._view.partitions and connected not in self._attached and not self._is_observer:
+                    self.attach(connected)  # it was gone before it answered, and is back
+        self._servers.find_leaders()
+        self._moves.view_changed(replaced)
         self._check_joined()
-
-    def _replace(self, connected: ServerPeer, server: Member) -> None:
-        """The server was restarted: the slices of the old one are gone, and its requests get no answer."""
-        self._keys.server_restarted(server.rank)
-        self._attached.discard(connected)
-        self._servers.disconnect(server.rank)
-        self._emit(Disconnect(connected))
-        if server.state == MemberState.ACTIVE:
-            self._connect(server)  # first: what waited for the old one may go to the new one
-        self._calls.abandon_requests_to(connected, self._servers.loss_error(server.rank))
-        self._asker.fail_requests_to(connected, server.rank)
 
     def _connect(self, server: Member) -> None:
         self._servers.connect(server.rank, server.incarnation)
-        peer = self._servers.peer_of(server.rank)
+        peer = self._servers.at_rank(server.rank)
         self._emit(Connect(peer, server.address, server.key))
         if not self._is_observer:
             self.attach(peer)

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from kvd.core import requests
-from kvd.core.machine import SCHEDULER, Effect, Peer, Received, Span
+from kvd.core.machine import SCHEDULER, Effect, Received, ServerPeer, Span
 from kvd.core.membership import ViewState
-from kvd.core.outbox import Outbox
-from kvd.core.worker.asking import Asker
-from kvd.core.worker.calls import Call, CallBook
+from kvd.core.outbox import Entry, Outbox
+from kvd.core.worker.asking import Asker, Question
+from kvd.core.worker.calls import COMPLETED, Call, CallBook
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.participation import Participation
-from kvd.core.worker.servers import Servers
-from kvd.protocol.messages import StatusQuery, StoreState
+from kvd.core.worker.servers import NO_PARTITION, Servers
+from kvd.protocol.messages import Command, StatusQuery, StoreState
+
+_OF_PROCESSES = (Command, StatusQuery)  # no other server can answer these in the place of one
 
 
 class ControlCalls:
     """Asks one, some or all servers; if wanted, only when the pushes before have reached them.
 
     Attributes:
-        waiting: the calls that wait until every push is staged.
+        waiting: the calls that wait until every push is staged, and how each goes on then.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class ControlCalls:
         participation: Participation,
         emit: Callable[[Effect], None],
     ) -> None:
-        self.waiting: list[Call] = []
+        self.waiting: list[tuple[Call, Callable[[], None]]] = []
         self._calls = calls
         self._pushes = pushes
         self._asker = asker
@@ -50,43 +52,72 @@ class ControlCalls:
 
     def control(self, call: Call, request: requests.Control) -> None:
         if request.staged_first and (self._outbox.unstaged or self._pushes.any_waiting()):
-            self.waiting.append(call)
-            call.hold(self._withdraw)
-            for probe in self._outbox.ask_staged():
-                self._emit(probe)
+            self._wait(call, partial(self.control, call, request))
             return
-        ranks = request.servers
-        if ranks is None:
-            there = tuple(server.rank for server in self._view.servers())
-            ranks = there if self._participation.is_observer else tuple(range(self._view.settings.num_servers))
-        messages = request.messages * len(ranks) if len(request.messages) == 1 else request.messages
+        asked = self._asked(request)
+        messages = request.messages * len(asked) if len(request.messages) == 1 else request.messages
         payload = () if request.payload is None else (Span(request.payload, 0, request.nbytes),)
-        peers = [self._servers.peer_of(rank) for rank in ranks]
-        self._asker.gather(call, list(zip(peers, messages, [payload] * len(peers), strict=True)))
+        questions = [
+            Question(peer, message, payload, NO_PARTITION if isinstance(message, _OF_PROCESSES) else partition)
+            for (peer, partition), message in zip(asked, messages, strict=True)
+        ]
+        self._asker.gather(call, questions)
+
+    def _asked(self, request: requests.Control) -> list[tuple[ServerPeer, int]]:
+        """The servers, and for which partition each is asked."""
+        if request.partitions is not None:
+            return [(self._servers.peer_of(partition), partition) for partition in request.partitions]
+        if request.servers is not None:
+            return [(self._servers.at_rank(rank), NO_PARTITION) for rank in request.servers]
+        return self._servers.everyone(only_there=self._participation.is_observer)
+
+    def _wait(self, call: Call, act: Callable[[], None]) -> None:
+        self.waiting.append((call, act))
+        call.hold(self._withdraw)
+        for probe in self._outbox.ask_staged():
+            self._emit(probe)
 
     def all_staged(self) -> None:
         """The bytes of every push have arrived: the calls that waited for it go on."""
         waiting = self.waiting[:]
         self.waiting.clear()
         self._outbox.stop_asking_staged()
-        for call in waiting:
+        for call, act in waiting:
             call.let_go()
-            assert isinstance(call.request, requests.Control)
-            self.control(call, call.request)
+            act()
 
     def _withdraw(self, call: Call) -> None:
-        self.waiting.remove(call)
+        self.waiting = [(other, act) for other, act in self.waiting if other is not call]
         if not self.waiting:
             self._outbox.stop_asking_staged()
+
+    def moved(self, entries: Sequence[Entry]) -> None:
+        """These requests go to other servers. Those that come after all pushes wait once more, until the pushes that
+        went with them are there."""
+        if not self._outbox.unstaged:
+            return
+        late = {entry for entry in entries if not entry.pushes}
+        for call in self._calls.open_calls():
+            if isinstance(call.request, requests.Control) and call.request.staged_first:
+                for entry in late & call.entries:
+                    self._outbox.settle(entry)
+                    self._wait(call, partial(self._send_again, call, entry))
+
+    def _send_again(self, call: Call, entry: Entry) -> None:
+        gone = self._servers.orphan_error(entry.topic)
+        if gone is not None:
+            self._calls.complete(call, error=gone)
+        elif call.state is not COMPLETED:
+            self._asker.ask_leader(call, entry.topic, entry.send.message, entry.answered, entry.send.payload)
 
     def slice_control(self, call: Call, request: requests.SliceControl) -> None:
         """Asks the servers that lead the slices of the call's key."""
         (key,) = call.keys
-        questions: list[tuple[Peer, Any, tuple[Span, ...]]] = []
+        questions = []
         for index, given in enumerate(request.messages):
             message = replace(given, creation=key.creation) if isinstance(given, StoreState) else given
             payload = (Span(request.payloads[index], 0, request.nbytes[index]),) if request.payloads else ()
-            questions.append((self._servers.peer_of(key.servers[index]), message, payload))
+            questions.append(self._asker.to_leader(key.partitions[index], message, payload))
         self._asker.gather(call, questions)
 
     # ── the scheduler ──

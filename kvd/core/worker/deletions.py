@@ -1,6 +1,6 @@
 """How a worker deletes keys. A key is gone for all once every worker has deleted it.
 
-The home of a key is told first, and answers when the key is gone there; then the servers of its other slices drop them.
+The home of a key is told first, and answers when the key is gone there; then the leaders of its other slices drop them.
 A deletion that was begun goes on when its call has timed out, like a push. Later calls on its keys wait for its end.
 """
 
@@ -90,14 +90,13 @@ class Deletions:
             self._ending.setdefault(key, []).append(waits)
         for key in fresh:
             key.move_to(KeyState.DELETING)
-        for rank, here in by_home(fresh, self._view):
-            home = self._servers.peer_of(rank)
-            gone = self._servers.gone_error(home)
+        for home, here in by_home(fresh, self._view):
+            gone = self._servers.orphan_error(home)
             for some in in_messages(here):
                 if gone is not None:
                     self._failed(some, gone)
                 else:
-                    self._asker.ask(None, home, Delete(0, _ids_of(some)), partial(self._answered, some, rank))
+                    self._asker.ask_leader(None, home, Delete(0, _ids_of(some)), partial(self._answered, some, home))
         if not call.keys:
             self._calls.complete(call)
         return None
@@ -109,12 +108,13 @@ class Deletions:
         call.hold(lambda _: self._after[key].remove(entry))
 
     def servers_changed(self) -> None:
-        """Some servers are gone: who waits for them is told. The deletions go on, should they come back."""
-        if not self._servers.gone:
+        """Some partitions have lost their leaders: who waits for them is told. The deletions go on, should these come
+        back."""
+        if not self._servers.orphans:
             return
         for key, waiting in list(self._ending.items()):
-            for rank in key.incarnations:
-                gone = self._servers.gone_error(self._servers.peer_of(rank))
+            for partition in key.lineages:
+                gone = self._servers.orphan_error(partition)
                 if gone is not None:
                     for waits in waiting:
                         self._calls.complete(waits.call, error=gone)
@@ -128,12 +128,12 @@ class Deletions:
         if error is not None:
             self._failed(keys, error)
             return
-        slices_left = Counter[WorkerKey]()  # servers that still have slices
-        by_server: dict[int, list[WorkerKey]] = {}
+        slices_left = Counter[WorkerKey]()  # partitions that still have slices
+        by_partition: dict[int, list[WorkerKey]] = {}
         for key in keys:
-            for rank in sorted(set(key.servers) - {home}):
-                if self._servers.gone_error(self._servers.peer_of(rank)) is None:
-                    by_server.setdefault(rank, []).append(key)
+            for partition in sorted(set(key.partitions) - {home}):
+                if partition not in self._servers.orphans:
+                    by_partition.setdefault(partition, []).append(key)
                     slices_left[key] += 1
 
         def dropped(some: Sequence[WorkerKey], event: Received) -> None:
@@ -141,9 +141,9 @@ class Deletions:
             slices_left.subtract(some)
             self._gone([key for key in some if not slices_left[key]])
 
-        for rank, here in by_server.items():
+        for partition, here in by_partition.items():
             for some in in_messages(here):
-                self._asker.ask(None, self._servers.peer_of(rank), Drop(0, _ids_of(some)), partial(dropped, some))
+                self._asker.ask_leader(None, partition, Drop(0, _ids_of(some)), partial(dropped, some))
         self._gone([key for key in keys if not slices_left[key]])
 
     def _gone(self, keys: Sequence[WorkerKey]) -> None:
@@ -156,7 +156,7 @@ class Deletions:
         """The keys stay."""
         for key in keys:
             key.move_to(KeyState.READY)
-            if key.lost_servers(self._view):
+            if key.lost_partitions(self._view):
                 key.move_to(KeyState.LOST)
         for key in keys:
             self._end(key, error)

@@ -1,4 +1,4 @@
-"""How a worker finds keys that were made. The server that leads slice 0 of a key is its home, which answers look-ups.
+"""How a worker finds keys that were made. The partition of slice 0 of a key is its home, whose leader answers look-ups.
 
 Keys are asked for in lists: one message has as many as its header holds.
 """
@@ -77,15 +77,14 @@ class KeyDirectory:
         Args:
             call: the call that asks; None if the questions stand alone.
         """
-        for rank, here in by_home(keys, self._view):
-            home = self._servers.peer_of(rank)
-            gone = self._servers.gone_error(home)
+        for home, here in by_home(keys, self._view):
+            gone = self._servers.orphan_error(home)
             if gone is not None:
                 search.failed(here, gone)
             else:
                 for some in in_messages(here):
                     question = Lookup(0, tuple([key.name for key in some]), wait)
-                    self._asker.ask(call, home, question, partial(self._answered, call, some, search, wait))
+                    self._asker.ask_leader(call, home, question, partial(self._answered, call, some, search, wait))
 
     def _answered(
         self, call: Call | None, keys: Sequence[WorkerKey], search: Search, wait: bool, event: Received
@@ -150,7 +149,7 @@ class KeyDirectory:
         if key.state in (KeyState.READY, KeyState.DELETING):
             then(None)
             return
-        key.place(made.spec, made.creation, self._view, self._servers)
+        key.place(made.spec, made.creation, self._view)
         self._plans.clear()
 
         def clock_known(error: KvdError | None) -> None:
@@ -165,7 +164,7 @@ class KeyDirectory:
 
 
 def by_home(keys: Sequence[WorkerKey], view: ViewState) -> list[tuple[int, list[WorkerKey]]]:
-    """The keys by the rank of their home, each in the given order."""
+    """The keys by their home, each in the given order."""
     homes: dict[int, list[WorkerKey]] = {}
     for key in keys:
         homes.setdefault(view.partition_of(key.name, 0), []).append(key)

@@ -18,7 +18,6 @@ from kvd.core.worker.calls import Call
 from kvd.core.worker.key_directory import by_home, in_messages
 from kvd.core.worker.keys import KeyState, WorkerKey
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans, plan_messages
-from kvd.core.worker.servers import Servers
 from kvd.errors import KeyExists, KvdError
 from kvd.protocol.messages import Init, NewKey, NewSlice, Outdated, Publish, Refused
 from kvd.protocol.specs import KeySpec
@@ -41,9 +40,8 @@ class _Making:
 class KeyMaking:
     """Makes keys and publishes them."""
 
-    def __init__(self, view: ViewState, servers: Servers, plans: MessagePlans, asker: Asker) -> None:
+    def __init__(self, view: ViewState, plans: MessagePlans, asker: Asker) -> None:
         self._view = view
-        self._servers = servers
         self._plans = plans
         self._asker = asker
         self._creation = 0  # of the keys that are made next: larger than those of the keys known to be deleted
@@ -72,7 +70,7 @@ class KeyMaking:
         for key, item in wanted:
             assert item.spec is not None
             spec = KeySpec(item.spec.dtype, item.spec.shape, slice_bytes)
-            key.place(spec, self._creation, self._view, self._servers)
+            key.place(spec, self._creation, self._view)
         self._plans.clear()
         plans = plan_messages(keys, slice_bytes, with_specs=True)
         making = _Making(call, keys, ended, len(plans))
@@ -88,8 +86,8 @@ class KeyMaking:
                     for item, (offset, nbytes) in zip(plan.items, plan.ranges, strict=True)
                 ]
             )
-            server, answered = self._servers.peer_of(plan.server), partial(self._stored, making, plan, make_again)
-            self._asker.ask(call, server, Init(0, specs, slices, self._creation), answered, payload)
+            answered, message = partial(self._stored, making, plan, make_again), Init(0, specs, slices, self._creation)
+            self._asker.ask_leader(call, plan.partition, message, answered, payload)
 
     def _stored(self, making: _Making, plan: MessagePlan, make_again: Callable[[], None], event: Received) -> None:
         if isinstance(event.message, Outdated):
@@ -132,12 +130,12 @@ class KeyMaking:
 
         creations = sorted({key.creation for key in keys})
         alike = [[key for key in keys if key.creation == creation] for creation in creations]
-        for rank, here in [group for some in alike for group in by_home(some, self._view)]:
+        for home, here in [group for some in alike for group in by_home(some, self._view)]:
             for some in in_messages(here, with_specs=True):
                 specs, places = _numbered(some)
                 named = tuple([NewKey(key.name, place) for key, place in zip(some, places, strict=True)])
-                home, message = self._servers.peer_of(rank), Publish(0, specs, named, some[0].creation)
-                self._asker.ask(call, home, message, partial(answered, some))
+                message = Publish(0, specs, named, some[0].creation)
+                self._asker.ask_leader(call, home, message, partial(answered, some))
 
     def _publish_again(self, call: Call, wanted: Sequence[tuple[WorkerKey, Item]], ended: Ended) -> None:
         """An earlier init was given up when only the answer to its Publish was missing. Others may use its values

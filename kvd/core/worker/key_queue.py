@@ -16,7 +16,7 @@ from kvd.core.worker.calls import WAITING, Call, CallBook
 from kvd.core.worker.key_directory import LookUp
 from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
 from kvd.core.worker.open_pushes import OpenPushes
-from kvd.core.worker.servers import Servers, loss_text
+from kvd.core.worker.servers import Servers
 from kvd.core.worker.steps import StepCounter
 from kvd.errors import KeyNotFound, KvdError, NodeLost, NotAllowed
 
@@ -148,16 +148,16 @@ class KeyQueue:
 
     def _gone_error(self, key: WorkerKey) -> KvdError | None:
         """The loss of a server that leads a part of the key, and was not replaced."""
-        if self._servers.gone:
-            for rank in key.incarnations:
-                error = self._servers.gone_error(self._servers.peer_of(rank))
+        if self._servers.orphans:
+            for partition in key.lineages:
+                error = self._servers.orphan_error(partition)
                 if error is not None:
                     return error
         return None
 
     def servers_changed(self) -> None:
-        """Some servers are gone: calls that queue behind their pushes are told."""
-        if self._servers.gone:
+        """Some partitions have lost their leaders: calls that queue behind pushes to these are told."""
+        if self._servers.orphans:
             for key in list(self._keys.by_name.values()):
                 self.wake(key)
 
@@ -175,8 +175,8 @@ class KeyQueue:
         """Why the call cannot start, as far as its keys say."""
         for key in call.keys:
             if key.state is LOST:
-                rank = (key.lost_servers(self._view) or [0])[0]
-                return NodeLost(loss_text(rank), node=name_of("server", rank))
+                rank = self._view.leader_of((key.lost_partitions(self._view) or [0])[0])
+                return NodeLost(self._servers.loss_text(rank), node=name_of("server", rank))
             error = self._gone_error(key)
             if error is not None:
                 return error

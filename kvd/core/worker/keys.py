@@ -9,7 +9,6 @@ from typing import Any
 
 from kvd.core.membership import ViewState
 from kvd.core.worker.push_window import PushWindow
-from kvd.core.worker.servers import Servers
 from kvd.protocol.specs import KeySpec
 
 
@@ -18,9 +17,9 @@ class KeyState(StrEnum):
 
     UNKNOWN = auto()  # not asked for, or the last look-up failed
     ASKING = auto()  # the look-up, or the question for a predecessor's clock, is on its way
-    READY = auto()  # its spec, its servers and its clock are known
+    READY = auto()  # its spec, its place and its clock are known
     DELETING = auto()  # this worker has deleted it, and waits for the others
-    LOST = auto()  # a server of it was restarted, and its slices there are gone
+    LOST = auto()  # a partition of it began anew, and its slices there are gone
 
 
 KEY_TRANSITIONS: dict[KeyState, frozenset[KeyState]] = {
@@ -28,19 +27,19 @@ KEY_TRANSITIONS: dict[KeyState, frozenset[KeyState]] = {
     KeyState.ASKING: frozenset({KeyState.UNKNOWN, KeyState.READY}),
     KeyState.READY: frozenset({KeyState.LOST, KeyState.DELETING, KeyState.UNKNOWN}),  # UNKNOWN: others deleted it
     KeyState.DELETING: frozenset({KeyState.UNKNOWN, KeyState.READY}),
-    KeyState.LOST: frozenset({KeyState.READY}),  # it was initialised again on the restarted server
+    KeyState.LOST: frozenset({KeyState.READY}),  # it was initialised again
 }
 
 
 @dataclass(slots=True, eq=False)
 class WorkerKey:
-    """One key, as this worker sees it. A key that is READY, DELETING or LOST has its spec, servers and incarnations."""
+    """One key, as this worker sees it. A key that is READY, DELETING or LOST has its spec, partitions and lineages."""
 
     name: str
     spec: KeySpec | None = None
-    servers: tuple[int, ...] = ()  # the rank that leads each slice
+    partitions: tuple[int, ...] = ()  # of each slice, for good
     creation: int = 0  # tells it from the keys of its name that were deleted
-    incarnations: dict[int, int] = field(default_factory=dict)  # of those servers, when the key was placed
+    lineages: dict[int, int] = field(default_factory=dict)  # of those partitions, when the key was placed
     state: KeyState = KeyState.UNKNOWN
     window: PushWindow = field(default_factory=PushWindow)
     queue: deque[Any] = field(default_factory=deque)  # calls that wait to start; changed by KeyQueue only
@@ -58,15 +57,15 @@ class WorkerKey:
         """The key was deleted. The calls that queue for it stay."""
         self.move_to(KeyState.UNKNOWN)
         self.spec = self.checked_spec = None
-        self.servers, self.incarnations = (), {}
+        self.partitions, self.lineages = (), {}
         self.window = PushWindow()
         self.is_publishing = self.is_initialised_here = False
 
-    def place(self, spec: KeySpec, creation: int, view: ViewState, servers: Servers) -> None:
-        """Takes the spec and the creation, and notes which servers lead the slices."""
+    def place(self, spec: KeySpec, creation: int, view: ViewState) -> None:
+        """Takes the spec and the creation, and notes where the slices are."""
         self.spec, self.checked_spec, self.creation = spec, None, creation
-        self.servers = tuple([view.partition_of(self.name, index) for index in range(spec.num_slices)])
-        self.incarnations = {rank: servers.peer_of(rank) for rank in sorted(set(self.servers))}
+        self.partitions = tuple([view.partition_of(self.name, index) for index in range(spec.num_slices)])
+        self.lineages = {partition: view.lineage_of(partition) for partition in sorted(set(self.partitions))}
 
     def check_value(self, spec: KeySpec, *, cast: bool) -> None:
         """Compares a program's value with the key, and remembers that it fits as it is.
@@ -82,10 +81,9 @@ class WorkerKey:
         if not cast:
             self.checked_spec = spec
 
-    def lost_servers(self, view: ViewState) -> list[int]:
-        """Ranks of the servers that were restarted after the key was placed, and have lost their part of it."""
-        members = {server.rank: server.incarnation for server in view.servers()}
-        return sorted(rank for rank, held in self.incarnations.items() if members.get(rank) != held)
+    def lost_partitions(self, view: ViewState) -> list[int]:
+        """The partitions that began anew after the key was placed: its slices there are gone."""
+        return [partition for partition, held in self.lineages.items() if view.has_begun_anew(partition, held)]
 
 
 class KeyTable:
@@ -100,10 +98,10 @@ class KeyTable:
             key = self.by_name[name] = WorkerKey(name)
         return key
 
-    def server_restarted(self, rank: int) -> None:
-        """Marks the keys whose slices on this server are gone."""
+    def mark_lost(self, view: ViewState) -> None:
+        """Marks the keys of which slices are gone."""
         for key in self.by_name.values():
-            if key.state is KeyState.READY and rank in key.incarnations:
+            if key.state is KeyState.READY and key.lost_partitions(view):
                 key.move_to(KeyState.LOST)
 
     def validate(self) -> None:

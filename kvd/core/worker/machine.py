@@ -50,6 +50,7 @@ from kvd.core.worker.key_queue import KeyQueue, Start
 from kvd.core.worker.keys import KeyTable, WorkerKey
 from kvd.core.worker.looks import NEVER
 from kvd.core.worker.message_plans import MessagePlans
+from kvd.core.worker.moves import Moves
 from kvd.core.worker.not_yet import NotYetReactions
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.participation import Participation
@@ -84,7 +85,6 @@ class WorkerMachine:
         keys = KeyTable()
         self._asker = asker = Asker(view, servers, outbox, calls)
         left = Predecessor()
-        self._connections = Connections(session, servers, keys, outbox, calls, asker, left, emit)
         taking_part = Participation(session, outbox, asker, calls)
         self._control = ControlCalls(calls, pushes, asker, outbox, view, servers, taking_part, emit)
         self._clocks = WorkerClocks(session, servers, keys, asker, calls, pushes, steps, left)
@@ -95,7 +95,7 @@ class WorkerMachine:
             session, servers, plans, taking_part, asker, calls, self._clocks, self._wake, self._fail_waiting
         )
         readings = Readings(view, servers, plans, asker, calls, emit)
-        making = KeyMaking(view, servers, plans, asker)
+        making = KeyMaking(view, plans, asker)
         deletions = Deletions(
             view,
             servers,
@@ -109,6 +109,8 @@ class WorkerMachine:
             self._wake,
         )
         inits = InitCalls(session, keys, taking_part, calls, directory, making, self._wake, deletions.afterwards)
+        moves = Moves(view, servers, keys, outbox, calls, asker, transfer.declare, self._control.moved)
+        self._connections = Connections(session, servers, moves, outbox, calls, asker, left, emit)
         self._not_yet = NotYetReactions(keys, outbox, asker, self._connections, transfer)
         starters: dict[type[Any], Start] = {
             requests.Transfer: transfer.start,

@@ -1,4 +1,4 @@
-"""How a call is cut into messages: a full slice has one for itself, small slices to the same server share one.
+"""How a call is cut into messages: a full slice has one for itself, small slices of one partition share one.
 
 A plan that is used again is declared to its server as a batch; from then on a message names the batch's number in
 place of its slices.
@@ -23,7 +23,7 @@ MAX_PLANS = 256
 class MessagePlan:
     """What goes in one message of a call. A later call on the same keys uses the same plan."""
 
-    server: int  # its rank
+    partition: int  # of all its slices
     slice_ids: tuple[SliceId, ...]
     items: tuple[int, ...]  # the call's item that each slice belongs to
     ranges: tuple[tuple[int, int], ...]  # offset and size in bytes of each slice in the value of its item
@@ -59,7 +59,7 @@ class MessagePlans:
         return plans
 
     def clear(self) -> None:
-        """A key was placed: plans from before may name the wrong servers."""
+        """A key was placed: plans from before may name the wrong partitions."""
         self._plans.clear()
 
     def use(self, plan: MessagePlan, *, is_push: bool) -> bool:
@@ -84,7 +84,7 @@ class MessagePlans:
 class _OpenMessage:
     """A message that still takes slices."""
 
-    server: int
+    partition: int
     slice_ids: list[SliceId] = field(default_factory=list)
     items: list[int] = field(default_factory=list)
     ranges: list[tuple[int, int]] = field(default_factory=list)
@@ -113,7 +113,7 @@ class _OpenMessage:
         rows = tuple(
             [Row(start, offset, size) for (start, size), offset in zip(self.ranges, self.offsets, strict=True)]
         )
-        return MessagePlan(self.server, tuple(self.slice_ids), tuple(self.items), tuple(self.ranges), rows, nbytes)
+        return MessagePlan(self.partition, tuple(self.slice_ids), tuple(self.items), tuple(self.ranges), rows, nbytes)
 
 
 def plan_slices(keys: Sequence[WorkerKey], given: Sequence[KeySpec | None]) -> list[MessagePlan]:
@@ -123,11 +123,11 @@ def plan_slices(keys: Sequence[WorkerKey], given: Sequence[KeySpec | None]) -> l
         assert key.spec is not None
         itemsize = DTYPES[key.spec.dtype].itemsize
         given_itemsize = itemsize if spec is None else DTYPES[spec.dtype].itemsize
-        for index, server in enumerate(key.servers):
+        for index, partition in enumerate(key.partitions):
             offset, nbytes = key.spec.span(index)
             range_ = offset // itemsize * given_itemsize, nbytes // itemsize * given_itemsize
             plan = MessagePlan(
-                server,
+                partition,
                 (SliceId(key.name, index, key.creation),),
                 (item,),
                 (range_,),
@@ -148,7 +148,7 @@ def header_nbytes(key: WorkerKey, *, with_spec: bool = False) -> int:
 
 
 def plan_messages(keys: Sequence[WorkerKey], limit: int, *, with_specs: bool = False) -> list[MessagePlan]:
-    """Cuts the keys into slices and packs them, in order, into messages of at most `limit` bytes to a server.
+    """Cuts the keys into slices and packs those of each partition, in order, into messages of at most `limit` bytes.
 
     Args:
         with_specs: the header has the specs of the keys too.
@@ -158,26 +158,26 @@ def plan_messages(keys: Sequence[WorkerKey], limit: int, *, with_specs: bool = F
     for item, key in enumerate(keys):
         assert key.spec is not None
         header = header_nbytes(key, with_spec=with_specs)
-        for index, server in enumerate(key.servers):
+        for index, partition in enumerate(key.partitions):
             span = key.spec.span(index)
-            message = open_.get(server)
+            message = open_.get(partition)
             if message is None or not message.has_room(header, span[1], limit):
-                message = open_[server] = _OpenMessage(server)
+                message = open_[partition] = _OpenMessage(partition)
                 messages.append(message)
             message.add(SliceId(key.name, index, key.creation), item, span, header)
     return [message.plan() for message in messages]
 
 
 def lists_of_slices(keys: Sequence[WorkerKey]) -> list[tuple[int, tuple[SliceId, ...]]]:
-    """The slices of the keys by the rank of the server that leads them, in lists that fit in a header each."""
+    """The slices of the keys by their partition, in lists that fit in a header each."""
     lists: list[_OpenMessage] = []
     open_: dict[int, _OpenMessage] = {}
     for key in keys:
         header = header_nbytes(key)
-        for index, server in enumerate(key.servers):
-            message = open_.get(server)
+        for index, partition in enumerate(key.partitions):
+            message = open_.get(partition)
             if message is None or not message.has_room(header, 0, 0):
-                message = open_[server] = _OpenMessage(server)
+                message = open_[partition] = _OpenMessage(partition)
                 lists.append(message)
             message.add(SliceId(key.name, index, key.creation), 0, (0, 0), header)
-    return [(message.server, tuple(message.slice_ids)) for message in lists]
+    return [(message.partition, tuple(message.slice_ids)) for message in lists]

@@ -9,10 +9,12 @@ from kvd.core.outbox import Entry, Outbox
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.connections import Connections
 from kvd.core.worker.keys import KeyTable
+from kvd.core.worker.message_plans import MessagePlan
 from kvd.core.worker.transfer import Transfer
 from kvd.protocol.messages import Attach, NotYet, NotYetReason
 
 MAX_ATTEMPTS = 400
+ELSEWHERE_ATTEMPTS = 4  # that count: a server that fails is replaced soon, and nobody gives up before its call does
 
 
 class NotYetReactions:
@@ -36,7 +38,9 @@ class NotYetReactions:
         react = self._reactions.get(not_yet.reason)
         if react is not None:
             react(entry, not_yet)
-        if entry.attempts >= MAX_ATTEMPTS or self._has_lost_its_turn(not_yet):
+        if not_yet.reason is NotYetReason.ELSEWHERE:
+            self._outbox.retry_soon(entry, now, ELSEWHERE_ATTEMPTS)
+        elif entry.attempts >= MAX_ATTEMPTS or self._has_lost_its_turn(not_yet):
             self._asker.give_up(entry, not_yet.text, not_yet.key)
         else:
             self._outbox.retry_soon(entry, now)
@@ -47,8 +51,8 @@ class NotYetReactions:
             self._connections.attach(server)
 
     def _declare(self, entry: Entry, not_yet: NotYet) -> None:
-        if entry.plan is not None:
-            self._transfer.declare(entry.plan, entry.priority)
+        if isinstance(entry.topic, MessagePlan):
+            self._transfer.declare(entry.topic, entry.priority)
 
     def _has_lost_its_turn(self, not_yet: NotYet) -> bool:
         """Whether the request is a push behind one that was taken in part: its clock never comes next."""

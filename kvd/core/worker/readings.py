@@ -26,7 +26,7 @@ class _Progress:
     read: requests.Read
     versions: list[requests.Versions | None]  # so far, one per item
     remaining: int  # messages that are not answered
-    servers: tuple[int, ...]  # the ranks that were asked
+    partitions: tuple[int, ...]  # whose leaders were asked
     remained: int  # of `remaining`, when the read was to be stopped last
 
 
@@ -61,7 +61,9 @@ class Readings:
         if call.keys:
             lists = lists_of_slices(call.keys)
         else:
-            lists = [(server.rank, ()) for server in self._view.servers() if server.state is MemberState.ACTIVE]
+            leads, there = self._view.leads(), self._view.servers()
+            ranks = [server.rank for server in there if server.state is MemberState.ACTIVE and server.rank in leads]
+            lists = [(leads[rank], ()) for rank in ranks]
 
         def then(answers: list[Received], error: KvdError | None) -> None:
             self._look_again(call, error)
@@ -71,7 +73,7 @@ class Readings:
             self._calls.complete(call, result, error)
 
         call.start()
-        self._asker.ask_all(call, [(self._servers.peer_of(rank), Survey(0, ids), ()) for rank, ids in lists], then)
+        self._asker.ask_all(call, [self._asker.to_leader(partition, Survey(0, ids)) for partition, ids in lists], then)
         return None
 
     # ── the values of a step ──
@@ -86,12 +88,11 @@ class Readings:
                 return error
         call.start()
         plans = self._plans.of(call.keys)
-        asked = tuple(sorted({plan.server for plan in plans}))
+        asked = tuple(sorted({plan.partition for plan in plans}))
         progress = self._open = _Progress(call, read, [None] * len(call.keys), len(plans), asked, len(plans))
         for plan in plans:
             message = ReadSlices(0, read.number, read.step, read.is_over, plan.slice_ids)
-            peer = self._servers.peer_of(plan.server)
-            self._asker.ask(call, peer, message, partial(self._answered, progress, plan))
+            self._asker.ask_leader(call, plan.partition, message, partial(self._answered, progress, plan))
         if not plans:
             self._end(progress, [])
         return None
@@ -131,9 +132,9 @@ class Readings:
         """Completes the call, and tells the servers that nothing which they sent for it is in use."""
         self._open = None
         self._calls.end(progress.call, result)
-        for rank in progress.servers:
-            done = ReadDone(0, progress.read.number)
-            self._asker.ask(None, self._servers.peer_of(rank), done, lambda event: None)
+        asked = {self._servers.peer_of(partition): partition for partition in progress.partitions}
+        for partition in asked.values():
+            self._asker.ask_leader(None, partition, ReadDone(0, progress.read.number), lambda event: None)
 
     def stop(self, call: Call, request: requests.StopReading) -> None:
         """Ends a read whose step does not come."""

@@ -215,7 +215,7 @@ class Transfer:
 
     def _send_batch(self, progress: TransferProgress, plan: MessagePlan, clock: int) -> None:
         transfer = progress.transfer
-        if plan.declared_to != self._servers.peer_of(plan.server):
+        if plan.declared_to != self._servers.peer_of(plan.partition):
             self.declare(plan, transfer.priority)
         number = self._asker.number()
         if transfer.push:
@@ -237,10 +237,11 @@ class Transfer:
 
     def declare(self, plan: MessagePlan, priority: int) -> None:
         """Tells the server what is in the batch, ahead of the message that names it."""
-        server = self._servers.peer_of(plan.server)
+        server = self._servers.peer_of(plan.partition)
         batch = self._plans.declare(plan, server)
         message = DeclareBatch(self._asker.number(), batch, plan.slice_ids)
-        self._outbox.add(Entry(Send(server, message), lambda event: None, priority=priority))
+        entry = Entry(Send(server, message), lambda event: None, priority=priority, topic=plan.partition)
+        self._outbox.add(entry)
 
     def _send(
         self, progress: TransferProgress, plan: MessagePlan, message: Push | Pull | PushBatch | PullBatch
@@ -257,7 +258,7 @@ class Transfer:
             )
         self._outbox.add(
             Entry(
-                Send(self._servers.peer_of(plan.server), message, payload),
+                Send(self._servers.peer_of(plan.partition), message, payload),
                 partial(self._answered, progress, plan),
                 sum([nbytes for _, nbytes in plan.ranges]) if plan.is_alone else plan.nbytes if payload else 0,
                 transfer.priority,

@@ -62,7 +62,7 @@ class SharedLedger:
             yield Sleep(self.pace_s)
 
     def ask(self, first: int, total: int, done: int) -> Generator[Any, Any, StepIs]:
-        ((answer, _, _),) = yield from insist(Control((TakeStep(0, first, total, done),), (0,)))
+        ((answer, _, _),) = yield from insist(Control((TakeStep(0, first, total, done),), partitions=(0,)))
         assert isinstance(answer, StepIs)
         return answer
 
