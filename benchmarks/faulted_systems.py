@@ -133,7 +133,7 @@ def kvd_parts(size: Size, folder: Path) -> list[Part]:
 
     def daemon(role: str, rank: int) -> Part:
         node_id = f"{role}-{rank}"
-        own = {"KVD_NODE_ID": node_id, "KVD_STATE_DIR": str(folder / node_id)}
+        own = {"KVD_NODE_ID": node_id, "KVD_STATE_DIR": str(folder / node_id), "KVD_PREFERRED_RANK": str(rank)}
         return part(role, rank, ["-m", "kvd_cli.main", role], **own)
 
     program = ["-c", KVD_PROGRAM, *size.arguments()]

@@ -9,6 +9,7 @@ prints a Markdown table, and says on standard error what each job said. Every jo
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("--at-step", type=int, default=50, help="the step in which the fault happens")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds, after which a job counts as hanging")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the processes of a job end with us
     chosen, notes = entrants(arguments.systems.split(","))
     for note in notes:
         print(note, file=sys.stderr)

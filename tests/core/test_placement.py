@@ -10,7 +10,7 @@ import pytest
 
 from kvd.core.membership import EMPTY_SETTINGS, ViewState, name_of
 from kvd.core.placement import initial_shards, shard_of
-from kvd.protocol.messages import Epoch, Member, MemberState, View
+from kvd.protocol.messages import Epoch, Member, MemberState, Partition, View
 from kvd_cli.bench_work import resnet50_sizes
 
 # crc32 of the name in UTF-8, as any other implementation of it says.
@@ -113,6 +113,12 @@ def viewed(*members: Member) -> ViewState:
     return view
 
 
+def with_partitions(states: ViewState, *partitions: Partition) -> None:
+    """The next view has the same members."""
+    epoch = Epoch(1, states.epoch.change + 1)
+    assert states.update(epoch, View(SETTINGS, tuple(states.members.values()), states.shards, (), partitions))
+
+
 @pytest.mark.parametrize(
     ("number", "taken"),
     [((1, 5), False), ((1, 4), False), ((0, 9), False), ((1, 6), True), ((2, 0), True)],
@@ -144,6 +150,31 @@ def test_servers_that_are_dead_or_have_not_joined_are_missing() -> None:
     assert one_dead.missing_servers() == [1]
     assert not viewed(member("server", 0, "active")).all_leaders_active()
     assert not ViewState().all_leaders_active()
+
+
+def test_only_the_leaders_of_partitions_are_missing() -> None:
+    states = viewed(member("server", 1, "dead"), member("server", 0, "active"))
+    assert states.leads() == {0: 0, 1: 1}
+    with_partitions(states, Partition(0, 1, -1, 7), Partition(1, -1, -1, 8))
+    assert states.missing_servers() == [1]
+    with_partitions(states, Partition(0, -1, -1, 7), Partition(0, -1, -1, 8))
+    assert states.leads() == {0: 0}
+    assert states.missing_servers() == []
+    assert states.all_leaders_active()
+
+
+def test_a_partition_begins_anew_with_another_lineage() -> None:
+    states = viewed(member("server", 0, "active"), member("server", 1, "active"))
+    first = states.lineage_of(0)
+    assert not states.has_begun_anew(0, first)
+    assert states.has_begun_anew(0, first + 1)
+    assert not states.has_begun_anew(0, 0)  # nothing was known of it
+    with_partitions(states, Partition(1, -1, -1, first), Partition(1, -1, -1, 8))
+    assert not states.has_begun_anew(0, first)  # it moved
+    with_partitions(states)
+    assert states.leader_of(0) == 1  # a view that names no partitions changes none
+    states.forget()
+    assert states.leader_of(0) == 0  # in the views of another run
 
 
 def test_the_server_of_a_slice_comes_from_the_view() -> None:
