@@ -62,11 +62,15 @@ class Campaign:
     rounds_ahead: int = 2
     timeout_s: float | None = None
     notice_s: float = 10.0
+    servers: int = 2
+    replicas: int = 1
     shell: ShellSettings = field(default_factory=ShellSettings)
 
     def run(self, seed: int) -> World:
         """The world at the end of a run. Raises Violation if a promise was broken."""
         cluster = ClusterSettings(
+            servers=self.servers,
+            replicas=self.replicas,
             workers=WORKERS,
             mode=self.mode,
             staleness=self.staleness,

@@ -27,6 +27,7 @@ class Mishaps:
         ghosts: workers that stop, or cannot reach the scheduler, and are replaced; they live on, or come back, while
             their successor works.
         scheduler_restarts: the scheduler dies and is started from its record.
+        server_crashes: servers that die between two effects while every partition has a backup, and are started again.
     """
 
     within_s: float = 8.0
@@ -35,6 +36,7 @@ class Mishaps:
     cuts: int = 0
     ghosts: int = 0
     scheduler_restarts: int = 0
+    server_crashes: int = 0
     longest_pause_s: float = 3.0
     restart_after_s: tuple[float, float] = (0.05, 4.0)
 
@@ -64,6 +66,11 @@ def plan(world: World, mishaps: Mishaps) -> None:
         time, length_s = random.uniform(0.0, mishaps.within_s), random.uniform(0.0, mishaps.longest_pause_s)
         at(time, partial(world.network.cut_off.add, victim))
         at(time + length_s, partial(world.network.cut_off.discard, victim))
+    for _ in range(mishaps.server_crashes):
+        victim = f"server {random.randrange(world.cluster.servers)}"
+        time, effects, noticed = random.uniform(0.0, mishaps.within_s), random.randrange(6), random.random() < 0.5
+        restart_after_s = random.uniform(*mishaps.restart_after_s)
+        at(time, partial(_crash_server, world, victim, effects, restart_after_s, noticed=noticed))
     for _ in range(mishaps.scheduler_restarts):
         time, down_s = random.uniform(0.0, mishaps.within_s), random.uniform(0.0, 2.0)
         at(time, partial(world.kill, "scheduler"))
@@ -88,6 +95,36 @@ def _crash(world: World, name: str, effects: int, restart_after_s: float) -> Non
                 world.kill(name)
             world.start_worker(_number_of(name))
 
+    world.clock.after(restart_after_s, restart)
+
+
+def _crash_server(
+    world: World, name: str, effects: int, restart_after_s: float, *, noticed: bool, patience: int = 100
+) -> None:
+    """The server dies after it has carried out a few more effects, as soon as another one holds what it leads."""
+    process = world.processes[name]
+    others = [world.processes[f"server {rank}"] for rank in range(world.cluster.servers)]
+    if not all(other.alive and other.effects_left is None for other in others) or not world.is_replicated():
+        if patience:
+            again = partial(
+                _crash_server, world, name, effects, restart_after_s, noticed=noticed, patience=patience - 1
+            )
+            world.clock.after(0.3, again)
+        return
+    process.effects_left = effects
+
+    def restart() -> None:
+        if world.processes[name] is process:
+            if process.alive:
+                world.kill(name)
+            world.start_server(_number_of(name))
+
+    def notice() -> None:
+        if not process.alive:
+            world.report_end(process)
+
+    if noticed:
+        world.clock.after(min(0.1, restart_after_s / 2), notice)
     world.clock.after(restart_after_s, restart)
 
 

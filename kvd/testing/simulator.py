@@ -19,6 +19,7 @@ from kvd.core.machine import PeerLost, Tick
 from kvd.core.requests import Request
 from kvd.core.server.groups import Slice
 from kvd.core.server.machine import ServerMachine
+from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.server.router import ServerRouter
 from kvd.core.session import RunKey
 from kvd.core.worker.machine import WorkerMachine
@@ -177,8 +178,13 @@ class World:
         process = self.processes[name]
         process.alive = False
         self.trace.record(f"kill {name}")
+        if noticed:
+            self.report_end(process)
+
+    def report_end(self, process: Process) -> None:
+        """The kernel tells the scheduler that this process has ended."""
         scheduler = self.processes.get("scheduler")
-        if noticed and scheduler is not None and scheduler.alive:
+        if scheduler is not None and scheduler.alive:
             self._shell.feed(scheduler, PeerLost(process.machine.incarnation, "its process ended"))
 
     def pause(self, name: str, seconds: float) -> None:
@@ -231,6 +237,17 @@ class World:
         slices.sort(key=lambda slice_: slice_.index)
         parts = [view(slice_.span(slice_.log.current), np.dtype(np.uint8)) for slice_ in slices]
         return np.concatenate(parts).view(dtype)
+
+    def is_replicated(self) -> bool:
+        """Whether every partition of the latest run has a backup, as the scheduler has saved it."""
+        process = self.processes["scheduler"]
+        router = process.machine
+        assert isinstance(router, SchedulerRouter)
+        machines = [slot.machine for slot in router.runs if slot.machine is not None]
+        if not process.alive or not machines:
+            return False
+        partitions = machines[-1].told_to("server").partitions
+        return bool(partitions) and all(partition.backup >= 0 for partition in partitions)
 
     def workers_finished(self) -> bool:
         """Every worker's latest incarnation has run its program to the end."""
