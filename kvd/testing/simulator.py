@@ -17,9 +17,9 @@ import numpy as np
 
 from kvd.core.machine import PeerLost, Tick
 from kvd.core.requests import Request
+from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.server.groups import Slice
 from kvd.core.server.machine import ServerMachine
-from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.server.router import ServerRouter
 from kvd.core.session import RunKey
 from kvd.core.worker.machine import WorkerMachine

@@ -16,6 +16,7 @@ from kvd.core.server.keys import KeyTable
 from kvd.core.server.optimizer_agreement import OptimizerAgreement
 from kvd.core.server.pace import Pace
 from kvd.core.server.records import Records
+from kvd.core.session import SchedulerSession
 from kvd.errors import KvdError, NotAllowed
 from kvd.optimizer import Optimizer, changes_from_wire, from_wire, to_wire, with_hyperparameters
 from kvd.protocol.messages import (
@@ -52,6 +53,7 @@ class ServerControl:
         agreement: OptimizerAgreement,
         disputes: Disputes,
         records: Records,
+        session: SchedulerSession,
         advance: Callable[[FusedGroup], None],
     ) -> None:
         self.optimizer: Optimizer | None = None  # with all changes: what a new key starts with
@@ -62,6 +64,7 @@ class ServerControl:
         self._agreement = agreement
         self._disputes = disputes
         self._records = records
+        self._session = session
         self._advance = advance
         self._answers = CommandAnswers()
         self._pace = Pace()  # of new optimizers
@@ -180,6 +183,9 @@ class ServerControl:
 
     def _update_optimizer(self, event: Received, message: UpdateOptimizer, rank: int) -> None:
         """In sync mode from the sender's next clock on, slice by slice; else at once. Asked twice, it is the same."""
+        if self.optimizer is None and self._leads_nothing():
+            self._effects.send(event.peer, Done(message.request))  # it learns the optimizer with its first partition
+            return
         try:
             if self.optimizer is None:
                 raise NotAllowed("no optimizer is set whose hyperparameters could change: call set_optimizer first")
@@ -197,6 +203,11 @@ class ServerControl:
                     group.optimizer = with_hyperparameters(group.optimizer, changes)
         records = self._change_records(message.changes)
         self._records.hold_in(records, lambda: self._effects.send(event.peer, Done(message.request)))
+
+    def _leads_nothing(self) -> bool:
+        """Whether the view names other servers as the leaders of all partitions."""
+        view, own = self._session.view, self._session.rank
+        return bool(view.partitions) and all(partition.leader != own for partition in view.partitions)
 
     def _change_records(self, changes: object) -> list[tuple[int, HoldChange]]:
         """What the backups are told of the newest change: from which round each slice has it."""

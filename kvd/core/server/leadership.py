@@ -112,8 +112,8 @@ class Leadership:
         text = f"{self._session.name} does not lead partition {partition} any more"
         self._effects.emit(LogEntry("warning", text))
 
-    def jobs_ended(self) -> None:
-        """A job has ended: the bytes of a group that was given up may be needed no more."""
+    def end_groups(self) -> None:
+        """A job, or a record, has come to its end: the bytes of a group that was given up may be needed no more."""
         for group in [group for group in self._ending if group.is_quiescent]:
             self._ending.remove(group)
             self._effects.emit(_forget(group))

@@ -21,6 +21,7 @@ from kvd.core.machine import (
     InvalidFrame,
     JobDone,
     LocalCall,
+    PeerKind,
     Received,
 )
 from kvd.core.membership import name_of
@@ -42,7 +43,7 @@ from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
 from kvd.core.server.readings import Readings
 from kvd.core.server.records import Records
-from kvd.core.server.replicas import Replicas
+from kvd.core.server.replicas import RECORDS, Replicas
 from kvd.core.server.replication import OutOfStep, Replication
 from kvd.core.server.resume import Resumption
 from kvd.core.server.shared_steps import SharedSteps
@@ -156,7 +157,7 @@ class ServerMachine:
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(
-            self.table, effects, attachments, agreement, disputes, records, pushes.advance
+            self.table, effects, attachments, agreement, disputes, records, session, pushes.advance
         )
         self._deletions = deletions = Deletions(
             self.table, effects, attachments, participants, waiters, records, lambda: creation.give_back()
@@ -237,6 +238,7 @@ class ServerMachine:
             Survey: readings.survey,
             ReadSlices: readings.read,
             ReadDone: readings.done,
+            **dict.fromkeys(RECORDS, self._replication.record),
         }
 
     # ── the machine's interface ──
@@ -327,7 +329,8 @@ class ServerMachine:
             if changed:
                 self._view_changed()
             return
-        if self._replication.is_on and self._replication.receive(event, now):
+        if event.peer.kind is PeerKind.SERVER:
+            self._replication.answered(event, now)
             self._deletions.advance()
             return
         if isinstance(message, View | Done | NotYet | Refused):

@@ -59,6 +59,7 @@ class Holder:
     rank: int
     is_syncing: bool
     is_started: bool = False  # it was told that it holds the partition
+    is_over: bool = False  # the view names it no more
     copied: set[SliceId] = field(default_factory=set)
     open: dict[int, _Record] = field(default_factory=dict)  # by request
     queue: deque[tuple[Any, tuple[Span, ...], _Record]] = field(default_factory=deque)
@@ -177,6 +178,7 @@ class Records:
 
     def _release(self, holder: Holder) -> None:
         """Nothing waits for this server any more."""
+        holder.is_over = True
         records = [*holder.unheld, *[record for _, _, record in holder.queue]]
         holder.unheld.clear()
         holder.queue.clear()
@@ -227,7 +229,8 @@ class Records:
 
     def copy(self, holder: Holder, message: Any, then: Answer, payload: tuple[Span, ...] = ()) -> None:
         """Has a server that is being synced hold what the partition is. `then` may be told that it does not fit."""
-        self._send([holder], message, then, payload, may_be_refused=True)
+        if not holder.is_over:
+            self._send([holder], message, then, payload, may_be_refused=True)
 
     def _send(
         self,

@@ -54,6 +54,19 @@ from kvd.protocol.messages import (
 )
 from kvd.protocol.specs import accumulator_scale, padded
 
+RECORDS = (
+    StartHolding,
+    Install,
+    Hold,
+    HoldPublished,
+    HoldDropped,
+    HoldActivated,
+    HoldPlace,
+    HoldChange,
+    HoldState,
+    HoldOptimizer,
+    HoldLoop,
+)
 NO_PUSH = PushRequest(0, 0)
 _NO_SUCH_SLICE = "this server does not hold slice {} of key {!r}"
 
@@ -133,18 +146,15 @@ class Replicas:
 
     # ── records in ──
 
-    def receive(self, event: Received) -> bool:
-        """Takes a record, if the message is one."""
+    def receive(self, event: Received) -> None:
+        """Takes a record."""
         message: Any = event.message
-        handler = self._handlers.get(type(message))
-        if handler is None and not isinstance(message, StartHolding):
-            return False
-        if not self._is_from_leader(event, message.partition):
-            self._elsewhere(event, message.request, message.partition)
-            return True
         held = self._held.get(message.partition)
         is_known = held is not None and held.leader == event.sender
-        if held is not None and is_known and message.request in held.handled:
+        handler = self._handlers.get(type(message))
+        if not self._is_from_leader(event, message.partition):
+            self._elsewhere(event, message.request, message.partition)
+        elif held is not None and is_known and message.request in held.handled:
             self._effects.send(event.peer, Done(message.request))
         elif isinstance(message, StartHolding):
             self._start(event, message, is_known=is_known)
@@ -152,7 +162,6 @@ class Replicas:
             self._elsewhere(event, message.request, message.partition)  # what begins it is on its way
         else:
             handler(event, message, held)
-        return True
 
     def _is_from_leader(self, event: Received, partition: int) -> bool:
         view = self._view

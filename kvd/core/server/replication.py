@@ -6,7 +6,9 @@ A leader sends its `records` to the backups of its partitions, and brings server
 
 from __future__ import annotations
 
-from kvd.core.machine import SCHEDULER, Effect, PeerKind, Received
+from typing import Any
+
+from kvd.core.machine import SCHEDULER, Effect, Received
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.leadership import Leadership
@@ -78,28 +80,31 @@ class Replication:
         """Whether the view names backups at all."""
         return bool(self._session.view.partitions)
 
-    def receive(self, event: Received, now: float) -> bool:
-        """Takes an answer to a record, or a record. False if it is neither."""
-        if event.peer.kind is PeerKind.SERVER:
-            self._records.receive(event, now)
-            return True
-        if isinstance(event.message, StartHolding) and self._leadership.is_ending(event.message.partition):
+    def answered(self, event: Received, now: float) -> None:
+        """Takes the answer of a backup to a record."""
+        self._records.receive(event, now)
+        self._leadership.end_groups()
+
+    def record(self, event: Received, message: Any) -> None:
+        """Takes a record of a leader."""
+        if isinstance(message, StartHolding) and self._leadership.is_ending(message.partition):
             text = "an update of this partition is under way"
-            self._effects.not_yet(event.peer, event.message.request, NotYetReason.UPDATING, text)
-            return True
-        return self._replicas.receive(event)
+            self._effects.not_yet(event.peer, message.request, NotYetReason.UPDATING, text)
+        else:
+            self._replicas.receive(event)
 
     def view_changed(self) -> None:
         """Gives up and takes over partitions, before anyone asks about them; then sees who holds what is led here."""
         self._leadership.view_changed()
         self._records.view_changed()
+        self._leadership.end_groups()
         self._replicas.view_changed()
         self._syncing.view_changed()
         self._out_of_step.view_changed()
 
     def job_ended(self) -> None:
         """An update has ended: a group that had to wait for it may be taken over, given up or sent."""
-        self._leadership.jobs_ended()
+        self._leadership.end_groups()
         self._syncing.view_changed()
 
     def tick(self, now: float) -> list[Effect]:
