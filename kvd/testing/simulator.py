@@ -246,8 +246,12 @@ class World:
         machines = [slot.machine for slot in router.runs if slot.machine is not None]
         if not process.alive or not machines:
             return False
-        partitions = machines[-1].told_to("server").partitions
-        return bool(partitions) and all(partition.backup >= 0 for partition in partitions)
+        view = machines[-1].told_to("server")
+        there = {member.rank: member.incarnation for member in view.members if member.role == "server"}
+        living = {rank for rank in there if self.processes[f"server {rank}"].machine.incarnation == there[rank]}
+        return bool(view.partitions) and all(
+            partition.leader in living and partition.backup in living for partition in view.partitions
+        )
 
     def workers_finished(self) -> bool:
         """Every worker's latest incarnation has run its program to the end."""

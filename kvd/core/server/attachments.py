@@ -36,6 +36,7 @@ class Attachments:
         self._keys: dict[int, str] = {}  # incarnation → the name of the key under which it attached
         self._holders: dict[int, int] = {}  # rank → incarnation
         self._successors: set[int] = set()  # incarnations whose rank was here before they came
+        self._newcomers: set[int] = set()  # incarnations that have sent nothing but their Attach
         self._replaced: OrderedDict[int, None] = OrderedDict()  # incarnations of workers whose messages no longer count
         self._attaching: dict[int, _Attaching] = {}  # incarnations that no view has named yet
         self._paths: dict[int, PeerPath] = {}  # rank → how its messages travel, as its Attach said
@@ -76,6 +77,8 @@ class Attachments:
             self._effects.not_yet(event.peer, request, NotYetReason.NOT_ATTACHED, text)
         else:
             self._came_over[rank] = event.peer
+            if self._newcomers:
+                self._newcomers.discard(event.sender)
         return rank
 
     @property
@@ -117,8 +120,10 @@ class Attachments:
 
     def _welcome(self, incarnation: int, rank: int, peer: Peer, attach: Attach) -> None:
         """A successor, whose rank pushed or made keys here before it came, is answered with Clocks: a scheduler without
-        its record may not know that there was a predecessor."""
+        its record may not know that there was a predecessor. It may ask again when more slices have come here."""
         if incarnation not in self._ranks:
+            self._newcomers.add(incarnation)
+        if incarnation in self._newcomers:
             counted = [group.log.own_clock(rank) for group in self._table.groups.values()]
             if any(counted) or (rank == 0 and counted):
                 self._successors.add(incarnation)
@@ -162,6 +167,7 @@ class Attachments:
         self._keys.pop(incarnation, None)
         self._holders.pop(rank, None)
         self._successors.discard(incarnation)
+        self._newcomers.discard(incarnation)
         self._replaced[incarnation] = None
         while len(self._replaced) > MAX_REPLACED:
             self._replaced.popitem(last=False)
@@ -183,5 +189,5 @@ class Attachments:
             "a rank has two holders"
         )
         assert self._keys.keys() == self._ranks.keys(), "a worker has attached under no key"
-        assert self._successors <= self._ranks.keys(), "a successor is not attached"
+        assert self._successors | self._newcomers <= self._ranks.keys(), "a successor is not attached"
         assert self._replaced.keys().isdisjoint(self._ranks), "a replaced worker is attached"

@@ -6,7 +6,7 @@ partitions know it and each rank has been taken; an observer, which attaches to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvd.core import requests
 from kvd.core.machine import Connect, Disconnect, Effect, Received, ServerPeer
@@ -117,7 +117,10 @@ class Connections:
                     self._connect(server)
                 elif self._view.partitions and connected not in self._attached and not self._is_observer:
                     self.attach(connected)  # it was gone before it answered, and is back
+        before = {partition: self._servers.peer_of(partition) for partition in self._view.partition_numbers()}
         self._servers.find_leaders()
+        if not self._predecessor.is_known and not self._is_observer:
+            self._ask_new_leaders(before)
         self._moves.view_changed(replaced)
         self._check_joined()
 
@@ -127,6 +130,17 @@ class Connections:
         self._emit(Connect(peer, server.address, server.key))
         if not self._is_observer:
             self.attach(peer)
+
+    def _ask_new_leaders(self, before: Mapping[int, ServerPeer]) -> None:
+        """What a server said of the predecessor did not count the partitions that it has got since."""
+        for partition, earlier in before.items():
+            leader = self._servers.peer_of(partition)
+            if leader not in (earlier, NOT_CONNECTED) and earlier is not NOT_CONNECTED:
+                self._attached.discard(leader)
+                for entry in self._outbox.entries():
+                    if entry.send.peer == leader and isinstance(entry.send.message, Attach):
+                        self._outbox.settle(entry)
+                self.attach(leader)
 
     # ── attaching ──
 

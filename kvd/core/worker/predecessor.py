@@ -44,6 +44,11 @@ class Predecessor:
         self.place, self.trained = START, False
 
     @property
+    def is_known(self) -> bool:
+        """Whether nothing more is to be learned of it."""
+        return self._is_known
+
+    @property
     def is_redone(self) -> bool:
         """Whether the step in which it stopped is made again."""
         return kind_of(self.place) is PlaceKind.STEP
