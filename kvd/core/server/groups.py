@@ -84,6 +84,7 @@ class FusedGroup:
     waiting: list[Waiting] = field(default_factory=list)
     tasks: list[Callable[[], None]] = field(default_factory=list)  # start jobs on its state, between two updates
     working: bool = False  # such a job is under way
+    is_resting: bool = False  # it is one that sends the slices to another server
     is_gone: bool = False  # its slices belong to other groups now
     generation: int = 0  # how many optimizers had been set when it got this one
 
@@ -108,6 +109,11 @@ class FusedGroup:
     def is_quiescent(self) -> bool:
         """Nothing is under way that knows how its bytes are arranged."""
         return self.log.closing is None and not self.tasks and not self.working
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether something is under way that a worker has asked for."""
+        return not self.is_quiescent and not self.is_resting
 
     def take(self, slices: Sequence[Slice]) -> None:
         """Takes these slices, in order. The bytes of each start at a multiple of 8."""

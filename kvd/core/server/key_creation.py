@@ -126,6 +126,11 @@ class KeyCreation:
         names = {(new.key, new.slice_index) for new in slices}
         if not (names.isdisjoint(self._creating) and names.isdisjoint(self._holding)):
             return  # it is asked again, and this will be done by then
+        resting = next((new.key for new in slices if self._table.is_resting(new.key)), "")
+        if resting:
+            text = "a slice is being sent to another server"
+            self._effects.not_yet(event.peer, init.request, NotYetReason.UPDATING, text, resting)
+            return
         leftovers = sorted({new.key for new in slices if rank == 0 and self._is_left_over(new.key, init.creation)})
         if not all(map(self._table.is_quiescent, leftovers)):
             text = "a slice is being updated"

@@ -154,9 +154,13 @@ class KeyTable:
     def is_in_use(self, key: str) -> bool:
         """Whether a worker may have pushed to it. Such a key is not made again."""
         return key in self.live or any(
-            slice_.log.version or slice_.group.waiting or not slice_.group.is_quiescent or not slice_.log.is_idle
+            slice_.log.version or slice_.group.waiting or slice_.group.is_in_use or not slice_.log.is_idle
             for slice_ in self.of_key(key)
         )
+
+    def is_resting(self, key: str) -> bool:
+        """Whether slices of the key are being sent to another server."""
+        return any(slice_.group.is_resting for slice_ in self.of_key(key))
 
     # ── listings ──
 

@@ -129,6 +129,7 @@ class Syncing:
             self._wake(sync, group)
             return
         slices = list(group.slices)
+        group.is_resting = True
 
         def export_next() -> None:
             if slices:
@@ -151,7 +152,7 @@ class Syncing:
     def _wake(self, sync: _Sync, group: FusedGroup) -> None:
         sync.resting.discard(group)
         if group.working:
-            group.working = False
+            group.working = group.is_resting = False
             self._advance(group)
 
     def _fail(self, sync: _Sync, why: str) -> None:
