@@ -44,7 +44,7 @@ class _Sync:
     """One server on its way to become the backup of a partition."""
 
     holder: Holder
-    resting: set[FusedGroup] = field(default_factory=set)  # that are to be sent now
+    resting: dict[FusedGroup, None] = field(default_factory=dict)  # that are to be sent now
     missing: int = 0  # of them, those that do not rest yet
     states: dict[Slice, _State] = field(default_factory=dict)
     is_failed: bool = False
@@ -111,7 +111,7 @@ class Syncing:
         for group in list(self._table.groups.values()):
             if group.partition != holder.partition or group.slices[0].slice_id in holder.copied:
                 continue
-            sync.resting.add(group)
+            sync.resting[group] = None
             nbytes += group.nbytes
             if len(sync.resting) == MOST_GROUPS or nbytes >= MOST_BYTES:
                 break
@@ -150,7 +150,7 @@ class Syncing:
         export_next()
 
     def _wake(self, sync: _Sync, group: FusedGroup) -> None:
-        sync.resting.discard(group)
+        sync.resting.pop(group, None)
         if group.working:
             group.working = group.is_resting = False
             self._advance(group)
