@@ -79,7 +79,7 @@ class HeldPartition:
         leader: the incarnation whose records made it so.
         table: the slices; keys are live in it as they are at the leader.
         loops: by their first step: the newest HoldLoop.
-        optimizer, generation: the newest that was set there, with all changes.
+        optimizer, generation: the newest that was set there, with all changes; and as it was set.
         handled: requests of the leader that need not be carried out again.
     """
 
@@ -87,6 +87,7 @@ class HeldPartition:
     table: KeyTable
     loops: dict[int, HoldLoop] = field(default_factory=dict)
     optimizer: Optimizer | None = None
+    as_set: Optimizer | None = None
     generation: int = 0
     handled: Handled = field(default_factory=Handled)
 
@@ -160,6 +161,9 @@ class Replicas:
             self._start(event, message, is_known=is_known)
         elif held is None or not is_known or handler is None:
             self._elsewhere(event, message.request, message.partition)  # what begins it is on its way
+        elif message.request <= held.handled.floor and not isinstance(message, Hold):
+            text = "this record comes so late that it may have been held: the partition has to be sent again"
+            self._effects.refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, text)
         else:
             handler(event, message, held)
 
@@ -179,9 +183,11 @@ class Replicas:
         self._effects.not_yet(event.peer, request, NotYetReason.ELSEWHERE, text)
 
     def _done(self, event: Received, held: HeldPartition) -> None:
-        """The record is held: from now on a copy of the message changes nothing."""
+        """The record is held: from now on a copy of the message changes nothing. One of a round is known by the
+        version that it makes."""
         message: Any = event.message
-        held.handled.add(message.request)
+        if not isinstance(message, Hold):
+            held.handled.add(message.request)
         self._effects.send(event.peer, Done(message.request))
 
     def _start(self, event: Received, message: StartHolding, *, is_known: bool) -> None:
@@ -389,8 +395,9 @@ class Replicas:
         if isinstance(optimizer, KvdError):
             self._effects.refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, str(optimizer))
             return
-        if message.generation >= held.generation:
-            held.optimizer, held.generation = optimizer, message.generation
+        as_set = self._optimizers.find(message.as_set)
+        if message.generation >= held.generation and not isinstance(as_set, KvdError):
+            held.optimizer, held.as_set, held.generation = optimizer, as_set, message.generation
         for group in held.table.groups.values():
             if message.generation > group.generation:
                 self._renew(group, message.generation)
@@ -413,10 +420,10 @@ class Replicas:
         for partition, held in list(self._held.items()):
             if partition >= len(self._view.partitions) or partition in self._taken:
                 continue
-            leader, backup, _, _ = self._view.partitions[partition]
+            leader, backup, syncing, _ = self._view.partitions[partition]
             member = self._view.members.get(("server", leader))
             is_mine = member is not None and member.incarnation in (held.leader, self._session.incarnation)
-            if not is_mine or (backup >= 0 and not self._is_me(backup)):
+            if not is_mine or (backup >= 0 and not self._is_me(backup) and not self._is_me(syncing)):
                 self.forget(partition)
 
     def _is_me(self, rank: int) -> bool:

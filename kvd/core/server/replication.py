@@ -105,7 +105,8 @@ class Replication:
     def job_ended(self) -> None:
         """An update has ended: a group that had to wait for it may be taken over, given up or sent."""
         self._leadership.end_groups()
-        self._syncing.view_changed()
+        self._syncing.job_ended()
+        self._replicas.view_changed()
 
     def tick(self, now: float) -> list[Effect]:
         """What is due: records, and what the scheduler is told."""
