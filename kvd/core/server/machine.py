@@ -43,7 +43,7 @@ from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
 from kvd.core.server.readings import Readings
 from kvd.core.server.records import Records
-from kvd.core.server.replicas import RECORDS, Replicas
+from kvd.core.server.replicas import Replicas
 from kvd.core.server.replication import OutOfStep, Replication
 from kvd.core.server.resume import Resumption
 from kvd.core.server.shared_steps import SharedSteps
@@ -238,7 +238,7 @@ class ServerMachine:
             Survey: readings.survey,
             ReadSlices: readings.read,
             ReadDone: readings.done,
-            **dict.fromkeys(RECORDS, self._replication.record),
+            **dict.fromkeys(replicas.kinds, self._replication.record),
         }
 
     # ── the machine's interface ──
