@@ -13,7 +13,7 @@ from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.leadership import Leadership
 from kvd.core.server.records import Records
-from kvd.core.server.replicas import Replicas
+from kvd.core.server.replicas import HeldPartition, Replicas
 from kvd.core.server.syncing import Syncing
 from kvd.core.session import OUT_OF_SYNC_REQUEST, SchedulerSession
 from kvd.protocol.messages import NotYetReason, OutOfSync, StartHolding
@@ -80,6 +80,12 @@ class Replication:
         """Whether the view names backups at all."""
         return bool(self._session.view.partitions)
 
+    def leads(self, partition: int) -> bool:
+        return partition in self._leadership.led
+
+    def held(self, partition: int) -> HeldPartition | None:
+        return self._replicas.find(partition)
+
     def answered(self, event: Received, now: float) -> None:
         """Takes the answer of a backup to a record."""
         self._records.receive(event, now)
@@ -97,15 +103,15 @@ class Replication:
         """Gives up and takes over partitions, before anyone asks about them; then sees who holds what is led here."""
         self._leadership.view_changed()
         self._records.view_changed()
-        self._leadership.end_groups()
         self._replicas.view_changed()
         self._syncing.view_changed()
+        self._leadership.end_groups()  # the others have let go of those that were given up
         self._out_of_step.view_changed()
 
     def job_ended(self) -> None:
         """An update has ended: a group that had to wait for it may be taken over, given up or sent."""
-        self._leadership.end_groups()
         self._syncing.view_changed()
+        self._leadership.end_groups()
 
     def tick(self, now: float) -> list[Effect]:
         """What is due: records, and what the scheduler is told."""
