@@ -132,8 +132,9 @@ class HeldChanges:
         if isinstance(optimizer, KvdError):
             self._answers.refuse(event, str(optimizer))
             return
-        if message.generation >= held.generation:
-            held.optimizer, held.generation = optimizer, message.generation
+        as_set = self._optimizers.find(message.as_set)
+        if message.generation >= held.generation and not isinstance(as_set, KvdError):
+            held.optimizer, held.as_set, held.generation = optimizer, as_set, message.generation
         for group in held.table.groups.values():
             if message.generation > group.generation:
                 self._effects.emit(group.renew(optimizer, message.generation))

@@ -80,7 +80,7 @@ class Leadership:
         for key, made in held.table.live.items():
             self._table.live.setdefault(key, made)
         self._shared.take_over(held.loops.values())
-        self._control.learn(held.optimizer, held.generation)
+        self._control.learn(held.optimizer, held.as_set, held.generation)
         text = f"{self._session.name} leads partition {partition} now, with {len(held.table.live)} keys"
         self._effects.emit(LogEntry("warning", text))
 

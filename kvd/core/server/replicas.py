@@ -24,7 +24,7 @@ from kvd.core.server.installs import Installs
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.optimizer_names import OptimizerNames
 from kvd.core.session import SchedulerSession
-from kvd.protocol.messages import Done, Hold, Install, NotYetReason, StartHolding
+from kvd.protocol.messages import Hold, Install, NotYetReason, StartHolding
 
 
 class Replicas:
@@ -91,11 +91,14 @@ class Replicas:
         if not self._is_from_leader(event, message.partition):
             self._elsewhere(event, message.request, message.partition)
         elif held is not None and message.request in held.handled:
-            self._effects.send(event.peer, Done(message.request))
+            self._answers.done_before(event)
         elif isinstance(message, StartHolding):
             self._start(event, message, Handled() if held is None else held.handled)
         elif held is None:
             self._elsewhere(event, message.request, message.partition)  # what begins it is on its way
+        elif message.request <= held.handled.floor and not isinstance(message, Hold):
+            text = "this record comes so late that it may have been held: the partition has to be sent again"
+            self._answers.refuse(event, text)
         else:
             self._handlers[type(message)](event, message, held)
 
@@ -145,10 +148,10 @@ class Replicas:
         for partition, held in list(self._held.items()):
             if partition >= len(self._view.partitions) or partition in self._taken:
                 continue
-            leader, backup, _, _ = self._view.partitions[partition]
+            leader, backup, syncing, _ = self._view.partitions[partition]
             member = self._view.members.get(("server", leader))
             is_mine = member is not None and member.incarnation in (held.leader, self._session.incarnation)
-            if not is_mine or (backup >= 0 and not self._is_me(backup)):
+            if not is_mine or (backup >= 0 and not self._is_me(backup) and not self._is_me(syncing)):
                 self.forget(partition)
 
     def _is_me(self, rank: int) -> bool:
