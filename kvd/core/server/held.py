@@ -22,7 +22,7 @@ class HeldPartition:
         leader: the incarnation whose records made it so.
         table: the slices; keys are live in it as they are at the leader.
         loops: by their first step: the newest HoldLoop.
-        optimizer, generation: the newest that was set there, with all changes; and as it was set.
+        optimizer, as_set, generation: the newest that was set there, with all changes, and as it was set.
         handled: requests of the leader that need not be carried out again.
     """
 
@@ -50,10 +50,10 @@ class RecordAnswers:
         """The record is held: from now on a copy of the message changes nothing."""
         message: Any = event.message
         held.handled.add(message.request)
-        self.done_before(event)
+        self.confirm(event)
 
-    def done_before(self, event: Received) -> None:
-        """The record is held, and a copy of the message is known in another way than by its number."""
+    def confirm(self, event: Received) -> None:
+        """The record is held, and a copy of the message changes nothing anyway."""
         message: Any = event.message
         self._effects.send(event.peer, Done(message.request))
 

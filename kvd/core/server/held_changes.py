@@ -129,11 +129,12 @@ class HeldChanges:
 
     def _optimizer(self, event: Received, message: HoldOptimizer, held: HeldPartition) -> None:
         optimizer = self._optimizers.find(message.optimizer)
-        if isinstance(optimizer, KvdError):
-            self._answers.refuse(event, str(optimizer))
-            return
         as_set = self._optimizers.find(message.as_set)
-        if message.generation >= held.generation and not isinstance(as_set, KvdError):
+        if isinstance(optimizer, KvdError) or isinstance(as_set, KvdError):
+            text = str(optimizer if isinstance(optimizer, KvdError) else as_set)
+            self._answers.refuse(event, f"{text}: install it on all servers")
+            return
+        if message.generation >= held.generation:
             held.optimizer, held.as_set, held.generation = optimizer, as_set, message.generation
         for group in held.table.groups.values():
             if message.generation > group.generation:

@@ -329,11 +329,10 @@ class ServerMachine:
             if changed:
                 self._view_changed()
             return
-        if event.peer.kind is PeerKind.SERVER:
-            self._replication.answered(event, now)
-            self._deletions.advance()
-            return
         if isinstance(message, View | Done | NotYet | Refused):
+            if event.peer.kind is PeerKind.SERVER:
+                self._replication.answered(event, now)
+                self._deletions.advance()
             return
         handler = self._handlers.get(type(message))
         if self._attachments.is_foreign(event):

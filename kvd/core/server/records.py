@@ -71,7 +71,6 @@ class Records:
     """The records of the partitions that this server leads.
 
     Args:
-        started: a server is a holder from now on, and knows nothing of its partition.
         creation: what StartHolding says.
         out_of_sync: a server does not hold what it should.
 

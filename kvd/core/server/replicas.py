@@ -91,7 +91,7 @@ class Replicas:
         if not self._is_from_leader(event, message.partition):
             self._elsewhere(event, message.request, message.partition)
         elif held is not None and message.request in held.handled:
-            self._answers.done_before(event)
+            self._answers.confirm(event)
         elif isinstance(message, StartHolding):
             self._start(event, message, Handled() if held is None else held.handled)
         elif held is None:
