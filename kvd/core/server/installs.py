@@ -198,6 +198,7 @@ class Installs:
     def _fail(self, making: _Making, error: KvdError) -> None:
         self._busy[making.partition] -= 1
         self._effects.send(making.event.peer, refusal_of(making.request, error))
+        self._ended(making.partition)
 
     # ── the state of one slice ──
 
