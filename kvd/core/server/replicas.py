@@ -135,6 +135,9 @@ class Replicas:
     def partitions(self) -> list[int]:
         return sorted(self._held)
 
+    def find(self, partition: int) -> HeldPartition | None:
+        return self._held.get(partition)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the slices that are held, once each."""
@@ -413,10 +416,10 @@ class Replicas:
         for partition, held in list(self._held.items()):
             if partition >= len(self._view.partitions) or partition in self._taken:
                 continue
-            leader, backup, _, _ = self._view.partitions[partition]
+            leader, backup, syncing, _ = self._view.partitions[partition]
             member = self._view.members.get(("server", leader))
             is_mine = member is not None and member.incarnation in (held.leader, self._session.incarnation)
-            if not is_mine or (backup >= 0 and not self._is_me(backup)):
+            if not is_mine or (backup >= 0 and not self._is_me(backup) and not self._is_me(syncing)):
                 self.forget(partition)
 
     def _is_me(self, rank: int) -> bool:
