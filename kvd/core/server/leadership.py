@@ -109,6 +109,7 @@ class Leadership:
                 self._effects.emit(_forget(group))
             else:
                 self._ending.append(group)
+        self._readings.led_less()
         text = f"{self._session.name} does not lead partition {partition} any more"
         self._effects.emit(LogEntry("warning", text))
 
