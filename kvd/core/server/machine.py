@@ -43,7 +43,7 @@ from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
 from kvd.core.server.readings import Readings
 from kvd.core.server.records import Records
-from kvd.core.server.replicas import RECORDS, Replicas
+from kvd.core.server.replicas import RECORDS, HeldPartition, Replicas
 from kvd.core.server.replication import OutOfStep, Replication
 from kvd.core.server.resume import Resumption
 from kvd.core.server.shared_steps import SharedSteps
@@ -254,6 +254,14 @@ class ServerMachine:
     @property
     def session(self) -> SchedulerSession:
         return self._session
+
+    def leads(self, partition: int) -> bool:
+        """Whether this server leads the partition, by the newest view that it knows."""
+        return self._replication.leads(partition)
+
+    def held(self, partition: int) -> HeldPartition | None:
+        """What this server holds of a partition that another one leads, or has not taken over yet."""
+        return self._replication.held(partition)
 
     def step(self, event: Event, now: float) -> list[Effect]:
         self._readings.tick(now)
