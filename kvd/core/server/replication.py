@@ -13,7 +13,7 @@ from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.leadership import Leadership
 from kvd.core.server.records import Records
-from kvd.core.server.replicas import Replicas
+from kvd.core.server.replicas import HeldPartition, Replicas
 from kvd.core.server.syncing import Syncing
 from kvd.core.session import OUT_OF_SYNC_REQUEST, SchedulerSession
 from kvd.protocol.messages import NotYetReason, OutOfSync, StartHolding
@@ -81,6 +81,12 @@ class Replication:
         self.is_on = False
         self.postpones = elsewhere.postpones
 
+    def leads(self, partition: int) -> bool:
+        return partition in self._leadership.led
+
+    def held(self, partition: int) -> HeldPartition | None:
+        return self._replicas.find(partition)
+
     def answered(self, event: Received, now: float) -> None:
         """Takes the answer of a backup to a record."""
         self._records.receive(event, now)
@@ -99,16 +105,16 @@ class Replication:
         self.is_on = bool(self._session.view.partitions)
         self._leadership.view_changed()
         self._records.view_changed()
-        self._leadership.end_groups()
         self._replicas.view_changed()
         self._syncing.view_changed()
+        self._leadership.end_groups()  # the others have let go of those that were given up
         self._out_of_step.view_changed()
 
     def job_ended(self) -> None:
         """An update has ended: a group that had to wait for it may be taken over, given up or sent."""
-        self._leadership.end_groups()
         self._syncing.job_ended()
         self._replicas.view_changed()
+        self._leadership.end_groups()
 
     def tick(self, now: float) -> list[Effect]:
         """What is due: records, and what the scheduler is told."""
