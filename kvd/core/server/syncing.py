@@ -121,11 +121,11 @@ class Syncing:
 
     def _rests(self, sync: _Sync, group: FusedGroup) -> None:
         """No update of the group runs, and none begins until it is woken."""
+        group.is_resting = True
         if sync.is_failed:
             self._wake(sync, group)
             return
         slices = list(group.slices)
-        group.is_resting = True
 
         def export_next() -> None:
             if slices:
@@ -147,7 +147,7 @@ class Syncing:
 
     def _wake(self, sync: _Sync, group: FusedGroup) -> None:
         sync.resting.pop(group, None)
-        if group.working:
+        if group.is_resting:  # else another job on its state is under way, or its turn has not come
             group.working = group.is_resting = False
             self._advance(group)
 
@@ -197,10 +197,12 @@ class Syncing:
         last.append(self._control.record(partition))
         remaining = len(last)
 
-        def held(_: Refused | None) -> None:
+        def held(refused: Refused | None) -> None:
             nonlocal remaining
             remaining -= 1
-            if remaining <= 0 and not sync.is_failed:
+            if refused is not None and not sync.is_failed:
+                self._fail(sync, refused.text)
+            elif not remaining and not sync.is_failed:
                 sync.tell_at = self._now
 
         for message in last:
