@@ -45,7 +45,7 @@ def install_of(
         spec = specs.setdefault(slice_.spec, len(specs))
         if optimizer not in optimizers:
             optimizers.append(optimizer)
-        images.append(_image_of(slice_, spec, optimizers.index(optimizer), state))
+        images.append(image_of(slice_, spec, optimizers.index(optimizer), state))
         payload.append(slice_.span(log.current))
         if log.previous is not None:
             payload.append(slice_.span(log.previous))
@@ -54,7 +54,7 @@ def install_of(
     return Install(0, partition, tuple(specs), wire, tuple(images)), tuple(payload)
 
 
-def _image_of(slice_: Slice, spec: int, optimizer: int, state: OptimizerState) -> SliceImage:
+def image_of(slice_: Slice, spec: int, optimizer: int, state: OptimizerState) -> SliceImage:
     """What there is to know of a slice no round of which is closing. What is staged is left out: its workers send it
     again.
 
