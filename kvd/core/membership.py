@@ -150,6 +150,11 @@ class ViewState:
         """Whether the server of this rank leads a slice."""
         return self.leader_of(self.partition_of(key, slice_index)) == rank
 
+    def needs(self, rank: int) -> bool:
+        """Whether the server of this rank alone has what it leads, though another one could hold it too."""
+        others = any(server.state is MemberState.ACTIVE and server.rank != rank for server in self.servers())
+        return others and any(entry.leader == rank and entry.backup == NO_RANK for entry in self.partitions)
+
     def backup_of(self, partition: int) -> int:
         """The rank of the server that holds all committed records of a partition too; NO_RANK if none does."""
         return self.partitions[partition].backup if self.partitions else NO_RANK

@@ -26,6 +26,8 @@ from kvd.transport.host import HostTransport
 from kvd.transport.link_listener import TcpLinks
 
 READY_RETRY_S = 0.2  # while no descriptor is left
+LEAVE_LIMIT_S = 8.0  # less than kvd launch and systemd give a process to end
+LEAVE_POLL_S = 0.02
 
 logger = logging.getLogger("kvd.node")
 
@@ -53,6 +55,9 @@ class DaemonRole(Protocol):
         Raises:
             KvdError: it never will.
         """
+
+    def is_needed(self) -> bool:
+        """Whether something would be lost if this node left now, and not if it stayed a while."""
 
     def say_goodbye(self) -> None:
         """Tell the cluster that this node is leaving."""
@@ -97,6 +102,7 @@ class Daemon:
         self._notifier = Notifier(systemd.notify_socket, systemd.watchdog_usec)
         self._driver: Driver | None = None
         self._ended: asyncio.Future[int] | None = None
+        self._leaving: asyncio.Task[None] | None = None
 
     @property
     def machine(self) -> Machine | None:
@@ -109,7 +115,7 @@ class Daemon:
         self._ended = loop.create_future()
         if signals:
             for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self.end, ExitCode.OK, f"received {number.name}")
+                loop.add_signal_handler(number, self._leave, f"received {number.name}")
             loop.add_signal_handler(signal.SIGHUP, self._reload)
         watch = ProcessWatch(loop)
         if self._parent_pid:
@@ -129,7 +135,7 @@ class Daemon:
             return await self._ended
         finally:
             self._notifier.stopping("stopping")
-            for task in background:
+            for task in (*background, *([] if self._leaving is None else [self._leaving])):
                 task.cancel()
             watch.close()
             if self._driver is not None:
@@ -147,6 +153,22 @@ class Daemon:
                 self._role.say_goodbye()
             event(logger, logging.INFO if code == ExitCode.OK else logging.ERROR, f"stopping: {why}")
             self._ended.set_result(code)
+
+    def _leave(self, why: str) -> None:
+        """End the daemon in good order; at once if it is asked a second time."""
+        if self._leaving is not None or not self._role.is_needed():
+            self.end(ExitCode.OK, why)
+        else:
+            text = f"{why}: this node leaves when another one has what it alone holds, within {LEAVE_LIMIT_S:g} s"
+            event(logger, logging.WARNING, text)
+            self._leaving = asyncio.get_running_loop().create_task(self._leave_when_dispensable(why))
+
+    async def _leave_when_dispensable(self, why: str) -> None:
+        for _ in range(int(LEAVE_LIMIT_S / LEAVE_POLL_S)):
+            if not self._role.is_needed():
+                break
+            await asyncio.sleep(LEAVE_POLL_S)
+        self.end(ExitCode.OK, why)
 
     def _reload(self) -> None:
         """Read the list of allowed keys again."""

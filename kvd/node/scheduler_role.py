@@ -80,6 +80,10 @@ class SchedulerRole:
     async def until_ready(self) -> None:
         """A scheduler is ready once it listens."""
 
+    def is_needed(self) -> bool:
+        """Its record is on disk."""
+        return False
+
     def say_goodbye(self) -> None:
         """Nobody to tell: the nodes continue without a scheduler, and join the next one."""
 

@@ -120,6 +120,11 @@ class ServerRole:
                 raise ConnectError(text, address=where)
             await asyncio.sleep(JOIN_POLL_S)
 
+    def is_needed(self) -> bool:
+        """Whether it alone has values that another server is to hold too."""
+        machine = None if self._driver is None else self._driver.machine
+        return isinstance(machine, ServerRouter) and machine.is_needed()
+
     def say_goodbye(self) -> None:
         """Leave the rounds of the cluster."""
         if self._driver is not None:

@@ -1296,12 +1296,16 @@ class HoldState:
 
 @dataclass(frozen=True, slots=True)
 class HoldOptimizer:
-    """This optimizer is used from now on for all slices of the partition, each with a new state. Answered with Done."""
+    """This optimizer is used from now on for all slices of the partition, each with a new state. Answered with Done.
+
+    `as_set` is what the workers have set: their hyperparameters may have changed since.
+    """
 
     KIND: ClassVar[int] = 88
     request: Number
     partition: Number
     optimizer: Plain
+    as_set: Plain
     generation: Count
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvd.core.access import JOINS, Row, Standing, is_allowed
 from kvd.core.machine import (
     SCHEDULER,
+    Apply,
     CallerPeer,
     Create,
     Effect,
     InRun,
     JobDone,
+    Load,
     LogEntry,
     Peer,
     Persist,
@@ -22,6 +24,7 @@ from kvd.core.machine import (
     Send,
     Tick,
 )
+from kvd.core.placement import shard_of
 from kvd.core.principals import HOLDER, KeyRole, Principal
 from kvd.core.scheduler.machine import SchedulerSettings
 from kvd.core.scheduler.router import SchedulerRouter
@@ -59,6 +62,7 @@ class Sender:
         attached: it has joined and attached under its key.
         named: the scheduler let it in under its key.
         steals: its incarnation belongs to the holder of another key, who has joined and attached.
+        leads: it leads the partition of the records.
     """
 
     name: str
@@ -67,6 +71,7 @@ class Sender:
     attached: bool = False
     named: bool = False
     steals: bool = False
+    leads: bool = False
     peer: Peer = SENDER
 
 
@@ -90,8 +95,23 @@ OF_SERVERS = [
     Sender("a worker's key under the incarnation of a server", CAROL, server_id(0), steals=True),
     Sender("the cluster's key under the incarnation of a server", HOLDER, server_id(0), steals=True),
 ]
+LEADERS = [
+    Sender("the server that leads the partition", SERVER, server_id(1), named=True, leads=True),
+    Sender("a server that leads another partition", SERVER, server_id(2), named=True),
+    Sender("another server's key under the incarnation of the leader", key("other rack", KeyRole.SERVER), server_id(1)),
+    Sender("the cluster's key under the incarnation of the leader", HOLDER, server_id(1)),
+]
 
 SPEC = KeySpec("uint8", (1,), 4096)
+
+
+def install_of(request: int, key: str) -> m.Install:
+    """A new slice of one byte, of partition 1."""
+    use = m.OptimizerUse(0, 0, (), 0, ())
+    image = m.SliceImage(key, 0, 0, 0, m.Origin(worker_id(0), 2, 0, 0), use, 0, 0, 0, False, (), ())
+    return m.Install(request, 1, (SPEC,), (None,), (image,))
+
+
 SAMPLES: dict[type[Any], Any] = {
     type(message): message
     for message in (
@@ -155,6 +175,17 @@ SAMPLES: dict[type[Any], Any] = {
         m.Surveyed(30, 0, 0, 0, True, 0),
         m.ReadSlices(30, 1, 0, False, (m.SliceId("w", 0),)),
         m.ReadDone(30, 1),
+        m.StartHolding(30, 1, 0),
+        install_of(30, "s"),
+        m.Hold(30, 1, (m.SliceId("r", 0),), 1, (m.Given(0, 1, 1, m.ADD, 0, 0),), False, None, 0),
+        m.HoldPublished(30, 1, (m.KeyId("r", 0),)),
+        m.HoldDropped(30, 1, (m.KeyId("r", 0),)),
+        m.HoldActivated(30, 1, m.SliceId("r", 0), 0, 1, 2),
+        m.HoldPlace(30, 1, 0, 0),
+        m.HoldChange(30, 1, {}, (m.LaterSlice("r", 0, 0, 1),)),
+        m.HoldState(30, 1, m.SliceId("r", 0), worker_id(0), 3, 0, ()),
+        m.HoldOptimizer(30, 1, None, None, 1),
+        m.HoldLoop(30, 1, 0, 4, 0, 1, (m.HeldStep(0, 0),), ()),
     )
 }
 
@@ -217,24 +248,29 @@ class SchedulerWorld:
 
 
 class ServerWorld:
-    """A server with a run of three workers: alice has attached as rank 0 and made key "w"; bob has joined as rank 1."""
+    """A server with a run of three workers: alice has attached as rank 0 and made key "w"; bob has joined as rank 1.
+
+    There are two replicas. This server leads partition 0, with all keys but two; it holds partition 1 for server 1, who
+    leads it, with key "r". Server 2 leads the last partition.
+    """
 
     RUN = 7
 
     def __init__(self) -> None:
-        settings = cluster(3)
+        settings = cluster(3, 3, replicas=2)
         node = session("server", 0)
         self.router = ServerRouter(ServerSettings(1 << 20, True), node, "tcp://scheduler", 1.0)
         self.step(Tick())
         entry = m.RunEntry(self.RUN, JOB, TOKEN, m.RunPhase.RUNNING, 3)
-        server, *workers = members(2)
-        workers = [who._replace(principal=name) for who, name in zip(workers, ("alice", "bob"), strict=True)]
+        *servers, alice, bob = members(2, 3)
+        servers = [who._replace(principal="rack") for who in servers]
+        workers = [alice._replace(principal="alice"), bob._replace(principal="bob")]
         self.told(m.Welcome(1, 0, None), NO_RUN)
-        whole = view(settings, [server])
+        whole = view(settings, servers)
         self.told(m.View(whole.settings, whole.members, whole.shards, (entry,)), NO_RUN)
         self.told(m.Welcome(1, 0, None), self.RUN)
-        self.settings, self.members = settings, [server, *workers]
-        self.told(view(settings, self.members), self.RUN)
+        self.settings, self.members = settings, [*servers, *workers]
+        self.told(self.view(self.members), self.RUN)
         for message in (
             m.Attach(1, 0),
             m.Init(2, (SPEC,), (m.NewSlice("w", 0, 0),)),
@@ -242,6 +278,16 @@ class ServerWorld:
             m.DeclareBatch(4, 1, (m.SliceId("w", 0),)),
         ):
             self.say(worker_id(0), message, ALICE, CallerPeer(b"alice"), b"\0")
+        for record in (m.StartHolding(1, 1, 0), install_of(2, "r")):
+            self.say(server_id(1), record, SERVER, CallerPeer(b"server 1"), b"\0")
+
+    def view(self, who: list[m.Member]) -> m.View:
+        """Of these members: the second server leads the keys "r" and "s", the third one none."""
+        others = {shard_of(key, 0, self.settings.num_shards) for key in ("r", "s")}
+        shards = tuple([int(shard in others) for shard in range(self.settings.num_shards)])
+        lineages = [server_id(rank) for rank in range(3)]
+        rows = [m.Partition(rank, 0 if rank == 1 else -1, -1, lineage) for rank, lineage in enumerate(lineages)]
+        return replace(view(self.settings, who), shards=shards, partitions=tuple(rows))
 
     def told(self, message: Any, run: int, change: int = 1) -> list[Effect]:
         """The scheduler says something."""
@@ -254,12 +300,14 @@ class ServerWorld:
             if isinstance(effect, Create):
                 made = [read(first.source) for first in effect.slices]
                 effects += self.step(JobDone(effect.job, made, run=self.RUN))
+            elif isinstance(effect, Apply | Load):
+                effects += self.step(JobDone(effect.job, b"\0", run=self.RUN))
         return effects
 
     def say(
         self, who: int, message: Any, principal: Principal, peer: Peer, payload: bytes = b"", run: int = RUN
     ) -> list[Effect]:
-        carries = isinstance(message, m.Init)
+        carries = isinstance(message, m.Init | m.Install | m.Hold)
         event = Received(
             peer, who, Epoch(1, 1), message, payload if carries else None, len(payload) * carries, run, principal
         )
@@ -288,6 +336,7 @@ def is_expected(row: Row, sender: Sender) -> bool:
             Standing.ATTACHED: sender.attached,
             Standing.ATTACHED_OR_OPERATOR: sender.attached or KeyRole.OPERATOR in sender.principal.roles,
             Standing.NAMED: sender.named,
+            Standing.LEADER: sender.leads,
             Standing.SCHEDULER: False,
             Standing.NOBODY: False,
         }[row.standing]
@@ -311,7 +360,7 @@ def is_kept_out(effects: list[Effect], sender: Sender) -> bool:
 def tells_to_keep_out(answer: m.Message) -> bool:
     """Whether the answer says that the sender may not send that."""
     if isinstance(answer, NotYet):
-        return answer.reason in (NotYetReason.NOT_ATTACHED, NotYetReason.NOT_JOINED)
+        return answer.reason in (NotYetReason.NOT_ATTACHED, NotYetReason.NOT_JOINED, NotYetReason.ELSEWHERE)
     return isinstance(answer, Refused) and (
         answer.error is ErrorCode.REPLACED or (bool(REFUSALS.search(answer.text)) and answer.error in NOT_ALLOWED)
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from kvd.core.machine import SCHEDULER, Copy, Effect, Received, Send, Span
+from kvd.core.machine import SCHEDULER, Copy, Effect, PeerKind, Received, Send, Span
 from kvd.core.placement import initial_shards
 from kvd.core.session import Identity, SchedulerSession
 from kvd.protocol.messages import (
@@ -29,6 +29,13 @@ T = TypeVar("T")
 
 SLICE = 4096
 SCHEDULER_ID = 1
+
+
+class NodePeer(int):
+    """The connection of a node to the machine that is tested, by the incarnation of the node."""
+
+    __slots__ = ()
+    kind: ClassVar[PeerKind] = PeerKind.CALLER
 
 
 def cluster(workers: int = 2, servers: int = 1, **changes: Any) -> Settings:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvd.core.machine import Apply, Create, Effect, Export, JobDone, Load, Received, Run, Send, ServerPeer, Span, Tick
+from kvd.core.machine import Apply, Create, Effect, Export, JobDone, Load, Received, Run, Send, Span, Tick
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.core.server.memory import ServerMemory
 from kvd.errors import KvdError
@@ -28,6 +28,7 @@ from kvd.protocol.messages import (
 )
 from kvd.protocol.specs import KeySpec
 from tests.core.fakes import (
+    NodePeer,
     cluster,
     from_scheduler,
     init_of,
@@ -132,7 +133,7 @@ class Harness:
         who = worker_id(rank, life)
         self._request = max(self._request, getattr(message, "request", 0))
         nbytes = 0 if payload is None else len(payload)
-        peer = ServerPeer(who) if peer is None else peer  # a node is known by its incarnation here
+        peer = NodePeer(who) if peer is None else peer  # a node is known by its incarnation here
         return self.step(Received(peer, who, Epoch(1, 1), message, payload, nbytes))
 
     def attach(self, rank: int, life: int = 0) -> list[Effect]:

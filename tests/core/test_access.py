@@ -19,6 +19,7 @@ from tests.core.access_harness import (
     CAROL,
     DAVE,
     JOB,
+    LEADERS,
     NOBODY,
     OF_SERVERS,
     OLGA,
@@ -35,7 +36,7 @@ from tests.core.access_harness import (
     is_kept_out,
     message_of,
 )
-from tests.core.fakes import OPEN, member, of, one, said, server_id, view, worker_id
+from tests.core.fakes import OPEN, member, of, one, said, server_id, worker_id
 
 SCHEDULER_ROLE, SERVER_ROLE = KeyRole.SCHEDULER, KeyRole.SERVER
 KINDS = get_args(m.Message)
@@ -79,7 +80,7 @@ def test_the_scheduler_does_as_the_table_says(row: Row, kind: type[Any], sender:
         assert after == before
 
 
-@pytest.mark.parametrize(("row", "kind", "sender"), cases(SERVER_ROLE, SENDERS))
+@pytest.mark.parametrize(("row", "kind", "sender"), cases(SERVER_ROLE, [*SENDERS, *LEADERS]))
 def test_a_server_does_as_the_table_says(row: Row, kind: type[Any], sender: Sender) -> None:
     world = ServerWorld()
     before = world.router.explain(0.0, world.RUN)
@@ -211,7 +212,7 @@ def test_an_incarnation_that_waits_for_its_view_attaches_only_under_the_key_that
     attach = m.Attach(1, 2)
     assert said(world.say(worker_id(2), attach, CAROL, CallerPeer(b"thief"))) == []
     third = member("worker", 2)._replace(principal="bob")
-    effects = world.told(view(world.settings, [*world.members, third]), world.RUN, change=2)
+    effects = world.told(world.view([*world.members, third]), world.RUN, change=2)
     assert one(said(effects)).error is ErrorCode.NOT_ALLOWED
     assert said(world.say(worker_id(2), attach, BOB, CallerPeer(b"bob"))) == [m.Done(1)]
 

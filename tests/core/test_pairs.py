@@ -21,6 +21,7 @@ from kvd.core.machine import (
     Received,
     Run,
     Send,
+    ServerPeer,
     Tick,
 )
 from kvd.core.requests import Item
@@ -30,7 +31,19 @@ from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import ABSENT, ASSIGN, Command, Departure, Settings
 from kvd.protocol.specs import KeySpec
-from tests.core.fakes import OPEN, SLICE, cluster, copies, padded_bytes, read, server_id, session, uint8, worker_id
+from tests.core.fakes import (
+    OPEN,
+    SLICE,
+    NodePeer,
+    cluster,
+    copies,
+    padded_bytes,
+    read,
+    server_id,
+    session,
+    uint8,
+    worker_id,
+)
 
 SCHEDULER_ID = 1
 
@@ -95,7 +108,9 @@ class Cluster:
     def send(self, machine: Any, effect: Send) -> None:
         self.messages += 1
         target = SCHEDULER_ID if effect.peer == SCHEDULER else effect.peer
-        peer = SCHEDULER if machine.incarnation == SCHEDULER_ID else machine.incarnation
+        peer: Any = SCHEDULER if machine.incarnation == SCHEDULER_ID else NodePeer(machine.incarnation)
+        if isinstance(machine, ServerMachine):
+            peer = ServerPeer(machine.incarnation)
         sender, view, message, _ = decode(encode(effect.message, machine.incarnation, machine.epoch))
         payload = padded_bytes([read(span) for span in effect.payload]) if effect.payload else None
         nbytes = 0 if payload is None else len(payload)

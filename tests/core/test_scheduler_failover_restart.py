@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import Tick
-from kvd.core.scheduler.machine import SchedulerMachine
+from kvd.core.machine import InRun, Persist, Persisted, Received, ServerPeer, Tick
+from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
 from kvd.core.scheduler.record import Record
+from kvd.core.scheduler.router import SchedulerRouter
 from kvd.protocol.messages import (
+    NO_RUN,
+    Epoch,
     ErrorCode,
     Join,
     KnownPartitions,
@@ -18,11 +21,13 @@ from kvd.protocol.messages import (
     NotYetReason,
     Partition,
     Refused,
+    RunEntry,
+    RunPhase,
     View,
     Welcome,
 )
 from tests.core.failover_harness import A, B, Run, back_in_place, settings
-from tests.core.fakes import OPEN, said, worker_id
+from tests.core.fakes import OPEN, of, said, server_id, worker_id
 from tests.core.scheduler_harness import Harness, answer
 
 # ── restarted with its record ──
@@ -271,3 +276,39 @@ def test_servers_with_two_copies_do_not_follow_a_scheduler_without() -> None:
     join = Join(1, "server", "server-0", "", "host", 1, 0, OPEN, partitions=run.known(B))
     refused = answer(harness.say(A, join, view=(1, 9)), Refused)
     assert (refused.error, refused.key) == (ErrorCode.CONFIG_ERROR, "replicas")
+
+
+# ── in a cluster with runs ──
+
+
+def test_a_run_that_servers_bring_waits_for_all_of_them() -> None:
+    limits = SchedulerSettings(settings(), 1.0, 5.0, 20.0, break_on_loss=True)
+    router = SchedulerRouter(limits, 1, 1, 0.0)
+    entry = RunEntry(77, "train", "token", RunPhase.RUNNING, 1)
+    known = Run().known(B)
+
+    def joins(rank: int, run: int) -> Any:
+        """The answer to a server that knew the run before."""
+        who = server_id(rank)
+        told: dict[str, Any] = {"partitions": known} if run else {"runs": (entry,)}
+        join = Join(1, "server", f"server-{rank}", "", "host", who, rank, OPEN, **told)
+        effects: Any = router.step(Received(ServerPeer(who), who, Epoch(1, 9 + rank), join, run=run), 0.0)
+        for persist in of(Persist, effects):
+            effects = effects + router.step(Persisted(persist.token), 0.0)
+        router.validate()
+        answers: list[Any] = [own for effect in of(InRun, effects) if effect.run == run for own in effect.effects]
+        return answer(answers, Welcome | NotYet)
+
+    assert isinstance(joins(0, NO_RUN), Welcome)
+    assert "waiting for server 1" in joins(0, 77).text
+    assert isinstance(joins(1, NO_RUN), Welcome)
+    assert isinstance(joins(1, 77), Welcome)
+    assert isinstance(joins(0, 77), Welcome)
+    machine = router.machine_of(77)
+    assert machine is not None
+    assert machine.epoch.generation == 2
+    assert machine.told_to("server").partitions == known.partitions
+    cluster_machine = router.machine_of(NO_RUN)
+    assert cluster_machine is not None
+    assert cluster_machine.told_to("server").partitions == ()
+    SchedulerRouter.check_record(router.record())

@@ -17,7 +17,6 @@ from kvd.core.machine import (
     ResetState,
     Run,
     Send,
-    ServerPeer,
     Span,
 )
 from kvd.core.server.command_answers import CommandAnswers
@@ -40,7 +39,7 @@ from kvd.protocol.messages import (
     UpdateOptimizer,
 )
 from kvd.protocol.specs import KeySpec
-from tests.core.fakes import SLICE, cluster, member, of, one, said, worker_id
+from tests.core.fakes import SLICE, NodePeer, cluster, member, of, one, said, worker_id
 from tests.core.server_harness import Harness, kinds, not_yet, refusal
 
 ONE = bytes(4)
@@ -262,7 +261,8 @@ def test_a_command_is_run_once_and_answered_as_often_as_it_is_asked() -> None:
     assert (run.head, run.body) == ("ping", Span(b"body", 0, 4))
     assert harness.say(0, Command(70, "ping"), b"body") == []
     effects = harness.finish(run)
-    assert effects == [Send(ServerPeer(worker_id(0)), CommandResult(70), (Span(b"answer", 0, 6),))]
+    peer: Any = NodePeer(worker_id(0))
+    assert effects == [Send(peer, CommandResult(70), (Span(b"answer", 0, 6),))]
     again = harness.say(0, Command(70, "ping"), b"body", peer=CallerPeer(b"elsewhere"))
     assert again == [Send(CallerPeer(b"elsewhere"), CommandResult(70), (Span(b"answer", 0, 6),))]
     assert len(of(Run, harness.say(0, Command(71, "ping"), b"body"))) == 1
@@ -335,8 +335,9 @@ def test_the_answers_remembered_are_limited(monkeypatch: pytest.MonkeyPatch) -> 
 
 def sets(harness: Harness, rank: int, request: int, optimizer: Any, now: float) -> Any:
     who = worker_id(rank)
+    peer: Any = NodePeer(who)
     message = SetOptimizer(request, to_wire(optimizer))
-    (answer,) = said(harness.step(Received(ServerPeer(who), who, Epoch(1, 1), message), now), ServerPeer(who))
+    (answer,) = said(harness.step(Received(peer, who, Epoch(1, 1), message), now), peer)
     return answer
 
 

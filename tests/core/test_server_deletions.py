@@ -39,7 +39,7 @@ from kvd.protocol.messages import (
     SliceId,
     StoreState,
 )
-from tests.core.fakes import SLICE, init_of, lookup_of, member, of, one, said, uint8, worker_id
+from tests.core.fakes import SLICE, NodePeer, init_of, lookup_of, member, of, one, said, uint8, worker_id
 from tests.core.server_harness import Harness, kinds, not_yet, ready, refusal, together, values
 
 
@@ -86,7 +86,7 @@ def test_a_key_is_gone_once_all_ranks_have_deleted_it() -> None:
 def test_a_delete_that_comes_again_counts_once_and_is_answered_where_it_came_from_last() -> None:
     harness = ready()
     delete(harness, 0, request=50)
-    assert delete(harness, 0, request=50, peer=4711) == []
+    assert delete(harness, 0, request=50, peer=NodePeer(4711)) == []
     effects = delete(harness, 1)
     assert said(effects, 4711) == [Done(50)]
 

@@ -89,14 +89,15 @@ def test_a_push_that_is_sent_again_is_counted_once() -> None:
 
 
 def test_the_answer_goes_to_the_first_and_the_last_sender() -> None:
+    new, newer = CallerPeer(b"new"), CallerPeer(b"newer")
     harness = ready()
     harness.push(0, 1, request=11)
-    assert kinds(harness.push(0, 1, request=11, peer="new"), "new") == ["Staged"]
+    assert kinds(harness.push(0, 1, request=11, peer=new), new) == ["Staged"]
     assert kinds(harness.pull(0, 1, request=12)) == []
-    harness.pull(0, 1, request=12, peer="newer")
+    harness.pull(0, 1, request=12, peer=newer)
     effects = harness.push(1, 1)
-    assert kinds(effects, "new") == ["Done"]
-    assert kinds(effects, "newer") == ["Values"]
+    assert kinds(effects, new) == ["Done"]
+    assert kinds(effects, newer) == ["Values"]
     assert kinds(effects, worker_id(0)) == ["Done", "Values"]
 
 

@@ -56,6 +56,23 @@ def test_an_init_goes_on_at_the_new_leader() -> None:
     assert isinstance(harness.error(call), NodeLost)
 
 
+def test_no_key_is_made_in_a_partition_that_nobody_leads() -> None:
+    harness = replicated()
+    harness.partitions = tuple([entry._replace(backup=-1) for entry in harness.partitions])
+    harness.fail_over(0)
+    items = [requests.Item(harness.key_in(partition), uint8(1), "source") for partition in (0, 1)]
+    both = harness.call(requests.InitKeys(tuple(items)))
+    lost = harness.call(requests.InitKeys((items[0],)))
+    assert harness.error(lost).node == "server 0"
+    init = harness.take(Init)
+    assert init.peer == S1
+    harness.reply(init, Done)
+    harness.reply(harness.take(Publish), Done)
+    assert harness.error(both).node == "server 0"
+    harness.push(items[1].key)
+    assert harness.take(Push).peer == S1
+
+
 def test_a_publishing_goes_on_at_the_new_leader() -> None:
     harness = replicated()
     key = harness.key_in(0)

@@ -17,8 +17,8 @@ The way of a death:
    for a whole timeout.
 3. `machine.py:SchedulerMachine._declare_dead` changes the state by `roster.py:Roster.transition`.
 4. `machine.py:SchedulerMachine._publish` breaks the barriers that the dead worker is missing from, in
-   `barriers.py:Barriers.settle`; `views.py:Views.change` takes the new view and withholds their answers; a Persist
-   goes out.
+   `barriers.py:Barriers.settle`, and lets others lead what a dead server led, in `partitions.py:Partitions.follow`;
+   `views.py:Views.change` takes the new view and withholds their answers; a Persist goes out.
 5. On Persisted, `views.py:Views.saved` sends the view to all members, then the answers.
 
 The way of a join:

@@ -147,7 +147,8 @@ class ServerControl:
     def record(self, partition: int) -> HoldOptimizer:
         """What the backup of a partition is told of the newest optimizer."""
         wire = None if self.optimizer is None else to_wire(self.optimizer)
-        return HoldOptimizer(0, partition, wire, self.generation)
+        as_set = self._agreement.newest
+        return HoldOptimizer(0, partition, wire, None if as_set is None else to_wire(as_set), self.generation)
 
     def _visits_slices(self, event: Received, message: SetOptimizer, rank: int, optimizer: Optimizer | None) -> bool:
         """Whether what a worker sets concerns the slices; not if it is what the others have set."""
@@ -164,10 +165,11 @@ class ServerControl:
             for group in list(self._table.groups.values()):
                 self._advance(group)
 
-    def learn(self, optimizer: Optimizer | None, generation: int) -> None:
+    def learn(self, optimizer: Optimizer | None, as_set: Optimizer | None, generation: int) -> None:
         """What this server leads now has seen later optimizers than those that were set here."""
         if generation > self.generation:
             self.optimizer, self.generation = optimizer, generation
+            self._agreement.learn(as_set)
 
     def _use(self, optimizer: Optimizer | None) -> None:
         """All keys are updated with it from now on. The one in use keeps its state."""

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvd.core.machine import ForgetState, LogEntry, Peer, Received
+from kvd.core.machine import LogEntry, Peer, Received
 from kvd.core.membership import name_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.effects import ServerEffects
+from kvd.core.server.groups import forget_state
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.participants import Participants
 from kvd.core.server.progress import PushRequest
@@ -190,7 +191,7 @@ class Deletions:
                 self._waiters.fail(entry.pending, refusal)
             group.waiting = []
         self._give_back()
-        self._effects.emit(ForgetState(tuple([(slice_.key, slice_.index) for slice_ in slices])))
+        self._effects.emit(forget_state(slices))
         self._effects.emit(LogEntry("debug", f"key {key!r} was deleted"))
         return records
 

@@ -7,11 +7,11 @@ the same state. They are parted for good when one of them is pushed without the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvd.core.machine import Buffer, Extent, ScatterList, Span
+from kvd.core.machine import Buffer, Extent, ForgetState, ResetState, ScatterList, Span
 from kvd.core.server.pending import Pending
 from kvd.core.server.rounds import SliceLog
 from kvd.optimizer import Optimizer, with_hyperparameters
@@ -126,6 +126,11 @@ class FusedGroup:
         self.layout = tuple([Extent(entry.key, entry.index, entry.offset, entry.nbytes) for entry in slices])
         self.nbytes = offset
 
+    def renew(self, optimizer: Optimizer | None, generation: int) -> ResetState:
+        """Another optimizer was set. Returns the effect by which its state begins anew."""
+        self.optimizer, self.generation, self.changes = optimizer, generation, []
+        return ResetState(tuple([(slice_.key, slice_.index) for slice_ in self.slices]))
+
     def change_from(self, round_number: int, changes: dict[str, object]) -> None:
         """Hyperparameters change with this round; not before an earlier change: they were found to be allowed in this
         order."""
@@ -140,6 +145,11 @@ class FusedGroup:
         while self.changes and self.changes[0].from_round <= round_number and self.optimizer is not None:
             self.optimizer = with_hyperparameters(self.optimizer, self.changes.pop(0).changes)
         return self.optimizer
+
+
+def forget_state(slices: Iterable[Slice]) -> ForgetState:
+    """The effect by which the shell forgets what it keeps of slices that are here no more."""
+    return ForgetState(tuple([(slice_.key, slice_.index) for slice_ in slices]))
 
 
 def fused(number: int, slices: Sequence[Slice]) -> FusedGroup | None:

@@ -248,7 +248,7 @@ class KeyCreation:
         if self._attachments.find(event.sender) is None:
             return  # it was replaced: its successor makes the keys again
         mine = self._session.rank
-        if not all(self._view.is_led_by(mine, new.key, new.slice_index) for new in wanted):
+        if self._view.partitions and not all(self._view.is_led_by(mine, new.key, new.slice_index) for new in wanted):
             return  # it is sent to the server that leads these slices now
         if init.creation < self._table.creation:  # since it was asked
             self._effects.send(event.peer, Outdated(init.request, self._table.creation))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvd.core.machine import ForgetState, LogEntry, ResetState
+from kvd.core.machine import LogEntry
 from kvd.core.server.control import ServerControl
 from kvd.core.server.deletions import Deletions
 from kvd.core.server.effects import ServerEffects
-from kvd.core.server.groups import FusedGroup
+from kvd.core.server.groups import FusedGroup, forget_state
 from kvd.core.server.key_requests import KeyRequests
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.readings import Readings
@@ -80,7 +80,7 @@ class Leadership:
         for key, made in held.table.live.items():
             self._table.live.setdefault(key, made)
         self._shared.take_over(held.loops.values())
-        self._control.learn(held.optimizer, held.generation)
+        self._control.learn(held.optimizer, held.as_set, held.generation)
         text = f"{self._session.name} leads partition {partition} now, with {len(held.table.live)} keys"
         self._effects.emit(LogEntry("warning", text))
 
@@ -88,8 +88,7 @@ class Leadership:
         """A replica becomes what it was a replica of. Workers send again what was staged, and not committed."""
         self._table.adopt(group)
         if self._control.generation > group.generation:  # an optimizer was set here that did not get there
-            group.generation, group.optimizer, group.changes = self._control.generation, self._control.optimizer, []
-            self._effects.emit(ResetState(tuple([(slice_.key, slice_.index) for slice_ in group.slices])))
+            self._effects.emit(group.renew(self._control.optimizer, self._control.generation))
         self._advance(group)
 
     def _give_up(self, partition: int) -> None:
@@ -106,7 +105,7 @@ class Leadership:
             group.is_gone = True
             group.tasks = []
             if group.is_quiescent:
-                self._effects.emit(_forget(group))
+                self._effects.emit(forget_state(group.slices))
             else:
                 self._ending.append(group)
         self._readings.led_less()
@@ -117,7 +116,7 @@ class Leadership:
         """A job, or a record, has come to its end: the bytes of a group that was given up may be needed no more."""
         for group in [group for group in self._ending if group.is_quiescent]:
             self._ending.remove(group)
-            self._effects.emit(_forget(group))
+            self._effects.emit(forget_state(group.slices))
 
     def is_ending(self, partition: int) -> bool:
         """Whether a job is at work on slices of this partition, which this server does not lead any more."""
@@ -129,7 +128,3 @@ class Leadership:
             for group in self._table.groups.values():
                 assert group.partition in self._led, f"{group.description} is led elsewhere"
         assert not any(group.is_quiescent for group in self._ending), "a group that was given up is not forgotten"
-
-
-def _forget(group: FusedGroup) -> ForgetState:
-    return ForgetState(tuple([(slice_.key, slice_.index) for slice_ in group.slices]))

@@ -32,6 +32,7 @@ from kvd.core.server.deletions import Deletions
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
+from kvd.core.server.held import HeldPartition
 from kvd.core.server.key_creation import KeyCreation
 from kvd.core.server.key_requests import KeyRequests
 from kvd.core.server.keys import KeyTable
@@ -43,7 +44,7 @@ from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
 from kvd.core.server.readings import Readings
 from kvd.core.server.records import Records
-from kvd.core.server.replicas import RECORDS, HeldPartition, Replicas
+from kvd.core.server.replicas import Replicas
 from kvd.core.server.replication import OutOfStep, Replication
 from kvd.core.server.resume import Resumption
 from kvd.core.server.shared_steps import SharedSteps
@@ -238,7 +239,7 @@ class ServerMachine:
             Survey: readings.survey,
             ReadSlices: readings.read,
             ReadDone: readings.done,
-            **dict.fromkeys(RECORDS, self._replication.record),
+            **dict.fromkeys(replicas.kinds, self._replication.record),
         }
 
     # ── the machine's interface ──
@@ -337,11 +338,10 @@ class ServerMachine:
             if changed:
                 self._view_changed()
             return
-        if event.peer.kind is PeerKind.SERVER:
-            self._replication.answered(event, now)
-            self._deletions.advance()
-            return
         if isinstance(message, View | Done | NotYet | Refused):
+            if event.peer.kind is PeerKind.SERVER:
+                self._replication.answered(event, now)
+                self._deletions.advance()
             return
         handler = self._handlers.get(type(message))
         if self._attachments.is_foreign(event):

@@ -46,6 +46,16 @@ class OptimizerAgreement:
         """Why no round closes; empty if all agree."""
         return next(iter(self._disputes.values()))[1] if self._disputes else ""
 
+    @property
+    def newest(self) -> Optimizer | None:
+        """The optimizer of the latest generation, as it was set."""
+        return self._generations[-1] if self._generations else None
+
+    def learn(self, optimizer: Optimizer | None) -> None:
+        """Other servers know this optimizer as the latest that was set: who sets it again changes nothing."""
+        self._generations = [optimizer]
+        self._places = {}
+
     def set(self, rank: int, incarnation: int, optimizer: Optimizer | None) -> bool:
         """The rank sets an optimizer. True if that begins a generation.
 
@@ -127,7 +137,8 @@ class OptimizerAgreement:
         assert last < MAX_GENERATIONS, f"{last + 1} generations of optimizers"
         for rank, place in self._places.items():
             assert -1 <= place.repeated <= place.generation <= last, f"worker {rank} is at {place} of {last}"
-        assert last == max([place.generation for place in self._places.values()], default=-1), "a generation of nobody"
+        newest = max([place.generation for place in self._places.values()], default=-1)
+        assert last == newest or (last == 0 and newest < 0), "a generation of nobody"
 
 
 def _difference(

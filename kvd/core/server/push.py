@@ -173,22 +173,26 @@ class Pushes:
         if self._disputes.open:
             return
         record = group.log.close_next(self._participants.awaited)
-        is_held = self._records.is_held(group.partition)
-        while record is not None and not record.contributions and not is_held:
-            self._commit(group, group.log.current)  # all who owed it a push have left: no bytes change
+        while record is not None and not record.contributions:  # all who owed it a push have left: no bytes change
+            if self._records.holders and self._records.is_held(group.partition):
+                self._hold(group, record, group.log.current, None)
+                return
+            self._commit(group, group.log.current)
             record = group.log.close_next(self._participants.awaited)
-        if record is not None and record.contributions:
+        if record is not None:
             self._apply(group, record)
-        elif record is not None:
-            self._hold(group, record, group.log.current, None)
 
     # ── apply ──
 
     def _apply(self, group: FusedGroup, record: Record) -> None:
         optimizer = group.optimizer_for(record.number)
         merge = self._view.settings.merge or "sum"
-        is_gradient = optimizer is not None and not record.assign
-        keeps_merged = is_gradient and self._records.is_held(group.partition)
+        keeps_merged = (
+            bool(self._records.holders)
+            and optimizer is not None
+            and not record.assign
+            and self._records.is_held(group.partition)
+        )
         self._effects.start_job(
             lambda job: Apply(
                 job,
@@ -212,7 +216,7 @@ class Pushes:
         elif done.error is not None:
             self._not_applied(group, done.error)
             self._go_on(group)
-        elif self._records.is_held(group.partition):
+        elif self._records.holders and self._records.is_held(group.partition):
             buffer, merged = done.result if keeps_merged else (done.result, None)
             self._hold(group, record, buffer, merged)
         else:

@@ -22,6 +22,7 @@ from kvd.core.machine import Connect, Disconnect, Effect, LogEntry, Received, Se
 from kvd.core.membership import name_of
 from kvd.core.outbox import Entry, Outbox
 from kvd.core.server.effects import ServerEffects
+from kvd.core.server.groups import Slice
 from kvd.core.session import FIRST_REQUEST, SchedulerSession
 from kvd.protocol.messages import NO_RANK, Done, Member, NotYet, Refused, SliceId, StartHolding
 
@@ -70,9 +71,11 @@ class Records:
     """The records of the partitions that this server leads.
 
     Args:
-        started: a server is a holder from now on, and knows nothing of its partition.
         creation: what StartHolding says.
         out_of_sync: a server does not hold what it should.
+
+    Attributes:
+        holders: by partition; one without any is not in it.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class Records:
         self._creation = creation
         self._out_of_sync = out_of_sync
         self._outbox = Outbox(CREDIT_BYTES)
-        self._holders: dict[int, list[Holder]] = {}  # by partition; no entry without any
+        self.holders: dict[int, list[Holder]] = {}
         self._connected: set[ServerPeer] = set()
         self._last_request = FIRST_REQUEST
 
@@ -96,29 +99,29 @@ class Records:
 
     def is_held(self, partition: int) -> bool:
         """Whether there are servers to hold the records of this partition."""
-        return partition in self._holders
+        return partition in self.holders
 
     @property
     def partitions(self) -> list[int]:
         """The partitions whose records some server holds."""
-        return sorted(self._holders)
+        return sorted(self.holders)
 
     @property
     def waiting(self) -> int:
         """The records that some server has yet to hold."""
-        return len(self._outbox) + sum(len(holder.queue) for here in self._holders.values() for holder in here)
+        return len(self._outbox) + sum(len(holder.queue) for here in self.holders.values() for holder in here)
 
     def holders_of(self, partition: int) -> Sequence[Holder]:
-        return self._holders.get(partition, ())
+        return self.holders.get(partition, ())
 
     def syncing_of(self, partition: int) -> Holder | None:
         """The server that is to become the backup of this partition."""
         return next((holder for holder in self.holders_of(partition) if holder.is_syncing), None)
 
-    def may_join(self, partition: int, slice_ids: Sequence[SliceId]) -> bool:
+    def may_join(self, slices: Sequence[Slice]) -> bool:
         """Whether the rounds of these slices go to the same servers, so that they can be one."""
-        holder = self.syncing_of(partition)
-        return holder is None or len({slice_id in holder.copied for slice_id in slice_ids}) == 1
+        holder = self.syncing_of(slices[0].partition) if self.holders else None
+        return holder is None or len({slice_.slice_id in holder.copied for slice_ in slices}) == 1
 
     # ── the view ──
 
@@ -126,7 +129,7 @@ class Records:
         """Takes over who the holders are. Those that are none any more are not waited for."""
         wanted = self._wanted()
         ended: list[Holder] = []
-        for partition in sorted(self._holders.keys() | wanted.keys()):
+        for partition in sorted(self.holders.keys() | wanted.keys()):
             before = {holder.peer: holder for holder in self.holders_of(partition)}
             now = []
             for peer, rank, is_syncing in wanted.get(partition, ()):
@@ -138,11 +141,11 @@ class Records:
                 holder.is_syncing = is_syncing
                 now.append(holder)
             ended += before.values()
-            self._holders[partition] = now
+            self.holders[partition] = now
             if not now:
-                del self._holders[partition]
+                del self.holders[partition]
         self._reconnect()
-        for here in list(self._holders.values()):
+        for here in list(self.holders.values()):
             for holder in here:
                 if not holder.is_started:
                     holder.is_started = True
@@ -167,7 +170,7 @@ class Records:
 
     def _reconnect(self) -> None:
         """Connects to those who are holders now, and leaves those who are none any more."""
-        peers = {holder.peer for here in self._holders.values() for holder in here}
+        peers = {holder.peer for here in self.holders.values() for holder in here}
         for peer in sorted(self._connected - peers):
             self._effects.emit(Disconnect(peer))
         for peer in sorted(peers - self._connected):
@@ -305,9 +308,9 @@ class Records:
     def validate(self) -> None:
         """Raises AssertionError if a record is waited for that nobody is asked to hold."""
         self._outbox.validate()
-        open_ = {request for here in self._holders.values() for holder in here for request in holder.open}
+        open_ = {request for here in self.holders.values() for holder in here for request in holder.open}
         assert open_ == {entry.request for entry in self._outbox.entries()}, "a record is lost, or belongs to nobody"
-        for here in self._holders.values():
+        for here in self.holders.values():
             for holder in here:
                 assert not holder.is_syncing or len(holder.open) <= 1, "records to a server that is synced overtake"
                 assert not holder.queue or holder.is_syncing, "records wait for nothing"

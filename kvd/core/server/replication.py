@@ -11,9 +11,10 @@ from typing import Any
 from kvd.core.machine import SCHEDULER, Effect, Received
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
+from kvd.core.server.held import HeldPartition
 from kvd.core.server.leadership import Leadership
 from kvd.core.server.records import Records
-from kvd.core.server.replicas import HeldPartition, Replicas
+from kvd.core.server.replicas import Replicas
 from kvd.core.server.syncing import Syncing
 from kvd.core.session import OUT_OF_SYNC_REQUEST, SchedulerSession
 from kvd.protocol.messages import NotYetReason, OutOfSync, StartHolding
@@ -53,7 +54,12 @@ class OutOfStep:
 
 
 class Replication:
-    """The parts of a server that talk to other servers."""
+    """The parts of a server that talk to other servers.
+
+    Attributes:
+        is_on: whether the view names backups at all.
+        postpones: tells the sender of a request about all slices of this server to wait, if it must.
+    """
 
     def __init__(
         self,
@@ -73,12 +79,8 @@ class Replication:
         self._leadership = leadership
         self._syncing = syncing
         self._out_of_step = out_of_step
+        self.is_on = False
         self.postpones = elsewhere.postpones
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the view names backups at all."""
-        return bool(self._session.view.partitions)
 
     def leads(self, partition: int) -> bool:
         return partition in self._leadership.led
@@ -101,6 +103,7 @@ class Replication:
 
     def view_changed(self) -> None:
         """Gives up and takes over partitions, before anyone asks about them; then sees who holds what is led here."""
+        self.is_on = bool(self._session.view.partitions)
         self._leadership.view_changed()
         self._records.view_changed()
         self._replicas.view_changed()
@@ -110,8 +113,9 @@ class Replication:
 
     def job_ended(self) -> None:
         """An update has ended: a group that had to wait for it may be taken over, given up or sent."""
-        self._syncing.view_changed()
+        self._syncing.job_ended()
         self._leadership.end_groups()
+        self._replicas.view_changed()
 
     def tick(self, now: float) -> list[Effect]:
         """What is due: records, and what the scheduler is told."""

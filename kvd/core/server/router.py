@@ -121,6 +121,15 @@ class ServerRouter:
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
         return self._machines.get(run, self._machines[NO_RUN]).explain(now)
 
+    def is_needed(self) -> bool:
+        """Whether something would be lost if this server left now, and not if it stayed a while."""
+        return any(
+            not (run in self._phases and self._phases[run].is_over)
+            and machine.session.joined
+            and machine.session.view.needs(machine.session.rank)
+            for run, machine in self._machines.items()
+        )
+
     def machine_of(self, run: int) -> ServerMachine | None:
         """The machine of a run; for NO_RUN, that of the cluster."""
         return self._machines.get(run)

@@ -79,12 +79,19 @@ class Syncing:
         self._is_handing_over = is_handing_over
         self._advance = advance
         self._syncs: dict[Holder, _Sync] = {}
+        self._is_late = False  # a view is not acted upon yet
         self._now = 0.0
+
+    def job_ended(self) -> None:
+        """An update has ended: perhaps all is here now."""
+        if self._is_late:
+            self.view_changed()
 
     def view_changed(self) -> None:
         """Begins with servers that are new, and forgets those that are backups now, or nothing."""
         view = self._session.view
-        if self._is_handing_over():
+        self._is_late = self._is_handing_over()
+        if self._is_late:
             return  # not all is here yet that is to be sent
         wanted = [self._records.syncing_of(partition) for partition in range(len(view.partitions))]
         syncing = [holder for holder in wanted if holder is not None]

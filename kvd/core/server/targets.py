@@ -99,9 +99,7 @@ class TargetResolver:
         if slices is None:
             return None
         push = isinstance(message, PushBatch)
-        partition = slices[0].partition
-        may_join = self._records.may_join(partition, [slice_.slice_id for slice_ in slices])
-        if push and not batch.is_apart and may_join:
+        if push and not batch.is_apart and self._records.may_join(slices):
             group = self._table.fuse(slices)
             if group is not None:
                 batch.group = group.number

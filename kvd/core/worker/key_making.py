@@ -18,6 +18,7 @@ from kvd.core.worker.calls import Call
 from kvd.core.worker.key_directory import by_home, in_messages
 from kvd.core.worker.keys import KeyState, WorkerKey
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans, plan_messages
+from kvd.core.worker.servers import Servers
 from kvd.errors import KeyExists, KvdError
 from kvd.protocol.messages import Init, NewKey, NewSlice, Outdated, Publish, Refused
 from kvd.protocol.specs import KeySpec
@@ -40,8 +41,9 @@ class _Making:
 class KeyMaking:
     """Makes keys and publishes them."""
 
-    def __init__(self, view: ViewState, plans: MessagePlans, asker: Asker) -> None:
+    def __init__(self, view: ViewState, servers: Servers, plans: MessagePlans, asker: Asker) -> None:
         self._view = view
+        self._servers = servers
         self._plans = plans
         self._asker = asker
         self._creation = 0  # of the keys that are made next: larger than those of the keys known to be deleted
@@ -66,12 +68,16 @@ class KeyMaking:
 
     def _store(self, call: Call, wanted: Sequence[tuple[WorkerKey, Item]], ended: Ended) -> None:
         slice_bytes = self._view.settings.slice_bytes
-        keys = [key for key, _ in wanted]
         for key, item in wanted:
             assert item.spec is not None
             spec = KeySpec(item.spec.dtype, item.spec.shape, slice_bytes)
             key.place(spec, self._creation, self._view)
         self._plans.clear()
+        if self._view.partitions and self._servers.orphans:
+            wanted = self._without_lost(wanted, ended)
+        keys = [key for key, _ in wanted]
+        if not keys:
+            return
         plans = plan_messages(keys, slice_bytes, with_specs=True)
         making = _Making(call, keys, ended, len(plans))
         make_again = partial(self._store, call, wanted, ended)
@@ -88,6 +94,17 @@ class KeyMaking:
             )
             answered, message = partial(self._stored, making, plan, make_again), Init(0, specs, slices, self._creation)
             self._asker.ask_leader(call, plan.partition, message, answered, payload)
+
+    def _without_lost(self, wanted: Sequence[tuple[WorkerKey, Item]], ended: Ended) -> Sequence[tuple[WorkerKey, Item]]:
+        """Those whose partitions all have leaders; the others end."""
+        rest = []
+        for key, item in wanted:
+            error = next(filter(None, map(self._servers.orphan_error, key.lineages)), None)
+            if error is None:
+                rest.append((key, item))
+            else:
+                ended(key, error)
+        return rest
 
     def _stored(self, making: _Making, plan: MessagePlan, make_again: Callable[[], None], event: Received) -> None:
         if isinstance(event.message, Outdated):

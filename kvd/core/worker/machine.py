@@ -95,7 +95,7 @@ class WorkerMachine:
             session, servers, plans, taking_part, asker, calls, self._clocks, self._wake, self._fail_waiting
         )
         readings = Readings(view, servers, plans, asker, calls, emit)
-        making = KeyMaking(view, plans, asker)
+        making = KeyMaking(view, servers, plans, asker)
         deletions = Deletions(
             view,
             servers,

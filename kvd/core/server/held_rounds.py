@@ -1,0 +1,179 @@
+"""Rounds that another server has closed, closed here: the replicas of its slices become the next version.
+
+A round is held from the moment at which it is closed in the log here and its update has begun, so at most one of a
+group is not applied yet; the next waits, and so does its answer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvd.core.machine import Apply, Contribution, JobDone, LogEntry, Received, Span
+from kvd.core.server.effects import ServerEffects
+from kvd.core.server.groups import FusedGroup, Slice
+from kvd.core.server.held import HeldPartition, RecordAnswers
+from kvd.core.server.optimizer_names import OptimizerNames
+from kvd.core.server.progress import PushRequest
+from kvd.errors import KvdError
+from kvd.optimizer import Optimizer
+from kvd.protocol.messages import ErrorCode, Hold
+from kvd.protocol.specs import accumulator_scale, padded
+
+_NO_PUSH = PushRequest(0, 0)
+
+
+class HeldRounds:
+    """Closes and applies the rounds that leaders have closed.
+
+    Args:
+        broken: a partition cannot be held any more.
+        ended: an update of this partition has ended.
+    """
+
+    def __init__(
+        self,
+        effects: ServerEffects,
+        answers: RecordAnswers,
+        optimizers: OptimizerNames,
+        broken: Callable[[int], None],
+        ended: Callable[[int], None],
+    ) -> None:
+        self._effects = effects
+        self._answers = answers
+        self._optimizers = optimizers
+        self._broken = broken
+        self._ended = ended
+        self._waiting: dict[FusedGroup, deque[tuple[Received, Hold, HeldPartition]]] = {}  # for the end of an update
+
+    def hold(self, event: Received, message: Hold, held: HeldPartition) -> None:
+        """Takes the record of a round."""
+        slices = self._slices(event, message, held)
+        if slices is None or self._waits(event, message):
+            return  # one that came again is answered when its turn comes
+        busy = next((slice_.group for slice_ in slices if not slice_.group.is_quiescent), None)
+        if busy is not None:
+            self._waiting.setdefault(busy, deque()).append((event, message, held))
+            return
+        optimizer = self._optimizers.find(message.optimizer)
+        if isinstance(optimizer, KvdError):
+            self._answers.refuse(event, str(optimizer))
+            return
+        version = slices[0].log.closed
+        if any(slice_.log.closed != version for slice_ in slices) or message.version > version + 1:
+            text = f"record {message.version} of {slices[0].key!r} came when {version} were held"
+            self._answers.refuse(event, text, key=slices[0].key)
+            return
+        if message.version == version + 1:
+            self._begin(event, message, held, slices, optimizer)
+        self._answers.done(event, held)
+
+    def _slices(self, event: Received, message: Hold, held: HeldPartition) -> list[Slice] | None:
+        slices = []
+        for slice_id in message.slice_ids:
+            slice_ = held.find(slice_id)
+            if slice_ is None:
+                text = f"this server does not hold slice {slice_id.slice_index} of key {slice_id.key!r}"
+                self._answers.refuse(event, text, ErrorCode.KEY_NOT_FOUND, slice_id.key)
+                return None
+            slices.append(slice_)
+        return slices
+
+    def _waits(self, event: Received, message: Hold) -> bool:
+        """Whether this very record waits for the end of an update."""
+        asked = event.sender, message.request
+        return any(
+            (other.sender, hold.request) == asked for queue in self._waiting.values() for other, hold, _ in queue
+        )
+
+    def _begin(
+        self,
+        event: Received,
+        message: Hold,
+        held: HeldPartition,
+        slices: list[Slice],
+        optimizer: Optimizer | None,
+    ) -> None:
+        """Closes the round as the leader has closed it, for all slices as one, or for each if they differ here."""
+        group = slices[0].group if slices[0].group.slices == tuple(slices) else None
+        if group is None:
+            for slice_ in slices:
+                if len(slice_.group.slices) > 1:
+                    held.table.part(slice_.group)
+            group = held.table.fuse(slices)
+        if group is not None:
+            self._close(group, message, Span(event.payload, 0, event.nbytes), optimizer)
+        else:
+            for slice_, span in zip(slices, _spans(event, message, slices), strict=True):
+                self._close(slice_.group, message, span, optimizer)
+
+    def _close(self, group: FusedGroup, message: Hold, span: Span, optimizer: Optimizer | None) -> None:
+        log = group.log
+        for rank, clock, samples, how, step, place in message.given:
+            log.stage(Contribution(rank, clock, None, samples, how, step, place), _NO_PUSH)
+        if not message.given:
+            record = log.close_empty()
+        else:
+            closed = log.close_next([given.rank for given in message.given] if log.sync else ())
+            assert closed is not None, f"a round that the leader closed is open here: {message}"
+            record = closed
+        if message.generation > group.generation:
+            self._effects.emit(group.renew(optimizer, message.generation))
+        group.optimizer_for(message.version)  # changes that took effect before
+        group.optimizer = optimizer if message.generation == group.generation else group.optimizer
+        if not record.contributions:
+            log.commit(log.current)
+            return
+        merged = Contribution(0, 1, span, 1, record.contributions[0].how)
+        self._effects.start_job(
+            lambda job: Apply(
+                job,
+                group.number,
+                group.layout,
+                group.dtype,
+                group.nbytes,
+                log.current,
+                (merged,),
+                record.assign,
+                "sum",
+                optimizer if message.is_gradient else None,
+                is_merged=message.is_gradient,
+            ),
+            partial(self._applied, group),
+        )
+
+    def _applied(self, group: FusedGroup, done: JobDone) -> None:
+        if done.error is not None:
+            text = f"{group.description} could not be updated as its leader has updated it: {done.error}"
+            self._effects.emit(LogEntry("error", text))
+            group.log.give_up()
+            self._broken(group.partition)
+        else:
+            group.log.commit(done.result)
+        for event, message, held in self._waiting.pop(group, ()):
+            self.hold(event, message, held)
+        self._ended(group.partition)
+
+    def forget_waiting(self, partition: int) -> None:
+        """Forgets the records of a partition that wait: they were not answered, so they are not held."""
+        for group in [group for group in self._waiting if group.partition == partition]:
+            del self._waiting[group]
+
+    def validate(self) -> None:
+        """Raises AssertionError if records wait for nothing."""
+        for group in self._waiting:
+            assert not group.is_quiescent, f"records wait for {group.description}, which is not being updated"
+
+
+def _spans(event: Received, message: Hold, slices: Sequence[Slice]) -> list[Span]:
+    """The part of the payload of each slice. Slices start at multiples of 8 bytes of their values; a gradient may have
+    a wider dtype."""
+    spans = []
+    offset = 0
+    for slice_ in slices:
+        scale = accumulator_scale(slice_.spec.dtype) if message.is_gradient else 1
+        offset = padded(offset)
+        spans.append(Span(event.payload, offset * scale, slice_.nbytes * scale))
+        offset += slice_.nbytes
+    return spans
