@@ -11,7 +11,7 @@ from kvd.core.server.groups import Slice
 from kvd.core.server.handled import Handled
 from kvd.core.server.keys import KeyTable
 from kvd.optimizer import Optimizer
-from kvd.protocol.messages import Done, ErrorCode, Hold, HoldLoop, NotYetReason, SliceId
+from kvd.protocol.messages import Done, ErrorCode, HoldLoop, NotYetReason, SliceId
 
 
 @dataclass(slots=True, eq=False)
@@ -47,11 +47,14 @@ class RecordAnswers:
         self._effects = effects
 
     def done(self, event: Received, held: HeldPartition) -> None:
-        """The record is held: from now on a copy of the message changes nothing. One of a round is known by the
-        version that it makes."""
+        """The record is held: from now on a copy of the message changes nothing."""
         message: Any = event.message
-        if not isinstance(message, Hold):
-            held.handled.add(message.request)
+        held.handled.add(message.request)
+        self.confirm(event)
+
+    def confirm(self, event: Received) -> None:
+        """The record is held, and a copy of the message changes nothing anyway."""
+        message: Any = event.message
         self._effects.send(event.peer, Done(message.request))
 
     def later(self, event: Received, text: str) -> None:

@@ -131,7 +131,8 @@ class HeldChanges:
         optimizer = self._optimizers.find(message.optimizer)
         as_set = self._optimizers.find(message.as_set)
         if isinstance(optimizer, KvdError) or isinstance(as_set, KvdError):
-            self._answers.refuse(event, "the optimizer is not known here: install it on all servers")
+            text = str(optimizer if isinstance(optimizer, KvdError) else as_set)
+            self._answers.refuse(event, f"{text}: install it on all servers")
             return
         if message.generation >= held.generation:
             held.optimizer, held.as_set, held.generation = optimizer, as_set, message.generation

@@ -67,7 +67,7 @@ class HeldRounds:
             return
         if message.version == version + 1:
             self._begin(event, message, held, slices, optimizer)
-        self._answers.done(event, held)
+        self._answers.confirm(event)  # a copy is known by the version that it makes
 
     def _slices(self, event: Received, message: Hold, held: HeldPartition) -> list[Slice] | None:
         slices = []

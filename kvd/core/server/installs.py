@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -33,6 +34,26 @@ class _New(NamedTuple):
     state: Span
 
 
+@dataclass(slots=True, eq=False)
+class _Making:
+    """An Install whose slices are being made.
+
+    Attributes:
+        slices: those that are not in the table yet.
+        buffers: their bytes: of each slice those of the version before, if there is one, and those of its version.
+        is_loaded: whether the shell has the state of the first one's optimizer.
+    """
+
+    event: Received
+    request: int
+    partition: int
+    table: KeyTable
+    then: Callable[[], None]
+    slices: deque[_New]
+    buffers: deque[Buffer] = field(default_factory=deque)
+    is_loaded: bool = False
+
+
 class Installs:
     """Makes slices from their images.
 
@@ -50,7 +71,7 @@ class Installs:
         ended: Callable[[int], None],
     ) -> None:
         self._view = session.view
-        self._name = session
+        self._session = session
         self._effects = effects
         self._optimizers = optimizers
         self._grant = grant
@@ -74,7 +95,7 @@ class Installs:
             self._effects.send(event.peer, refusal_of(message.request, error))
             return
         if not self._grant(sum(new.current.nbytes for new in slices)):
-            text = f"{self._name.name} has no memory to hold key {slices[0].image.key!r}: raise memory_limit_bytes"
+            text = f"{self._session.name} has no memory to hold key {slices[0].image.key!r}: raise memory_limit_bytes"
             self._effects.refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, text, slices[0].image.key)
             return
         firsts = []
@@ -82,10 +103,8 @@ class Installs:
             spans = [span for span in (new.previous, new.current) if span is not None]
             firsts += [FirstBytes(new.image.key, new.image.slice_index, new.spec.dtype, span) for span in spans]
         self._busy[message.partition] += 1
-        self._effects.start_job(
-            lambda job: Create(job, tuple(firsts)),
-            partial(self._created, event, message, slices, table, then),
-        )
+        making = _Making(event, message.request, message.partition, table, then, deque(slices))
+        self._effects.start_job(lambda job: Create(job, tuple(firsts)), partial(self._created, making))
 
     def _is_busy_slice(self, table: KeyTable, image: SliceImage) -> bool:
         slice_ = table.slices.get((image.key, image.slice_index))
@@ -129,89 +148,57 @@ class Installs:
         slices[-1] = slices[-1]._replace(state=last._replace(nbytes=last.nbytes - (offset - event.nbytes)))
         return slices
 
-    def _created(
-        self,
-        event: Received,
-        message: Install,
-        slices: Sequence[_New],
-        table: KeyTable,
-        then: Callable[[], None],
-        done: JobDone,
-    ) -> None:
+    def _created(self, making: _Making, done: JobDone) -> None:
         if done.error is not None:
-            self._end(message.partition)
-            self._effects.send(event.peer, refusal_of(message.request, done.error))
+            self._fail(making, done.error)
             return
-        buffers = iter(done.result)
-        made = []
-        for new in slices:
-            previous = None if new.previous is None else next(buffers)
-            made.append((new, next(buffers), previous))
-        self._load_next(event, message, iter(made), table, then)
+        making.buffers.extend(done.result)
+        self._add_next(making)
 
-    def _load_next(
-        self,
-        event: Received,
-        message: Install,
-        made: object,
-        table: KeyTable,
-        then: Callable[[], None],
-    ) -> None:
-        """Adds the slices one after the other, each when it has the state of its optimizer."""
-        for new, current, previous in made:  # type: ignore[attr-defined]
-            use = new.image.use
-            if use.step or use.slots:
-                image, state = new.image, new.state
-                self._effects.start_job(
-                    lambda job, image=image, state=state: Load(  # type: ignore[misc]
-                        job, image.key, image.slice_index, image.use.step, image.use.slots, state
-                    ),
-                    partial(self._loaded, event, message, made, table, then, new, current, previous),
-                )
+    def _add_next(self, making: _Making) -> None:
+        """Adds the slices one after the other, each when the shell has the state of its optimizer."""
+        while making.slices:
+            image, state = making.slices[0].image, making.slices[0].state
+            use = image.use
+            if (use.step or use.slots) and not making.is_loaded:
+                load = partial(_load, image=image, source=state)
+                self._effects.start_job(load, partial(self._loaded, making))
                 return
-            self._add(message, new, current, previous, table)
-        self._end(message.partition)
-        then()
-        self._ended(message.partition)
+            self._add(making, making.slices.popleft())
+            making.is_loaded = False
+        self._busy[making.partition] -= 1
+        making.then()
+        self._ended(making.partition)
 
-    def _loaded(
-        self,
-        event: Received,
-        message: Install,
-        made: object,
-        table: KeyTable,
-        then: Callable[[], None],
-        new: _New,
-        current: Buffer,
-        previous: Buffer | None,
-        done: JobDone,
-    ) -> None:
+    def _loaded(self, making: _Making, done: JobDone) -> None:
         if done.error is not None:
-            self._end(message.partition)
-            self._effects.send(event.peer, refusal_of(message.request, done.error))
+            self._fail(making, done.error)
             return
-        self._add(message, new, current, previous, table)
-        self._load_next(event, message, made, table, then)
+        making.is_loaded = True
+        self._add_next(making)
 
-    def _add(self, message: Install, new: _New, current: Buffer, previous: Buffer | None, table: KeyTable) -> None:
+    def _add(self, making: _Making, new: _New) -> None:
         image = new.image
-        slice_ = table.add(
+        previous = None if new.previous is None else making.buffers.popleft()
+        slice_ = making.table.add(
             image.key,
             image.slice_index,
             new.spec,
-            log_of(image, self._view, current, previous),
+            log_of(image, self._view, making.buffers.popleft(), previous),
             image.origin.creator,
             new.optimizer,
             image.origin.init,
             image.creation,
-            message.partition,
+            making.partition,
             image.use.generation,
         )
         slice_.loaded = image.origin.loaded_by, image.origin.loaded
         slice_.group.changes = list(new.changes)
 
-    def _end(self, partition: int) -> None:
-        self._busy[partition] -= 1
+    def _fail(self, making: _Making, error: KvdError) -> None:
+        self._busy[making.partition] -= 1
+        self._effects.send(making.event.peer, refusal_of(making.request, error))
+        self._ended(making.partition)
 
     # ── the state of one slice ──
 
@@ -223,7 +210,7 @@ class Installs:
 
         def done(job: JobDone) -> None:
             group.working = False
-            self._end(message.partition)
+            self._busy[message.partition] -= 1
             if job.error is not None:
                 self._effects.send(event.peer, refusal_of(message.request, job.error))
             else:
@@ -233,6 +220,10 @@ class Installs:
         self._effects.start_job(
             lambda job: Load(job, slice_.key, slice_.index, message.step, message.slots, source), done
         )
+
+
+def _load(job: int, image: SliceImage, source: Span) -> Load:
+    return Load(job, image.key, image.slice_index, image.use.step, image.use.slots, source)
 
 
 def _itemsize(dtype: str) -> int:

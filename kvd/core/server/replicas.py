@@ -24,7 +24,7 @@ from kvd.core.server.installs import Installs
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.optimizer_names import OptimizerNames
 from kvd.core.session import SchedulerSession
-from kvd.protocol.messages import Done, Hold, Install, NotYetReason, StartHolding
+from kvd.protocol.messages import Hold, Install, NotYetReason, StartHolding
 
 
 class Replicas:
@@ -72,6 +72,7 @@ class Replicas:
         return sorted(self._held)
 
     def find(self, partition: int) -> HeldPartition | None:
+        """What is held of a partition; None if nothing is."""
         return self._held.get(partition)
 
     @property
@@ -94,7 +95,7 @@ class Replicas:
         if not self._is_from_leader(event, message.partition):
             self._elsewhere(event, message.request, message.partition)
         elif held is not None and message.request in held.handled:
-            self._effects.send(event.peer, Done(message.request))
+            self._answers.confirm(event)
         elif isinstance(message, StartHolding):
             self._start(event, message, Handled() if held is None else held.handled)
         elif held is None:

@@ -83,9 +83,11 @@ class Replication:
         self.postpones = elsewhere.postpones
 
     def leads(self, partition: int) -> bool:
+        """Whether this server leads a partition."""
         return partition in self._leadership.led
 
     def held(self, partition: int) -> HeldPartition | None:
+        """What this server holds of a partition that another one leads."""
         return self._replicas.find(partition)
 
     def answered(self, event: Received, now: float) -> None:
@@ -114,8 +116,8 @@ class Replication:
     def job_ended(self) -> None:
         """An update has ended: a group that had to wait for it may be taken over, given up or sent."""
         self._syncing.job_ended()
-        self._leadership.end_groups()
         self._replicas.view_changed()
+        self._leadership.end_groups()
 
     def tick(self, now: float) -> list[Effect]:
         """What is due: records, and what the scheduler is told."""
