@@ -190,6 +190,7 @@ class ServerMachine:
             shared,
             waiters,
             readings,
+            elsewhere,
             pushes.advance,
         )
         syncing = Syncing(
@@ -347,7 +348,7 @@ class ServerMachine:
         handler = self._handlers.get(type(message))
         if self._attachments.is_foreign(event):
             self._attachments.refuse_foreign(event)
-        elif type(message) in ABOUT_ALL_SLICES and self._replication.postpones(event):
+        elif type(message) in ABOUT_ALL_SLICES and self._postpones(event):
             return
         elif handler is not None:
             handler(event, message)
@@ -356,6 +357,9 @@ class ServerMachine:
         elif not self._control.receive(event, now):
             text = f"a server takes no {type(message).__name__}"
             self._effects.refuse(event.peer, getattr(message, "request", 0), ErrorCode.PROTOCOL_ERROR, text)
+
+    def _postpones(self, event: Received) -> bool:
+        return not self._attachments.is_replaced(event.sender) and self._replication.postpones(event)
 
     def _status(self, event: Received, query: StatusQuery) -> None:
         self._effects.send(event.peer, StatusReport(query.request))
