@@ -163,6 +163,8 @@ class ViewState:
         """What changes when a partition is lost, and begins anew without contents; 0 if nobody leads it yet."""
         if self.partitions:
             return self.partitions[partition].lineage
+        if self.settings.replicas > 1:
+            return 0  # the next view says it
         member = self.members.get(("server", partition))
         return 0 if member is None else member.incarnation
 

@@ -9,6 +9,7 @@ from random import Random
 from kvd.core.machine import SCHEDULER
 from kvd.core.worker.machine import WorkerMachine
 from kvd.testing.checkers import DeadlockCheck, check_everything_ended, watch_everything
+from kvd.testing.copies import check_copies, check_versions
 from kvd.testing.network import CALM
 from kvd.testing.simulator import Program, World
 
@@ -104,20 +105,22 @@ def _crash_server(
     """The server dies after it has carried out a few more effects, as soon as another one holds what it leads."""
     process = world.processes[name]
     others = [world.processes[f"server {rank}"] for rank in range(world.cluster.servers)]
-    if not all(other.alive and other.effects_left is None for other in others) or not world.is_replicated():
+    if any(other.effects_left is not None for other in others) or not world.is_replicated():
         if patience:
             again = partial(
                 _crash_server, world, name, effects, restart_after_s, noticed=noticed, patience=patience - 1
             )
             world.clock.after(0.3, again)
         return
-    process.effects_left = effects
+    process.effects_left, process.is_spared = effects, lambda: not world.is_replicated()
 
     def restart() -> None:
-        if world.processes[name] is process:
-            if process.alive:
-                world.kill(name)
-            world.start_server(_number_of(name))
+        if world.processes[name] is not process or (process.alive and not world.is_replicated()):
+            process.effects_left = None
+            return
+        if process.alive:
+            world.kill(name)
+        world.start_server(_number_of(name))
 
     def notice() -> None:
         if not process.alive:
@@ -184,6 +187,7 @@ def live_through(
         reader: a program that READERS observers run; all but one of them die on the way.
     """
     watch_everything(world)
+    world.step_watchers.append(check_versions)
     world.call_watchers.append(DeadlockCheck())
     world.start_all(program)
     for number in range(READERS if reader is not None else 0):
@@ -197,3 +201,4 @@ def live_through(
     world.run(mishaps.longest_pause_s + mishaps.restart_after_s[1])
     world.run(patience_s, world.workers_finished)
     check_everything_ended(world)
+    check_copies(world)

@@ -151,11 +151,11 @@ class Shell:
         self._validate(process)
         for effect, run, epoch in _by_run(process.machine, effects):
             if process.effects_left is not None:
-                if process.effects_left == 0:
+                if process.effects_left == 0 and not process.is_spared():
                     process.alive = False
                     self._trace.record(f"{process.name} dies")
                     return
-                process.effects_left -= 1
+                process.effects_left = process.effects_left - 1 if process.effects_left else None
             if isinstance(effect, Send):
                 self._send(process, effect, run, epoch)
             elif isinstance(effect, Apply | Create | Export | Load | Run):
@@ -227,7 +227,7 @@ class Shell:
     def _calculated(self, started: _StartedJob) -> JobDone:
         if started.done is None:
             job, run = started.job, started.run
-            if isinstance(job, Apply) and self._settings.failing_updates > self._random.random():
+            if isinstance(job, Apply) and not job.is_merged and self._settings.failing_updates > self._random.random():
                 started.done = JobDone(job.job, None, NotAllowed(UPDATE_FAILS), run)
             else:
                 started.done = _runner(started.process, run).run(job)._replace(run=run)

@@ -239,18 +239,22 @@ class World:
         return np.concatenate(parts).view(dtype)
 
     def is_replicated(self) -> bool:
-        """Whether every partition of the latest run has a backup, as the scheduler has saved it."""
+        """Whether every partition of the latest run has a living backup: in the newest view and in the newest saved."""
         process = self.processes["scheduler"]
         router = process.machine
         assert isinstance(router, SchedulerRouter)
         machines = [slot.machine for slot in router.runs if slot.machine is not None]
         if not process.alive or not machines:
             return False
-        view = machines[-1].told_to("server")
-        there = {member.rank: member.incarnation for member in view.members if member.role == "server"}
-        living = {rank for rank in there if self.processes[f"server {rank}"].machine.incarnation == there[rank]}
-        return bool(view.partitions) and all(
-            partition.leader in living and partition.backup in living for partition in view.partitions
+        saved, newest = machines[-1].told_to("server"), machines[-1].explain(self.clock.now)["partitions"]
+        there = {member.rank: member.incarnation for member in saved.members if member.role == "server"}
+        processes = {rank: self.processes[f"server {rank}"] for rank in there}
+        living = {rank for rank, at in processes.items() if at.alive and at.machine.incarnation == there[rank]}
+        assert isinstance(newest, list)
+        return (
+            bool(saved.partitions)
+            and all(partition.leader in living and partition.backup in living for partition in saved.partitions)
+            and all(partition["backup"] is not None for partition in newest)
         )
 
     def workers_finished(self) -> bool:

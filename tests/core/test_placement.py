@@ -184,3 +184,15 @@ def test_the_server_of_a_slice_comes_from_the_view() -> None:
 
 def test_nodes_have_names() -> None:
     assert (name_of("server", 1), name_of("scheduler", 0)) == ("server 1", "scheduler")
+
+
+def test_without_a_word_of_the_partitions_nothing_has_begun_anew() -> None:
+    """An observer that hears of another scheduler, and has no view of it yet: a server was replaced meanwhile."""
+    states = viewed(member("server", 0, "active"), member("server", 1, "active"))
+    settings = SETTINGS._replace(replicas=2)
+    partitions = (Partition(0, 1, -1, 7), Partition(1, 0, -1, 8))
+    states.update(Epoch(1, 2), View(settings, tuple(states.members.values()), states.shards, (), partitions))
+    states.begin_with(1)
+    states.begin_with(2)
+    assert states.partitions == ()
+    assert not states.has_begun_anew(0, 7)

@@ -108,6 +108,7 @@ class Leadership:
                 self._effects.emit(forget_state(group.slices))
             else:
                 self._ending.append(group)
+        self._readings.led_less()
         text = f"{self._session.name} does not lead partition {partition} any more"
         self._effects.emit(LogEntry("warning", text))
 

@@ -32,6 +32,7 @@ from kvd.core.server.deletions import Deletions
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
+from kvd.core.server.held import HeldPartition
 from kvd.core.server.key_creation import KeyCreation
 from kvd.core.server.key_requests import KeyRequests
 from kvd.core.server.keys import KeyTable
@@ -254,6 +255,14 @@ class ServerMachine:
     @property
     def session(self) -> SchedulerSession:
         return self._session
+
+    def leads(self, partition: int) -> bool:
+        """Whether this server leads the partition, by the newest view that it knows."""
+        return self._replication.leads(partition)
+
+    def held(self, partition: int) -> HeldPartition | None:
+        """What this server holds of a partition that another one leads, or has not taken over yet."""
+        return self._replication.held(partition)
 
     def step(self, event: Event, now: float) -> list[Effect]:
         self._readings.tick(now)

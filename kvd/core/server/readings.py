@@ -252,6 +252,11 @@ class Readings:
             for reading in list(self._waiting.get(slice_, {})):
                 self._close(reading)
 
+    def led_less(self) -> None:
+        """This server leads less than before. Readers that hold too much now are forgotten, and ask again."""
+        while self.held_nbytes > MAX_CUTS * self._table.bytes_led:
+            self._forget(max(self._readers, key=lambda sender: self._readers[sender].held_nbytes))
+
     # ── the end of waiting ──
 
     def _leave(self, reading: _Reading, position: int) -> None:

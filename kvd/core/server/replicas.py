@@ -71,6 +71,10 @@ class Replicas:
     def partitions(self) -> list[int]:
         return sorted(self._held)
 
+    def find(self, partition: int) -> HeldPartition | None:
+        """What is held of a partition; None if nothing is."""
+        return self._held.get(partition)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the slices that are held, once each."""

@@ -11,9 +11,10 @@ from typing import Any
 from kvd.core.machine import SCHEDULER, Effect, Received
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
+from kvd.core.server.held import HeldPartition
 from kvd.core.server.leadership import Leadership
 from kvd.core.server.records import Records
-from kvd.core.server.replicas import HeldPartition, Replicas
+from kvd.core.server.replicas import Replicas
 from kvd.core.server.syncing import Syncing
 from kvd.core.session import OUT_OF_SYNC_REQUEST, SchedulerSession
 from kvd.protocol.messages import NotYetReason, OutOfSync, StartHolding
@@ -82,9 +83,11 @@ class Replication:
         self.postpones = elsewhere.postpones
 
     def leads(self, partition: int) -> bool:
+        """Whether this server leads a partition."""
         return partition in self._leadership.led
 
     def held(self, partition: int) -> HeldPartition | None:
+        """What this server holds of a partition that another one leads."""
         return self._replicas.find(partition)
 
     def answered(self, event: Received, now: float) -> None:

@@ -13,6 +13,7 @@ from kvd.core.requests import ClockOf, Depart, Flush, TakeBack, Transfer
 from kvd.errors import KvdError, RemoteError
 from kvd.optimizer import SGD
 from kvd.protocol.messages import Departure
+from kvd.testing.copies import is_counted
 from kvd.testing.process import Coroutine, PendingCall, Process, Sleep, Start
 from kvd.testing.shell import UPDATE_FAILS
 from kvd.testing.simulator import Me, World
@@ -71,7 +72,7 @@ class RefusalLedger:
         place = self._pushes.get(call)
         if place is None:
             return
-        if call.error is None and world.value(KEY)[place] != 1:
+        if call.error is None and not is_counted(world, KEY, place):
             world.fail(f"{process.name} has an ack for a push to place {place}, which is not there")
         if UPDATE_FAILS in str(call.error):  # the push of a node that was replaced may count
             self.refused.add(place)
