@@ -173,6 +173,23 @@ def test_a_record_that_is_lost_is_sent_again_as_it_was(name: str) -> None:
     assert run.picture(A) == run.picture(B)
 
 
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_worker_that_asks_again_is_not_answered_earlier(name: str) -> None:
+    settings, ask, kind = CHANGES[name]
+    run = ready(**settings)
+    first, request = len(run.answers), run._request
+    ask(run)
+    records = run.to(B)
+    run._request = request
+    ask(run)
+    assert answers(run, kind, first) == 0
+    for record in records:
+        run.arrive(record)
+    run.settle()
+    assert answers(run, kind, first) >= 1
+    assert run.picture(A) == run.picture(B)
+
+
 def test_a_value_is_the_sum_of_the_round_at_both() -> None:
     run = ready()
     run.auto = True

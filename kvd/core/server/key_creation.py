@@ -21,7 +21,7 @@ from kvd.core.server.groups import Slice
 from kvd.core.server.images import image_of, packs
 from kvd.core.server.keys import MAX_SLICES, KeyTable
 from kvd.core.server.memory import ServerMemory
-from kvd.core.server.records import Records
+from kvd.core.server.records import LED_ELSEWHERE, Records
 from kvd.core.server.rounds import SliceLog
 from kvd.core.session import SchedulerSession
 from kvd.optimizer import to_wire
@@ -271,15 +271,17 @@ class KeyCreation:
     ) -> None:
         """The slices exist when the backups have them too: then the answer goes out."""
         remaining = 0
+        is_lost = False
 
         def held(some: Sequence[_New], refusal: Refused | None) -> None:
-            nonlocal remaining
+            nonlocal remaining, is_lost
             remaining -= 1
+            is_lost = is_lost or refusal is LED_ELSEWHERE
             for new in some:
                 self._holding.discard((new.key, new.slice_index))
                 if refusal is not None:
                     refused.add(new.place, refusal.error, refusal.text, new.key)
-            if remaining <= 0:
+            if remaining <= 0 and not is_lost:
                 self._effects.send(event.peer, refused.answer(init.request))
 
         self._holding.update([(new.key, new.slice_index) for some in added.values() for new, _ in some])

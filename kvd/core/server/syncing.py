@@ -18,7 +18,7 @@ from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.images import MOST_BYTES, image_of, packs
 from kvd.core.server.keys import KeyTable
-from kvd.core.server.records import Holder, Records
+from kvd.core.server.records import LED_ELSEWHERE, Holder, Records
 from kvd.core.server.shared_steps import SharedSteps
 from kvd.core.session import SYNCED_REQUEST, SchedulerSession
 from kvd.optimizer import Optimizer, to_wire
@@ -133,7 +133,8 @@ class Syncing:
     def _rests(self, sync: _Sync, group: FusedGroup) -> None:
         """No update of the group runs, and none begins until it is woken."""
         if sync.is_failed:
-            self._wake(sync, group)
+            group.working = False
+            self._advance(group)
             return
         slices = list(group.slices)
         group.is_resting = True
@@ -158,7 +159,7 @@ class Syncing:
 
     def _wake(self, sync: _Sync, group: FusedGroup) -> None:
         sync.resting.pop(group, None)
-        if group.working:
+        if group.is_resting:  # else it is still at work on something else, and rests no more
             group.working = group.is_resting = False
             self._advance(group)
 
@@ -179,6 +180,8 @@ class Syncing:
         def held(refused: Refused | None) -> None:
             nonlocal remaining
             remaining -= 1
+            if refused is LED_ELSEWHERE:
+                return  # `view_changed` wakes the groups
             if refused is not None and not sync.is_failed:
                 self._fail(sync, refused.text)
             elif not remaining and not sync.is_failed:
@@ -230,7 +233,7 @@ class Syncing:
         def held(_: Refused | None) -> None:
             nonlocal remaining
             remaining -= 1
-            if remaining <= 0 and not sync.is_failed:
+            if remaining <= 0 and not sync.is_failed and not sync.holder.is_over:
                 sync.tell_at = self._now
 
         for message in last:
