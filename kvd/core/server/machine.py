@@ -159,10 +159,10 @@ class ServerMachine:
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(
-            self.table, effects, attachments, agreement, disputes, records, session, pushes.advance
+            self.table, effects, attachments, agreement, disputes, records, elsewhere, session, pushes.advance
         )
         self._deletions = deletions = Deletions(
-            self.table, effects, attachments, participants, waiters, records, lambda: creation.give_back()
+            self.table, effects, attachments, participants, waiters, records, elsewhere, lambda: creation.give_back()
         )
         creation = KeyCreation(
             session,
