@@ -65,11 +65,14 @@ class Leadership:
     # ── the view ──
 
     def view_changed(self) -> None:
-        own = self._view.by_incarnation(self._session.incarnation)
-        now = set()
-        if own is not None and own.role == "server":
-            now = {number for number, entry in enumerate(self._view.partitions) if entry.leader == own.rank}
-        before, self._led = self._led, now
+        before, now = self._led, set()
+        for number, entry in enumerate(self._view.partitions):
+            leader = self._view.members.get(("server", entry.leader))
+            if leader is None:  # a scheduler that was restarted waits for it
+                now |= before & {number}
+            elif leader.incarnation == self._session.incarnation:
+                now.add(number)
+        self._led = now
         if before - now:
             self._elsewhere.gave_up()
         for partition in sorted(before - now):
