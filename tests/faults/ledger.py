@@ -1,7 +1,7 @@
 """Every push counts exactly once, whoever is killed: two workers count what was acknowledged, and look what is there.
 
 ``python -m tests.faults.ledger [--seconds S] [--seed N] [--insecure]`` kills random processes of a job every few
-seconds and prints the counts: pushes acknowledged, kills, lost and doubled ones. A push is one of one key by one worker.
+seconds and prints the counts: pushes acknowledged, kills, lost and doubled ones. A push is of one key.
 """
 
 from __future__ import annotations
