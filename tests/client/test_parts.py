@@ -209,7 +209,7 @@ def test_the_version_of_a_key_is_the_oldest_of_all_its_servers() -> None:
     async def call(request: Any) -> Any:
         if isinstance(request, requests.DescribeKey):
             return KeySpec("uint8", (3 << 20,), 1 << 20)
-        assert request.servers == (0, 1, 2)
+        assert request.partitions == (0, 1, 2)
         return [(SimpleNamespace(oldest_version=version), None, 0) for version in (5, 3, 4)]
 
     def run(coroutine: Any) -> Promise:
