@@ -199,6 +199,6 @@ def live_through(
     world.network.faults = CALM
     world.network.cut_off.clear()
     world.run(mishaps.longest_pause_s + mishaps.restart_after_s[1])
-    world.run(patience_s, world.workers_finished)
+    world.run(patience_s, lambda: world.workers_finished() and all(each.alive for each in world.processes.values()))
     check_everything_ended(world)
     check_copies(world)

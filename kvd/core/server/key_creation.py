@@ -21,7 +21,7 @@ from kvd.core.server.groups import Slice
 from kvd.core.server.images import install_of, packs
 from kvd.core.server.keys import MAX_SLICES, KeyTable
 from kvd.core.server.memory import ServerMemory
-from kvd.core.server.records import Records
+from kvd.core.server.records import LED_ELSEWHERE, Records
 from kvd.core.server.rounds import SliceLog
 from kvd.core.session import SchedulerSession
 from kvd.protocol.messages import (
@@ -269,15 +269,17 @@ class KeyCreation:
     ) -> None:
         """The slices exist when the backups have them too: then the answer goes out."""
         remaining = 0
+        is_lost = False
 
         def held(some: Sequence[_New], refusal: Refused | None) -> None:
-            nonlocal remaining
+            nonlocal remaining, is_lost
             remaining -= 1
+            is_lost = is_lost or refusal is LED_ELSEWHERE
             for new in some:
                 self._holding.discard((new.key, new.slice_index))
                 if refusal is not None:
                     refused.add(new.place, refusal.error, refusal.text, new.key)
-            if remaining <= 0:
+            if remaining <= 0 and not is_lost:
                 self._effects.send(event.peer, refused.answer(init.request))
 
         held_elsewhere = {partition: some for partition, some in added.items() if self._records.is_held(partition)}

@@ -11,6 +11,7 @@ from kvd.core.machine import LogEntry
 from kvd.core.server.control import ServerControl
 from kvd.core.server.deletions import Deletions
 from kvd.core.server.effects import ServerEffects
+from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.groups import FusedGroup, forget_state
 from kvd.core.server.key_requests import KeyRequests
 from kvd.core.server.keys import KeyTable
@@ -38,6 +39,7 @@ class Leadership:
         shared: SharedSteps,
         waiters: Waiters,
         readings: Readings,
+        elsewhere: Elsewhere,
         advance: Advance,
     ) -> None:
         self._session = session
@@ -50,6 +52,7 @@ class Leadership:
         self._shared = shared
         self._waiters = waiters
         self._readings = readings
+        self._elsewhere = elsewhere
         self._advance = advance
         self._led: set[int] = set()
         self._ending: list[FusedGroup] = []  # groups that were given up while a job was at work on them
@@ -67,6 +70,8 @@ class Leadership:
         if own is not None and own.role == "server":
             now = {number for number, entry in enumerate(self._view.partitions) if entry.leader == own.rank}
         before, self._led = self._led, now
+        if before - now:
+            self._elsewhere.gave_up()
         for partition in sorted(before - now):
             self._give_up(partition)
         for partition in sorted(now - before):

@@ -159,10 +159,10 @@ class ServerMachine:
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(
-            self.table, effects, attachments, agreement, disputes, records, session, pushes.advance
+            self.table, effects, attachments, agreement, disputes, records, elsewhere, session, pushes.advance
         )
         self._deletions = deletions = Deletions(
-            self.table, effects, attachments, participants, waiters, records, lambda: creation.give_back()
+            self.table, effects, attachments, participants, waiters, records, elsewhere, lambda: creation.give_back()
         )
         creation = KeyCreation(
             session,
@@ -190,6 +190,7 @@ class ServerMachine:
             shared,
             waiters,
             readings,
+            elsewhere,
             pushes.advance,
         )
         syncing = Syncing(
@@ -347,7 +348,7 @@ class ServerMachine:
         handler = self._handlers.get(type(message))
         if self._attachments.is_foreign(event):
             self._attachments.refuse_foreign(event)
-        elif type(message) in ABOUT_ALL_SLICES and self._replication.postpones(event):
+        elif type(message) in ABOUT_ALL_SLICES and self._postpones(event):
             return
         elif handler is not None:
             handler(event, message)
@@ -356,6 +357,9 @@ class ServerMachine:
         elif not self._control.receive(event, now):
             text = f"a server takes no {type(message).__name__}"
             self._effects.refuse(event.peer, getattr(message, "request", 0), ErrorCode.PROTOCOL_ERROR, text)
+
+    def _postpones(self, event: Received) -> bool:
+        return not self._attachments.is_replaced(event.sender) and self._replication.postpones(event)
 
     def _status(self, event: Received, query: StatusQuery) -> None:
         self._effects.send(event.peer, StatusReport(query.request))

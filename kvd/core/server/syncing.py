@@ -18,7 +18,7 @@ from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.images import MOST_BYTES, OptimizerState, install_of, packs
 from kvd.core.server.keys import KeyTable
-from kvd.core.server.records import Holder, Records
+from kvd.core.server.records import LED_ELSEWHERE, Holder, Records
 from kvd.core.server.shared_steps import SharedSteps
 from kvd.core.session import SYNCED_REQUEST, SchedulerSession
 from kvd.protocol.messages import HoldLoop, HoldOptimizer, HoldPublished, KeyId, Refused, Synced
@@ -121,10 +121,11 @@ class Syncing:
 
     def _rests(self, sync: _Sync, group: FusedGroup) -> None:
         """No update of the group runs, and none begins until it is woken."""
-        group.is_resting = True
         if sync.is_failed:
-            self._wake(sync, group)
+            group.working = False
+            self._advance(group)
             return
+        group.is_resting = True
         slices = list(group.slices)
 
         def export_next() -> None:
@@ -168,6 +169,8 @@ class Syncing:
         def held(refused: Refused | None) -> None:
             nonlocal remaining
             remaining -= 1
+            if refused is LED_ELSEWHERE:
+                return  # `view_changed` wakes the groups
             if refused is not None and not sync.is_failed:
                 self._fail(sync, refused.text)
             elif not remaining and not sync.is_failed:
@@ -202,7 +205,7 @@ class Syncing:
             remaining -= 1
             if refused is not None and not sync.is_failed:
                 self._fail(sync, refused.text)
-            elif not remaining and not sync.is_failed:
+            elif not remaining and not sync.is_failed and not sync.holder.is_over:
                 sync.tell_at = self._now
 
         for message in last:

@@ -105,41 +105,6 @@ def test_a_daemon_that_ends_ends_the_job(
     assert any(f"ended (exit code {code})" in line for line in lines.of("launch"))
 
 
-@pytest.mark.parametrize("restarts", [0, 2])
-def test_with_two_replicas_a_job_goes_on_without_a_server(
-    restarts: int, tmp_path: Path, daemon: Any, lines: Lines, mark: dict[str, str]
-) -> None:
-    said = tmp_path / "said"
-
-    def take(node: str, stream: str, line: bytes) -> None:
-        lines.take(node, stream, line)
-        if node == "launch" and b"goes on" in line:
-            said.touch()
-
-    code = f"""
-        import os, time
-        while not os.path.exists({str(said)!r}):
-            time.sleep(0.01)
-    """
-    job = Job(
-        command=python(code), workers=1, servers=2, environment={**mark, "FAILS": "server-1", "FAILS_WITH": "3"},
-        daemon=daemon, restarts=RestartRule(restarts, first_s=0.0), replicas=2,
-    )  # fmt: skip
-    assert run(job, take, handle_signals=False) == 0
-    why = "server-1 ended (exit code 3): "
-    again = [f"{why}restart {number} of 2" for number in range(1, restarts + 1)]
-    assert lines.of("launch") == [*again, f"{why}the job goes on with the copies that other servers have of its keys"]
-    assert len([line for line in lines.of("server-1") if line.startswith("up")]) == 1 + restarts
-    assert lines.of("server-0")[-1] == "down server-0"
-
-
-def test_without_a_server_no_job_goes_on(daemon: Any, lines: Lines, mark: dict[str, str]) -> None:
-    environment = {**mark, "FAILS": "server", "FAILS_WITH": "3"}
-    job = Job(command=shell("sleep 1000"), workers=1, servers=2, environment=environment, daemon=daemon, replicas=2)
-    assert run(job, lines.take, handle_signals=False) == 1
-    assert "its part of the keys is gone, since no other server is left" in lines.of("launch")[-1]
-
-
 def test_a_scheduler_that_is_never_ready(daemon: Any, lines: Lines, mark: dict[str, str]) -> None:
     environment = {**mark, "NEVER_READY": "1"}
     job = Job(command=["true"], workers=1, servers=1, environment=environment, daemon=daemon, startup_s=0.5)
