@@ -150,12 +150,12 @@ class Shell:
         effects = process.machine.step(event, self._clock.now)
         self._validate(process)
         for effect, run, epoch in _by_run(process.machine, effects):
-            if process.effects_left is not None:
-                if process.effects_left == 0 and not process.is_spared():
+            if process.doom.effects_left is not None:
+                if process.doom.effects_left == 0 and not process.doom.is_spared():
                     process.alive = False
                     self._trace.record(f"{process.name} dies")
                     return
-                process.effects_left = process.effects_left - 1 if process.effects_left else None
+                process.doom.effects_left = process.doom.effects_left - 1 if process.doom.effects_left else None
             if isinstance(effect, Send):
                 self._send(process, effect, run, epoch)
             elif isinstance(effect, Apply | Create | Export | Load | Run):

@@ -234,7 +234,7 @@ class ServerMachine:
             ComeTo: resumption.come_to,
             TakeStep: shared.take,
             Rest: shared.rest,
-            StatusQuery: self._status,
+            StatusQuery: lambda event, query: effects.send(event.peer, StatusReport(query.request)),
             WaitQuery: WaitAnswers(
                 self.table, effects, attachments, participants, keys.lookups_of, deletions.waits_of
             ).answer,
@@ -360,9 +360,6 @@ class ServerMachine:
 
     def _postpones(self, event: Received) -> bool:
         return not self._attachments.is_replaced(event.sender) and self._replication.postpones(event)
-
-    def _status(self, event: Received, query: StatusQuery) -> None:
-        self._effects.send(event.peer, StatusReport(query.request))
 
     def _say_goodbye(self, event: LocalCall) -> None:
         """The only thing that its own program asks of a server: to leave in good order."""

@@ -8,7 +8,6 @@ from functools import partial
 
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Effect, Received, ServerPeer, Span
-from kvd.core.membership import ViewState
 from kvd.core.outbox import Entry, Outbox
 from kvd.core.worker.asking import Asker, Question
 from kvd.core.worker.calls import COMPLETED, Call, CallBook
@@ -33,7 +32,6 @@ class ControlCalls:
         pushes: OpenPushes,
         asker: Asker,
         outbox: Outbox,
-        view: ViewState,
         servers: Servers,
         participation: Participation,
         emit: Callable[[Effect], None],
@@ -43,7 +41,6 @@ class ControlCalls:
         self._pushes = pushes
         self._asker = asker
         self._outbox = outbox
-        self._view = view
         self._servers = servers
         self._participation = participation
         self._emit = emit

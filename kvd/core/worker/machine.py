@@ -86,7 +86,7 @@ class WorkerMachine:
         self._asker = asker = Asker(view, servers, outbox, calls)
         left = Predecessor()
         taking_part = Participation(session, outbox, asker, calls)
-        self._control = ControlCalls(calls, pushes, asker, outbox, view, servers, taking_part, emit)
+        self._control = ControlCalls(calls, pushes, asker, outbox, servers, taking_part, emit)
         self._clocks = WorkerClocks(session, servers, keys, asker, calls, pushes, steps, left)
         self._waits = Waits(session, outbox, asker, calls, pushes, settings.notice_s, emit)
         plans = MessagePlans(view, batches=settings.batches and not taking_part.is_observer)
