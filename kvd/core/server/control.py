@@ -11,11 +11,12 @@ from kvd.core.server.attachments import Attachments
 from kvd.core.server.command_answers import CommandAnswers
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
+from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.optimizer_agreement import OptimizerAgreement
 from kvd.core.server.pace import Pace
-from kvd.core.server.records import Records
+from kvd.core.server.records import LED_ELSEWHERE, Records
 from kvd.core.session import SchedulerSession
 from kvd.errors import KvdError, NotAllowed
 from kvd.optimizer import Optimizer, changes_from_wire, from_wire, to_wire, with_hyperparameters
@@ -53,6 +54,7 @@ class ServerControl:
         agreement: OptimizerAgreement,
         disputes: Disputes,
         records: Records,
+        elsewhere: Elsewhere,
         session: SchedulerSession,
         advance: Callable[[FusedGroup], None],
     ) -> None:
@@ -64,6 +66,7 @@ class ServerControl:
         self._agreement = agreement
         self._disputes = disputes
         self._records = records
+        self._elsewhere = elsewhere
         self._session = session
         self._advance = advance
         self._answers = CommandAnswers()
@@ -135,7 +138,8 @@ class ServerControl:
             self._answers.finish(event.sender, message.request, answer)
             self._effects.emit(answer)
 
-        self._records.hold_in(self._generation_records() if self.generation > earlier else [], held)
+        # Every server is told of it: one that has come to lead a partition meanwhile knows it as well.
+        self._records.hold_in(self._generation_records() if self.generation > earlier else [], held, held)
         if visits:
             self._visit_slices()
             self._pace.visited(len(self._table.slices), now)
@@ -204,7 +208,11 @@ class ServerControl:
                 elif group.optimizer is not None:
                     group.optimizer = with_hyperparameters(group.optimizer, changes)
         records = self._change_records(message.changes)
-        self._records.hold_in(records, lambda: self._effects.send(event.peer, Done(message.request)))
+
+        def held() -> None:
+            self._effects.send(event.peer, Done(message.request))
+
+        self._records.hold_in(records, held, held)
 
     def _leads_nothing(self) -> bool:
         """Whether the view names other servers as the leaders of all partitions."""
@@ -231,7 +239,7 @@ class ServerControl:
 
     def _slice(self, event: Received, request: int, key: str, index: int) -> Slice | None:
         slice_ = self._table.slices.get((key, index))
-        if slice_ is None:
+        if slice_ is None and not self._elsewhere.has(event, request, key, index):
             self._effects.send(
                 event.peer, Refused(request, ErrorCode.KEY_NOT_FOUND, f"no slice {index} of {key!r} is here", key)
             )
@@ -248,7 +256,13 @@ class ServerControl:
             group.working = False
             self._advance(group)
 
-        group.tasks.append(lambda: self._effects.start_job(make, lambda job: done(job, go_on)))
+        def ended(job: JobDone) -> None:
+            if group.is_gone:  # another server leads it, and is asked now
+                go_on()
+            else:
+                done(job, go_on)
+
+        group.tasks.append(lambda: self._effects.start_job(make, ended))
         self._advance(group)
 
     def _fetch_state(self, event: Received, message: FetchState) -> None:
@@ -275,6 +289,8 @@ class ServerControl:
             self._effects.refuse(event.peer, message.request, ErrorCode.KEY_NOT_FOUND, text, message.key)
             return
         sender, request = slice_.loaded
+        if slice_.is_loading and (sender, request) == (event.sender, message.request):
+            return  # it is asked again, and this will be done by then
         if sender == event.sender and message.request <= request:
             self._effects.send(
                 event.peer, Done(message.request)
@@ -282,20 +298,26 @@ class ServerControl:
             return
         source = Span(event.payload, 0, event.nbytes)
         before, slice_.loaded = slice_.loaded, (event.sender, message.request)
+        slice_.is_loading = True
 
         def done(job: JobDone, go_on: Callable[[], None]) -> None:
             if job.error is not None:
                 if slice_.loaded == (event.sender, message.request):
-                    slice_.loaded = before  # it may be asked for again
+                    slice_.loaded, slice_.is_loading = before, False  # it may be asked for again
                 self._effects.send(event.peer, refusal_of(message.request, job.error))
                 go_on()
                 return
 
-            def held(_: Refused | None) -> None:
-                self._effects.send(event.peer, Done(message.request))
+            def held(refused: Refused | None) -> None:
+                if slice_.loaded == (event.sender, message.request):
+                    slice_.is_loading = False
+                if refused is not LED_ELSEWHERE:
+                    self._effects.send(event.peer, Done(message.request))
                 go_on()
 
-            record = HoldState(0, slice_.partition, slice_.slice_id, *slice_.loaded, message.step, message.slots)
+            record = HoldState(
+                0, slice_.partition, slice_.slice_id, event.sender, message.request, message.step, message.slots
+            )
             self._records.hold_round(
                 slice_.partition,
                 record,

@@ -17,6 +17,7 @@ from kvd.core.machine import LogEntry, Peer, Received
 from kvd.core.membership import name_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.effects import ServerEffects
+from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.groups import forget_state
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.participants import Participants
@@ -62,6 +63,7 @@ class Deletions:
         participants: Participants,
         waiters: Waiters,
         records: Records,
+        elsewhere: Elsewhere,
         give_back: Callable[[], None],
     ) -> None:
         self._table = table
@@ -70,6 +72,7 @@ class Deletions:
         self._participants = participants
         self._waiters = waiters
         self._records = records
+        self._elsewhere = elsewhere
         self._give_back = give_back
         self._waiting: dict[PushRequest, _Waiting] = {}
         self._by_key: dict[str, dict[int, _Waiting]] = {}  # key → rank
@@ -88,6 +91,8 @@ class Deletions:
             return
         if any(key in self._unheld for key, _ in message.keys):
             return  # it is asked again, and this will be done by then
+        if any(self._elsewhere.has(event, message.request, key, 0) for key, _ in message.keys):
+            return
         here = {key for key, creation in message.keys if self._is_here(key, creation)}
         if not here:
             self._effects.send(event.peer, Done(message.request))
@@ -158,7 +163,7 @@ class Deletions:
                 records = self.take_away(key)
                 gone = [waiting for waiting in self._by_key.pop(key, {}).values() if self._is_over(waiting, key)]
                 self._unheld[key] += 1
-                self._records.hold_in(records, partial(self._answer, key, gone))
+                self._records.hold_in(records, partial(self._answer, key, gone), partial(self._answer, key, ()))
 
     def _is_over(self, waiting: _Waiting, key: str) -> bool:
         """The key is gone; whether it was the last one that this Delete waited for."""
@@ -212,8 +217,20 @@ class Deletions:
             return
         for _, creation in message.keys:
             self._table.creation = max(self._table.creation, min(creation + 1, MOST_COUNTED))  # an Init can carry it
+        if any(key in self._unheld for key, _ in message.keys):
+            return  # it is asked again, and this will be done by then
         records = [record for key in sorted(old) for record in self.take_away(key)]
-        self._records.hold_in(records, lambda: self._effects.send(event.peer, Done(message.request)))
+        self._unheld.update(old)
+
+        def over() -> None:
+            self._unheld.subtract(old)
+            self._unheld += Counter[str]()  # without those that are at 0
+
+        def held() -> None:
+            over()
+            self._effects.send(event.peer, Done(message.request))
+
+        self._records.hold_in(records, held, over)
 
     # ── the view ──
 

@@ -51,6 +51,7 @@ class Slice:
     position: int = 0  # among the slices of the group
     offset: int = 0  # in its bytes
     loaded: tuple[int, int] = (0, 0)  # who stored optimizer state of it last, and the request
+    is_loading: bool = False  # that request is under way
     partition: int = 0
 
     @property

@@ -39,13 +39,14 @@ from kvd.core.server.keys import KeyTable
 from kvd.core.server.leadership import Leadership
 from kvd.core.server.memory import ServerMemory
 from kvd.core.server.optimizer_agreement import OptimizerAgreement
+from kvd.core.server.out_of_step import OutOfStep
 from kvd.core.server.participants import Participants
 from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
 from kvd.core.server.readings import Readings
 from kvd.core.server.records import Records
 from kvd.core.server.replicas import Replicas
-from kvd.core.server.replication import OutOfStep, Replication
+from kvd.core.server.replication import Replication
 from kvd.core.server.resume import Resumption
 from kvd.core.server.shared_steps import SharedSteps
 from kvd.core.server.syncing import Syncing
@@ -158,10 +159,10 @@ class ServerMachine:
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(
-            self.table, effects, attachments, agreement, disputes, records, session, pushes.advance
+            self.table, effects, attachments, agreement, disputes, records, elsewhere, session, pushes.advance
         )
         self._deletions = deletions = Deletions(
-            self.table, effects, attachments, participants, waiters, records, lambda: creation.give_back()
+            self.table, effects, attachments, participants, waiters, records, elsewhere, lambda: creation.give_back()
         )
         creation = KeyCreation(
             session,

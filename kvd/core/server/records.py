@@ -24,11 +24,14 @@ from kvd.core.outbox import Entry, Outbox
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import Slice
 from kvd.core.session import FIRST_REQUEST, SchedulerSession
-from kvd.protocol.messages import Done, Member, NotYet, Refused, SliceId, StartHolding
+from kvd.protocol.messages import Done, ErrorCode, Member, NotYet, Refused, SliceId, StartHolding
 
 CREDIT_BYTES = 32 << 20  # of records on their way to one server, well below what it lets a peer have waiting
 
 Answer = Callable[["Refused | None"], None]
+LED_ELSEWHERE = Refused(0, ErrorCode.NOT_ALLOWED, "another server leads the partition now")
+"""What `then` gets of a record that was not held when another server began to lead its partition: nobody is told that
+it has happened. It is asked for again there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -152,8 +155,15 @@ class Records:
                     start = StartHolding(0, holder.partition, self._creation())
                     self._send([holder], start, lambda refused: None, ())
                 self._send_queued(holder)
+        led = self._led()
         for holder in ended:
-            self._release(holder)
+            self._release(holder, is_led=holder.partition in led)
+
+    def _led(self) -> set[int]:
+        own = self._view.by_incarnation(self._session.incarnation)
+        if own is None or own.role != "server":
+            return set()
+        return {number for number, entry in enumerate(self._view.partitions) if entry.leader == own.rank}
 
     def _wanted(self) -> dict[int, list[tuple[ServerPeer, int, bool]]]:
         """Who is to hold the partitions that this server leads: peer, rank, and whether it is being synced.
@@ -187,8 +197,8 @@ class Records:
             self._effects.emit(Connect(peer, member.address, member.key))
         self._connected = peers
 
-    def _release(self, holder: Holder) -> None:
-        """Nothing waits for this server any more."""
+    def _release(self, holder: Holder, *, is_led: bool) -> None:
+        """Nothing waits for this server any more. What it has not held counts if its partition is still led here."""
         holder.is_over = True
         records = [*holder.unheld, *[record for _, _, record in holder.queue]]
         holder.unheld.clear()
@@ -200,6 +210,8 @@ class Records:
             records.append(record)
         holder.open.clear()
         for record in records:
+            if not is_led:
+                record.refused = LED_ELSEWHERE
             self._held(record)
 
     # ── records out ──
@@ -223,15 +235,23 @@ class Records:
                 holder.copied.update(slice_ids)
         self._send(holders, message, then, payload, may_be_refused=True)
 
-    def hold_in(self, messages: Sequence[tuple[int, Any]], then: Callable[[], None]) -> None:
-        """Has records held in several partitions; `then` is called when all are."""
+    def hold_in(
+        self,
+        messages: Sequence[tuple[int, Any]],
+        then: Callable[[], None],
+        lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Has records held in several partitions; `then` is called when all are. If another server leads one of them
+        before that, `lost` is called instead."""
         remaining = len(messages)
+        is_lost = False
 
-        def held(_: Refused | None) -> None:
-            nonlocal remaining
+        def held(refused: Refused | None) -> None:
+            nonlocal remaining, is_lost
             remaining -= 1
+            is_lost = is_lost or refused is LED_ELSEWHERE
             if not remaining:
-                then()
+                (lost if is_lost else then)()
 
         for partition, message in messages:
             self.hold(partition, message, held)

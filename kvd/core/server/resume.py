@@ -102,4 +102,8 @@ class Resumption:
         for group in self._table.groups.values():
             group.log.move_to(rank, message.place)
         records = [(partition, HoldPlace(0, partition, rank, message.place)) for partition in self._records.partitions]
-        self._records.hold_in(records, lambda: self._effects.send(event.peer, Done(message.request)))
+
+        def held() -> None:
+            self._effects.send(event.peer, Done(message.request))
+
+        self._records.hold_in(records, held, held)
