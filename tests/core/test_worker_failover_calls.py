@@ -381,3 +381,15 @@ def test_an_observer_goes_on_after_a_death() -> None:
     harness.values(Pull, (0,), b"a")
     assert harness.result(call) == [(0, 0)]
     assert [server.rank for server in harness.machine.view.servers() if server.state == "dead"] == [0]
+
+
+def test_a_server_that_comes_later_is_told_who_rests() -> None:
+    harness, (key,) = knowing(0)
+    harness.call(requests.Control((Rest(0),)))
+    for life, rests in ((1, True), (2, False)):
+        if not rests:
+            harness.push(key)  # the program has a step to make again
+        harness.fail_over(2)
+        harness.look(member("server", 2, life=life))
+        told = [send.peer for send in harness.sent if isinstance(send.message, Rest)]
+        assert (server_id(2, life) in told) is rests

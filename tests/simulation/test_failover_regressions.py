@@ -55,3 +55,8 @@ def test_a_partition_gets_a_copy_after_the_scheduler_was_restarted() -> None:
 def test_a_view_without_nodes_takes_nothing_from_servers(workload: str) -> None:
     """A scheduler without its record has told them of no member yet: they know no more than before."""
     run(workload, 3, DYING_TWICE, NASTY, 400, NO_RECORD)
+
+
+def test_a_server_that_comes_later_knows_who_rests() -> None:
+    """Else the others wait for a worker that has no shared step to make."""
+    run("shared", 2, DYING_LONG, LATE_COPIES, 300, mode="async", staleness=1)

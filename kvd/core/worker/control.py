@@ -13,8 +13,9 @@ from kvd.core.worker.asking import Asker, Question
 from kvd.core.worker.calls import COMPLETED, Call, CallBook
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.participation import Participation
+from kvd.core.worker.resting import Resting
 from kvd.core.worker.servers import NO_PARTITION, Servers
-from kvd.protocol.messages import Command, StatusQuery, StoreState
+from kvd.protocol.messages import Command, Rest, StatusQuery, StoreState
 
 _OF_PROCESSES = (Command, StatusQuery)  # no other server can answer these in the place of one
 
@@ -34,6 +35,7 @@ class ControlCalls:
         outbox: Outbox,
         servers: Servers,
         participation: Participation,
+        resting: Resting,
         emit: Callable[[Effect], None],
     ) -> None:
         self.waiting: list[tuple[Call, Callable[[], None]]] = []
@@ -43,6 +45,7 @@ class ControlCalls:
         self._outbox = outbox
         self._servers = servers
         self._participation = participation
+        self._resting = resting
         self._emit = emit
 
     # ── servers ──
@@ -51,6 +54,8 @@ class ControlCalls:
         if request.staged_first and (self._outbox.unstaged or self._pushes.any_waiting()):
             self._wait(call, partial(self.control, call, request))
             return
+        if any(isinstance(message, Rest) for message in request.messages):
+            self._resting.begin()
         asked = self._asked(request)
         messages = request.messages * len(asked) if len(request.messages) == 1 else request.messages
         payload = () if request.payload is None else (Span(request.payload, 0, request.nbytes),)
