@@ -15,9 +15,10 @@ from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.participation import Participation
 from kvd.core.worker.resting import Resting
 from kvd.core.worker.servers import NO_PARTITION, Servers
-from kvd.protocol.messages import Command, Rest, StatusQuery, StoreState
+from kvd.protocol.messages import ComeTo, Command, Rest, SetOptimizer, StatusQuery, StoreState, UpdateOptimizer
 
 _OF_PROCESSES = (Command, StatusQuery)  # no other server can answer these in the place of one
+_FOR_LEADERS = (SetOptimizer, UpdateOptimizer, ComeTo, Rest)  # who leads a partition later must have been told
 
 
 class ControlCalls:
@@ -71,6 +72,8 @@ class ControlCalls:
             return [(self._servers.peer_of(partition), partition) for partition in request.partitions]
         if request.servers is not None:
             return [(self._servers.at_rank(rank), NO_PARTITION) for rank in request.servers]
+        if isinstance(request.messages[0], _FOR_LEADERS):
+            return self._servers.whoever_leads(only_there=self._participation.is_observer)
         return self._servers.everyone(only_there=self._participation.is_observer)
 
     def _wait(self, call: Call, act: Callable[[], None]) -> None:
