@@ -22,7 +22,7 @@ from kvd.testing.workloads.steps import Keys
 
 SEEDS = 10  # of each campaign in `make test`
 SOAK_SEEDS = 1000  # of each campaign under -m soak
-FAILOVER_SEEDS = 3  # of each campaign in which servers die, in `make test`
+FAILOVER_SEEDS = 2  # of each campaign in which servers die, in `make test`
 CHUNK = 5
 
 

@@ -259,7 +259,6 @@ class ServerMachine:
         return self._session
 
     def leads(self, partition: int) -> bool:
-        """Whether this server leads the partition, by the newest view that it knows."""
         return self._replication.leads(partition)
 
     def held(self, partition: int) -> HeldPartition | None:
