@@ -71,9 +71,9 @@ class Steps:
                 sys.stderr.write(line.decode())
 
     def longest_s(self, begin_s: float, end_s: float) -> float:
-        """Between the ends of two steps, of the steps that were under way between these times."""
-        ends_s = list(self.ends_s)
-        return max(later - earlier for earlier, later in pairwise(ends_s) if later >= begin_s and earlier <= end_s)
+        """Between the ends of two steps, of the steps that ended between these times."""
+        steps = pairwise(list(self.ends_s))
+        return max((later - earlier for earlier, later in steps if begin_s <= later <= end_s), default=0.0)
 
     def end(self) -> None:
         self.process.kill()
@@ -123,9 +123,10 @@ def measure(kills: int, megabytes: float, computes_s: float, seed: int) -> Pause
                 wait_until(is_in_sync, "every value has two copies", 60.0)
                 synced = time.monotonic()
                 wait_until(lambda: have_gone_on(synced), "the workers go on", 60.0)  # noqa: B023
+                ended = time.monotonic()
                 pauses.before_s.append(longest_s(quiet, killed))
                 pauses.killed_s.append(longest_s(killed, restarted))
-                pauses.restarted_s.append(longest_s(restarted, synced))
+                pauses.restarted_s.append(longest_s(restarted, ended))
         finally:
             for worker in workers:
                 worker.end()

@@ -26,7 +26,7 @@ from kvd_cli.bench_usage import cpu_s_of
 from kvd_cli.bench_work import MODES, sizes_of
 
 COPIES: Final = (1, 2)
-WARM_UP_STEPS: Final = 10
+WARM_UP_STEPS: Final = 30  # until the loops of the optimizer are compiled
 
 WORKER: Final = """
 import sys, time

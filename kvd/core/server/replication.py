@@ -94,8 +94,11 @@ class Replication:
         return self._records.due(now)
 
     def next_deadline(self) -> float | None:
-        parts = (self._records, self._syncing, self._out_of_step)
-        return min((at for part in parts if (at := part.next_deadline()) is not None), default=None)
+        due = self._records.next_deadline()
+        for at in (self._syncing.next_deadline(), self._out_of_step.next_deadline()):
+            if at is not None and (due is None or at < due):  # without a generator: this is asked after each event
+                due = at
+        return due
 
     def explain(self) -> dict[str, object]:
         """For `kvd status`: the partitions that are led and held here."""

@@ -223,4 +223,6 @@ class Syncing:
                 self._effects.send(SCHEDULER, Synced(SYNCED_REQUEST, holder.partition, holder.peer))
 
     def next_deadline(self) -> float | None:
+        if not self._syncs:
+            return None
         return min((sync.tell_at for sync in self._syncs.values() if sync.tell_at is not None), default=None)
