@@ -350,7 +350,7 @@ def test_a_change_takes_effect_with_its_round_whichever_comes_first() -> None:
                     0,
                     (SliceId("w", 0),),
                     1,
-                    (Given(0, 1, 1, 0, 0, 0), Given(1, 1, 1, 0, 0, 0)),
+                    given,
                     True,
                     to_wire(SGD(0.5)),
                     1,
