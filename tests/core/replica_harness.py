@@ -202,7 +202,7 @@ class Cluster:
             return
         sender, epoch, message, _ = decode(encode(send.message, node.who, node.machine.epoch))
         payload = payload_of(send.payload) if send.payload else None
-        target = int(send.peer)  # type: ignore[call-overload]
+        target = int(send.peer)
         found = next((other for other in self.nodes if other.who == target), None)
         if target >= worker_id(0):
             self.answers.append((target - worker_id(0), message, payload or b""))

@@ -342,7 +342,7 @@ def test_a_change_takes_effect_with_its_round_whichever_comes_first() -> None:
     given = tuple([Given(rank, 1, 1, 0, 0, 0) for rank in (0, 1)])
     for order in ((0, 1), (1, 0)):
         run = ready(SGD(0.5))
-        messages = [
+        messages: list[tuple[Any, bytes | None]] = [
             (HoldChange(70, 0, {"learning_rate": 0.25}, (LaterSlice("w", 0, 0, 2),)), None),
             (
                 Hold(

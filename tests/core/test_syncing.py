@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -121,7 +122,7 @@ def test_keys_that_come_and_go_meanwhile() -> None:
         run.create(key, ONE)
     run.auto = False
     run.look([SYNCING, *OTHERS])
-    steps = [
+    steps: list[Callable[[], Any]] = [
         lambda: run.create("d", 3 * ONE),
         lambda: [run.say(rank, Delete(600 + rank, (KeyId("b", 0),))) for rank in (0, 1)],
         lambda: both_push(run, 1, ONE, "a"),

@@ -239,8 +239,8 @@ class ServerControl:
                 if group.log.sync:
                     group.change_from(group.log.staged_clock(rank) + 1, changes)
                 elif group.optimizer is not None:
-                    before = group.optimizer_for(group.log.closed + 1)
-                    group.optimizer = with_hyperparameters(before, changes)
+                    group.optimizer_for(group.log.closed + 1)  # earlier changes come first
+                    group.optimizer = with_hyperparameters(group.optimizer, changes)
         records = self._change_records(message.changes)
         self._hold_in_turn(records, lambda: self._effects.send(event.peer, Done(message.request)))
 
