@@ -35,7 +35,7 @@ from kvd.core.machine import (
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.core.server.memory import ServerMemory
 from kvd.node.jobs import JobRunner
-from kvd.optimizer import to_wire
+from kvd.optimizer import to_wire, with_hyperparameters
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import (
     NO_RANK,
@@ -362,12 +362,15 @@ class Cluster:
 def _picture_of(node: Node, slice_: Any) -> dict[str, Any]:
     group, log = slice_.group, slice_.log
     step, slots, spans = node.runner.run(Export(0, slice_.key, slice_.index)).result
-    optimizer = group.optimizer_for(log.closed + 1) if not group.changes else group.optimizer
+    optimizer, changes = group.optimizer, list(group.changes)
+    while changes and changes[0].from_round <= log.closed + 1 and optimizer is not None:
+        optimizer = with_hyperparameters(optimizer, changes.pop(0).changes)
+    generation = group.generation
     return {
         "origin": (slice_.creation, slice_.creator, slice_.request, slice_.spec, slice_.loaded, slice_.partition),
         "optimizer": None if optimizer is None else to_wire(optimizer),
-        "generation": group.generation,
-        "changes": [change for change in group.changes if change.from_round > log.closed],
+        "generation": generation,
+        "changes": changes,
         "log": (log.version, log.closed, log.step, log.previous_step),
         "current": bytes_of(slice_.span(log.current)),
         "previous": None if log.previous is None else bytes_of(slice_.span(log.previous)),

@@ -320,6 +320,21 @@ def test_the_first_thing_that_a_holder_is_told_is_to_forget_what_it_had() -> Non
     assert isinstance(start.message, StartHolding)
 
 
+def test_what_is_held_in_several_partitions_is_answered_when_it_is_in_all() -> None:
+    run = Cluster([HELD, HELD, (C, NO_RANK, NO_RANK)], auto=False)
+    run.settle()
+    first = len(run.answers)
+    run.say(0, SetOptimizer(60, to_wire(SGD(0.5))))
+    records = run.to(B)
+    assert sorted(wire.message.partition for wire in records) == [0, 1]
+    for wire in records:
+        assert run.told_since(first) == []
+        run.arrive(wire)
+        for done in run.to(A):
+            run.arrive(done)
+    assert run.told_since(first) == [Done(60)]
+
+
 # ── slow and early ──
 
 

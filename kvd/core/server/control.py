@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvd.core.access import may_operate
 from kvd.core.machine import Export, Job, JobDone, Load, LogEntry, Received, ResetState, Run, Send, Span
@@ -70,6 +71,9 @@ class ServerControl:
         self._session = session
         self._advance = advance
         self._answers = CommandAnswers()
+        self._unheld = False  # a backup has yet to hold a change
+        self._late: list[FusedGroup] = []  # groups that use the newest optimizer when their update has ended
+        self._when_set: Callable[[], None] | None = None  # is called when the backups hold that they do
         self._pace = Pace()  # of new optimizers
 
     def describe(self) -> object:
@@ -121,8 +125,8 @@ class ServerControl:
         try:
             optimizer = None if message.optimizer is None else from_wire(message.optimizer)
             visits = self._visits_slices(event, message, rank, optimizer)
-            if visits and self._pace.is_paused(now):
-                text = "the optimizer of many slices was changed just now"
+            if visits and (self._unheld or self._pace.is_paused(now)):
+                text = "the optimizer was changed just now"
                 self._effects.not_yet(event.peer, message.request, NotYetReason.BUSY, text)
                 return
             if message.loaded:
@@ -138,8 +142,11 @@ class ServerControl:
             self._answers.finish(event.sender, message.request, answer)
             self._effects.emit(answer)
 
-        # Every server is told of it: one that has come to lead a partition meanwhile knows it as well.
-        self._records.hold_in(self._generation_records() if self.generation > earlier else [], held, held)
+        if self.generation > earlier:
+            self._unheld, self._when_set = True, held
+            self._hold_set()
+        else:
+            held()
         if visits:
             self._visit_slices()
             self._pace.visited(len(self._table.slices), now)
@@ -181,11 +188,33 @@ class ServerControl:
             return
         self.optimizer = optimizer
         self.generation += 1
+        slices: list[tuple[str, int]] = []
         for group in self._table.groups.values():
-            group.optimizer, group.generation = optimizer, self.generation
-            group.changes = []
-        self._effects.emit(ResetState(tuple(self._table.slices)))
+            if group.log.closing is not None and self._records.is_held(group.partition):
+                self._late.append(group)  # its backups get the record of this round before they hear of the optimizer
+                group.tasks.append(partial(self._use_late, group, optimizer, self.generation))
+            else:
+                slices += group.renew(optimizer, self.generation).slices
+        self._effects.emit(ResetState(tuple(slices)))
         self._effects.emit(LogEntry("info", "optimizer set", {"optimizer": repr(optimizer)}))
+
+    def _use_late(self, group: FusedGroup, optimizer: Optimizer | None, generation: int) -> None:
+        self._effects.emit(group.renew(optimizer, generation))
+        self._late.remove(group)
+        group.working = False
+        self._advance(group)
+        self._hold_set()
+
+    def _hold_set(self) -> None:
+        """Has the newest optimizer held when all groups use it."""
+        if self._when_set is not None and not self._late:
+            held, self._when_set = self._when_set, None
+            self._hold_in_turn(self._generation_records(), held)
+
+    def drop_partition(self, partition: int) -> None:
+        """Another server leads it."""
+        self._late = [group for group in self._late if group.partition != partition]
+        self._hold_set()
 
     def _update_optimizer(self, event: Received, message: UpdateOptimizer, rank: int) -> None:
         """In sync mode from the sender's next clock on, slice by slice; else at once. Asked twice, it is the same."""
@@ -200,17 +229,31 @@ class ServerControl:
         except KvdError as error:
             self._effects.send(event.peer, refusal_of(message.request, error))
             return
+        if self._unheld:
+            text = "the optimizer was changed just now"
+            self._effects.not_yet(event.peer, message.request, NotYetReason.BUSY, text)
+            return
         if self._answers.start(event.sender, message.request):
             self.optimizer = changed
             for group in self._table.groups.values():
                 if group.log.sync:
                     group.change_from(group.log.staged_clock(rank) + 1, changes)
                 elif group.optimizer is not None:
+                    group.optimizer_for(group.log.closed + 1)  # earlier changes come first
                     group.optimizer = with_hyperparameters(group.optimizer, changes)
         records = self._change_records(message.changes)
+        self._hold_in_turn(records, lambda: self._effects.send(event.peer, Done(message.request)))
+
+    def _hold_in_turn(
+        self, records: Sequence[tuple[int, HoldOptimizer | HoldChange]], then: Callable[[], None]
+    ) -> None:
+        """Changes of optimizers do not commute: until these are held, there are no others. `then` is called also when
+        another server leads a partition by then: every server is told what to change by the worker."""
+        self._unheld = True
 
         def held() -> None:
-            self._effects.send(event.peer, Done(message.request))
+            self._unheld = False
+            then()
 
         self._records.hold_in(records, held, held)
 
@@ -224,7 +267,7 @@ class ServerControl:
         records = []
         for partition in self._records.partitions:
             slices = [
-                LaterSlice(*slice_.slice_id, group.changes[-1].from_round if group.changes else 0)
+                LaterSlice(*slice_.slice_id, group.changes[-1].from_round if group.changes else group.log.closed + 1)
                 for group in self._table.groups.values()
                 for slice_ in group.slices
                 if group.partition == partition
@@ -289,6 +332,10 @@ class ServerControl:
             self._effects.refuse(event.peer, message.request, ErrorCode.KEY_NOT_FOUND, text, message.key)
             return
         sender, request = slice_.loaded
+        if self._unheld:
+            text = "the optimizer was changed just now"
+            self._effects.not_yet(event.peer, message.request, NotYetReason.BUSY, text, message.key)
+            return
         if slice_.is_loading and (sender, request) == (event.sender, message.request):
             return  # it is asked again, and this will be done by then
         if sender == event.sender and message.request <= request:

@@ -48,7 +48,12 @@ class Leadership:
         self._effects = effects
         self._replicas = replicas
         self._control = control
-        self._droppers = (keys.drop_partition, deletions.drop_partition, shared.drop_partition)
+        self._droppers = (
+            keys.drop_partition,
+            deletions.drop_partition,
+            shared.drop_partition,
+            control.drop_partition,
+        )
         self._shared = shared
         self._waiters = waiters
         self._readings = readings

@@ -134,7 +134,11 @@ class ServerMachine:
         agreement = OptimizerAgreement()
         disputes = Disputes(agreement, self.table, waiters)
         records = Records(
-            session, effects, lambda: self.table.creation, lambda holder: out_of_step.add(holder.partition, holder.peer)
+            session,
+            effects,
+            lambda: self.table.creation,
+            lambda holder: out_of_step.add(holder.partition, holder.peer),
+            lambda holder, why: syncing.fail(holder, why),
         )
         replicas = Replicas(
             session,

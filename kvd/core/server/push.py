@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 from kvd.core.machine import Apply, Buffer, Contribution, JobDone, LogEntry, Received, ScatterList, Span, spans_of
 from kvd.core.membership import ViewState
@@ -36,7 +37,7 @@ from kvd.core.server.rounds import Record
 from kvd.core.server.targets import PushTarget, TargetResolver
 from kvd.core.server.waiting import Waiters
 from kvd.errors import KvdError
-from kvd.optimizer import to_wire
+from kvd.optimizer import Optimizer, to_wire
 from kvd.protocol.messages import (
     ABSENT,
     MAX_TEXT_CHARS,
@@ -50,6 +51,13 @@ from kvd.protocol.messages import (
     Taken,
 )
 from kvd.protocol.specs import accumulator_scale, padded
+
+
+class _Use(NamedTuple):
+    """The optimizer of a round."""
+
+    optimizer: Optimizer | None
+    generation: int
 
 
 class Pushes:
@@ -175,7 +183,7 @@ class Pushes:
         record = group.log.close_next(self._participants.awaited)
         while record is not None and not record.contributions:  # all who owed it a push have left: no bytes change
             if self._records.holders and self._records.is_held(group.partition):
-                self._hold(group, record, group.log.current, None)
+                self._hold(group, record, group.log.current, None, _Use(group.optimizer, group.generation))
                 return
             self._commit(group, group.log.current)
             record = group.log.close_next(self._participants.awaited)
@@ -193,6 +201,7 @@ class Pushes:
             and not record.assign
             and self._records.is_held(group.partition)
         )
+        use = _Use(optimizer, group.generation)  # another one may be set while the job runs
         self._effects.start_job(
             lambda job: Apply(
                 job,
@@ -207,10 +216,10 @@ class Pushes:
                 optimizer,
                 keeps_merged=keeps_merged,
             ),
-            partial(self._applied, group, record, keeps_merged=keeps_merged),
+            partial(self._applied, group, record, use, keeps_merged=keeps_merged),
         )
 
-    def _applied(self, group: FusedGroup, record: Record, done: JobDone, *, keeps_merged: bool) -> None:
+    def _applied(self, group: FusedGroup, record: Record, use: _Use, done: JobDone, *, keeps_merged: bool) -> None:
         if group.is_gone:  # another server leads it: what was made here counts for nobody
             group.log.give_up()
         elif done.error is not None:
@@ -218,7 +227,7 @@ class Pushes:
             self._go_on(group)
         elif self._records.holders and self._records.is_held(group.partition):
             buffer, merged = done.result if keeps_merged else (done.result, None)
-            self._hold(group, record, buffer, merged)
+            self._hold(group, record, buffer, merged, use)
         else:
             self._commit(group, done.result[0] if keeps_merged else done.result)
             self._go_on(group)
@@ -230,14 +239,21 @@ class Pushes:
 
     # ── hold ──
 
-    def _hold(self, group: FusedGroup, record: Record, buffer: Buffer | ScatterList, merged: Buffer | None) -> None:
+    def _hold(
+        self,
+        group: FusedGroup,
+        record: Record,
+        buffer: Buffer | ScatterList,
+        merged: Buffer | None,
+        use: _Use,
+    ) -> None:
         """The backup holds the record before the round is a version: it is the new value, or a merged gradient."""
         payload: tuple[Span, ...] = ()
         if merged is not None:
             payload = (Span(merged, 0, group.nbytes * accumulator_scale(group.dtype)),)
         elif record.contributions:
             payload = spans_of(buffer, group.nbytes)
-        optimizer = None if group.optimizer is None else to_wire(group.optimizer)
+        optimizer = None if use.optimizer is None else to_wire(use.optimizer)
         given = [given_by(contribution) for contribution in (*record.contributions, *record.repeated)]
         slice_ids = tuple([slice_.slice_id for slice_ in group.slices])
         message = Hold(
@@ -248,7 +264,7 @@ class Pushes:
             tuple(given),
             merged is not None,
             optimizer,
-            group.generation,
+            use.generation,
         )
         self._records.hold_round(group.partition, message, lambda _: self._held(group, buffer), payload, slice_ids[0])
 

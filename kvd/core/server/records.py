@@ -63,7 +63,7 @@ class Holder:
     rank: int
     is_syncing: bool
     is_started: bool = False  # it was told that it holds the partition
-    is_over: bool = False  # the view names it no more
+    is_over: bool = False  # the view names it no more, or it was dropped
     copied: set[SliceId] = field(default_factory=set)
     open: dict[int, _Record] = field(default_factory=dict)  # by request
     queue: deque[tuple[Any, tuple[Span, ...], _Record]] = field(default_factory=deque)
@@ -76,6 +76,7 @@ class Records:
     Args:
         creation: what StartHolding says.
         out_of_sync: a server does not hold what it should.
+        unfit: a server that is being synced cannot have slices, for this reason: it is to be dropped.
 
     Attributes:
         holders: by partition; one without any is not in it.
@@ -87,12 +88,14 @@ class Records:
         effects: ServerEffects,
         creation: Callable[[], int],
         out_of_sync: Callable[[Holder], None],
+        unfit: Callable[[Holder, str], None],
     ) -> None:
         self._session = session
         self._view = session.view
         self._effects = effects
         self._creation = creation
         self._out_of_sync = out_of_sync
+        self._unfit = unfit
         self._outbox = Outbox(CREDIT_BYTES)
         self.holders: dict[int, list[Holder]] = {}
         self._connected: set[ServerPeer] = set()
@@ -197,6 +200,11 @@ class Records:
             self._effects.emit(Connect(peer, member.address, member.key))
         self._connected = peers
 
+    def drop(self, holder: Holder) -> None:
+        """This server is sent nothing more, as long as the view names it."""
+        self._release(holder, is_led=True)
+        holder.copied.clear()
+
     def _release(self, holder: Holder, *, is_led: bool) -> None:
         """Nothing waits for this server any more. What it has not held counts if its partition is still led here."""
         holder.is_over = True
@@ -231,7 +239,7 @@ class Records:
         """The same for new slices. `then` may be told that they do not fit."""
         holders = self.holders_of(partition)
         for holder in holders:
-            if holder.is_syncing:
+            if holder.is_syncing and not holder.is_over:
                 holder.copied.update(slice_ids)
         self._send(holders, message, then, payload, may_be_refused=True)
 
@@ -272,6 +280,7 @@ class Records:
         *,
         may_be_refused: bool = False,
     ) -> None:
+        holders = [holder for holder in holders if not holder.is_over]
         record = _Record(then, len(holders), may_be_refused)
         for holder in holders:
             holder.queue.append((message, payload, record))
@@ -307,6 +316,10 @@ class Records:
         message: Any = event.message
         record = holder.open.pop(message.request)
         if isinstance(message, Refused):
+            if holder.is_syncing and record.may_be_refused:
+                self._unfit(holder, message.text)
+                self._held(record)
+                return
             text = f"{name_of('server', holder.rank)} cannot hold partition {holder.partition}: {message.text}"
             self._effects.emit(LogEntry("error", text))
             record.refused = message

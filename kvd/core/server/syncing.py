@@ -87,7 +87,7 @@ class Syncing:
         for holder in [holder for holder in self._syncs if holder not in syncing]:
             self._end(self._syncs.pop(holder))
         for holder in syncing:
-            if holder not in self._syncs:
+            if holder not in self._syncs and not holder.is_over:
                 self._syncs[holder] = sync = _Sync(holder)
                 text = f"{name_of('server', holder.rank)} is sent partition {holder.partition}, to hold it as well"
                 self._effects.emit(LogEntry("info", text))
@@ -139,7 +139,7 @@ class Syncing:
 
         def exported(slice_: Slice, done: JobDone) -> None:
             if done.error is not None:
-                self._fail(sync, f"the optimizer's state of {slice_.key!r} cannot be read: {done.error}")
+                self.fail(sync.holder, f"the optimizer's state of {slice_.key!r} cannot be read: {done.error}")
             else:
                 sync.states[slice_] = OptimizerState(*done.result)
                 export_next()
@@ -152,11 +152,14 @@ class Syncing:
             group.working = group.is_resting = False
             self._advance(group)
 
-    def _fail(self, sync: _Sync, why: str) -> None:
-        holder = sync.holder
+    def fail(self, holder: Holder, why: str) -> None:
+        """The server cannot become the backup. It is not tried again before the view has named another."""
         text = f"{name_of('server', holder.rank)} cannot become the backup of partition {holder.partition}: {why}"
         self._effects.emit(LogEntry("error", text))
-        self._end(sync)
+        sync = self._syncs.get(holder)
+        if sync is not None:
+            self._end(sync)
+        self._records.drop(holder)
 
     # ── they are sent ──
 
@@ -171,9 +174,7 @@ class Syncing:
             remaining -= 1
             if refused is LED_ELSEWHERE:
                 return  # `view_changed` wakes the groups
-            if refused is not None and not sync.is_failed:
-                self._fail(sync, refused.text)
-            elif not remaining and not sync.is_failed:
+            if not remaining and not sync.is_failed:
                 for group in list(sync.resting):
                     self._wake(sync, group)
                 self._go_on(sync)
