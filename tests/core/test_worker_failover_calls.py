@@ -205,9 +205,8 @@ def test_a_partition_that_moves_alone_takes_along_what_its_leader_has_to_know() 
     harness.fail_over(2)  # S0 leads partitions 0 and 2
     harness.call(requests.Control((SetOptimizer(0, None),)))
     harness.sent.clear()
-    harness.lead(0, by=1)
+    harness.lead(0, 1)
     assert [send.peer for send in harness.sent if isinstance(send.message, SetOptimizer)] == [S1]
-    assert sorted(entry.send.peer for entry in harness.open(SetOptimizer)) == [S0, S1, S1]
 
 
 def test_a_server_that_leads_nothing_may_be_replaced_while_it_is_told() -> None:

@@ -205,7 +205,7 @@ class Syncing:
             nonlocal remaining
             remaining -= 1
             if refused is not None and not sync.is_failed:
-                self._fail(sync, refused.text)
+                self.fail(sync.holder, refused.text)
             elif not remaining and not sync.is_failed and not sync.holder.is_over:
                 sync.tell_at = self._now
 
