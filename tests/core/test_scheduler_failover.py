@@ -86,17 +86,13 @@ def test_a_silent_server_loses_what_it_leads_and_is_synced_when_it_is_heard_agai
     assert run.rows() == [(1, -1, 0), (1, -1, 0)]
 
 
-def test_a_new_process_is_synced_and_takes_its_share() -> None:
+def test_a_new_process_is_synced() -> None:
     run = back_in_place()
     effects = run.synced(0, (1, 0), (0, 1))
     assert answer(effects, Done) == Done(30)
     assert run.rows() == [(1, 0, -1), (1, -1, 0)]
     run.synced(1, (1, 0), (0, 1))
-    assert run.rows() == [(0, -1, -1), (1, 0, -1)]
-    run.rest((0, 1), (1, 0))
-    assert run.rows() == [(0, -1, 1), (1, 0, -1)]
-    run.synced(0, (0, 1), (1, 0))
-    assert run.rows() == [(0, 1, -1), (1, 0, -1)]
+    assert run.rows() == [(1, 0, -1), (1, 0, -1)]
     assert [row.lineage for row in run.machine.told_to("server").partitions] == [A, B]
 
 

@@ -12,13 +12,9 @@ With one replica there are none. With two, `Partitions` has one `Entry` per part
 | the leader has said that who is syncing has everything | it is the backup, in place of the earlier one |
 | a backup, or who is syncing, is out of sync: it says so, or the leader | without it |
 
-Once all partitions have backups that can have them, one is moved at a time, until it is synced again:
-
-| what is uneven | what is done |
-|---|---|
-| a backup leads two partitions fewer than the leader | it leads, and the old leader is synced anew: it may be ahead |
-| a server leads two partitions fewer than another | it is synced beside the backup of one of them, and leads it then |
-| a backup is not the next active rank after the leader | that one is synced beside it, and takes its place |
+Once all partitions have backups that can have them, one at a time gets a better one: a backup that is not the next
+active rank after the leader gives way to that one, which is synced beside it. A leader stays the leader until it is
+gone: another one would begin without a backup, since the old one may be a round ahead of it.
 
 Three things make this safe, together with what servers do:
 
@@ -32,7 +28,6 @@ Three things make this safe, together with what servers do:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple, TypeAlias
 
@@ -41,8 +36,6 @@ from kvd.core.scheduler.roster import Roster
 from kvd.protocol.messages import BIGGEST, NO_RANK, NO_VIEW, Epoch, Limit, MemberState, Partition
 
 Incarnation: TypeAlias = Annotated[int, Limit(1, BIGGEST)]
-
-UNEVEN = 2  # partitions that one server leads more than another
 
 
 class Holder(NamedTuple):
@@ -187,22 +180,12 @@ class Partitions:
         before = tuple(self._entries)
         for partition, entry in enumerate(before):
             self._put(partition, _without_the_gone(entry, servers), epoch)
-        if self._is_redundant(servers):
-            self._swap(epoch)
         self._choose(servers, epoch)
         living = {server.incarnation for server in servers.values()}
         self._known = {incarnation: known for incarnation, known in self._known.items() if incarnation in living}
         return _changes(before, self._entries)
 
     # ── the rules ──
-
-    def _swap(self, epoch: Epoch) -> None:
-        """Lets one backup lead that leads too little."""
-        led = self._led()
-        for partition, (leader, backup, _, lineage) in enumerate(self._entries):
-            if backup is not None and led[leader.rank] - led[backup.rank] >= UNEVEN:
-                self._put(partition, Entry(backup, None, None, lineage), epoch)
-                return
 
     def _choose(self, servers: Servers, epoch: Epoch) -> None:
         """Names who is to be synced, where somebody is and may be."""
@@ -221,16 +204,10 @@ class Partitions:
                 self._held_back.append((partition, chosen))
 
     def _moved(self, servers: Servers) -> dict[int, Holder]:
-        """The one partition that should get another leader or backup next, and whom."""
+        """The one partition that should get another backup next, and whom."""
         if any(entry.syncing is not None for entry in self._entries):
             return {}
-        led = self._led()
         active = self._ring(servers, 0)
-        least = min(active, key=lambda holder: led[holder.rank])
-        most = max(active, key=lambda holder: led[holder.rank])
-        if led[most.rank] - led[least.rank] >= UNEVEN:
-            of_most = [partition for partition, entry in enumerate(self._entries) if entry.leader == most]
-            return {least.rank if least.rank in of_most else of_most[0]: least}
         for partition, entry in enumerate(self._entries):
             if entry.leader in active and entry.backup != (best := self._ring(servers, entry.leader.rank + 1)[0]):
                 return {partition: best}
@@ -245,10 +222,6 @@ class Partitions:
         leader = self._entries[partition].leader
         least = min(self._known.get(holder.incarnation, NO_VIEW) for holder in (leader, chosen))
         return least >= self._since[partition]
-
-    def _led(self) -> Counter[int]:
-        """By rank: how many partitions it leads."""
-        return Counter(entry.leader.rank for entry in self._entries)
 
     def _ring(self, servers: Servers, first: int) -> list[Holder]:
         """The active servers in the order of their ranks, from this one on and round."""
