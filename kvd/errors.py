@@ -125,6 +125,9 @@ class ProtocolError(KvdError):
 class NodeLost(KvdError):
     """A node that the call waits for was declared dead.
 
+    With ``replicas=2`` another server takes the place of one that died, and calls go on there. They raise it all the
+    same if that server was the last one that had the values, or if they are about the process itself, as a command is.
+
     Attributes:
         node: its role and rank, such as ``"worker 1"``.
         last_seen_s: seconds between its last sign of life and the declaration.

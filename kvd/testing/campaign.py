@@ -32,6 +32,9 @@ LASTING = replace(HARD, within_s=25.0)  # runs in a nasty network take this long
 BUMPY = Mishaps(within_s=12.0, pauses=3, cuts=2, scheduler_restarts=1)  # nobody dies
 NO_DEATHS = replace(HARD, crashes=0, ghosts=0)  # of workers
 LONG_PAUSES = Mishaps(within_s=12.0, crashes=1, pauses=3, cuts=1, scheduler_restarts=1, longest_pause_s=18.0)
+SERVERS_DIE = replace(HARD, crashes=1, ghosts=1, server_crashes=3)
+SERVERS_DIE_LONG = replace(SERVERS_DIE, within_s=25.0, server_crashes=5)
+PAUSED_LEADERS = replace(LONG_PAUSES, server_crashes=2)
 LATE = replace(LASTING, crashes=3, restart_after_s=(8.0, 16.0))  # most of the dead are declared dead first
 
 
@@ -229,4 +232,41 @@ CAMPAIGNS: dict[str, Campaign] = {
     "training, no record": Campaign("training", shell=ShellSettings(state_dir=False)),
     "training, nasty": Campaign("training", mishaps=LASTING, faults=NASTY),
     "training, long pauses": Campaign("training", mishaps=LONG_PAUSES),
+}
+
+# Servers die as well, each while another one holds what it leads.
+FAILOVERS: dict[str, Campaign] = {
+    "ledger, servers die": Campaign("ledger", mishaps=SERVERS_DIE, replicas=2),
+    "ledger, async, nasty, servers die": Campaign(
+        "ledger", mode="async", mishaps=SERVERS_DIE_LONG, faults=NASTY, servers=3, replicas=2
+    ),
+    "ledger, stale by 1, servers die": Campaign(
+        "ledger", mode="async", staleness=1, mishaps=SERVERS_DIE, servers=3, replicas=2
+    ),
+    "ledger, long pauses, servers die": Campaign("ledger", mishaps=PAUSED_LEADERS, replicas=2),
+    "lives, servers die": Campaign("lives", mishaps=SERVERS_DIE, replicas=2),
+    "list lives, nasty, servers die": Campaign(
+        "list lives", mishaps=SERVERS_DIE_LONG, faults=NASTY, servers=3, replicas=2
+    ),
+    "lists, servers die": Campaign(
+        "lists", mishaps=SERVERS_DIE, servers=3, shell=ShellSettings(job_s=(0.0, 0.2)), replicas=2
+    ),
+    "rounds, no record, servers die": Campaign(
+        "rounds", mishaps=SERVERS_DIE, shell=ShellSettings(state_dir=False), replicas=2
+    ),
+    "mixed, late copies, servers die": Campaign(
+        "mixed", mishaps=SERVERS_DIE_LONG, faults=LATE_COPIES, servers=3, replicas=2
+    ),
+    "list training, servers die": Campaign("list training", mishaps=SERVERS_DIE, replicas=2),
+    "stepped, servers die": Campaign("stepped", mishaps=SERVERS_DIE, servers=3, replicas=2),
+    "shared, nasty, servers die": Campaign("shared", mode="async", mishaps=SERVERS_DIE_LONG, faults=NASTY, replicas=2),
+    "deletions, late copies, servers die": Campaign(
+        "deletions", mishaps=SERVERS_DIE_LONG, faults=LATE_COPIES, servers=3, replicas=2
+    ),
+    "refusals, servers die": Campaign(
+        "refusals", mishaps=SERVERS_DIE, shell=ShellSettings(failing_updates=0.3), replicas=2
+    ),
+    "meetings, servers die": Campaign("meetings", mishaps=SERVERS_DIE, replicas=2),
+    "watched, servers die": Campaign("watched", mishaps=SERVERS_DIE, servers=3, replicas=2),
+    "tangles, servers die": Campaign("tangles", mishaps=replace(BUMPY, server_crashes=2), notice_s=0.3, replicas=2),
 }

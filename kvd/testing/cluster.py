@@ -185,9 +185,12 @@ class LocalCluster:
         self._folder = tempfile.TemporaryDirectory(prefix="kvd-test-")
         self.folder = Path(self._folder.name)
         self.stores: list[kvd.KVStore] = []
-        self.scheduler = self.start("scheduler", num_workers=num_workers, num_servers=num_servers)
+        self.scheduler = self._start_scheduler()
         self.address = self.scheduler.address
         self.servers = [self._start_server(rank) for rank in range(num_servers)]
+
+    def _start_scheduler(self, **settings: Any) -> ThreadNode | ProcessNode:
+        return self.start("scheduler", num_workers=self.num_workers, num_servers=self.num_servers, **settings)
 
     def _start_server(self, rank: int) -> ThreadNode | ProcessNode:
         return self.start("server", node_id=f"server-{rank}", preferred_rank=rank)
@@ -201,6 +204,15 @@ class LocalCluster:
     def restart_server(self, rank: int) -> None:
         """Starts a server again under its name, once its predecessor has ended."""
         self.servers[rank] = self._start_server(rank)
+
+    def kill_scheduler(self) -> None:
+        """SIGKILL for the scheduler; only where it runs in a process of its own."""
+        assert isinstance(self.scheduler, ProcessNode), "a thread cannot be killed: use processes=True"
+        self.scheduler.kill()
+
+    def restart_scheduler(self) -> None:
+        """Starts the scheduler again at its address, with what it knew if the cluster has a ``state_dir``."""
+        self.scheduler = self._start_scheduler(bind=self.address)
 
     def start(self, role: Role, **settings: Any) -> ThreadNode | ProcessNode:
         """Starts one more daemon."""
@@ -273,13 +285,20 @@ class LocalCluster:
             raise next((error for error in errors if not isinstance(error, NodeLost | BarrierBroken)), errors[0])
         return [result for _, result in sorted([future.result() for future in futures], key=lambda entry: entry[0])]
 
-    def script(self, code: str, number: int, *arguments: str, **settings: Any) -> subprocess.Popen[bytes]:
-        """Starts a program in a process of its own as worker `number`; its output can be read from the pipe."""
+    def script(
+        self, code: str, number: int, *arguments: str, stdin: int | None = None, **settings: Any
+    ) -> subprocess.Popen[bytes]:
+        """Starts a program in a process of its own as worker `number`; its output can be read from the pipe.
+
+        Args:
+            stdin: as that of `subprocess.Popen`.
+        """
         given = {**self.settings, "scheduler": self.address, "node_id": f"worker-{number}", **settings}
         environment = child_environment({**load(given, environ={}).environment(), "PYTHONPATH": str(ROOT)})
         return subprocess.Popen(
             [sys.executable, "-c", code, *arguments],
             env=environment,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )

@@ -10,7 +10,7 @@ import numpy as np
 from kvd.core.machine import Export, Span
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.server.groups import Slice
-from kvd.core.server.images import image_of
+from kvd.core.server.images import OptimizerState, image_of
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.machine import ServerMachine
 from kvd.core.server.router import ServerRouter
@@ -159,7 +159,7 @@ def _described(copy: Copy, partition: int) -> dict[Any, Any]:
         state: tuple[Span, ...] = ()
         if runner is not None:
             step, slots, state = runner.run(Export(0, slice_.key, slice_.index)).result
-        image = image_of(slice_, 0, 0, step, slots)
+        image = image_of(slice_, 0, 0, OptimizerState(step, slots))
         found[name] = image._replace(use=image.use._replace(generation=0, changes=()))
         found["optimizer", name] = slice_.group.optimizer
         found["value", name] = _values(slice_, np.uint8).tobytes()

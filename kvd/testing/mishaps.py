@@ -11,6 +11,7 @@ from kvd.core.worker.machine import WorkerMachine
 from kvd.testing.checkers import DeadlockCheck, check_everything_ended, watch_everything
 from kvd.testing.copies import check_copies, check_versions
 from kvd.testing.network import CALM
+from kvd.testing.process import Doom
 from kvd.testing.simulator import Program, World
 
 SUPERVISION_S = 1.0
@@ -88,7 +89,7 @@ def _crash(world: World, name: str, effects: int, restart_after_s: float) -> Non
     process = world.processes[name]
     if not process.alive or process.finished:
         return
-    process.effects_left = effects
+    process.doom = Doom(effects)
 
     def restart() -> None:
         if world.processes[name] is process:
@@ -105,18 +106,18 @@ def _crash_server(
     """The server dies after it has carried out a few more effects, as soon as another one holds what it leads."""
     process = world.processes[name]
     others = [world.processes[f"server {rank}"] for rank in range(world.cluster.servers)]
-    if any(other.effects_left is not None for other in others) or not world.is_replicated():
+    if any(other.doom is not None for other in others) or not world.is_replicated():
         if patience:
             again = partial(
                 _crash_server, world, name, effects, restart_after_s, noticed=noticed, patience=patience - 1
             )
             world.clock.after(0.3, again)
         return
-    process.effects_left, process.is_spared = effects, lambda: not world.is_replicated()
+    process.doom = Doom(effects, lambda: not world.is_replicated())
 
     def restart() -> None:
         if world.processes[name] is not process or (process.alive and not world.is_replicated()):
-            process.effects_left = None
+            process.doom = None
             return
         if process.alive:
             world.kill(name)
@@ -199,6 +200,6 @@ def live_through(
     world.network.faults = CALM
     world.network.cut_off.clear()
     world.run(mishaps.longest_pause_s + mishaps.restart_after_s[1])
-    world.run(patience_s, world.workers_finished)
+    world.run(patience_s, lambda: world.workers_finished() and all(each.alive for each in world.processes.values()))
     check_everything_ended(world)
     check_copies(world)

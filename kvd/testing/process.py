@@ -141,6 +141,19 @@ class RunningProgram:
 
 
 @dataclass(slots=True, eq=False)
+class Doom:
+    """A process dies between two effects.
+
+    Attributes:
+        effects_left: how many more effects it carries out before.
+        is_spared: asked when it is about to die: whether it lives on after all.
+    """
+
+    effects_left: int
+    is_spared: Callable[[], bool] = lambda: False
+
+
+@dataclass(slots=True, eq=False)
 class Process:
     """One incarnation of a node.
 
@@ -148,8 +161,7 @@ class Process:
         name: "scheduler", "server 0", "worker 1": the same for all incarnations of the node.
         life: the number of earlier incarnations of the node.
         address: where it listens; "" if it does not.
-        effects_left: how many more effects it carries out before it dies; None: it is well.
-        is_spared: asked when it is about to die so: whether it lives on after all.
+        doom: how it dies; None: it is well.
         connections: those that it opened, by the name of the peer.
         cut_off_from: peers that it does not reach, and that do not reach it, for a while.
         last_persist_at: when its latest write to disk ends.
@@ -162,8 +174,7 @@ class Process:
     address: str = ""
     runners: dict[int, JobRunner] = field(default_factory=dict)  # by run
     alive: bool = True
-    effects_left: int | None = None
-    is_spared: Callable[[], bool] = lambda: False
+    doom: Doom | None = None
     suspension: Suspension = field(default_factory=Suspension)
     timer: Timer = field(default_factory=Timer)
     connections: dict[Peer, Any] = field(default_factory=dict)

@@ -54,7 +54,7 @@ from kvd.protocol.messages import Epoch, StatusReport, Values
 from kvd.protocol.specs import padded
 from kvd.testing.clock import VirtualClock
 from kvd.testing.network import Network
-from kvd.testing.process import PendingCall, Process
+from kvd.testing.process import Doom, PendingCall, Process
 from kvd.testing.settings import ShellSettings
 from kvd.testing.trace import Trace
 
@@ -150,12 +150,8 @@ class Shell:
         effects = process.machine.step(event, self._clock.now)
         self._validate(process)
         for effect, run, epoch in _by_run(process.machine, effects):
-            if process.effects_left is not None:
-                if process.effects_left == 0 and not process.is_spared():
-                    process.alive = False
-                    self._trace.record(f"{process.name} dies")
-                    return
-                process.effects_left = process.effects_left - 1 if process.effects_left else None
+            if process.doom is not None and self._dies_now(process, process.doom):
+                return
             if isinstance(effect, Send):
                 self._send(process, effect, run, epoch)
             elif isinstance(effect, Apply | Create | Export | Load | Run):
@@ -223,6 +219,17 @@ class Shell:
         self._started.remove(started)
         if started.process.alive:
             self.feed(started.process, self._calculated(started))
+
+    def _dies_now(self, process: Process, doom: Doom) -> bool:
+        """Counts an effect that is about to be carried out."""
+        if doom.effects_left > 0:
+            doom.effects_left -= 1
+        elif doom.is_spared():
+            process.doom = None
+        else:
+            process.alive = False
+            self._trace.record(f"{process.name} dies")
+        return not process.alive
 
     def _calculated(self, started: _StartedJob) -> JobDone:
         if started.done is None:

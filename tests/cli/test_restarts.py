@@ -142,6 +142,18 @@ def test_a_server_is_killed_under_launch(spawn: Spawn, hold: Hold, tmp_path: Pat
     ) in output.lines
 
 
+def test_a_server_with_copies_is_killed_under_launch(
+    spawn: Spawn, hold: Hold, tmp_path: Path, undisturbed: list[str]
+) -> None:
+    output = launched(spawn, hold, readme_program(), tmp_path, "-s", "2", "--replicas", "2", "--restart", "5")
+    hold.wait_for("worker-0", "worker-1")
+    os.kill(pid_named(output, "server-0"), signal.SIGKILL)
+    output.wait_for(r"server-0 ended \(SIGKILL\): restart 1 of 5")
+    hold.let_go()
+    assert output.end() == 0, output.lines
+    assert output.results() == undisturbed
+
+
 class Supervised:
     """A daemon that is started again when it fails, as systemd does with ``Restart=on-failure``."""
 

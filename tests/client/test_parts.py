@@ -209,7 +209,7 @@ def test_the_version_of_a_key_is_the_oldest_of_all_its_servers() -> None:
     async def call(request: Any) -> Any:
         if isinstance(request, requests.DescribeKey):
             return KeySpec("uint8", (3 << 20,), 1 << 20)
-        assert request.servers == (0, 1, 2)
+        assert request.partitions == (0, 1, 2)
         return [(SimpleNamespace(oldest_version=version), None, 0) for version in (5, 3, 4)]
 
     def run(coroutine: Any) -> Promise:
@@ -217,7 +217,7 @@ def test_the_version_of_a_key_is_the_oldest_of_all_its_servers() -> None:
         promise.set_result(asyncio.run(coroutine))
         return promise
 
-    view = SimpleNamespace(server_of=lambda name, index: index)
+    view = SimpleNamespace(partition_of=lambda name, index: index)
     engine: Any = SimpleNamespace(run=run, call=call, machine=SimpleNamespace(view=view), written=WrittenKeys())
     assert (
         ClusterRounds(engine, UnobservedErrors(), ProgramSteps(StepLoops(None, is_strict=True))).version("w").wait()

@@ -57,6 +57,18 @@ def test_a_copy_that_was_under_way_goes_on_after_a_restart() -> None:
     assert again.rows() == [(1, 0, -1), (1, -1, 0)]
 
 
+def test_a_partition_without_a_copy_gets_one_after_a_restart() -> None:
+    """The scheduler died when it waited for the servers to know that there is no copy; nothing else happens later."""
+    run = Run()
+    run.dies(1)
+    run.comes(1, 1)  # the leader does not know it yet
+    assert run.rows() == [(0, -1, -1), (0, -1, -1)]
+    again = Run(begins=False, saved=run.disk, generation=2)
+    again.views = run.views
+    again.rest((0, 0), (1, 1))
+    assert [syncing for _, _, syncing in again.rows()] == [1, 1]
+
+
 def test_a_run_keeps_the_replicas_that_it_began_with() -> None:
     run = Run()
     again = Harness(settings(replicas=1), saved=run.disk, generation=2)

@@ -82,7 +82,7 @@ def test_a_staged_push_is_sent_again_whole() -> None:
     later = harness.call(requests.Control((Rest(0),), staged_first=True))
     assert harness.waiting(Rest) == []  # the bytes are not there any more
     harness.staged()
-    assert len(harness.waiting(Rest)) == 2
+    assert len(harness.waiting(Rest)) == 3  # one for each partition
     harness.settle()
     assert harness.result(call) == [None]
     assert isinstance(harness.error(after), NodeLost)
@@ -129,7 +129,7 @@ def test_small_pushes_are_probed_at_the_new_leader_for_those_who_wait() -> None:
     harness.fail_over(0)
     assert [(push.probe) for push in harness.waiting(Push)] == [False, True]
     harness.staged()
-    assert len(harness.waiting(UpdateOptimizer)) == 2
+    assert len(harness.waiting(UpdateOptimizer)) == 3  # one for each partition
 
 
 def test_a_pull_and_a_pushpull_take_the_values_of_the_new_leader() -> None:

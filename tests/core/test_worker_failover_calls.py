@@ -187,15 +187,26 @@ def test_a_server_that_leads_nothing_is_told_and_may_die() -> None:
     harness.fail_over(2)
     harness.look(member("server", 2, life=1))
     call = harness.call(requests.Control((SetOptimizer(0, None),)))
-    told = [harness.take(SetOptimizer) for _ in range(3)]
-    assert [send.peer for send in told] == [S0, S1, server_id(2, 1)]
-    for send in told[:2]:
-        harness.reply(send, Done)
+    told = [harness.take(SetOptimizer) for _ in range(4)]
+    assert sorted(send.peer for send in told) == [S0, S0, S1, server_id(2, 1)]  # S0 for each partition that it leads
+    for send in told:
+        if send.peer != server_id(2, 1):
+            harness.reply(send, Done)
     assert call not in harness.done
     harness.look(member("server", 2, "dead", life=1))
-    assert len(harness.result(call)) == 3
+    assert len(harness.result(call)) == 4
     harness.call(requests.Control((SetOptimizer(0, None),)))
-    assert [send.peer for send in harness.sent] == [S0, S1]
+    assert sorted(send.peer for send in harness.sent) == [S0, S0, S1]
+
+
+def test_a_partition_that_moves_alone_takes_along_what_its_leader_has_to_know() -> None:
+    """Another partition of the same server stays where it is, and its leader is told as well."""
+    harness = replicated()
+    harness.fail_over(2)  # S0 leads partitions 0 and 2
+    harness.call(requests.Control((SetOptimizer(0, None),)))
+    harness.sent.clear()
+    harness.lead(0, 1)
+    assert [send.peer for send in harness.sent if isinstance(send.message, SetOptimizer)] == [S1]
 
 
 def test_a_server_that_leads_nothing_may_be_replaced_while_it_is_told() -> None:
@@ -203,10 +214,11 @@ def test_a_server_that_leads_nothing_may_be_replaced_while_it_is_told() -> None:
     harness.fail_over(2)
     harness.look(member("server", 2, life=1))
     call = harness.call(requests.Control((SetOptimizer(0, None),)))
-    for send in [harness.take(SetOptimizer) for _ in range(3)][:2]:
-        harness.reply(send, Done)
+    for send in [harness.take(SetOptimizer) for _ in range(4)]:
+        if send.peer != server_id(2, 1):
+            harness.reply(send, Done)
     harness.look(member("server", 2, life=2))
-    assert len(harness.result(call)) == 3
+    assert len(harness.result(call)) == 4
 
 
 def test_changed_hyperparameters_wait_for_the_pushes_that_moved_with_them() -> None:
@@ -381,3 +393,15 @@ def test_an_observer_goes_on_after_a_death() -> None:
     harness.values(Pull, (0,), b"a")
     assert harness.result(call) == [(0, 0)]
     assert [server.rank for server in harness.machine.view.servers() if server.state == "dead"] == [0]
+
+
+def test_a_server_that_comes_later_is_told_who_rests() -> None:
+    harness, (key,) = knowing(0)
+    harness.call(requests.Control((Rest(0),)))
+    for life, rests in ((1, True), (2, False)):
+        if not rests:
+            harness.push(key)  # the program has a step to make again
+        harness.fail_over(2)
+        harness.look(member("server", 2, life=life))
+        told = [send.peer for send in harness.sent if isinstance(send.message, Rest)]
+        assert (server_id(2, life) in told) is rests

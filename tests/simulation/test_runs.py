@@ -13,7 +13,7 @@ from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.keys import KeyTable
 from kvd.protocol.codec import decode
 from kvd.protocol.messages import Enter, Push, PushBatch
-from kvd.testing.campaign import CAMPAIGNS, STEPS, Campaign
+from kvd.testing.campaign import CAMPAIGNS, FAILOVERS, STEPS, Campaign
 from kvd.testing.network import CALM, NASTY, Network
 from kvd.testing.process import Process
 from kvd.testing.trace import Violation
@@ -22,6 +22,7 @@ from kvd.testing.workloads.steps import Keys
 
 SEEDS = 10  # of each campaign in `make test`
 SOAK_SEEDS = 1000  # of each campaign under -m soak
+FAILOVER_SEEDS = 2  # of each campaign in which servers die, in `make test`
 CHUNK = 5
 
 
@@ -39,6 +40,28 @@ def test_campaign(name: str, first: int) -> None:
 def test_campaign_soak(name: str, first: int) -> None:
     for seed in range(first, first + 100):
         CAMPAIGNS[name].run(seed)
+
+
+@pytest.mark.parametrize("name", FAILOVERS)
+def test_failover_campaign(name: str) -> None:
+    run_failovers(name, range(FAILOVER_SEEDS))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first", range(FAILOVER_SEEDS, FAILOVER_SEEDS + SOAK_SEEDS, 100))
+@pytest.mark.parametrize("name", FAILOVERS)
+def test_failover_campaign_soak(name: str, first: int) -> None:
+    run_failovers(name, range(first, first + 100))
+
+
+def run_failovers(name: str, seeds: Sequence[int]) -> None:
+    """Campaigns in which no server dies would prove little."""
+    deaths = 0
+    for seed in seeds:
+        world = FAILOVERS[name].run(seed)
+        deaths += sum(process.life for process in world.processes.values() if process.name.startswith("server"))
+    assert deaths >= len(seeds), deaths
 
 
 @pytest.mark.parametrize("name", ["ledger", "rounds, nasty", "training, long pauses", "ledger, timeouts"])

@@ -87,7 +87,7 @@ class KVStore(StoreProperties, KVStoreBase):
         Raises:
             KeyNotFound: nobody made the key.
             ShapeMismatch, DtypeMismatch: `out` does not fit the key.
-            NodeLost: the value waits for a worker that died, or its server did.
+            NodeLost: the value waits for a worker that died, or its server did (with two replicas: both that had it).
         """
         return self._blocking().values.pull(key, out, priority, cast).wait()
 
@@ -235,8 +235,11 @@ class KVStore(StoreProperties, KVStoreBase):
     def send_command_to_servers(self, head: int | str, body: bytes | str) -> list[bytes]:
         """Runs the controller registered for `head` on every server, and returns their answers in rank order.
 
+        With two replicas, a server that is dead and leads nothing is not asked.
+
         Raises:
             NotAllowed: a server has no such controller, or it failed there.
+            NodeLost: a server died before it answered; it may have run the command.
         """
         return list(self._blocking().nodes.send_command(head, body).wait())
 

@@ -65,7 +65,8 @@ class Observer:
             KeyNotFound: nobody made a key.
             VersionUnavailable: `version` is not complete yet, or not kept any more; it says which versions there are.
             ShapeMismatch, DtypeMismatch: an `out` does not fit its key.
-            NodeLost: a server that leads a part of a key died. Open a new observer when the job was started again.
+            NodeLost: a server that leads a part of a key died; with two replicas, also its backup. Open a new observer
+                when the job was started again.
             RequestTimeout: a server does not answer.
             NotAllowed: a key is in the list twice; or `version` was given in asynchronous training.
         """

@@ -101,6 +101,7 @@ class Partitions:
         self._since: list[Epoch] = []  # of each entry: the view that has it for the first time
         self._known: dict[int, Epoch] = {}  # by incarnation: the newest view that it has shown to know
         self._held_back: list[tuple[int, Holder]] = []  # to be chosen for a partition once its leader and it know more
+        self._is_restored = False  # `follow` has yet to find out whom to hold back
 
     @property
     def is_known(self) -> bool:
@@ -129,6 +130,7 @@ class Partitions:
         """Goes on with what `saved` gave. What servers know of it, they have yet to show."""
         self._entries = [entry for entry, _ in saved]
         self._since = [since for _, since in saved]
+        self._is_restored = True
 
     def forget(self) -> None:
         """Servers know of later changes than this table has."""
@@ -143,6 +145,8 @@ class Partitions:
         if not self.count or known <= self._known.get(incarnation, NO_VIEW):
             return False
         self._known[incarnation] = known
+        if self._is_restored and any(entry.backup is entry.syncing for entry in self._entries):  # None and None
+            return True
         return any(self._both_know(partition, chosen) for partition, chosen in self._held_back)
 
     def synced(self, partition: int, leader: int, incarnation: int, known: Epoch, epoch: Epoch) -> bool:
@@ -202,7 +206,7 @@ class Partitions:
 
     def _choose(self, servers: Servers, epoch: Epoch) -> None:
         """Names who is to be synced, where somebody is and may be."""
-        self._held_back = []
+        self._held_back, self._is_restored = [], False
         moved = self._moved(servers) if self._is_redundant(servers) else {}
         for partition, entry in enumerate(self._entries):
             ring = self._ring(servers, entry.leader.rank + 1)

@@ -9,7 +9,7 @@ from typing import Any
 from kvd.core.machine import Received
 from kvd.core.server.effects import ServerEffects
 from kvd.core.session import SchedulerSession
-from kvd.protocol.messages import NotYetReason
+from kvd.protocol.messages import NO_VIEW, NotYetReason
 
 
 class Elsewhere:
@@ -24,6 +24,11 @@ class Elsewhere:
         self._view = session.view
         self._effects = effects
         self._is_handing_over = is_handing_over
+        self._gave_up_at = NO_VIEW
+
+    def gave_up(self) -> None:
+        """By the newest view, another server leads what this one has led."""
+        self._gave_up_at = self._view.epoch
 
     def has(self, event: Received, request: int, key: str, slice_index: int) -> bool:
         """Whether a slice that is not in the table is led elsewhere, or will be in the table soon. The sender is
@@ -37,10 +42,11 @@ class Elsewhere:
 
     def postpones(self, event: Received) -> bool:
         """Whether a request about all slices that this server leads must wait. The sender is told."""
-        if not self._view.partitions or not self._is_unsettled(event):
+        is_late = event.epoch < self._gave_up_at  # the sender may count on an answer for slices that are led elsewhere
+        if not self._view.partitions or not (is_late or self._is_unsettled(event)):
             return False
         message: Any = event.message
-        text = "another server's slices are being taken over"
+        text = "other slices are led here than the sender, or this server, knows of"
         self._effects.not_yet(event.peer, message.request, NotYetReason.ELSEWHERE, text)
         return True
 

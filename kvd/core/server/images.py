@@ -2,29 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from kvd.core.machine import Buffer
+from kvd.core.machine import Buffer, Span
 from kvd.core.membership import ViewState
 from kvd.core.server.counted_steps import CountedSteps
 from kvd.core.server.groups import Slice
 from kvd.core.server.progress import WorkerProgress
 from kvd.core.server.rounds import SliceLog
-from kvd.optimizer import changes_to_wire
-from kvd.protocol.messages import LaterChange, OptimizerUse, Origin, RankProgress, SliceImage
+from kvd.optimizer import Optimizer, changes_to_wire, to_wire
+from kvd.protocol.messages import Install, LaterChange, OptimizerUse, Origin, RankProgress, SliceImage
+from kvd.protocol.specs import KeySpec
 
 MOST_BYTES = 8 << 20  # of the values in one message
 HEADER_BUDGET = 48 << 10  # of the 64 KiB of a header, for the images
 
 
-def image_of(slice_: Slice, spec: int, optimizer: int, step: int, slots: Sequence[tuple[str, str]]) -> SliceImage:
+class OptimizerState(NamedTuple):
+    """The state of a slice's optimizer, as Export gives it."""
+
+    step: int = 0
+    slots: tuple[tuple[str, str], ...] = ()
+    spans: tuple[Span, ...] = ()
+
+
+def install_of(
+    partition: int, slices: Sequence[Slice], states: Mapping[Slice, OptimizerState]
+) -> tuple[Install, tuple[Span, ...]]:
+    """The message by which another server holds these slices as they are, and its payload.
+
+    Args:
+        states: of their optimizers; of a slice that is not in it, there is none.
+    """
+    specs: dict[KeySpec, int] = {}
+    optimizers: list[Optimizer | None] = []
+    images = []
+    payload: list[Span] = []
+    for slice_ in slices:
+        log, optimizer, state = slice_.log, slice_.group.optimizer, states.get(slice_, OptimizerState())
+        spec = specs.setdefault(slice_.spec, len(specs))
+        if optimizer not in optimizers:
+            optimizers.append(optimizer)
+        images.append(image_of(slice_, spec, optimizers.index(optimizer), state))
+        payload.append(slice_.span(log.current))
+        if log.previous is not None:
+            payload.append(slice_.span(log.previous))
+        payload += state.spans
+    wire = tuple([None if optimizer is None else to_wire(optimizer) for optimizer in optimizers])
+    return Install(0, partition, tuple(specs), wire, tuple(images)), tuple(payload)
+
+
+def image_of(slice_: Slice, spec: int, optimizer: int, state: OptimizerState) -> SliceImage:
     """What there is to know of a slice no round of which is closing. What is staged is left out: its workers send it
     again.
 
     Args:
         spec, optimizer: places in the lists of the message.
-        step, slots: the optimizer's state.
     """
     group, log = slice_.group, slice_.log
     changes = tuple([LaterChange(change.from_round, changes_to_wire(change.changes)) for change in group.changes])
@@ -35,7 +70,7 @@ def image_of(slice_: Slice, spec: int, optimizer: int, step: int, slots: Sequenc
         slice_.creation,
         spec,
         Origin(slice_.creator, slice_.request, *slice_.loaded),
-        OptimizerUse(optimizer, group.generation, changes, step, tuple(slots)),
+        OptimizerUse(optimizer, group.generation, changes, state.step, state.slots),
         log.version,
         log.step,
         log.previous_step,

@@ -18,20 +18,18 @@ from kvd.core.server.control import ServerControl
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.groups import Slice
-from kvd.core.server.images import image_of, packs
+from kvd.core.server.images import install_of, packs
 from kvd.core.server.keys import MAX_SLICES, KeyTable
 from kvd.core.server.memory import ServerMemory
 from kvd.core.server.records import LED_ELSEWHERE, Records
 from kvd.core.server.rounds import SliceLog
 from kvd.core.session import SchedulerSession
-from kvd.optimizer import to_wire
 from kvd.protocol.messages import (
     MAX_TEXT_CHARS,
     Done,
     ErrorCode,
     HoldDropped,
     Init,
-    Install,
     NotYetReason,
     Outdated,
     Refused,
@@ -284,25 +282,18 @@ class KeyCreation:
             if remaining <= 0 and not is_lost:
                 self._effects.send(event.peer, refused.answer(init.request))
 
-        self._holding.update([(new.key, new.slice_index) for some in added.values() for new, _ in some])
-        by_id = {slice_.slice_id: new for some in added.values() for new, slice_ in some}
-        lists = [pack for some in added.values() for pack in packs([slice_ for _, slice_ in some])]
+        held_elsewhere = {partition: some for partition, some in added.items() if self._records.is_held(partition)}
+        by_id = {slice_.slice_id: new for some in held_elsewhere.values() for new, slice_ in some}
+        self._holding.update([(new.key, new.slice_index) for new in by_id.values()])
+        lists = [pack for some in held_elsewhere.values() for pack in packs([slice_ for _, slice_ in some])]
         remaining = len(lists)
         for slices in lists:
             partition, ids = slices[0].partition, [slice_.slice_id for slice_ in slices]
-            message, payload = self._install(partition, slices)
+            message, payload = install_of(partition, slices, {})
             some = [by_id[slice_id] for slice_id in ids]
             self._records.hold_new(partition, message, partial(held, some), payload, ids)
         if not lists:
             held((), None)
-
-    def _install(self, partition: int, slices: Sequence[Slice]) -> tuple[Install, tuple[Span, ...]]:
-        specs = {spec: place for place, spec in enumerate(dict.fromkeys(slice_.spec for slice_ in slices))}
-        optimizer = self._control.optimizer
-        images = tuple([image_of(slice_, specs[slice_.spec], 0, 0, ()) for slice_ in slices])
-        payload = tuple([slice_.span(slice_.log.current) for slice_ in slices])
-        wire = None if optimizer is None else to_wire(optimizer)
-        return Install(0, partition, tuple(specs), (wire,), images), payload
 
     def _add(self, event: Received, init: Init, new: _New, buffer: object) -> Slice:
         settings = self._view.settings

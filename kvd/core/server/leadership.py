@@ -11,6 +11,7 @@ from kvd.core.machine import LogEntry
 from kvd.core.server.control import ServerControl
 from kvd.core.server.deletions import Deletions
 from kvd.core.server.effects import ServerEffects
+from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.groups import FusedGroup, forget_state
 from kvd.core.server.key_requests import KeyRequests
 from kvd.core.server.keys import KeyTable
@@ -38,6 +39,7 @@ class Leadership:
         shared: SharedSteps,
         waiters: Waiters,
         readings: Readings,
+        elsewhere: Elsewhere,
         advance: Advance,
     ) -> None:
         self._session = session
@@ -55,6 +57,7 @@ class Leadership:
         self._shared = shared
         self._waiters = waiters
         self._readings = readings
+        self._elsewhere = elsewhere
         self._advance = advance
         self._led: set[int] = set()
         self._ending: list[FusedGroup] = []  # groups that were given up while a job was at work on them
@@ -67,11 +70,16 @@ class Leadership:
     # ── the view ──
 
     def view_changed(self) -> None:
-        own = self._view.by_incarnation(self._session.incarnation)
-        now = set()
-        if own is not None and own.role == "server":
-            now = {number for number, entry in enumerate(self._view.partitions) if entry.leader == own.rank}
-        before, self._led = self._led, now
+        before, now = self._led, set()
+        for number, entry in enumerate(self._view.partitions):
+            leader = self._view.members.get(("server", entry.leader))
+            if leader is None:  # a scheduler that was restarted waits for it
+                now |= before & {number}
+            elif leader.incarnation == self._session.incarnation:
+                now.add(number)
+        self._led = now
+        if before - now:
+            self._elsewhere.gave_up()
         for partition in sorted(before - now):
             self._give_up(partition)
         for partition in sorted(now - before):

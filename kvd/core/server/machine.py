@@ -39,13 +39,14 @@ from kvd.core.server.keys import KeyTable
 from kvd.core.server.leadership import Leadership
 from kvd.core.server.memory import ServerMemory
 from kvd.core.server.optimizer_agreement import OptimizerAgreement
+from kvd.core.server.out_of_step import OutOfStep
 from kvd.core.server.participants import Participants
 from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
 from kvd.core.server.readings import Readings
 from kvd.core.server.records import Records
 from kvd.core.server.replicas import Replicas
-from kvd.core.server.replication import OutOfStep, Replication
+from kvd.core.server.replication import Replication
 from kvd.core.server.resume import Resumption
 from kvd.core.server.shared_steps import SharedSteps
 from kvd.core.server.syncing import Syncing
@@ -193,6 +194,7 @@ class ServerMachine:
             shared,
             waiters,
             readings,
+            elsewhere,
             pushes.advance,
         )
         syncing = Syncing(
@@ -236,7 +238,7 @@ class ServerMachine:
             ComeTo: resumption.come_to,
             TakeStep: shared.take,
             Rest: shared.rest,
-            StatusQuery: self._status,
+            StatusQuery: lambda event, query: effects.send(event.peer, StatusReport(query.request)),
             WaitQuery: WaitAnswers(
                 self.table, effects, attachments, participants, keys.lookups_of, deletions.waits_of
             ).answer,
@@ -261,7 +263,6 @@ class ServerMachine:
         return self._session
 
     def leads(self, partition: int) -> bool:
-        """Whether this server leads the partition, by the newest view that it knows."""
         return self._replication.leads(partition)
 
     def held(self, partition: int) -> HeldPartition | None:
@@ -350,7 +351,7 @@ class ServerMachine:
         handler = self._handlers.get(type(message))
         if self._attachments.is_foreign(event):
             self._attachments.refuse_foreign(event)
-        elif type(message) in ABOUT_ALL_SLICES and self._replication.postpones(event):
+        elif type(message) in ABOUT_ALL_SLICES and self._postpones(event):
             return
         elif handler is not None:
             handler(event, message)
@@ -360,8 +361,8 @@ class ServerMachine:
             text = f"a server takes no {type(message).__name__}"
             self._effects.refuse(event.peer, getattr(message, "request", 0), ErrorCode.PROTOCOL_ERROR, text)
 
-    def _status(self, event: Received, query: StatusQuery) -> None:
-        self._effects.send(event.peer, StatusReport(query.request))
+    def _postpones(self, event: Received) -> bool:
+        return not self._attachments.is_replaced(event.sender) and self._replication.postpones(event)
 
     def _say_goodbye(self, event: LocalCall) -> None:
         """The only thing that its own program asks of a server: to leave in good order."""

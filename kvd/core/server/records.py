@@ -24,7 +24,7 @@ from kvd.core.outbox import Entry, Outbox
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import Slice
 from kvd.core.session import FIRST_REQUEST, SchedulerSession
-from kvd.protocol.messages import NO_RANK, Done, ErrorCode, Member, NotYet, Refused, SliceId, StartHolding
+from kvd.protocol.messages import Done, ErrorCode, Member, NotYet, Refused, SliceId, StartHolding
 
 CREDIT_BYTES = 32 << 20  # of records on their way to one server, well below what it lets a peer have waiting
 
@@ -169,16 +169,24 @@ class Records:
         return {number for number, entry in enumerate(self._view.partitions) if entry.leader == own.rank}
 
     def _wanted(self) -> dict[int, list[tuple[ServerPeer, int, bool]]]:
-        """Who is to hold the partitions that this server leads: peer, rank, and whether it is being synced."""
+        """Who is to hold the partitions that this server leads: peer, rank, and whether it is being synced.
+
+        A scheduler that was restarted without its record may wait for servers that it names: these are what they were.
+        """
         wanted: dict[int, list[tuple[ServerPeer, int, bool]]] = {}
-        own = self._view.by_incarnation(self._session.incarnation)
-        if own is None or own.role != "server":
-            return wanted
         for partition, (leader, backup, syncing, _) in enumerate(self._view.partitions):
-            for rank, is_syncing in ((backup, False), (syncing, True)) if leader == own.rank else ():
+            before = {holder.rank: holder for holder in self.holders_of(partition)}
+            leading = self._view.members.get(("server", leader))
+            if leading is None and before:
+                wanted[partition] = [(holder.peer, rank, holder.is_syncing) for rank, holder in before.items()]
+            if leading is None or leading.incarnation != self._session.incarnation:
+                continue
+            for rank, is_syncing in ((backup, False), (syncing, True)):
                 member = self._view.members.get(("server", rank))
-                if rank != NO_RANK and member is not None:
+                if member is not None:
                     wanted.setdefault(partition, []).append((ServerPeer(member.incarnation), rank, is_syncing))
+                elif rank in before:
+                    wanted.setdefault(partition, []).append((before[rank].peer, rank, is_syncing))
         return wanted
 
     def _reconnect(self) -> None:

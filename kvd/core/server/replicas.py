@@ -154,7 +154,9 @@ class Replicas:
                 continue
             leader, backup, syncing, _ = self._view.partitions[partition]
             member = self._view.members.get(("server", leader))
-            is_mine = member is not None and member.incarnation in (held.leader, self._session.incarnation)
+            if member is None or self._view.by_incarnation(self._session.incarnation) is None:
+                continue  # a scheduler that was restarted waits for it, or for this server
+            is_mine = member.incarnation in (held.leader, self._session.incarnation)
             if not is_mine or (backup >= 0 and not self._is_me(backup) and not self._is_me(syncing)):
                 self.forget(partition)
 

@@ -8,49 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvd.core.machine import SCHEDULER, Effect, Received
+from kvd.core.machine import Effect, Received
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.held import HeldPartition
 from kvd.core.server.leadership import Leadership
+from kvd.core.server.out_of_step import OutOfStep
 from kvd.core.server.records import Records
 from kvd.core.server.replicas import Replicas
 from kvd.core.server.syncing import Syncing
-from kvd.core.session import OUT_OF_SYNC_REQUEST, SchedulerSession
-from kvd.protocol.messages import NotYetReason, OutOfSync, StartHolding
-
-RETRY_S = 1.0
-
-
-class OutOfStep:
-    """Says to the scheduler which servers do not hold what they should, until the view says so."""
-
-    def __init__(self, session: SchedulerSession, effects: ServerEffects) -> None:
-        self._view = session.view
-        self._effects = effects
-        self._told: dict[tuple[int, int], float] = {}  # when it is told next
-        self._now = 0.0
-
-    def add(self, partition: int, incarnation: int) -> None:
-        """This server does not hold this partition any more."""
-        self._told.setdefault((partition, incarnation), self._now)
-
-    def view_changed(self) -> None:
-        for partition, incarnation in list(self._told):
-            member = self._view.by_incarnation(incarnation)
-            entry = self._view.partitions[partition] if partition < len(self._view.partitions) else None
-            if member is None or entry is None or member.rank not in (entry.backup, entry.syncing):
-                del self._told[partition, incarnation]
-
-    def tick(self, now: float) -> None:
-        self._now = now
-        for (partition, incarnation), at in self._told.items():
-            if now >= at:
-                self._told[partition, incarnation] = now + RETRY_S
-                self._effects.send(SCHEDULER, OutOfSync(OUT_OF_SYNC_REQUEST, partition, incarnation))
-
-    def next_deadline(self) -> float | None:
-        return min(self._told.values(), default=None)
+from kvd.core.session import SchedulerSession
+from kvd.protocol.messages import NotYetReason, StartHolding
 
 
 class Replication:
@@ -126,8 +94,11 @@ class Replication:
         return self._records.due(now)
 
     def next_deadline(self) -> float | None:
-        parts = (self._records, self._syncing, self._out_of_step)
-        return min((at for part in parts if (at := part.next_deadline()) is not None), default=None)
+        due = self._records.next_deadline()
+        for at in (self._syncing.next_deadline(), self._out_of_step.next_deadline()):
+            if at is not None and (due is None or at < due):  # without a generator: this is asked after each event
+                due = at
+        return due
 
     def explain(self) -> dict[str, object]:
         """For `kvd status`: the partitions that are led and held here."""

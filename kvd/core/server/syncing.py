@@ -7,36 +7,25 @@ is told, which makes it the backup.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvd.core.machine import SCHEDULER, Export, JobDone, LogEntry, Span
+from kvd.core.machine import SCHEDULER, Export, JobDone, LogEntry
 from kvd.core.membership import name_of
 from kvd.core.server.control import ServerControl
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Slice
-from kvd.core.server.images import MOST_BYTES, image_of, packs
+from kvd.core.server.images import MOST_BYTES, OptimizerState, install_of, packs
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.records import LED_ELSEWHERE, Holder, Records
 from kvd.core.server.shared_steps import SharedSteps
 from kvd.core.session import SYNCED_REQUEST, SchedulerSession
-from kvd.optimizer import Optimizer, to_wire
-from kvd.protocol.messages import HoldLoop, HoldOptimizer, HoldPublished, Install, KeyId, Refused, Synced
-from kvd.protocol.specs import KeySpec
+from kvd.protocol.messages import HoldLoop, HoldOptimizer, HoldPublished, KeyId, Refused, Synced
 
 MOST_GROUPS = 64  # that rest at once
 MOST_KEYS = 64  # in one message
 RETRY_S = 1.0
-
-
-@dataclass(slots=True, eq=False)
-class _State:
-    """The state of a slice's optimizer, as Export gives it."""
-
-    step: int = 0
-    slots: tuple[tuple[str, str], ...] = ()
-    spans: tuple[Span, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +35,7 @@ class _Sync:
     holder: Holder
     resting: dict[FusedGroup, None] = field(default_factory=dict)  # that are to be sent now
     missing: int = 0  # of them, those that do not rest yet
-    states: dict[Slice, _State] = field(default_factory=dict)
+    states: dict[Slice, OptimizerState] = field(default_factory=dict)
     is_failed: bool = False
     tell_at: float | None = None  # when the scheduler is told, again, that all is there
 
@@ -136,8 +125,8 @@ class Syncing:
             group.working = False
             self._advance(group)
             return
-        slices = list(group.slices)
         group.is_resting = True
+        slices = list(group.slices)
 
         def export_next() -> None:
             if slices:
@@ -152,14 +141,14 @@ class Syncing:
             if done.error is not None:
                 self.fail(sync.holder, f"the optimizer's state of {slice_.key!r} cannot be read: {done.error}")
             else:
-                sync.states[slice_] = _State(*done.result)
+                sync.states[slice_] = OptimizerState(*done.result)
                 export_next()
 
         export_next()
 
     def _wake(self, sync: _Sync, group: FusedGroup) -> None:
         sync.resting.pop(group, None)
-        if group.is_resting:  # else it is still at work on something else, and rests no more
+        if group.is_resting:  # else another job on its state is under way, or its turn has not come
             group.working = group.is_resting = False
             self._advance(group)
 
@@ -192,27 +181,8 @@ class Syncing:
 
         for pack in messages:
             sync.holder.copied.update([slice_.slice_id for slice_ in pack])
-            message, payload = self._install(sync, pack)
+            message, payload = install_of(sync.holder.partition, pack, sync.states)
             self._records.copy(sync.holder, message, held, payload)
-
-    def _install(self, sync: _Sync, slices: Sequence[Slice]) -> tuple[Install, tuple[Span, ...]]:
-        specs: dict[KeySpec, int] = {}
-        optimizers: list[Optimizer | None] = []
-        images = []
-        payload: list[Span] = []
-        for slice_ in slices:
-            log, state = slice_.log, sync.states[slice_]
-            spec = specs.setdefault(slice_.spec, len(specs))
-            if slice_.group.optimizer not in optimizers:
-                optimizers.append(slice_.group.optimizer)
-            optimizer = optimizers.index(slice_.group.optimizer)
-            images.append(image_of(slice_, spec, optimizer, state.step, state.slots))
-            payload.append(slice_.span(log.current))
-            if log.previous is not None:
-                payload.append(slice_.span(log.previous))
-            payload += state.spans
-        wire = tuple([None if optimizer is None else to_wire(optimizer) for optimizer in optimizers])
-        return Install(0, sync.holder.partition, tuple(specs), wire, tuple(images)), tuple(payload)
 
     # ── all are there ──
 
@@ -231,10 +201,12 @@ class Syncing:
         last.append(self._control.record(partition))
         remaining = len(last)
 
-        def held(_: Refused | None) -> None:
+        def held(refused: Refused | None) -> None:
             nonlocal remaining
             remaining -= 1
-            if remaining <= 0 and not sync.is_failed and not sync.holder.is_over:
+            if refused is not None and not sync.is_failed:
+                self.fail(sync.holder, refused.text)
+            elif not remaining and not sync.is_failed and not sync.holder.is_over:
                 sync.tell_at = self._now
 
         for message in last:
@@ -252,4 +224,6 @@ class Syncing:
                 self._effects.send(SCHEDULER, Synced(SYNCED_REQUEST, holder.partition, holder.peer))
 
     def next_deadline(self) -> float | None:
+        if not self._syncs:
+            return None
         return min((sync.tell_at for sync in self._syncs.values() if sync.tell_at is not None), default=None)

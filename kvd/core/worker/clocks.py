@@ -122,7 +122,7 @@ class WorkerClocks:
     def come_to(self, call: Call, request: requests.ComeTo) -> None:
         """Tells all servers where the program is."""
         message = ComeTo(0, request.place)
-        told = self._servers.everyone(only_there=True)
+        told = self._servers.whoever_leads(only_there=True)
         self._asker.gather(call, [Question(peer, message, (), partition) for peer, partition in told])
 
     def stopped(self) -> Stopped | None:

@@ -17,8 +17,9 @@ from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import Call, CallBook
 from kvd.core.worker.moves import Moves
 from kvd.core.worker.predecessor import Predecessor
+from kvd.core.worker.resting import Resting
 from kvd.core.worker.servers import NOT_CONNECTED, Servers
-from kvd.protocol.messages import Attach, Clocks, ComeTo, Done, ErrorCode, Member, MemberState, Refused
+from kvd.protocol.messages import Attach, Clocks, ComeTo, Done, ErrorCode, Member, MemberState, Refused, Rest
 
 
 class Connections:
@@ -37,6 +38,7 @@ class Connections:
         calls: CallBook,
         asker: Asker,
         predecessor: Predecessor,
+        resting: Resting,
         emit: Callable[[Effect], None],
     ) -> None:
         self._session = session
@@ -47,6 +49,7 @@ class Connections:
         self._calls = calls
         self._asker = asker
         self._predecessor = predecessor
+        self._resting = resting
         self._emit = emit
         self._is_observer = session.identity.role == "observer"
         self._attached: set[int] = set()  # incarnations of servers that know this worker
@@ -159,6 +162,8 @@ class Connections:
                 self._learn_of_predecessor(server, message)
             if isinstance(message, Done | Clocks):
                 self._attached.add(server)
+                if self._view.partitions and self._resting.is_on:
+                    self._asker.ask(None, server, Rest(0), lambda event: None)
                 self._check_joined()
 
         self._asker.ask(None, server, Attach(0, max(self._session.rank, 0)), answered)

@@ -8,16 +8,17 @@ from functools import partial
 
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Effect, Received, ServerPeer, Span
-from kvd.core.membership import ViewState
 from kvd.core.outbox import Entry, Outbox
 from kvd.core.worker.asking import Asker, Question
 from kvd.core.worker.calls import COMPLETED, Call, CallBook
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.participation import Participation
+from kvd.core.worker.resting import Resting
 from kvd.core.worker.servers import NO_PARTITION, Servers
-from kvd.protocol.messages import Command, StatusQuery, StoreState
+from kvd.protocol.messages import ComeTo, Command, Rest, SetOptimizer, StatusQuery, StoreState, UpdateOptimizer
 
 _OF_PROCESSES = (Command, StatusQuery)  # no other server can answer these in the place of one
+_FOR_LEADERS = (SetOptimizer, UpdateOptimizer, ComeTo, Rest)  # who leads a partition later must have been told
 
 
 class ControlCalls:
@@ -33,9 +34,9 @@ class ControlCalls:
         pushes: OpenPushes,
         asker: Asker,
         outbox: Outbox,
-        view: ViewState,
         servers: Servers,
         participation: Participation,
+        resting: Resting,
         emit: Callable[[Effect], None],
     ) -> None:
         self.waiting: list[tuple[Call, Callable[[], None]]] = []
@@ -43,9 +44,9 @@ class ControlCalls:
         self._pushes = pushes
         self._asker = asker
         self._outbox = outbox
-        self._view = view
         self._servers = servers
         self._participation = participation
+        self._resting = resting
         self._emit = emit
 
     # ── servers ──
@@ -54,6 +55,8 @@ class ControlCalls:
         if request.staged_first and (self._outbox.unstaged or self._pushes.any_waiting()):
             self._wait(call, partial(self.control, call, request))
             return
+        if any(isinstance(message, Rest) for message in request.messages):
+            self._resting.begin()
         asked = self._asked(request)
         messages = request.messages * len(asked) if len(request.messages) == 1 else request.messages
         payload = () if request.payload is None else (Span(request.payload, 0, request.nbytes),)
@@ -69,6 +72,8 @@ class ControlCalls:
             return [(self._servers.peer_of(partition), partition) for partition in request.partitions]
         if request.servers is not None:
             return [(self._servers.at_rank(rank), NO_PARTITION) for rank in request.servers]
+        if isinstance(request.messages[0], _FOR_LEADERS):
+            return self._servers.whoever_leads(only_there=self._participation.is_observer)
         return self._servers.everyone(only_there=self._participation.is_observer)
 
     def _wait(self, call: Call, act: Callable[[], None]) -> None:

@@ -56,6 +56,7 @@ from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.participation import Participation
 from kvd.core.worker.predecessor import Predecessor
 from kvd.core.worker.readings import Readings
+from kvd.core.worker.resting import Resting
 from kvd.core.worker.servers import Servers
 from kvd.core.worker.settings import WorkerSettings
 from kvd.core.worker.step_loops import Stopped
@@ -86,7 +87,8 @@ class WorkerMachine:
         self._asker = asker = Asker(view, servers, outbox, calls)
         left = Predecessor()
         taking_part = Participation(session, outbox, asker, calls)
-        self._control = ControlCalls(calls, pushes, asker, outbox, view, servers, taking_part, emit)
+        resting = Resting(keys)
+        self._control = ControlCalls(calls, pushes, asker, outbox, servers, taking_part, resting, emit)
         self._clocks = WorkerClocks(session, servers, keys, asker, calls, pushes, steps, left)
         self._waits = Waits(session, outbox, asker, calls, pushes, settings.notice_s, emit)
         plans = MessagePlans(view, batches=settings.batches and not taking_part.is_observer)
@@ -110,7 +112,7 @@ class WorkerMachine:
         )
         inits = InitCalls(session, keys, taking_part, calls, directory, making, self._wake, deletions.afterwards)
         moves = Moves(view, servers, keys, outbox, calls, asker, transfer.declare, self._control.moved)
-        self._connections = Connections(session, servers, moves, outbox, calls, asker, left, emit)
+        self._connections = Connections(session, servers, moves, outbox, calls, asker, left, resting, emit)
         self._not_yet = NotYetReactions(keys, outbox, asker, self._connections, transfer)
         starters: dict[type[Any], Start] = {
             requests.Transfer: transfer.start,

@@ -62,7 +62,7 @@ class Servers:
                 self._leaders[partition] = peer
 
     def everyone(self, *, only_there: bool = False) -> list[tuple[ServerPeer, int]]:
-        """The servers that are told what all have to know: those that lead something, and those that may come to it.
+        """The servers that are asked when all are: those that lead something, and those that may come to it.
 
         Args:
             only_there: without those that are not in the view.
@@ -80,6 +80,15 @@ class Servers:
             ranks = {server.rank for server in there}
             told = {rank: partition for rank, partition in told.items() if rank in ranks}
         return [(self.at_rank(rank), told[rank]) for rank in sorted(told)]
+
+    def whoever_leads(self, *, only_there: bool = False) -> list[tuple[ServerPeer, int]]:
+        """Those who are told what each leader has to know: the leader of each partition, whoever that comes to be, and
+        the servers that lead nothing, with NO_PARTITION. One that leads several is told as often: each partition may
+        move by itself. The argument is that of `everyone`."""
+        if not self._view.partitions:
+            return self.everyone(only_there=only_there)
+        leaders = [(self.peer_of(partition), partition) for partition in self._view.partition_numbers()]
+        return leaders + [entry for entry in self.everyone() if entry[1] == NO_PARTITION]
 
     # ── losses ──
 

@@ -1,0 +1,62 @@
+"""Mistakes that campaigns in which servers die have found, each as a seed that showed it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvd.testing.campaign import HARD, LASTING, LONG_PAUSES, Campaign
+from kvd.testing.mishaps import Mishaps
+from kvd.testing.network import LATE_COPIES, NASTY, ROUGH, Faults
+from kvd.testing.settings import ShellSettings
+
+DYING = replace(HARD, server_crashes=3)
+DYING_LONG = replace(LASTING, server_crashes=4)
+DYING_TWICE = replace(HARD, server_crashes=2)
+NO_RECORD = ShellSettings(state_dir=False, job_s=(0.0, 0.02))
+
+
+def run(
+    workload: str,
+    servers: int,
+    mishaps: Mishaps,
+    faults: Faults,
+    seed: int,
+    shell: ShellSettings | None = None,
+    mode: str = "sync",
+    staleness: int = -1,
+) -> None:
+    shell = shell or ShellSettings(job_s=(0.0, 0.02))
+    Campaign(workload, mode, staleness, mishaps, faults, servers=servers, replicas=2, shell=shell).run(seed)
+
+
+def test_groups_that_are_copied_when_their_partition_moves_are_forgotten() -> None:
+    run("watched", 3, replace(LONG_PAUSES, server_crashes=2), ROUGH, 100)
+
+
+def test_a_server_that_is_synced_beside_a_backup_keeps_what_it_was_sent() -> None:
+    run("ledger", 3, DYING, ROUGH, 100, mode="async", staleness=1)
+
+
+def test_readers_hold_no_more_than_they_may_when_partitions_move() -> None:
+    run("watched", 3, DYING_LONG, LATE_COPIES, 100)
+
+
+def test_clocks_are_not_asked_of_a_server_that_led_the_key_once() -> None:
+    run("mixed", 2, DYING, LATE_COPIES, 300)
+
+
+def test_a_partition_gets_a_copy_after_the_scheduler_was_restarted() -> None:
+    run("list lives", 3, DYING, LATE_COPIES, 300)
+
+
+@pytest.mark.parametrize("workload", ["rounds", "casts"])
+def test_a_view_without_nodes_takes_nothing_from_servers(workload: str) -> None:
+    """A scheduler without its record has told them of no member yet: they know no more than before."""
+    run(workload, 3, DYING_TWICE, NASTY, 400, NO_RECORD)
+
+
+def test_a_server_that_comes_later_knows_who_rests() -> None:
+    """Else the others wait for a worker that has no shared step to make."""
+    run("shared", 2, DYING_LONG, LATE_COPIES, 300, mode="async", staleness=1)
