@@ -9,14 +9,10 @@ import numpy as np
 import pytest
 
 from kvd.core.machine import Apply, Received
-from kvd.core.places import PlaceKind, kind_of
-from kvd.optimizer import SGD, Adam, Optimizer, RMSProp, to_wire
+from kvd.optimizer import SGD, Adam, to_wire
 from kvd.protocol.messages import (
     NO_RANK,
-    NO_STEP,
     Activate,
-    ComeTo,
-    Delete,
     Done,
     Given,
     Hold,
@@ -24,115 +20,21 @@ from kvd.protocol.messages import (
     HoldChange,
     HoldOptimizer,
     HoldPlace,
-    KeyId,
     LaterSlice,
     NotYet,
     NotYetReason,
     Refused,
     SetOptimizer,
     SliceId,
-    StoreState,
-    TakeStep,
     UpdateOptimizer,
 )
 from tests.core.fakes import NodePeer, member
 from tests.core.replica_harness import FLOATS, A, B, C, Cluster, Wire
+from tests.core.replica_programs import Program
 from tests.core.test_promotion import OTHERS, ready
 from tests.core.test_records import HELD, ONE
 
-OPTIMIZERS: list[Optimizer] = [SGD(0.5, momentum=0.5), Adam(0.1), RMSProp(0.05), SGD(0.25)]
-SHARED = next(number for number in range(1 << 12) if kind_of(number) is PlaceKind.SHARED)
-
-
 # ── random sequences ──
-
-
-class Program:
-    """Two workers that do anything, with one key of each kind, and a batch of three."""
-
-    def __init__(self, run: Cluster, random: Random, dtype: str) -> None:
-        self.run, self.random, self.dtype = run, random, dtype
-        self.keys = ["a", "b", "c"]
-        self.clocks = dict.fromkeys(self.keys, 0)
-        self.creations = dict.fromkeys(self.keys, 0)
-        self.is_apart = False
-        self.optimizer: Any = None
-        self.loop = 0
-        for key in self.keys:
-            run.create(key, self.value())
-        for rank in (0, 1):
-            run.declare(rank, *self.keys)
-
-    def value(self) -> Any:
-        return np.array([self.random.uniform(-2, 2) for _ in range(5)], FLOATS[self.dtype])
-
-    def step(self) -> None:
-        does = [self.push, self.push, self.push_together, self.push_together, self.broadcast]
-        does += [self.set_optimizer, self.change, self.store, self.come, self.remake, self.loops]
-        self.random.choice(does)()
-
-    def push(self) -> None:
-        key = self.random.choice(self.keys)
-        self.clocks[key] += 1
-        self.is_apart = True
-        for rank in self.random.sample((0, 1), 2):
-            self.run.push(rank, self.clocks[key], self.value(), key=key, creation=self.creations[key], step=rank)
-
-    def push_together(self) -> None:
-        if len(set(self.clocks.values())) > 1 or any(self.creations.values()):
-            return self.push()
-        for key in self.keys:
-            self.clocks[key] += 1
-        for rank in self.random.sample((0, 1), 2):
-            self.run.push_batch(rank, self.clocks["a"], *[self.value() for _ in self.keys])
-        return None
-
-    def broadcast(self) -> None:
-        if self.run.settings.mode == "async":
-            return self.push()
-        key = self.random.choice(self.keys)
-        self.clocks[key] += 1
-        self.run.push(0, self.clocks[key], self.value(), key=key, how=1, creation=self.creations[key])
-        self.run.push(1, self.clocks[key], self.value()[:0], key=key, how=2, creation=self.creations[key])
-        return None
-
-    def set_optimizer(self) -> None:
-        self.optimizer = self.random.choice(OPTIMIZERS)
-        for rank in (0, 1):
-            self.run.say(rank, SetOptimizer(self.run.request(), to_wire(self.optimizer)))
-
-    def change(self) -> None:
-        if self.optimizer is not None:
-            changes = {"learning_rate": self.random.choice([0.5, 0.25, 0.125])}
-            for rank in (0, 1):
-                self.run.say(rank, UpdateOptimizer(self.run.request(), changes))
-
-    def store(self) -> None:
-        if isinstance(self.optimizer, SGD) and self.optimizer.momentum:
-            key = self.random.choice(self.keys)
-            slot = "float32" if self.dtype == "float16" else self.dtype
-            slots = (("slot/momentum", slot),)
-            payload = np.array([self.random.uniform(-2, 2) for _ in range(5)], slot).tobytes()
-            message = StoreState(self.run.request(), key, 0, self.random.randrange(9), slots, self.creations[key])
-            assert self.run.say(0, message, payload)[-1:] == [Done(message.request)]
-
-    def come(self) -> None:
-        self.run.say(self.random.randrange(2), ComeTo(self.run.request(), self.random.randrange(1, 5)))
-
-    def remake(self) -> None:
-        key = self.random.choice(self.keys)
-        name = KeyId(key, self.creations[key])
-        for rank in (0, 1):
-            self.run.say(rank, Delete(self.run.request(), (name,)))
-        self.creations[key] = self.run.nodes[A].table.creation
-        self.clocks[key] = 0
-        said = self.run.create(key, self.value(), creation=self.creations[key])
-        assert isinstance(said[-1], Done), said
-
-    def loops(self) -> None:
-        if self.run.settings.mode == "async":
-            self.run.say(self.random.randrange(2), TakeStep(self.run.request(), self.loop, 4, NO_STEP))
-            self.loop += self.random.random() < 0.3
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -411,3 +313,37 @@ def test_an_optimizer_that_is_set_while_an_update_runs_is_used_from_the_next_rou
     assert run.picture(A) == run.picture(B)
     if mode == "sync":
         assert run.value(B).tolist() == [-2, -4]
+
+
+def test_a_change_that_comes_while_an_async_update_runs_is_of_the_next_one() -> None:
+    """By hand: w = 1 - 0.5 * 1 = 0.5, the record says so; then 0.5 - 0.25 * 1 = 0.25."""
+    run = ready(SGD(0.5), mode="async")
+    leader = run.nodes[A]
+    leader.holds_jobs = True
+    run.push(0, 1, ONE)
+    run.say(0, UpdateOptimizer(700, {"learning_rate": 0.25}))
+    leader.holds_jobs = False
+    run.finish(leader)
+    assert run.value(A).tolist() == run.value(B).tolist() == [0.5, 1]
+    run.push(0, 2, ONE)
+    assert run.value(A).tolist() == run.value(B).tolist() == [0.25, 0.5]
+    assert run.picture(A) == run.picture(B)
+
+
+def test_changes_of_an_optimizer_are_held_one_after_the_other() -> None:
+    run = ready(SGD(0.5))
+    run.auto = False
+    first = len(run.answers)
+    run.say(0, UpdateOptimizer(700, {"learning_rate": 0.25}))
+    for message in (UpdateOptimizer(701, {"learning_rate": 0.125}), SetOptimizer(702, to_wire(SGD(2.0)))):
+        (answer,) = run.say(0, message)
+        assert isinstance(answer, NotYet)
+        assert answer.reason is NotYetReason.BUSY
+    assert len(run.to(B)) == 1
+    run.tick(3.0)
+    run.settle()
+    assert Done(700) in run.told_since(first)
+    assert run.nodes[B].held().optimizer.learning_rate == 0.25
+    assert run.say(0, UpdateOptimizer(701, {"learning_rate": 0.125})) == []
+    run.settle()
+    assert run.nodes[B].held().optimizer.learning_rate == 0.125

@@ -13,6 +13,7 @@ from kvd.errors import NotAllowed
 from kvd.optimizer import SGD, Adam, to_wire
 from kvd.protocol.messages import (
     NO_RANK,
+    NO_STEP,
     Delete,
     Done,
     ErrorCode,
@@ -26,6 +27,7 @@ from kvd.protocol.messages import (
     StartHolding,
     StoreState,
     Synced,
+    TakeStep,
 )
 from tests.core.fakes import welcome
 from tests.core.replica_harness import FLOATS, A, B, Cluster, Node
@@ -293,3 +295,29 @@ def test_a_state_is_read_while_its_slice_rests() -> None:
     run.auto = True
     run.settle()
     assert [message.request for message in run.told_since(first)] == [80]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_is_only_staged_when_a_slice_is_sent_is_sent_again_and_counts_once(mode: str) -> None:
+    """In async mode the second push of worker 0 is too far ahead of worker 1."""
+    run = alone(SGD(0.5), mode=mode, staleness=0 if mode == "async" else -1)
+    run.create("w", ONE)
+    number = 2 if mode == "async" else 1
+    for clock in range(1, number + 1):
+        run.push(0, clock, ONE, request=500 + clock)
+    assert not run.nodes[A].table.slices["w", 0].log.is_idle
+    run.look([SYNCING, *OTHERS])
+    run.look([HELD, *OTHERS])
+    run.look([(B, NO_RANK, NO_RANK), *OTHERS])
+    for clock in range(1, number + 1):
+        run.push(0, clock, ONE, request=500 + clock, at=B)
+    run.push(1, 1, ONE, at=B)
+    assert run.value(B).tolist() == [0, 0]
+
+
+def test_loops_over_shared_steps_are_known_to_a_synced_server() -> None:
+    run = alone(mode="async")
+    assert [message.step for message in run.say(0, TakeStep(70, 0, 3, NO_STEP))] == [0]
+    run.look([SYNCING, *OTHERS])
+    finish(run)
+    assert [message.step for message in run.say(1, TakeStep(71, 0, 3, NO_STEP), at=B)] == [1]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 from kvd.core.access import may_operate
-from kvd.core.machine import Export, Job, JobDone, Load, LogEntry, Received, ResetState, Run, Send, Span
+from kvd.core.machine import Export, Job, JobDone, Load, LogEntry, Received, Run, Send, Span
 from kvd.core.refusals import refusal_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.command_answers import CommandAnswers
@@ -16,6 +15,7 @@ from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.optimizer_agreement import OptimizerAgreement
+from kvd.core.server.optimizer_records import OptimizerRecords, change_records
 from kvd.core.server.pace import Pace
 from kvd.core.server.records import LED_ELSEWHERE, Records
 from kvd.core.session import SchedulerSession
@@ -27,10 +27,8 @@ from kvd.protocol.messages import (
     Done,
     ErrorCode,
     FetchState,
-    HoldChange,
     HoldOptimizer,
     HoldState,
-    LaterSlice,
     NotYetReason,
     OptimizerIs,
     OptimizerQuery,
@@ -40,8 +38,6 @@ from kvd.protocol.messages import (
     StoreState,
     UpdateOptimizer,
 )
-
-SLICES_OF_A_CHANGE = 50  # in one message, whatever the lengths of their keys
 
 
 class ServerControl:
@@ -71,9 +67,7 @@ class ServerControl:
         self._session = session
         self._advance = advance
         self._answers = CommandAnswers()
-        self._unheld = False  # a backup has yet to hold a change
-        self._late: list[FusedGroup] = []  # groups that use the newest optimizer when their update has ended
-        self._when_set: Callable[[], None] | None = None  # is called when the backups hold that they do
+        self.held = OptimizerRecords(effects, records, advance)
         self._pace = Pace()  # of new optimizers
 
     def describe(self) -> object:
@@ -125,7 +119,7 @@ class ServerControl:
         try:
             optimizer = None if message.optimizer is None else from_wire(message.optimizer)
             visits = self._visits_slices(event, message, rank, optimizer)
-            if visits and (self._unheld or self._pace.is_paused(now)):
+            if visits and (self.held.is_open or self._pace.is_paused(now)):
                 text = "the optimizer was changed just now"
                 self._effects.not_yet(event.peer, message.request, NotYetReason.BUSY, text)
                 return
@@ -143,8 +137,7 @@ class ServerControl:
             self._effects.emit(answer)
 
         if self.generation > earlier:
-            self._unheld, self._when_set = True, held
-            self._hold_set()
+            self.held.hold(self._generation_records, held)
         else:
             held()
         if visits:
@@ -188,33 +181,8 @@ class ServerControl:
             return
         self.optimizer = optimizer
         self.generation += 1
-        slices: list[tuple[str, int]] = []
-        for group in self._table.groups.values():
-            if group.log.closing is not None and self._records.is_held(group.partition):
-                self._late.append(group)  # its backups get the record of this round before they hear of the optimizer
-                group.tasks.append(partial(self._use_late, group, optimizer, self.generation))
-            else:
-                slices += group.renew(optimizer, self.generation).slices
-        self._effects.emit(ResetState(tuple(slices)))
+        self.held.use(self._table.groups.values(), optimizer, self.generation)
         self._effects.emit(LogEntry("info", "optimizer set", {"optimizer": repr(optimizer)}))
-
-    def _use_late(self, group: FusedGroup, optimizer: Optimizer | None, generation: int) -> None:
-        self._effects.emit(group.renew(optimizer, generation))
-        self._late.remove(group)
-        group.working = False
-        self._advance(group)
-        self._hold_set()
-
-    def _hold_set(self) -> None:
-        """Has the newest optimizer held when all groups use it."""
-        if self._when_set is not None and not self._late:
-            held, self._when_set = self._when_set, None
-            self._hold_in_turn(self._generation_records(), held)
-
-    def drop_partition(self, partition: int) -> None:
-        """Another server leads it."""
-        self._late = [group for group in self._late if group.partition != partition]
-        self._hold_set()
 
     def _update_optimizer(self, event: Received, message: UpdateOptimizer, rank: int) -> None:
         """In sync mode from the sender's next clock on, slice by slice; else at once. Asked twice, it is the same."""
@@ -229,7 +197,7 @@ class ServerControl:
         except KvdError as error:
             self._effects.send(event.peer, refusal_of(message.request, error))
             return
-        if self._unheld:
+        if self.held.is_open:
             text = "the optimizer was changed just now"
             self._effects.not_yet(event.peer, message.request, NotYetReason.BUSY, text)
             return
@@ -241,42 +209,16 @@ class ServerControl:
                 elif group.optimizer is not None:
                     group.optimizer_for(group.log.closed + 1)  # earlier changes come first
                     group.optimizer = with_hyperparameters(group.optimizer, changes)
-        records = self._change_records(message.changes)
-        self._hold_in_turn(records, lambda: self._effects.send(event.peer, Done(message.request)))
-
-    def _hold_in_turn(
-        self, records: Sequence[tuple[int, HoldOptimizer | HoldChange]], then: Callable[[], None]
-    ) -> None:
-        """Changes of optimizers do not commute: until these are held, there are no others. `then` is called also when
-        another server leads a partition by then: every server is told what to change by the worker."""
-        self._unheld = True
-
-        def held() -> None:
-            self._unheld = False
-            then()
-
-        self._records.hold_in(records, held, held)
+        groups = list(self._table.groups.values())
+        self.held.hold(
+            lambda: change_records(self._records.partitions, groups, message.changes),
+            lambda: self._effects.send(event.peer, Done(message.request)),
+        )
 
     def _leads_nothing(self) -> bool:
         """Whether the view names other servers as the leaders of all partitions."""
         view, own = self._session.view, self._session.rank
         return bool(view.partitions) and all(partition.leader != own for partition in view.partitions)
-
-    def _change_records(self, changes: object) -> list[tuple[int, HoldChange]]:
-        """What the backups are told of the newest change: from which round each slice has it."""
-        records = []
-        for partition in self._records.partitions:
-            slices = [
-                LaterSlice(*slice_.slice_id, group.changes[-1].from_round if group.changes else group.log.closed + 1)
-                for group in self._table.groups.values()
-                for slice_ in group.slices
-                if group.partition == partition
-            ]
-            records += [
-                (partition, HoldChange(0, partition, changes, tuple(slices[first : first + SLICES_OF_A_CHANGE])))
-                for first in range(0, len(slices), SLICES_OF_A_CHANGE)
-            ]
-        return records
 
     # ── its state ──
 
@@ -332,7 +274,7 @@ class ServerControl:
             self._effects.refuse(event.peer, message.request, ErrorCode.KEY_NOT_FOUND, text, message.key)
             return
         sender, request = slice_.loaded
-        if self._unheld:
+        if self.held.is_open:
             text = "the optimizer was changed just now"
             self._effects.not_yet(event.peer, message.request, NotYetReason.BUSY, text, message.key)
             return

@@ -52,7 +52,7 @@ class Leadership:
             keys.drop_partition,
             deletions.drop_partition,
             shared.drop_partition,
-            control.drop_partition,
+            control.held.drop_partition,
         )
         self._shared = shared
         self._waiters = waiters
