@@ -137,7 +137,7 @@ class ServerMachine:
             session,
             effects,
             lambda: self.table.creation,
-            lambda holder: out_of_step.add(holder.partition, holder.peer),
+            out_of_step.add,
             lambda holder, why: syncing.fail(holder, why),
         )
         replicas = Replicas(
