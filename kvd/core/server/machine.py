@@ -134,11 +134,7 @@ class ServerMachine:
         agreement = OptimizerAgreement()
         disputes = Disputes(agreement, self.table, waiters)
         records = Records(
-            session,
-            effects,
-            lambda: self.table.creation,
-            lambda holder: out_of_step.add(holder.partition, holder.peer),
-            lambda holder, why: syncing.fail(holder, why),
+            session, effects, lambda: self.table.creation, out_of_step.add, lambda *failed: syncing.fail(*failed)
         )
         replicas = Replicas(
             session,

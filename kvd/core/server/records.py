@@ -75,7 +75,7 @@ class Records:
 
     Args:
         creation: what StartHolding says.
-        out_of_sync: a server does not hold what it should.
+        out_of_sync: a server (its incarnation comes second) does not hold what it should of a partition.
         unfit: a server that is being synced cannot have slices, for this reason: it is to be dropped.
 
     Attributes:
@@ -87,7 +87,7 @@ class Records:
         session: SchedulerSession,
         effects: ServerEffects,
         creation: Callable[[], int],
-        out_of_sync: Callable[[Holder], None],
+        out_of_sync: Callable[[int, int], None],
         unfit: Callable[[Holder, str], None],
     ) -> None:
         self._session = session
@@ -327,7 +327,7 @@ class Records:
             self._held(record)
         else:
             holder.unheld.append(record)
-            self._out_of_sync(holder)
+            self._out_of_sync(holder.partition, holder.peer)
         self._send_queued(holder)
 
     def _held(self, record: _Record) -> None:
