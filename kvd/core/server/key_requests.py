@@ -84,9 +84,12 @@ class KeyRequests:
             for first in range(0, len(keys), KEYS_OF_A_RECORD)
         ]
 
+        published = [key for keys in new.values() for key in keys]
+        self._table.publishing.update(published)
+
         def held() -> None:
-            for keys in new.values():
-                self._go_live(keys)
+            self._table.publishing.subtract(published)
+            self._go_live(published)
             self._effects.send(event.peer, refused.answer(publish.request))
 
         self._records.hold_in(messages, held)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import count
 
 from kvd.core.server.groups import FusedGroup, Slice, fused, parted
 from kvd.core.server.rounds import SliceLog
 from kvd.optimizer import Optimizer
-from kvd.protocol.messages import KeyEntry, Made
+from kvd.protocol.messages import KeyEntry, KeyId, Made
 from kvd.protocol.specs import KeySpec
 
 MAX_SLICES = 1 << 20
@@ -22,6 +23,7 @@ class KeyTable:
 
     Attributes:
         live: the published keys whose slice 0 is here, and what they are like.
+        publishing: those that are live once a backup has heard of it, and how many requests say so.
         creation: keys that are made from now on have at least this creation: it is larger than those of all keys that
             were deleted here.
         numbers: those of the next groups.
@@ -32,6 +34,7 @@ class KeyTable:
         self.slices: dict[tuple[str, int], Slice] = {}
         self.groups: dict[int, FusedGroup] = {}
         self.live: dict[str, Made] = {}
+        self.publishing = Counter[KeyId]()
         self.creation = 0
         self.bytes_led = 0
         self._indices: dict[str, list[int]] = {}
@@ -157,6 +160,12 @@ class KeyTable:
             slice_.log.version or slice_.group.waiting or slice_.group.is_in_use or not slice_.log.is_idle
             for slice_ in self.of_key(key)
         )
+
+    def live_in(self, partition: int) -> list[KeyId]:
+        """The keys of a partition that are live, or will be, in order."""
+        names = {KeyId(key, made.creation) for key, made in self.live.items()} | set(+self.publishing)
+        here = [name for name in names if (first := self.slices.get((name.key, 0))) and first.partition == partition]
+        return sorted(here)
 
     def is_resting(self, key: str) -> bool:
         """Whether slices of the key are being sent to another server."""

@@ -21,7 +21,7 @@ from kvd.core.server.keys import KeyTable
 from kvd.core.server.records import LED_ELSEWHERE, Holder, Records
 from kvd.core.server.shared_steps import SharedSteps
 from kvd.core.session import SYNCED_REQUEST, SchedulerSession
-from kvd.protocol.messages import HoldLoop, HoldOptimizer, HoldPublished, KeyId, Refused, Synced
+from kvd.protocol.messages import HoldLoop, HoldOptimizer, HoldPublished, Refused, Synced
 
 MOST_GROUPS = 64  # that rest at once
 MOST_KEYS = 64  # in one message
@@ -188,11 +188,7 @@ class Syncing:
 
     def _finish(self, sync: _Sync) -> None:
         partition = sync.holder.partition
-        live = [
-            KeyId(key, made.creation)
-            for key, made in sorted(self._table.live.items())
-            if self._table.slices[key, 0].partition == partition
-        ]
+        live = self._table.live_in(partition)
         last: list[HoldPublished | HoldLoop | HoldOptimizer] = [
             HoldPublished(0, partition, tuple(live[first : first + MOST_KEYS]))
             for first in range(0, len(live), MOST_KEYS)
