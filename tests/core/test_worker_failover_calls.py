@@ -1,4 +1,7 @@
-"""The worker when a server dies that has a backup: keys, clocks, optimizers, commands, joining, readers."""
+"""The worker when a server dies that has a backup: keys, clocks, optimizers, commands, joining, readers.
+
+Over 400 lines because each kind of call has its own way through a failover.
+"""
 
 from __future__ import annotations
 
