@@ -124,10 +124,7 @@ class KeyCreation:
         names = {(new.key, new.slice_index) for new in slices}
         if not (names.isdisjoint(self._creating) and names.isdisjoint(self._holding)):
             return  # it is asked again, and this will be done by then
-        resting = next((new.key for new in slices if self._table.is_resting(new.key)), "")
-        if resting:
-            text = "a slice is being sent to another server"
-            self._effects.not_yet(event.peer, init.request, NotYetReason.UPDATING, text, resting)
+        if self._is_resting(event, init, slices):
             return
         leftovers = sorted({new.key for new in slices if rank == 0 and self._is_left_over(new.key, init.creation)})
         if not all(map(self._table.is_quiescent, leftovers)):
@@ -154,6 +151,14 @@ class KeyCreation:
         self._effects.start_job(
             lambda job: Create(job, firsts), lambda done: self._created(event, init, wanted, refused, done)
         )
+
+    def _is_resting(self, event: Received, init: Init, slices: Sequence[_New]) -> bool:
+        """Whether slices of these keys, as they are, are being sent to another server. The sender is told."""
+        resting = next((new.key for new in slices if self._table.is_resting(new.key)), "")
+        if resting:
+            text = "a slice is being sent to another server"
+            self._effects.not_yet(event.peer, init.request, NotYetReason.UPDATING, text, resting)
+        return bool(resting)
 
     def _is_left_over(self, key: str, creation: int) -> bool:
         """Whether the slices here are those of a deleted key. Worker 0 makes a key of its name only if there is none at
@@ -248,6 +253,8 @@ class KeyCreation:
         mine = self._session.rank
         if self._view.partitions and not all(self._view.is_led_by(mine, new.key, new.slice_index) for new in wanted):
             return  # it is sent to the server that leads these slices now
+        if self._is_resting(event, init, wanted):
+            return
         if init.creation < self._table.creation:  # since it was asked
             self._effects.send(event.peer, Outdated(init.request, self._table.creation))
             return
