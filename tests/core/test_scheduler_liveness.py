@@ -83,8 +83,8 @@ def test_a_member_is_quiet_after_two_missed_heartbeats() -> None:
     [
         ([60.0], True),  # nothing ran for a minute, and a deadline passed meanwhile
         ([5.0], False),  # woken at the deadline: nothing happened before, which is no pause
-        ([6.0], False),  # late by one heartbeat interval
-        ([6.1], True),
+        ([5.1], False),  # late by a tenth of a heartbeat interval
+        ([5.2], True),
         ([4.0], False),  # no deadline passed
         ([4.5, 6.1], False),  # it ran meanwhile
     ],

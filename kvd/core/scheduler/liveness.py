@@ -5,6 +5,8 @@ from __future__ import annotations
 from kvd.core.scheduler.roster import Roster, Seat
 from kvd.protocol.messages import Quiet
 
+LATE = 0.1  # of a heartbeat interval: a Tick that comes so late, after a long silence, found the scheduler paused
+
 
 class Liveness:
     """Judges the living members of a roster by their silence, and says how long the dead are awaited.
@@ -53,7 +55,7 @@ class Liveness:
         """
         deadline = self.next_deadline() if now - self._last_step > 2 * self._interval_s else None
         self._last_step = now
-        if deadline is None or now - deadline <= self._interval_s:
+        if deadline is None or now - deadline <= self._interval_s * LATE:
             return False
         self._heard_at = dict.fromkeys(self._heard_at, now)
         self._awaited = dict.fromkeys(self._awaited, now + self._timeouts_s["worker"])

@@ -164,7 +164,7 @@ class KeyCreation:
         """Whether the slices here are those of a deleted key. Worker 0 makes a key of its name only if there is none at
         its home; nobody was left to have the others dropped."""
         slices = self._table.of_key(key)
-        return bool(slices) and slices[0].creation < creation and not self._view.is_led_by(self._session.rank, key, 0)
+        return bool(slices) and slices[0].creation < creation and (key, 0) not in self._table.slices
 
     def _is_made(self, event: Received, init: Init, new: _New) -> bool:
         """Whether this slice came before. An init that was given up may be made again with other values."""
