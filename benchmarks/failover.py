@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from rich.console import Console
 
 from benchmarks import machine
 from benchmarks.arguments import positive
+from benchmarks.printed_numbers import PrintedNumbers
 from benchmarks.report import print_table
 from kvd.testing.cluster import LocalCluster, wait_until
 
@@ -53,32 +52,10 @@ with kvd.create("dist_sync") as kv:
 """
 
 
-class Steps:
-    """When the steps of a worker ended."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
-        self.ends_s: list[float] = []
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._thread.start()
-
-    def _follow(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            try:
-                self.ends_s.append(float(line))
-            except ValueError:
-                sys.stderr.write(line.decode())
-
-    def longest_s(self, begin_s: float, end_s: float) -> float:
-        """Between the ends of two steps, of the steps that ended between these times."""
-        steps = pairwise(list(self.ends_s))
-        return max((later - earlier for earlier, later in steps if begin_s <= later <= end_s), default=0.0)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._thread.join()
+def longest_step_s(ends_s: Sequence[float], begin_s: float, end_s: float) -> float:
+    """Between the ends of two steps, of the steps that ended between these times."""
+    steps = pairwise(list(ends_s))
+    return max((later - earlier for earlier, later in steps if begin_s <= later <= end_s), default=0.0)
 
 
 @dataclass(slots=True)
@@ -96,20 +73,20 @@ def measure(kills: int, megabytes: float, computes_s: float, seed: int) -> Pause
     pauses = Pauses()
     arguments = [str(KEYS), str(int(megabytes * 1e6 / 4 / KEYS)), str(computes_s)]
     with LocalCluster(NODES, NODES, processes=True, replicas=2, **DEFAULTS) as cluster, cluster.observer() as observer:
-        workers: list[Steps] = []
+        workers: list[PrintedNumbers] = []  # when their steps ended
 
         def have_gone_on(since_s: float) -> bool:
-            return all(worker.ends_s[-1] > since_s for worker in workers)
+            return all(worker.numbers[-1] > since_s for worker in workers)
 
         def longest_s(begin_s: float, end_s: float) -> float:
-            return max(worker.longest_s(begin_s, end_s) for worker in workers)
+            return max(longest_step_s(worker.numbers, begin_s, end_s) for worker in workers)
 
         def is_in_sync() -> bool:
             return all(entry["backup"] for entry in observer.status()["partitions"])
 
         try:
-            workers += [Steps(cluster.script(WORKER, number, *arguments)) for number in range(NODES)]
-            wait_until(lambda: all(len(w.ends_s) >= WARM_UP_STEPS for w in workers), "the workers train", 60.0)
+            workers += [PrintedNumbers(cluster.script(WORKER, number, *arguments)) for number in range(NODES)]
+            wait_until(lambda: all(len(w.numbers) >= WARM_UP_STEPS for w in workers), "the workers train", 60.0)
             wait_until(is_in_sync, "every value has two copies", 60.0)
             for number in range(kills):
                 quiet = time.monotonic()

@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import Final
 from rich.console import Console
 
 from benchmarks.arguments import positive
+from benchmarks.printed_numbers import PrintedNumbers
 from benchmarks.report import print_table, time_text
 from kvd.testing.cluster import LocalCluster, ProcessNode, wait_until
 from kvd_cli.bench_usage import cpu_s_of
@@ -64,29 +64,6 @@ with kvd.create("dist_sync") as kv:
 """
 
 
-class Lines:
-    """The lines that a process has printed so far, as numbers."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
-        self.numbers: list[float] = []
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._thread.start()
-
-    def _follow(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            try:
-                self.numbers.append(float(line))
-            except ValueError:
-                sys.stderr.write(line.decode())
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._thread.join()
-
-
 @dataclass(slots=True)
 class Figures:
     """What was measured in all turns of one kind.
@@ -112,13 +89,13 @@ def measure(megabytes: float, readers: int, interval_s: float, turns: int, turn_
     names = json.dumps(KEYS)
     figures = {"without": Figures(), "with": Figures()}
     with LocalCluster(2, 1, processes=True) as cluster:
-        processes: list[Lines] = []
+        processes: list[PrintedNumbers] = []
         try:
-            processes += [Lines(cluster.script(WORKER, number, names, str(floats))) for number in range(2)]
+            processes += [PrintedNumbers(cluster.script(WORKER, number, names, str(floats))) for number in range(2)]
             worker = processes[0]
             wait_until(lambda: len(worker.numbers) >= WARM_UP_STEPS, "the workers train", 60.0)
             watching = [
-                Lines(cluster.script(READER, 100 + number, names, str(floats), str(interval_s)))
+                PrintedNumbers(cluster.script(READER, 100 + number, names, str(floats), str(interval_s)))
                 for number in range(readers)
             ]
             processes += watching

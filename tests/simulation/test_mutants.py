@@ -28,12 +28,12 @@ from kvd.core.worker.push_window import PushWindow
 from kvd.core.worker.transfer import Transfer, TransferProgress
 from kvd.node.optimizer_states import OptimizerStates
 from kvd.protocol.messages import SliceId
-from kvd.testing.campaign import CAMPAIGNS, Campaign, undisturbed_weights
+from kvd.testing.campaign import CAMPAIGNS, Campaign
 from kvd.testing.mishaps import Mishaps
 from kvd.testing.network import NASTY, Faults
 from kvd.testing.settings import ShellSettings
 from kvd.testing.trace import Violation
-from tests.simulation.mutants_harness import SEEDS, caught
+from tests.simulation.mutants_harness import SEEDS, caught, check_caught
 
 CALM_BUT_OUT_OF_ORDER = Faults(delay_s=(0.0005, 0.2), duplicates=0.3, ordered=False)
 
@@ -340,12 +340,7 @@ PUSHY = Campaign("ledger", mishaps=Mishaps(pauses=3), faults=CALM_BUT_OUT_OF_ORD
 def test_broken_build_is_caught(
     mutate: Callable[[pytest.MonkeyPatch], None], campaign: Campaign, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if campaign.workload.endswith("training"):
-        undisturbed_weights(campaign.workload)  # of the unbroken build
-    mutate(monkeypatch)
-    violation = caught(campaign)
-    assert violation
-    assert not complaint or any(word in violation for word in complaint.split("|")), violation
+    check_caught(mutate, campaign, complaint, monkeypatch)
 
 
 @pytest.mark.parametrize("machine", [SchedulerRouter, ServerRouter, WorkerMachine], ids=lambda kind: kind.__name__)

@@ -217,8 +217,8 @@ class ServerControl:
 
     def _leads_nothing(self) -> bool:
         """Whether the view names other servers as the leaders of all partitions."""
-        view, own = self._session.view, self._session.rank
-        return bool(view.partitions) and all(partition.leader != own for partition in view.partitions)
+        view = self._session.view
+        return bool(view.partitions) and self._session.rank not in view.leads()
 
     # ── its state ──
 

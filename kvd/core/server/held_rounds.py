@@ -50,11 +50,11 @@ class HeldRounds:
     def hold(self, event: Received, message: Hold, held: HeldPartition) -> None:
         """Takes the record of a round."""
         slices = self._slices(event, message, held)
-        if slices is None or self._waits(event, message):
-            return  # one that came again is answered when its turn comes
+        if slices is None:
+            return
         busy = next((slice_.group for slice_ in slices if not slice_.group.is_quiescent), None)
         if busy is not None:
-            self._waiting.setdefault(busy, deque()).append((event, message, held))
+            self._wait(busy, event, message, held)
             return
         optimizer = self._optimizers.find(message.optimizer)
         if isinstance(optimizer, KvdError):
@@ -80,12 +80,11 @@ class HeldRounds:
             slices.append(slice_)
         return slices
 
-    def _waits(self, event: Received, message: Hold) -> bool:
-        """Whether this very record waits for the end of an update."""
-        asked = event.sender, message.request
-        return any(
-            (other.sender, hold.request) == asked for queue in self._waiting.values() for other, hold, _ in queue
-        )
+    def _wait(self, busy: FusedGroup, event: Received, message: Hold, held: HeldPartition) -> None:
+        """One that came again is answered when its turn comes."""
+        queue = self._waiting.setdefault(busy, deque())
+        if all((other.sender, hold.request) != (event.sender, message.request) for other, hold, _ in queue):
+            queue.append((event, message, held))
 
     def _begin(
         self,

@@ -90,7 +90,6 @@ class Records:
         out_of_sync: Callable[[int, int], None],
         unfit: Callable[[Holder, str], None],
     ) -> None:
-        self._session = session
         self._view = session.view
         self._effects = effects
         self._creation = creation
@@ -131,9 +130,10 @@ class Records:
 
     # ── the view ──
 
-    def view_changed(self) -> None:
-        """Takes over who the holders are. Those that are none any more are not waited for."""
-        wanted = self._wanted()
+    def view_changed(self, led: Sequence[int]) -> None:
+        """Takes over who the holders are of the partitions that are led here. Those that are none any more are not
+        waited for."""
+        wanted = self._wanted(led)
         ended: list[Holder] = []
         for partition in sorted(self.holders.keys() | wanted.keys()):
             before = {holder.peer: holder for holder in self.holders_of(partition)}
@@ -158,28 +158,21 @@ class Records:
                     start = StartHolding(0, holder.partition, self._creation())
                     self._send([holder], start, lambda refused: None, ())
                 self._send_queued(holder)
-        led = self._led()
         for holder in ended:
             self._release(holder, is_led=holder.partition in led)
 
-    def _led(self) -> set[int]:
-        own = self._view.by_incarnation(self._session.incarnation)
-        if own is None or own.role != "server":
-            return set()
-        return {number for number, entry in enumerate(self._view.partitions) if entry.leader == own.rank}
-
-    def _wanted(self) -> dict[int, list[tuple[ServerPeer, int, bool]]]:
-        """Who is to hold the partitions that this server leads: peer, rank, and whether it is being synced.
+    def _wanted(self, led: Sequence[int]) -> dict[int, list[tuple[ServerPeer, int, bool]]]:
+        """Who is to hold these partitions: peer, rank, and whether it is being synced.
 
         A scheduler that was restarted without its record may wait for servers that it names: these are what they were.
         """
         wanted: dict[int, list[tuple[ServerPeer, int, bool]]] = {}
-        for partition, (leader, backup, syncing, _) in enumerate(self._view.partitions):
+        for partition in led:
+            leader, backup, syncing, _ = self._view.partitions[partition]
             before = {holder.rank: holder for holder in self.holders_of(partition)}
-            leading = self._view.members.get(("server", leader))
-            if leading is None and before:
-                wanted[partition] = [(holder.peer, rank, holder.is_syncing) for rank, holder in before.items()]
-            if leading is None or leading.incarnation != self._session.incarnation:
+            if ("server", leader) not in self._view.members:
+                if before:
+                    wanted[partition] = [(holder.peer, rank, holder.is_syncing) for rank, holder in before.items()]
                 continue
             for rank, is_syncing in ((backup, False), (syncing, True)):
                 member = self._view.members.get(("server", rank))

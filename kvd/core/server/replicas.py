@@ -49,6 +49,7 @@ class Replicas:
         self._led = led
         self._effects = effects
         self._held: dict[int, HeldPartition] = {}
+        self._is_late = False  # something is to be forgotten on which a job is still at work
         self._taken: dict[int, Callable[[FusedGroup], None]] = {}  # partitions that this server is to lead
         self._answers = answers = RecordAnswers(effects)
         optimizers = OptimizerNames()
@@ -147,8 +148,14 @@ class Replicas:
 
     # ── the view ──
 
+    def job_ended(self) -> None:
+        """An update has ended: what had to wait for it is forgotten."""
+        if self._is_late:
+            self.view_changed()
+
     def view_changed(self) -> None:
         """Forgets what another leader made it hold, or what another server holds now."""
+        self._is_late = False
         for partition, held in list(self._held.items()):
             if partition >= len(self._view.partitions) or partition in self._taken:
                 continue
@@ -158,7 +165,7 @@ class Replicas:
                 continue  # a scheduler that was restarted waits for it, or for this server
             is_mine = member.incarnation in (held.leader, self._session.incarnation)
             if not is_mine or (backup >= 0 and not self._is_me(backup) and not self._is_me(syncing)):
-                self.forget(partition)
+                self._is_late = not self.forget(partition) or self._is_late
 
     def _is_me(self, rank: int) -> bool:
         member = self._view.members.get(("server", rank))

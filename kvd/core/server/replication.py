@@ -75,7 +75,7 @@ class Replication:
         """Gives up and takes over partitions, before anyone asks about them; then sees who holds what is led here."""
         self.is_on = bool(self._session.view.partitions)
         self._leadership.view_changed()
-        self._records.view_changed()
+        self._records.view_changed(self._leadership.led)
         self._replicas.view_changed()
         self._syncing.view_changed()
         self._leadership.end_groups()  # the others have let go of those that were given up
@@ -84,7 +84,7 @@ class Replication:
     def job_ended(self) -> None:
         """An update has ended: a group that had to wait for it may be taken over, given up or sent."""
         self._syncing.job_ended()
-        self._replicas.view_changed()
+        self._replicas.job_ended()
         self._leadership.end_groups()
 
     def tick(self, now: float) -> list[Effect]:

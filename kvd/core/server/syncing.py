@@ -7,6 +7,7 @@ is told, which makes it the backup.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +34,7 @@ class _Sync:
     """One server on its way to become the backup of a partition."""
 
     holder: Holder
+    left: deque[tuple[str, int]]  # the slices that it may lack: those that were here when it began
     resting: dict[FusedGroup, None] = field(default_factory=dict)  # that are to be sent now
     missing: int = 0  # of them, those that do not rest yet
     states: dict[Slice, OptimizerState] = field(default_factory=dict)
@@ -88,7 +90,8 @@ class Syncing:
             self._end(self._syncs.pop(holder))
         for holder in syncing:
             if holder not in self._syncs and not holder.is_over:
-                self._syncs[holder] = sync = _Sync(holder)
+                here = [name for name, slice_ in self._table.slices.items() if slice_.partition == holder.partition]
+                self._syncs[holder] = sync = _Sync(holder, deque(here))
                 text = f"{name_of('server', holder.rank)} is sent partition {holder.partition}, to hold it as well"
                 self._effects.emit(LogEntry("info", text))
                 self._go_on(sync)
@@ -101,16 +104,15 @@ class Syncing:
     # ── some groups rest ──
 
     def _go_on(self, sync: _Sync) -> None:
-        """Sends the next slices, or, when there are none left, what else there is to know."""
-        holder = sync.holder
+        """Sends the next slices, or, when there are none left, what else there is to know. New ones it gets as they are
+        made."""
         nbytes = 0
-        for group in list(self._table.groups.values()):
-            if group.partition != holder.partition or group.slices[0].slice_id in holder.copied:
+        while sync.left and len(sync.resting) < MOST_GROUPS and nbytes < MOST_BYTES:
+            slice_ = self._table.slices.get(sync.left.popleft())
+            if slice_ is None or slice_.slice_id in sync.holder.copied or slice_.group in sync.resting:
                 continue
-            sync.resting[group] = None
-            nbytes += group.nbytes
-            if len(sync.resting) == MOST_GROUPS or nbytes >= MOST_BYTES:
-                break
+            sync.resting[slice_.group] = None
+            nbytes += slice_.group.nbytes
         sync.missing = len(sync.resting)
         sync.states = {}
         for group in list(sync.resting):
