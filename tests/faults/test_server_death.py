@@ -24,7 +24,7 @@ def kill_and_restart(job: Training, *victims: tuple[str, int]) -> None:
         job.kill(role, number)
     if all(role == "server" for role, _ in victims):
         job.wait_for_steps(STEPS)
-    for role, number in victims:
+    for role, number in sorted(victims):  # the scheduler first: without it no server comes
         job.restart(role, number)
     job.wait_until_in_sync()
 
