@@ -7,7 +7,11 @@ import re
 import secrets
 import shutil
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
+from typing import TypeAlias
+
+Buffer: TypeAlias = bytes | memoryview
 
 MAX_NAME_CHARS = 60  # of the folder's name, in that of the one beside it
 
@@ -26,15 +30,15 @@ class NewFolder:
         self._folder = self._target.with_name(name)
         self._folder.mkdir()
 
-    def write(self, name: str, content: bytes) -> None:
-        """A new file, on stable storage.
+    def write(self, name: str, *content: Buffer) -> None:
+        """A new file of these bytes, one after the other, on stable storage.
 
         Raises:
             OSError: it cannot be written.
         """
-        with (self._folder / name).open("xb") as file:
-            file.write(content)
-            file.flush()
+        with (self._folder / name).open("xb", buffering=0) as file:
+            for piece in content:
+                _write_all(file, memoryview(piece))
             os.fsync(file.fileno())
 
     def publish(self) -> None:
@@ -61,6 +65,11 @@ def is_taken(path: Path) -> bool:
         return os.path.lexists(path)
     except NotADirectoryError:
         return True
+
+
+def _write_all(file: FileIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
 
 
 def _remove_leftovers(target: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from kvd.errors import SnapshotError
 from kvd.snapshots import manifest
 from kvd.snapshots.folder import NewFolder, is_taken
 from kvd.snapshots.manifest import Manifest, Origin, Piece, Slot, StoredKey, StoredPart
-from kvd.snapshots.parts import pack
+from kvd.snapshots.parts import packed
 from kvd.snapshots.reader import StoredSnapshot
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -53,6 +53,16 @@ def is_written(path: Path, origin: Origin, clocks: Mapping[str, int], restored_f
         f"choose another name for each snapshot, or move it away"
     )
     raise SnapshotError(text, path=str(path))
+
+
+class KeyContent(NamedTuple):
+    """One key of a snapshot: what `SnapshotWriter.add` takes."""
+
+    key: str
+    value: Array
+    clock: int
+    updates: int
+    state: Mapping[str, Array]
 
 
 class SnapshotWriter:
@@ -93,11 +103,16 @@ class SnapshotWriter:
         name = dtype_name(value.dtype)
         self._keys.append(StoredKey(key, name, tuple(value.shape), clock, updates, weight, slots))
 
-    def finish(self) -> None:
-        """Writes the rest, and gives the folder its name."""
+    def end_part(self) -> None:
+        """What is added next does not lie in one part with what was added before."""
         with _said(self._path):
             if self._pending:
                 self._write_part()
+
+    def finish(self) -> None:
+        """Writes the rest, and gives the folder its name."""
+        self.end_part()
+        with _said(self._path):
             content = Manifest(self._origin, tuple(self._keys), tuple(self._parts)).to_json()
             self._folder.write(manifest.FILE, content)
             self._folder.publish()
@@ -126,10 +141,14 @@ class SnapshotWriter:
         return Piece(len(self._parts), name, count)
 
     def _write_part(self) -> None:
-        content = pack(self._pending)
+        content = packed(self._pending)
         self._pending, self._pending_bytes = {}, 0
-        part = StoredPart(f"part-{len(self._parts):05}.safetensors", len(content), sha256(content).hexdigest())
-        self._folder.write(part.file, content)
+        digest = sha256()
+        for piece in content:
+            digest.update(piece)
+        nbytes = sum(piece.nbytes for piece in content)
+        part = StoredPart(f"part-{len(self._parts):05}.safetensors", nbytes, digest.hexdigest())
+        self._folder.write(part.file, *content)
         self._parts.append(part)
 
 

@@ -1,0 +1,69 @@
+"""The thread that writes a snapshot while the program goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from kvd.client.calls.promise import Promise
+from kvd.errors import StoreClosed
+from kvd.snapshots.writer import KeyContent, SnapshotWriter
+
+STOP_S = 5.0  # for the part that is being written when the store is given up
+
+
+class SnapshotWriting:
+    """Writes what was read, and lets go of it piece by piece. It has a thread of its own, which the end of the
+    interpreter waits for: an executor takes no work any more by then.
+
+    Attributes:
+        promise: how it ended.
+
+    Args:
+        groups: the keys, those of each group in parts of their own.
+        published: called when the snapshot has its name.
+    """
+
+    def __init__(
+        self,
+        writer: SnapshotWriter,
+        groups: Iterable[Sequence[KeyContent]],
+        published: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.promise = Promise()
+        self._writer = writer
+        self._groups = deque(groups)
+        self._published = published
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvd-snapshot")
+        self._thread.start()
+
+    def give_up(self) -> None:
+        """Nobody wants it any more: what was written goes, unless it has its name already."""
+        self._given_up.set()
+        self._thread.join(STOP_S)
+
+    def _run(self) -> None:
+        try:
+            try:
+                self._write()
+            except BaseException:
+                self._writer.abort()
+                raise
+            self._published()
+        except BaseException as error:  # noqa: BLE001  the promise raises it
+            self.promise.set_exception(error)
+        else:
+            self.promise.set_result(None)
+        finally:
+            self._groups.clear()
+
+    def _write(self) -> None:
+        while self._groups:
+            for content in self._groups.popleft():
+                self._writer.add(*content)
+            self._writer.end_part()
+            if self._given_up.is_set():
+                raise StoreClosed("the store was closed before the snapshot was written: nothing of it is there")
+        self._writer.finish()
