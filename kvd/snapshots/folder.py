@@ -41,6 +41,18 @@ class NewFolder:
                 _write_all(file, memoryview(piece))
             os.fsync(file.fileno())
 
+    def link(self, name: str, there: Path, nbytes: int) -> bool:
+        """Gives a file that is there, on stable storage, one more name. False: it cannot be done, or it has another
+        size."""
+        try:
+            os.link(there, self._folder / name, follow_symlinks=False)
+        except OSError:  # it is gone, or the file system has no links, or no more of them
+            return False
+        if (self._folder / name).stat().st_size == nbytes:
+            return True
+        (self._folder / name).unlink()
+        return False
+
     def publish(self) -> None:
         """Gives the folder its name.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -70,15 +71,23 @@ class SnapshotWriter:
 
     Args:
         part_bytes: how large a part may be.
+        earlier: parts of earlier snapshots, by their checksums: such a part is not written again, but linked.
 
     Raises:
         SnapshotError: it cannot be written, or the name is taken. So do the methods.
     """
 
-    def __init__(self, path: Path, origin: Origin, part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self,
+        path: Path,
+        origin: Origin,
+        part_bytes: int = PART_BYTES,
+        earlier: Mapping[str, Path] = MappingProxyType({}),
+    ) -> None:
         self._path = path
         self._origin = origin
         self._part_bytes = part_bytes
+        self._earlier = earlier
         self._keys: list[StoredKey] = []
         self._parts: list[StoredPart] = []
         self._pending: dict[str, Array] = {}  # of the part that is not full yet
@@ -109,13 +118,14 @@ class SnapshotWriter:
             if self._pending:
                 self._write_part()
 
-    def finish(self) -> None:
-        """Writes the rest, and gives the folder its name."""
+    def finish(self) -> Manifest:
+        """Writes the rest, and gives the folder its name. Returns what is in it."""
         self.end_part()
+        content = Manifest(self._origin, tuple(self._keys), tuple(self._parts))
         with _said(self._path):
-            content = Manifest(self._origin, tuple(self._keys), tuple(self._parts)).to_json()
-            self._folder.write(manifest.FILE, content)
+            self._folder.write(manifest.FILE, content.to_json())
             self._folder.publish()
+        return content
 
     def abort(self) -> None:
         """Removes what was written; not after `finish`."""
@@ -148,7 +158,9 @@ class SnapshotWriter:
             digest.update(piece)
         nbytes = sum(piece.nbytes for piece in content)
         part = StoredPart(f"part-{len(self._parts):05}.safetensors", nbytes, digest.hexdigest())
-        self._folder.write(part.file, *content)
+        earlier = self._earlier.get(part.sha256)
+        if earlier is None or not self._folder.link(part.file, earlier, nbytes):
+            self._folder.write(part.file, *content)
         self._parts.append(part)
 
 

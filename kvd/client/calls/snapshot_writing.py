@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvd.client.calls.promise import Promise
 from kvd.errors import StoreClosed
-from kvd.snapshots.writer import KeyContent, SnapshotWriter
+from kvd.snapshots.series import NextSnapshot
+from kvd.snapshots.writer import KeyContent
 
 STOP_S = 5.0  # for the part that is being written when the store is given up
 
@@ -21,20 +22,13 @@ class SnapshotWriting:
         promise: how it ended.
 
     Args:
-        groups: the keys, those of each group in parts of their own.
-        published: called when the snapshot has its name.
+        contents: of the keys of each group.
     """
 
-    def __init__(
-        self,
-        writer: SnapshotWriter,
-        groups: Iterable[Sequence[KeyContent]],
-        published: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, snapshot: NextSnapshot, contents: Iterable[Sequence[KeyContent]]) -> None:
         self.promise = Promise()
-        self._writer = writer
-        self._groups = deque(groups)
-        self._published = published
+        self._snapshot = snapshot
+        self._contents = deque(contents)
         self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvd-snapshot")
         self._thread.start()
@@ -46,24 +40,17 @@ class SnapshotWriting:
 
     def _run(self) -> None:
         try:
-            try:
-                self._write()
-            except BaseException:
-                self._writer.abort()
-                raise
-            self._published()
+            self._write()
         except BaseException as error:  # noqa: BLE001  the promise raises it
+            self._snapshot.abort()
+            self._contents.clear()
             self.promise.set_exception(error)
         else:
             self.promise.set_result(None)
-        finally:
-            self._groups.clear()
 
     def _write(self) -> None:
-        while self._groups:
-            for content in self._groups.popleft():
-                self._writer.add(*content)
-            self._writer.end_part()
+        while self._contents:
+            self._snapshot.add_group(self._contents.popleft())
             if self._given_up.is_set():
                 raise StoreClosed("the store was closed before the snapshot was written: nothing of it is there")
-        self._writer.finish()
+        self._snapshot.finish()

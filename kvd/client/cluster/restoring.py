@@ -31,7 +31,7 @@ async def restore_keys(engine: Engine, snapshot: StoredSnapshot) -> None:
         await store_optimizer(engine, optimizer)
     slice_bytes = engine.machine.view.settings.slice_bytes
     keys = {key.key: key for key in snapshot.manifest.keys}
-    for names in batches({name: KeySpec(key.dtype, key.shape, slice_bytes) for name, key in keys.items()}):
+    for names in _batches({name: KeySpec(key.dtype, key.shape, slice_bytes) for name, key in keys.items()}):
         await _make_keys(engine, snapshot, [keys[name] for name in names], slice_bytes)
 
 
@@ -69,7 +69,7 @@ async def _make_keys(engine: Engine, snapshot: StoredSnapshot, keys: Sequence[St
     )
 
 
-def batches(specs: Mapping[str, KeySpec]) -> Iterator[list[str]]:
+def _batches(specs: Mapping[str, KeySpec]) -> Iterator[list[str]]:
     """The keys in groups, each about as large as a part, unless one key is larger."""
     names: list[str] = []
     nbytes = 0

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,14 +26,15 @@ from kvd.client.calls.snapshot_writing import SnapshotWriting
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.publication import Publication
-from kvd.client.cluster.restoring import batches, check_is_new, restore_keys
+from kvd.client.cluster.restoring import check_is_new, restore_keys
 from kvd.client.cluster.state_reader import StateReader
 from kvd.core import requests
 from kvd.errors import KvdError, RequestTimeout, SnapshotError
 from kvd.protocol.messages import MemberState
 from kvd.snapshots.manifest import Origin
 from kvd.snapshots.reader import StoredSnapshot
-from kvd.snapshots.writer import KeyContent, SnapshotWriter, is_written
+from kvd.snapshots.series import NextSnapshot, SnapshotSeries
+from kvd.snapshots.writer import KeyContent, is_written
 
 
 class _Meeting(NamedTuple):
@@ -46,8 +48,8 @@ class _Meeting(NamedTuple):
 class _Read(NamedTuple):
     """What worker 0 has read, and where it goes."""
 
-    writer: SnapshotWriter
-    groups: Sequence[Sequence[KeyContent]]
+    snapshot: NextSnapshot
+    contents: Sequence[Sequence[KeyContent]]
 
 
 class ClusterSnapshots:
@@ -65,6 +67,7 @@ class ClusterSnapshots:
         self._publication = Publication(engine, is_writer=facts.rank == 0)
         self._read_by_token: dict[str, _Read] = {}  # what this worker has read, until it is being written
         self._writing: SnapshotWriting | None = None  # the latest
+        self._series = SnapshotSeries()
         self._restored_from = ""  # the lineage of that snapshot
 
     def snapshot(self, path: Any) -> Handle:
@@ -185,44 +188,29 @@ class ClusterSnapshots:
     async def _write(self, folder: Path, steps: int) -> Outcome:
         """Reads and writes group by group, so that no more than one is in memory."""
         state = await StateReader.begin(self._engine)
-        writer = await self._new_writer(folder, steps, state)
-        outcome = Outcome(steps, self._lineage)
-        if writer is None:
-            return outcome
-
-        def add(contents: Sequence[KeyContent]) -> None:
-            for content in contents:
-                writer.add(*content)
-            writer.end_part()
-
-        try:
-            for names in batches(state.specs):
-                await asyncio.to_thread(add, await state.read(names))
-            await asyncio.to_thread(writer.finish)
-        except BaseException:
-            await asyncio.shield(asyncio.to_thread(writer.abort))
-            raise
-        return outcome
+        snapshot = await self._next(folder, steps, state)
+        if snapshot is not None:
+            async with _aborted_by_errors(snapshot):
+                for names in snapshot.groups:
+                    await asyncio.to_thread(snapshot.add_group, await state.read(names))
+                await asyncio.to_thread(snapshot.finish)
+        return Outcome(steps, self._lineage)
 
     async def _read_state(self, folder: Path, steps: int, token: str = "") -> Outcome:
         """Reads everything, and writes nothing yet."""
         state = await StateReader.begin(self._engine)
-        writer = await self._new_writer(folder, steps, state)
-        if writer is None:
+        snapshot = await self._next(folder, steps, state)
+        if snapshot is None:
             return Outcome(steps, self._lineage)
-        try:
-            groups = [await state.read(names) for names in batches(state.specs)]
-        except BaseException:
-            await asyncio.shield(asyncio.to_thread(writer.abort))
-            raise
+        async with _aborted_by_errors(snapshot):
+            contents = [await state.read(names) for names in snapshot.groups]
         token = token or secrets.token_hex(8)
-        self._read_by_token[token] = _Read(writer, groups)
+        self._read_by_token[token] = _Read(snapshot, contents)
         return Outcome(steps, self._lineage, token=token)
 
     def _write_behind(self, token: str) -> Handle:
         """Has the thread write what was read."""
-        writer, groups = self._read_by_token.pop(token)
-        self._writing = SnapshotWriting(writer, groups)
+        self._writing = SnapshotWriting(*self._read_by_token.pop(token))
         handle = Handle(self._publication.announce(self._writing.promise, token), what="snapshot")
         return self._unobserved.watch((), handle)
 
@@ -242,13 +230,13 @@ class ClusterSnapshots:
             ended.set_exception(error)
         return Handle(self._publication.announce(ended, token), what="snapshot")
 
-    async def _new_writer(self, folder: Path, steps: int, state: StateReader) -> SnapshotWriter | None:
-        """None: this very snapshot is there already."""
+    async def _next(self, folder: Path, steps: int, state: StateReader) -> NextSnapshot | None:
+        """The snapshot that is to be written; None: this very one is there already."""
         facts = self._facts
         origin = Origin(facts.job, facts.type, self._lineage, steps, facts.num_workers, state.optimizer)
         if await asyncio.to_thread(is_written, folder, origin, state.clocks, self._restored_from):
             return None
-        return await asyncio.to_thread(SnapshotWriter, folder, origin)
+        return await asyncio.to_thread(self._series.begin, folder, origin, state.marks)
 
     @property
     def _lineage(self) -> str:
@@ -263,3 +251,13 @@ class ClusterSnapshots:
         await restore_keys(self._engine, snapshot)
         origin = snapshot.manifest.origin
         return Outcome(origin.steps, origin.lineage)
+
+
+@asynccontextmanager
+async def _aborted_by_errors(snapshot: NextSnapshot) -> AsyncIterator[None]:
+    """An error in this block removes what was written."""
+    try:
+        yield
+    except BaseException:
+        await asyncio.shield(asyncio.to_thread(snapshot.abort))
+        raise

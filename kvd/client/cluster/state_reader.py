@@ -18,6 +18,7 @@ from kvd.core import requests
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
 from kvd.protocol.specs import KeySpec
+from kvd.snapshots.layout import KeyMark
 from kvd.snapshots.writer import KeyContent
 
 AT_ONCE = 32  # keys whose states are on their way at the same time
@@ -31,8 +32,7 @@ class StateReader:
 
     Attributes:
         optimizer: with the hyperparameters that it has by now.
-        specs: of all keys, by name.
-        clocks: of all keys, by name.
+        specs: of all keys, by name; so are the clocks.
     """
 
     def __init__(
@@ -57,6 +57,11 @@ class StateReader:
                 raise NotAllowed(CHANGED, key=entry.key)
         looked_up = await some_at_once([partial(engine.call, requests.DescribeKey(name)) for name in clocks])
         return cls(engine, optimizer, dict(zip(clocks, looked_up, strict=True)), clocks)
+
+    @property
+    def marks(self) -> Mapping[str, KeyMark]:
+        """What tells whether a key has changed."""
+        return {name: KeyMark(spec.nbytes, self.clocks[name]) for name, spec in self.specs.items()}
 
     async def read(self, names: Sequence[str]) -> list[KeyContent]:
         """The values and states of these keys.

@@ -15,9 +15,11 @@ from kvd.client.local.keys import Entry, LocalKeys
 from kvd.client.local.updates import LocalUpdates, exported, loaded
 from kvd.errors import NotAllowed
 from kvd.protocol.specs import MAX_SLICE_BYTES
+from kvd.snapshots.layout import KeyMark
 from kvd.snapshots.manifest import Origin
 from kvd.snapshots.reader import StoredSnapshot
-from kvd.snapshots.writer import KeyContent, SnapshotWriter, is_written
+from kvd.snapshots.series import SnapshotSeries
+from kvd.snapshots.writer import KeyContent, is_written
 
 
 class LocalSnapshots:
@@ -33,6 +35,7 @@ class LocalSnapshots:
         self._steps = steps
         self._type_name = type_name
         self._lineage = secrets.token_hex(8)
+        self._series = SnapshotSeries()
         self._restored_from = ""  # the lineage of that snapshot
         self._writing: SnapshotWriting | None = None  # the latest
 
@@ -53,8 +56,10 @@ class LocalSnapshots:
             clocks = {name: entry.version for name, entry in self._keys.entries.items()}
             if is_written(folder, origin, clocks, self._restored_from):
                 return Handle.of(None)
-            groups = [[_content(name, entry)] for name, entry in self._keys.entries.items()]
-            self._writing = SnapshotWriting(SnapshotWriter(folder, origin), groups)
+            marks = {name: KeyMark(entry.value.nbytes, entry.version) for name, entry in self._keys.entries.items()}
+            taken = self._series.begin(folder, origin, marks)
+            contents = [[_content(name, self._keys.entry(name)) for name in group] for group in taken.groups]
+            self._writing = SnapshotWriting(taken, contents)
             return self._keys.unobserved.watch((), Handle(self._writing.promise, what="snapshot"))
 
         return self._keys.answered(work)
