@@ -170,6 +170,21 @@ class SaidAt:
 
 
 @dataclass(frozen=True, slots=True)
+class Tell:
+    """Leaves a note at the barrier of this name, which nobody enters. The result is None, once it is saved."""
+
+    name: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToldAt:
+    """The result is the latest note that was left with `Tell`; "" if there is none, or if it is forgotten."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Depart:
     """Leave the rounds and stay (DONE), leave the cluster (LEFT), or go and be waited for as after a death (FAILED)."""
 
@@ -252,6 +267,8 @@ Request: TypeAlias = (
     | Flush
     | Barrier
     | SaidAt
+    | Tell
+    | ToldAt
     | Depart
     | Rewind
     | Resume

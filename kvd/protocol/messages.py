@@ -379,7 +379,8 @@ class Listen:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The note is empty if nothing was said, or if that is forgotten: only that of the latest generation is kept."""
+    """The note is empty if nothing was said, or if that is forgotten: only those of the generation that is open and of
+    the one before are kept."""
 
     KIND: ClassVar[int] = 14
     request: Number

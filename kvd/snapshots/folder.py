@@ -7,7 +7,11 @@ import re
 import secrets
 import shutil
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
+from typing import TypeAlias
+
+Buffer: TypeAlias = bytes | memoryview
 
 MAX_NAME_CHARS = 60  # of the folder's name, in that of the one beside it
 
@@ -26,16 +30,28 @@ class NewFolder:
         self._folder = self._target.with_name(name)
         self._folder.mkdir()
 
-    def write(self, name: str, content: bytes) -> None:
-        """A new file, on stable storage.
+    def write(self, name: str, *content: Buffer) -> None:
+        """A new file of these bytes, one after the other, on stable storage.
 
         Raises:
             OSError: it cannot be written.
         """
-        with (self._folder / name).open("xb") as file:
-            file.write(content)
-            file.flush()
+        with (self._folder / name).open("xb", buffering=0) as file:
+            for piece in content:
+                _write_all(file, memoryview(piece))
             os.fsync(file.fileno())
+
+    def link(self, name: str, there: Path, nbytes: int) -> bool:
+        """Gives a file that is there, on stable storage, one more name. False: it cannot be done, or it has another
+        size."""
+        try:
+            os.link(there, self._folder / name, follow_symlinks=False)
+        except OSError:  # it is gone, or the file system has no links, or no more of them
+            return False
+        if (self._folder / name).stat().st_size == nbytes:
+            return True
+        (self._folder / name).unlink()
+        return False
 
     def publish(self) -> None:
         """Gives the folder its name.
@@ -61,6 +77,11 @@ def is_taken(path: Path) -> bool:
         return os.path.lexists(path)
     except NotADirectoryError:
         return True
+
+
+def _write_all(file: FileIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
 
 
 def _remove_leftovers(target: Path) -> None:

@@ -207,6 +207,9 @@ class Snapshots(Protocol):
     """The whole store, to disk and back."""
 
     def snapshot(self, path: Any) -> Handle: ...
+    def snapshot_async(self, path: Any) -> Handle:
+        """Gives, when the state has been read, the handle of the writing."""
+
     def restore(self, path: Any, missing_ok: bool) -> Handle:
         """Gives how many steps of its loops the program had made; None: there is no snapshot."""
 

@@ -94,6 +94,7 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
     assignments = ClusterAssignments(
         engine, arguments, unobserved, steps, facts.rank, sync, absence_counts=sync or settings.staleness >= 0
     )
+    snapshots = ClusterSnapshots(engine, steps, facts, unobserved)
     return Backend(
         facts=facts,
         values=ClusterValues(engine, arguments, bound, unobserved, steps, facts.rank, config.check_bound),
@@ -103,7 +104,7 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
         rounds=ClusterRounds(engine, unobserved, steps),
         steps=steps,
         updates=ClusterUpdates(engine),
-        snapshots=ClusterSnapshots(engine, steps, facts),
+        snapshots=snapshots,
         nodes=ClusterNodes(engine),
-        closing=ClusterClosing(engine, unobserved),
+        closing=ClusterClosing(engine, unobserved, snapshots),
     )

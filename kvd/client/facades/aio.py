@@ -146,6 +146,12 @@ class KVStore(StoreProperties):
     async def snapshot(self, path: Any) -> None:
         await self._backend.snapshots.snapshot(path)
 
+    async def snapshot_async(self, path: Any) -> Handle:
+        """As `snapshot`, but the loop goes on while it is written: awaited, it gives a handle as soon as the state has
+        been read. See `kvd.KVStore.snapshot_async`."""
+        written: Handle = await self._backend.snapshots.snapshot_async(path)
+        return written
+
     async def restore(self, path: Any, missing_ok: bool = False) -> int | None:
         steps: int | None = await self._backend.snapshots.restore(path, missing_ok)
         return steps

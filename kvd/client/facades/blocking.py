@@ -296,6 +296,23 @@ class KVStore(StoreProperties, KVStoreBase):
         """
         self._blocking().snapshots.snapshot(path).wait()
 
+    def snapshot_async(self, path: Any) -> Handle:
+        """As `snapshot`, but the program goes on while it is written: returns as soon as the state has been read.
+
+        Worker 0 keeps a copy of all values and states until they are written. One snapshot is written at a time: the
+        next one is not read before it has ended. `close` waits for it; a process that dies meanwhile leaves nothing
+        under the name. An error of the disk is raised by the handle in all workers; in worker 0, if nobody waits for
+        the handle, by `flush` or `close`.
+
+        Returns:
+            A handle that is done when the folder has its name.
+
+        Raises:
+            As `snapshot`, for what is known by then.
+        """
+        written: Handle = self._blocking().snapshots.snapshot_async(path).wait()
+        return written
+
     def restore(self, path: Any, missing_ok: bool = False) -> int | None:
         """Makes the keys of a snapshot, in place of `init` and `set_optimizer`, with the state of the optimizer.
 

@@ -19,6 +19,7 @@ def open_local(kind: StoreType, config: Config) -> Backend:
     updates = LocalUpdates(keys, config.merge)
     steps = ProgramSteps(StepLoops(None, is_strict=False))
     values = LocalValues(keys, updates, steps)
+    snapshots = LocalSnapshots(keys, updates, steps, kind.name)
     return Backend(
         facts=StoreFacts(
             type=kind.name,
@@ -39,7 +40,7 @@ def open_local(kind: StoreType, config: Config) -> Backend:
         rounds=LocalRounds(keys, steps, kind.name),
         steps=steps,
         updates=updates,
-        snapshots=LocalSnapshots(keys, updates, steps, kind.name),
+        snapshots=snapshots,
         nodes=NoNodes(keys),
-        closing=LocalClosing(keys),
+        closing=LocalClosing(keys, snapshots),
     )

@@ -45,13 +45,14 @@ class LocalKeys:
     Attributes:
         entries: the keys that were made.
         written: how the program writes them.
+        unobserved: the errors of handles that nobody waits for.
     """
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         self.written = WrittenKeys()
         self._lock = threading.RLock()
-        self._unobserved = UnobservedErrors()
+        self.unobserved = UnobservedErrors()
         self._closed = False
         self._pid = os.getpid()
 
@@ -73,7 +74,7 @@ class LocalKeys:
         self.check_open()
         keys = key_list(key)
         self.written.note(keys)
-        self._unobserved.raise_for(keys.names)
+        self.unobserved.raise_for(keys.names)
         return keys
 
     def answered(self, work: Callable[[], Any]) -> Handle:
@@ -88,16 +89,16 @@ class LocalKeys:
 
     def watched(self, names: list[str], work: Callable[[], Any]) -> Handle:
         """The same; an unobserved error is raised by a later call."""
-        handle = self._unobserved.watch(names, self.answered(work))
-        if self._unobserved:
-            raise_at_exit(self._unobserved)
+        handle = self.unobserved.watch(names, self.answered(work))
+        if self.unobserved:
+            raise_at_exit(self.unobserved)
         return handle
 
     def raise_unobserved(self) -> None:
-        self._unobserved.raise_for(None)
+        self.unobserved.raise_for(None)
 
     def forget_unobserved(self) -> None:
-        self._unobserved.clear()
+        self.unobserved.clear()
 
     # ── entries ──
 

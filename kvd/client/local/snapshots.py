@@ -9,14 +9,17 @@ from typing import Any
 from kvd.client.calls import checks
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.program_steps import ProgramSteps
+from kvd.client.calls.snapshot_writing import SnapshotWriting
 from kvd.client.calls.values import source_of
-from kvd.client.local.keys import LocalKeys
+from kvd.client.local.keys import Entry, LocalKeys
 from kvd.client.local.updates import LocalUpdates, exported, loaded
 from kvd.errors import NotAllowed
 from kvd.protocol.specs import MAX_SLICE_BYTES
+from kvd.snapshots.layout import KeyMark
 from kvd.snapshots.manifest import Origin
 from kvd.snapshots.reader import StoredSnapshot
-from kvd.snapshots.writer import SnapshotWriter, is_written
+from kvd.snapshots.series import SnapshotSeries
+from kvd.snapshots.writer import KeyContent, is_written
 
 
 class LocalSnapshots:
@@ -32,31 +35,44 @@ class LocalSnapshots:
         self._steps = steps
         self._type_name = type_name
         self._lineage = secrets.token_hex(8)
+        self._series = SnapshotSeries()
         self._restored_from = ""  # the lineage of that snapshot
+        self._writing: SnapshotWriting | None = None  # the latest
 
     def snapshot(self, path: Any) -> Handle:
+        begun = self.snapshot_async(path)
+        return begun if begun.exception() is not None else begun.result()
+
+    def snapshot_async(self, path: Any) -> Handle:
         folder = checks.file_path(path)
         self._keys.check_open()
         boundary = self._steps.boundary()
         if boundary.is_past:
-            return Handle.of(None)
+            return Handle.of(Handle.of(None))
+        self.wait()
 
-        def work() -> None:
+        def work() -> Handle:
             origin = Origin("", self._type_name, self._lineage, boundary.steps, 1, self._updates.optimizer)
             clocks = {name: entry.version for name, entry in self._keys.entries.items()}
             if is_written(folder, origin, clocks, self._restored_from):
-                return
-            writer = SnapshotWriter(folder, origin)
-            try:
-                for name, entry in self._keys.entries.items():
-                    updates, state = exported(entry)
-                    writer.add(name, entry.value_as_array(), entry.version, updates, state)
-                writer.finish()
-            except BaseException:
-                writer.abort()
-                raise
+                return Handle.of(None)
+            marks = {name: KeyMark(entry.value.nbytes, entry.version) for name, entry in self._keys.entries.items()}
+            taken = self._series.begin(folder, origin, marks)
+            contents = [[_content(name, self._keys.entry(name)) for name in group] for group in taken.groups]
+            self._writing = SnapshotWriting(taken, contents)
+            return self._keys.unobserved.watch((), Handle(self._writing.promise, what="snapshot"))
 
         return self._keys.answered(work)
+
+    def wait(self) -> None:
+        """Returns when no snapshot is being written any more."""
+        if self._writing is not None:
+            self._writing.promise.exception()
+
+    def give_up(self) -> None:
+        """Writes nothing any more."""
+        if self._writing is not None:
+            self._writing.give_up()
 
     def restore(self, path: Any, missing_ok: bool) -> Handle:
         folder = checks.file_path(path)
@@ -84,3 +100,10 @@ class LocalSnapshots:
             return origin.steps
 
         return self._keys.answered(work)
+
+
+def _content(name: str, entry: Entry) -> KeyContent:
+    """A copy of what a key is now."""
+    updates, state = exported(entry)
+    copies = {slot: array.copy() for slot, array in state.items()}
+    return KeyContent(name, entry.value_as_array().copy(), entry.version, updates, copies)

@@ -149,6 +149,8 @@ class WorkerMachine:
             requests.ComeTo: self._clocks.come_to,
             requests.Barrier: barriers.enter,
             requests.SaidAt: barriers.said,
+            requests.Tell: barriers.tell,
+            requests.ToldAt: barriers.told,
             requests.JoinCluster: self._connections.join,
             requests.Depart: taking_part.leave,
             requests.Control: self._control.control,
