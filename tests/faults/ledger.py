@@ -135,7 +135,8 @@ def run(folder: Path, seed: int, seconds: float, victims: Sequence[Victims] = VI
     counts = Counts()
     for number in range(NODES):
         (folder / f"worker-{number}").write_bytes(bytes(16))
-    with ReplicatedJob(folder, COUNTS, str(folder), **{"staleness": None, **settings}) as job:
+    patient = {"server_timeout_s": 10.0}  # nothing is paused here, and a loaded machine is no death
+    with ReplicatedJob(folder, COUNTS, str(folder), **{"staleness": None, **patient, **settings}) as job:
         job.wait_for_steps(2)
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
