@@ -216,12 +216,14 @@ class Partition(NamedTuple):
         backup: the rank of the server that holds every committed record of theirs; NO_RANK if none does.
         syncing: the rank of the server that is to become the backup, and is sent what they are; NO_RANK if none is.
         lineage: the incarnation of the server that began with them empty. Another lineage: what was in them is lost.
+        successor: the backup, if the leader is to hand them over to it; else NO_RANK.
     """
 
     leader: Number
     backup: Signed
     syncing: Signed
     lineage: Number
+    successor: Signed = NO_RANK
 
 
 class KeyEntry(NamedTuple):
@@ -407,6 +409,20 @@ class OutOfSync:
     from that server. Answered with Done once the view says so."""
 
     KIND: ClassVar[int] = 21
+    request: Number
+    partition: Number
+    incarnation: Number
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """I lead this partition, and change nothing of it any more. The server of this incarnation, which the view names as
+    my successor, has all that I have: let it lead, with me as its backup.
+
+    Answered with Done once the view says so, or if the view has gone another way.
+    """
+
+    KIND: ClassVar[int] = 24
     request: Number
     partition: Number
     incarnation: Number
@@ -1311,6 +1327,16 @@ class HoldOptimizer:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldReady:
+    """I am about to hand this partition to you. Answered with Done when you have applied all records of it, and could
+    lead it as it is."""
+
+    KIND: ClassVar[int] = 25
+    request: Number
+    partition: Number
+
+
+@dataclass(frozen=True, slots=True)
 class HoldLoop:
     """How far the workers are in a loop over steps that they share; see TakeStep. Answered with Done."""
 
@@ -1386,6 +1412,7 @@ Message: TypeAlias = (
     | ReadDone
     | Synced
     | OutOfSync
+    | HandedOver
     | StartHolding
     | Install
     | Hold
@@ -1397,4 +1424,5 @@ Message: TypeAlias = (
     | HoldState
     | HoldOptimizer
     | HoldLoop
+    | HoldReady
 )

@@ -123,6 +123,7 @@ SAMPLES: dict[type[Any], Any] = {
         m.Leave(30, m.Departure.DONE),
         m.Synced(30, 0, 1),
         m.OutOfSync(30, 0, 1),
+        m.HandedOver(30, 0, 1),
         m.Enter(30, "user:a", 0),
         m.Say(30, "user:a", 0, "note"),
         m.Listen(30, "user:a", 0),
@@ -186,6 +187,7 @@ SAMPLES: dict[type[Any], Any] = {
         m.HoldState(30, 1, m.SliceId("r", 0), worker_id(0), 3, 0, ()),
         m.HoldOptimizer(30, 1, None, None, 1),
         m.HoldLoop(30, 1, 0, 4, 0, 1, (m.HeldStep(0, 0),), ()),
+        m.HoldReady(30, 1),
     )
 }
 

@@ -54,7 +54,7 @@ def test_a_death_is_followed_by_a_promotion_in_the_same_view_once_it_is_saved() 
     assert run.rows() == [(0, 1, -1), (1, 0, -1)]
     effects = run.step(Persisted(one(of(Persist, effects)).token))
     view = next(message for message in said(effects, B) if isinstance(message, View))
-    assert [tuple(row) for row in view.partitions] == [(1, -1, -1, A), (1, -1, -1, B)]
+    assert [tuple(row) for row in view.partitions] == [(1, -1, -1, A, -1), (1, -1, -1, B, -1)]
     assert view.members[0].state == "dead"
 
 
@@ -151,4 +151,10 @@ def test_both_die_one_after_the_other() -> None:
 
 def test_status_shows_who_leads_what() -> None:
     shown: Any = back_in_place().machine.explain(0.0)["partitions"]
-    assert shown[0] == {"partition": 0, "leader": "server 1", "backup": None, "syncing": "server 0"}
+    assert shown[0] == {
+        "partition": 0,
+        "leader": "server 1",
+        "backup": None,
+        "syncing": "server 0",
+        "successor": None,
+    }

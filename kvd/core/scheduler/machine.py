@@ -62,6 +62,7 @@ from kvd.protocol.messages import (
     Enter,
     Epoch,
     ErrorCode,
+    HandedOver,
     Heartbeat,
     HeartbeatAck,
     Join,
@@ -83,6 +84,12 @@ from kvd.protocol.messages import (
 )
 
 __all__ = ["SchedulerMachine", "SchedulerSettings"]
+
+_TOLD = {
+    Synced: "has a new backup",
+    HandedOver: "was handed over: its backup leads it now, and its leader is the backup",
+    OutOfSync: "has lost a backup, which is not in sync",
+}
 
 
 class SchedulerMachine:
@@ -146,6 +153,7 @@ class SchedulerMachine:
             Listen: self._meet,
             Synced: self._holds,
             OutOfSync: self._holds,
+            HandedOver: self._holds,
         }
 
     # ── the machine's interface ──
@@ -368,13 +376,12 @@ class SchedulerMachine:
             self._log("info", "the servers have told where values are")
             self._publish()
 
-    def _holds(self, event: Received, message: Synced | OutOfSync, now: float) -> None:
+    def _holds(self, event: Received, message: Synced | HandedOver | OutOfSync, now: float) -> None:
         seat = self._sender_seat(event, message.request, now)
         if seat is None:
             return
         if self._leadership.told(seat, event, message):
-            what = "has a new backup" if isinstance(message, Synced) else "has lost a backup, which is not in sync"
-            self._log("info", f"partition {message.partition} {what}", said_by=seat.name)
+            self._log("info", f"partition {message.partition} {_TOLD[type(message)]}", said_by=seat.name)
             self._publish()
         self._out += self._views.when_saved(Send(event.peer, Done(message.request)))
 

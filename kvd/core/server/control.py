@@ -154,6 +154,10 @@ class ServerControl:
         as_set = self._agreement.newest
         return HoldOptimizer(0, partition, wire, None if as_set is None else to_wire(as_set), self.generation)
 
+    def newest(self) -> tuple[Optimizer | None, Optimizer | None, int]:
+        """The newest optimizer with all changes, as it was set, and how many were set."""
+        return self.optimizer, self._agreement.newest, self.generation
+
     def _visits_slices(self, event: Received, message: SetOptimizer, rank: int, optimizer: Optimizer | None) -> bool:
         """Whether what a worker sets concerns the slices; not if it is what the others have set."""
         if self._disputes.open:
@@ -224,6 +228,8 @@ class ServerControl:
 
     def _slice(self, event: Received, request: int, key: str, index: int) -> Slice | None:
         slice_ = self._table.slices.get((key, index))
+        if slice_ is not None and self._elsewhere.leaves((slice_,)):
+            slice_ = None
         if slice_ is None and not self._elsewhere.has(event, request, key, index):
             self._effects.send(
                 event.peer, Refused(request, ErrorCode.KEY_NOT_FOUND, f"no slice {index} of {key!r} is here", key)

@@ -1,5 +1,7 @@
 """One run in a server: it leads slices, merges what the workers push, and serves what is committed.
 
+Over 400 lines because all parts of a server are put together here.
+
 The machine is its table of messages and the parts that it owns; `push` tells the life of a push, `pull` that of a pull.
 A worker's death arrives as a view: `_view_changed` detaches replaced workers (`attachments`), takes over who takes part
 (`participants`), fails the look-ups that wait for worker 0 (`key_requests`), lets rounds close that no longer wait for
@@ -32,6 +34,8 @@ from kvd.core.server.deletions import Deletions
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
+from kvd.core.server.giving_up import GivingUp
+from kvd.core.server.handover import Handovers
 from kvd.core.server.held import HeldPartition
 from kvd.core.server.key_creation import KeyCreation
 from kvd.core.server.key_requests import KeyRequests
@@ -156,6 +160,7 @@ class ServerMachine:
             disputes,
             readings,
             records,
+            elsewhere.leaving,
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(
@@ -179,25 +184,30 @@ class ServerMachine:
         keys = KeyRequests(session, self.table, effects, attachments, participants, records, elsewhere)
         pulls = Pulls(effects, attachments, targets, waiters, participants, disputes)
         shared = SharedSteps(session.view, effects, attachments, participants, records, self._advance_all)
+        handovers = Handovers(
+            session, self.table, effects, records, control.held, elsewhere, replicas.is_handing_over, self._woken
+        )
+        giving_up = GivingUp(
+            session, self.table, effects, replicas, control, keys, deletions, shared, waiters, readings
+        )
         leadership = Leadership(
             session,
             self.table,
             effects,
             replicas,
             control,
-            keys,
-            deletions,
             shared,
-            waiters,
-            readings,
             elsewhere,
+            handovers,
+            giving_up,
+            lambda partition: out_of_step.add(partition, session.incarnation),
             pushes.advance,
         )
         syncing = Syncing(
             session, self.table, effects, records, shared, control, replicas.is_handing_over, pushes.advance
         )
         self._replication = Replication(
-            session, effects, records, replicas, leadership, syncing, out_of_step, elsewhere
+            session, effects, records, replicas, leadership, syncing, out_of_step, elsewhere, handovers, giving_up
         )
         self._validated = (
             session,
@@ -384,6 +394,11 @@ class ServerMachine:
     def _advance_all(self) -> None:
         for group in list(self.table.groups.values()):
             self._pushes.advance(group)
+
+    def _woken(self) -> None:
+        """Partitions that were to be handed over are served again."""
+        self._advance_all()
+        self._deletions.advance()
 
     def _forget(self, rank: int, incarnation: int) -> None:
         """The worker was replaced: what it staged for open rounds is dropped, and its requests are not answered."""

@@ -16,7 +16,7 @@ job on the optimizer's state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -64,6 +64,7 @@ class Pushes:
     """The pushes of all workers.
 
     Args:
+        leaving: the partitions whose rounds do not close any more.
         small_push_bytes: pushes of up to this many bytes are not answered by Staged.
     """
 
@@ -78,6 +79,7 @@ class Pushes:
         disputes: Disputes,
         readings: Readings,
         records: Records,
+        leaving: Collection[int],
         *,
         small_push_bytes: int,
     ) -> None:
@@ -90,6 +92,7 @@ class Pushes:
         self._disputes = disputes
         self._readings = readings
         self._records = records
+        self._leaving = leaving
         self._small_push_bytes = small_push_bytes
 
     # ── resolve ──
@@ -178,7 +181,7 @@ class Pushes:
             group.working = True
             group.tasks.pop(0)()
             return
-        if self._disputes.open:
+        if self._disputes.open or (self._leaving and group.partition in self._leaving):
             return
         record = group.log.close_next(self._participants.awaited)
         while record is not None and not record.contributions:  # all who owed it a push have left: no bytes change

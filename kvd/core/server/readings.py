@@ -170,7 +170,9 @@ class Readings:
 
     def _find(self, slice_id: SliceId) -> Slice | None:
         slice_ = self._table.slices.get((slice_id.key, slice_id.slice_index))
-        return slice_ if slice_ is not None and slice_.creation == slice_id.creation else None
+        if slice_ is None or slice_.creation != slice_id.creation or self._elsewhere.leaves((slice_,)):
+            return None
+        return slice_
 
     def _slices(self, event: Received, request: int, slice_ids: tuple[SliceId, ...]) -> tuple[Slice, ...] | None:
         found = [self._find(slice_id) for slice_id in slice_ids]
