@@ -140,6 +140,10 @@ class Partitions:
         self._since = []
         self._held_back = []
 
+    def is_alone(self, incarnation: int) -> bool:
+        """Whether this server leads something of which nobody else is an in-sync replica."""
+        return any(entry.backup is None and entry.leader.incarnation == incarnation for entry in self._entries)
+
     # ── what happens ──
 
     def heard(self, incarnation: int, known: Epoch) -> bool:
