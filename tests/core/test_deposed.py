@@ -21,7 +21,7 @@ from tests.core.replica_harness import A, B, Cluster
 from tests.core.test_promotion import BACK, OTHERS, elsewhere, fail_over, ready
 from tests.core.test_records import ALONE, CHANGES, HELD, ONE, answers, push
 
-TOLD_TO_ALL = {"set optimizer", "update optimizer", "come to"}  # servers: the one that leads now is told by the worker
+TOLD_TO_ALL = {"set optimizer"}  # servers: the one that leads now uses it for what it takes over
 
 
 @pytest.mark.parametrize("name", [name for name in CHANGES if name not in TOLD_TO_ALL])

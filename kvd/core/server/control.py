@@ -137,7 +137,7 @@ class ServerControl:
             self._effects.emit(answer)
 
         if self.generation > earlier:
-            self.held.hold(self._generation_records, held)
+            self.held.hold(self._generation_records, held, held)  # every server is told: who leads now has it
         else:
             held()
         if visits:
@@ -217,6 +217,7 @@ class ServerControl:
         self.held.hold(
             lambda: change_records(self._records.partitions, groups, message.changes),
             lambda: self._effects.send(event.peer, Done(message.request)),
+            lambda: None,  # it is asked again: the server that leads a part now may have been told when it led nothing
         )
 
     def _leads_nothing(self) -> bool:

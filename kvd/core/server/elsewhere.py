@@ -61,6 +61,15 @@ class Elsewhere:
         self._effects.not_yet(event.peer, message.request, NotYetReason.ELSEWHERE, text)
         return True
 
+    def is_news(self, event: Received, request: int, key: str) -> bool:
+        """Whether the sender asks for a key, of which nothing is here, by an older view than this server has: it does
+        not know yet where the slices are. The sender is told."""
+        if not self._view.partitions or event.epoch >= self._view.epoch:
+            return False
+        text = "the sender asks by an earlier view, and no slice of the key is led here now"
+        self._effects.not_yet(event.peer, request, NotYetReason.ELSEWHERE, text, key)
+        return True
+
     def _is_unsettled(self, event: Received) -> bool:
         """Whether the sender knows of a later view, or more slices are about to be led here."""
         return event.epoch > self._view.epoch or self._is_handing_over()

@@ -225,7 +225,7 @@ class ServerMachine:
             of_views=(shared.view_changed, keys.fail_lookups_without_rank_0, deletions.view_changed),
             of_replaced=(control.drop_sender, batches.drop_sender),
         )
-        resumption = Resumption(self.table, effects, attachments, targets, records, pushes.advance)
+        resumption = Resumption(self.table, effects, attachments, targets, records, elsewhere, pushes.advance)
         self._handlers: dict[type[Any], Callable[[Received, Any], None]] = {
             PushBatch: pushes.push_batch,
             PullBatch: pulls.pull_batch,
