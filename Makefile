@@ -9,6 +9,9 @@ CORE_TESTS := tests/core tests/protocol tests/scenarios
 CLUSTER_TESTS := tests/cli tests/client tests/conformance tests/docs tests/faults tests/fuzz tests/node tests/observe \
 	tests/parallel tests/transport $(wildcard tests/test_*.py)
 
+# Tests start hundreds of processes: each of them would compile all of kvd's modules anew, for half of its start-up time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-insecure lint reference bench soak clean
 
 $(STAMP): pyproject.toml

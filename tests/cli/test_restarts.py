@@ -99,7 +99,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_worker_is_killed_under_launch(
     spawn: Spawn, hold: Hold, tmp_path: Path, undisturbed: list[str], rank: int
 ) -> None:
@@ -232,7 +232,7 @@ class Cluster:
         return sorted(line for worker in self.workers for line in worker.printed)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_worker_is_killed_under_a_supervisor(
     spawn: Spawn, hold: Hold, tmp_path: Path, undisturbed: list[str], rank: int
 ) -> None:
@@ -258,6 +258,7 @@ def test_the_scheduler_is_killed_under_a_supervisor(
         assert cluster.results() == undisturbed
 
 
+@pytest.mark.soak
 def test_a_server_is_killed_under_a_supervisor(spawn: Spawn, hold: Hold, tmp_path: Path) -> None:
     with Cluster(spawn, hold, tmp_path, readme_program(), restart_workers=False) as cluster:
         hold.wait_for("worker-0", "worker-1")

@@ -125,6 +125,7 @@ def test_the_commands_of_the_readme_train_on_three_hosts(users: Users) -> None:
     assert [daemon.returncode for daemon in daemons] == [0, 0], logs
 
 
+@pytest.mark.soak
 def test_the_demo_trains_over_two_hosts_with_imported_keys(users: Users) -> None:
     """The demo's own workers, and the accuracy that `kvd demo` asks for."""
     users.run(SCHEDULER, "kvd key new", stderr=None)

@@ -13,7 +13,7 @@ import pytest
 import kvd
 from kvd.testing.cluster import PATHS, LocalCluster, PathName
 
-CALLS = 100
+CALLS = 50
 
 
 @contextmanager

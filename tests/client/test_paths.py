@@ -18,12 +18,13 @@ from kvd.transport.frames import INLINE_BELOW_BYTES
 
 FLOATS = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 INT64 = np.dtype(np.int64)
+SLICE_BYTES = 128 << 10
 
 
 def shapes_of(dtype: np.dtype[Any]) -> list[tuple[int, ...]]:
     """Nothing, one, both sides of where payloads go into shared memory, and more slices than one."""
     edge = INLINE_BELOW_BYTES // dtype.itemsize
-    return [(0,), (), (1,), (edge - 1,), (edge,), (edge + 1,), (3, (1 << 20) // dtype.itemsize)]
+    return [(0,), (), (1,), (edge - 1,), (edge,), (edge + 1,), (3, SLICE_BYTES // dtype.itemsize)]
 
 
 class Training:
@@ -95,7 +96,7 @@ class Training:
 
 def digests_of(workers: int, servers: int, *, bound: bool, rounds: int = 1, **how: Any) -> set[str]:
     """What the workers of a cluster saw."""
-    with LocalCluster(workers, servers, slice_bytes="1MiB", **how) as cluster:
+    with LocalCluster(workers, servers, slice_bytes=SLICE_BYTES, **how) as cluster:
 
         def program(kv: kvd.KVStore) -> str:
             digest = Training(kv, bound=bound, rounds=rounds).digest()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvd.optimizer import SGD
 from kvd.parallel import (
@@ -93,6 +92,8 @@ def summed_gradients(group: DataParallelExecutorGroup) -> dict[str, Any]:
 
 def torch_network(params: Mapping[str, Any]) -> Any:
     """Linear, Tanh, Linear with these weights and biases, in float32."""
+    import torch  # workers' programs import this file, and do without: it takes seconds
+
     first, _, second, _ = params.values()
     made = torch.nn.Sequential(
         torch.nn.Linear(*reversed(first.shape)), torch.nn.Tanh(), torch.nn.Linear(*reversed(second.shape))
@@ -105,6 +106,8 @@ def torch_network(params: Mapping[str, Any]) -> Any:
 
 def torch_weights(params: Mapping[str, Any], steps: Iterable[tuple[Any, Any]], rule: SGD) -> list[Any]:
     """The weights after these (data, labels), one process in float64: torch's network, cross entropy and SGD."""
+    import torch
+
     net = torch_network(params).double()
     rate: Any = rule.learning_rate
     optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=rule.momentum, weight_decay=rule.wd)

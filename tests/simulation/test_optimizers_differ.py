@@ -15,10 +15,11 @@ from kvd.testing.network import NASTY
 from kvd.testing.process import Coroutine, Sleep
 from kvd.testing.settings import ClusterSettings
 from kvd.testing.simulator import Me, World
+from tests.simulation.seeds import seeds
 from tests.simulation.test_regressions import begun, full, pull, push
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(5, soak=50))
 def test_workers_whose_optimizers_differ_all_learn_of_it_and_agree(seed: int) -> None:
     """Each is told by the call that it makes, and no push is lost or counts twice."""
     errors: list[str] = []

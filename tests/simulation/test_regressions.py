@@ -34,6 +34,7 @@ from kvd.testing.simulator import Me, World, slices_of
 from kvd.testing.workloads.ledger import Ledger
 from kvd.testing.workloads.rounds import Rounds
 from kvd.testing.workloads.steps import SIZE, Floats, item
+from tests.simulation.seeds import seeds
 
 
 def full(value: float, size: int = SIZE) -> Floats:
@@ -277,7 +278,7 @@ def test_push_that_timed_out_in_the_queue_may_still_arrive() -> None:
     assert set(world.value("w").tolist()) == {2.0}
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(5, soak=10))
 def test_key_that_is_found_twice_is_taken_up_once(seed: int) -> None:
     """An init and a look-up at the same time after a restart: the clock is not set back once pushes have begun."""
     sums = full(0.0)
@@ -337,7 +338,7 @@ def test_optimizer_that_was_replaced_does_not_return(seed: int) -> None:
     assert set(world.value("w").tolist()) == {2.0}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(7, soak=20))
 def test_activation_that_arrives_twice_counts_nothing(seed: int) -> None:
     """Async: a late copy of Activate must not make a push count that is only staged."""
     ledger = Ledger(2, 8, keys=("a",), pace_s=0.02)
