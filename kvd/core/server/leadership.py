@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvd.core.machine import LogEntry
+from kvd.core.server.captures import Captures
 from kvd.core.server.control import ServerControl
 from kvd.core.server.deletions import Deletions
 from kvd.core.server.effects import ServerEffects
@@ -39,6 +40,7 @@ class Leadership:
         shared: SharedSteps,
         waiters: Waiters,
         readings: Readings,
+        captures: Captures,
         elsewhere: Elsewhere,
         advance: Advance,
     ) -> None:
@@ -57,6 +59,7 @@ class Leadership:
         self._shared = shared
         self._waiters = waiters
         self._readings = readings
+        self._captures = captures
         self._elsewhere = elsewhere
         self._advance = advance
         self._led: set[int] = set()
@@ -111,6 +114,7 @@ class Leadership:
         for group in [group for group in self._table.groups.values() if group.partition == partition]:
             self._waiters.drop_group(group)
             self._readings.drop_slices(group.slices)
+            self._captures.drop_slices(group.slices)
             for slice_ in group.slices:
                 if slice_.index == 0:
                     self._table.live.pop(slice_.key, None)

@@ -94,6 +94,8 @@ class Replication:
         return self._records.due(now)
 
     def next_deadline(self) -> float | None:
+        if not self.is_on:
+            return None
         due = self._records.next_deadline()
         for at in (self._syncing.next_deadline(), self._out_of_step.next_deadline()):
             if at is not None and (due is None or at < due):  # without a generator: this is asked after each event
