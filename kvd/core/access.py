@@ -102,6 +102,12 @@ _ASKED_OF_A_SERVER = (
         READERS,
         Standing.NOTHING,
     ),
+    Row(
+        "capture values with the optimizer's states",
+        (m.Capture, m.FetchCaptured, m.CaptureDone),
+        OPERATORS,
+        Standing.NOTHING,
+    ),
     Row("ask a server for its status", (m.StatusQuery,), READERS, Standing.NOTHING),
     Row(
         "have records held",

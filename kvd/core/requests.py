@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from kvd.protocol.messages import Departure
+from kvd.protocol.messages import Captured, CaptureWhen, Departure, SliceId, Surveyed
 from kvd.protocol.specs import KeySpec
 
 
@@ -119,6 +119,30 @@ class StopReading:
     """
 
     number: int
+
+
+class CapturedPart(NamedTuple):
+    """Some slices of a capture, with what their server has answered: Captured, or Surveyed if it was too late."""
+
+    partition: int
+    slice_ids: tuple[SliceId, ...]
+    answer: Captured | Surveyed
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """Have the slices of these keys kept by their servers, as they are at a moment. The result is a list of
+    CapturedPart. It stays open until all servers have answered, which CaptureDone brings about.
+
+    Attributes:
+        number: grows from one capture of this node to the next.
+        step, when: see `kvd.protocol.messages.Capture`.
+    """
+
+    items: tuple[Item, ...]
+    number: int
+    step: int
+    when: CaptureWhen
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +287,7 @@ Request: TypeAlias = (
     | Survey
     | Read
     | StopReading
+    | Capture
     | TakeBack
     | Flush
     | Barrier

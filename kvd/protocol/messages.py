@@ -1090,6 +1090,91 @@ class ReadDone:
     number: Count
 
 
+# ── captures: operator ↔ server ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class CaptureWhen(Enum):
+    """At which moment a slice is captured. All but the first name a step, in asynchronous training a version."""
+
+    AS_IT_IS = 0  # now, whatever its step is
+    COMPLETE = 1  # as soon as nothing more of the step is to come
+    OVER = 2  # the same, and the sender knows that nothing more of the step is to come
+    BEFORE_NEXT = 3  # just before its first round of a later step
+
+
+class CapturedSlice(NamedTuple):
+    """What there is of a slice, besides the bytes.
+
+    Attributes:
+        updates: how many its optimizer has made.
+        slots, optimizer: places in the lists of the message.
+    """
+
+    version: Count
+    step: Count
+    updates: Count
+    slots: Number
+    optimizer: Number
+
+
+class Reached(NamedTuple):
+    """How far the program of a rank had come: see `kvd.core.places`."""
+
+    rank: Number
+    place: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """Keep these slices, with the states of their optimizers, as they are at a moment, until CaptureDone.
+
+    `number` is that of the sender's capture; what is kept of earlier ones is forgotten. Answered with Captured when all
+    slices are there; with Surveyed if one of them is past that step already, or if the capture has ended.
+    """
+
+    KIND: ClassVar[int] = 95
+    request: Number
+    number: Count
+    step: Count
+    when: CaptureWhen
+    slice_ids: SliceIds
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The slices of a Capture, in order. `slots` has the (name, dtype) of each array of a state, as in State.
+
+    `reached` says how far the ranks had come whose pushes are in the slices.
+    """
+
+    KIND: ClassVar[int] = 96
+    request: Number
+    slots: Annotated[tuple[Annotated[tuple[tuple[Name, Name], ...], Limit(0, 16)], ...], Limit(1, MAX_PARTS)]
+    optimizers: Annotated[tuple[Plain, ...], Limit(1, MAX_PARTS)]
+    kept: Annotated[tuple[CapturedSlice, ...], Limit(1, MAX_PARTS)]
+    reached: Annotated[tuple[Reached, ...], Limit(0, MAX_MEMBERS)]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchCaptured:
+    """Send these slices of my capture: for each its bytes, and then the arrays of its state. Answered with Values, or
+    with Surveyed if they are not kept here."""
+
+    KIND: ClassVar[int] = 97
+    request: Number
+    number: Count
+    slice_ids: SliceIds
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureDone:
+    """My capture of this number has ended: forget what you keep of it."""
+
+    KIND: ClassVar[int] = 98
+    request: Number
+    number: Count
+
+
 # ── records: the leader of a partition → its backup ───────────────────────────────────────────────────────────────────
 
 
@@ -1410,6 +1495,10 @@ Message: TypeAlias = (
     | Surveyed
     | ReadSlices
     | ReadDone
+    | Capture
+    | Captured
+    | FetchCaptured
+    | CaptureDone
     | Synced
     | OutOfSync
     | HandedOver

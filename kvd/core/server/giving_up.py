@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvd.core.machine import LogEntry
+from kvd.core.server.captures import Captures
 from kvd.core.server.control import ServerControl
 from kvd.core.server.deletions import Deletions
 from kvd.core.server.effects import ServerEffects
@@ -33,6 +34,7 @@ class GivingUp:
         shared: SharedSteps,
         waiters: Waiters,
         readings: Readings,
+        captures: Captures,
     ) -> None:
         self._session = session
         self._table = table
@@ -48,6 +50,7 @@ class GivingUp:
         )
         self._waiters = waiters
         self._readings = readings
+        self._captures = captures
         self._ending: list[FusedGroup] = []  # groups that were given up while a job was at work on them
 
     def forget(self, partition: int) -> None:
@@ -86,6 +89,7 @@ class GivingUp:
         for group in groups:
             self._waiters.drop_group(group)
             self._readings.drop_slices(group.slices)
+            self._captures.drop_slices(group.slices)
             for slice_ in group.slices:
                 if slice_.index == 0:
                     self._table.live.pop(slice_.key, None)

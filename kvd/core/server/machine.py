@@ -1,6 +1,6 @@
 """One run in a server: it leads slices, merges what the workers push, and serves what is committed.
 
-Over 400 lines because all parts of a server are put together here.
+Over 400 lines because all parts are put together here, and the table of messages stands on one page.
 
 The machine is its table of messages and the parts that it owns; `push` tells the life of a push, `pull` that of a pull.
 A worker's death arrives as a view: `_view_changed` detaches replaced workers (`attachments`), takes over who takes part
@@ -29,6 +29,7 @@ from kvd.core.machine import (
 from kvd.core.membership import name_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable
+from kvd.core.server.captures import Captures
 from kvd.core.server.control import ServerControl
 from kvd.core.server.deletions import Deletions
 from kvd.core.server.disputes import Disputes
@@ -115,6 +116,13 @@ class ServerSettings:
     small_push_bytes: int = SMALL_PUSH_BYTES
 
 
+class _Readers(NamedTuple):
+    """Those that keep something for others, and forget who is silent for too long."""
+
+    readings: Readings
+    captures: Captures
+
+
 class _Followers(NamedTuple):
     """Who is told of a new view, and of the incarnation of a worker that was replaced."""
 
@@ -148,7 +156,9 @@ class ServerMachine:
             lambda partition: out_of_step.add(partition, session.incarnation),
         )
         elsewhere = Elsewhere(session, effects, replicas.is_handing_over)
-        self._readings = readings = Readings(session.view, self.table, effects, participants, elsewhere)
+        readings = Readings(session.view, self.table, effects, participants, elsewhere)
+        captures = Captures(session.view, self.table, effects, readings, lambda group: self._pushes.advance(group))
+        self._readers = _Readers(readings, captures)
         targets = TargetResolver(session, self.table, batches, attachments, effects, records, elsewhere)
         self._pushes = pushes = Pushes(
             session.view,
@@ -161,6 +171,7 @@ class ServerMachine:
             readings,
             records,
             elsewhere.leaving,
+            captures,
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(
@@ -188,7 +199,7 @@ class ServerMachine:
             session, self.table, effects, records, control.held, elsewhere, replicas.is_handing_over, self._woken
         )
         giving_up = GivingUp(
-            session, self.table, effects, replicas, control, keys, deletions, shared, waiters, readings
+            session, self.table, effects, replicas, control, keys, deletions, shared, waiters, readings, captures
         )
         leadership = Leadership(
             session,
@@ -218,6 +229,7 @@ class ServerMachine:
             deletions,
             agreement,
             readings,
+            captures,
             shared,
             self._replication,
         )
@@ -251,6 +263,7 @@ class ServerMachine:
             Survey: readings.survey,
             ReadSlices: readings.read,
             ReadDone: readings.done,
+            **captures.handlers,
             **dict.fromkeys(replicas.kinds, self._replication.record),
         }
 
@@ -276,7 +289,8 @@ class ServerMachine:
         return self._replication.held(partition)
 
     def step(self, event: Event, now: float) -> list[Effect]:
-        self._readings.tick(now)
+        for reader in self._readers:
+            reader.tick(now)
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, JobDone):
@@ -297,13 +311,12 @@ class ServerMachine:
         return self._effects.take()
 
     def next_deadline(self) -> float | None:
-        due, readers_due = self._session.next_deadline(), self._readings.next_deadline()
-        if self._replication.is_on:
-            records_due = self._replication.next_deadline()
-            return min((at for at in (due, readers_due, records_due) if at is not None), default=None)
-        if due is None or readers_due is None:
-            return readers_due if due is None else due
-        return min(due, readers_due)
+        due = self._session.next_deadline()
+        for part in (*self._readers, self._replication):
+            at = part.next_deadline()
+            if at is not None and (due is None or at < due):  # without a generator: this is asked after each event
+                due = at
+        return due
 
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
         groups = self.table.groups.values()
@@ -319,7 +332,8 @@ class ServerMachine:
             "slices": len(self.table.slices),
             "bytes_led": self.table.bytes_led,
             "bytes_staged": sum(group.log.staged_bytes(group.nbytes) for group in groups),
-            "bytes_held_by_readers": self._readings.held_nbytes,
+            "bytes_held_by_readers": self._readers.readings.held_nbytes,
+            "bytes_captured": self._readers.captures.kept_nbytes,
             "requests_waiting": len(self._waiters.pending),
             "workers": ranks,
             "paths": {name_of("worker", rank): self._attachments.path_of(rank) for rank in ranks},

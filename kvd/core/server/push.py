@@ -25,6 +25,7 @@ from kvd.core.membership import ViewState
 from kvd.core.refusals import code_of
 from kvd.core.server.admission import Decision, admit
 from kvd.core.server.attachments import Attachments
+from kvd.core.server.captures import Captures
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup
@@ -80,6 +81,7 @@ class Pushes:
         readings: Readings,
         records: Records,
         leaving: Collection[int],
+        captures: Captures,
         *,
         small_push_bytes: int,
     ) -> None:
@@ -93,6 +95,7 @@ class Pushes:
         self._readings = readings
         self._records = records
         self._leaving = leaving
+        self._captures = captures
         self._small_push_bytes = small_push_bytes
 
     # ── resolve ──
@@ -136,6 +139,8 @@ class Pushes:
             if self._view.is_sync and Decision.STAGE in decisions:
                 self._disputes.pushed(rank)
         self._readings.step_is_over(push.settled)
+        if self._captures.is_waiting:
+            self._captures.step_is_over()
         pending = Pending(event.peer, event.sender, push.request, True, push.pull, len(targets))
         self._waiters.wait(pending, rank, targets)
         for target in targets:
@@ -190,7 +195,9 @@ class Pushes:
                 return
             self._commit(group, group.log.current)
             record = group.log.close_next(self._participants.awaited)
-        if record is not None:
+        if record is not None and self._captures.is_waiting:
+            self._captures.before_apply(group, record, partial(self._apply, group, record))
+        elif record is not None:
             self._apply(group, record)
 
     # ── apply ──
@@ -285,6 +292,8 @@ class Pushes:
         group.log.commit(buffer)
         self._waiters.settle(group)
         self._readings.committed(group)
+        if self._captures.is_waiting:
+            self._captures.committed(group)
 
     # ── an update that fails ──
 

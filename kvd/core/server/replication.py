@@ -102,6 +102,8 @@ class Replication:
         return self._records.due(now)
 
     def next_deadline(self) -> float | None:
+        if not self.is_on:
+            return None
         due = self._records.next_deadline()
         others = self._syncing.next_deadline(), self._out_of_step.next_deadline(), self._handovers.next_deadline()
         for at in others:

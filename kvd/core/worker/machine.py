@@ -39,6 +39,7 @@ from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.barriers import BarrierCalls
 from kvd.core.worker.calls import WAITING, Call, CallBook
+from kvd.core.worker.captures import Captures
 from kvd.core.worker.clocks import WorkerClocks
 from kvd.core.worker.connections import Connections
 from kvd.core.worker.control import ControlCalls
@@ -118,6 +119,7 @@ class WorkerMachine:
             requests.Transfer: transfer.start,
             requests.Read: readings.read,
             requests.Survey: readings.survey,
+            requests.Capture: Captures(asker, calls).start,
             requests.DescribeKey: directory.describe,
             requests.ClockOf: self._clocks.clock_of,
             requests.SliceControl: self._control.slice_control,
@@ -140,6 +142,7 @@ class WorkerMachine:
             requests.DescribeKey: queue.enter,
             requests.ClockOf: queue.enter,
             requests.SliceControl: queue.enter,
+            requests.Capture: queue.enter_transfer,
             requests.InitKeys: inits.init_keys,
             requests.DeleteKeys: deletions.enter,
             requests.TakeBack: transfer.take_back,
