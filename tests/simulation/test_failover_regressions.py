@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvd.testing.campaign import HARD, LASTING, LONG_PAUSES, Campaign
+from kvd.testing.campaign import FAILOVERS, HARD, LASTING, LONG_PAUSES, Campaign
 from kvd.testing.mishaps import Mishaps
 from kvd.testing.network import LATE_COPIES, NASTY, ROUGH, Faults
 from kvd.testing.settings import ShellSettings
@@ -60,3 +60,8 @@ def test_a_view_without_nodes_takes_nothing_from_servers(workload: str) -> None:
 def test_a_server_that_comes_later_knows_who_rests() -> None:
     """Else the others wait for a worker that has no shared step to make."""
     run("shared", 2, DYING_LONG, LATE_COPIES, 300, mode="async", staleness=1)
+
+
+def test_a_push_that_was_staged_and_never_counted_is_no_difference_between_copies() -> None:
+    """It was made at another place of its program than the pushes that count; only the leader has seen it."""
+    FAILOVERS["tangles, servers die"].run(104)
