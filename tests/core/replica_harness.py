@@ -253,8 +253,8 @@ class Cluster:
         self.rows = list(self.rows if rows is None else rows)
         servers = [member("server", node.rank, self.states[node.rank], node.life) for node in self.nodes]
         table = tuple(
-            Partition(row[0], row[1], row[2], lineage, *row[3:4])
-            for row, lineage in zip(self.rows, self.lineages, strict=True)
+            Partition(leader, backup, syncing, lineage, *successor)
+            for (leader, backup, syncing, *successor), lineage in zip(self.rows, self.lineages, strict=True)
         )
         whole = view(self.settings, [*servers, *self.workers.values()])
         return replace(whole, shards=(0,) * self.settings.num_shards, partitions=table)

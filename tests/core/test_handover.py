@@ -43,6 +43,7 @@ from kvd.protocol.messages import (
 )
 from tests.core.fakes import server_id
 from tests.core.replica_harness import A, B, C, Cluster
+from tests.core.test_deposed import asked
 from tests.core.test_promotion import OTHERS, elsewhere, ready
 from tests.core.test_records import CHANGES, HELD, ONE, SPEC, answers
 
@@ -158,17 +159,7 @@ def test_a_successor_that_could_not_apply_a_round_does_not_lead() -> None:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_under_way_ends_first(name: str) -> None:
-    settings, ask, kind = CHANGES[name]
-    settings = dict(settings)
-    optimizer, publish = settings.pop("optimizer", None), settings.pop("publish", True)
-    run = Cluster([HELD, *OTHERS], **settings)
-    run.create("w", ONE, publish=publish)
-    for rank in (0, 1) if optimizer is not None else ():
-        run.say(rank, SetOptimizer(run.request(), to_wire(optimizer)))
-    run.auto = False
-    first = len(run.answers)
-    ask(run)
-    records = run.to(B)
+    run, records, kind, first = asked(name)
     wind_down(run)
     assert said(run) == []
     assert run.to(B, HoldReady) == []

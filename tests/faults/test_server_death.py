@@ -53,10 +53,14 @@ def hang_and_go_on(job: Training, rank: int) -> None:
 def test_a_job_outlives_each_of_its_servers(tmp_path: Path) -> None:
     with Training(tmp_path) as job:
         kill_and_restart(job, ("server", 0))
+        job.wait_until_even()
         kill_and_restart(job, ("server", 1), ("worker", 1))
+        job.wait_until_even()
         hang_and_go_on(job, 0)
         leave_and_come_again(job, 1)
         kill_and_restart(job, ("scheduler", 0), ("server", 0))
+        job.wait_until_even()
+        job.wait_for_steps(STEPS)
         job.finish()
 
 
