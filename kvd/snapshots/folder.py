@@ -26,8 +26,7 @@ class NewFolder:
     def __init__(self, path: Path) -> None:
         self._target = Path(os.path.realpath(path))
         _remove_leftovers(self._target)
-        name = f".{self._target.name[:MAX_NAME_CHARS]}.{secrets.token_hex(4)}.part"
-        self._folder = self._target.with_name(name)
+        self._folder = self._target.with_name(hidden_name(self._target, secrets.token_hex(4)))
         self._folder.mkdir()
 
     def write(self, name: str, *content: Buffer) -> None:
@@ -66,6 +65,11 @@ class NewFolder:
     def discard(self) -> None:
         """Removes what was written."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def hidden_name(path: Path, token: str) -> str:
+    """The name of a folder beside `path` that is not complete, or no more; the next one at `path` removes those."""
+    return f".{path.name[:MAX_NAME_CHARS]}.{token}.part"
 
 
 def is_taken(path: Path) -> bool:

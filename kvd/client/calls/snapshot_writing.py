@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvd.client.calls.promise import Promise
 from kvd.errors import StoreClosed
@@ -23,12 +23,19 @@ class SnapshotWriting:
 
     Args:
         contents: of the keys of each group.
+        published: called when the snapshot has its name.
     """
 
-    def __init__(self, snapshot: NextSnapshot, contents: Iterable[Sequence[KeyContent]]) -> None:
+    def __init__(
+        self,
+        snapshot: NextSnapshot,
+        contents: Iterable[Sequence[KeyContent]],
+        published: Callable[[], None] | None = None,
+    ) -> None:
         self.promise = Promise()
         self._snapshot = snapshot
         self._contents = deque(contents)
+        self._published = published
         self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvd-snapshot")
         self._thread.start()
@@ -46,6 +53,8 @@ class SnapshotWriting:
             self._contents.clear()
             self.promise.set_exception(error)
         else:
+            if self._published is not None:
+                self._published()
             self.promise.set_result(None)
 
     def _write(self) -> None:

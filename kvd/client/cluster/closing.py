@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.engine import STOP_TIMEOUT_S, Engine
 from kvd.client.cluster.snapshots import ClusterSnapshots
@@ -19,10 +20,13 @@ class ClusterClosing:
     """In good order, or at once. All parts of leaving in good order share one deadline, `round_timeout_s`; a node that
     does not answer ends it after `request_timeout_s`."""
 
-    def __init__(self, engine: Engine, unobserved: UnobservedErrors, snapshots: ClusterSnapshots) -> None:
+    def __init__(
+        self, engine: Engine, unobserved: UnobservedErrors, snapshots: ClusterSnapshots, steps: ProgramSteps
+    ) -> None:
         self._engine = engine
         self._unobserved = unobserved
         self._snapshots = snapshots
+        self._steps = steps
         self._silence: Deadline | None = None  # of nodes that owe an answer; set when closing begins
 
     def begin_close(self, barrier: bool) -> Handle:
@@ -31,6 +35,7 @@ class ClusterClosing:
         config = self._engine.config
         deadline = Deadline(config.round_timeout_s)
         self._silence = Deadline(config.request_timeout_s)
+        self._steps.ended()
 
         async def work() -> None:
             await self._engine.call(requests.Flush(), within=deadline)

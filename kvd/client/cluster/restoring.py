@@ -24,15 +24,24 @@ from kvd.snapshots.reader import StoredSnapshot
 from kvd.snapshots.writer import PART_BYTES
 
 
-async def restore_keys(engine: Engine, snapshot: StoredSnapshot) -> None:
-    """Gives the servers the optimizer, the values and the states of a snapshot that was verified."""
+async def restore_keys(engine: Engine, snapshot: StoredSnapshot) -> Sequence[tuple[str, KeySpec]]:
+    """Gives the servers the optimizer, the values and the states of a snapshot that was verified. Returns its keys."""
     optimizer = snapshot.manifest.origin.optimizer
     if optimizer is not None:
         await store_optimizer(engine, optimizer)
     slice_bytes = engine.machine.view.settings.slice_bytes
     keys = {key.key: key for key in snapshot.manifest.keys}
-    for names in _batches({name: KeySpec(key.dtype, key.shape, slice_bytes) for name, key in keys.items()}):
+    specs = {name: KeySpec(key.dtype, key.shape, slice_bytes) for name, key in keys.items()}
+    for names in _batches(specs):
         await _make_keys(engine, snapshot, [keys[name] for name in names], slice_bytes)
+    return list(specs.items())
+
+
+async def has_values(engine: Engine) -> bool:
+    """Whether the job is under way: something was pushed. Keys alone may be those of a predecessor that died while it
+    restored them."""
+    found = [entry for _, entry in await list_keys(engine)]
+    return any(entry.version for entry in found) if engine.session.predecessor == MemberState.DEAD else bool(found)
 
 
 async def check_is_new(engine: Engine, snapshot: StoredSnapshot) -> None:

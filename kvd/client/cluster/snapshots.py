@@ -8,10 +8,11 @@ is written while the programs go on has the barrier after it was read, and `Publ
 from __future__ import annotations
 
 import asyncio
-import os
+import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +22,14 @@ from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.promise import Promise
+from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.snapshot_outcome import Outcome
+from kvd.client.calls.snapshot_schedule import SnapshotSchedule
 from kvd.client.calls.snapshot_writing import SnapshotWriting
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.publication import Publication
-from kvd.client.cluster.restoring import check_is_new, restore_keys
+from kvd.client.cluster.restoring import check_is_new, has_values, restore_keys
 from kvd.client.cluster.state_reader import StateReader
 from kvd.core import requests
 from kvd.errors import KvdError, RequestTimeout, SnapshotError
@@ -34,7 +37,10 @@ from kvd.protocol.messages import MemberState
 from kvd.snapshots.manifest import Origin
 from kvd.snapshots.reader import StoredSnapshot
 from kvd.snapshots.series import NextSnapshot, SnapshotSeries
+from kvd.snapshots.shelf import newest_at
 from kvd.snapshots.writer import KeyContent, is_written
+
+logger = logging.getLogger("kvd")
 
 
 class _Meeting(NamedTuple):
@@ -57,13 +63,24 @@ class ClusterSnapshots:
 
     Args:
         facts: of the store.
+        restored: gets the keys that this worker restores.
     """
 
-    def __init__(self, engine: Engine, steps: ProgramSteps, facts: StoreFacts, unobserved: UnobservedErrors) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        steps: ProgramSteps,
+        facts: StoreFacts,
+        unobserved: UnobservedErrors,
+        restored: RestoredKeys,
+    ) -> None:
         self._engine = engine
         self._steps = steps
         self._facts = facts
         self._unobserved = unobserved
+        self._restored = restored
+        self._schedule = SnapshotSchedule(engine.config, facts.job, lambda: self._lineage)
+        steps.take_snapshots(self._schedule, self._scheduled)
         self._publication = Publication(engine, is_writer=facts.rank == 0)
         self._read_by_token: dict[str, _Read] = {}  # what this worker has read, until it is being written
         self._writing: SnapshotWriting | None = None  # the latest
@@ -88,11 +105,20 @@ class ClusterSnapshots:
         work = self._begin(folder, boundary.steps, self._meeting("snapshot"))
         return Handle(self._engine.run(work), what="snapshot")
 
-    def restore(self, path: Any, missing_ok: bool) -> Handle:
+    def restore(self, path: Any, missing_ok: bool, or_older: bool) -> Handle:
         folder = checks.file_path(path)
         self._steps.check_may_restore()
-        work = self._restore(folder, missing_ok, self._meeting("restore"))
+
+        def find() -> StoredSnapshot | None:
+            return newest_at(folder, missing_ok=missing_ok, or_older=or_older)
+
+        work = self._restore(str(folder), partial(self._make_all, find), self._meeting("restore"))
         return Handle(self._engine.run(work), what="restore")
+
+    def begin_run(self) -> Handle:
+        """A worker that comes to the run later learns what became of it."""
+        work = self._restore(str(self._schedule.folder), self._begin_run, self._meeting("restore run"), at_begin=True)
+        return Handle(self._engine.run(work), what="create")
 
     async def written(self, deadline: Deadline) -> None:
         """Returns when no snapshot is being written any more, or raises RequestTimeout."""
@@ -118,9 +144,15 @@ class ClusterSnapshots:
         if outcome is not None:
             outcome.check("the snapshot")
 
-    async def _begin(self, folder: Path, steps: int, meeting: _Meeting) -> Handle:
+    async def _begin(self, folder: Path, steps: int, meeting: _Meeting, *, scheduled: bool = False) -> Handle:
         """Returns when the state was read; the handle says when it is written."""
-        outcome = await self._taken(meeting, lambda: self._read_state(folder, steps))
+
+        async def read() -> Outcome:
+            if scheduled:
+                await asyncio.to_thread(self._schedule.make_room, folder)
+            return await self._read_state(folder, steps)
+
+        outcome = await self._taken(meeting, read)
         if outcome is None:
             return Handle.of(None)
         outcome.check("the snapshot")
@@ -129,7 +161,8 @@ class ClusterSnapshots:
         if self._facts.rank > 0:
             return Handle(self._publication.await_it(outcome.token), what="snapshot")
         if outcome.token in self._read_by_token:
-            return self._write_behind(outcome.token)
+            handle = self._write_behind(outcome.token, scheduled=scheduled)
+            return handle if scheduled else self._unobserved.watch((), handle)
         return await self._begin_again(folder, steps, outcome.token)
 
     async def _taken(self, meeting: _Meeting, work: Callable[[], Awaitable[Outcome]]) -> Outcome | None:
@@ -143,27 +176,50 @@ class ClusterSnapshots:
 
         return await self._together(meeting, prepare, work)
 
-    async def _restore(self, folder: Path, missing_ok: bool, meeting: _Meeting) -> int | None:
+    def _scheduled(self, steps: int) -> Handle:
+        """The snapshot after a step, by the schedule. Done when it is read; what is wrong with the disk is logged."""
+        path, meeting = self._schedule.path(steps), self._meeting("snapshot scheduled")
+
+        async def work() -> None:
+            try:
+                self._schedule.watch(steps, await self._begin(path, steps, meeting, scheduled=True))
+            except SnapshotError as error:
+                self._schedule.failed(steps, error)
+
+        return Handle(self._engine.run(work()), what="snapshot")
+
+    async def _restore(
+        self, path: str, work: Callable[[], Awaitable[Outcome]], meeting: _Meeting, *, at_begin: bool = False
+    ) -> int | None:
         async def prepare() -> None:
             pass
 
-        outcome = await self._together(meeting, prepare, lambda: self._make_all(folder, missing_ok))
+        outcome = await self._together(meeting, prepare, work, was_before=at_begin)
         if outcome is None:
             text = "the scheduler has lost what worker 0 said of the snapshot it restored: start the whole job again"
-            raise SnapshotError(text, path=str(folder))
+            raise SnapshotError(text, path=path)
         outcome.check("the restore")
         if outcome.is_missing:
             return None
         self._restored_from = outcome.lineage
-        self._steps.restored(outcome.steps)
+        self._steps.restored(outcome.steps, begins_past=at_begin)
         return outcome.steps
 
     async def _together(
-        self, meeting: _Meeting, prepare: Callable[[], Awaitable[None]], work: Callable[[], Awaitable[Outcome]]
+        self,
+        meeting: _Meeting,
+        prepare: Callable[[], Awaitable[None]],
+        work: Callable[[], Awaitable[Outcome]],
+        *,
+        was_before: bool = False,
     ) -> Outcome | None:
         """Worker 0 does the work, and all learn how it ended; None if that is forgotten. A restarted worker learns how
-        the call of its predecessor ended, and does not repeat it."""
-        if self._engine.session.predecessor == MemberState.DEAD:
+        the call of its predecessor ended, and does not repeat it.
+
+        Args:
+            was_before: the others may have been here before this worker came for the first time.
+        """
+        if was_before or self._engine.session.predecessor == MemberState.DEAD:
             note = await self._engine.call(requests.SaidAt(meeting.end), within=meeting.deadline)
             if note is not None:
                 for name in (meeting.begin, meeting.end):
@@ -208,11 +264,11 @@ class ClusterSnapshots:
         self._read_by_token[token] = _Read(snapshot, contents)
         return Outcome(steps, self._lineage, token=token)
 
-    def _write_behind(self, token: str) -> Handle:
+    def _write_behind(self, token: str, *, scheduled: bool = False) -> Handle:
         """Has the thread write what was read."""
-        self._writing = SnapshotWriting(*self._read_by_token.pop(token))
-        handle = Handle(self._publication.announce(self._writing.promise, token), what="snapshot")
-        return self._unobserved.watch((), handle)
+        snapshot, contents = self._read_by_token.pop(token)
+        self._writing = SnapshotWriting(snapshot, contents, self._schedule.published if scheduled else None)
+        return Handle(self._publication.announce(self._writing.promise, token), what="snapshot")
 
     async def _begin_again(self, folder: Path, steps: int, token: str) -> Handle:
         """The predecessor of this worker died with what it had read. In synchronous stores the values are still there:
@@ -242,15 +298,25 @@ class ClusterSnapshots:
     def _lineage(self) -> str:
         return f"{self._engine.session.run:x}"
 
-    async def _make_all(self, folder: Path, missing_ok: bool) -> Outcome:
-        if missing_ok and not await asyncio.to_thread(os.path.lexists, folder):
+    async def _make_all(self, find: Callable[[], StoredSnapshot | None]) -> Outcome:
+        snapshot = await asyncio.to_thread(find)  # all of it is verified before the first key is made
+        if snapshot is None:
             return Outcome(is_missing=True)
-        snapshot = await asyncio.to_thread(StoredSnapshot.open, folder)
         await check_is_new(self._engine, snapshot)
-        await asyncio.to_thread(snapshot.verify)  # all of it, before the first key is made
-        await restore_keys(self._engine, snapshot)
+        self._restored.add(await restore_keys(self._engine, snapshot))
         origin = snapshot.manifest.origin
         return Outcome(origin.steps, origin.lineage)
+
+    async def _begin_run(self) -> Outcome:
+        schedule, outcome = self._schedule, Outcome(is_missing=True)
+        if await has_values(self._engine):
+            return outcome
+        snapshot = await asyncio.to_thread(schedule.newest)
+        if snapshot is not None:
+            outcome = await self._make_all(lambda: snapshot)
+            logger.info("restored %s: the job goes on after step %d", snapshot.path, outcome.steps)
+        await asyncio.to_thread(schedule.check, outcome.steps)
+        return outcome
 
 
 @asynccontextmanager

@@ -152,8 +152,8 @@ class KVStore(StoreProperties):
         written: Handle = await self._backend.snapshots.snapshot_async(path)
         return written
 
-    async def restore(self, path: Any, missing_ok: bool = False) -> int | None:
-        steps: int | None = await self._backend.snapshots.restore(path, missing_ok)
+    async def restore(self, path: Any, missing_ok: bool = False, or_older: bool = False) -> int | None:
+        steps: int | None = await self._backend.snapshots.restore(path, missing_ok, or_older)
         return steps
 
     async def num_dead_node(self, node_id: int, timeout: float = 60) -> int:

@@ -14,6 +14,7 @@ from kvd.client.calls.exits import raise_at_exit
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList, WrittenKeys, key_list, missing
 from kvd.client.calls.promise import Promise
+from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Array, Source
 from kvd.compute.optimizers import SliceState
@@ -45,12 +46,14 @@ class LocalKeys:
     Attributes:
         entries: the keys that were made.
         written: how the program writes them.
+        restored: those that a snapshot had, and the program has yet to make.
         unobserved: the errors of handles that nobody waits for.
     """
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         self.written = WrittenKeys()
+        self.restored = RestoredKeys()
         self._lock = threading.RLock()
         self.unobserved = UnobservedErrors()
         self._closed = False

@@ -89,12 +89,14 @@ class NoNodes:
 class LocalClosing:
     """There is nothing to leave, but a snapshot to wait for."""
 
-    def __init__(self, keys: LocalKeys, snapshots: LocalSnapshots) -> None:
+    def __init__(self, keys: LocalKeys, snapshots: LocalSnapshots, steps: ProgramSteps) -> None:
         self._keys = keys
         self._snapshots = snapshots
+        self._steps = steps
 
     def begin_close(self, barrier: bool) -> Handle:
         self._keys.check_open()
+        self._steps.ended()
         return Handle.of(None)
 
     def end_close(self, leaving: Handle) -> None:

@@ -34,7 +34,7 @@ from kvd.core.machine import (
 )
 from kvd.core.membership import ViewState
 from kvd.core.outbox import Outbox
-from kvd.core.places import Inheritance
+from kvd.core.places import Inheritance, Stopped
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.barriers import BarrierCalls
@@ -60,7 +60,6 @@ from kvd.core.worker.readings import Readings
 from kvd.core.worker.resting import Resting
 from kvd.core.worker.servers import Servers
 from kvd.core.worker.settings import WorkerSettings
-from kvd.core.worker.step_loops import Stopped
 from kvd.core.worker.steps import StepCounter
 from kvd.core.worker.transfer import Transfer
 from kvd.core.worker.waits import Waits
