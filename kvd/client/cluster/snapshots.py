@@ -25,6 +25,7 @@ from kvd.client.calls.snapshot_outcome import Outcome
 from kvd.client.calls.snapshot_writing import SnapshotWriting
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.prepared import prepared_or
 from kvd.client.cluster.publication import Publication
 from kvd.client.cluster.restoring import check_is_new, restore_keys
 from kvd.client.cluster.state_reader import StateReader
@@ -147,7 +148,10 @@ class ClusterSnapshots:
         async def prepare() -> None:
             pass
 
-        outcome = await self._together(meeting, prepare, lambda: self._make_all(folder, missing_ok))
+        async def work() -> Outcome:
+            return await prepared_or(self._engine, lambda: self._make_all(folder, missing_ok))
+
+        outcome = await self._together(meeting, prepare, work)
         if outcome is None:
             text = "the scheduler has lost what worker 0 said of the snapshot it restored: start the whole job again"
             raise SnapshotError(text, path=str(folder))
