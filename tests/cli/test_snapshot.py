@@ -54,3 +54,35 @@ def test_a_job_without_keys(kvd: Kvd, tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "job 'default' has no keys" in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_snapshot_is_restored_for_the_next_program(kvd: Kvd, tmp_path: Path) -> None:
+    def trains(store: library.KVStore) -> None:
+        store.init("w", np.zeros(4, np.float32))
+        store.set_optimizer(SGD(1.0, momentum=0.5))
+        for _ in store.steps(3):
+            store.push("w", np.ones(4, np.float32))
+        store.flush()
+        assert kvd("snapshot", "save", "taken", *flags(cluster)).exit_code == 0
+
+    def goes_on(store: library.KVStore) -> Any:
+        steps = store.restore("nothing", missing_ok=True)
+        for _ in store.steps(4):
+            store.push("w", np.ones(4, np.float32))
+        return steps, store.pull("w").tolist()
+
+    with LocalCluster(1, 2) as cluster:
+        cluster.run(trains)
+    with LocalCluster(1, 1) as cluster:
+        damaged = kvd("snapshot", "restore", ".", *flags(cluster))
+        made = kvd("snapshot", "restore", "taken", "-o", "json", *flags(cluster))
+        again = kvd("snapshot", "restore", "taken", *flags(cluster))
+        shown = kvd("jobs", *flags(cluster))
+        values = cluster.run(goes_on)
+    assert (damaged.exit_code, made.exit_code, again.exit_code) == (1, 0, 1), made.output
+    assert "is no snapshot" in damaged.stderr
+    facts = json.loads(made.stdout)
+    assert (facts["keys"], facts["steps"], facts["num_workers"], facts["num_servers"]) == (1, 3, 1, 1)
+    assert "this job has keys already" in again.stderr
+    assert "prepared" in shown.stdout
+    assert values == [(3, [-4.25 - 1.875] * 4)]

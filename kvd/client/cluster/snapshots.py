@@ -28,6 +28,7 @@ from kvd.client.calls.snapshot_schedule import SnapshotSchedule
 from kvd.client.calls.snapshot_writing import SnapshotWriting
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.prepared import prepared_or
 from kvd.client.cluster.publication import Publication
 from kvd.client.cluster.restoring import check_is_new, has_values, restore_keys
 from kvd.client.cluster.state_reader import StateReader
@@ -194,7 +195,8 @@ class ClusterSnapshots:
         async def prepare() -> None:
             pass
 
-        outcome = await self._together(meeting, prepare, work, was_before=at_begin)
+        prepared = partial(prepared_or, self._engine, work)
+        outcome = await self._together(meeting, prepare, prepared, was_before=at_begin)
         if outcome is None:
             text = "the scheduler has lost what worker 0 said of the snapshot it restored: start the whole job again"
             raise SnapshotError(text, path=path)

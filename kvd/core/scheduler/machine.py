@@ -57,6 +57,7 @@ from kvd.protocol.messages import (
     EXIT_BARRIER,
     NO_RANK,
     NO_RUN,
+    PREPARED,
     Departure,
     Done,
     Enter,
@@ -248,6 +249,11 @@ class SchedulerMachine:
         for seat in self._roster.living():
             self._liveness.joined(seat, now)
         self._partitions.begin(servers_of(self._roster), self._views.next_epoch)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether an operator has restored keys here, and nobody has a place yet."""
+        return not self._roster.worker_states() and bool(self._barriers.said(PREPARED, 0).text)
 
     def seems_lost(self) -> bool:
         """Whether no worker is known to be well: each has left, is dead, or its process has ended."""
