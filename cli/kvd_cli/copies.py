@@ -15,18 +15,20 @@ class Partition(NamedTuple):
     Attributes:
         backup: has every committed push too; None if no server has.
         syncing: is being sent a copy, to become the backup.
+        successor: the backup, when it is about to lead.
     """
 
     number: int
     leader: str
     backup: str | None
     syncing: str | None
+    successor: str | None = None
 
 
 def partitions_of(report: Report) -> list[Partition]:
     """Those that the scheduler tells of; none with one replica."""
     return [
-        Partition(entry["partition"], entry["leader"], entry["backup"], entry["syncing"])
+        Partition(entry["partition"], entry["leader"], entry["backup"], entry["syncing"], entry.get("successor"))
         for entry in report.get("partitions", ())
     ]
 
@@ -46,11 +48,17 @@ def columns_of(server: Report, partitions: Sequence[Partition]) -> list[str]:
     name = f"server {server['rank']}"
     leads = [str(number) for number in led_by(name, partitions)]
     backs_up = [
-        str(partition.number) if partition.backup == name else f"{partition.number} (copying)"
+        f"{partition.number}{_movement(name, partition)}"
         for partition in partitions
         if name in (partition.backup, partition.syncing)
     ]
     return [", ".join(leads) or "-", ", ".join(backs_up) or "-"]
+
+
+def _movement(name: str, partition: Partition) -> str:
+    if partition.successor == name:
+        return " (about to lead)"
+    return "" if partition.backup == name else " (copying)"
 
 
 def notes_of(server: Report, partitions: Sequence[Partition]) -> list[str]:

@@ -30,6 +30,7 @@ COMMANDS: Final = {
     "push": "kvd_cli.values:push",
     "pull": "kvd_cli.values:pull",
     "pushpull": "kvd_cli.values:pushpull",
+    "snapshot": "kvd_cli.snapshot:snapshot",
     "barrier": "kvd_cli.cluster:barrier",
     "command": "kvd_cli.cluster:command",
     "dead-nodes": "kvd_cli.cluster:dead_nodes",

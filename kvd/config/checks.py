@@ -114,6 +114,14 @@ def replica_problems(*, replicas: int, num_servers: int) -> Iterator[Problem]:
         )
 
 
+def snapshot_problems(snapshot_dir: str, snapshot_every: int, restore: str) -> Iterator[Problem]:
+    """Snapshots need a folder."""
+    given = [("snapshot_every", str(snapshot_every))] if snapshot_every else []
+    given += [("restore", restore)] if restore != "off" else []
+    for name, value in given if not snapshot_dir else ():
+        yield "snapshot_dir", f"{name} = {value} needs a folder: set snapshot_dir to the one that has the snapshots"
+
+
 def unavailable_problems(*, metrics_bind: str, on_worker_loss: str) -> Iterator[Problem]:
     """Values that are planned but not built yet: ignoring them would promise what nobody does."""
     if metrics_bind:

@@ -78,6 +78,23 @@ class Config:
         used_by=("worker",),
     )
 
+    # Snapshots
+    snapshot_dir: str = declare(
+        "", "folder of worker 0 with the snapshots of the job: those that are taken, and restored", used_by=("worker",)
+    )
+    snapshot_every: int = declare(
+        0, "steps of loops over kv.steps after which a snapshot is taken; 0: never", minimum=0, used_by=("worker",)
+    )
+    snapshot_keep: int = declare(
+        3, "number of snapshots that stay; older ones are removed", minimum=1, used_by=("worker",)
+    )
+    restore: str = declare(
+        "off",
+        "what a new run begins with; auto: the newest snapshot in snapshot_dir, older: if damaged, the one before",
+        choices=("off", "auto", "older"),
+        used_by=("worker",),
+    )
+
     # Data in flight and in memory
     slice_bytes: int = declare(
         4 * MiB,
@@ -180,6 +197,7 @@ class Config:
             metrics_bind=self.metrics_bind,
             on_worker_loss=self.on_worker_loss,
         )
+        yield from checks.snapshot_problems(self.snapshot_dir, self.snapshot_every, self.restore)
         yield from checks.replica_problems(replicas=self.replicas, num_servers=self.num_servers)
 
     def check_role(self, role: Role) -> None:

@@ -66,7 +66,7 @@ _MALFORMED_JOIN = Row("join", (m.Join,), ANY_KEY, Standing.NOTHING)  # refused f
 
 _ASKED_OF_THE_SCHEDULER = (
     Row("stay, and leave", (m.Heartbeat, m.Leave), NODES, Standing.JOINED),
-    Row("say who holds a partition", (m.Synced, m.OutOfSync), SERVERS, Standing.JOINED),
+    Row("say who holds a partition", (m.Synced, m.OutOfSync, m.HandedOver), SERVERS, Standing.JOINED),
     Row(
         "meet at barriers, and ask who is missing",
         (m.Enter, m.Say, m.Listen, m.WaitReport),
@@ -102,6 +102,12 @@ _ASKED_OF_A_SERVER = (
         READERS,
         Standing.NOTHING,
     ),
+    Row(
+        "capture values with the optimizer's states",
+        (m.Capture, m.FetchCaptured, m.CaptureDone),
+        OPERATORS,
+        Standing.NOTHING,
+    ),
     Row("ask a server for its status", (m.StatusQuery,), READERS, Standing.NOTHING),
     Row(
         "have records held",
@@ -117,6 +123,7 @@ _ASKED_OF_A_SERVER = (
             m.HoldState,
             m.HoldOptimizer,
             m.HoldLoop,
+            m.HoldReady,
         ),
         SERVERS,
         Standing.LEADER,

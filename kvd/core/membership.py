@@ -161,8 +161,8 @@ class ViewState:
 
     def lineage_of(self, partition: int) -> int:
         """What changes when a partition is lost, and begins anew without contents; 0 if nobody leads it yet."""
-        if self.partitions:
-            return self.partitions[partition].lineage
+        if self.partitions:  # a view may lie, and know fewer
+            return self.partitions[partition].lineage if partition < len(self.partitions) else 0
         if self.settings.replicas > 1:
             return 0  # the next view says it
         member = self.members.get(("server", partition))

@@ -9,6 +9,7 @@ before that place has counted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -52,3 +53,41 @@ class Inheritance(NamedTuple):
     place: int
     counted: int
     begun: int
+
+
+class Stopped(NamedTuple):
+    """Where the program of the worker stopped that had this rank before, and died.
+
+    Attributes:
+        place: where its program stopped.
+        trained: whether a contribution that it pushed there has counted.
+        left: what it has left in a key; None if it has left nothing, or the key is not known yet.
+    """
+
+    place: int = START
+    trained: bool = False
+    left: Callable[[str], Inheritance | None] = lambda name: None
+
+
+class Boundary(NamedTuple):
+    """A point between two steps.
+
+    Attributes:
+        steps: how many steps of its loops the program has made by then.
+        is_past: the store was restored from a later point, so its values are not those of this one.
+    """
+
+    steps: int
+    is_past: bool
+
+
+class Restored(NamedTuple):
+    """The snapshot that the store was restored from, if it was.
+
+    Attributes:
+        steps: how many steps of all loops were made before it.
+        begins_past: what the program does before its first loop was done before it, too.
+    """
+
+    steps: int = 0
+    begins_past: bool = False

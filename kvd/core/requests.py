@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from kvd.protocol.messages import Departure
+from kvd.protocol.messages import Captured, CaptureWhen, Departure, SliceId, Surveyed
 from kvd.protocol.specs import KeySpec
 
 
@@ -121,6 +121,30 @@ class StopReading:
     number: int
 
 
+class CapturedPart(NamedTuple):
+    """Some slices of a capture, with what their server has answered: Captured, or Surveyed if it was too late."""
+
+    partition: int
+    slice_ids: tuple[SliceId, ...]
+    answer: Captured | Surveyed
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """Have the slices of these keys kept by their servers, as they are at a moment. The result is a list of
+    CapturedPart. It stays open until all servers have answered, which CaptureDone brings about.
+
+    Attributes:
+        number: grows from one capture of this node to the next.
+        step, when: see `kvd.protocol.messages.Capture`.
+    """
+
+    items: tuple[Item, ...]
+    number: int
+    step: int
+    when: CaptureWhen
+
+
 @dataclass(frozen=True, slots=True)
 class TakeBack:
     """The program takes back memory that an earlier Transfer pushes from.
@@ -165,6 +189,21 @@ class Barrier:
 class SaidAt:
     """The result is the note of the barrier that this worker enters next under this name, if that one has been released
     (a predecessor may have passed it); None: it has not."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Leaves a note at the barrier of this name, which nobody enters. The result is None, once it is saved."""
+
+    name: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToldAt:
+    """The result is the latest note that was left with `Tell`; "" if there is none, or if it is forgotten."""
 
     name: str
 
@@ -248,10 +287,13 @@ Request: TypeAlias = (
     | Survey
     | Read
     | StopReading
+    | Capture
     | TakeBack
     | Flush
     | Barrier
     | SaidAt
+    | Tell
+    | ToldAt
     | Depart
     | Rewind
     | Resume

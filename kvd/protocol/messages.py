@@ -62,6 +62,7 @@ Plain: TypeAlias = Annotated[object, "plain data, which its reader checks"]
 
 NO_RANK = -1
 NO_STEP = -1
+PREPARED = "kvd:prepared"  # the note at this barrier says what an operator has restored for the run
 EXIT_BARRIER = "kvd:exit"  # where the workers of a run meet before they leave
 NO_RUN = 0  # the message concerns the cluster, not a run
 MAX_RUNS = 64  # listed in a view, those that are gone included
@@ -216,12 +217,14 @@ class Partition(NamedTuple):
         backup: the rank of the server that holds every committed record of theirs; NO_RANK if none does.
         syncing: the rank of the server that is to become the backup, and is sent what they are; NO_RANK if none is.
         lineage: the incarnation of the server that began with them empty. Another lineage: what was in them is lost.
+        successor: the backup, if the leader is to hand them over to it; else NO_RANK.
     """
 
     leader: Number
     backup: Signed
     syncing: Signed
     lineage: Number
+    successor: Signed = NO_RANK
 
 
 class KeyEntry(NamedTuple):
@@ -379,7 +382,8 @@ class Listen:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The note is empty if nothing was said, or if that is forgotten: only that of the latest generation is kept."""
+    """The note is empty if nothing was said, or if that is forgotten: only those of the generation that is open and of
+    the one before are kept."""
 
     KIND: ClassVar[int] = 14
     request: Number
@@ -406,6 +410,20 @@ class OutOfSync:
     from that server. Answered with Done once the view says so."""
 
     KIND: ClassVar[int] = 21
+    request: Number
+    partition: Number
+    incarnation: Number
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """I lead this partition, and change nothing of it any more. The server of this incarnation, which the view names as
+    my successor, has all that I have: let it lead, with me as its backup.
+
+    Answered with Done once the view says so, or if the view has gone another way.
+    """
+
+    KIND: ClassVar[int] = 24
     request: Number
     partition: Number
     incarnation: Number
@@ -1073,6 +1091,91 @@ class ReadDone:
     number: Count
 
 
+# ── captures: operator ↔ server ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class CaptureWhen(Enum):
+    """At which moment a slice is captured. All but the first name a step, in asynchronous training a version."""
+
+    AS_IT_IS = 0  # now, whatever its step is
+    COMPLETE = 1  # as soon as nothing more of the step is to come
+    OVER = 2  # the same, and the sender knows that nothing more of the step is to come
+    BEFORE_NEXT = 3  # just before its first round of a later step
+
+
+class CapturedSlice(NamedTuple):
+    """What there is of a slice, besides the bytes.
+
+    Attributes:
+        updates: how many its optimizer has made.
+        slots, optimizer: places in the lists of the message.
+    """
+
+    version: Count
+    step: Count
+    updates: Count
+    slots: Number
+    optimizer: Number
+
+
+class Reached(NamedTuple):
+    """How far the program of a rank had come: see `kvd.core.places`."""
+
+    rank: Number
+    place: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """Keep these slices, with the states of their optimizers, as they are at a moment, until CaptureDone.
+
+    `number` is that of the sender's capture; what is kept of earlier ones is forgotten. Answered with Captured when all
+    slices are there; with Surveyed if one of them is past that step already, or if the capture has ended.
+    """
+
+    KIND: ClassVar[int] = 95
+    request: Number
+    number: Count
+    step: Count
+    when: CaptureWhen
+    slice_ids: SliceIds
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The slices of a Capture, in order. `slots` has the (name, dtype) of each array of a state, as in State.
+
+    `reached` says how far the ranks had come whose pushes are in the slices.
+    """
+
+    KIND: ClassVar[int] = 96
+    request: Number
+    slots: Annotated[tuple[Annotated[tuple[tuple[Name, Name], ...], Limit(0, 16)], ...], Limit(1, MAX_PARTS)]
+    optimizers: Annotated[tuple[Plain, ...], Limit(1, MAX_PARTS)]
+    kept: Annotated[tuple[CapturedSlice, ...], Limit(1, MAX_PARTS)]
+    reached: Annotated[tuple[Reached, ...], Limit(0, MAX_MEMBERS)]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchCaptured:
+    """Send these slices of my capture: for each its bytes, and then the arrays of its state. Answered with Values, or
+    with Surveyed if they are not kept here."""
+
+    KIND: ClassVar[int] = 97
+    request: Number
+    number: Count
+    slice_ids: SliceIds
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureDone:
+    """My capture of this number has ended: forget what you keep of it."""
+
+    KIND: ClassVar[int] = 98
+    request: Number
+    number: Count
+
+
 # ── records: the leader of a partition → its backup ───────────────────────────────────────────────────────────────────
 
 
@@ -1310,6 +1413,16 @@ class HoldOptimizer:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldReady:
+    """I am about to hand this partition to you. Answered with Done when you have applied all records of it, and could
+    lead it as it is."""
+
+    KIND: ClassVar[int] = 25
+    request: Number
+    partition: Number
+
+
+@dataclass(frozen=True, slots=True)
 class HoldLoop:
     """How far the workers are in a loop over steps that they share; see TakeStep. Answered with Done."""
 
@@ -1383,8 +1496,13 @@ Message: TypeAlias = (
     | Surveyed
     | ReadSlices
     | ReadDone
+    | Capture
+    | Captured
+    | FetchCaptured
+    | CaptureDone
     | Synced
     | OutOfSync
+    | HandedOver
     | StartHolding
     | Install
     | Hold
@@ -1396,4 +1514,5 @@ Message: TypeAlias = (
     | HoldState
     | HoldOptimizer
     | HoldLoop
+    | HoldReady
 )

@@ -7,7 +7,11 @@ import re
 import secrets
 import shutil
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
+from typing import TypeAlias
+
+Buffer: TypeAlias = bytes | memoryview
 
 MAX_NAME_CHARS = 60  # of the folder's name, in that of the one beside it
 
@@ -22,20 +26,31 @@ class NewFolder:
     def __init__(self, path: Path) -> None:
         self._target = Path(os.path.realpath(path))
         _remove_leftovers(self._target)
-        name = f".{self._target.name[:MAX_NAME_CHARS]}.{secrets.token_hex(4)}.part"
-        self._folder = self._target.with_name(name)
+        self._folder = self._target.with_name(hidden_name(self._target, secrets.token_hex(4)))
         self._folder.mkdir()
 
-    def write(self, name: str, content: bytes) -> None:
-        """A new file, on stable storage.
+    def write(self, name: str, *content: Buffer) -> None:
+        """A new file of these bytes, one after the other, on stable storage.
 
         Raises:
             OSError: it cannot be written.
         """
-        with (self._folder / name).open("xb") as file:
-            file.write(content)
-            file.flush()
+        with (self._folder / name).open("xb", buffering=0) as file:
+            for piece in content:
+                _write_all(file, memoryview(piece))
             os.fsync(file.fileno())
+
+    def link(self, name: str, there: Path, nbytes: int) -> bool:
+        """Gives a file that is there, on stable storage, one more name. False: it cannot be done, or it has another
+        size."""
+        try:
+            os.link(there, self._folder / name, follow_symlinks=False)
+        except OSError:  # it is gone, or the file system has no links, or no more of them
+            return False
+        if (self._folder / name).stat().st_size == nbytes:
+            return True
+        (self._folder / name).unlink()
+        return False
 
     def publish(self) -> None:
         """Gives the folder its name.
@@ -52,6 +67,11 @@ class NewFolder:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def hidden_name(path: Path, token: str) -> str:
+    """The name of a folder beside `path` that is not complete, or no more; the next one at `path` removes those."""
+    return f".{path.name[:MAX_NAME_CHARS]}.{token}.part"
+
+
 def is_taken(path: Path) -> bool:
     """Whether something else than an empty folder has this name."""
     try:
@@ -61,6 +81,11 @@ def is_taken(path: Path) -> bool:
         return os.path.lexists(path)
     except NotADirectoryError:
         return True
+
+
+def _write_all(file: FileIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
 
 
 def _remove_leftovers(target: Path) -> None:

@@ -3,7 +3,7 @@
 ::
 
     {"format": "kvd-snapshot", "version": 1, "sha256": of the rest,
-     "job", "type", "lineage", "steps", "num_workers", "optimizer": [name, {…}] or null,
+     "job", "type", "lineage", "steps", "one_step", "num_workers", "optimizer": [name, {…}] or null,
      "num_keys", "keys": [{"key", "dtype", "shape", "clock", "updates", "weight": [piece, …],
                            "state": {slot: {"dtype", "pieces": [piece, …]}}}],
      "parts": [{"file", "bytes", "sha256"}]}
@@ -99,6 +99,7 @@ class Origin:
         lineage: of the run that wrote it: no other run has the same.
         steps: how many steps of its loops the program had made.
         optimizer: with the hyperparameters that it had then.
+        one_step: whether all keys are of the same step of the training. Manifests that do not say so are.
     """
 
     job: str
@@ -107,6 +108,7 @@ class Origin:
     steps: int
     num_workers: int
     optimizer: Optimizer | None
+    one_step: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ class Manifest:
             "type": origin.type,
             "lineage": origin.lineage,
             "steps": origin.steps,
+            "one_step": origin.one_step,
             "num_workers": origin.num_workers,
             "optimizer": None if origin.optimizer is None else to_wire(origin.optimizer),
             "num_keys": len(self.keys),
@@ -219,6 +222,7 @@ def _origin_from_plain(content: Mapping[str, Any]) -> Origin:
         _whole(content, "steps"),
         _whole(content, "num_workers"),
         optimizer,
+        _field(content, "one_step", bool) if "one_step" in content else True,
     )
 
 

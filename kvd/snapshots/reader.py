@@ -20,16 +20,21 @@ Array: TypeAlias = np.ndarray[Any, Any]
 _EARLIER = "take an earlier snapshot"
 
 
+class NewerSnapshot(SnapshotError):
+    """It was written by a kvd that this one does not know: no earlier one is as good."""
+
+
 class StoredSnapshot:
     """A snapshot on disk. Values are checked against the checksums whenever they are read.
 
     Attributes:
+        path: its folder.
         manifest: what it holds.
     """
 
     def __init__(self, path: Path, content: Manifest) -> None:
         self.manifest = content
-        self._path = path
+        self.path = path
         self._loaded: tuple[int, dict[str, Array]] | None = None  # the part that was read last
 
     @classmethod
@@ -53,7 +58,7 @@ class StoredSnapshot:
             return cls(path, Manifest.from_json(data))
         except NewerVersion as error:
             text = f"{file} was written by a newer kvd: {error}; install that version"
-            raise SnapshotError(text, path=str(file)) from None
+            raise NewerSnapshot(text, path=str(file)) from None
         except ValueError as error:
             raise SnapshotError(f"{file} is damaged: {error}; {_EARLIER}", path=str(file)) from None
 
@@ -89,7 +94,7 @@ class StoredSnapshot:
         return tensor
 
     def _file(self, number: int) -> Path:
-        return self._path / self.manifest.parts[number].file
+        return self.path / self.manifest.parts[number].file
 
     def _part(self, number: int) -> dict[str, Array]:
         """The tensors of a part. The one that was read last is kept: the arrays of a key lie side by side."""

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from kvd.errors import SnapshotError
 from kvd.snapshots import manifest
 from kvd.snapshots.folder import NewFolder, is_taken
 from kvd.snapshots.manifest import Manifest, Origin, Piece, Slot, StoredKey, StoredPart
-from kvd.snapshots.parts import pack
+from kvd.snapshots.parts import packed
 from kvd.snapshots.reader import StoredSnapshot
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -55,20 +56,38 @@ def is_written(path: Path, origin: Origin, clocks: Mapping[str, int], restored_f
     raise SnapshotError(text, path=str(path))
 
 
+class KeyContent(NamedTuple):
+    """One key of a snapshot: what `SnapshotWriter.add` takes."""
+
+    key: str
+    value: Array
+    clock: int
+    updates: int
+    state: Mapping[str, Array]
+
+
 class SnapshotWriter:
     """One snapshot: `add` each key, then `finish`; or `abort`. Nothing has the name `path` before it is finished.
 
     Args:
         part_bytes: how large a part may be.
+        earlier: parts of earlier snapshots, by their checksums: such a part is not written again, but linked.
 
     Raises:
         SnapshotError: it cannot be written, or the name is taken. So do the methods.
     """
 
-    def __init__(self, path: Path, origin: Origin, part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self,
+        path: Path,
+        origin: Origin,
+        part_bytes: int = PART_BYTES,
+        earlier: Mapping[str, Path] = MappingProxyType({}),
+    ) -> None:
         self._path = path
         self._origin = origin
         self._part_bytes = part_bytes
+        self._earlier = earlier
         self._keys: list[StoredKey] = []
         self._parts: list[StoredPart] = []
         self._pending: dict[str, Array] = {}  # of the part that is not full yet
@@ -93,14 +112,20 @@ class SnapshotWriter:
         name = dtype_name(value.dtype)
         self._keys.append(StoredKey(key, name, tuple(value.shape), clock, updates, weight, slots))
 
-    def finish(self) -> None:
-        """Writes the rest, and gives the folder its name."""
+    def end_part(self) -> None:
+        """What is added next does not lie in one part with what was added before."""
         with _said(self._path):
             if self._pending:
                 self._write_part()
-            content = Manifest(self._origin, tuple(self._keys), tuple(self._parts)).to_json()
-            self._folder.write(manifest.FILE, content)
+
+    def finish(self) -> Manifest:
+        """Writes the rest, and gives the folder its name. Returns what is in it."""
+        self.end_part()
+        content = Manifest(self._origin, tuple(self._keys), tuple(self._parts))
+        with _said(self._path):
+            self._folder.write(manifest.FILE, content.to_json())
             self._folder.publish()
+        return content
 
     def abort(self) -> None:
         """Removes what was written; not after `finish`."""
@@ -126,10 +151,16 @@ class SnapshotWriter:
         return Piece(len(self._parts), name, count)
 
     def _write_part(self) -> None:
-        content = pack(self._pending)
+        content = packed(self._pending)
         self._pending, self._pending_bytes = {}, 0
-        part = StoredPart(f"part-{len(self._parts):05}.safetensors", len(content), sha256(content).hexdigest())
-        self._folder.write(part.file, content)
+        digest = sha256()
+        for piece in content:
+            digest.update(piece)
+        nbytes = sum(piece.nbytes for piece in content)
+        part = StoredPart(f"part-{len(self._parts):05}.safetensors", nbytes, digest.hexdigest())
+        earlier = self._earlier.get(part.sha256)
+        if earlier is None or not self._folder.link(part.file, earlier, nbytes):
+            self._folder.write(part.file, *content)
         self._parts.append(part)
 
 

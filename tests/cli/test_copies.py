@@ -66,6 +66,12 @@ def test_a_server_that_came_back_is_sent_a_copy(status: Callable[..., Result]) -
     assert "3 records on the way to the backup" in result.stdout
 
 
+def test_a_partition_that_is_handed_over_is_shown(status: Callable[..., Result]) -> None:
+    rows = [partition(0, 1, 0) | {"successor": "server 0"}, partition(1, 1, 0)]
+    result = status(report(copy_of(0, [], [0, 1]), copy_of(1, [0, 1], []), partitions=rows))
+    assert rows_of(result) == [["server 0", "-", "0 (about to lead), 1"], ["server 1", "0, 1", "-"]]
+
+
 def test_a_server_that_leads_nothing_yet_has_lost_nothing() -> None:
     servers = (copy_of(0, [0, 1], [], keys=100), copy_of(1, [], [0, 1]))
     assert health_of(report(*servers, partitions=[partition(0, 0, 1), partition(1, 0, 1)])).advice == ()

@@ -149,11 +149,14 @@ def test_a_failed_call_does_not_keep_its_arrays() -> None:
 def test_close_raises_the_unobserved_error_first_and_notes_its_own(is_watched: bool) -> None:
     stopped: list[Any] = []
     engine: Any = SimpleNamespace(stop=lambda *_: stopped.append("stopped"))
+    snapshots: Any = SimpleNamespace(give_up=lambda: None)
     unobserved = UnobservedErrors()
     if is_watched:
         unobserved.watch(["a"], failed(NotAllowed("the push")))
     with pytest.raises(NotAllowed) as caught:
-        ClusterClosing(engine, unobserved).end_close(failed(NotAllowed("the flush")))
+        ClusterClosing(engine, unobserved, snapshots, ProgramSteps(StepLoops(None, is_strict=True))).end_close(
+            failed(NotAllowed("the flush"))
+        )
     assert str(caught.value) == ("the push" if is_watched else "the flush")
     assert getattr(caught.value, "__notes__", []) == (["also: the flush"] if is_watched else [])
     assert stopped == ["stopped"]

@@ -123,6 +123,7 @@ SAMPLES: dict[type[Any], Any] = {
         m.Leave(30, m.Departure.DONE),
         m.Synced(30, 0, 1),
         m.OutOfSync(30, 0, 1),
+        m.HandedOver(30, 0, 1),
         m.Enter(30, "user:a", 0),
         m.Say(30, "user:a", 0, "note"),
         m.Listen(30, "user:a", 0),
@@ -175,6 +176,10 @@ SAMPLES: dict[type[Any], Any] = {
         m.Surveyed(30, 0, 0, 0, True, 0),
         m.ReadSlices(30, 1, 0, False, (m.SliceId("w", 0),)),
         m.ReadDone(30, 1),
+        m.Capture(30, 1, 0, m.CaptureWhen.AS_IT_IS, (m.SliceId("w", 0),)),
+        m.Captured(30, ((),), (None,), (m.CapturedSlice(0, 0, 0, 0, 0),), ()),
+        m.FetchCaptured(30, 1, (m.SliceId("w", 0),)),
+        m.CaptureDone(30, 1),
         m.StartHolding(30, 1, 0),
         install_of(30, "s"),
         m.Hold(30, 1, (m.SliceId("r", 0),), 1, (m.Given(0, 1, 1, m.ADD, 0, 0),), False, None, 0),
@@ -186,6 +191,7 @@ SAMPLES: dict[type[Any], Any] = {
         m.HoldState(30, 1, m.SliceId("r", 0), worker_id(0), 3, 0, ()),
         m.HoldOptimizer(30, 1, None, None, 1),
         m.HoldLoop(30, 1, 0, 4, 0, 1, (m.HeldStep(0, 0),), ()),
+        m.HoldReady(30, 1),
     )
 }
 

@@ -81,7 +81,40 @@ class Table:
         return self.partitions.saved()[partition][0]
 
     def rows(self) -> list[tuple[int, int, int, int]]:
-        return [tuple(row) for row in self.partitions.public()]  # type: ignore[misc]
+        """Leader, backup, who is syncing, and lineage of each."""
+        return [tuple(row[:4]) for row in self.partitions.public()]  # type: ignore[misc]
+
+    def successors(self) -> list[int]:
+        return [row.successor for row in self.partitions.public()]
+
+    def hand_over(self, partition: int) -> bool:
+        """The leader says that its successor has everything."""
+        entry = self.entry(partition)
+        assert entry.successor is not None
+        return self.say_handed_over(partition, entry.leader, entry.successor)
+
+    def say_handed_over(self, partition: int, leader: Holder, successor: Holder, known: Epoch | None = None) -> bool:
+        self.change += 1
+        args = (partition, leader.incarnation, successor.incarnation, known or Epoch(1, self.change - 1), self.epoch)
+        taken = self.partitions.handed_over(*args)
+        self.follow()
+        self.settle()
+        return taken
+
+
+def everything_done(table: Table) -> int:
+    """Lets leaders finish until nobody is syncing, and nothing is handed over; how many changes that takes."""
+    for changes in range(200):
+        rows = list(enumerate(table.partitions.public()))
+        syncing = [partition for partition, row in rows if row.syncing >= 0]
+        leaving = [partition for partition, row in rows if row.successor >= 0]
+        if syncing:
+            assert table.sync(syncing[0])
+        elif leaving:
+            assert table.hand_over(leaving[0])
+        else:
+            return changes
+    raise AssertionError("the table never comes to rest")
 
 
 def everything_synced(table: Table) -> int:

@@ -119,13 +119,13 @@ class Cluster:
     """Servers, and workers that are played by the tests.
 
     Args:
-        rows: leader, backup and syncing server of each partition.
+        rows: leader, backup and syncing server of each partition, and perhaps the successor.
         auto: messages between servers arrive at once. Else they wait in `wires`.
     """
 
     def __init__(
         self,
-        rows: Iterable[tuple[int, int, int]] = ((A, B, NO_RANK), (B, C, NO_RANK), (C, A, NO_RANK)),
+        rows: Iterable[tuple[int, ...]] = ((A, B, NO_RANK), (B, C, NO_RANK), (C, A, NO_RANK)),
         *,
         workers: int = 2,
         auto: bool = True,
@@ -249,14 +249,17 @@ class Cluster:
 
     # ── the view ──
 
-    def view(self, rows: Iterable[tuple[int, int, int]] | None = None) -> Any:
+    def view(self, rows: Iterable[tuple[int, ...]] | None = None) -> Any:
         self.rows = list(self.rows if rows is None else rows)
         servers = [member("server", node.rank, self.states[node.rank], node.life) for node in self.nodes]
-        table = tuple(Partition(*row, lineage) for row, lineage in zip(self.rows, self.lineages, strict=True))
+        table = tuple(
+            Partition(leader, backup, syncing, lineage, *successor)
+            for (leader, backup, syncing, *successor), lineage in zip(self.rows, self.lineages, strict=True)
+        )
         whole = view(self.settings, [*servers, *self.workers.values()])
         return replace(whole, shards=(0,) * self.settings.num_shards, partitions=table)
 
-    def look(self, rows: Iterable[tuple[int, int, int]] | None = None, *, only: Sequence[int] | None = None) -> None:
+    def look(self, rows: Iterable[tuple[int, ...]] | None = None, *, only: Sequence[int] | None = None) -> None:
         """A new view, which all servers get, or only these, in this order."""
         self.change += 1
         told = self.view(rows)
@@ -281,11 +284,11 @@ class Cluster:
 
     # ── workers ──
 
-    def say(self, rank: int, message: Any, payload: bytes | None = None, *, at: int = A) -> list[Any]:
-        """A worker sends something to a server. Returns what the workers are told meanwhile."""
+    def say(self, rank: int, message: Any, payload: bytes | None = None, *, at: int = A, late: int = 0) -> list[Any]:
+        """A worker, which is so many views late, sends something. Returns what workers are told meanwhile."""
         first = len(self.answers)
         who, peer = worker_id(rank), NodePeer(worker_id(rank))
-        known = Epoch(1, self.change)
+        known = Epoch(1, self.change - late)
         event = Received(peer, who, known, message, payload, len(payload or b""))  # type: ignore[arg-type]
         self.step(self.nodes[at], event)
         return [message for _, message, _ in self.answers[first:]]

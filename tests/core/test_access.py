@@ -41,7 +41,17 @@ from tests.core.fakes import OPEN, member, of, one, said, server_id, worker_id
 SCHEDULER_ROLE, SERVER_ROLE = KeyRole.SCHEDULER, KeyRole.SERVER
 KINDS = get_args(m.Message)
 SERVER_PEERS = (CallerPeer(b"1000"), CallerPeer(b"1001"), CallerPeer(b"gone"))
-OF_MEMBERS = (m.Heartbeat, m.Leave, m.Enter, m.Say, m.Listen, m.WaitReport, m.Synced, m.OutOfSync)  # these name the run
+OF_MEMBERS = (
+    m.Heartbeat,
+    m.Leave,
+    m.Enter,
+    m.Say,
+    m.Listen,
+    m.WaitReport,
+    m.Synced,
+    m.OutOfSync,
+    m.HandedOver,
+)  # these name the run
 
 
 def cases(receiver: KeyRole) -> list[Any]:

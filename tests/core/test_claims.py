@@ -51,6 +51,9 @@ CLAIMS = {  # which fields a receiver counts on from, by message
     m.StoreState: ["step", "creation"],
     m.ReadSlices: ["number", "step"],
     m.ReadDone: ["number"],
+    m.Capture: ["number", "step"],
+    m.FetchCaptured: ["number"],
+    m.CaptureDone: ["number"],
 }
 
 

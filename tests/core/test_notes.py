@@ -10,7 +10,7 @@ import pytest
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, CallerPeer, Persist, Persisted, Send
 from kvd.core.scheduler import barriers as module
-from kvd.core.scheduler.barriers import Barriers, Entrant, Verdict
+from kvd.core.scheduler.barriers import Barriers, Entrant, Note, Verdict
 from kvd.core.scheduler.record import Record
 from kvd.errors import BarrierBroken, NotAllowed
 from kvd.protocol.messages import Done, Enter, ErrorCode, Listen, NodeName, Refused, Said, Say
@@ -33,16 +33,16 @@ def released(barriers: Barriers, generation: int, *ranks: int) -> None:
 
 def test_a_note_is_known_once_its_generation_is_released() -> None:
     barriers = Barriers()
-    assert barriers.said("b", 0) is None
+    assert barriers.said("b", 0) == Note(False, "")
     assert barriers.say("b", 0, 0, "one") is True
     assert barriers.say("b", 0, 0, "one") is False
-    assert barriers.said("b", 0) is None
+    assert barriers.said("b", 0) == Note(False, "one")
     assert barriers.say("b", 0, 0, "two") is True
     released(barriers, 0, 0, 1)
-    assert barriers.said("b", 0) == "two"
+    assert barriers.said("b", 0) == Note(True, "two")
     assert barriers.say("b", 0, 0, "late") is False
-    assert barriers.said("b", 0) == "two"
-    assert barriers.said("b", 1) is None
+    assert barriers.said("b", 0) == Note(True, "two")
+    assert barriers.said("b", 1) == Note(False, "")
 
 
 def test_a_note_is_of_one_generation_and_the_latest_is_kept() -> None:
@@ -50,10 +50,14 @@ def test_a_note_is_of_one_generation_and_the_latest_is_kept() -> None:
     barriers.say("b", 0, 0, "zero")
     released(barriers, 0, 0)
     released(barriers, 1, 0)
-    assert [barriers.said("b", generation) for generation in range(3)] == ["", "", None]
+    assert [barriers.said("b", generation) for generation in range(3)] == [Note(True, "")] * 2 + [Note(False, "")]
     barriers.say("b", 2, 0, "two")
     released(barriers, 2, 0)
-    assert [barriers.said("b", generation) for generation in range(4)] == ["", "", "two", None]
+    assert [barriers.said("b", generation) for generation in range(4)] == [
+        *[Note(True, "")] * 2,
+        Note(True, "two"),
+        Note(False, ""),
+    ]
 
 
 def test_a_note_outlives_a_break_and_a_record() -> None:
@@ -63,15 +67,15 @@ def test_a_note_outlives_a_break_and_a_record() -> None:
     barriers.settle([0, 1], [1])  # it breaks
     again = Barriers(json.loads(json.dumps(barriers.record())))
     released(again, 0, 0, 1)
-    assert Barriers(again.record()).said("b", 0) == "zero"
+    assert Barriers(again.record()).said("b", 0).text == "zero"
 
 
 def test_a_scheduler_without_its_record_knows_no_earlier_notes() -> None:
     barriers = Barriers()
     assert barriers.say("b", 3, 0, "three") is True  # the earlier generations were released by its predecessor
-    assert barriers.said("b", 2) == ""
+    assert barriers.said("b", 2).text == ""
     released(barriers, 3, 0)
-    assert barriers.said("b", 3) == "three"
+    assert barriers.said("b", 3).text == "three"
 
 
 def test_a_note_needs_room_for_its_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +114,7 @@ def test_a_worker_listens_before_and_after_the_release() -> None:
     assert Done(6) in said(harness.say(worker_id(0), Say(6, "b", 0, "note")))
     assert Done(6) in said(harness.say(worker_id(0), Say(6, "b", 0, "note")))  # a copy
     harness.say(worker_id(0), Enter(7, "b", 0))
-    assert Said(7, False, "") in said(harness.say(worker_id(1), Listen(7, "b", 0)))
+    assert Said(7, False, "note") in said(harness.say(worker_id(1), Listen(7, "b", 0)))
     harness.say(worker_id(1), Enter(8, "b", 0))
     assert Said(9, True, "note") in said(harness.say(worker_id(1), Listen(9, "b", 0)))
 
@@ -166,6 +170,23 @@ def test_a_worker_asks_what_was_said_without_passing() -> None:
     assert one(worker.waiting(Listen)).generation == 1
 
 
+def test_a_worker_leaves_a_note_where_nobody_meets() -> None:
+    worker = ready()
+    call = worker.call(requests.Tell("b", "note"))
+    assert one(worker.waiting(Say)) == Say(one(worker.waiting(Say)).request, "b", 0, "note")
+    worker.reply(worker.take(Say), Done)
+    assert worker.result(call) is None
+    assert worker.waiting(Enter) == []
+    call = worker.call(requests.Tell("b", "refused"))
+    worker.refuse(Say, ErrorCode.NOT_ALLOWED)
+    assert isinstance(worker.error(call), NotAllowed)
+    for note in ("", "note"):
+        call = worker.call(requests.ToldAt("b"))
+        send = worker.take(Listen)
+        worker.say(send.peer, Said(request_of(send), False, note))
+        assert worker.result(call) == note
+
+
 def test_a_note_or_a_barrier_that_is_refused_fails_the_call() -> None:
     worker = ready()
     call = worker.call(requests.Barrier("b", says="note"))
@@ -193,4 +214,4 @@ def test_a_verdict_needs_no_note() -> None:
     barriers = Barriers()
     released(barriers, 0, 0)
     assert barriers.enter("b", 0, Entrant(0, 100, PEER, 99)) == Verdict(())
-    assert barriers.said("b", 0) == ""
+    assert barriers.said("b", 0) == Note(True, "")

@@ -23,10 +23,13 @@ class Model:
     A server learns of views perhaps late, and with gaps. A leader commits what all hold that it has to wait for; once
     it has copied everything, it waits for who is syncing as well. What was committed in the present lineage must be
     held by the leader that the newest view names, and by its backup.
+
+    A leader that the view tells to hand over says so, and may go on all the same. One that is the backup when it learns
+    that another server leads keeps what it holds if it has said so, and done nothing since; else it begins anew.
     """
 
     def __init__(self, seed: int, count: int) -> None:
-        self.random = random.Random(seed)
+        self.seed, self.random = seed, random.Random(seed)
         self.table = Table(count)
         self.table.deaf = set(range(count))  # they learn of views here
         self.count = count
@@ -38,7 +41,12 @@ class Model:
         self.copied: dict[tuple[int, int], Holder] = {}  # (partition, leader) → whom it has given everything
         self.committed: list[tuple[int, int]] = [(0, 0)] * count  # by partition: the lineage, and records committed
         self.mail: list[tuple[int, int, Holder, Epoch]] = []  # partition, leader, whom it has synced, its view
-        self.promotions = self.syncs = self.losses = 0
+        self.fallen: list[tuple[int, int]] = []  # (partition, incarnation) that does not hold what the view says
+        self.handed: dict[
+            tuple[int, int], int
+        ] = {}  # (partition, leader) → its records when it said that it hands over
+        self.letters: list[tuple[int, int, Holder, Epoch]] = []  # that say so
+        self.promotions = self.syncs = self.losses = self.handovers = 0
         self.announce()
         for partition, entry in enumerate(self.entries()):
             self.held[partition] = {
@@ -96,8 +104,12 @@ class Model:
         """A server knows a new entry."""
         held = self.held[partition]
         roles = [holder.incarnation for holder in new[:3] if holder is not None]
+        was_leader = old is not None and old.leader.incarnation == me
         if me not in roles:
             held.pop(me, None)
+        elif was_leader and me != new.leader.incarnation and self.handed.pop((partition, me), -1) != held.get(me, 0):
+            held.pop(me, None)
+            self.fallen.append((partition, me))
         elif me == new.leader.incarnation:
             held.setdefault(me, 0)
             if old is not None and old.syncing != new.syncing:
@@ -144,6 +156,44 @@ class Model:
                     assert lineage == newest, "a lineage began without anyone to say so"
                     self.committed[partition] = (lineage, max(most, held[me]))
                     assert held[me] > most, f"partition {partition}: record {held[me]} is committed twice"
+
+    def apply_alone(self) -> None:
+        """A leader has closed a round that nobody holds: it is a record ahead, which is not committed."""
+        for at in [at for at in self.handed if self.random.random() < 0.3]:
+            del self.handed[at]
+
+    def say_handed_over(self) -> None:
+        """A leader that is to hand a partition over, and whose successor has all of it, says so."""
+        for partition in range(self.count):
+            for rank in self.here():
+                me = self.table.servers[rank].incarnation
+                entry = self.view_of(me, partition)
+                if entry is None or entry.leader.incarnation != me or entry.successor is None:
+                    continue
+                held = self.held[partition]
+                if held.get(entry.successor.incarnation) == held.get(me, 0):
+                    self.handed[partition, me] = held.get(me, 0)
+                    self.letters.append((partition, me, entry.successor, self.seen[me]))
+
+    def deliver_letter(self) -> None:
+        if not self.letters:
+            return
+        partition, leader, holder, known = self.letters.pop(self.random.randrange(len(self.letters)))
+        self.letters = self.letters[-20:]
+        self.table.change += 1
+        if self.table.partitions.handed_over(partition, leader, holder.incarnation, known, self.table.epoch):
+            self.handovers += 1
+        self.table.follow()
+        self.announce()
+
+    def fall(self) -> None:
+        """Who found that it is no backup says so."""
+        for partition, me in self.fallen:
+            self.table.change += 1
+            self.table.partitions.out_of_sync(partition, me, me, self.table.epoch)
+            self.table.follow()
+            self.announce()
+        self.fallen = []
 
     def say_synced(self) -> None:
         """A leader says that its copy is complete."""
@@ -230,13 +280,18 @@ class Model:
                 self.committed[partition] = (entry.lineage, 0)
                 continue
             for holder in (entry.leader, entry.backup):
+                if holder is not None and (partition, holder.incarnation) in self.fallen:
+                    continue
                 if holder is not None and holder.incarnation in self.seen:
                     held = self.held[partition].get(holder.incarnation, 0)
                     assert held >= most, f"partition {partition}: {holder} holds {held} of {most} records: {entry}"
 
-    def run(self, steps: int) -> None:
+    def run(self, steps: int, *, calm: bool) -> None:
+        """`calm`: faults are rare, so that the load becomes even between them."""
         acts = [self.learn] * 16 + [self.commit] * 8 + [self.copy] * 10 + [self.say_synced] * 3 + [self.deliver] * 6
+        acts += [self.say_handed_over] * 4 + [self.deliver_letter] * 4 + [self.apply_alone, self.fall, self.fall]
         acts += [self.pause, self.fall_out, self.declare_dead, self.kill, self.start, self.start]
+        acts += (acts[:-6] * 15) if calm else []
         for _ in range(steps):
             self.random.choice(acts)()
             self.check()
@@ -248,7 +303,7 @@ SEEDS = 40
 def run_models(count: int, seeds: int) -> list[Model]:
     models = [Model(seed, count) for seed in range(seeds)]
     for model in models:
-        model.run(800)
+        model.run(800, calm=model.seed % 2 == 1)
     return models
 
 
@@ -257,6 +312,7 @@ def test_a_leader_always_holds_what_is_committed(count: int) -> None:
     models = run_models(count, SEEDS)
     assert sum(model.promotions for model in models) > 50
     assert sum(model.syncs for model in models) > 50
+    assert sum(model.handovers for model in models) > 5
     assert sum(most for model in models for _, most in model.committed) > 100
 
 

@@ -163,6 +163,14 @@ def test_only_the_leaders_of_partitions_are_missing() -> None:
     assert states.all_leaders_active()
 
 
+def test_a_partition_that_a_view_does_not_know_has_not_begun_anew() -> None:
+    """No scheduler forgets one; somebody who speaks in its name may."""
+    states = viewed(member("server", 0, "active"), member("server", 1, "active"))
+    with_partitions(states, Partition(0, -1, -1, 7))
+    assert states.has_begun_anew(0, 6)
+    assert not states.has_begun_anew(1, 6)
+
+
 def test_a_partition_begins_anew_with_another_lineage() -> None:
     states = viewed(member("server", 0, "active"), member("server", 1, "active"))
     first = states.lineage_of(0)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvd.core import requests
-from kvd.core.places import START, Inheritance, PlaceKind, kind_of, place_of, step_of
-from kvd.core.worker.step_loops import Replay, StepLoops, Stopped
+from kvd.core.places import START, Inheritance, PlaceKind, Stopped, kind_of, place_of, step_of
+from kvd.core.worker.step_loops import Replay, StepLoops
 from kvd.errors import NotAllowed, NotResumed
 from kvd.protocol.messages import (
     ABSENT,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.places import Inheritance, PlaceKind, place_of
-from kvd.core.worker.step_loops import Boundary, Replay, StepLoops, Stopped
+from kvd.core.places import Boundary, Inheritance, PlaceKind, Stopped, place_of
+from kvd.core.worker.step_loops import Replay, StepLoops
 from kvd.errors import NotAllowed
 from tests.core.test_places import loops, walk
 

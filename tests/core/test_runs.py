@@ -91,20 +91,21 @@ def test_every_phase_but_gone_has_its_row() -> None:
 class Fake:
     """As much of a run's machine as `Runs` looks at."""
 
-    def __init__(self, phase: RunPhase, *node_ids: str, lost: bool = False) -> None:
+    def __init__(self, phase: RunPhase, *node_ids: str, lost: bool = False, prepared: bool = False) -> None:
         self.phase = phase
         self.roster = Roster(0, 2)
         for rank, node_id in enumerate(node_ids):
             self.roster.take_seat(join(node_id=node_id), rank, 100 + rank, CallerPeer(b"peer"))
         self.lost = lost
+        self.is_prepared = prepared
         self.num_workers = 2
 
     def seems_lost(self) -> bool:
         return self.lost
 
 
-def slot(run: int, phase: RunPhase, *node_ids: str, token: str = "", job: str = "train", lost: bool = False) -> RunSlot:
-    machine: Any = None if phase is GONE else Fake(phase, *node_ids, lost=lost)
+def slot(run: int, phase: RunPhase, *node_ids: str, token: str = "", job: str = "train", **more: bool) -> RunSlot:
+    machine: Any = None if phase is GONE else Fake(phase, *node_ids, **more)
     kept: SchedulerMachine | None = machine
     return RunSlot(run, job, token, kept)
 
@@ -147,6 +148,11 @@ TABLE: list[tuple[str, list[RunSlot], Join, Choice, int | None]] = [
     ("an operator of one that runs", [slot(1, RUNNING, "w0")], join(operator=True), Choice.ENTER, 1),
     ("an operator of one that has ended", [slot(1, ENDED, "w0")], join(operator=True), Choice.ENTER, 1),
     ("an operator of none", [slot(1, GONE)], join(operator=True), Choice.BEGIN, None),
+    ("a prepared one, no token", [slot(1, FAILED, prepared=True)], join(), Choice.ENTER, 1),
+    ("a prepared one, any token", [slot(1, FAILED, token="a", prepared=True)], join(token="b"), Choice.ENTER, 1),
+    ("one that was prepared", [slot(1, FAILED, "w", token="a")], join(token="b"), Choice.BEGIN, None),
+    ("one that ended after it", [slot(1, ENDED, prepared=True)], join(), Choice.BEGIN, None),
+    ("a later one runs", [slot(1, FAILED, prepared=True), slot(2, RUNNING, "x")], join(), Choice.JOB_BUSY, 2),
     ("too many", [slot(run, RUNNING, job=f"j{run}") for run in range(1, 17)], join(), Choice.TOO_MANY, None),
 ]
 

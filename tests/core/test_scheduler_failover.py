@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import Persist, Persisted, Tick
+from kvd.core.machine import LogEntry, Persist, Persisted, Tick
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
 from kvd.protocol.messages import (
     Departure,
@@ -54,7 +54,7 @@ def test_a_death_is_followed_by_a_promotion_in_the_same_view_once_it_is_saved() 
     assert run.rows() == [(0, 1, -1), (1, 0, -1)]
     effects = run.step(Persisted(one(of(Persist, effects)).token))
     view = next(message for message in said(effects, B) if isinstance(message, View))
-    assert [tuple(row) for row in view.partitions] == [(1, -1, -1, A), (1, -1, -1, B)]
+    assert [tuple(row) for row in view.partitions] == [(1, -1, -1, A, -1), (1, -1, -1, B, -1)]
     assert view.members[0].state == "dead"
 
 
@@ -84,6 +84,33 @@ def test_a_silent_server_loses_what_it_leads_and_is_synced_when_it_is_heard_agai
     run.beats(0)
     run.beats(0)
     assert run.rows() == [(1, -1, 0), (1, -1, 0)]
+
+
+def silence(run: Run, until: float) -> list[str]:
+    """Nobody is heard until then. Returns what was said of it."""
+    errors = []
+    while run.now < until:
+        run.now += 1.0
+        errors += [entry.text for entry in of(LogEntry, run.step(Tick())) if entry.level == "error"]
+    return errors
+
+
+def test_a_server_that_alone_has_values_is_waited_for_however_long_it_is_silent() -> None:
+    run = Run()
+    assert silence(run, 15.0) == ["server 1 alone has some values, and is silent: it is waited for"]
+    assert (run.states()["server 0"], run.states()["server 1"]) == ("dead", "active")
+    assert run.rows() == [(1, -1, -1), (1, -1, -1)]
+    run.beats(1)
+    assert len(silence(run, 25.0)) == 1
+    assert run.states()["server 1"] == "active"
+
+
+def test_a_server_that_alone_has_values_is_dead_when_its_process_has_ended() -> None:
+    run = Run()
+    silence(run, 7.0)
+    run.dies(1)
+    assert run.states()["server 1"] == "dead"
+    assert run.rows() == [(1, -1, -1), (1, -1, -1)]
 
 
 def test_a_new_process_is_synced() -> None:
@@ -151,4 +178,10 @@ def test_both_die_one_after_the_other() -> None:
 
 def test_status_shows_who_leads_what() -> None:
     shown: Any = back_in_place().machine.explain(0.0)["partitions"]
-    assert shown[0] == {"partition": 0, "leader": "server 1", "backup": None, "syncing": "server 0"}
+    assert shown[0] == {
+        "partition": 0,
+        "leader": "server 1",
+        "backup": None,
+        "syncing": "server 0",
+        "successor": None,
+    }

@@ -95,7 +95,7 @@ def damaged(change: Any) -> Any:
     [
         lambda table: table.pop(),
         lambda table: table[0].pop(),
-        lambda table: table[0][0].pop(),
+        lambda table: table[0].__setitem__(0, table[0][0][:3]),
         lambda table: table[0].__setitem__(0, None),
         lambda table: table[0][0].__setitem__(0, None),
         lambda table: table[0][0].__setitem__(0, [1, A]),
@@ -107,6 +107,8 @@ def damaged(change: Any) -> Any:
         lambda table: table[0][0].__setitem__(2, [-1, B]),
         lambda table: table[0][0].__setitem__(3, 0),
         lambda table: table[0][0].__setitem__(3, "x"),
+        lambda table: table[0][0].__setitem__(4, [0, A]),
+        lambda table: table[0][0].__setitem__(4, [1]),
         lambda table: table[0].__setitem__(1, [1]),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from kvd.core.scheduler.partitions import Entry, Partitions, Server
 from kvd.protocol.messages import NO_VIEW, Epoch, Partition
 from tests.core.fakes import server_id
-from tests.core.partitions_harness import Table, everything_synced, pid
+from tests.core.partitions_harness import Table, everything_done, everything_synced, pid
 
 A, B, C, D = (server_id(rank) for rank in range(4))
 
@@ -126,14 +126,18 @@ def test_what_becomes_of_partitions(what: str, count: int, acts: list[Act], rows
     assert table.rows() == rows, what
 
 
-def test_a_server_that_comes_back_is_synced_and_leads_when_it_has_to() -> None:
+def test_a_server_that_comes_back_is_synced_and_then_leads_its_own_again() -> None:
     table = Table(2)
     table.kill(0)
     table.replace(0)
     assert table.sync(0)
     assert table.rows() == [(1, 0, -1, A), (1, -1, 0, B)]
     assert table.sync(1)
-    assert table.rows() == [(1, 0, -1, A), (1, 0, -1, B)], "a leader stays: another one would have no backup at first"
+    assert table.rows() == [(1, 0, -1, A), (1, 0, -1, B)]
+    assert table.successors() == [0, -1]
+    assert table.hand_over(0)
+    assert table.rows() == [(0, 1, -1, A), (1, 0, -1, B)]
+    assert table.successors() == [-1, -1]
     table.kill(1)
     assert table.rows() == [(0, -1, -1, A), (0, -1, -1, B)]
     assert table.entry(0).leader == pid(0, 1)
@@ -148,8 +152,9 @@ def test_once_all_are_back_and_synced_each_leader_has_the_next_one_as_its_backup
     assert {row.leader for row in table.partitions.public()} == {count - 1}
     for rank in range(count - 1):
         table.replace(rank)
-        everything_synced(table)
+        everything_done(table)
     rows = table.partitions.public()
+    assert [row.leader for row in rows] == list(range(count)), "each leads its own again"
     assert all(row.backup == (row.leader + 1) % count for row in rows)
     assert [row.lineage for row in rows] == [server_id(rank) for rank in range(count)], "nothing was lost"
 
@@ -160,9 +165,9 @@ def test_the_next_one_is_synced_beside_the_backup() -> None:
     everything_synced(table)
     assert table.rows() == [(1, 2, -1, A), (1, 2, -1, B), (2, 1, -1, C)]
     table.replace(0)
-    assert table.rows() == [(1, 2, -1, A), (1, 2, -1, B), (2, 1, 0, C)]
-    table.kill(2)
-    assert table.rows()[2] == (1, -1, 0, C), "the backup leads, and not who was still syncing"
+    assert table.rows() == [(1, 2, 0, A), (1, 2, -1, B), (2, 1, -1, C)]
+    table.kill(1)
+    assert table.rows()[0] == (2, -1, 0, A), "the backup leads, and not who was still syncing"
 
 
 # ── saying that somebody is synced ──
@@ -249,6 +254,7 @@ def test_it_says_who_leads_what_by_name() -> None:
         "leader": "server 1",
         "backup": None,
         "syncing": "server 0",
+        "successor": None,
     }
     table.kill(1)
     (lost, *_) = table.replace(1)
@@ -264,6 +270,8 @@ BROKEN = [
     ("has no leader", Entry(pid(2), pid(1), None, A)),
     ("was replaced by", Entry(pid(0, 1), None, None, A)),
     ("no lineage", Entry(pid(0), None, None, 0)),
+    ("cannot take over", Entry(pid(0), None, None, A, pid(1))),
+    ("cannot take over", Entry(pid(0), pid(1), None, A, pid(0))),
 ]
 
 

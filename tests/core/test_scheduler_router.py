@@ -16,15 +16,20 @@ from kvd.protocol.messages import (
     NO_RANK,
     NO_RUN,
     NO_VIEW,
+    PREPARED,
+    Departure,
+    Done,
     EndRun,
     Epoch,
     ErrorCode,
     Heartbeat,
     Join,
+    Leave,
     NotYet,
     Refused,
     RunEntry,
     RunPhase,
+    Say,
     Shutdown,
     StatusQuery,
     View,
@@ -40,7 +45,7 @@ class Scheduler:
     """A router whose records are saved at once, unless a test says otherwise."""
 
     def __init__(self) -> None:
-        settings = SchedulerSettings(cluster(2, 1), 1.0, TIMEOUT_S, TIMEOUT_S, break_on_loss=True)
+        self.settings = settings = SchedulerSettings(cluster(2, 1), 1.0, TIMEOUT_S, TIMEOUT_S, break_on_loss=True)
         self.saves = True  # else the tokens of its records are in `unsaved`
         self.unsaved: list[int] = []
         self.router = SchedulerRouter(settings, 1, 1, 0.0)
@@ -203,3 +208,32 @@ def test_changes_wait_while_the_record_cannot_be_saved() -> None:
     assert sum(isinstance(message, Welcome) for message in answers) == 2
     assert scheduler.router.explain(0.0)["cannot_save"] == ""
     assert scheduler.router.explain(0.0)["insecure"] is False
+
+
+def test_a_prepared_run_belongs_to_the_first_program_that_comes() -> None:
+    """It is found again by a scheduler that was restarted, and is bound to the program's token."""
+    scheduler = Scheduler()
+    scheduler.server_joins()
+    scheduler.worker_joins(0, "operator")
+    (before,) = scheduler.router.runs.entries()
+    assert Done(7) in scheduler.say(worker_id(0), Say(7, PREPARED, 0, "[5]"), run=before.run)
+    assert Done(8) in scheduler.say(worker_id(0), Leave(8, Departure.WITHDRAWN), run=before.run)
+    (slot,) = scheduler.router.runs
+    assert (slot.phase, slot.describe()["phase"]) == (RunPhase.FAILED, "prepared")
+    scheduler.router = SchedulerRouter(scheduler.settings, 2, 2, 0.0, scheduler.router.record())
+    scheduler.server_joins()
+    scheduler.worker_joins(1, "program")
+    (after,) = scheduler.router.runs.entries()
+    assert (after.run, after.token, after.phase) == (before.run, "program", RunPhase.FORMING)
+    refused = scheduler.worker_joins(2, "another")
+    assert [answer.error for answer in refused if isinstance(answer, Refused)] == [ErrorCode.JOB_BUSY]
+
+
+def test_a_run_that_an_operator_gave_up_is_not_prepared() -> None:
+    scheduler = Scheduler()
+    scheduler.server_joins()
+    scheduler.worker_joins(0, "operator")
+    (before,) = scheduler.router.runs.entries()
+    scheduler.say(worker_id(0), Leave(8, Departure.WITHDRAWN), run=before.run)
+    scheduler.worker_joins(1, "program")
+    assert [entry.token for entry in scheduler.router.runs.entries()] == ["operator", "program"]

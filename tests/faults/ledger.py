@@ -1,13 +1,15 @@
 """Every push counts exactly once, whoever is killed: two workers count what was acknowledged, and look what is there.
 
 ``python -m tests.faults.ledger [--seconds S] [--seed N] [--insecure]`` kills random processes of a job every few
-seconds and prints the counts: pushes acknowledged, kills, lost and doubled ones. A push is of one key.
+seconds and prints the counts: pushes acknowledged, kills, lost and doubled ones. A push is of one key. With
+``--spare``, the scheduler and the first server live on, and their memory is printed as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
@@ -18,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from kvd.testing.cluster import LocalCluster
+from kvd.testing.cluster import LocalCluster, ProcessNode
 from tests.faults.replicated_job import NODES, ReplicatedJob
 
 KEYS: Final = 6  # of each worker, besides the one that they share
@@ -37,6 +39,13 @@ VICTIMS: Final[tuple[Victims, ...]] = (
     (("server", 1), ("scheduler", 0)),
     (("worker", 0), ("scheduler", 0)),
 )
+SPARING: Final[tuple[Victims, ...]] = (
+    (("server", 1),),
+    (("worker", 0),),
+    (("worker", 1),),
+    (("server", 1), ("worker", 0)),
+)
+"""Who is killed while the memory of the others is watched."""
 
 COUNTS: Final = f"""
 import json, os, sys
@@ -95,6 +104,7 @@ class Counts:
         lost: pushes that were acknowledged and are not there.
         doubled: what is there more often than it was pushed.
         wrong: what workers said of that.
+        memory: of daemons that live, in MiB.
     """
 
     faults: int = 0
@@ -103,12 +113,14 @@ class Counts:
     lost: int = 0
     doubled: int = 0
     wrong: list[str] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         kills = ", ".join(f"{count} of a {role}" for role, count in sorted(self.kills.items()))
         return (
             f"{self.acknowledged} pushes acknowledged; {self.faults} faults with {self.kills.total()} kills ({kills}): "
             f"{self.lost} lost, {self.doubled} doubled, {len(self.wrong)} values wrong"
+            + "".join(f"; {name} {mebibytes} MiB" for name, mebibytes in self.memory.items())
         )
 
 
@@ -123,7 +135,8 @@ def run(folder: Path, seed: int, seconds: float, victims: Sequence[Victims] = VI
     counts = Counts()
     for number in range(NODES):
         (folder / f"worker-{number}").write_bytes(bytes(16))
-    with ReplicatedJob(folder, COUNTS, str(folder), **{"staleness": None, **settings}) as job:
+    patient = {"server_timeout_s": 10.0}  # nothing is paused here, and a loaded machine is no death
+    with ReplicatedJob(folder, COUNTS, str(folder), **{"staleness": None, **patient, **settings}) as job:
         job.wait_for_steps(2)
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
@@ -141,6 +154,7 @@ def run(folder: Path, seed: int, seconds: float, victims: Sequence[Victims] = VI
             job.wait_until_in_sync()
             job.wait_for_steps(1)
             counts.acknowledged = _acknowledged_steps(folder) * (KEYS + 1)
+            counts.memory = _memory(job) if victims is SPARING else {}
             if counts.faults % 10 == 0:
                 print(f"{time.monotonic() - ends + seconds:.0f} s: {counts}", flush=True)
         (folder / "stop").touch()
@@ -163,6 +177,16 @@ def _acknowledged_steps(folder: Path) -> int:
     return sum(int.from_bytes(file.read_bytes()[8:], sys.byteorder) for file in files)
 
 
+def _memory(job: ReplicatedJob) -> dict[str, int]:
+    """Of the daemons that are spared: what is resident, in MiB."""
+    found = {}
+    for name, node in (("scheduler", job.cluster.scheduler), ("server 0", job.server(0))):
+        assert isinstance(node, ProcessNode)
+        pages = int(Path(f"/proc/{node.process.pid}/statm").read_text().split()[1])
+        found[name] = pages * os.sysconf("SC_PAGE_SIZE") >> 20
+    return found
+
+
 def _collect(job: ReplicatedJob, counts: Counts) -> None:
     for worker in job.workers:
         for line in list(worker.lines):
@@ -177,11 +201,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--spare", action="store_true", help="the scheduler and server 0 live on: what memory they take"
+    )
     parser.add_argument("--insecure", action="store_true", help="without keys")
     arguments = parser.parse_args()
     LocalCluster.default_insecure = arguments.insecure
     with tempfile.TemporaryDirectory(prefix="kvd-ledger-") as folder:
-        counts = run(Path(folder), arguments.seed, arguments.seconds)
+        counts = run(Path(folder), arguments.seed, arguments.seconds, SPARING if arguments.spare else VICTIMS)
     print(counts)
     for line in counts.wrong:
         print(line)

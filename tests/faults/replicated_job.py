@@ -190,6 +190,15 @@ class ReplicatedJob:
         found = self.partitions()
         return bool(found) and all(entry["backup"] for entry in found)
 
+    def wait_until_even(self) -> None:
+        """And each server leads a part again."""
+        self.wait_until(self.is_even, "each server leads a part, and backs another one up")
+
+    def is_even(self) -> bool:
+        found = self.partitions()
+        is_at_rest = all(entry["backup"] and not (entry["syncing"] or entry["successor"]) for entry in found)
+        return is_at_rest and {entry["leader"] for entry in found} == {f"server {rank}" for rank in range(NODES)}
+
     def wait_until(self, holds: Callable[[], bool], what: str) -> None:
         """Fails at once if a worker ends meanwhile."""
 

@@ -24,7 +24,7 @@ def kill_and_restart(job: Training, *victims: tuple[str, int]) -> None:
         job.kill(role, number)
     if all(role == "server" for role, _ in victims):
         job.wait_for_steps(STEPS)
-    for role, number in victims:
+    for role, number in sorted(victims):  # the scheduler first: without it no server comes
         job.restart(role, number)
     job.wait_until_in_sync()
 
@@ -53,10 +53,14 @@ def hang_and_go_on(job: Training, rank: int) -> None:
 def test_a_job_outlives_each_of_its_servers(tmp_path: Path) -> None:
     with Training(tmp_path) as job:
         kill_and_restart(job, ("server", 0))
+        job.wait_until_even()
         kill_and_restart(job, ("server", 1), ("worker", 1))
+        job.wait_until_even()
         hang_and_go_on(job, 0)
         leave_and_come_again(job, 1)
         kill_and_restart(job, ("scheduler", 0), ("server", 0))
+        job.wait_until_even()
+        job.wait_for_steps(STEPS)
         job.finish()
 
 

@@ -11,17 +11,22 @@ import pytest
 from kvd.core.machine import Received
 from kvd.core.scheduler import partitions as partitions_module
 from kvd.core.scheduler.partitions import Entry, Servers
+from kvd.core.server import handover as handover_module
 from kvd.core.server.elsewhere import Elsewhere
+from kvd.core.server.giving_up import GivingUp
 from kvd.core.server.groups import FusedGroup
+from kvd.core.server.handover import Handovers
 from kvd.core.server.held_rounds import HeldRounds
 from kvd.core.server.leadership import Leadership
 from kvd.core.server.records import Answer, Records
 from kvd.core.server.replicas import Replicas
+from kvd.core.server.rounds import SliceLog
 from kvd.core.server.syncing import Syncing
 from kvd.protocol.messages import SliceId
 from kvd.testing.campaign import FAILOVERS, SERVERS_DIE, Campaign
 from kvd.testing.mishaps import Mishaps
 from kvd.testing.network import NASTY
+from kvd.testing.settings import ShellSettings
 from tests.simulation.mutants_harness import check_caught
 
 PAUSES = Mishaps(within_s=25.0, pauses=5, longest_pause_s=18.0)  # of leaders too, which others replace meanwhile
@@ -69,7 +74,7 @@ def backups_hold_nothing(patch: pytest.MonkeyPatch) -> None:
 
 def the_deposed_go_on(patch: pytest.MonkeyPatch) -> None:
     """A server that another one has replaced as a leader keeps its slices, and commits."""
-    patch.setattr(Leadership, "_give_up", lambda leadership, partition: None)
+    patch.setattr(GivingUp, "forget", lambda giving_up, partition: None)
     patch.setattr(Leadership, "validate", lambda leadership: None)
 
 
@@ -101,6 +106,34 @@ def any_sender_is_a_leader(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Replicas, "_is_from_leader", careless)
 
 
+def hands_over_before_its_records_are_held(patch: pytest.MonkeyPatch) -> None:
+    """The leader does not wait for its last records, nor for its successor to apply them."""
+    patch.setattr(Handovers, "_is_held", lambda handovers, handover: True)
+    patch.setattr(handover_module, "_is_ready", lambda handover: handover.is_resting)
+    done = handover_module._Asked(is_ready=True)
+    patch.setattr(Handovers, "_ask", lambda handovers, handover: setattr(handover, "asked", done))
+    patch.setattr(Handovers, "validate", lambda handovers: None)
+
+
+def rounds_close_while_it_winds_down(patch: pytest.MonkeyPatch) -> None:
+    """A leader that hands a partition over goes on with the rounds of it, and takes pushes for them."""
+    view_changed = Handovers.view_changed
+
+    def busy(handovers: Handovers, led: list[int]) -> None:
+        view_changed(handovers, led)
+        handovers._elsewhere.leaving.clear()
+
+    patch.setattr(Handovers, "view_changed", busy)
+    patch.setattr(Handovers, "_is_held", lambda handovers, handover: not handovers._is_handing_over())
+    patch.setattr(Handovers, "validate", lambda handovers: None)
+
+
+def clocks_are_forgotten_when_a_leader_becomes_a_replica(patch: pytest.MonkeyPatch) -> None:
+    """The old leader does not know which pushes have counted, should it lead again."""
+    patch.setattr(SliceLog, "drop_staged", lambda log: log.progress.clear())
+
+
+SLOW_UPDATES = Campaign("list training", mishaps=SERVERS_DIE, replicas=2, shell=ShellSettings(job_s=(0.0, 0.3)))
 LATE = replace(SERVERS_DIE, within_s=25.0, server_crashes=5)
 
 
@@ -111,9 +144,19 @@ LATE = replace(SERVERS_DIE, within_s=25.0, server_crashes=5)
         (whoever_is_syncing_leads, Campaign("lists", mishaps=LATE, faults=NASTY, replicas=2), ""),
         (clocks_are_forgotten_at_a_promotion, FAILOVERS["ledger, stale by 1, servers die"], "is not there"),
         (backups_hold_nothing, FAILOVERS["lives, servers die"], "is not there"),
-        (the_deposed_go_on, Campaign("list training", mishaps=PAUSES, replicas=2), "of partition"),
+        pytest.param(
+            the_deposed_go_on, Campaign("list training", mishaps=PAUSES, replicas=2), "", marks=pytest.mark.soak
+        ),
         (views_are_not_compared, FAILOVERS["list training, servers die"], ""),
         (a_slice_is_not_copied, FAILOVERS["lives, servers die"], "of partition"),
+        (hands_over_before_its_records_are_held, FAILOVERS["lists, servers die"], "holds round"),
+        (rounds_close_while_it_winds_down, SLOW_UPDATES, "holds round"),
+        pytest.param(
+            clocks_are_forgotten_when_a_leader_becomes_a_replica,
+            FAILOVERS["ledger, stale by 1, servers die"],
+            "",
+            marks=pytest.mark.soak,
+        ),
         pytest.param(
             any_sender_is_a_leader,
             FAILOVERS["ledger, async, nasty, servers die"],

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from kvd.testing.campaign import HARD, LASTING, LONG_PAUSES, Campaign
+from kvd.testing.campaign import FAILOVERS, HARD, LASTING, LONG_PAUSES, NO_DEATHS, Campaign
 from kvd.testing.mishaps import Mishaps
 from kvd.testing.network import LATE_COPIES, NASTY, ROUGH, Faults
 from kvd.testing.settings import ShellSettings
 
 DYING = replace(HARD, server_crashes=3)
 DYING_LONG = replace(LASTING, server_crashes=4)
+TWO_DYING_LONG = replace(NO_DEATHS, within_s=25.0, server_crashes=2)
+SLOW = ShellSettings(job_s=(0.0, 0.5))
 DYING_TWICE = replace(HARD, server_crashes=2)
 NO_RECORD = ShellSettings(state_dir=False, job_s=(0.0, 0.02))
 
@@ -26,9 +28,11 @@ def run(
     shell: ShellSettings | None = None,
     mode: str = "sync",
     staleness: int = -1,
+    rounds_ahead: int = 2,
 ) -> None:
     shell = shell or ShellSettings(job_s=(0.0, 0.02))
-    Campaign(workload, mode, staleness, mishaps, faults, servers=servers, replicas=2, shell=shell).run(seed)
+    campaign = Campaign(workload, mode, staleness, mishaps, faults, rounds_ahead, replicas=2, shell=shell)
+    replace(campaign, servers=servers).run(seed)
 
 
 def test_groups_that_are_copied_when_their_partition_moves_are_forgotten() -> None:
@@ -60,3 +64,13 @@ def test_a_view_without_nodes_takes_nothing_from_servers(workload: str) -> None:
 def test_a_server_that_comes_later_knows_who_rests() -> None:
     """Else the others wait for a worker that has no shared step to make."""
     run("shared", 2, DYING_LONG, LATE_COPIES, 300, mode="async", staleness=1)
+
+
+def test_a_leader_that_does_not_know_that_it_handed_over_may_close_a_round() -> None:
+    """The scheduler died between: the leader has waited, and gone on. Nobody holds that round; it is forgotten."""
+    run("watched, uneven", 2, TWO_DYING_LONG, NASTY, 506, SLOW, rounds_ahead=3)
+
+
+def test_a_push_that_was_staged_and_never_counted_is_no_difference_between_copies() -> None:
+    """It was made at another place of its program than the pushes that count; only the leader has seen it."""
+    FAILOVERS["tangles, servers die"].run(104)

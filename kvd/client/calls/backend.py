@@ -207,8 +207,15 @@ class Snapshots(Protocol):
     """The whole store, to disk and back."""
 
     def snapshot(self, path: Any) -> Handle: ...
-    def restore(self, path: Any, missing_ok: bool) -> Handle:
+    def snapshot_async(self, path: Any) -> Handle:
+        """Gives, when the state has been read, the handle of the writing."""
+
+    def restore(self, path: Any, missing_ok: bool, or_older: bool) -> Handle:
         """Gives how many steps of its loops the program had made; None: there is no snapshot."""
+
+    def begin_run(self) -> Handle:
+        """What the settings want before the program does anything: the newest snapshot of the job becomes the state of
+        a new run, and the next ones have their folder. Gives the same."""
 
 
 class Nodes(Protocol):

@@ -52,6 +52,13 @@ class Handle:
         promise.set_result(result)
         return cls(promise)
 
+    @classmethod
+    def failed(cls, error: BaseException) -> Handle:
+        """A handle of a call that has failed."""
+        promise = Promise()
+        promise.set_exception(error)
+        return cls(promise)
+
     def wait(self, timeout: float | None = None) -> Any:
         """Waits for the result.
 

@@ -9,9 +9,12 @@ from enum import Enum, auto
 from typing import Any
 
 from kvd.client.calls import checks
+from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import key_list
 from kvd.client.calls.promise import Promise
-from kvd.core.worker.step_loops import Boundary, Replay, StepLoops
+from kvd.client.calls.snapshot_schedule import SnapshotSchedule
+from kvd.core.places import Boundary
+from kvd.core.worker.step_loops import Replay, StepLoops
 from kvd.errors import KvdError, NotAllowed
 from kvd.protocol.messages import NO_STEP
 
@@ -37,6 +40,12 @@ class ProgramSteps:
         self._has_pushed_outside = False  # since the last loop
         self._lock = threading.RLock()  # an iteration that is dropped ends its loop, whatever its thread does then
         self._broadcasts: list[Promise] = []
+        self._schedule: SnapshotSchedule | None = None
+        self._take: Callable[[int], Handle] | None = None
+
+    def take_snapshots(self, schedule: SnapshotSchedule, take: Callable[[int], Handle]) -> None:
+        """Takes snapshots by this schedule: `take` begins the one after so many steps."""
+        self._schedule, self._take = schedule, take
 
     @property
     def place(self) -> int:
@@ -98,16 +107,38 @@ class ProgramSteps:
         with self._lock:
             self._loops.check_may_restore()
 
-    def restored(self, steps: int) -> None:
+    def restored(self, steps: int, *, begins_past: bool = False) -> None:
         """See `StepLoops.restored`."""
         with self._lock:
-            self._loops.restored(steps)
+            self._loops.restored(steps, begins_past=begins_past)
+
+    @property
+    def is_before_restored(self) -> bool:
+        """See `StepLoops.is_before_restored`."""
+        return self._loops.is_before_restored
+
+    def ended(self) -> None:
+        """The program is at its end."""
+        if self._schedule is not None:
+            self._schedule.ended(self._loops.begun_loops)
 
     # ── the loop, for its iteration ──
 
     def begin(self, total: int, keys: Collection[str] | None, *, shared: bool) -> int:
+        is_shared = shared and self._share is not None
         with self._lock:
-            return self._loops.begin(total, keys, shared=shared and self._share is not None)
+            if is_shared and self._schedule is not None:
+                self._schedule.check_loop()
+            return self._loops.begin(total, keys, shared=is_shared)
+
+    def due_snapshot(self) -> Handle | None:
+        """The snapshot after the step that has just been left, if one is taken there. It is read before the next step
+        begins."""
+        if self._schedule is None or self._take is None:
+            return None
+        with self._lock:
+            steps = self._loops.steps_made
+            return self._take(steps) if self._schedule.is_due(steps) else None
 
     def ask_for_step(self, total: int, done: int) -> Promise | None:
         """The next step of a shared loop; None in other loops."""
@@ -155,6 +186,7 @@ class StepIteration:
 
     Attributes:
         announced: what the step that has just begun waits for.
+        snapshot: what the step that has just ended waits for.
 
     Args:
         total: as the program gave it; so are `keys`.
@@ -174,6 +206,7 @@ class StepIteration:
         self._next = 0
         self._done = NO_STEP
         self.announced: Promise | None = None
+        self.snapshot: Handle | None = None
 
     def end_step(self) -> Promise | None:
         """Ends the present step, or begins the loop. Wait for `before_next` first.
@@ -186,12 +219,14 @@ class StepIteration:
         """
         if self._state is IterationState.ENDED:
             return None
+        self.snapshot = None
         try:
             if self._state is IterationState.NEW:
                 self._next = self._steps.begin(self._total, self._keys, shared=self._shared)
                 self._state = IterationState.OPEN
             else:
                 self._steps.leave()
+                self.snapshot = self._steps.due_snapshot()
             return self._steps.ask_for_step(self._total, self._done) if self._next < self._total else None
         except BaseException:
             self.close()
@@ -248,6 +283,9 @@ class Steps:
         for promise in self._iteration.before_next():
             promise.exception()
         given = self._iteration.end_step()
+        if self._iteration.snapshot is not None:
+            with self._iteration.closed_by_errors():
+                self._iteration.snapshot.wait()
         if given is None:
             step = self._iteration.begin_step()
         else:
@@ -281,6 +319,9 @@ class AsyncSteps:
             with suppress(KvdError):
                 await promise
         given = self._iteration.end_step()
+        if self._iteration.snapshot is not None:
+            with self._iteration.closed_by_errors():
+                await self._iteration.snapshot
         if given is None:
             step = self._iteration.begin_step()
         else:

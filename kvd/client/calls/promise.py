@@ -101,3 +101,18 @@ class Promise:
         self.on_end(ended)
         yield from here
         return self.result(0)
+
+
+async def ends_within(promise: Promise, seconds: float) -> bool:
+    """Waits for the end, for `seconds` at most. Returns whether it has come; an error is for those who ask for it."""
+
+    async def wait() -> None:
+        await promise
+
+    task = asyncio.ensure_future(wait())
+    await asyncio.wait({task}, timeout=seconds)
+    if not task.done():
+        task.cancel()
+        return False
+    task.exception()  # it reaches those who wait for the promise
+    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from kvd.errors import KvdError, SnapshotError
+from kvd.errors import SnapshotError
 from kvd.protocol.messages import BIGGEST, MAX_TEXT_CHARS
 
 
@@ -18,6 +18,7 @@ class Outcome(NamedTuple):
         error: what went wrong; "" if nothing did.
         path: the file or folder of the error.
         is_missing: there is no snapshot, and none was needed.
+        token: of a snapshot that was read, and is yet to be written: no other has the same.
     """
 
     steps: int = 0
@@ -25,16 +26,17 @@ class Outcome(NamedTuple):
     error: str = ""
     path: str = ""
     is_missing: bool = False
+    token: str = ""
 
     @classmethod
-    def of_error(cls, error: KvdError) -> Outcome:
+    def of_error(cls, error: BaseException) -> Outcome:
         return cls(error=str(error) or type(error).__name__, path=getattr(error, "path", ""))
 
     def to_note(self) -> str:
         """A text that fits into a message."""
         error, path = self.error, self.path
         while True:
-            plain = [self.steps, self.lineage, _sendable(error), _sendable(path), self.is_missing]
+            plain = [self.steps, self.lineage, _sendable(error), _sendable(path), self.is_missing, self.token]
             note = json.dumps(plain, ensure_ascii=False)
             if len(note) <= MAX_TEXT_CHARS:
                 return note
@@ -44,12 +46,13 @@ class Outcome(NamedTuple):
     def from_note(cls, note: str) -> Outcome | None:
         """What `to_note` said; None if nothing was said, or something else."""
         try:
-            steps, lineage, error, path, is_missing = json.loads(note)
+            steps, lineage, error, path, is_missing, token = json.loads(note)
         except (ValueError, TypeError):
             return None
-        if [type(entry) for entry in (steps, lineage, error, path, is_missing)] != [int, str, str, str, bool]:
+        outcome = cls(steps, lineage, error, path, is_missing, token)
+        if [type(entry) for entry in outcome] != [int, str, str, str, bool, str]:
             return None
-        return cls(steps, lineage, error, path, is_missing) if 0 <= steps <= BIGGEST else None
+        return outcome if 0 <= steps <= BIGGEST else None
 
     def check(self, call: str) -> None:
         """Raises SnapshotError if something went wrong."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvd.client.calls.backend import Backend, StoreFacts, StoreType
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.memory_budget import MemoryBudget
+from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.binding import ClusterBinding
@@ -94,16 +95,18 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
     assignments = ClusterAssignments(
         engine, arguments, unobserved, steps, facts.rank, sync, absence_counts=sync or settings.staleness >= 0
     )
+    restored = RestoredKeys()
+    snapshots = ClusterSnapshots(engine, steps, facts, unobserved, restored)
     return Backend(
         facts=facts,
-        values=ClusterValues(engine, arguments, bound, unobserved, steps, facts.rank, config.check_bound),
+        values=ClusterValues(engine, arguments, bound, unobserved, steps, restored, facts.rank, config.check_bound),
         assignments=assignments,
-        deletion=ClusterDeletion(engine, arguments, bound, assignments, unobserved),
+        deletion=ClusterDeletion(engine, arguments, bound, assignments, restored, unobserved),
         binding=ClusterBinding(engine, arguments, bound),
         rounds=ClusterRounds(engine, unobserved, steps),
         steps=steps,
-        updates=ClusterUpdates(engine),
-        snapshots=ClusterSnapshots(engine, steps, facts),
+        updates=ClusterUpdates(engine, steps),
+        snapshots=snapshots,
         nodes=ClusterNodes(engine),
-        closing=ClusterClosing(engine, unobserved),
+        closing=ClusterClosing(engine, unobserved, snapshots, steps),
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.engine import STOP_TIMEOUT_S, Engine
+from kvd.client.cluster.snapshots import ClusterSnapshots
 from kvd.core import requests
 from kvd.errors import KvdError
 from kvd.protocol.messages import EXIT_BARRIER, Departure
@@ -18,19 +20,26 @@ class ClusterClosing:
     """In good order, or at once. All parts of leaving in good order share one deadline, `round_timeout_s`; a node that
     does not answer ends it after `request_timeout_s`."""
 
-    def __init__(self, engine: Engine, unobserved: UnobservedErrors) -> None:
+    def __init__(
+        self, engine: Engine, unobserved: UnobservedErrors, snapshots: ClusterSnapshots, steps: ProgramSteps
+    ) -> None:
         self._engine = engine
         self._unobserved = unobserved
+        self._snapshots = snapshots
+        self._steps = steps
         self._silence: Deadline | None = None  # of nodes that owe an answer; set when closing begins
 
     def begin_close(self, barrier: bool) -> Handle:
-        """Flushes, leaves the rounds and meets the other workers; the first error ends it."""
+        """Flushes, waits for a snapshot that is being written, leaves the rounds and meets the other workers; the first
+        error ends it."""
         config = self._engine.config
         deadline = Deadline(config.round_timeout_s)
         self._silence = Deadline(config.request_timeout_s)
+        self._steps.ended()
 
         async def work() -> None:
             await self._engine.call(requests.Flush(), within=deadline)
+            await self._snapshots.written(deadline)
             await self._engine.call(requests.Depart(Departure.DONE), within=deadline)
             if barrier:
                 await self._engine.call(requests.Barrier(EXIT_BARRIER), within=deadline)
@@ -47,6 +56,7 @@ class ClusterClosing:
         except BaseException:  # Ctrl-C: leave at once
             self.abandon(failed=True)
             raise
+        self._snapshots.give_up()  # it is written by now, or its time is up
         self._engine.stop(STOP_TIMEOUT_S if error is None else self._goodbye_s())
         try:
             self._unobserved.raise_for(None)
@@ -59,6 +69,7 @@ class ClusterClosing:
 
     def abandon(self, *, failed: bool) -> None:
         """Leaves at once; a worker that `failed` counts as dead."""
+        self._snapshots.give_up()
         self._engine.stop(ABANDON_S, Departure.FAILED if failed else Departure.LEFT)
 
     def withdraw(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from kvd.client.calls.deadline import Deadline
-from kvd.client.calls.promise import Promise
+from kvd.client.calls.promise import ends_within
 from kvd.client.cluster.engine import Engine
 from kvd.core import requests
 from kvd.core.cuts import Available, Choice, Chooser, available
@@ -89,22 +89,9 @@ class Cuts:
         read = requests.Read(items, number, choice.step, choice.is_over)
         reading = self._engine.submit(read, deadline.left_s())
         has_waited = False
-        while choice.patience_s is not None and not has_waited and not await _ends_within(reading, choice.patience_s):
+        while choice.patience_s is not None and not has_waited and not await ends_within(reading, choice.patience_s):
             has_waited = await self._engine.call(requests.StopReading(number), deadline.left_s())
         return await reading, has_waited
-
-
-async def _ends_within(promise: Promise, seconds: float) -> bool:
-    async def wait() -> None:
-        await promise
-
-    task = asyncio.ensure_future(wait())
-    await asyncio.wait({task}, timeout=seconds)
-    if not task.done():
-        task.cancel()
-        return False
-    task.exception()  # it reaches those who wait for the promise
-    return True
 
 
 def _unavailable(step: int, there: Available) -> VersionUnavailable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.bound_keys import BoundKeys
@@ -23,12 +24,14 @@ class ClusterDeletion:
         arguments: Arguments,
         bound: BoundKeys,
         assignments: ClusterAssignments,
+        restored: RestoredKeys,
         unobserved: UnobservedErrors,
     ) -> None:
         self._engine = engine
         self._arguments = arguments
         self._bound = bound
         self._assignments = assignments
+        self._restored = restored
         self._watched = unobserved.watch
 
     def delete(self, key: Any) -> Handle:
@@ -38,4 +41,5 @@ class ClusterDeletion:
         handle = Handle(self._engine.submit(requests.DeleteKeys(tuple(names))), nothing, "delete", self._engine.wait)
         self._bound.forget(names)
         self._assignments.forget(names)
+        self._restored.forget(names)
         return self._watched(names, handle)

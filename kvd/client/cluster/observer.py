@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from kvd.client.calls.values import fresh_target, paired, target_of
 from kvd.client.cluster.answers import answer_bytes, list_keys
 from kvd.client.cluster.cuts import Cuts
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.saving import Saved, SnapshotSaver
 from kvd.config import Config
 from kvd.core import requests
 from kvd.core.membership import EMPTY_SETTINGS
@@ -272,6 +274,18 @@ class Observer:
     @property
     def _is_sync(self) -> bool:
         return self._engine.machine.view.is_sync
+
+    def save(self, folder: Path) -> Saved:
+        """Writes a snapshot of the job, while it trains.
+
+        Raises:
+            SnapshotError: it cannot be written.
+            NotAllowed: the job has no keys, or this node has not the key of an operator.
+        """
+        deadline = Deadline(self._config.request_timeout_s)
+        self._engine.run(self._until_ready(deadline)).result()
+        saved: Saved = self._engine.run(SnapshotSaver(self._engine).save(folder)).result()
+        return saved
 
     # ── commands and deaths ──
 

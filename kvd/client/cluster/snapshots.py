@@ -1,44 +1,47 @@
 """Snapshots of a cluster: all workers call, worker 0 writes or reads, and all learn how that ended.
 
 What the workers know of one another lies in a barrier: worker 0 enters it when it is done, with a note. In synchronous
-stores that is the only meeting: no round closes without worker 0, so all that it reads is of one step.
+stores that is the only meeting: no round closes without worker 0, so all that it reads is of one step. A snapshot that
+is written while the programs go on has the barrier after it was read, and `Publication` after it was written.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from kvd.client.calls import checks
 from kvd.client.calls.backend import StoreFacts
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.program_steps import ProgramSteps
+from kvd.client.calls.promise import Promise
+from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.snapshot_outcome import Outcome
-from kvd.client.calls.values import Array, fresh_target, source_of
-from kvd.client.cluster.answers import list_keys
+from kvd.client.calls.snapshot_schedule import SnapshotSchedule
+from kvd.client.calls.snapshot_writing import SnapshotWriting
+from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.engine import Engine
-from kvd.client.cluster.optimizer_states import fetch_optimizer, fetch_state, store_optimizer, store_state
-from kvd.client.cluster.transfers import pull_into
+from kvd.client.cluster.prepared import prepared_or
+from kvd.client.cluster.publication import Publication
+from kvd.client.cluster.restoring import check_is_new, has_values, restore_keys
+from kvd.client.cluster.state_reader import StateReader
 from kvd.core import requests
-from kvd.core.requests import Item
-from kvd.errors import KvdError, NotAllowed, SnapshotError
-from kvd.optimizer import Optimizer
+from kvd.errors import KvdError, RequestTimeout, SnapshotError
 from kvd.protocol.messages import MemberState
-from kvd.protocol.specs import KeySpec
-from kvd.snapshots.manifest import Origin, StoredKey
+from kvd.snapshots.manifest import Origin
 from kvd.snapshots.reader import StoredSnapshot
-from kvd.snapshots.writer import PART_BYTES, SnapshotWriter, is_written
+from kvd.snapshots.series import NextSnapshot, SnapshotSeries
+from kvd.snapshots.shelf import newest_at
+from kvd.snapshots.writer import KeyContent, is_written
 
-AT_ONCE = 32  # keys whose states are on their way at the same time
-CHANGED = "the values change while the snapshot is taken: all workers call snapshot between the same two steps"
-
-
-T = TypeVar("T")
+logger = logging.getLogger("kvd")
 
 
 class _Meeting(NamedTuple):
@@ -49,17 +52,40 @@ class _Meeting(NamedTuple):
     deadline: Deadline
 
 
+class _Read(NamedTuple):
+    """What worker 0 has read, and where it goes."""
+
+    snapshot: NextSnapshot
+    contents: Sequence[Sequence[KeyContent]]
+
+
 class ClusterSnapshots:
     """Each call is a coroutine on the engine's loop.
 
     Args:
         facts: of the store.
+        restored: gets the keys that this worker restores.
     """
 
-    def __init__(self, engine: Engine, steps: ProgramSteps, facts: StoreFacts) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        steps: ProgramSteps,
+        facts: StoreFacts,
+        unobserved: UnobservedErrors,
+        restored: RestoredKeys,
+    ) -> None:
         self._engine = engine
         self._steps = steps
         self._facts = facts
+        self._unobserved = unobserved
+        self._restored = restored
+        self._schedule = SnapshotSchedule(engine.config, facts.job, lambda: self._lineage)
+        steps.take_snapshots(self._schedule, self._scheduled)
+        self._publication = Publication(engine, is_writer=facts.rank == 0)
+        self._read_by_token: dict[str, _Read] = {}  # what this worker has read, until it is being written
+        self._writing: SnapshotWriting | None = None  # the latest
+        self._series = SnapshotSeries()
         self._restored_from = ""  # the lineage of that snapshot
 
     def snapshot(self, path: Any) -> Handle:
@@ -71,11 +97,42 @@ class ClusterSnapshots:
         work = self._snapshot(folder, boundary.steps, self._meeting("snapshot"))
         return Handle(self._engine.run(work), what="snapshot")
 
-    def restore(self, path: Any, missing_ok: bool) -> Handle:
+    def snapshot_async(self, path: Any) -> Handle:
+        folder = checks.file_path(path)
+        self._engine.check_usable()
+        boundary = self._steps.boundary()
+        if boundary.is_past:
+            return Handle.of(Handle.of(None))
+        work = self._begin(folder, boundary.steps, self._meeting("snapshot"))
+        return Handle(self._engine.run(work), what="snapshot")
+
+    def restore(self, path: Any, missing_ok: bool, or_older: bool) -> Handle:
         folder = checks.file_path(path)
         self._steps.check_may_restore()
-        work = self._restore(folder, missing_ok, self._meeting("restore"))
+
+        def find() -> StoredSnapshot | None:
+            return newest_at(folder, missing_ok=missing_ok, or_older=or_older)
+
+        work = self._restore(str(folder), partial(self._make_all, find), self._meeting("restore"))
         return Handle(self._engine.run(work), what="restore")
+
+    def begin_run(self) -> Handle:
+        """A worker that comes to the run later learns what became of it."""
+        work = self._restore(str(self._schedule.folder), self._begin_run, self._meeting("restore run"), at_begin=True)
+        return Handle(self._engine.run(work), what="create")
+
+    async def written(self, deadline: Deadline) -> None:
+        """Returns when no snapshot is being written any more, or raises RequestTimeout."""
+        try:
+            await asyncio.wait_for(self._publication.settled(), deadline.left_s())
+        except TimeoutError:
+            text = "the snapshot that is being written was not done in time, and is given up: look at worker 0's disk"
+            raise RequestTimeout(text, outcome="unknown", waiting_for=("worker 0",)) from None
+
+    def give_up(self) -> None:
+        """Writes nothing any more."""
+        if self._writing is not None:
+            self._writing.give_up()
 
     def _meeting(self, call: str) -> _Meeting:
         begin, end = (checks.barrier_name(self._steps.meeting(f"kvd:{call}{when}"), "") for when in ("", " end"))
@@ -84,36 +141,87 @@ class ClusterSnapshots:
     # ── all workers ──
 
     async def _snapshot(self, folder: Path, steps: int, meeting: _Meeting) -> None:
+        outcome = await self._taken(meeting, lambda: self._write(folder, steps))
+        if outcome is not None:
+            outcome.check("the snapshot")
+
+    async def _begin(self, folder: Path, steps: int, meeting: _Meeting, *, scheduled: bool = False) -> Handle:
+        """Returns when the state was read; the handle says when it is written."""
+
+        async def read() -> Outcome:
+            if scheduled:
+                await asyncio.to_thread(self._schedule.make_room, folder)
+            return await self._read_state(folder, steps)
+
+        outcome = await self._taken(meeting, read)
+        if outcome is None:
+            return Handle.of(None)
+        outcome.check("the snapshot")
+        if not outcome.token:  # it was there already
+            return Handle.of(None)
+        if self._facts.rank > 0:
+            return Handle(self._publication.await_it(outcome.token), what="snapshot")
+        if outcome.token in self._read_by_token:
+            handle = self._write_behind(outcome.token, scheduled=scheduled)
+            return handle if scheduled else self._unobserved.watch((), handle)
+        return await self._begin_again(folder, steps, outcome.token)
+
+    async def _taken(self, meeting: _Meeting, work: Callable[[], Awaitable[Outcome]]) -> Outcome | None:
+        """What became of worker 0's work between two steps."""
+
         async def prepare() -> None:
+            await self._publication.settled()  # one at a time
             await self._engine.call(requests.Flush(), within=meeting.deadline)
             if not self._facts.versioned:  # until all are here, others push
                 await self._engine.call(requests.Barrier(meeting.begin), within=meeting.deadline)
 
-        outcome = await self._together(meeting, prepare, lambda: self._write(folder, steps))
-        if outcome is not None:
-            outcome.check("the snapshot")
+        return await self._together(meeting, prepare, work)
 
-    async def _restore(self, folder: Path, missing_ok: bool, meeting: _Meeting) -> int | None:
+    def _scheduled(self, steps: int) -> Handle:
+        """The snapshot after a step, by the schedule. Done when it is read; what is wrong with the disk is logged."""
+        path, meeting = self._schedule.path(steps), self._meeting("snapshot scheduled")
+
+        async def work() -> None:
+            try:
+                self._schedule.watch(steps, await self._begin(path, steps, meeting, scheduled=True))
+            except SnapshotError as error:
+                self._schedule.failed(steps, error)
+
+        return Handle(self._engine.run(work()), what="snapshot")
+
+    async def _restore(
+        self, path: str, work: Callable[[], Awaitable[Outcome]], meeting: _Meeting, *, at_begin: bool = False
+    ) -> int | None:
         async def prepare() -> None:
             pass
 
-        outcome = await self._together(meeting, prepare, lambda: self._read(folder, missing_ok))
+        prepared = partial(prepared_or, self._engine, work)
+        outcome = await self._together(meeting, prepare, prepared, was_before=at_begin)
         if outcome is None:
             text = "the scheduler has lost what worker 0 said of the snapshot it restored: start the whole job again"
-            raise SnapshotError(text, path=str(folder))
+            raise SnapshotError(text, path=path)
         outcome.check("the restore")
         if outcome.is_missing:
             return None
         self._restored_from = outcome.lineage
-        self._steps.restored(outcome.steps)
+        self._steps.restored(outcome.steps, begins_past=at_begin)
         return outcome.steps
 
     async def _together(
-        self, meeting: _Meeting, prepare: Callable[[], Awaitable[None]], work: Callable[[], Awaitable[Outcome]]
+        self,
+        meeting: _Meeting,
+        prepare: Callable[[], Awaitable[None]],
+        work: Callable[[], Awaitable[Outcome]],
+        *,
+        was_before: bool = False,
     ) -> Outcome | None:
         """Worker 0 does the work, and all learn how it ended; None if that is forgotten. A restarted worker learns how
-        the call of its predecessor ended, and does not repeat it."""
-        if self._engine.session.predecessor == MemberState.DEAD:
+        the call of its predecessor ended, and does not repeat it.
+
+        Args:
+            was_before: the others may have been here before this worker came for the first time.
+        """
+        if was_before or self._engine.session.predecessor == MemberState.DEAD:
             note = await self._engine.call(requests.SaidAt(meeting.end), within=meeting.deadline)
             if note is not None:
                 for name in (meeting.begin, meeting.end):
@@ -133,131 +241,91 @@ class ClusterSnapshots:
             raise failure
         return Outcome.from_note(note or "")
 
-    # ── worker 0 writes ──
+    # ── worker 0 ──
 
     async def _write(self, folder: Path, steps: int) -> Outcome:
-        optimizer, (specs, clocks) = await fetch_optimizer(self._engine), await self._keys()
-        lineage = f"{self._engine.session.run:x}"
-        facts = self._facts
-        origin = Origin(facts.job, facts.type, lineage, steps, facts.num_workers, optimizer)
-        if await asyncio.to_thread(is_written, folder, origin, clocks, self._restored_from):
-            return Outcome(steps, lineage)
-        writer = await asyncio.to_thread(SnapshotWriter, folder, origin)
+        """Reads and writes group by group, so that no more than one is in memory."""
+        state = await StateReader.begin(self._engine)
+        snapshot = await self._next(folder, steps, state)
+        if snapshot is not None:
+            async with _aborted_by_errors(snapshot):
+                for names in snapshot.groups:
+                    await asyncio.to_thread(snapshot.add_group, await state.read(names))
+                await asyncio.to_thread(snapshot.finish)
+        return Outcome(steps, self._lineage)
+
+    async def _read_state(self, folder: Path, steps: int, token: str = "") -> Outcome:
+        """Reads everything, and writes nothing yet."""
+        state = await StateReader.begin(self._engine)
+        snapshot = await self._next(folder, steps, state)
+        if snapshot is None:
+            return Outcome(steps, self._lineage)
+        async with _aborted_by_errors(snapshot):
+            contents = [await state.read(names) for names in snapshot.groups]
+        token = token or secrets.token_hex(8)
+        self._read_by_token[token] = _Read(snapshot, contents)
+        return Outcome(steps, self._lineage, token=token)
+
+    def _write_behind(self, token: str, *, scheduled: bool = False) -> Handle:
+        """Has the thread write what was read."""
+        snapshot, contents = self._read_by_token.pop(token)
+        self._writing = SnapshotWriting(snapshot, contents, self._schedule.published if scheduled else None)
+        return Handle(self._publication.announce(self._writing.promise, token), what="snapshot")
+
+    async def _begin_again(self, folder: Path, steps: int, token: str) -> Handle:
+        """The predecessor of this worker died with what it had read. In synchronous stores the values are still there:
+        no round has closed without this worker. In others the handle says that they are gone; nothing else fails."""
+        ended = Promise()
         try:
-            for names in _batches(specs):
-                await self._write_keys(writer, {name: specs[name] for name in names}, clocks, optimizer)
-            await asyncio.to_thread(writer.finish)
-        except BaseException:
-            await asyncio.shield(asyncio.to_thread(writer.abort))
-            raise
-        return Outcome(steps, lineage)
+            if not self._facts.versioned:
+                text = f"worker 0 died before {folder} was written, and the values have changed since: take another one"
+                raise SnapshotError(text, path=str(folder))
+            await self._read_state(folder, steps, token)
+            if token in self._read_by_token:
+                return self._write_behind(token)
+            ended.set_result(None)  # it had been written
+        except KvdError as error:
+            ended.set_exception(error)
+        return Handle(self._publication.announce(ended, token), what="snapshot")
 
-    async def _keys(self) -> tuple[dict[str, KeySpec], dict[str, int]]:
-        """The keys by name: what they are like, and their clocks."""
-        specs: dict[str, KeySpec] = {}
-        clocks: dict[str, int] = {}
-        for _, entry in sorted(await list_keys(self._engine), key=lambda found: found[1].key):
-            if clocks.setdefault(entry.key, entry.version) != entry.version:
-                raise NotAllowed(CHANGED, key=entry.key)
-            if entry.key not in specs:
-                specs[entry.key] = await self._engine.call(requests.DescribeKey(entry.key))
-        return specs, clocks
+    async def _next(self, folder: Path, steps: int, state: StateReader) -> NextSnapshot | None:
+        """The snapshot that is to be written; None: this very one is there already."""
+        facts = self._facts
+        origin = Origin(facts.job, facts.type, self._lineage, steps, facts.num_workers, state.optimizer)
+        if await asyncio.to_thread(is_written, folder, origin, state.clocks, self._restored_from):
+            return None
+        return await asyncio.to_thread(self._series.begin, folder, origin, state.marks)
 
-    async def _write_keys(
-        self,
-        writer: SnapshotWriter,
-        specs: Mapping[str, KeySpec],
-        clocks: Mapping[str, int],
-        optimizer: Optimizer | None,
-    ) -> None:
-        names = list(specs)
-        targets = [fresh_target(spec) for spec in specs.values()]
-        versions = await self._engine.call(pull_into(names, targets, 0))
-        for name, version in zip(names, versions, strict=True):
-            if not version.oldest == version.newest == clocks[name]:
-                raise NotAllowed(CHANGED, key=name)
-        states: list[tuple[int, dict[str, Array]]] = [(0, {}) for _ in names]
-        if optimizer is not None:
-            states = await _some_at_once([partial(fetch_state, self._engine, name) for name in names])
+    @property
+    def _lineage(self) -> str:
+        return f"{self._engine.session.run:x}"
 
-        def add() -> None:
-            for name, target, (updates, state) in zip(names, targets, states, strict=True):
-                writer.add(name, target.finish(), clocks[name], updates, state)
-
-        await asyncio.to_thread(add)
-
-    # ── worker 0 reads ──
-
-    async def _read(self, folder: Path, missing_ok: bool) -> Outcome:
-        if missing_ok and not await asyncio.to_thread(os.path.lexists, folder):
+    async def _make_all(self, find: Callable[[], StoredSnapshot | None]) -> Outcome:
+        snapshot = await asyncio.to_thread(find)  # all of it is verified before the first key is made
+        if snapshot is None:
             return Outcome(is_missing=True)
-        snapshot = await asyncio.to_thread(StoredSnapshot.open, folder)
+        await check_is_new(self._engine, snapshot)
+        self._restored.add(await restore_keys(self._engine, snapshot))
         origin = snapshot.manifest.origin
-        await self._check_is_new(snapshot)
-        await asyncio.to_thread(snapshot.verify)  # all of it, before the first key is made
-        if origin.optimizer is not None:
-            await store_optimizer(self._engine, origin.optimizer)
-        slice_bytes = self._engine.machine.view.settings.slice_bytes
-        keys = {key.key: key for key in snapshot.manifest.keys}
-        for names in _batches({name: KeySpec(key.dtype, key.shape, slice_bytes) for name, key in keys.items()}):
-            await self._make_keys(snapshot, [keys[name] for name in names], slice_bytes)
         return Outcome(origin.steps, origin.lineage)
 
-    async def _make_keys(self, snapshot: StoredSnapshot, keys: Sequence[StoredKey], slice_bytes: int) -> None:
-        def read() -> tuple[list[Item], list[dict[str, Array]]]:
-            items, states = [], []
-            for key in keys:  # value and state lie side by side
-                data, spec = source_of(snapshot.value(key), slice_bytes, copy=False)
-                items.append(Item(key.key, spec, data))
-                states.append(snapshot.state(key))
-            return items, states
-
-        items, states = await asyncio.to_thread(read)
-        await self._engine.call(requests.InitKeys(tuple(items)))
-        await _some_at_once(
-            [
-                partial(store_state, self._engine, key.key, key.updates, state)
-                for key, state in zip(keys, states, strict=True)
-                if key.updates or state
-            ]
-        )
-
-    async def _check_is_new(self, snapshot: StoredSnapshot) -> None:
-        """Raises NotAllowed if the job has values already. A predecessor that died in this call may have left some."""
-        found = [entry for _, entry in await list_keys(self._engine)]
-        if self._engine.session.predecessor == MemberState.DEAD and not any(entry.version for entry in found):
-            known = {key.key for key in snapshot.manifest.keys}
-            found = [entry for entry in found if entry.key not in known]
-        if found:
-            text = (
-                f"this job has keys already, such as {found[0].key!r}: restore comes in place of init and "
-                f"set_optimizer, in a new job"
-            )
-            raise NotAllowed(text, key=found[0].key)
+    async def _begin_run(self) -> Outcome:
+        schedule, outcome = self._schedule, Outcome(is_missing=True)
+        if await has_values(self._engine):
+            return outcome
+        snapshot = await asyncio.to_thread(schedule.newest)
+        if snapshot is not None:
+            outcome = await self._make_all(lambda: snapshot)
+            logger.info("restored %s: the job goes on after step %d", snapshot.path, outcome.steps)
+        await asyncio.to_thread(schedule.check, outcome.steps)
+        return outcome
 
 
-async def _some_at_once(work: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """The results of all, in order. The first error is raised, and what has begun is not left behind."""
-    results: list[T] = []
-    for start in range(0, len(work), AT_ONCE):
-        begun = [each() for each in work[start : start + AT_ONCE]]
-        ended = await asyncio.gather(*begun, return_exceptions=True)
-        for result in ended:
-            if isinstance(result, BaseException):
-                raise result
-            results.append(result)
-    return results
-
-
-def _batches(specs: Mapping[str, KeySpec]) -> Iterator[list[str]]:
-    """The keys in groups, each about as large as a part, unless one key is larger."""
-    names: list[str] = []
-    nbytes = 0
-    for name, spec in specs.items():
-        if names and nbytes + spec.nbytes > PART_BYTES:
-            yield names
-            names, nbytes = [], 0
-        names.append(name)
-        nbytes += spec.nbytes
-    if names:
-        yield names
+@asynccontextmanager
+async def _aborted_by_errors(snapshot: NextSnapshot) -> AsyncIterator[None]:
+    """An error in this block removes what was written."""
+    try:
+        yield
+    except BaseException:
+        await asyncio.shield(asyncio.to_thread(snapshot.abort))
+        raise

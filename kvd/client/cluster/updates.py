@@ -8,8 +8,10 @@ from kvd.client.calls import checks
 from kvd.client.calls.backend import Updater
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.program_steps import ProgramSteps
+from kvd.client.calls.restored_optimizer import is_kept
 from kvd.client.cluster.engine import Engine
-from kvd.client.cluster.optimizer_states import fetch_states, store_states
+from kvd.client.cluster.optimizer_states import fetch_optimizer, fetch_states, store_states
 from kvd.client.cluster.transfers import nothing
 from kvd.core import requests
 from kvd.errors import NotAllowed
@@ -20,8 +22,9 @@ from kvd.protocol.messages import SetOptimizer, UpdateOptimizer
 class ClusterUpdates:
     """Optimizers are data: no code crosses the wire."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, steps: ProgramSteps) -> None:
         self._engine = engine
+        self._steps = steps
         self._set: list[Optimizer | None] = []  # what this process has set last, if anything
 
     def set_optimizer(self, optimizer: Optimizer | None) -> Handle:
@@ -32,7 +35,11 @@ class ClusterUpdates:
         self._set = [known]
         deadline = Deadline(self._engine.config.request_timeout_s)
 
+        is_past = self._steps.is_before_restored
+
         async def work() -> None:
+            if is_past and is_kept(await fetch_optimizer(self._engine), known):
+                return
             if changes:  # the rounds before belong to the optimizer before
                 await self._engine.call(requests.Flush(kept=False), deadline.left_s())
             await self._engine.call(requests.Control((message,)), deadline.left_s())
@@ -44,6 +51,8 @@ class ClusterUpdates:
 
     def update_optimizer(self, changes: dict[str, Any]) -> Handle:
         message = UpdateOptimizer(0, changes_to_wire(checks.hyperparameters(changes)))
+        if self._steps.is_before_restored:
+            return Handle.of(None)
         control = requests.Control((message,), staged_first=True)
         return Handle(self._engine.submit(control), nothing, "update_optimizer")
 

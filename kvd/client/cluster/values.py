@@ -12,6 +12,7 @@ from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.program_steps import ProgramSteps
+from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Array, Target, check_alike, fresh_target, pulled_values
 from kvd.client.cluster.arguments import Arguments
@@ -20,6 +21,7 @@ from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.transfers import nothing, pull_into, pulled
 from kvd.core import requests
 from kvd.core.requests import Item
+from kvd.errors import RemoteError
 from kvd.node.reassembly import ReassemblyBuffer
 
 
@@ -27,6 +29,7 @@ class ClusterValues:
     """Each call becomes one request, submitted before the call returns: calls on a key keep their order.
 
     Args:
+        restored: the keys that this worker has restored.
         rank: the rank of this worker; rank 0 makes the keys.
         check_bound: whether the end of a push tells if its bound gradients were written to.
     """
@@ -38,6 +41,7 @@ class ClusterValues:
         bound: BoundKeys,
         unobserved: UnobservedErrors,
         steps: ProgramSteps,
+        restored: RestoredKeys,
         rank: int,
         check_bound: bool,
     ) -> None:
@@ -45,6 +49,7 @@ class ClusterValues:
         self._arguments = arguments
         self._watched = unobserved.watch
         self._steps = steps
+        self._restored = restored
         self._rank = rank
         self._submit_push = bound.verified(engine.submit) if check_bound else engine.submit
 
@@ -53,7 +58,11 @@ class ClusterValues:
         keys.check_distinct("init")
         names = keys.names
         sources = self._arguments.init_sources(keys, value, copy=self._rank == 0)  # only these are sent
-        items = tuple(Item(name, spec, data) for name, (data, spec) in zip(names, sources, strict=True))
+        try:
+            to_make = self._restored.to_make(names, [spec for _, spec in sources])
+        except RemoteError as error:
+            return self._watched(names, Handle.failed(self._engine.written.restored(error)))
+        items = tuple(Item(names[place], sources[place].spec, sources[place].data) for place in to_make)
         return self._watched(names, Handle(self._engine.submit(requests.InitKeys(items)), what="init"))
 
     def push(

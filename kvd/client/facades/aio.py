@@ -146,8 +146,14 @@ class KVStore(StoreProperties):
     async def snapshot(self, path: Any) -> None:
         await self._backend.snapshots.snapshot(path)
 
-    async def restore(self, path: Any, missing_ok: bool = False) -> int | None:
-        steps: int | None = await self._backend.snapshots.restore(path, missing_ok)
+    async def snapshot_async(self, path: Any) -> Handle:
+        """As `snapshot`, but the loop goes on while it is written: awaited, it gives a handle as soon as the state has
+        been read. See `kvd.KVStore.snapshot_async`."""
+        written: Handle = await self._backend.snapshots.snapshot_async(path)
+        return written
+
+    async def restore(self, path: Any, missing_ok: bool = False, or_older: bool = False) -> int | None:
+        steps: int | None = await self._backend.snapshots.restore(path, missing_ok, or_older)
         return steps
 
     async def num_dead_node(self, node_id: int, timeout: float = 60) -> int:

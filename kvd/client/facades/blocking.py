@@ -296,17 +296,37 @@ class KVStore(StoreProperties, KVStoreBase):
         """
         self._blocking().snapshots.snapshot(path).wait()
 
-    def restore(self, path: Any, missing_ok: bool = False) -> int | None:
+    def snapshot_async(self, path: Any) -> Handle:
+        """As `snapshot`, but the program goes on while it is written: returns as soon as the state has been read.
+
+        Worker 0 keeps a copy of all values and states until they are written. One snapshot is written at a time: the
+        next one is not read before it has ended. `close` waits for it; a process that dies meanwhile leaves nothing
+        under the name. An error of the disk is raised by the handle in all workers; in worker 0, if nobody waits for
+        the handle, by `flush` or `close`.
+
+        Returns:
+            A handle that is done when the folder has its name.
+
+        Raises:
+            As `snapshot`, for what is known by then.
+        """
+        written: Handle = self._blocking().snapshots.snapshot_async(path).wait()
+        return written
+
+    def restore(self, path: Any, missing_ok: bool = False, or_older: bool = False) -> int | None:
         """Makes the keys of a snapshot, in place of `init` and `set_optimizer`, with the state of the optimizer.
 
         All workers call it, in a new job with any number of workers and servers; worker 0 reads. Loops over `steps` go
         on after the step of the snapshot: give them the same totals. To begin another training, call `resume` next.
         Clocks and versions begin with 0. A restarted worker of the job calls it as well, and gets what its predecessor
-        got, whatever there is now.
+        got, whatever there is now. `init` of a restored key with its shape and dtype changes nothing, once.
 
         Args:
-            path: the folder; that of worker 0 counts.
-            missing_ok: if nothing is there, return None: the program then begins, with `init` and `set_optimizer`.
+            path: the folder of a snapshot, or one that has snapshots of one job: the newest of them, by steps. That of
+                worker 0 counts.
+            missing_ok: if nothing is there, or an empty folder, return None: the program then begins, with `init` and
+                `set_optimizer`.
+            or_older: if the snapshot is damaged, take the one before it in the same folder, with a warning in the log.
 
         Returns:
             How many steps of its loops the program had made.
@@ -316,7 +336,7 @@ class KVStore(StoreProperties, KVStoreBase):
                 worker 0 is a SnapshotError in the others.
             NotAllowed: the job has keys already, or a loop over `steps` has begun.
         """
-        steps: int | None = self._blocking().snapshots.restore(path, missing_ok).wait()
+        steps: int | None = self._blocking().snapshots.restore(path, missing_ok, or_older).wait()
         return steps
 
     # ── who is dead ──
@@ -419,6 +439,8 @@ def create(type: str = "local", **settings: Any) -> Any:  # noqa: A002  the name
         ConnectError: no scheduler answers, or its host is not known.
         RequestTimeout: servers or workers are missing; `waiting_for` names them.
         NotAllowed: the cluster is full.
+        SnapshotError: the setting `restore` wants a snapshot that cannot be restored, or the folder `snapshot_dir`
+            cannot be used; in all workers.
     """
     factory = find_factory(type)
     if factory is not None:

@@ -29,7 +29,17 @@ def open_backend(type_name: str, settings: dict[str, Any], arrival: Arrival | No
     Raises:
         ConfigError: the type is unknown, a setting is wrong, or the cluster has another.
         ConnectError, RequestTimeout, NotAllowed: see `Joining.wait`.
+        SnapshotError: a snapshot cannot be restored, or none can be taken, as the settings want.
     """
     kind = _store_type(type_name)
     loaded = load(settings, overrides_from="keyword")
-    return open_local(kind, loaded.config) if kind.mode == "" else open_cluster(kind, loaded, arrival or Arrival())
+    arrival = arrival or Arrival()
+    backend = open_local(kind, loaded.config) if kind.mode == "" else open_cluster(kind, loaded, arrival)
+    config = loaded.config
+    if (config.restore != "off" or config.snapshot_every) and arrival.wait_for_workers:
+        try:
+            backend.snapshots.begin_run().wait()
+        except BaseException:
+            backend.closing.abandon(failed=True)
+            raise
+    return backend

@@ -16,9 +16,10 @@ from kvd.core.worker.step_loops import StepLoops
 def open_local(kind: StoreType, config: Config) -> Backend:
     """A store in this process: one worker, no servers."""
     keys = LocalKeys()
-    updates = LocalUpdates(keys, config.merge)
     steps = ProgramSteps(StepLoops(None, is_strict=False))
+    updates = LocalUpdates(keys, steps, config.merge)
     values = LocalValues(keys, updates, steps)
+    snapshots = LocalSnapshots(keys, updates, steps, kind.name, config)
     return Backend(
         facts=StoreFacts(
             type=kind.name,
@@ -39,7 +40,7 @@ def open_local(kind: StoreType, config: Config) -> Backend:
         rounds=LocalRounds(keys, steps, kind.name),
         steps=steps,
         updates=updates,
-        snapshots=LocalSnapshots(keys, updates, steps, kind.name),
+        snapshots=snapshots,
         nodes=NoNodes(keys),
-        closing=LocalClosing(keys),
+        closing=LocalClosing(keys, snapshots, steps),
     )

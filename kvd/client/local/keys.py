@@ -14,6 +14,7 @@ from kvd.client.calls.exits import raise_at_exit
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList, WrittenKeys, key_list, missing
 from kvd.client.calls.promise import Promise
+from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Array, Source
 from kvd.compute.optimizers import SliceState
@@ -45,13 +46,16 @@ class LocalKeys:
     Attributes:
         entries: the keys that were made.
         written: how the program writes them.
+        restored: those that a snapshot had, and the program has yet to make.
+        unobserved: the errors of handles that nobody waits for.
     """
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         self.written = WrittenKeys()
+        self.restored = RestoredKeys()
         self._lock = threading.RLock()
-        self._unobserved = UnobservedErrors()
+        self.unobserved = UnobservedErrors()
         self._closed = False
         self._pid = os.getpid()
 
@@ -73,7 +77,7 @@ class LocalKeys:
         self.check_open()
         keys = key_list(key)
         self.written.note(keys)
-        self._unobserved.raise_for(keys.names)
+        self.unobserved.raise_for(keys.names)
         return keys
 
     def answered(self, work: Callable[[], Any]) -> Handle:
@@ -88,16 +92,16 @@ class LocalKeys:
 
     def watched(self, names: list[str], work: Callable[[], Any]) -> Handle:
         """The same; an unobserved error is raised by a later call."""
-        handle = self._unobserved.watch(names, self.answered(work))
-        if self._unobserved:
-            raise_at_exit(self._unobserved)
+        handle = self.unobserved.watch(names, self.answered(work))
+        if self.unobserved:
+            raise_at_exit(self.unobserved)
         return handle
 
     def raise_unobserved(self) -> None:
-        self._unobserved.raise_for(None)
+        self.unobserved.raise_for(None)
 
     def forget_unobserved(self) -> None:
-        self._unobserved.clear()
+        self.unobserved.clear()
 
     # ── entries ──
 

@@ -10,6 +10,7 @@ from kvd.client.calls.backend import Node
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.local.keys import LocalKeys
+from kvd.client.local.snapshots import LocalSnapshots
 from kvd.errors import NotAllowed
 
 
@@ -86,20 +87,25 @@ class NoNodes:
 
 
 class LocalClosing:
-    """There is nothing to leave."""
+    """There is nothing to leave, but a snapshot to wait for."""
 
-    def __init__(self, keys: LocalKeys) -> None:
+    def __init__(self, keys: LocalKeys, snapshots: LocalSnapshots, steps: ProgramSteps) -> None:
         self._keys = keys
+        self._snapshots = snapshots
+        self._steps = steps
 
     def begin_close(self, barrier: bool) -> Handle:
         self._keys.check_open()
+        self._steps.ended()
         return Handle.of(None)
 
     def end_close(self, leaving: Handle) -> None:
+        self._snapshots.wait()
         self._keys.close()
         self._keys.raise_unobserved()
 
     def abandon(self, *, failed: bool) -> None:
+        self._snapshots.give_up()
         self._keys.close()
         self._keys.forget_unobserved()
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import secrets
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kvd.client.calls import checks
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.program_steps import ProgramSteps
+from kvd.client.calls.snapshot_schedule import SnapshotSchedule
+from kvd.client.calls.snapshot_writing import SnapshotWriting
 from kvd.client.calls.values import source_of
-from kvd.client.local.keys import LocalKeys
+from kvd.client.local.keys import Entry, LocalKeys
 from kvd.client.local.updates import LocalUpdates, exported, loaded
-from kvd.errors import NotAllowed
+from kvd.config import Config
+from kvd.errors import NotAllowed, SnapshotError
 from kvd.protocol.specs import MAX_SLICE_BYTES
+from kvd.snapshots.layout import KeyMark
 from kvd.snapshots.manifest import Origin
 from kvd.snapshots.reader import StoredSnapshot
-from kvd.snapshots.writer import SnapshotWriter, is_written
+from kvd.snapshots.series import SnapshotSeries
+from kvd.snapshots.shelf import newest_at
+from kvd.snapshots.writer import KeyContent, is_written
 
 
 class LocalSnapshots:
@@ -26,61 +33,105 @@ class LocalSnapshots:
         type_name: the type of the store.
     """
 
-    def __init__(self, keys: LocalKeys, updates: LocalUpdates, steps: ProgramSteps, type_name: str) -> None:
+    def __init__(
+        self, keys: LocalKeys, updates: LocalUpdates, steps: ProgramSteps, type_name: str, config: Config
+    ) -> None:
         self._keys = keys
         self._updates = updates
         self._steps = steps
         self._type_name = type_name
         self._lineage = secrets.token_hex(8)
+        self._schedule = SnapshotSchedule(config, "", lambda: self._lineage)
+        steps.take_snapshots(self._schedule, self._scheduled)
+        self._series = SnapshotSeries()
         self._restored_from = ""  # the lineage of that snapshot
+        self._writing: SnapshotWriting | None = None  # the latest
 
     def snapshot(self, path: Any) -> Handle:
+        begun = self.snapshot_async(path)
+        return begun if begun.exception() is not None else begun.result()
+
+    def snapshot_async(self, path: Any) -> Handle:
         folder = checks.file_path(path)
         self._keys.check_open()
         boundary = self._steps.boundary()
         if boundary.is_past:
-            return Handle.of(None)
+            return Handle.of(Handle.of(None))
+        return self._keys.answered(lambda: self._keys.unobserved.watch((), self._begin(folder, boundary.steps)))
+
+    def _scheduled(self, steps: int) -> Handle:
+        """The snapshot after a step, by the schedule. What is wrong with the disk is logged."""
 
         def work() -> None:
-            origin = Origin("", self._type_name, self._lineage, boundary.steps, 1, self._updates.optimizer)
-            clocks = {name: entry.version for name, entry in self._keys.entries.items()}
-            if is_written(folder, origin, clocks, self._restored_from):
-                return
-            writer = SnapshotWriter(folder, origin)
+            path = self._schedule.path(steps)
             try:
-                for name, entry in self._keys.entries.items():
-                    updates, state = exported(entry)
-                    writer.add(name, entry.value_as_array(), entry.version, updates, state)
-                writer.finish()
-            except BaseException:
-                writer.abort()
-                raise
+                self._schedule.make_room(path)
+                self._schedule.watch(steps, self._begin(path, steps, self._schedule.published))
+            except SnapshotError as error:
+                self._schedule.failed(steps, error)
 
         return self._keys.answered(work)
 
-    def restore(self, path: Any, missing_ok: bool) -> Handle:
+    def _begin(self, folder: Path, steps: int, published: Callable[[], None] | None = None) -> Handle:
+        """Copies the state; the handle says when it is written."""
+        self.wait()
+        origin = Origin("", self._type_name, self._lineage, steps, 1, self._updates.optimizer)
+        clocks = {name: entry.version for name, entry in self._keys.entries.items()}
+        if is_written(folder, origin, clocks, self._restored_from):
+            return Handle.of(None)
+        marks = {name: KeyMark(entry.value.nbytes, entry.version) for name, entry in self._keys.entries.items()}
+        taken = self._series.begin(folder, origin, marks)
+        contents = [[_content(name, self._keys.entry(name)) for name in group] for group in taken.groups]
+        self._writing = SnapshotWriting(taken, contents, published)
+        return Handle(self._writing.promise, what="snapshot")
+
+    def wait(self) -> None:
+        """Returns when no snapshot is being written any more."""
+        if self._writing is not None:
+            self._writing.promise.exception()
+
+    def give_up(self) -> None:
+        """Writes nothing any more."""
+        if self._writing is not None:
+            self._writing.give_up()
+
+    def restore(self, path: Any, missing_ok: bool, or_older: bool) -> Handle:
         folder = checks.file_path(path)
         self._keys.check_open()
         self._steps.check_may_restore()
+        return self._keys.answered(
+            lambda: self._restore(lambda: newest_at(folder, missing_ok=missing_ok, or_older=or_older))
+        )
 
+    def begin_run(self) -> Handle:
         def work() -> int | None:
-            if missing_ok and not os.path.lexists(folder):
-                return None
-            for name in self._keys.entries:
-                text = (
-                    f"this store has keys already, such as {name!r}: restore comes in place of init and set_optimizer"
-                )
-                raise NotAllowed(text, key=name)
-            snapshot = StoredSnapshot.open(folder)
-            snapshot.verify()
-            origin = snapshot.manifest.origin
-            self._updates.adopt(origin.optimizer)
-            for key in snapshot.manifest.keys:
-                value = snapshot.value(key).copy()
-                entry = self._keys.make(key.key, source_of(value, MAX_SLICE_BYTES, copy=False))
-                entry.state = loaded(key.updates, {name: array.copy() for name, array in snapshot.state(key).items()})
-            self._restored_from = origin.lineage
-            self._steps.restored(origin.steps)
-            return origin.steps
+            steps = self._restore(self._schedule.newest, begins_past=True)
+            self._schedule.check(steps or 0)
+            return steps
 
         return self._keys.answered(work)
+
+    def _restore(self, find: Callable[[], StoredSnapshot | None], *, begins_past: bool = False) -> int | None:
+        snapshot = find()
+        if snapshot is None:
+            return None
+        for name in self._keys.entries:
+            text = f"this store has keys already, such as {name!r}: restore comes in place of init and set_optimizer"
+            raise NotAllowed(text, key=name)
+        origin = snapshot.manifest.origin
+        self._updates.adopt(origin.optimizer)
+        for key in snapshot.manifest.keys:
+            value = snapshot.value(key).copy()
+            entry = self._keys.make(key.key, source_of(value, MAX_SLICE_BYTES, copy=False))
+            entry.state = loaded(key.updates, {name: array.copy() for name, array in snapshot.state(key).items()})
+            self._keys.restored.add([(key.key, entry.spec)])
+        self._restored_from = origin.lineage
+        self._steps.restored(origin.steps, begins_past=begins_past)
+        return origin.steps
+
+
+def _content(name: str, entry: Entry) -> KeyContent:
+    """A copy of what a key is now."""
+    updates, state = exported(entry)
+    copies = {slot: array.copy() for slot, array in state.items()}
+    return KeyContent(name, entry.value_as_array().copy(), entry.version, updates, copies)

@@ -11,6 +11,8 @@ from kvd.client.calls import checks
 from kvd.client.calls.backend import Updater
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.optimizer_state_file import OptimizerStateFile
+from kvd.client.calls.program_steps import ProgramSteps
+from kvd.client.calls.restored_optimizer import is_kept
 from kvd.client.calls.values import Array
 from kvd.client.local.keys import Entry, LocalKeys
 from kvd.compute.optimizers import SliceState, apply_update
@@ -27,8 +29,9 @@ class LocalUpdates:
         merge: "sum", "mean" or "weighted".
     """
 
-    def __init__(self, keys: LocalKeys, merge: str) -> None:
+    def __init__(self, keys: LocalKeys, steps: ProgramSteps, merge: str) -> None:
         self._keys = keys
+        self._steps = steps
         self._merge: Any = merge
         self._optimizer: Optimizer | None = None
         self._updater: Updater | None = None
@@ -65,6 +68,8 @@ class LocalUpdates:
         optimizer = checks.known_optimizer(optimizer)
 
         def work() -> None:
+            if self._steps.is_before_restored and is_kept(self._optimizer, optimizer):
+                return
             if optimizer != self._optimizer:
                 self._optimizer = optimizer
                 for entry in self._keys.entries.values():
@@ -83,6 +88,8 @@ class LocalUpdates:
     def update_optimizer(self, changes: dict[str, Any]) -> Handle:
         self._keys.check_open()
         plain = checks.hyperparameters(changes)
+        if self._steps.is_before_restored:
+            return Handle.of(None)
 
         def work() -> None:
             if self._optimizer is None:

@@ -50,11 +50,13 @@ class LocalValues:
         names, sources = keys.names, _sources(keys, value, copy=True)
 
         def work() -> None:
-            for name in names:
+            to_make = self._keys.restored.to_make(names, [source.spec for source in sources])
+            fresh = [(names[place], sources[place]) for place in to_make]
+            for name, _ in fresh:
                 if name in self._keys.entries:
                     text = f"key {name!r} is live already: init makes a key once; push changes its value"
                     raise KeyExists(text, key=name)
-            for name, source in zip(names, sources, strict=True):
+            for name, source in fresh:
                 self._keys.make(name, source)
 
         return self._keys.watched(names, work)
@@ -181,6 +183,7 @@ class LocalValues:
                 self._keys.entry(name)
             for name in names:
                 del self._keys.entries[name]
+            self._keys.restored.forget(names)
 
         return self._keys.watched(names, work)
 

@@ -7,8 +7,8 @@ program again passes the barriers that its predecessor passed.
 A generation that breaks stays open as well. The verdict binds the requests that had entered it: they get the same
 answer however often they come. A rank that enters after that, a successor or one that tries again, waits for all.
 
-A worker may leave a note at the generation that is open. Whoever passes it can ask for the note, until the next
-generation is released as well.
+A worker may leave a note at the generation that is open. Whoever asks gets it, until the next generation is released as
+well; a barrier that nobody enters keeps the latest note.
 """
 
 from __future__ import annotations
@@ -65,6 +65,13 @@ class Settled(NamedTuple):
     def answers(self) -> list[Send]:
         """The verdict, to each worker that waits for it."""
         return [Send(who.peer, self.verdict.answer(who.request, self.name)) for who in self.waiting]
+
+
+class Note(NamedTuple):
+    """What was said at a generation; empty if nothing was, or if that is forgotten."""
+
+    is_released: bool
+    text: str
 
 
 class _Told(NamedTuple):
@@ -144,12 +151,14 @@ class Barriers:
         barrier.note = note
         return True
 
-    def said(self, name: str, generation: int) -> str | None:
-        """The note of a generation that was released, empty if there is none; None: it was not released."""
+    def said(self, name: str, generation: int) -> Note:
+        """The note of a generation, and whether that was released."""
         barrier = self._barriers.get(name)
-        if barrier is None or generation >= barrier.generation:
-            return None
-        return barrier.last_note if generation == barrier.generation - 1 else ""
+        if barrier is None or generation > barrier.generation:
+            return Note(False, "")
+        if generation == barrier.generation:
+            return Note(False, barrier.note)
+        return Note(True, barrier.last_note if generation == barrier.generation - 1 else "")
 
     def _opened(self, name: str, generation: int, rank: int) -> _Barrier | str:
         """The barrier, at this generation or a later one; or a text why this rank cannot open it."""

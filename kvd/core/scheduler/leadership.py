@@ -8,7 +8,7 @@ from kvd.core.scheduler.partitions import Partitions
 from kvd.core.scheduler.roster import Roster, Seat
 from kvd.core.scheduler.takeover import TakeOver
 from kvd.core.scheduler.views import MOST_TOLD, Views
-from kvd.protocol.messages import NO_VIEW, Epoch, Join, NotYet, NotYetReason, OutOfSync, Synced
+from kvd.protocol.messages import NO_VIEW, Epoch, HandedOver, Join, NotYet, NotYetReason, OutOfSync, Synced
 
 
 class Leadership:
@@ -99,9 +99,10 @@ class Leadership:
         """A member was heard; True if the table changes with the next view, as it knows the one before."""
         return seat.member.role == "server" and self._partitions.heard(event.sender, event.epoch)
 
-    def told(self, seat: Seat, event: Received, message: Synced | OutOfSync) -> bool:
+    def told(self, seat: Seat, event: Received, message: Synced | HandedOver | OutOfSync) -> bool:
         """A server says who holds what; True if that changes roles from the next view on."""
         sender, next_epoch = seat.member.incarnation, self._views.next_epoch
-        if isinstance(message, Synced):
-            return self._partitions.synced(message.partition, sender, message.incarnation, event.epoch, next_epoch)
+        if isinstance(message, Synced | HandedOver):
+            tell = self._partitions.synced if isinstance(message, Synced) else self._partitions.handed_over
+            return tell(message.partition, sender, message.incarnation, event.epoch, next_epoch)
         return self._partitions.out_of_sync(message.partition, message.incarnation, sender, next_epoch)

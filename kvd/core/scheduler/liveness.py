@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvd.core.scheduler.roster import Roster, Seat
 from kvd.protocol.messages import Quiet
 
@@ -12,16 +14,28 @@ class Liveness:
     """Judges the living members of a roster by their silence, and says how long the dead are awaited.
 
     Changes nothing in the roster.
+
+    Args:
+        is_alone: whether a server has values that no other one has, although each should have two copies. Silence is no
+            death then, which would help nobody: it may come back with all of them.
     """
 
     def __init__(
-        self, roster: Roster, heartbeat_interval_s: float, server_timeout_s: float, worker_timeout_s: float, now: float
+        self,
+        roster: Roster,
+        heartbeat_interval_s: float,
+        server_timeout_s: float,
+        worker_timeout_s: float,
+        now: float,
+        is_alone: Callable[[Seat], bool] = lambda seat: False,
     ) -> None:
         self._roster = roster
         self._interval_s = heartbeat_interval_s
         self._timeouts_s = {"server": server_timeout_s, "worker": worker_timeout_s}
         self._heard_at = {seat.place: now for seat in roster.seats()}
         self._ended: dict[tuple[str, int], str] = {}  # how a process ended whose member is not declared dead yet
+        self._is_alone = is_alone
+        self._spared: set[tuple[str, int]] = set()  # servers that are alone, and were silent for a whole timeout
         self._last_step = now
         self._awaited: dict[tuple[str, int], float] = {}  # dead workers that may be on their way back, and until when
 
@@ -34,6 +48,7 @@ class Liveness:
         timeout to come as well.
         """
         self._heard_at[seat.place] = now
+        self._spared.discard(seat.place)
         self._ended.pop(seat.place, None)
         self._awaited.pop(seat.place, None)
         if seat.member.role == "worker":
@@ -42,6 +57,7 @@ class Liveness:
 
     def heard(self, seat: Seat, now: float) -> None:
         self._heard_at[seat.place] = now
+        self._spared.discard(seat.place)
 
     def process_ended(self, seat: Seat, reason: str, now: float) -> float:
         """The seat's process has ended. Returns the seconds that are left to start it again, from 0."""
@@ -71,12 +87,25 @@ class Liveness:
         """How the seat's process ended; "" if nothing is known of its end."""
         return self._ended.get(seat.place, "")
 
+    def spare(self, now: float) -> list[Seat]:
+        """The servers that are to be waited for from now on, although they have been silent for a whole timeout."""
+        spared = [
+            seat
+            for seat in self._roster.living()
+            if seat.place not in self._spared
+            and now >= self._deadline(seat)
+            and not self.known_end(seat)
+            and self._is_alone(seat)
+        ]
+        self._spared.update(seat.place for seat in spared)
+        return spared
+
     def overdue(self, now: float) -> list[tuple[Seat, str]]:
         """The living members that must be declared dead, each with the reason."""
         return [
             (seat, self.known_end(seat) or f"no heartbeat for {self._timeouts_s[seat.member.role]:g} s")
             for seat in self._roster.living()
-            if now >= self._deadline(seat)
+            if now >= self._deadline(seat) and seat.place not in self._spared
         ]
 
     def breaking_ranks(self) -> list[int]:
@@ -92,7 +121,8 @@ class Liveness:
 
     def next_deadline(self) -> float | None:
         """When the next member is overdue if it stays silent, or a dead one is not awaited any more; None: never."""
-        return min((*(self._deadline(seat) for seat in self._roster.living()), *self._awaited.values()), default=None)
+        judged = [self._deadline(seat) for seat in self._roster.living() if seat.place not in self._spared]
+        return min((*judged, *self._awaited.values()), default=None)
 
     def quiet(self, now: float) -> tuple[Quiet, ...]:
         """The living members that have missed heartbeats, and for how long."""

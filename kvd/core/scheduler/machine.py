@@ -13,8 +13,8 @@ The way of a death:
 1. The shell sees a process end and feeds PeerLost. `machine.py:SchedulerMachine._process_ended` declares a server dead
    at once (go to 3); for a worker, `liveness.py:Liveness.process_ended` notes the reason, and its supervisor has the
    rest of the timeout to start it again.
-2. Silence: `machine.py:SchedulerMachine.step` asks `liveness.py:Liveness.overdue` after each event who has been silent
-   for a whole timeout.
+2. Silence: `machine.py:SchedulerMachine._judge` asks `liveness.py:Liveness.overdue` after each event who has been
+   silent for a whole timeout. A server that alone has values, of which there should be two copies, is waited for.
 3. `machine.py:SchedulerMachine._declare_dead` changes the state by `roster.py:Roster.transition`.
 4. `machine.py:SchedulerMachine._publish` breaks the barriers that the dead worker is missing from, in
    `barriers.py:Barriers.settle`, and lets others lead what a dead server led, in `partitions.py:Partitions.follow`;
@@ -57,11 +57,13 @@ from kvd.protocol.messages import (
     EXIT_BARRIER,
     NO_RANK,
     NO_RUN,
+    PREPARED,
     Departure,
     Done,
     Enter,
     Epoch,
     ErrorCode,
+    HandedOver,
     Heartbeat,
     HeartbeatAck,
     Join,
@@ -83,6 +85,12 @@ from kvd.protocol.messages import (
 )
 
 __all__ = ["SchedulerMachine", "SchedulerSettings"]
+
+_TOLD = {
+    Synced: "has a new backup",
+    HandedOver: "was handed over: its backup leads it now, and its leader is the backup",
+    OutOfSync: "has lost a backup, which is not in sync",
+}
 
 
 class SchedulerMachine:
@@ -123,7 +131,12 @@ class SchedulerMachine:
         else:
             self._roster.forget()
         self._liveness = Liveness(
-            self._roster, settings.heartbeat_interval_s, settings.server_timeout_s, settings.worker_timeout_s, now
+            self._roster,
+            settings.heartbeat_interval_s,
+            settings.server_timeout_s,
+            settings.worker_timeout_s,
+            now,
+            lambda seat: self._partitions.is_alone(seat.member.incarnation),
         )
         self._seating = Seating(self._agreement, self._roster, self._liveness)
         self._runs: tuple[RunEntry, ...] = ()
@@ -151,6 +164,7 @@ class SchedulerMachine:
             Listen: self._meet,
             Synced: self._holds,
             OutOfSync: self._holds,
+            HandedOver: self._holds,
         }
 
     # ── the machine's interface ──
@@ -187,8 +201,7 @@ class SchedulerMachine:
             self._out += self._views.saved(event.token, nodes)
         elif isinstance(event, PeerLost):
             self._process_ended(self._roster.seat_of(event.incarnation), event.reason, now)
-        for seat, reason in self._liveness.overdue(now):
-            self._declare_dead(seat, reason, now)
+        self._judge(now)
         if self._liveness.stops_awaiting(now) and (settled := self._meetings.settle()):
             self._publish(settled)
         self._take_over(now)
@@ -241,6 +254,11 @@ class SchedulerMachine:
         for seat in self._roster.living():
             self._liveness.joined(seat, now)
         self._partitions.begin(servers_of(self._roster), self._views.next_epoch)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether an operator has restored keys here, and nobody has a place yet."""
+        return not self._roster.worker_states() and bool(self._barriers.said(PREPARED, 0).text)
 
     def seems_lost(self) -> bool:
         """Whether no worker is known to be well: each has left, is dead, or its process has ended."""
@@ -373,13 +391,12 @@ class SchedulerMachine:
             self._log("info", "the servers have told where values are")
             self._publish()
 
-    def _holds(self, event: Received, message: Synced | OutOfSync, now: float) -> None:
+    def _holds(self, event: Received, message: Synced | HandedOver | OutOfSync, now: float) -> None:
         seat = self._sender_seat(event, message.request, now)
         if seat is None:
             return
         if self._leadership.told(seat, event, message):
-            what = "has a new backup" if isinstance(message, Synced) else "has lost a backup, which is not in sync"
-            self._log("info", f"partition {message.partition} {what}", said_by=seat.name)
+            self._log("info", f"partition {message.partition} {_TOLD[type(message)]}", said_by=seat.name)
             self._publish()
         self._out += self._views.when_saved(Send(event.peer, Done(message.request)))
 
@@ -456,6 +473,17 @@ class SchedulerMachine:
             left_s = self._liveness.process_ended(seat, reason, now)
             text = f"{seat.name}: {reason}; it can be started again within {left_s:.1f} s"
             self._log("warning", text, node_id=seat.member.node_id)
+
+    def _judge(self, now: float) -> None:
+        """Declares the silent dead, one at a time: each death may leave another server alone with its values."""
+        while True:
+            for seat in self._liveness.spare(now):
+                text = f"{seat.name} alone has some values, and is silent: it is waited for"
+                self._log("error", text, silent_s=self._liveness.silence_s(seat, now))
+            late = self._liveness.overdue(now)
+            if not late:
+                return
+            self._declare_dead(*late[0], now)
 
     def _declare_dead(self, seat: Seat, reason: str, now: float) -> None:
         self._roster.transition(seat, MemberEvent.DECLARED_DEAD, reason, self._liveness.silence_s(seat, now))

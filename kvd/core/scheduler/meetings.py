@@ -46,7 +46,7 @@ class Meetings:
             return Met(Refused(request, ErrorCode.NOT_ALLOWED, "only workers meet at barriers"))
         if isinstance(message, Listen):
             note = self._barriers.said(name, generation)
-            return Met(Said(request, note is not None, note or ""))
+            return Met(Said(request, note.is_released, note.text))
         if isinstance(message, Say):
             answer = self._barriers.say(name, generation, rank, message.note)
         else:

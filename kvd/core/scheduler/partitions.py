@@ -11,23 +11,30 @@ With one replica there are none. With two, `Partitions` has one `Entry` per part
 | it has no backup, and another server is active | syncing: the next active rank after the leader (the ring) |
 | the leader has said that who is syncing has everything | it is the backup, in place of the earlier one |
 | a backup, or who is syncing, is out of sync: it says so, or the leader | without it |
+| some server leads at least two more than another, which is its backup | successor: the backup |
+| the leader has said that its successor has everything | the successor leads, and the old leader is the backup |
 
-Once all partitions have backups that can have them, one at a time gets a better one: a backup that is not the next
-active rank after the leader gives way to that one, which is synced beside it. A leader stays the leader until it is
-gone: another one would begin without a backup, since the old one may be a round ahead of it.
+Once all partitions have backups, they are spread evenly, one at a time. A server that leads two fewer than another is
+to lead one of those, its *home*, the one with the number of its rank, if it can be that. It is made the backup first,
+if it is none, and then the successor. When no server leads two fewer than another, a backup that is not the next active
+rank after the leader gives way to that one, which is synced beside it. Each handover makes the loads less uneven, and
+the backups only follow the leaders: this comes to an end.
 
-Three things make this safe, together with what servers do:
+Four things make this safe, together with what servers do:
 
 - A backup is a rank with the incarnation that became in-sync. Another process of the rank is not in-sync.
 - The leader waits for the answers of who is syncing from before it says Synced: at that moment nothing is committed
   that the new backup does not hold.
 - Nobody is chosen for a partition before the leader and it have both shown that they know the entry without it, and
-  Synced counts only from a leader that knows the entry as it is. Else a copy that was broken off could be taken for
-  another one.
+  Synced and HandedOver count only from a leader that knows the entry as it is. Else a copy that was broken off could be
+  taken for another one.
+- A leader that says HandedOver changes nothing more. If it changes its mind, since no view comes, it can commit nothing
+  that the successor, its backup, does not hold; and the successor nothing that it does not hold.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple, TypeAlias
 
@@ -52,12 +59,14 @@ class Entry(NamedTuple):
     backup: Holder | None
     syncing: Holder | None
     lineage: int
+    successor: Holder | None = None
 
     def public(self) -> Partition:
         """As the view has it: by rank."""
-        backup = NO_RANK if self.backup is None else self.backup.rank
-        syncing = NO_RANK if self.syncing is None else self.syncing.rank
-        return Partition(self.leader.rank, backup, syncing, self.lineage)
+        backup, syncing, successor = (
+            NO_RANK if holder is None else holder.rank for holder in (self.backup, self.syncing, self.successor)
+        )
+        return Partition(self.leader.rank, backup, syncing, self.lineage, successor)
 
 
 class Server(NamedTuple):
@@ -131,6 +140,10 @@ class Partitions:
         self._since = []
         self._held_back = []
 
+    def is_alone(self, incarnation: int) -> bool:
+        """Whether this server leads something of which nobody else is an in-sync replica."""
+        return any(entry.backup is None and entry.leader.incarnation == incarnation for entry in self._entries)
+
     # ── what happens ──
 
     def heard(self, incarnation: int, known: Epoch) -> bool:
@@ -138,9 +151,16 @@ class Partitions:
         if not self.count or known <= self._known.get(incarnation, NO_VIEW):
             return False
         self._known[incarnation] = known
-        if self._is_restored and any(entry.backup is entry.syncing for entry in self._entries):  # None and None
+        if self._is_restored and self._may_change():
             return True
         return any(self._both_know(partition, chosen) for partition, chosen in self._held_back)
+
+    def _may_change(self) -> bool:
+        """Whether a table that was restored has a partition without a backup, or may be uneven."""
+        if any(entry.backup is entry.syncing for entry in self._entries):  # None and None
+            return True
+        is_at_rest = all(entry.backup and not (entry.syncing or entry.successor) for entry in self._entries)
+        return is_at_rest and len({entry.leader for entry in self._entries}) < len(self._entries)
 
     def synced(self, partition: int, leader: int, incarnation: int, known: Epoch, epoch: Epoch) -> bool:
         """This leader, which knows the view `known`, says that who is syncing, of this incarnation, has everything.
@@ -154,6 +174,23 @@ class Partitions:
         if found != (leader, incarnation) or known < self._since[partition]:
             return False
         self._put(partition, entry._replace(backup=entry.syncing, syncing=None), epoch)
+        return True
+
+    def handed_over(self, partition: int, leader: int, incarnation: int, known: Epoch, epoch: Epoch) -> bool:
+        """This leader, which knows the view `known`, says that its successor, of this incarnation, has everything.
+
+        False: that is not, or no more, what the table says. Otherwise the successor leads from the view of this epoch
+        on, and the old leader, which has everything too, is its backup.
+        """
+        if partition >= len(self._entries):
+            return False
+        entry = self._entries[partition]
+        successor = entry.successor
+        if successor is None or (entry.leader.incarnation, successor.incarnation) != (leader, incarnation):
+            return False
+        if known < self._since[partition]:
+            return False
+        self._put(partition, Entry(successor, entry.leader, None, entry.lineage), epoch)
         return True
 
     def out_of_sync(self, partition: int, incarnation: int, sender: int, epoch: Epoch) -> bool:
@@ -170,7 +207,8 @@ class Partitions:
             None if holder is not None and holder.incarnation == incarnation else holder
             for holder in (entry.backup, entry.syncing)
         )
-        self._put(partition, entry._replace(backup=backup, syncing=syncing), epoch)
+        successor = None if backup is None else entry.successor
+        self._put(partition, entry._replace(backup=backup, syncing=syncing, successor=successor), epoch)
         return (backup, syncing) != (entry.backup, entry.syncing)
 
     def follow(self, servers: Servers, epoch: Epoch) -> list[str]:
@@ -188,9 +226,15 @@ class Partitions:
     # ── the rules ──
 
     def _choose(self, servers: Servers, epoch: Epoch) -> None:
-        """Names who is to be synced, where somebody is and may be."""
+        """Names who is to be synced, where somebody is and may be, and who is to lead."""
         self._held_back, self._is_restored = [], False
-        moved = self._moved(servers) if self._is_redundant(servers) else {}
+        moved = {}
+        if self._is_redundant(servers) and not any(entry.syncing or entry.successor for entry in self._entries):
+            uneven = self._uneven(servers)
+            if uneven is not None and self._entries[uneven[0]].backup == uneven[1]:
+                self._name_successor(*uneven, epoch)
+            else:
+                moved = self._moved(servers) if uneven is None else dict([uneven])
         for partition, entry in enumerate(self._entries):
             ring = self._ring(servers, entry.leader.rank + 1)
             leads_well = entry.leader in ring
@@ -203,10 +247,29 @@ class Partitions:
             else:
                 self._held_back.append((partition, chosen))
 
+    def _name_successor(self, partition: int, backup: Holder, epoch: Epoch) -> None:
+        if self._both_know(partition, backup):
+            self._put(partition, self._entries[partition]._replace(successor=backup), epoch)
+        else:
+            self._held_back.append((partition, backup))
+
+    def _uneven(self, servers: Servers) -> tuple[int, Holder] | None:
+        """The one partition that should have another leader next, and whom; None if the load is even."""
+        active = self._ring(servers, 0)
+        leads = Counter(entry.leader for entry in self._entries)
+        least = min(active, key=lambda holder: leads[holder])
+        movable = [
+            partition
+            for partition, entry in enumerate(self._entries)
+            if entry.leader in active and leads[entry.leader] >= leads[least] + 2
+        ]
+        if not movable:
+            return None
+        best = min(movable, key=lambda at: (at != least.rank, -leads[self._entries[at].leader], at))
+        return best, least
+
     def _moved(self, servers: Servers) -> dict[int, Holder]:
         """The one partition that should get another backup next, and whom."""
-        if any(entry.syncing is not None for entry in self._entries):
-            return {}
         active = self._ring(servers, 0)
         for partition, entry in enumerate(self._entries):
             if entry.leader in active and entry.backup != (best := self._ring(servers, entry.leader.rank + 1)[0]):
@@ -243,6 +306,7 @@ class Partitions:
                 "leader": _name(entry.leader),
                 "backup": _name(entry.backup),
                 "syncing": _name(entry.syncing),
+                "successor": _name(entry.successor),
             }
             for partition, entry in enumerate(self._entries)
         ]
@@ -251,7 +315,7 @@ class Partitions:
         """Raises AssertionError if somebody has a role that it cannot have."""
         assert len(self._entries) in (0, self.count), f"{len(self._entries)} of {self.count} partitions"
         for partition, entry in enumerate(self._entries):
-            leader, backup, syncing, lineage = entry
+            leader, backup, syncing, lineage, successor = entry
             ranks = [holder.rank for holder in (leader, backup, syncing) if holder is not None]
             assert len(set(ranks)) == len(ranks), f"partition {partition}: a server has two roles in {entry}"
             for holder in (backup, syncing):
@@ -262,15 +326,18 @@ class Partitions:
             is_own = present is None or present.incarnation == leader.incarnation
             assert is_own, f"partition {partition}: {leader} was replaced by {present}"
             assert lineage > 0, f"partition {partition} has no lineage"
+            is_fit = successor is None or (successor == backup and syncing is None)
+            assert is_fit, f"partition {partition}: {successor} cannot take over in {entry}"
+        assert sum(entry.successor is not None for entry in self._entries) <= 1, "two partitions are handed over"
 
 
 def _without_the_gone(entry: Entry, servers: Servers) -> Entry:
     """What is left of an entry; see the first table above."""
-    leader, backup, syncing, lineage = entry
+    leader, backup, syncing, lineage, successor = entry
     backup = backup if backup is not None and _is_there(backup, servers) else None
     syncing = syncing if syncing is not None and _is_there(syncing, servers) else None
     if _is_there(leader, servers):
-        return Entry(leader, backup, syncing, lineage)
+        return Entry(leader, backup, syncing, lineage, None if backup is None else successor)
     if backup is not None:
         return Entry(backup, None, None, lineage)
     present = servers.get(leader.rank)
@@ -296,6 +363,10 @@ def _changes(before: Sequence[Entry], after: Sequence[Entry]) -> list[str]:
             lines.setdefault(f"{_name(new.leader)} begins anew, without the contents of", []).append(partition)
         elif new.leader != old.leader:
             lines.setdefault(f"{_name(new.leader)} leads, in place of {_name(old.leader)},", []).append(partition)
+        elif new.successor is not None and new.successor != old.successor:
+            lines.setdefault(f"{_name(new.successor)} is to lead, in place of {_name(new.leader)},", []).append(
+                partition
+            )
         elif new.syncing is not None and new.syncing != old.syncing:
             lines.setdefault(f"{_name(new.syncing)} is made the backup of {_name(new.leader)} for", []).append(
                 partition

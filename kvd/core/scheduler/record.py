@@ -49,7 +49,8 @@ _WITHOUT_NOTES = 3  # fields of a barrier in the record of an earlier kvd
 
 Partitions: TypeAlias = Sequence[tuple[Entry, Epoch]]  # see kvd.core.scheduler.partitions.Partitions.saved
 _HOLDER = tuple[Number, Incarnation]
-_ENTRY = tuple[_HOLDER, _HOLDER | None, _HOLDER | None, Incarnation]
+_ENTRY = tuple[_HOLDER, _HOLDER | None, _HOLDER | None, Incarnation, _HOLDER | None]
+_WITHOUT_SUCCESSOR = 4  # fields of a partition in the record of an earlier kvd
 _PARTITIONS = check_for(Annotated[tuple[tuple[_ENTRY, Epoch], ...], Limit(0, MAX_MEMBERS)])
 
 
@@ -123,6 +124,8 @@ class Record(NamedTuple):
         for entry, _ in self.partitions:
             helpers = [holder for holder in (entry.backup, entry.syncing) if holder is not None]
             _check_once("a server of a partition", [holder.rank for holder in (entry.leader, *helpers)])
+            if entry.successor is not None and (entry.successor != entry.backup or entry.syncing is not None):
+                raise ValueError(f"{entry.successor} of a partition cannot be its next leader")
             leader = seats.get(entry.leader.rank)  # it may have given its seat back
             if leader is not None and leader.member.incarnation != entry.leader.incarnation:
                 raise ValueError(f"{entry.leader} of a partition is not at its place")
@@ -183,16 +186,25 @@ def _padded(value: object, kind: type[Settings] | type[Member]) -> list[Any]:
 
 
 def _plain_partition(entry: Entry, since: Epoch) -> list[object]:
-    *holders, lineage = entry
-    return [[*(holder and list(holder) for holder in holders), lineage], list(since)]
+    return [[list(field) if isinstance(field, Holder) else field for field in entry], list(since)]
 
 
 def _partitions(value: object) -> Partitions:
-    checked: Any = _PARTITIONS(value)
+    entries = [_list(saved, 2) for saved in _list(value, MAX_MEMBERS)]
+    padded = [[[*entry[0], None] if _has_no_successor(entry) else entry[0], *entry[1:]] for entry in entries if entry]
+    checked: Any = _PARTITIONS(padded)
     return [
-        (Entry(Holder(*leader), backup and Holder(*backup), syncing and Holder(*syncing), lineage), since)
-        for (leader, backup, syncing, lineage), since in checked
+        (Entry(_holder(leader), _holder(backup), _holder(syncing), lineage, _holder(successor)), since)
+        for (leader, backup, syncing, lineage, successor), since in checked
     ]
+
+
+def _has_no_successor(saved: list[Any]) -> bool:
+    return type(saved[0]) is list and len(saved[0]) == _WITHOUT_SUCCESSOR
+
+
+def _holder(fields: Any) -> Any:
+    return fields and Holder(*fields)
 
 
 def _barriers(value: object) -> Sequence[Any]:

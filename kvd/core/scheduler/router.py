@@ -247,6 +247,8 @@ class SchedulerRouter:
         elif slot is None:
             self._refuse(event, ErrorCode.JOB_BUSY, TOO_MANY, join.job)
         elif choice is Choice.ENTER and slot.machine is not None:
+            if slot.bind(join):
+                self._announce()
             self._step(slot.run, slot.machine, event, now)
         elif choice is Choice.WAIT:
             self._send(event, NotYet(join.request, NotYetReason.BUSY, slot.closing_text()))

@@ -42,6 +42,18 @@ class RunSlot:
         return self.phase.is_over
 
     @property
+    def is_prepared(self) -> bool:
+        """Whether it has keys that an operator has restored, and waits for its program."""
+        return self.machine is not None and self.phase is RunPhase.FAILED and self.machine.is_prepared
+
+    def bind(self, join: Join) -> bool:
+        """A run that an operator has prepared belongs to the first program that comes; True if that is news."""
+        if not self.is_prepared or join.operator or self.token == join.token:
+            return False
+        self.token = join.token
+        return True
+
+    @property
     def title(self) -> str:
         """The name under which this run alone can be read."""
         return f"{self.job}@{self.run:x}"
@@ -57,7 +69,7 @@ class RunSlot:
         return {
             "job": self.job,
             "run": f"{self.run:x}",
-            "phase": self.phase,
+            "phase": "prepared" if self.is_prepared else self.phase,
             "workers": len(states),
             "num_workers": self.num_workers,
         }
@@ -172,6 +184,9 @@ class Runs:
 
     def _of_the_job(self, join: Join) -> Decision:
         """For a process without a token, or with the token of a run that has not begun."""
+        newest = self.newest(join.job)
+        if newest is not None and newest.is_prepared and not self.is_superseded(newest):
+            return Decision(Choice.ENTER, newest)
         alive = next((slot for slot in self._latest(join.job) if not slot.is_over), None)
         if alive is None or alive.machine is None:
             return self._begin()

@@ -137,7 +137,7 @@ class ServerControl:
             self._effects.emit(answer)
 
         if self.generation > earlier:
-            self.held.hold(self._generation_records, held)
+            self.held.hold(self._generation_records, held, held)  # every server is told: who leads now has it
         else:
             held()
         if visits:
@@ -153,6 +153,10 @@ class ServerControl:
         wire = None if self.optimizer is None else to_wire(self.optimizer)
         as_set = self._agreement.newest
         return HoldOptimizer(0, partition, wire, None if as_set is None else to_wire(as_set), self.generation)
+
+    def newest(self) -> tuple[Optimizer | None, Optimizer | None, int]:
+        """The newest optimizer with all changes, as it was set, and how many were set."""
+        return self.optimizer, self._agreement.newest, self.generation
 
     def _visits_slices(self, event: Received, message: SetOptimizer, rank: int, optimizer: Optimizer | None) -> bool:
         """Whether what a worker sets concerns the slices; not if it is what the others have set."""
@@ -213,6 +217,7 @@ class ServerControl:
         self.held.hold(
             lambda: change_records(self._records.partitions, groups, message.changes),
             lambda: self._effects.send(event.peer, Done(message.request)),
+            lambda: None,  # it is asked again: the server that leads a part now may have been told when it led nothing
         )
 
     def _leads_nothing(self) -> bool:
@@ -224,6 +229,8 @@ class ServerControl:
 
     def _slice(self, event: Received, request: int, key: str, index: int) -> Slice | None:
         slice_ = self._table.slices.get((key, index))
+        if slice_ is not None and self._elsewhere.leaves((slice_,)):
+            slice_ = None
         if slice_ is None and not self._elsewhere.has(event, request, key, index):
             self._effects.send(
                 event.peer, Refused(request, ErrorCode.KEY_NOT_FOUND, f"no slice {index} of {key!r} is here", key)

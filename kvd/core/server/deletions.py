@@ -158,7 +158,7 @@ class Deletions:
     def advance(self) -> None:
         """A job has ended: the keys that waited for it go."""
         for key in sorted(self._going):
-            if self._table.is_quiescent(key):
+            if self._table.is_quiescent(key) and not self._elsewhere.leaves(self._table.of_key(key)):
                 self._going.discard(key)
                 records = self.take_away(key)
                 gone = [waiting for waiting in self._by_key.pop(key, {}).values() if self._is_over(waiting, key)]

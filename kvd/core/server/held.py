@@ -11,7 +11,7 @@ from kvd.core.server.groups import Slice
 from kvd.core.server.handled import Handled
 from kvd.core.server.keys import KeyTable
 from kvd.optimizer import Optimizer
-from kvd.protocol.messages import Done, ErrorCode, HoldLoop, NotYetReason, SliceId
+from kvd.protocol.messages import NO_VIEW, Done, Epoch, ErrorCode, HoldLoop, NotYetReason, SliceId
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +24,8 @@ class HeldPartition:
         loops: by their first step: the newest HoldLoop.
         optimizer, as_set, generation: the newest that was set there, with all changes, and as it was set.
         handled: requests of the leader that need not be carried out again.
+        is_broken: a round could not be applied as the leader has applied it.
+        since: the view since which it is held; records that were sent before it knew that view are of an earlier time.
     """
 
     leader: int
@@ -33,6 +35,8 @@ class HeldPartition:
     as_set: Optimizer | None = None
     generation: int = 0
     handled: Handled = field(default_factory=Handled)
+    since: Epoch = NO_VIEW
+    is_broken: bool = False
 
     def find(self, slice_id: SliceId) -> Slice | None:
         """The slice of this creation, if it is here."""

@@ -127,7 +127,8 @@ class KeyCreation:
         if self._is_resting(event, init, slices):
             return
         leftovers = sorted({new.key for new in slices if rank == 0 and self._is_left_over(new.key, init.creation)})
-        if not all(map(self._table.is_quiescent, leftovers)):
+        of_leftovers = [slice_ for key in leftovers for slice_ in self._table.of_key(key)]
+        if not all(map(self._table.is_quiescent, leftovers)) or self._elsewhere.leaves(of_leftovers):
             text = "a slice is being updated"
             self._effects.not_yet(event.peer, init.request, NotYetReason.UPDATING, text, leftovers[0])
             return
@@ -253,6 +254,8 @@ class KeyCreation:
         mine = self._session.rank
         if self._view.partitions and not all(self._view.is_led_by(mine, new.key, new.slice_index) for new in wanted):
             return  # it is sent to the server that leads these slices now
+        if any(self._view.partition_of(new.key, new.slice_index) in self._elsewhere.leaving for new in wanted):
+            return  # it is asked again, there or here
         if self._is_resting(event, init, wanted):
             return
         if init.creation < self._table.creation:  # since it was asked

@@ -9,23 +9,28 @@ from collections.abc import Callable
 
 from kvd.core.machine import LogEntry
 from kvd.core.server.control import ServerControl
-from kvd.core.server.deletions import Deletions
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
-from kvd.core.server.groups import FusedGroup, forget_state
-from kvd.core.server.key_requests import KeyRequests
+from kvd.core.server.giving_up import GivingUp
+from kvd.core.server.groups import FusedGroup
+from kvd.core.server.handover import Handovers
 from kvd.core.server.keys import KeyTable
-from kvd.core.server.readings import Readings
 from kvd.core.server.replicas import Replicas
 from kvd.core.server.shared_steps import SharedSteps
-from kvd.core.server.waiting import Waiters
 from kvd.core.session import SchedulerSession
 
 Advance = Callable[[FusedGroup], None]
 
 
 class Leadership:
-    """Takes over what this server is to lead, and drops what another one leads now."""
+    """Takes over what this server is to lead, and drops what another one leads now.
+
+    Args:
+        out_of_sync: this server does not hold a partition of which the view says that it does.
+
+    Attributes:
+        promoted: the partitions that it has held until the newest view, and leads by that.
+    """
 
     def __init__(
         self,
@@ -34,12 +39,11 @@ class Leadership:
         effects: ServerEffects,
         replicas: Replicas,
         control: ServerControl,
-        keys: KeyRequests,
-        deletions: Deletions,
         shared: SharedSteps,
-        waiters: Waiters,
-        readings: Readings,
         elsewhere: Elsewhere,
+        handovers: Handovers,
+        giving_up: GivingUp,
+        out_of_sync: Callable[[int], None],
         advance: Advance,
     ) -> None:
         self._session = session
@@ -48,19 +52,14 @@ class Leadership:
         self._effects = effects
         self._replicas = replicas
         self._control = control
-        self._droppers = (
-            keys.drop_partition,
-            deletions.drop_partition,
-            shared.drop_partition,
-            control.held.drop_partition,
-        )
         self._shared = shared
-        self._waiters = waiters
-        self._readings = readings
         self._elsewhere = elsewhere
+        self._handovers = handovers
+        self._giving_up = giving_up
+        self._out_of_sync = out_of_sync
         self._advance = advance
+        self.promoted: set[int] = set()
         self._led: set[int] = set()
-        self._ending: list[FusedGroup] = []  # groups that were given up while a job was at work on them
 
     @property
     def led(self) -> list[int]:
@@ -78,6 +77,7 @@ class Leadership:
             elif leader.incarnation == self._session.incarnation:
                 now.add(number)
         self._led = now
+        self.promoted = set()
         if before - now:
             self._elsewhere.gave_up()
         for partition in sorted(before - now):
@@ -89,6 +89,7 @@ class Leadership:
         held = self._replicas.take(partition, self._adopt)
         if held is None:
             return  # it began here
+        self.promoted.add(partition)
         self._table.creation = max(self._table.creation, held.table.creation)
         for key, made in held.table.live.items():
             self._table.live.setdefault(key, made)
@@ -105,39 +106,19 @@ class Leadership:
         self._advance(group)
 
     def _give_up(self, partition: int) -> None:
-        """Another server leads the partition. Those who wait ask there: they are told by the same view."""
-        for drop in self._droppers:
-            drop(partition)
-        for group in [group for group in self._table.groups.values() if group.partition == partition]:
-            self._waiters.drop_group(group)
-            self._readings.drop_slices(group.slices)
-            for slice_ in group.slices:
-                if slice_.index == 0:
-                    self._table.live.pop(slice_.key, None)
-            self._table.release(group)
-            group.is_gone = True
-            group.tasks = []
-            if group.is_quiescent:
-                self._effects.emit(forget_state(group.slices))
-            else:
-                self._ending.append(group)
-        self._readings.led_less()
-        text = f"{self._session.name} does not lead partition {partition} any more"
-        self._effects.emit(LogEntry("warning", text))
-
-    def end_groups(self) -> None:
-        """A job, or a record, has come to its end: the bytes of a group that was given up may be needed no more."""
-        for group in [group for group in self._ending if group.is_quiescent]:
-            self._ending.remove(group)
-            self._effects.emit(forget_state(group.slices))
-
-    def is_ending(self, partition: int) -> bool:
-        """Whether a job is at work on slices of this partition, which this server does not lead any more."""
-        return any(group.partition == partition for group in self._ending)
+        """Another server leads the partition: perhaps with what was handed over to it."""
+        leader, backup, *_ = self._view.partitions[partition]
+        successor = self._view.members["server", leader].incarnation
+        is_backup = backup == self._session.rank
+        if is_backup and self._handovers.is_complete(partition, successor):
+            self._giving_up.hold(partition, successor)
+            return
+        self._giving_up.forget(partition)
+        if is_backup:
+            self._out_of_sync(partition)
 
     def validate(self) -> None:
         """Raises AssertionError if this server has slices of partitions that it does not lead."""
         if self._view.partitions:
             for group in self._table.groups.values():
                 assert group.partition in self._led, f"{group.description} is led elsewhere"
-        assert not any(group.is_quiescent for group in self._ending), "a group that was given up is not forgotten"

@@ -1,5 +1,7 @@
 """One run in a server: it leads slices, merges what the workers push, and serves what is committed.
 
+Over 400 lines because all parts are put together here, and the table of messages stands on one page.
+
 The machine is its table of messages and the parts that it owns; `push` tells the life of a push, `pull` that of a pull.
 A worker's death arrives as a view: `_view_changed` detaches replaced workers (`attachments`), takes over who takes part
 (`participants`), fails the look-ups that wait for worker 0 (`key_requests`), lets rounds close that no longer wait for
@@ -27,11 +29,14 @@ from kvd.core.machine import (
 from kvd.core.membership import name_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable
+from kvd.core.server.captures import Captures
 from kvd.core.server.control import ServerControl
 from kvd.core.server.deletions import Deletions
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
+from kvd.core.server.giving_up import GivingUp
+from kvd.core.server.handover import Handovers
 from kvd.core.server.held import HeldPartition
 from kvd.core.server.key_creation import KeyCreation
 from kvd.core.server.key_requests import KeyRequests
@@ -111,6 +116,13 @@ class ServerSettings:
     small_push_bytes: int = SMALL_PUSH_BYTES
 
 
+class _Readers(NamedTuple):
+    """Those that keep something for others, and forget who is silent for too long."""
+
+    readings: Readings
+    captures: Captures
+
+
 class _Followers(NamedTuple):
     """Who is told of a new view, and of the incarnation of a worker that was replaced."""
 
@@ -144,7 +156,9 @@ class ServerMachine:
             lambda partition: out_of_step.add(partition, session.incarnation),
         )
         elsewhere = Elsewhere(session, effects, replicas.is_handing_over)
-        self._readings = readings = Readings(session.view, self.table, effects, participants, elsewhere)
+        readings = Readings(session.view, self.table, effects, participants, elsewhere)
+        captures = Captures(session.view, self.table, effects, readings, lambda group: self._pushes.advance(group))
+        self._readers = _Readers(readings, captures)
         targets = TargetResolver(session, self.table, batches, attachments, effects, records, elsewhere)
         self._pushes = pushes = Pushes(
             session.view,
@@ -156,6 +170,8 @@ class ServerMachine:
             disputes,
             readings,
             records,
+            elsewhere.leaving,
+            captures,
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(
@@ -179,25 +195,30 @@ class ServerMachine:
         keys = KeyRequests(session, self.table, effects, attachments, participants, records, elsewhere)
         pulls = Pulls(effects, attachments, targets, waiters, participants, disputes)
         shared = SharedSteps(session.view, effects, attachments, participants, records, self._advance_all)
+        handovers = Handovers(
+            session, self.table, effects, records, control.held, elsewhere, replicas.is_handing_over, self._woken
+        )
+        giving_up = GivingUp(
+            session, self.table, effects, replicas, control, keys, deletions, shared, waiters, readings, captures
+        )
         leadership = Leadership(
             session,
             self.table,
             effects,
             replicas,
             control,
-            keys,
-            deletions,
             shared,
-            waiters,
-            readings,
             elsewhere,
+            handovers,
+            giving_up,
+            lambda partition: out_of_step.add(partition, session.incarnation),
             pushes.advance,
         )
         syncing = Syncing(
             session, self.table, effects, records, shared, control, replicas.is_handing_over, pushes.advance
         )
         self._replication = Replication(
-            session, effects, records, replicas, leadership, syncing, out_of_step, elsewhere
+            session, effects, records, replicas, leadership, syncing, out_of_step, elsewhere, handovers, giving_up
         )
         self._validated = (
             session,
@@ -208,6 +229,7 @@ class ServerMachine:
             deletions,
             agreement,
             readings,
+            captures,
             shared,
             self._replication,
         )
@@ -215,7 +237,7 @@ class ServerMachine:
             of_views=(shared.view_changed, keys.fail_lookups_without_rank_0, deletions.view_changed),
             of_replaced=(control.drop_sender, batches.drop_sender),
         )
-        resumption = Resumption(self.table, effects, attachments, targets, records, pushes.advance)
+        resumption = Resumption(self.table, effects, attachments, targets, records, elsewhere, pushes.advance)
         self._handlers: dict[type[Any], Callable[[Received, Any], None]] = {
             PushBatch: pushes.push_batch,
             PullBatch: pulls.pull_batch,
@@ -241,6 +263,7 @@ class ServerMachine:
             Survey: readings.survey,
             ReadSlices: readings.read,
             ReadDone: readings.done,
+            **captures.handlers,
             **dict.fromkeys(replicas.kinds, self._replication.record),
         }
 
@@ -266,7 +289,8 @@ class ServerMachine:
         return self._replication.held(partition)
 
     def step(self, event: Event, now: float) -> list[Effect]:
-        self._readings.tick(now)
+        for reader in self._readers:
+            reader.tick(now)
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, JobDone):
@@ -287,13 +311,12 @@ class ServerMachine:
         return self._effects.take()
 
     def next_deadline(self) -> float | None:
-        due, readers_due = self._session.next_deadline(), self._readings.next_deadline()
-        if self._replication.is_on:
-            records_due = self._replication.next_deadline()
-            return min((at for at in (due, readers_due, records_due) if at is not None), default=None)
-        if due is None or readers_due is None:
-            return readers_due if due is None else due
-        return min(due, readers_due)
+        due = self._session.next_deadline()
+        for part in (*self._readers, self._replication):
+            at = part.next_deadline()
+            if at is not None and (due is None or at < due):  # without a generator: this is asked after each event
+                due = at
+        return due
 
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
         groups = self.table.groups.values()
@@ -309,7 +332,8 @@ class ServerMachine:
             "slices": len(self.table.slices),
             "bytes_led": self.table.bytes_led,
             "bytes_staged": sum(group.log.staged_bytes(group.nbytes) for group in groups),
-            "bytes_held_by_readers": self._readings.held_nbytes,
+            "bytes_held_by_readers": self._readers.readings.held_nbytes,
+            "bytes_captured": self._readers.captures.kept_nbytes,
             "requests_waiting": len(self._waiters.pending),
             "workers": ranks,
             "paths": {name_of("worker", rank): self._attachments.path_of(rank) for rank in ranks},
@@ -384,6 +408,11 @@ class ServerMachine:
     def _advance_all(self) -> None:
         for group in list(self.table.groups.values()):
             self._pushes.advance(group)
+
+    def _woken(self) -> None:
+        """Partitions that were to be handed over are served again."""
+        self._advance_all()
+        self._deletions.advance()
 
     def _forget(self, rank: int, incarnation: int) -> None:
         """The worker was replaced: what it staged for open rounds is dropped, and its requests are not answered."""

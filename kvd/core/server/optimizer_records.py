@@ -61,16 +61,16 @@ class OptimizerRecords:
         self._late = [group for group in self._late if group.partition != partition]
         self._hold_used()
 
-    def hold(self, made: _Made, then: Callable[[], None]) -> None:
-        """Has these records held, which are made when all groups use the newest optimizer. `then` is called also when
-        another server leads a partition by then: workers tell every server what they set and change."""
+    def hold(self, made: _Made, then: Callable[[], None], lost: Callable[[], None]) -> None:
+        """Has these records held, which are made when all groups use the newest optimizer. `then` is called when they
+        are; `lost` if another server leads a partition by then."""
         self.is_open = True
 
-        def held() -> None:
+        def over(told: Callable[[], None]) -> None:
             self.is_open = False
-            then()
+            told()
 
-        self._when_used = lambda: self._records.hold_in(made(), held, held)
+        self._when_used = lambda: self._records.hold_in(made(), partial(over, then), partial(over, lost))
         self._hold_used()
 
 

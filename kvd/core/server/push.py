@@ -16,7 +16,7 @@ job on the optimizer's state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from kvd.core.membership import ViewState
 from kvd.core.refusals import code_of
 from kvd.core.server.admission import Decision, admit
 from kvd.core.server.attachments import Attachments
+from kvd.core.server.captures import Captures
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup
@@ -64,6 +65,7 @@ class Pushes:
     """The pushes of all workers.
 
     Args:
+        leaving: the partitions whose rounds do not close any more.
         small_push_bytes: pushes of up to this many bytes are not answered by Staged.
     """
 
@@ -78,6 +80,8 @@ class Pushes:
         disputes: Disputes,
         readings: Readings,
         records: Records,
+        leaving: Collection[int],
+        captures: Captures,
         *,
         small_push_bytes: int,
     ) -> None:
@@ -90,6 +94,8 @@ class Pushes:
         self._disputes = disputes
         self._readings = readings
         self._records = records
+        self._leaving = leaving
+        self._captures = captures
         self._small_push_bytes = small_push_bytes
 
     # ── resolve ──
@@ -133,6 +139,8 @@ class Pushes:
             if self._view.is_sync and Decision.STAGE in decisions:
                 self._disputes.pushed(rank)
         self._readings.step_is_over(push.settled)
+        if self._captures.is_waiting:
+            self._captures.step_is_over()
         pending = Pending(event.peer, event.sender, push.request, True, push.pull, len(targets))
         self._waiters.wait(pending, rank, targets)
         for target in targets:
@@ -178,7 +186,7 @@ class Pushes:
             group.working = True
             group.tasks.pop(0)()
             return
-        if self._disputes.open:
+        if self._disputes.open or (self._leaving and group.partition in self._leaving):
             return
         record = group.log.close_next(self._participants.awaited)
         while record is not None and not record.contributions:  # all who owed it a push have left: no bytes change
@@ -187,7 +195,9 @@ class Pushes:
                 return
             self._commit(group, group.log.current)
             record = group.log.close_next(self._participants.awaited)
-        if record is not None:
+        if record is not None and self._captures.is_waiting:
+            self._captures.before_apply(group, record, partial(self._apply, group, record))
+        elif record is not None:
             self._apply(group, record)
 
     # ── apply ──
@@ -282,6 +292,8 @@ class Pushes:
         group.log.commit(buffer)
         self._waiters.settle(group)
         self._readings.committed(group)
+        if self._captures.is_waiting:
+            self._captures.committed(group)
 
     # ── an update that fails ──
 

@@ -115,9 +115,9 @@ class Readings:
 
     def survey(self, event: Received, survey: Survey) -> None:
         """Which steps there are of some slices, or of all."""
-        slices = self._slices(event, survey.request, survey.slice_ids)
+        slices = self.find_slices(event, survey.request, survey.slice_ids)
         if slices is not None:
-            self._effects.send(event.peer, self._surveyed(survey.request, slices))
+            self._effects.send(event.peer, self.surveyed(survey.request, slices))
 
     def read(self, event: Received, message: ReadSlices) -> None:
         """Some slices as they were after a step: answered when they are there."""
@@ -133,17 +133,17 @@ class Readings:
         if open_ is not None:
             open_.peer = event.peer  # it came again: the sender may have a new connection
             return
-        slices = self._slices(event, message.request, message.slice_ids)
+        slices = self.find_slices(event, message.request, message.slice_ids)
         if slices is None:
             return
         if reader is not None and message.number < reader.number:  # of a read that has ended
-            self._effects.send(event.peer, self._surveyed(message.request, slices))
+            self._effects.send(event.peer, self.surveyed(message.request, slices))
             return
         if reader is None and len(self._readers) < MAX_READERS:
             reader = self._readers[event.sender] = _Reader(message.number, 0.0)
         nbytes = sum(slice_.nbytes for slice_ in slices)
         if reader is None or not self._may_hold(reader, nbytes):
-            self._effects.send(event.peer, self._surveyed(message.request, slices))
+            self._effects.send(event.peer, self.surveyed(message.request, slices))
             return
         reader.expires_at = self._now + HOLD_EXPIRES_S
         reader.held_nbytes += nbytes
@@ -170,9 +170,12 @@ class Readings:
 
     def _find(self, slice_id: SliceId) -> Slice | None:
         slice_ = self._table.slices.get((slice_id.key, slice_id.slice_index))
-        return slice_ if slice_ is not None and slice_.creation == slice_id.creation else None
+        if slice_ is None or slice_.creation != slice_id.creation or self._elsewhere.leaves((slice_,)):
+            return None
+        return slice_
 
-    def _slices(self, event: Received, request: int, slice_ids: tuple[SliceId, ...]) -> tuple[Slice, ...] | None:
+    def find_slices(self, event: Received, request: int, slice_ids: tuple[SliceId, ...]) -> tuple[Slice, ...] | None:
+        """The slices that a reader names; None if one is not here, and the sender was told."""
         found = [self._find(slice_id) for slice_id in slice_ids]
         if len(set(slice_ids)) < len(slice_ids):
             text = "a reader names the same slice twice"
@@ -190,7 +193,8 @@ class Readings:
         self._effects.refuse(event.peer, request, ErrorCode.KEY_NOT_FOUND, text, name)
         return None
 
-    def _surveyed(self, request: int, slices: tuple[Slice, ...]) -> Surveyed:
+    def surveyed(self, request: int, slices: tuple[Slice, ...]) -> Surveyed:
+        """The steps of these slices, or of all."""
         groups = {slice_.group: None for slice_ in slices} if slices else self._table.groups.values()
         logs = [group.log for group in groups]
         steps = [log.step for log in logs]
@@ -232,7 +236,7 @@ class Readings:
             version = log.version_after(message.step)
             if version is None:
                 self._close(reading)
-                self._effects.send(reading.peer, self._surveyed(message.request, reading.slices))
+                self._effects.send(reading.peer, self.surveyed(message.request, reading.slices))
                 return
             if message.is_over or self._is_known(log, message.step):
                 reading.take(position, version)
@@ -256,6 +260,10 @@ class Readings:
         """This server leads less than before. Readers that hold too much now are forgotten, and ask again."""
         while self.held_nbytes > MAX_CUTS * self._table.bytes_led:
             self._forget(max(self._readers, key=lambda sender: self._readers[sender].held_nbytes))
+
+    def is_over(self, step: int) -> bool:
+        """Whether a worker has said that nothing more of this step is to come."""
+        return step <= self._over
 
     # ── the end of waiting ──
 

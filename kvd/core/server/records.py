@@ -13,7 +13,7 @@ sent of a slice and the changes of that slice arrive in this order too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -106,6 +106,13 @@ class Records:
         """Whether there are servers to hold the records of this partition."""
         return partition in self.holders
 
+    def are_held(self, partition: int, backup: ServerPeer) -> bool:
+        """Whether this server is the one that holds the records of this partition, and holds all of them."""
+        holders = self.holders_of(partition)
+        return [holder.peer for holder in holders] == [backup] and not any(
+            holder.is_syncing or holder.open or holder.queue or holder.unheld for holder in holders
+        )
+
     @property
     def partitions(self) -> list[int]:
         """The partitions whose records some server holds."""
@@ -130,9 +137,14 @@ class Records:
 
     # ── the view ──
 
-    def view_changed(self, led: Sequence[int]) -> None:
+    def view_changed(self, led: Sequence[int], promoted: Collection[int] = ()) -> None:
         """Takes over who the holders are of the partitions that are led here. Those that are none any more are not
-        waited for."""
+        waited for.
+
+        Args:
+            promoted: partitions that this server has held until now. One that has a backup was handed over: the backup
+                is its old leader, and has all of it.
+        """
         wanted = self._wanted(led)
         ended: list[Holder] = []
         for partition in sorted(self.holders.keys() | wanted.keys()):
@@ -143,7 +155,9 @@ class Records:
                 if holder is not None and is_syncing and not holder.is_syncing:
                     ended.append(holder)  # it fell out of step, and begins anew
                     holder = None
-                holder = holder or Holder(partition, peer, rank, is_syncing)
+                if holder is None:
+                    is_old_leader = partition in promoted and not is_syncing
+                    holder = Holder(partition, peer, rank, is_syncing, is_started=is_old_leader)
                 holder.is_syncing = is_syncing
                 now.append(holder)
             ended += before.values()
@@ -168,7 +182,7 @@ class Records:
         """
         wanted: dict[int, list[tuple[ServerPeer, int, bool]]] = {}
         for partition in led:
-            leader, backup, syncing, _ = self._view.partitions[partition]
+            leader, backup, syncing, *_ = self._view.partitions[partition]
             before = {holder.rank: holder for holder in self.holders_of(partition)}
             if ("server", leader) not in self._view.members:
                 if before:

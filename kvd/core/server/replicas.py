@@ -24,7 +24,7 @@ from kvd.core.server.installs import Installs
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.optimizer_names import OptimizerNames
 from kvd.core.session import SchedulerSession
-from kvd.protocol.messages import Hold, Install, NotYetReason, StartHolding
+from kvd.protocol.messages import Hold, HoldReady, Install, NotYetReason, StartHolding
 
 
 class Replicas:
@@ -54,11 +54,13 @@ class Replicas:
         self._answers = answers = RecordAnswers(effects)
         optimizers = OptimizerNames()
         self._installs = Installs(session, effects, optimizers, grant, self._hand_over)
-        self._rounds = HeldRounds(effects, answers, optimizers, broken, self._hand_over)
+        self._rounds = HeldRounds(effects, answers, optimizers, self._break, self._hand_over)
+        self._broken = broken
         self._handlers: dict[type[Any], Handler] = {
             **HeldChanges(effects, answers, optimizers, self._installs).handlers,
             Install: self._install,
             Hold: self._rounds.hold,
+            HoldReady: self._ready,
         }
 
     # ── what is held ──
@@ -91,8 +93,8 @@ class Replicas:
         """Takes a record."""
         message: Any = event.message
         held = self._held.get(message.partition)
-        if held is not None and held.leader != event.sender:
-            held = None  # it was held for another leader
+        if held is not None and (held.leader != event.sender or event.epoch < held.since):
+            held = None  # it was held for another leader, or this is a late copy of the time before that
         if not self._is_from_leader(event, message.partition):
             self._elsewhere(event, message.request, message.partition)
         elif held is not None and message.request in held.handled:
@@ -131,15 +133,36 @@ class Replicas:
         self._held[message.partition] = held
         self._answers.done(event, held)
 
+    def put(self, partition: int, held: HeldPartition) -> None:
+        """This server has led the partition until now, and holds it from now on."""
+        self._held[partition] = held
+
     def _install(self, event: Received, message: Install, held: HeldPartition) -> None:
         self._installs.take(event, message, held.table, partial(self._answers.done, event, held))
+
+    def _ready(self, event: Received, message: HoldReady, held: HeldPartition) -> None:
+        if held.is_broken:
+            self._answers.refuse(event, "a round could not be applied here: the partition has to be sent again")
+        elif not self._is_quiescent(message.partition, held):
+            self._answers.later(event, "an earlier record is applied")
+        else:
+            self._answers.done(event, held)
+
+    def _break(self, partition: int) -> None:
+        if partition in self._held:
+            self._held[partition].is_broken = True
+        self._broken(partition)
+
+    def _is_quiescent(self, partition: int, held: HeldPartition) -> bool:
+        groups = held.table.groups.values()
+        return not self._installs.is_busy(partition) and all(group.is_quiescent for group in groups)
 
     def forget(self, partition: int) -> bool:
         """Forgets what is held of a partition. False if that must wait: a job is still at work on it."""
         held = self._held.get(partition)
         if held is None:
             return True
-        if self._installs.is_busy(partition) or not all(group.is_quiescent for group in held.table.groups.values()):
+        if not self._is_quiescent(partition, held):
             return False
         del self._held[partition]
         if held.table.slices:
@@ -159,7 +182,7 @@ class Replicas:
         for partition, held in list(self._held.items()):
             if partition >= len(self._view.partitions) or partition in self._taken:
                 continue
-            leader, backup, syncing, _ = self._view.partitions[partition]
+            leader, backup, syncing, *_ = self._view.partitions[partition]
             member = self._view.members.get(("server", leader))
             if member is None or self._view.by_incarnation(self._session.incarnation) is None:
                 continue  # a scheduler that was restarted waits for it, or for this server

@@ -1,7 +1,7 @@
 """What a server does with others, so that any one of them may die: the parts, and how they are put together.
 
 A leader sends its `records` to the backups of its partitions, and brings servers in by `syncing`. A backup keeps
-`replicas`. `leadership` takes over and gives up what the view says.
+`replicas`. `leadership` takes over and gives up what the view says; by a `handover` the two change places.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 from kvd.core.machine import Effect, Received
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
+from kvd.core.server.giving_up import GivingUp
+from kvd.core.server.handover import Handovers
 from kvd.core.server.held import HeldPartition
 from kvd.core.server.leadership import Leadership
 from kvd.core.server.out_of_step import OutOfStep
@@ -39,6 +41,8 @@ class Replication:
         syncing: Syncing,
         out_of_step: OutOfStep,
         elsewhere: Elsewhere,
+        handovers: Handovers,
+        giving_up: GivingUp,
     ) -> None:
         self._session = session
         self._effects = effects
@@ -47,6 +51,8 @@ class Replication:
         self._leadership = leadership
         self._syncing = syncing
         self._out_of_step = out_of_step
+        self._handovers = handovers
+        self._giving_up = giving_up
         self.is_on = False
         self.postpones = elsewhere.postpones
 
@@ -61,11 +67,11 @@ class Replication:
     def answered(self, event: Received, now: float) -> None:
         """Takes the answer of a backup to a record."""
         self._records.receive(event, now)
-        self._leadership.end_groups()
+        self._giving_up.end_groups()
 
     def record(self, event: Received, message: Any) -> None:
         """Takes a record of a leader."""
-        if isinstance(message, StartHolding) and self._leadership.is_ending(message.partition):
+        if isinstance(message, StartHolding) and self._giving_up.is_ending(message.partition):
             text = "an update of this partition is under way"
             self._effects.not_yet(event.peer, message.request, NotYetReason.UPDATING, text)
         else:
@@ -75,27 +81,32 @@ class Replication:
         """Gives up and takes over partitions, before anyone asks about them; then sees who holds what is led here."""
         self.is_on = bool(self._session.view.partitions)
         self._leadership.view_changed()
-        self._records.view_changed(self._leadership.led)
+        self._records.view_changed(self._leadership.led, self._leadership.promoted)
         self._replicas.view_changed()
         self._syncing.view_changed()
-        self._leadership.end_groups()  # the others have let go of those that were given up
+        self._handovers.view_changed(self._leadership.led)
+        self._giving_up.end_groups()  # the others have let go of those that were given up
         self._out_of_step.view_changed()
 
     def job_ended(self) -> None:
         """An update has ended: a group that had to wait for it may be taken over, given up or sent."""
         self._syncing.job_ended()
         self._replicas.job_ended()
-        self._leadership.end_groups()
+        self._giving_up.end_groups()
 
     def tick(self, now: float) -> list[Effect]:
         """What is due: records, and what the scheduler is told."""
         self._syncing.tick(now)
+        self._handovers.tick(now)
         self._out_of_step.tick(now)
         return self._records.due(now)
 
     def next_deadline(self) -> float | None:
+        if not self.is_on:
+            return None
         due = self._records.next_deadline()
-        for at in (self._syncing.next_deadline(), self._out_of_step.next_deadline()):
+        others = self._syncing.next_deadline(), self._out_of_step.next_deadline(), self._handovers.next_deadline()
+        for at in others:
             if at is not None and (due is None or at < due):  # without a generator: this is asked after each event
                 due = at
         return due
@@ -107,9 +118,10 @@ class Replication:
             "holds": self._replicas.partitions,
             "bytes_held": self._replicas.nbytes,
             "records_waiting": self._records.waiting,
+            "hands_over": self._handovers.describe(),
         }
 
     def validate(self) -> None:
         """Raises AssertionError if an invariant of a part is broken."""
-        for part in (self._records, self._replicas, self._leadership):
+        for part in (self._records, self._replicas, self._leadership, self._handovers, self._giving_up):
             part.validate()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvd.core.machine import Received
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.effects import ServerEffects
+from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.records import Records
@@ -37,6 +38,7 @@ class Resumption:
         attachments: Attachments,
         targets: TargetResolver,
         records: Records,
+        elsewhere: Elsewhere,
         advance: Callable[[FusedGroup], None],
     ) -> None:
         self._table = table
@@ -44,6 +46,7 @@ class Resumption:
         self._attachments = attachments
         self._targets = targets
         self._records = records
+        self._elsewhere = elsewhere
         self._advance = advance
 
     def clocks(self, event: Received, query: ClockQuery) -> None:
@@ -52,6 +55,8 @@ class Resumption:
             return
         logs = [slice_.log for slice_ in self._table.of_key(query.key)]
         if not logs:
+            if self._elsewhere.is_news(event, query.request, query.key):
+                return
             text = f"no slice of {query.key!r} is here"
             self._effects.refuse(event.peer, query.request, ErrorCode.KEY_NOT_FOUND, text, query.key)
             return
@@ -72,6 +77,8 @@ class Resumption:
         if rank is None:
             return
         slices = self._table.of_key(activate.key)
+        if not slices and self._elsewhere.is_news(event, activate.request, activate.key):
+            return
         if any(slice_.creation != activate.creation for slice_ in slices):
             slices = []  # it speaks of a key that was deleted
         targets = self._targets.of_slices(event, activate.request, slices, [activate.clock] * len(slices), push=True)
@@ -102,8 +109,4 @@ class Resumption:
         for group in self._table.groups.values():
             group.log.move_to(rank, message.place)
         records = [(partition, HoldPlace(0, partition, rank, message.place)) for partition in self._records.partitions]
-
-        def held() -> None:
-            self._effects.send(event.peer, Done(message.request))
-
-        self._records.hold_in(records, held, held)
+        self._records.hold_in(records, lambda: self._effects.send(event.peer, Done(message.request)))

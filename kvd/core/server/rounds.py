@@ -146,6 +146,13 @@ class SliceLog:
         progress.fall_back(self.resume_clock(rank))
         progress.last_refusal = None
 
+    def drop_staged(self) -> None:
+        """Another server leads, and has all that has counted: what is staged is sent there again, as it was."""
+        self._rounds, self._arrived = {}, []
+        for rank, progress in self.progress.items():
+            progress.fall_back(self.resume_clock(rank))
+            progress.last_request = progress.last_refusal = None
+
     def activate(self, rank: int, clock: int) -> None:
         """The worker takes part again, from the round after `clock` on."""
         clock = max(self.staged_clock(rank), clock)

@@ -89,15 +89,15 @@ class TargetResolver:
             self._effects.not_yet(event.peer, message.request, NotYetReason.UNKNOWN_BATCH, text)
             return None
         group = self._table.groups.get(batch.group) if batch.group is not None else None
-        if group is not None:
+        if group is not None and group.partition not in self._elsewhere.leaving:
             return [PushTarget(group, None, message.clock, group.nbytes)]
         return self._of_unfused(event, message, batch)
 
     def _of_unfused(self, event: Received, message: PushBatch | PullBatch, batch: Batch) -> list[PushTarget] | None:
-        batch.is_apart = batch.is_apart or batch.group is not None
         slices = self._slices(event, message.request, batch.slice_ids)
         if slices is None:
             return None
+        batch.is_apart = batch.is_apart or batch.group is not None
         push = isinstance(message, PushBatch)
         if push and not batch.is_apart and self._records.may_join(slices):
             group = self._table.fuse(slices)
@@ -128,9 +128,11 @@ class TargetResolver:
     def _slices(
         self, event: Received, request: int, slice_ids: Sequence[Part] | Sequence[SliceId]
     ) -> list[Slice] | None:
-        slices = []
+        slices, leaving = [], self._elsewhere.leaving
         for slice_id in slice_ids:
             slice_ = self._table.slices.get((slice_id[0], slice_id[1]))
+            if slice_ is not None and leaving and slice_.partition in leaving:
+                slice_ = None
             if slice_ is None and self._elsewhere.has(event, request, slice_id[0], slice_id[1]):
                 return None
             if slice_ is None or slice_.creation != slice_id.creation:

@@ -36,6 +36,23 @@ class BarrierCalls:
         """Completes the call with the note of the barrier that comes next, if it has been released."""
         self._listen(call, request.name, self._generations.get(request.name, 0))
 
+    def tell(self, call: Call, request: requests.Tell) -> None:
+        """Completes the call when the note is saved."""
+
+        def answered(event: Received) -> None:
+            self._calls.complete(call, error=self._asker.error_of(event))
+
+        self._asker.ask(call, SCHEDULER, Say(0, request.name, 0, request.note), answered)
+
+    def told(self, call: Call, request: requests.ToldAt) -> None:
+        """Completes the call with the note of a barrier that is never released."""
+
+        def answered(event: Received) -> None:
+            said = event.message
+            self._calls.complete(call, said.note if isinstance(said, Said) else "", self._asker.error_of(event))
+
+        self._asker.ask(call, SCHEDULER, Listen(0, request.name, 0), answered)
+
     def _is_noted(self, call: Call, request: requests.Barrier, generation: int, event: Received) -> None:
         error = self._asker.error_of(event)
         if error is not None:

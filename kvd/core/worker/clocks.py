@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvd.core import requests
 from kvd.core.machine import Received
-from kvd.core.places import START, Inheritance
+from kvd.core.places import START, Inheritance, Stopped
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker, Question
 from kvd.core.worker.calls import Call, CallBook
@@ -14,7 +14,6 @@ from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.predecessor import Predecessor
 from kvd.core.worker.servers import Servers
-from kvd.core.worker.step_loops import Stopped
 from kvd.core.worker.steps import StepCounter
 from kvd.errors import KeyNotFound, KvdError, NotAllowed
 from kvd.protocol.messages import Activate, ClockQuery, Clocks, ComeTo, MemberState

@@ -57,7 +57,9 @@ class KeyQueue:
 
     # ── calls in ──
 
-    def enter_transfer(self, call: Call, transfer: requests.Transfer | requests.Read | requests.Survey) -> None:
+    def enter_transfer(
+        self, call: Call, transfer: requests.Transfer | requests.Read | requests.Survey | requests.Capture
+    ) -> None:
         """Starts a call that moves values, or asks for their versions; or queues it, if a key has earlier calls or does
         not let it start."""
         known = self._keys.by_name

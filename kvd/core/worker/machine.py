@@ -34,11 +34,12 @@ from kvd.core.machine import (
 )
 from kvd.core.membership import ViewState
 from kvd.core.outbox import Outbox
-from kvd.core.places import Inheritance
+from kvd.core.places import Inheritance, Stopped
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.barriers import BarrierCalls
 from kvd.core.worker.calls import WAITING, Call, CallBook
+from kvd.core.worker.captures import Captures
 from kvd.core.worker.clocks import WorkerClocks
 from kvd.core.worker.connections import Connections
 from kvd.core.worker.control import ControlCalls
@@ -59,7 +60,6 @@ from kvd.core.worker.readings import Readings
 from kvd.core.worker.resting import Resting
 from kvd.core.worker.servers import Servers
 from kvd.core.worker.settings import WorkerSettings
-from kvd.core.worker.step_loops import Stopped
 from kvd.core.worker.steps import StepCounter
 from kvd.core.worker.transfer import Transfer
 from kvd.core.worker.waits import Waits
@@ -118,6 +118,7 @@ class WorkerMachine:
             requests.Transfer: transfer.start,
             requests.Read: readings.read,
             requests.Survey: readings.survey,
+            requests.Capture: Captures(asker, calls).start,
             requests.DescribeKey: directory.describe,
             requests.ClockOf: self._clocks.clock_of,
             requests.SliceControl: self._control.slice_control,
@@ -140,6 +141,7 @@ class WorkerMachine:
             requests.DescribeKey: queue.enter,
             requests.ClockOf: queue.enter,
             requests.SliceControl: queue.enter,
+            requests.Capture: queue.enter_transfer,
             requests.InitKeys: inits.init_keys,
             requests.DeleteKeys: deletions.enter,
             requests.TakeBack: transfer.take_back,
@@ -149,6 +151,8 @@ class WorkerMachine:
             requests.ComeTo: self._clocks.come_to,
             requests.Barrier: barriers.enter,
             requests.SaidAt: barriers.said,
+            requests.Tell: barriers.tell,
+            requests.ToldAt: barriers.told,
             requests.JoinCluster: self._connections.join,
             requests.Depart: taking_part.leave,
             requests.Control: self._control.control,

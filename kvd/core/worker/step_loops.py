@@ -7,11 +7,20 @@ announced before it is made (`take_pushes`, `take_broadcasts`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from enum import Enum
-from typing import NamedTuple
 
-from kvd.core.places import MAX_STEPS, START, Inheritance, PlaceKind, kind_of, place_of, step_of
+from kvd.core.places import (
+    MAX_STEPS,
+    START,
+    Boundary,
+    PlaceKind,
+    Restored,
+    Stopped,
+    kind_of,
+    place_of,
+    step_of,
+)
 from kvd.errors import NotAllowed, NotResumed
 
 LINES = """
@@ -26,32 +35,6 @@ class Replay(Enum):
     NEW = "new"  # this program takes part in it for the first time, or makes a step again with all that is in it
     PASSED = "passed"  # the predecessor was past it
     PERHAPS = "perhaps"  # the predecessor stopped among the pushes that are made here: their number tells
-
-
-class Stopped(NamedTuple):
-    """Where the program of the worker stopped that had this rank before, and died.
-
-    Attributes:
-        place: where its program stopped (`kvd.core.places`).
-        trained: whether a contribution that it pushed there has counted.
-        left: what it has left in a key; None if it has left nothing, or the key is not known yet.
-    """
-
-    place: int = START
-    trained: bool = False
-    left: Callable[[str], Inheritance | None] = lambda name: None
-
-
-class Boundary(NamedTuple):
-    """A point between two steps.
-
-    Attributes:
-        steps: how many steps of its loops the program has made by then.
-        is_past: the store was restored from a later point, so its values are not those of this one.
-    """
-
-    steps: int
-    is_past: bool
 
 
 class StepLoops:
@@ -79,7 +62,7 @@ class StepLoops:
         self._is_redoing = False  # this is the first step after those that the predecessor finished
         self._kind = PlaceKind.OUTSIDE
         self._loops = 0  # begun so far
-        self._restored = 0  # how many steps of all loops were made before the snapshot that the store was restored from
+        self._restored = Restored()
         self._first = self._end = 0  # the steps of the present loop, or the end of the last one
         self._listed: Collection[str] | None = None
         self._pushed: set[str] = set()
@@ -88,7 +71,7 @@ class StepLoops:
     @property
     def is_plain(self) -> bool:
         """Whether pushes and broadcasts need not be announced: there is nothing to check."""
-        return not self.is_inside and not self._is_behind and self._end >= self._restored
+        return not self.is_inside and not self._is_behind and self._end >= self._restored.steps
 
     @property
     def is_behind_loops(self) -> bool:
@@ -136,7 +119,7 @@ class StepLoops:
         return first
 
     def _step_to_go_on_with(self, kind: PlaceKind, total: int) -> int:
-        restored = min(max(0, self._restored - self._end), total)
+        restored = min(max(0, self._restored.steps - self._end), total)
         if kind is PlaceKind.SHARED and 0 < restored < total:
             raise NotAllowed(
                 f"the store was restored after step {restored} of a loop over kv.steps(…, shared=True), which has "
@@ -196,7 +179,7 @@ class StepLoops:
     def resume(self) -> None:
         """The program has said where it goes on: whatever came before, its loops begin with their first steps."""
         self._is_behind = False
-        self._restored = 0
+        self._restored = Restored()
 
     # ── snapshots ──
 
@@ -205,9 +188,13 @@ class StepLoops:
         if self._loops:
             raise NotAllowed("restore comes before the first loop over kv.steps, in place of init and set_optimizer")
 
-    def restored(self, steps: int) -> None:
-        """The store has the values after this many steps of all loops: they are not made again."""
-        self._restored = steps
+    def restored(self, steps: int, *, begins_past: bool = False) -> None:
+        """The store has the values after this many steps of all loops: they are not made again.
+
+        Args:
+            begins_past: neither is what the program does before its first loop. It does not know of the restore.
+        """
+        self._restored = Restored(steps, begins_past)
 
     def boundary(self) -> Boundary:
         """Where the program is, for a snapshot. After it, the present step pushes nothing that it has not pushed yet.
@@ -216,7 +203,7 @@ class StepLoops:
             NotAllowed: in the midst of a step.
         """
         if not self.is_inside:
-            return Boundary(self._end if self._loops else self._restored, self._is_before_restored())
+            return Boundary(self._end if self._loops else self._restored.steps, self.is_before_restored)
         self.check_together("a snapshot")
         if not self._pushed:
             return Boundary(step_of(self.place), False)
@@ -230,9 +217,22 @@ class StepLoops:
             )
         return Boundary(step_of(self.place) + 1, False)
 
-    def _is_before_restored(self) -> bool:
+    @property
+    def is_before_restored(self) -> bool:
         """Whether the program comes, between its loops, to a place that lies before the snapshot."""
-        return self._loops > 0 and self._end < self._restored
+        return (
+            (self._loops > 0 or self._restored.begins_past) and not self.is_inside and self._end < self._restored.steps
+        )
+
+    @property
+    def steps_made(self) -> int:
+        """How many steps of all loops are made once the present one is; outside of loops: have been made."""
+        return step_of(self.place) + 1 if kind_of(self.place) is not PlaceKind.OUTSIDE else self._end
+
+    @property
+    def begun_loops(self) -> int:
+        """How many loops have begun."""
+        return self._loops
 
     # ── what a step pushes ──
 
@@ -284,7 +284,7 @@ class StepLoops:
 
     def _broadcast_outside(self) -> Replay:
         stopped = self._predecessor.place
-        if self._is_before_restored():
+        if self.is_before_restored:
             return Replay.PASSED
         if not self._has_predecessor or self.place > stopped:
             return Replay.NEW
@@ -293,7 +293,7 @@ class StepLoops:
         return Replay.PASSED if self._is_behind else Replay.NEW
 
     def _take_outside(self, names: Iterable[str]) -> bool:
-        if self._is_before_restored():
+        if self.is_before_restored:
             return False
         if not self._is_behind:
             return True
@@ -352,7 +352,7 @@ class StepLoops:
             return
         if kind_of(stopped) is PlaceKind.STEP:
             before = place_of(PlaceKind.STEP, step_of(stopped) - 1)
-            is_first = begin + step <= max(begin, self._restored)  # of the loop, in this job
+            is_first = begin + step <= max(begin, self._restored.steps)  # of the loop, in this job
             if not is_first and step_of(stopped) == begin + step and left.place not in (stopped, before):
                 raise NotAllowed(
                     f"the keys are at different clocks: the predecessor of this worker stopped in step {step}, and its "

@@ -21,6 +21,8 @@ _OF_REQUEST: dict[type[Any], str] = {
     requests.Rewind: "rewind",
     requests.ClockOf: "clock",
     requests.SaidAt: "snapshot",
+    requests.Tell: "snapshot",
+    requests.ToldAt: "snapshot",
     requests.SchedulerStatus: "status",
 }
 _OF_MESSAGE: dict[type[Any], str] = {

@@ -1,0 +1,99 @@
+"""Worker 0 reads the state of all keys between two steps, for a snapshot."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvd.client.calls.values import fresh_target
+from kvd.client.cluster.answers import list_keys
+from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.optimizer_states import fetch_optimizer, fetch_state
+from kvd.client.cluster.transfers import pull_into
+from kvd.core import requests
+from kvd.errors import NotAllowed
+from kvd.optimizer import Optimizer
+from kvd.protocol.specs import KeySpec
+from kvd.snapshots.layout import KeyMark
+from kvd.snapshots.writer import KeyContent
+
+AT_ONCE = 32  # keys whose states are on their way at the same time
+CHANGED = "the values change while the snapshot is taken: all workers call snapshot between the same two steps"
+
+T = TypeVar("T")
+
+
+class StateReader:
+    """The keys as they are when it is made by `begin`. Whoever pushes between that and `read` is noticed.
+
+    Attributes:
+        optimizer: with the hyperparameters that it has by now.
+        specs: of all keys, by name; so are the clocks.
+    """
+
+    def __init__(
+        self, engine: Engine, optimizer: Optimizer | None, specs: Mapping[str, KeySpec], clocks: Mapping[str, int]
+    ) -> None:
+        self.optimizer = optimizer
+        self.specs = specs
+        self.clocks = clocks
+        self._engine = engine
+
+    @classmethod
+    async def begin(cls, engine: Engine) -> StateReader:
+        """Looks up which keys there are.
+
+        Raises:
+            NotAllowed: the slices of a key differ: others push.
+        """
+        optimizer = await fetch_optimizer(engine)
+        clocks: dict[str, int] = {}
+        for _, entry in sorted(await list_keys(engine), key=lambda found: found[1].key):
+            if clocks.setdefault(entry.key, entry.version) != entry.version:
+                raise NotAllowed(CHANGED, key=entry.key)
+        looked_up = await some_at_once([partial(engine.call, requests.DescribeKey(name)) for name in clocks])
+        return cls(engine, optimizer, dict(zip(clocks, looked_up, strict=True)), clocks)
+
+    @property
+    def marks(self) -> Mapping[str, KeyMark]:
+        """What tells whether a key has changed."""
+        return {name: KeyMark(spec.nbytes, self.clocks[name]) for name, spec in self.specs.items()}
+
+    async def read(self, names: Sequence[str]) -> list[KeyContent]:
+        """The values and states of these keys.
+
+        Raises:
+            NotAllowed: one of them has changed.
+        """
+        targets = [fresh_target(self.specs[name]) for name in names]
+        pulled = self._engine.call(pull_into(names, targets, 0))
+        versions, states = await asyncio.gather(pulled, self._states(names))
+        for name, version in zip(names, versions, strict=True):
+            if not version.oldest == version.newest == self.clocks[name]:
+                raise NotAllowed(CHANGED, key=name)
+        return [
+            KeyContent(name, target.finish(), self.clocks[name], updates, state)
+            for name, target, (updates, state) in zip(names, targets, states, strict=True)
+        ]
+
+    async def _states(self, names: Sequence[str]) -> Sequence[tuple[int, dict[str, np.ndarray[Any, Any]]]]:
+        if self.optimizer is None:
+            return [(0, {}) for _ in names]
+        return await some_at_once([partial(fetch_state, self._engine, name) for name in names])
+
+
+async def some_at_once(work: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    """The results of all, in order. The first error is raised, and what has begun is not left behind."""
+    results: list[T] = []
+    for start in range(0, len(work), AT_ONCE):
+        begun = [each() for each in work[start : start + AT_ONCE]]
+        ended = await asyncio.gather(*begun, return_exceptions=True)
+        for result in ended:
+            if isinstance(result, BaseException):
+                raise result
+            results.append(result)
+    return results

@@ -1,0 +1,139 @@
+"""One capture: what it keeps of a slice, at which moment, for whom, and how its operator is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvd.core.machine import Peer, Span
+from kvd.core.places import PlaceKind, kind_of, place_of, step_of
+from kvd.core.server.groups import FusedGroup, Slice
+from kvd.core.server.images import OptimizerState
+from kvd.core.server.rounds import Record, SliceLog
+from kvd.optimizer import Optimizer, to_wire
+from kvd.protocol.messages import Capture, Captured, CapturedSlice, CaptureWhen, Reached, SliceId
+
+
+class KeptSlice(NamedTuple):
+    """A slice as it was.
+
+    Attributes:
+        spans: its bytes, and the arrays of its optimizer's state.
+        asked: the step of the request.
+        optimizer: with which it would have been updated next.
+        reached: how far the ranks had come whose pushes are in it.
+    """
+
+    asked: int
+    spans: tuple[Span, ...]
+    version: int
+    step: int
+    updates: int
+    slots: tuple[tuple[str, str], ...]
+    optimizer: Optimizer | None
+    reached: tuple[Reached, ...]
+
+
+def kept_slice(asked: int, slice_: Slice, state: OptimizerState, optimizer: Optimizer | None) -> KeptSlice:
+    """The slice as it is; no round of it is being applied."""
+    log = slice_.log
+    spans = (slice_.span(log.current), *state.spans)
+    return KeptSlice(asked, spans, log.version, log.step, state.step, tuple(state.slots), optimizer, _reached(log))
+
+
+@dataclass(slots=True, eq=False)
+class CaptureRequest:
+    """A Capture that is not answered yet."""
+
+    peer: Peer
+    message: Capture
+    slices: tuple[Slice, ...]
+    remaining: int = 0  # that it waits for
+
+
+@dataclass(slots=True, eq=False)
+class OpenCapture:
+    """The capture of one operator.
+
+    Attributes:
+        kept: what it has, by slice.
+        waiting: its requests that are not answered, by number.
+        wanted: the slices that they wait for.
+        answered: what it was answered, by the number of the request.
+    """
+
+    sender: int
+    number: int
+    expires_at: float
+    look_at: float
+    kept: dict[SliceId, KeptSlice] = field(default_factory=dict)
+    waiting: dict[int, CaptureRequest] = field(default_factory=dict)
+    wanted: dict[Slice, CaptureRequest] = field(default_factory=dict)
+    answered: dict[int, Captured] = field(default_factory=dict)
+
+    def has(self, slice_id: SliceId, message: Capture) -> bool:
+        """Whether what is kept of the slice is what the message asks for."""
+        kept = self.kept.get(slice_id)
+        return kept is not None and message.when is not CaptureWhen.AS_IT_IS and kept.asked == message.step
+
+    def due(self, group: FusedGroup, moment_after: int) -> dict[Slice, CaptureRequest]:
+        """The wanted slices of a group whose moment ends with the round that has closed, and who wants them."""
+        return {
+            slice_: request
+            for slice_ in group.slices
+            if (request := self.wanted.get(slice_)) is not None and moment_after > request.message.step
+        }
+
+
+def moment(log: SliceLog) -> int:
+    """What a Capture names: the step, or in asynchronous training the version."""
+    return log.step if log.sync else log.version
+
+
+def next_moment(log: SliceLog, record: Record) -> int:
+    """The same when the round is committed."""
+    if not log.sync:
+        return log.version + 1
+    return max(log.step, log.version + 1, *[given.step for given in record.contributions])
+
+
+def is_past(message: Capture, log: SliceLog) -> bool:
+    return message.when is not CaptureWhen.AS_IT_IS and moment(log) > message.step
+
+
+def _reached(log: SliceLog) -> tuple[Reached, ...]:
+    """How far the ranks had come whose pushes are in the version: how many steps they had made, as a place outside of
+    the loops; in a loop of shared steps, that place."""
+    found = []
+    for rank, progress in sorted(log.progress.items()):
+        clock = log.version if log.sync else progress.committed
+        kind, step = kind_of(progress.place), step_of(progress.place)
+        if not progress.skipped < clock <= progress.staged:
+            continue  # it has left the rounds, or has pushed nothing
+        if kind is PlaceKind.SHARED:
+            found.append(Reached(rank, progress.place))
+        elif kind is PlaceKind.STEP:  # which pushes each key once
+            made = max(0, step + min(clock - progress.begun, 1))
+            found.append(Reached(rank, place_of(PlaceKind.OUTSIDE, made)))
+        elif clock >= progress.begun:
+            found.append(Reached(rank, progress.place))
+    return tuple(found)
+
+
+def captured(request: int, kept: Sequence[KeptSlice]) -> Captured:
+    """The answer to a Capture of these slices."""
+    slots: dict[tuple[tuple[str, str], ...], int] = {}
+    optimizers: list[Optimizer | None] = []
+    slices = []
+    reached: dict[int, int] = {}
+    for own in kept:
+        if own.optimizer not in optimizers:
+            optimizers.append(own.optimizer)
+        described = slots.setdefault(own.slots, len(slots))
+        slices.append(CapturedSlice(own.version, own.step, own.updates, described, optimizers.index(own.optimizer)))
+        for rank, place in own.reached:
+            reached[rank] = max(reached.get(rank, 0), place)
+    wire = tuple([None if optimizer is None else to_wire(optimizer) for optimizer in optimizers])
+    ranks = tuple([Reached(rank, place) for rank, place in sorted(reached.items())])
+    return Captured(request, tuple(slots), wire, tuple(slices), ranks)
