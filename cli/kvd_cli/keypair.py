@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +19,8 @@ if TYPE_CHECKING:  # `kvd --help` needs no keys
     from kvd.node.keyfiles import NodeKey
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}")
+_TABLE: Final = re.compile(r"^\s*\[", re.MULTILINE)
+_SECRET: Final = re.compile(r"^\s*secret\s*=", re.MULTILINE)  # stands before any table in a key file, and in no list
 
 
 @click.group()
@@ -101,9 +101,8 @@ def _in_file(path: Path) -> str:
         raise ConfigError(
             f"--scheduler-key {path}: neither a public key of 40 characters nor a file ({problem})"
         ) from None
-    with suppress(ValueError):
-        if "secret" in tomllib.loads(content):
-            return _scheduler_of(read_key(path))
+    if _SECRET.search(_TABLE.split(content, maxsplit=1)[0]):
+        return _scheduler_of(read_key(path))
     schedulers = AllowedKeys(path).holders_of(KeyRole.SCHEDULER)
     if len(schedulers) != 1:
         raise ConfigError(f"--scheduler-key {path}: the list has {len(schedulers)} keys of a scheduler, not one")

@@ -11,6 +11,7 @@ from functools import partial
 
 from kvd.core.machine import Event, Persist, Persisted, PersistFailed
 from kvd.node.descriptors import NO_DESCRIPTOR
+from kvd.node.state_lock import InUse
 from kvd.observe.log import event
 
 FIRST_PAUSE_S = 0.5
@@ -99,6 +100,8 @@ class RecordSaver:
 
 
 def _what_to_do(error: BaseException) -> str:
+    if isinstance(error, InUse):
+        return "two schedulers use one state_dir: end one of them"
     if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR:
         return "raise the limit of open files (ulimit -n), or cut off those who hold so many connections"
     return "free space in state_dir, or make it writable"

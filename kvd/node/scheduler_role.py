@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
@@ -13,9 +14,9 @@ from kvd.config import Loaded, Role
 from kvd.core.machine import PeerLost
 from kvd.core.scheduler.machine import SchedulerSettings
 from kvd.core.scheduler.router import SchedulerRouter
-from kvd.errors import KvdError
+from kvd.errors import ConfigError, KvdError
 from kvd.node.driver import Driver
-from kvd.node.identity import host_id, new_incarnation, reachable
+from kvd.node.identity import host_id, host_name, new_incarnation, reachable
 from kvd.node.state_file import SchedulerStateFile
 from kvd.node.watch import ProcessWatch
 from kvd.observe.log import event
@@ -59,8 +60,13 @@ class SchedulerRole:
             break_on_loss=config.on_worker_loss == "fail",
             insecure=config.insecure,
         )
-        state = self._state = SchedulerStateFile(Path(config.state_dir)) if config.state_dir else None
-        self._machine = continued_machine(settings, state)
+        holder = f"the scheduler at {reachable(address)} (host {host_name()}, pid {os.getpid()})"
+        state = self._state = SchedulerStateFile(Path(config.state_dir), holder) if config.state_dir else None
+        try:
+            self._machine = continued_machine(settings, state)
+        except ConfigError:
+            self.close()
+            raise
         if state is not None:
             state.save_first(self._machine.record())
         event(

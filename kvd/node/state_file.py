@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.errors import ConfigError
+from kvd.node.state_lock import InUse, StateLock
 from kvd.node.swapped_file import SwappedFile
 
 STATE_FILE = "scheduler.json"
@@ -17,15 +19,23 @@ MOST_WHY_CHARS = 200
 
 
 class SchedulerStateFile:
-    """The record of a scheduler, in a directory of its own. It can be saved while all descriptors are in use."""
+    """The record of a scheduler, in a directory of its own. It can be saved while all descriptors are in use.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: the directory.
+        holder: who uses it, in words for others that want to; "": it is not locked.
+    """
+
+    def __init__(self, folder: Path, holder: str = "") -> None:
         self._folder = folder
         self._path = folder / STATE_FILE
         self._file = SwappedFile(self._path)
+        self._lock = StateLock(folder, holder) if holder else None
+        self._writing = threading.Lock()
+        self._is_closed = False
 
     def prepare(self) -> None:
-        """Make the directory if there is none, and check that state can be kept in it.
+        """Make the directory if there is none, check that state can be kept in it, and lock it.
 
         Raises:
             ConfigError: it cannot.
@@ -41,6 +51,16 @@ class SchedulerStateFile:
             )
         if self._path.exists() and not self._path.is_file():
             raise _state_error(f"{self._path} is no file: move it away, or give another --state-dir")
+        if self._lock is not None:
+            try:
+                self._lock.take()
+            except InUse as in_use:
+                raise _state_error(
+                    f"state_dir = {str(self._folder)!r} is in use by {in_use}: end that one first, or give this one "
+                    "another --state-dir"
+                ) from None
+            except OSError as error:
+                raise self._bad_folder(error) from None
 
     def load(self) -> dict[str, Any] | None:
         """The record; None if there is none yet.
@@ -66,9 +86,17 @@ class SchedulerStateFile:
 
         Raises:
             OSError: it cannot be written.
+            InUse: the lock was taken away, and another scheduler has it.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
-        self._file.write(json.dumps(record).encode())
+        try:
+            with self._writing:
+                self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+                if self._lock is not None:
+                    self._lock.keep()
+                self._file.write(json.dumps(record).encode())
+        finally:
+            if self._is_closed:
+                self._unlock()
 
     def save_first(self, record: Mapping[str, object]) -> None:
         """Save the record of a scheduler that is about to start.
@@ -83,8 +111,17 @@ class SchedulerStateFile:
             raise self._bad_folder(error) from None
 
     def close(self) -> None:
-        """Give back the descriptors. The record stays."""
+        """Give back the descriptors, and the lock once nothing is being written any more. The record stays."""
+        self._is_closed = True
         self._file.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None and self._writing.acquire(blocking=False):
+            try:
+                self._lock.release()
+            finally:
+                self._writing.release()
 
     def unusable(self, error: Exception) -> ConfigError:
         """The error to raise for a record that cannot be used."""

@@ -35,6 +35,10 @@ LONG_PAUSES = Mishaps(within_s=12.0, crashes=1, pauses=3, cuts=1, scheduler_rest
 SERVERS_DIE = replace(HARD, crashes=1, ghosts=1, server_crashes=3)
 SERVERS_DIE_LONG = replace(SERVERS_DIE, within_s=25.0, server_crashes=5)
 PAUSED_LEADERS = replace(LONG_PAUSES, server_crashes=2)
+JUMPS = replace(HARD, clock_jumps=4, one_way_cuts=4, longest_pause_s=14.0)  # further than any timeout
+SERVERS_DIE_ONE_WAY = replace(SERVERS_DIE, within_s=20.0, one_way_cuts=6, clock_jumps=2, longest_pause_s=14.0)
+TORN = replace(SERVERS_DIE, within_s=20.0, scheduler_restarts=5)
+SLOW_DISK = ShellSettings(persist_s=(0.05, 1.0))
 LATE = replace(LASTING, crashes=3, restart_after_s=(8.0, 16.0))  # most of the dead are declared dead first
 
 
@@ -228,6 +232,8 @@ CAMPAIGNS: dict[str, Campaign] = {
         rounds_ahead=3,
         shell=ShellSettings(job_s=(0.0, 0.5)),
     ),
+    "lives, clocks jump": Campaign("lives", mishaps=JUMPS),
+    "meetings, torn records": Campaign("meetings", mishaps=replace(HARD, scheduler_restarts=5), shell=SLOW_DISK),
     "training": Campaign("training"),
     "training, no record": Campaign("training", shell=ShellSettings(state_dir=False)),
     "training, nasty": Campaign("training", mishaps=LASTING, faults=NASTY),
@@ -244,6 +250,8 @@ FAILOVERS: dict[str, Campaign] = {
         "ledger", mode="async", staleness=1, mishaps=SERVERS_DIE, servers=3, replicas=2
     ),
     "ledger, long pauses, servers die": Campaign("ledger", mishaps=PAUSED_LEADERS, replicas=2),
+    "ledger, one way, servers die": Campaign("ledger", mishaps=SERVERS_DIE_ONE_WAY, replicas=2),
+    "ledger, torn records, servers die": Campaign("ledger", mishaps=TORN, shell=SLOW_DISK, replicas=2),
     "lives, servers die": Campaign("lives", mishaps=SERVERS_DIE, replicas=2),
     "list lives, nasty, servers die": Campaign(
         "list lives", mishaps=SERVERS_DIE_LONG, faults=NASTY, servers=3, replicas=2

@@ -30,6 +30,8 @@ class Mishaps:
             their successor works.
         scheduler_restarts: the scheduler dies and is started from its record.
         server_crashes: servers that die between two effects while every partition has a backup, and are started again.
+        one_way_cuts: what a node sends does not reach another one for a while, which it hears all the same.
+        clock_jumps: nodes whose clock is ahead of what it was, by up to `longest_pause_s`.
     """
 
     within_s: float = 8.0
@@ -39,6 +41,8 @@ class Mishaps:
     ghosts: int = 0
     scheduler_restarts: int = 0
     server_crashes: int = 0
+    one_way_cuts: int = 0
+    clock_jumps: int = 0
     longest_pause_s: float = 3.0
     restart_after_s: tuple[float, float] = (0.05, 4.0)
 
@@ -73,10 +77,23 @@ def plan(world: World, mishaps: Mishaps) -> None:
         time, effects, noticed = random.uniform(0.0, mishaps.within_s), random.randrange(6), random.random() < 0.5
         restart_after_s = random.uniform(*mishaps.restart_after_s)
         at(time, partial(_crash_server, world, victim, effects, restart_after_s, noticed=noticed))
+    for _ in range(mishaps.one_way_cuts):
+        sender, receiver = random.sample(nodes, 2)
+        time, length_s = random.uniform(0.0, mishaps.within_s), random.uniform(0.0, mishaps.longest_pause_s)
+        at(time, partial(world.network.one_way.add, (sender, receiver)))
+        at(time + length_s, partial(world.network.one_way.discard, (sender, receiver)))
+    for _ in range(mishaps.clock_jumps):
+        victim, ahead_s = random.choice(nodes), random.uniform(0.0, mishaps.longest_pause_s)
+        at(random.uniform(0.0, mishaps.within_s), partial(_set_clock, world, victim, ahead_s))
     for _ in range(mishaps.scheduler_restarts):
         time, down_s = random.uniform(0.0, mishaps.within_s), random.uniform(0.0, 2.0)
         at(time, partial(world.kill, "scheduler"))
         at(time + down_s, partial(_revive_scheduler, world))
+
+
+def _set_clock(world: World, name: str, ahead_s: float) -> None:
+    if name in world.processes:  # else it is dead for good
+        world.processes[name].timer.ahead_s += ahead_s
 
 
 def _pause(world: World, name: str, length_s: float) -> None:

@@ -70,6 +70,7 @@ class Network:
 
     Attributes:
         cut_off: names of nodes that no message reaches and no message leaves.
+        one_way: what the first node of a pair sends does not reach the second one.
     """
 
     def __init__(self, random: Random, faults: Faults, clock: VirtualClock) -> None:
@@ -77,6 +78,7 @@ class Network:
         self.sent = 0
         self.lost = 0
         self.cut_off: set[str] = set()
+        self.one_way: set[tuple[str, str]] = set()
         self._random = random
         self._clock = clock
         self._deliver: Deliver = lambda *message: None
@@ -150,6 +152,9 @@ class Network:
         cut = route != connection.route and self._clock.now > connection.cut_at.get(route, 0.0)
         unreachable = connection.client.name in self.cut_off or (target is not None and target.name in self.cut_off)
         unreachable = unreachable or connection.peer in connection.client.cut_off_from
+        if target is not None and connection.server is not None:
+            sender = connection.client if to_server else connection.server
+            unreachable = unreachable or (sender.name, target.name) in self.one_way
         if target is None or cut or unreachable or not target.alive:
             self.lost += 1
         elif to_server:

@@ -125,10 +125,15 @@ class Suspension:
 
 @dataclass(slots=True, eq=False)
 class Timer:
-    """The next Tick of a process: due at `tick_at`, and out of date once `number` has moved on."""
+    """The next Tick of a process: due at `tick_at`, and out of date once `number` has moved on.
+
+    Attributes:
+        ahead_s: by how much the clock of the process is ahead of the others.
+    """
 
     tick_at: float | None = None
     number: int = 0
+    ahead_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

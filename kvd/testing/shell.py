@@ -72,11 +72,24 @@ class RecordFile:
     def __init__(self, keep: bool) -> None:
         self.record: dict[str, Any] | None = None
         self._keep = keep
+        self._writing: list[str] = []  # what is to replace it, one after the other
+
+    def begin(self, text: str) -> None:
+        """This JSON is to replace the record."""
+        self._writing.append(text)
 
     def save(self, text: str) -> None:
-        """Replaces the record with this JSON."""
+        """This JSON has replaced the record."""
+        if text in self._writing:
+            self._writing.remove(text)
         if self._keep:
             self.record = json.loads(text)
+
+    def recover(self, random: Random) -> None:
+        """A scheduler starts. Its predecessor may have died in a write: the new record is there, or the old one."""
+        writing, self._writing = self._writing, []
+        if writing and random.random() < 0.5:
+            self.save(writing[0])
 
 
 @dataclass(slots=True, eq=False)
@@ -147,7 +160,7 @@ class Shell:
             process.suspension.backlog.append(event)
             return
         self._trace.record(f"{process.name} {type(event).__name__}")
-        effects = process.machine.step(event, self._clock.now)
+        effects = process.machine.step(event, self._clock.now + process.timer.ahead_s)
         self._validate(process)
         for effect, run, epoch in _by_run(process.machine, effects):
             if process.doom is not None and self._dies_now(process, process.doom):
@@ -175,7 +188,10 @@ class Shell:
 
     def _set_timer(self, process: Process) -> None:
         deadline, timer = process.machine.next_deadline(), process.timer
-        if deadline is None or (timer.tick_at is not None and timer.tick_at <= deadline):
+        if deadline is None:
+            return
+        deadline -= timer.ahead_s
+        if timer.tick_at is not None and timer.tick_at <= deadline:
             return
         timer.number += 1
         timer.tick_at = max(deadline, self._clock.now + 0.001)
@@ -205,7 +221,9 @@ class Shell:
             if nbytes:
                 payload.extend(memoryview(buffer).cast("B")[offset : offset + nbytes])
         if isinstance(effect.message, StatusReport):
-            payload = bytearray(json.dumps(process.machine.explain(self._clock.now, run)).encode())
+            payload = bytearray(
+                json.dumps(process.machine.explain(self._clock.now + process.timer.ahead_s, run)).encode()
+            )
         header = encode(effect.message, process.machine.incarnation, epoch, run)
         self._network.send(process, effect.peer, header, None if payload is None else bytes(payload))
 
@@ -250,6 +268,7 @@ class Shell:
     def _persist(self, process: Process, effect: Persist) -> None:
         """Writes come one after the other, as in the driver."""
         record = json.dumps(effect.record)
+        self.record_file.begin(record)
         start = max(self._clock.now, process.last_persist_at)
         process.last_persist_at = start + self._random.uniform(*self._settings.persist_s)
         self._clock.at(process.last_persist_at, lambda: self._persisted(process, effect.token, record))

@@ -131,6 +131,7 @@ class World:
     def start_scheduler(self, keep_record: bool = True) -> Process:
         """Starts a scheduler, from the record of an earlier one if that saved it."""
         record_file = self._shell.record_file
+        record_file.recover(self.random)
         machine = self._machines.scheduler(self.clock.now, record_file.record if keep_record else None)
         record_file.save(json.dumps(machine.record()))
         return self._start(Process("scheduler", self._next_life("scheduler"), machine, SCHEDULER_ADDRESS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -304,3 +305,11 @@ def test_kvd_aio_is_a_module() -> None:
     module = importlib.import_module("kvd.aio")
     assert module is kvd.aio
     assert module.KVStore is kvd.aio.KVStore
+
+
+@pytest.mark.parametrize(("store", "create"), [(kvd.KVStore, "kvd.create"), (kvd.aio.KVStore, "await kvd.aio.create")])
+def test_a_store_that_is_made_by_its_class_says_what_to_call(store: Any, create: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f'call {create}("dist_async")')):
+        store("dist_async")
+    with pytest.raises(TypeError, match=re.escape(f'call {create}("dist_sync")')):
+        store(None)

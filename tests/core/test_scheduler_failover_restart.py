@@ -15,6 +15,7 @@ from kvd.protocol.messages import (
     NO_RUN,
     Epoch,
     ErrorCode,
+    Heartbeat,
     Join,
     KnownPartitions,
     NotYet,
@@ -290,6 +291,72 @@ def test_servers_with_two_copies_do_not_follow_a_scheduler_without() -> None:
     join = Join(1, "server", "server-0", "", "host", 1, 0, OPEN, partitions=run.known(B))
     refused = answer(harness.say(A, join, view=(1, 9)), Refused)
     assert (refused.error, refused.key) == (ErrorCode.CONFIG_ERROR, "replicas")
+
+
+# ── restarted with an old record ──
+
+
+def put_back(first: int) -> tuple[Run, Run]:
+    """Server 0 was replaced by its backup, but the record is from before; this server is the first that is heard."""
+    run = Run()
+    run.rest((0, 0), (1, 0))
+    old = json.loads(json.dumps(run.disk))
+    run.deaf.add(A)
+    run.dies(0)
+    assert (run.rows()[0][0], run.known(A).partitions[0].leader) == (1, 0)
+    again = Run(begins=False, saved=old, generation=2)
+    again.views = dict(run.views)
+    assert again.machine.epoch > run.machine.epoch, "no server would take its views for old ones"
+    again.beats(first)
+    return run, again
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_record_that_was_put_back_promotes_nobody(first: int) -> None:
+    """Server 0 learns in one case first that it leads, as the old record says. What server 1 did since is kept."""
+    run, again = put_back(first)
+    again.beats(1 - first)
+    assert again.states() == {}, "the servers have to come again"
+    assert again.rows() == [(0, 1, -1), (1, 0, -1)]  # announced, but to nobody any more
+    for rank in (0, 1):
+        assert isinstance(answer(again.comes(rank), NotYet | Welcome), Welcome if rank else NotYet)
+    assert [row[:2] for row in again.rows()] == [(1, -1), (1, -1)]
+    assert again.machine.epoch > run.machine.epoch
+    again.comes(0)
+    again.rest((0, 0), (1, 0))
+    assert again.rows() == [(1, -1, 0), (1, -1, 0)]
+
+
+def test_a_record_that_is_not_old_is_believed() -> None:
+    run = Run()
+    run.dies(0)
+    again = Run(begins=False, saved=run.disk, generation=2)
+    again.views = dict(run.views)
+    again.beats(1)
+    assert again.states() == {"server 0": "dead", "server 1": "active", "worker 0": "active"}
+
+
+def test_the_servers_are_asked_once_what_an_old_record_does_not_say() -> None:
+    _, again = put_back(1)
+    for rank in (0, 1, 0, 1):
+        again.comes(rank)
+    again.rest((0, 0), (1, 0))
+    assert again.states() == {"server 0": "active", "server 1": "active"}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_who_took_its_place_since_the_old_record_joins_again_and_is_not_told_to_stop(replicas: int) -> None:
+    run = Harness(settings(replicas=replicas))
+    for rank in (0, 1):
+        run.join("server", server_id(rank), f"server-{rank}", rank=rank)
+    run.worker(0)
+    old = json.loads(json.dumps(run.disk))
+    run.worker(0, 1)
+    again = Harness(settings(replicas=replicas), saved=old, generation=2)
+    beat = Heartbeat("worker", 0)
+    refused = answer(again.say(worker_id(0, 2), beat, view=(1, old["epoch"])), Refused)
+    assert refused.error is ErrorCode.REPLACED, "the record is not too old for this one"
+    assert answer(again.say(worker_id(0, 1), beat, view=run.machine.epoch), NotYet).reason is NotYetReason.NOT_JOINED
 
 
 # ── in a cluster with runs ──

@@ -17,7 +17,7 @@ from kvd.client.cluster.joining import Arrival
 from kvd.client.facades import blocking
 from kvd.client.facades.dead_nodes import count_dead
 from kvd.client.facades.life import StoreLife
-from kvd.client.facades.open import open_backend
+from kvd.client.facades.open import check_backend, open_backend
 from kvd.client.facades.properties import StoreProperties
 from kvd.client.registry import find_factory
 from kvd.errors import ConfigError, RequestTimeout
@@ -38,6 +38,7 @@ class KVStore(StoreProperties):
     """
 
     def __init__(self, backend: Backend) -> None:
+        check_backend(backend, "await kvd.aio.create")
         super().__init__(backend.facts)
         self._backend = backend
         self._life = StoreLife(backend)

@@ -16,7 +16,7 @@ from kvd.client.calls.program_steps import StepIteration, Steps
 from kvd.client.cluster.joining import Arrival
 from kvd.client.facades.dead_nodes import count_dead
 from kvd.client.facades.life import StoreLife
-from kvd.client.facades.open import open_backend
+from kvd.client.facades.open import check_backend, open_backend
 from kvd.client.facades.properties import StoreProperties
 from kvd.client.registry import KVStoreBase, find_factory, make_store
 from kvd.errors import NotAllowed
@@ -40,6 +40,7 @@ class KVStore(StoreProperties, KVStoreBase):
     """
 
     def __init__(self, backend: Backend) -> None:
+        check_backend(backend, "kvd.create")
         super().__init__(backend.facts)
         self._backend = backend
         self._life = StoreLife(backend)

@@ -43,3 +43,14 @@ def open_backend(type_name: str, settings: dict[str, Any], arrival: Arrival | No
             backend.closing.abandon(failed=True)
             raise
     return backend
+
+
+def check_backend(backend: object, create: str) -> None:
+    """Tell a program that calls the class as it would call `create` what to call.
+
+    Raises:
+        TypeError: this is no backend.
+    """
+    if not isinstance(backend, Backend):
+        shown = repr(backend) if isinstance(backend, str) else '"dist_sync"'
+        raise TypeError(f"a store is not made by its class: call {create}({shown.replace(chr(39), chr(34))})")

@@ -145,7 +145,12 @@ class SchedulerMachine:
         self._waits = WaitReports(self._roster, self._liveness, self._barriers, num_workers, incarnation)
         self._views = Views(generation, 0 if saved is None else 1, self._view())
         self._leadership = Leadership(
-            self._partitions, self._roster, self._liveness, self._views, settings.server_timeout_s
+            self._partitions,
+            self._roster,
+            self._liveness,
+            self._views,
+            settings.server_timeout_s,
+            Epoch(earlier.generation, earlier.epoch),
         )
         self._out: list[Effect] = []
         self._handlers: dict[type, Callable[[Received, Any, float], None]] = {
@@ -431,8 +436,8 @@ class SchedulerMachine:
         elif seat is not None:
             self._heard(seat, event, now)
             return seat
-        message = event.message
-        if isinstance(message, Heartbeat) and self._roster.has_seat(message.role, message.rank):
+        message, is_news = event.message, self._leadership.is_news(event)  # then it may have taken its place since
+        if isinstance(message, Heartbeat) and self._roster.has_seat(message.role, message.rank) and not is_news:
             text = _replaced_text(name_of(message.role, message.rank))
             self._refuse(event.peer, request, ErrorCode.REPLACED, text)
         else:

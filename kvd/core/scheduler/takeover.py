@@ -42,11 +42,16 @@ class TakeOver:
         """All is known: nobody is waited for."""
         self._arrivals: dict[int, Arrival] = {}  # by rank
         self._known_to_others = NO_VIEW  # the newest view that a worker knows
+        self._wrong_generation = 0  # of a scheduler whose views say nothing
         self.deadline: float | None = None  # when those who have not come count as dead; None: they are waited for
+
+    def distrust(self, generation: int) -> None:
+        """The views of this generation were made from a record that was too old."""
+        self._wrong_generation = generation
 
     def take(self, event: Received, join: Join, now: float) -> None:
         """A node asks to be let in. Of two servers that want one rank, the one counts that knows a newer view."""
-        if join.role == "worker":
+        if join.role == "worker" and event.epoch.generation != self._wrong_generation:
             self._known_to_others = max(self._known_to_others, event.epoch)
         if join.role != "server" or not 0 <= join.rank < self._num_servers:
             return
@@ -90,7 +95,11 @@ class TakeOver:
 
     def _sound(self) -> list[Arrival]:
         """Those who know of partitions."""
-        return [arrival for arrival in self.arrivals() if self._is_sound(*arrival.join.partitions)]
+        return [
+            arrival
+            for arrival in self.arrivals()
+            if arrival.event.epoch.generation != self._wrong_generation and self._is_sound(*arrival.join.partitions)
+        ]
 
     def _is_sound(self, partitions: Sequence[Partition], servers: Sequence[int]) -> bool:
         """Whether the partitions are such as a scheduler announces."""
