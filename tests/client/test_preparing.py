@@ -72,6 +72,20 @@ def test_the_next_program_goes_on_with_the_same_bits(taken: tuple[Path, Any], se
             assert [job["phase"] for job in observer.jobs()] == ["ended"]
 
 
+def test_a_program_that_restores_by_itself_goes_on_there(taken: tuple[Path, Any], tmp_path: Path) -> None:
+    """It has no snapshot of its own yet, and is written as if it began anew."""
+
+    def program(kv: kvd.KVStore) -> Any:
+        kv.init(["w", "v"], [np.zeros(5000, np.float32), np.ones(3, np.float32)])
+        kv.set_optimizer(OPTIMIZER)
+        return train(kv)
+
+    with LocalCluster(2, 1) as cluster:
+        prepare(cluster, taken[0])
+        results = cluster.run(program, restore="auto", snapshot_dir=str(tmp_path))
+    assert results == [([5, 6, 7, 8, 9], taken[1])] * 2
+
+
 def test_a_program_without_restore_takes_the_values_only(taken: tuple[Path, Any]) -> None:
     def program(kv: kvd.KVStore) -> Any:
         kv.init("v", np.ones(3, np.float32))
