@@ -90,6 +90,12 @@ def damaged(change: Any) -> Any:
     return disk
 
 
+def test_the_record_of_an_earlier_kvd_names_no_successors() -> None:
+    older = damaged(lambda table: [entry.pop() for entry, _ in table])
+    assert [entry.successor for entry, _ in Record.from_plain(older).partitions] == [None, None]
+    assert Record.from_plain(older).partitions == Record.from_plain(damaged(lambda table: None)).partitions
+
+
 @pytest.mark.parametrize(
     "change",
     [
