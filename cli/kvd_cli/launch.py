@@ -45,7 +45,8 @@ class ServerCount(click.IntRange):
 @click.option(
     "--restart", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
     help="restart each process that failed under its old name, up to N times: workers, the scheduler, and with "
-    "--replicas 2 servers; at once, then after 1 s, 2 s, 4 s … up to 30 s",
+    "--replicas 2 servers; with --restore auto also the whole job, if keys are lost; at once, then after 1 s, 2 s, "
+    "4 s … up to 30 s",
 )  # fmt: skip
 @click.option(
     "--grace", type=click.FloatRange(min=0), default=10.0, show_default=True, metavar="SECONDS",

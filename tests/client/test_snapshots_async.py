@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.errors import RequestTimeout, SnapshotError
+from kvd.errors import NodeLost, RequestTimeout, SnapshotError
 from kvd.optimizer import SGD
 from kvd.protocol.messages import Departure
 from kvd.snapshots.folder import NewFolder
@@ -265,3 +265,25 @@ def test_arrays_of_the_program_may_change_meanwhile(tmp_path: Path, disk: Disk) 
         disk.is_open.set()
         written.wait()
     assert value_in(tmp_path / "taken", "w")[0] == [0.0] * 4
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_nothing_is_taken_of_a_job_that_has_lost_values(tmp_path: Path, replicas: int) -> None:
+    """What is left would look like a whole snapshot."""
+    with LocalCluster(1, 2, processes=True, replicas=replicas) as cluster:
+        kv = cluster.store()
+        kv.init([f"key {number}" for number in range(9)], [ones()] * 9)
+        for rank in range(replicas):
+            cluster.kill_server(rank)
+        for rank in range(replicas):
+            cluster.restart_server(rank)
+        view = engine_of(kv).machine.view
+        lineages = {partition: view.lineage_of(partition) for partition in range(2)}
+        wait_until(
+            lambda: len(view.servers()) == 2 or lineages != {part: view.lineage_of(part) for part in range(2)},
+            "the new servers are there",
+        )
+        for take in (kv.snapshot, kv.snapshot_async):
+            with pytest.raises(NodeLost):
+                take(tmp_path / "taken")
+        assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.promise import Promise
 from kvd.config import Config
-from kvd.errors import NotAllowed, SnapshotError
+from kvd.errors import NotAllowed, SnapshotError, StoreClosed
 from kvd.snapshots.reader import StoredSnapshot
 from kvd.snapshots.shelf import check_is_newest, keep_newest, newest_of, set_aside, snapshots_in
 
@@ -111,7 +111,7 @@ class SnapshotSchedule:
 
         def ended(promise: Promise) -> None:
             error = promise.exception()
-            if error is not None:
+            if error is not None and not isinstance(error, StoreClosed):  # it ends, and says why
                 self.failed(steps, error)
 
         handle.on_end(ended)

@@ -28,6 +28,7 @@ from kvd.client.calls.snapshot_schedule import SnapshotSchedule
 from kvd.client.calls.snapshot_writing import SnapshotWriting
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.lost_values import LostValues
 from kvd.client.cluster.prepared import prepared_or
 from kvd.client.cluster.publication import Publication
 from kvd.client.cluster.restoring import check_is_new, has_values, restore_keys
@@ -85,6 +86,7 @@ class ClusterSnapshots:
         self._publication = Publication(engine, is_writer=facts.rank == 0)
         self._read_by_token: dict[str, _Read] = {}  # what this worker has read, until it is being written
         self._writing: SnapshotWriting | None = None  # the latest
+        self._lost = LostValues(engine.machine.view)
         self._series = SnapshotSeries()
         self._restored_from = ""  # the lineage of that snapshot
 
@@ -172,6 +174,8 @@ class ClusterSnapshots:
         async def prepare() -> None:
             await self._publication.settled()  # one at a time
             await self._engine.call(requests.Flush(), within=meeting.deadline)
+            self._unobserved.raise_for(None)  # what failed is missing in the values
+            self._lost.check()
             if not self._facts.versioned:  # until all are here, others push
                 await self._engine.call(requests.Barrier(meeting.begin), within=meeting.deadline)
 
@@ -251,6 +255,7 @@ class ClusterSnapshots:
             async with _aborted_by_errors(snapshot):
                 for names in snapshot.groups:
                     await asyncio.to_thread(snapshot.add_group, await state.read(names))
+                self._lost.check()
                 await asyncio.to_thread(snapshot.finish)
         return Outcome(steps, self._lineage)
 
@@ -262,6 +267,7 @@ class ClusterSnapshots:
             return Outcome(steps, self._lineage)
         async with _aborted_by_errors(snapshot):
             contents = [await state.read(names) for names in snapshot.groups]
+            self._lost.check()
         token = token or secrets.token_hex(8)
         self._read_by_token[token] = _Read(snapshot, contents)
         return Outcome(steps, self._lineage, token=token)

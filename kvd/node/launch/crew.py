@@ -31,6 +31,19 @@ class Crew:
         yield from self.servers.values()
         yield from self.workers.values()
 
+    def in_order_of_end(self) -> Iterator[list[Child]]:
+        """Those who end first come first."""
+        yield list(self.workers.values())
+        yield list(self.servers.values())
+        yield [] if self.scheduler is None else [self.scheduler]
+
+    def end(self) -> None:
+        """All of them have ended, and that was dealt with."""
+        self.ended += list(self)
+        self.scheduler = None
+        self.servers.clear()
+        self.workers.clear()
+
     def pid_of(self, name: str) -> int | None:
         """The pid of the process with this node id, if it runs."""
         return next((child.pid for child in self if child.name == name and not child.exited.done()), None)

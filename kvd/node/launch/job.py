@@ -24,11 +24,12 @@ class Job:
         environment: variables for all processes: the settings of the cluster, and what the workers need. The launcher
             itself acts on some settings: each daemon gets a directory of its own below ``KVD_STATE_DIR``; with
             ``KVD_CPU_AFFINITY=auto`` each server gets a core of its own, if there are enough; a job without ``KVD_JOB``
-            gets a name that no other has, and one without ``KVD_RUN`` a random token.
+            gets a name that no other has, or ``default`` if there is a ``KVD_SNAPSHOT_DIR``, and one without
+            ``KVD_RUN`` a random token.
         replicas: how many copies of each value there are, as the settings in `environment` say. With one, the death of
-            a server ends the job.
+            a server ends the job; or, with restarts and ``KVD_RESTORE``, it begins again from its newest snapshot.
         restarts: how often and how soon each process that failed is started again, under the same node id: a worker,
-            the scheduler, and a server of which there are copies.
+            the scheduler, and a server of which there are copies. So often the whole job begins again, too.
         grace_s: how long processes may take to end after SIGTERM.
         startup_s: how long the scheduler may take to be ready.
         scheduler: where its scheduler listens; empty: a free port of the loopback, or of the address by which the hosts
@@ -82,6 +83,11 @@ class Job:
                 f"--hosts {self.hosts[0].name}:{self.hosts[0].slots + self.workers - slots},…",
                 setting="num_workers",
             )
+
+    @property
+    def restores(self) -> bool:
+        """Whether a new run of its programs goes on from a snapshot."""
+        return self.environment.get("KVD_RESTORE", "off") != "off"
 
     def names(self) -> list[str]:
         """The node ids of all processes, in the order in which they start."""

@@ -63,13 +63,19 @@ class JobPlan:
         self.remarks: tuple[str, ...] = ()
         self._job = job
         self._key = key
-        self.name = job.environment.get("KVD_JOB") or f"launch-{secrets.token_hex(4)}"
+        self.name = job.environment.get("KVD_JOB") or _own_name(job)
         # by this token the workers know each other, and a restarted worker the run that it belongs to
         self._token = job.environment.get("KVD_RUN") or secrets.token_hex(16)
+        self._run = 0  # how many runs there were before
         self.placement = Placement(job.hosts, job.workers)
         self._cores: CorePlan | None = None
         if job.environment.get("KVD_CPU_AFFINITY") == "auto":
             self._plan_cores(usable_cores())
+
+    def begin_run(self) -> None:
+        """From now on, processes belong to the next run: they have another token, and no state of the one before."""
+        self._token = secrets.token_hex(16)
+        self._run += 1
 
     def look(self) -> bytes:
         """What the hosts are asked before anything starts: do they have the folder and the program?"""
@@ -86,7 +92,7 @@ class JobPlan:
         """
         changes = {"KVD_BIND": bind, "NOTIFY_SOCKET": notify_socket}
         if self._job.restarts.limit and not self._job.environment.get("KVD_STATE_DIR"):
-            changes["KVD_STATE_DIR"] = str(folder / "state")
+            changes["KVD_STATE_DIR"] = str(folder / self._of_run("state"))
         return self._daemon("scheduler", ("scheduler", "--ready-file", str(folder / READY_FILE)), "", changes, None)
 
     def server(self, index: int, scheduler: str) -> ProcessSpec:
@@ -129,13 +135,16 @@ class JobPlan:
         own = {
             "KVD_ROLE": "",
             "KVD_PARENT_PID": "" if host else str(os.getpid()),
-            "KVD_STATE_DIR": str(Path(state) / name) if state else "",
+            "KVD_STATE_DIR": str(Path(state) / self._of_run(name)) if state else "",
             **changes,
         }
         command, settings = [*self._job.daemon, *arguments], self._settings(name, scheduler, own)
         if host:
             return self._on_host(name, host, command, settings)
         return ProcessSpec(name, tied(command), child_environment(settings), cores=self._cores_of(server))
+
+    def _of_run(self, name: str) -> str:
+        return f"{name}-run-{self._run}" if self._run else name
 
     def _on_host(self, name: str, host: str, command: Sequence[str], settings: Mapping[str, str]) -> ProcessSpec:
         """A process on another host, under a guard there. Its ssh ends with this process."""
@@ -174,6 +183,11 @@ class JobPlan:
 
     def _cores_of(self, server: int | None) -> Collection[int] | None:
         return None if self._cores is None else self._cores.cores_of(server)
+
+
+def _own_name(job: Job) -> str:
+    """A job whose snapshots are to be found by its next start has the name that every job has that is given none."""
+    return "default" if job.environment.get("KVD_SNAPSHOT_DIR") else f"launch-{secrets.token_hex(4)}"
 
 
 def _folder() -> str:

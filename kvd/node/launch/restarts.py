@@ -123,5 +123,9 @@ class Restarts:
                 del self._to_come[name]
                 start()
 
+    def cancel(self) -> None:
+        """None of the restarts to come takes place."""
+        self._to_come.clear()
+
     def _count(self, name: str) -> RestartCount:
         return self._counts.setdefault(name, RestartCount(self._rule))

@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import shlex
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from kvd.errors import RequestTimeout
 from kvd.node.exit_codes import ExitCode
+from kvd.node.launch.anew import Anew
 from kvd.node.launch.child import Child
 from kvd.node.launch.crew import Crew
+from kvd.node.launch.ending import KILL_GRACE_S, end_all
 from kvd.node.launch.job import Job
 from kvd.node.launch.job_key import job_key
 from kvd.node.launch.job_output import JobOutput
@@ -30,16 +32,13 @@ from kvd.node.parent import exit_code
 MOST_CONNECTING: Final = 4
 """Connections to one host that are made at the same time."""
 
-KILL_GRACE_S: Final = 1.0
-"""How long a guard that was told to kill its command may take, before it is killed itself."""
-
 NOT_RESTARTED: Final = frozenset({ExitCode.OK, ExitCode.USAGE})
 """The exit codes of a daemon that was told to end, and of one whose settings are wrong."""
 
-ONLY_COPY_LOST: Final = (
-    "its part of the keys is gone, since each value has one copy: start the job again from a checkpoint; "
-)
-NO_SERVER_LEFT: Final = "no server is left, and no copy of the keys: start the job again from a checkpoint; "
+ONLY_COPY_LOST: Final = "its part of the keys is gone, since each value has one copy: "
+NO_SERVER_LEFT: Final = "no server is left, and no copy of the keys: "
+MAY_BE_LOST: Final = "more servers have died than there are copies, and keys may be gone: "
+START_AGAIN: Final = "start the job again from a checkpoint; "
 
 
 class Supervisor:
@@ -69,6 +68,7 @@ class Supervisor:
         self._unfinished = set(range(job.workers))  # the ranks of the workers that have not ended well
         self._done_without: set[int] = set()  # the indices of the servers that are not started again
         self._restarts = Restarts(job.restarts)
+        self._anew = Anew(job)
         self._folder = folder
 
     async def run(self) -> int:
@@ -123,10 +123,13 @@ class Supervisor:
     async def _start_scheduler(self) -> int | None:
         """Start the scheduler and wait until it is ready. The exit code if that was not possible."""
         with ReadySocket(self._loop) as ready:
-            self._crew.scheduler = self._child(self._plan.scheduler(self._reach.bind, self._folder, ready.name))
+            bind = self._listening or self._reach.bind
+            self._crew.scheduler = self._child(self._plan.scheduler(bind, self._folder, ready.name))
             code = await self._scheduler_ready(self._crew.scheduler, ready.reported)
             if code is not None:
                 return code
+        if self._listening:  # it is there again
+            return None
         self._listening = (self._folder / READY_FILE).read_text(encoding="utf-8").strip()
         self.scheduler = self._reach.scheduler("", self._listening)
         if self._job.announce:
@@ -207,11 +210,28 @@ class Supervisor:
             code = self._deal_with_ends()
             if code:
                 return code
+            if self._anew.is_due and (failed := await self._begin_anew()) is not None:
+                return failed
             self._restarts.start_due()
         return ExitCode.OK
 
+    async def _begin_anew(self) -> int | None:
+        """End all processes, and start them as the next run of the job. The exit code if that was not possible."""
+        await self._end_crew()
+        self._crew.end()
+        self._restarts.cancel()
+        self._done_without.clear()
+        await asyncio.wait({self._stop.code}, timeout=self._anew.begin())
+        if self._stop.code.done():
+            return self._stop.code.result()
+        self._plan.begin_run()
+        self._unfinished = set(range(self._job.workers))
+        code = await self._start_scheduler()
+        return await self._start_others() if code is None else code
+
     def _deal_with_ends(self) -> int:
-        """Deal with each process that has ended. The exit code of the job, or 0 if the job continues."""
+        """Deal with each process that has ended, unless all are to end. The exit code of the job, or 0 if the job
+        continues."""
         if (
             self._crew.scheduler is not None
             and self._crew.scheduler.exited.done()
@@ -219,9 +239,11 @@ class Supervisor:
         ):
             return code
         for index, server in list(self._crew.servers.items()):
-            if server.exited.done() and (code := self._server_ended(index, server)):
+            if not self._anew.is_due and server.exited.done() and (code := self._server_ended(index, server)):
                 return code
         for rank, worker in list(self._crew.workers.items()):
+            if self._anew.is_due:
+                return 0
             if worker.exited.done() and (code := self._worker_ended(rank, worker)):
                 return code
         return 0
@@ -238,16 +260,17 @@ class Supervisor:
     def _server_ended(self, index: int, server: Child) -> int:
         """Deal with the end of a server. The exit code of the job, or 0 if the job continues."""
         self._crew.ended.append(self._crew.servers.pop(index))
+        self._anew.server_ended()
         code = server.exited.result()
         if self._job.replicas == 1:
-            return self._died(server, ONLY_COPY_LOST)
+            return self._lost(server, ONLY_COPY_LOST)
         if code == ExitCode.USAGE and not self._restarts.used(server.name):
             return self._died(server)  # the others have the same settings
         if code not in NOT_RESTARTED and self._is_restarted(server, lambda: self._start_server(index)):
             return 0
         self._done_without.add(index)
         if len(self._done_without) == self._job.servers:
-            return self._died(server, NO_SERVER_LEFT)
+            return self._lost(server, NO_SERVER_LEFT)
         self._output.show_log_of(server.name)
         self._say(f"{_end_of(server)}: the job goes on without it, with the other copy of its keys")
         return 0
@@ -258,6 +281,8 @@ class Supervisor:
         code = worker.exited.result()
         if code == ExitCode.OK:
             self._unfinished.discard(rank)
+        elif self._anew.may_have_lost_copies and self._begins_anew(worker, MAY_BE_LOST):
+            return 0
         elif not self._is_restarted(worker, lambda: self._start_worker(rank)):
             self._say(f"{_end_of(worker)}: ending the job")
             return code
@@ -270,6 +295,20 @@ class Supervisor:
             return False
         self._output.show_log_of(ended.name)
         self._say(f"{_end_of(ended)}: {restart}")
+        return True
+
+    def _lost(self, server: Child, loss: str) -> int:
+        """Deal with the end of a server that had the only copy. The exit code of the job, or 0 if it begins anew."""
+        told = server.exited.result() in NOT_RESTARTED
+        return 0 if not told and self._begins_anew(server, loss) else self._died(server, loss + START_AGAIN)
+
+    def _begins_anew(self, ended: Child, loss: str) -> bool:
+        """Whether the job begins again from its newest snapshot. If so, plans that and says when."""
+        restart = self._anew.plan(ended.ran_s)
+        if restart is None:
+            return False
+        self._output.show_log_of(ended.name)
+        self._say(f"{_end_of(ended)}: {loss}the job begins again from its newest snapshot, {restart}")
         return True
 
     def _died(self, daemon: Child, loss: str = "") -> int:
@@ -300,45 +339,21 @@ class Supervisor:
     # --- ending -------------------------------------------------------------------------------------------------------
 
     async def _end(self) -> None:
-        """End what runs: workers, servers, scheduler, in this order, for each needs those after it."""
+        """End what runs."""
         self._output.expect_ends()
-        await self._end_all(self._crew.workers.values())
-        await self._end_all(self._crew.servers.values())
-        await self._end_all([] if self._crew.scheduler is None else [self._crew.scheduler])
+        await self._end_crew()
         outputs = self._crew.outputs()
         limit_s = KILL_GRACE_S if self._stop.at_once.done() else self._job.grace_s
         # all() stops at the first that is stuck: those who read the output have stopped reading
         await self._loop.run_in_executor(None, lambda: all(output.join(limit_s) for output in outputs))
 
-    async def _end_all(self, children: Collection[Child]) -> None:
-        """End these processes: SIGTERM, then SIGKILL after the grace or at the second request."""
-        at_once = self._stop.at_once
-        running = [child for child in children if not child.exited.done()]
-        if running and not at_once.done():
-            for child in running:
-                child.terminate()
-            events: set[asyncio.Future[Any]] = {asyncio.gather(*(child.exited for child in running)), at_once}
-            await asyncio.wait(events, timeout=self._job.grace_s, return_when=asyncio.FIRST_COMPLETED)
-            running = [child for child in running if not child.exited.done()]
-            if running and not at_once.done():
-                names = ", ".join(child.name for child in running)
-                self._say(f"killing {names}: still running {self._job.grace_s:g} s after SIGTERM")
-        if running:
-            await _kill(running)
+    async def _end_crew(self) -> None:
+        """Workers, servers, scheduler, in this order: each needs those after it."""
+        for children in self._crew.in_order_of_end():
+            await end_all(children, self._stop.at_once, self._job.grace_s, self._say)
 
     def _say(self, text: str) -> None:
         self._output.say(text)
-
-
-async def _kill(running: Collection[Child]) -> None:
-    for child in running:
-        child.kill()
-    exits = {child.exited for child in running}
-    _, stuck = await asyncio.wait(exits, timeout=KILL_GRACE_S)
-    for child in running:
-        if child.exited in stuck:
-            child.kill_session()
-    await asyncio.wait(exits)
 
 
 async def _nothing() -> dict[str, str]:
