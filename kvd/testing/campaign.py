@@ -233,7 +233,7 @@ CAMPAIGNS: dict[str, Campaign] = {
         shell=ShellSettings(job_s=(0.0, 0.5)),
     ),
     "lives, clocks jump": Campaign("lives", mishaps=JUMPS),
-    "meetings, torn records": Campaign("meetings", mishaps=replace(HARD, scheduler_restarts=5), shell=SLOW_DISK),
+    "meetings, torn records": Campaign("meetings", mishaps=replace(LASTING, scheduler_restarts=5), shell=SLOW_DISK),
     "training": Campaign("training"),
     "training, no record": Campaign("training", shell=ShellSettings(state_dir=False)),
     "training, nasty": Campaign("training", mishaps=LASTING, faults=NASTY),
