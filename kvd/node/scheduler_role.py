@@ -57,6 +57,7 @@ class SchedulerRole:
             config.server_timeout_s,
             config.worker_timeout_s,
             break_on_loss=config.on_worker_loss == "fail",
+            shrink_on_loss=config.on_worker_loss == "shrink",
             insecure=config.insecure,
         )
         state = self._state = SchedulerStateFile(Path(config.state_dir)) if config.state_dir else None

@@ -41,7 +41,8 @@ from tests.core.fakes import OPEN, member, of, one, said, server_id, worker_id
 SCHEDULER_ROLE, SERVER_ROLE = KeyRole.SCHEDULER, KeyRole.SERVER
 KINDS = get_args(m.Message)
 SERVER_PEERS = (CallerPeer(b"1000"), CallerPeer(b"1001"), CallerPeer(b"gone"))
-OF_MEMBERS = (m.Heartbeat, m.Leave, m.Enter, m.Say, m.Listen, m.WaitReport, m.Synced, m.OutOfSync)  # these name the run
+# These name the run.
+OF_MEMBERS = (m.Heartbeat, m.Leave, m.TakePart, m.Enter, m.Say, m.Listen, m.WaitReport, m.Synced, m.OutOfSync)
 
 
 def cases(receiver: KeyRole, senders: list[Sender]) -> list[Any]:
