@@ -44,6 +44,14 @@ def health_of(report: Report) -> Health:
     advice += degraded
     if workers:
         advice.append(f"dead: {', '.join(workers)}. {_start_again(workers)}")
+    lost, back = _in_state(report, "worker", "lost"), _in_state(report, "worker", "back")
+    if lost:
+        advice.append(f"lost: {', '.join(lost)}. The job goes on without, degraded. {_start_again(lost)}")
+    if back:
+        advice.append(
+            f"back: {', '.join(back)}, and not in the rounds yet. That is so until the program comes to its next step "
+            "of kv.steps, or calls kv.resume()."
+        )
     if ended:
         advice.append(f"process ended: {', '.join(ended)}. {_start_again(ended)}")
     if missing:
@@ -65,12 +73,16 @@ def health_of(report: Report) -> Health:
             "Leave out --insecure (KVD_INSECURE) everywhere unless the network is closed."
         )
     advice += [_emptied(name) for name in _empty_servers(report)]
-    wrong = servers or deserters or degraded or workers or ended or missing or silent or unsaved
+    wrong = servers or deserters or degraded or workers or lost or back or ended or missing or silent or unsaved
     return Health(not wrong, tuple(advice))
 
 
 def _dead(report: Report, role: str) -> list[str]:
-    return [f"{m['role']} {m['rank']}" for m in report["members"] if m["state"] == "dead" and m["role"] == role]
+    return _in_state(report, role, "dead")
+
+
+def _in_state(report: Report, role: str, state: str) -> list[str]:
+    return [f"{m['role']} {m['rank']}" for m in report["members"] if m["state"] == state and m["role"] == role]
 
 
 def _ended_workers(report: Report) -> list[str]:
@@ -94,7 +106,7 @@ def _servers_that_left(report: Report) -> list[str]:
 
 
 def _left(report: Report, role: str) -> list[str]:
-    return [f"{m['role']} {m['rank']}" for m in report["members"] if m["state"] == "left" and m["role"] == role]
+    return _in_state(report, role, "left")
 
 
 def _what_is_gone(servers: list[str], partitions: Sequence[Partition]) -> str:

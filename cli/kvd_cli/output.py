@@ -14,7 +14,17 @@ from rich.text import Text
 
 from kvd.config import terminal_colour
 
-STYLES = {"active": "green", "ready": "green", "done": "cyan", "left": "dim", "dead": "bold red", "missing": "yellow"}
+STYLES = {
+    "active": "green",
+    "ready": "green",
+    "done": "cyan",
+    "left": "dim",
+    "dead": "bold red",
+    "lost": "bold red",
+    "back": "yellow",
+    "returning": "yellow",
+    "missing": "yellow",
+}
 """The style of a cell that consists of this word."""
 
 

@@ -122,7 +122,17 @@ def snapshot_problems(snapshot_dir: str, snapshot_every: int, restore: str) -> I
         yield "snapshot_dir", f"{name} = {value} needs a folder: set snapshot_dir to the one that has the snapshots"
 
 
-def unavailable_problems(*, metrics_bind: str, on_worker_loss: str) -> Iterator[Problem]:
+def loss_problems(*, on_worker_loss: str, num_workers: int) -> Iterator[Problem]:
+    """A single worker has nobody who could go on without it. With 0 workers, their number is not known here."""
+    if on_worker_loss == "shrink" and num_workers == 1:
+        yield (
+            "on_worker_loss",
+            "on_worker_loss = shrink needs at least 2 workers, since the others go on without one that died, and there "
+            "is 1 worker: set num_workers = 2 or more, or on_worker_loss = wait",
+        )
+
+
+def unavailable_problems(*, metrics_bind: str) -> Iterator[Problem]:
     """Values that are planned but not built yet: ignoring them would promise what nobody does."""
     if metrics_bind:
         yield (
@@ -130,5 +140,3 @@ def unavailable_problems(*, metrics_bind: str, on_worker_loss: str) -> Iterator[
             f"metrics_bind = {metrics_bind!r}: the metrics page is not built yet; leave metrics_bind empty, and ask "
             "kvd status -o json",
         )
-    if on_worker_loss == "shrink":
-        yield "on_worker_loss", "on_worker_loss = shrink is not built yet: set it to fail or wait"

@@ -151,7 +151,7 @@ class Config:
     notice_s: float = declare(10.0, "after this time a call that waits says for whom", unit="s", minimum=0.02)
     on_worker_loss: str = declare(
         "fail",
-        "what happens to calls that wait for a dead worker; shrink is not built yet",
+        "what happens when a worker dies: calls that wait for it fail, or wait for its return, or go on without it",
         choices=("wait", "fail", "shrink"),
     )
 
@@ -193,10 +193,8 @@ class Config:
         yield from checks.identity_problems(self.node_id)
         yield from checks.job_problems(self.job)
         yield from checks.key_problems(keyfile=self.keyfile, allowed_keys=self.allowed_keys, insecure=self.insecure)
-        yield from checks.unavailable_problems(
-            metrics_bind=self.metrics_bind,
-            on_worker_loss=self.on_worker_loss,
-        )
+        yield from checks.unavailable_problems(metrics_bind=self.metrics_bind)
+        yield from checks.loss_problems(on_worker_loss=self.on_worker_loss, num_workers=self.num_workers)
         yield from checks.snapshot_problems(self.snapshot_dir, self.snapshot_every, self.restore)
         yield from checks.replica_problems(replicas=self.replicas, num_servers=self.num_servers)
 

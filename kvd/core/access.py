@@ -66,6 +66,7 @@ _MALFORMED_JOIN = Row("join", (m.Join,), ANY_KEY, Standing.NOTHING)  # refused f
 
 _ASKED_OF_THE_SCHEDULER = (
     Row("stay, and leave", (m.Heartbeat, m.Leave), NODES, Standing.JOINED),
+    Row("take part again after a loss", (m.TakePart,), WORKERS, Standing.JOINED),
     Row("say who holds a partition", (m.Synced, m.OutOfSync, m.HandedOver), SERVERS, Standing.JOINED),
     Row(
         "meet at barriers, and ask who is missing",
@@ -87,7 +88,12 @@ _ASKED_OF_A_SERVER = (
         WORKERS,
         Standing.ATTACHED,
     ),
-    Row("go on after a predecessor", (m.ClockQuery, m.Activate, m.ComeTo), WORKERS, Standing.ATTACHED),
+    Row(
+        "go on after a predecessor, or after a loss",
+        (m.ClockQuery, m.Activate, m.ComeTo, m.WhereAre, m.StepInto),
+        WORKERS,
+        Standing.ATTACHED,
+    ),
     Row("share steps", (m.TakeStep, m.Rest), WORKERS, Standing.ATTACHED),
     Row(
         "set, change, save and load the optimizer",

@@ -20,7 +20,12 @@ _IN_WORDS = {
     MemberState.LEFT: "has left",
     MemberState.DEAD: "is dead",
     MemberState.GONE: "left the rounds, and is dead now",
+    MemberState.LOST: "is dead, and the rounds go on without it",
+    MemberState.BACK: "is back, and takes no part in the rounds yet",
+    MemberState.RETURNING: "is about to take part in the rounds again",
 }
+
+_NOT_AWAITED = frozenset({MemberState.DONE, MemberState.LEFT, MemberState.GONE, MemberState.LOST, MemberState.BACK})
 
 
 def in_words(state: MemberState) -> str:
@@ -108,13 +113,27 @@ class ViewState:
         return [rank for rank in range(self.settings.num_workers) if ("worker", rank) not in self.members]
 
     def required_ranks(self) -> list[int]:
-        """The ranks of the workers that rounds wait for: all that have not left the rounds, joined or not."""
-        gone = {
-            m.rank
-            for m in self.members.values()
-            if m.role == "worker" and m.state in (MemberState.DONE, MemberState.LEFT, MemberState.GONE)
-        }
+        """The ranks of the workers that rounds wait for: all that have not left the rounds, joined or not, except those
+        that are lost."""
+        gone = {m.rank for m in self.members.values() if m.role == "worker" and m.state in _NOT_AWAITED}
         return [rank for rank in range(self.settings.num_workers) if rank not in gone]
+
+    def ranks_apart(self) -> list[int]:
+        """The ranks of the workers without which the rounds go on, whether they are back or not. There are none in
+        async mode, where no round waits for anyone: a worker that is back takes part there at once."""
+        apart = (MemberState.LOST, MemberState.BACK)
+        return [m.rank for m in self.members.values() if m.role == "worker" and m.state in apart and self.is_sync]
+
+    def num_taking_part(self) -> int:
+        """The number of workers of the cluster, without those that are lost and have yet to take part again."""
+        apart = (MemberState.LOST, MemberState.BACK)
+        return self.settings.num_workers - sum(
+            member.role == "worker" and member.state in apart for member in self.members.values()
+        )
+
+    def lost_ranks(self) -> list[int]:
+        """The ranks of the workers that died, and without which the others go on."""
+        return [m.rank for m in self.members.values() if (m.role, m.state) == ("worker", MemberState.LOST)]
 
     def dead_workers(self) -> dict[int, Member]:
         return {m.rank: m for m in self.members.values() if m.role == "worker" and m.state is MemberState.DEAD}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 from kvd.protocol.messages import Captured, CaptureWhen, Departure, SliceId, Surveyed
@@ -26,6 +27,10 @@ class Versions(NamedTuple):
 
     oldest: int
     newest: int
+
+
+class UncountedVersions(list["Versions | None"]):
+    """The result of a push that does not count, or not in all slices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,8 @@ class Transfer:
     """Push, pull, or both: the sources of the items are pushed, their targets take what is pulled.
 
     It completes when every push is committed and every value is copied. The result is a list with the Versions of each
-    item, None where nothing was pulled.
+    item, None where nothing was pulled. It is an UncountedVersions if a slice of a push does not count, since the
+    rounds went on without this worker.
     """
 
     items: tuple[Item, ...]
@@ -227,6 +233,46 @@ class Resume:
     """Go on after all that counted of a predecessor. NotAllowed while pushes are open."""
 
 
+class Loop(NamedTuple):
+    """A loop over steps: the number of its first step, and of the one after its last, among those of all loops."""
+
+    first: int
+    end: int
+
+
+class Return(Enum):
+    """What became of a TakePartAgain."""
+
+    NOW = "the rounds wait for this worker again"
+    LATER = "the others have yet to get past the loop's first step, or it was lost once more: ask again"
+    OVER = "the others are past the loop"
+    NOT_LOST = "nobody went on without this worker"
+
+
+class Returned(NamedTuple):
+    """The result of a TakePartAgain.
+
+    Attributes:
+        step: NOW, in a loop: the number of the step that this worker makes next, among those of all loops.
+    """
+
+    how: Return
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TakePartAgain:
+    """The others went on without this worker, which is back. The result is a Returned.
+
+    NotAllowed while pushes are open.
+
+    Attributes:
+        loop: the loop over steps in which the program is; None: it is in none.
+    """
+
+    loop: Loop | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ComeTo:
     """The program has come to this place, see `kvd.core.places`; all its pushes are settled. Servers remember it."""
@@ -297,6 +343,7 @@ Request: TypeAlias = (
     | Depart
     | Rewind
     | Resume
+    | TakePartAgain
     | ComeTo
     | ClockOf
     | Control

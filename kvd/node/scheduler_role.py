@@ -58,6 +58,7 @@ class SchedulerRole:
             config.server_timeout_s,
             config.worker_timeout_s,
             break_on_loss=config.on_worker_loss == "fail",
+            shrink_on_loss=config.on_worker_loss == "shrink",
             insecure=config.insecure,
         )
         holder = f"the scheduler at {reachable(address)} (host {host_name()}, pid {os.getpid()})"

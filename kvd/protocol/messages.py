@@ -151,6 +151,9 @@ class MemberState(StrEnum):
     LEFT = "left"  # left the cluster in good order
     DEAD = "dead"  # declared dead
     GONE = "gone"  # declared dead after it left the rounds, which do not wait for it
+    LOST = "lost"  # declared dead, and the rounds go on without it
+    BACK = "back"  # was lost and is connected again; the rounds do not wait for it until it says TakePart
+    RETURNING = "returning"  # the rounds wait for it again, and it finds out where they are
 
 
 class Departure(StrEnum):
@@ -346,6 +349,23 @@ class Leave:
     KIND: ClassVar[int] = 6
     request: Number
     departure: Departure
+
+
+class Taking(Enum):
+    """What a worker that was lost says of the rounds."""
+
+    OUT = 0  # they are to go on without me after all
+    IN = 1  # they are to wait for me again
+    ARRIVED = 2  # I know where they are
+
+
+@dataclass(frozen=True, slots=True)
+class TakePart:
+    """I was lost, and am back. Answered with Done once the view says so."""
+
+    KIND: ClassVar[int] = 100
+    request: Number
+    taking: Taking
 
 
 @dataclass(frozen=True, slots=True)
@@ -692,6 +712,39 @@ class Activate:
     creation: Count = 0
 
 
+@dataclass(frozen=True, slots=True)
+class WhereAre:
+    """What is the newest place at which any worker has pushed, in the slices that you lead? Answered with TheyAre.
+
+    With `frozen`, the answer comes when your rounds wait for my rank.
+    """
+
+    KIND: ClassVar[int] = 102
+    request: Number
+    frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TheyAre:
+    """The newest place at which any worker has pushed, and the newest of my own rank."""
+
+    KIND: ClassVar[int] = 103
+    request: Number
+    place: Count
+    own: Count
+
+
+@dataclass(frozen=True, slots=True)
+class StepInto:
+    """My rank takes part again: in a slice that the loop beginning with step `first` pushes, from its step `step` on
+    (numbers among the steps of all loops), in all others from their next rounds on. Answered with Done."""
+
+    KIND: ClassVar[int] = 104
+    request: Number
+    first: Count
+    step: Count
+
+
 class Cast(NamedTuple):
     """The dtype that the bytes of a value have on their way, and that of the key, which they have from then on."""
 
@@ -798,6 +851,16 @@ class Values:
     KIND: ClassVar[int] = 43
     request: Number
     versions: Annotated[tuple[Number, ...], Limit(1, MAX_PARTS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Uncounted:
+    """The answer to a push of which a slice does not count, in place of Done or Values: the rounds went on without its
+    worker. The payload has the values that were asked for; where a slice does not count, the newest."""
+
+    KIND: ClassVar[int] = 101
+    request: Number
+    versions: Annotated[tuple[Number, ...], Limit(0, MAX_PARTS)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -1179,6 +1242,9 @@ class CaptureDone:
 # ── records: the leader of a partition → its backup ───────────────────────────────────────────────────────────────────
 
 
+NO_PLACE = -1
+
+
 class Given(NamedTuple):
     """What a worker gave to a round, without its bytes: see Push."""
 
@@ -1240,7 +1306,7 @@ class SliceImage(NamedTuple):
 
     Attributes:
         spec: its place in the specs of the message.
-        version, step, previous_step: see `kvd.core.server.rounds.SliceLog`.
+        version, step, previous_step, newest: see `kvd.core.server.rounds.SliceLog`.
         has_previous: whether the version before is kept.
         counted_steps: the ranges, from a step to before another, of shared steps that have counted.
     """
@@ -1257,6 +1323,7 @@ class SliceImage(NamedTuple):
     has_previous: bool
     progress: Annotated[tuple[RankProgress, ...], Limit(0, MAX_MEMBERS)]
     counted_steps: Annotated[tuple[tuple[Count, Count], ...], Limit(0, MAX_COUNTED_RANGES)]
+    newest: tuple[Count, Count]
 
 
 class LaterSlice(NamedTuple):
@@ -1347,6 +1414,7 @@ class HoldDropped:
 @dataclass(frozen=True, slots=True)
 class HoldActivated:
     """This rank takes part again in the rounds of the key after `clock`. `closed` rounds of the slice were closed.
+    Its program goes on at `place`; NO_PLACE: wherever it was.
 
     Answered with Done, or with NotYet as long as records of these rounds are on their way.
     """
@@ -1358,6 +1426,7 @@ class HoldActivated:
     closed: Count
     rank: Number
     clock: Count
+    place: Signed = NO_PLACE
 
 
 @dataclass(frozen=True, slots=True)
@@ -1444,6 +1513,7 @@ Message: TypeAlias = (
     | Heartbeat
     | HeartbeatAck
     | Leave
+    | TakePart
     | Enter
     | Say
     | Listen
@@ -1466,6 +1536,9 @@ Message: TypeAlias = (
     | ClockQuery
     | Clocks
     | Activate
+    | WhereAre
+    | TheyAre
+    | StepInto
     | ComeTo
     | TakeStep
     | StepIs
@@ -1474,6 +1547,7 @@ Message: TypeAlias = (
     | Staged
     | Pull
     | Values
+    | Uncounted
     | DeclareBatch
     | PushBatch
     | PullBatch

@@ -15,6 +15,7 @@ from kvd.testing.simulator import Me, World
 from kvd.testing.workloads.deletions import Generations
 from kvd.testing.workloads.ledger import Ledger, list_ledger
 from kvd.testing.workloads.lives import LifeLedger, ListLives
+from kvd.testing.workloads.losses import LossLedger
 from kvd.testing.workloads.meetings import Meetings
 from kvd.testing.workloads.readings import uneven_rounds, watched_rounds
 from kvd.testing.workloads.refusals import RefusalLedger
@@ -27,6 +28,7 @@ from kvd.testing.workloads.training import Training, list_training
 
 WORKERS = 3
 STEPS = 8
+LONG = 40  # steps of a workload in which workers come back after they were given up
 HARD = Mishaps(within_s=10.0, crashes=2, pauses=2, cuts=2, ghosts=2, scheduler_restarts=1)
 LASTING = replace(HARD, within_s=25.0)  # runs in a nasty network take this long; joining is a good part of it
 BUMPY = Mishaps(within_s=12.0, pauses=3, cuts=2, scheduler_restarts=1)  # nobody dies
@@ -39,6 +41,7 @@ JUMPS = replace(HARD, clock_jumps=4, one_way_cuts=4, longest_pause_s=14.0)  # fu
 SERVERS_DIE_ONE_WAY = replace(SERVERS_DIE, within_s=20.0, one_way_cuts=6, clock_jumps=2, longest_pause_s=14.0)
 TORN = replace(SERVERS_DIE, within_s=20.0, scheduler_restarts=5)
 SLOW_DISK = ShellSettings(persist_s=(0.05, 1.0))
+LOSING = replace(HARD, within_s=40.0, crashes=4, pauses=9, cuts=6, longest_pause_s=7.0, restart_after_s=(0.5, 8.0))
 LATE = replace(LASTING, crashes=3, restart_after_s=(8.0, 16.0))  # most of the dead are declared dead first
 
 
@@ -71,6 +74,9 @@ class Campaign:
     notice_s: float = 10.0
     servers: int = 2
     replicas: int = 1
+    merge: str = "sum"
+    on_worker_loss: str = "fail"
+    worker_timeout_s: float = 10.0
     shell: ShellSettings = field(default_factory=ShellSettings)
 
     def run(self, seed: int) -> World:
@@ -80,9 +86,15 @@ class Campaign:
             replicas=self.replicas,
             workers=WORKERS,
             mode=self.mode,
+            merge=self.merge,
+            on_worker_loss=self.on_worker_loss,
             staleness=self.staleness,
             rounds_ahead=self.rounds_ahead,
-            timeouts=Timeouts(notice_s=self.notice_s),
+            timeouts=Timeouts(
+                notice_s=self.notice_s,
+                worker_timeout_s=self.worker_timeout_s,
+                heartbeat_interval_s=min(1.0, self.worker_timeout_s / 5),
+            ),
             shell=self.shell,
         )
         world = World(seed, cluster, self.faults)
@@ -118,6 +130,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "watched, uneven": lambda campaign, seed: uneven_rounds(WORKERS, STEPS, seed),
     "stepped": lambda campaign, seed: SteppedTraining(STEPS, expected=undisturbed_weights("training")),
     "stepped ledger": lambda campaign, seed: SteppedLedger(WORKERS, STEPS),
+    "losses": lambda campaign, seed: LossLedger(WORKERS, LONG),
     "shared": lambda campaign, seed: SharedLedger(WORKERS * STEPS),
     "list training": lambda campaign, seed: list_training(
         STEPS, mostly_together(seed), undisturbed_weights("list training")
@@ -277,4 +290,20 @@ FAILOVERS: dict[str, Campaign] = {
     "meetings, servers die": Campaign("meetings", mishaps=SERVERS_DIE, replicas=2),
     "watched, servers die": Campaign("watched", mishaps=SERVERS_DIE, servers=3, replicas=2),
     "tangles, servers die": Campaign("tangles", mishaps=replace(BUMPY, server_crashes=2), notice_s=0.3, replicas=2),
+}
+
+LOSSES: dict[str, Campaign] = {
+    "losses": Campaign("losses", merge="mean", on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING),
+    "losses, nasty": Campaign(
+        "losses", merge="mean", on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING, faults=NASTY
+    ),
+    "losses, servers die": Campaign(
+        "losses",
+        merge="mean",
+        on_worker_loss="shrink",
+        worker_timeout_s=2.0,
+        mishaps=replace(LOSING, server_crashes=3, cuts=1),
+        servers=3,
+        replicas=2,
+    ),
 }

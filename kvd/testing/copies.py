@@ -3,6 +3,7 @@ are equal, bit by bit."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,15 +74,20 @@ def _saved_view(world: World) -> View | None:
 
 def is_counted(world: World, key: str, place: int) -> bool:
     """Whether all who must have what was acknowledged have 1 at this place of a float32 value."""
+    return reaches_all(world, key, place, lambda value: value == 1)
+
+
+def reaches_all(world: World, key: str, place: int, holds: Callable[[float], bool]) -> bool:
+    """Whether that holds of this place of a float32 value, with all who must have what was acknowledged."""
     if world.cluster.replicas < 2:
-        return bool(world.value(key)[place] == 1)
+        return holds(float(world.value(key)[place]))
     for pair in pairs(world):
         for copy in (pair.leader, pair.backup):
             for slice_ in copy.table.of_key(key) if copy is not None else ():
                 start = slice_.index * slice_.spec.slice_bytes // 4
                 if slice_.partition != pair.partition or not 0 <= place - start < slice_.nbytes // 4:
                     continue
-                if slice_.log.closing is None and _values(slice_, np.float32)[place - start] != 1:
+                if slice_.log.closing is None and not holds(float(_values(slice_, np.float32)[place - start])):
                     return False
     return True
 

@@ -36,7 +36,8 @@ class MachineFactory:
             timeouts.heartbeat_interval_s,
             timeouts.server_timeout_s,
             timeouts.worker_timeout_s,
-            break_on_loss=cluster.fail_on_worker_loss,
+            break_on_loss=cluster.on_worker_loss == "fail",
+            shrink_on_loss=cluster.on_worker_loss == "shrink",
         )
         generation = 1 if record is None else int(record["generation"]) + 1
         return SchedulerRouter(settings, self._incarnation(), generation, now, record)
@@ -46,7 +47,7 @@ class MachineFactory:
         cluster = self._cluster
         wanted = EMPTY_SETTINGS._replace(num_workers=cluster.workers, num_servers=cluster.servers)
         settings = ServerSettings(
-            cluster.memory_limit_bytes, cluster.fail_on_worker_loss, small_push_bytes=cluster.small_push_bytes
+            cluster.memory_limit_bytes, cluster.on_worker_loss == "fail", small_push_bytes=cluster.small_push_bytes
         )
         session = self._session("server", rank, address, wanted)
         return ServerRouter(settings, session, SCHEDULER_ADDRESS, cluster.timeouts.heartbeat_interval_s)

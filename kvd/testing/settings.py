@@ -52,7 +52,7 @@ class ClusterSettings:
     credit_bytes: int = 16 << 10
     small_push_bytes: int = 512
     memory_limit_bytes: int = 16 << 20
-    fail_on_worker_loss: bool = True
+    on_worker_loss: str = "fail"
     timeouts: Timeouts = field(default_factory=Timeouts)
     shell: ShellSettings = field(default_factory=ShellSettings)
 

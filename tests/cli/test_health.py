@@ -49,6 +49,15 @@ def test_the_keys_of_a_dead_server_are_lost() -> None:
     )
 
 
+def test_a_job_that_goes_on_without_a_worker_is_degraded() -> None:
+    members = [member("server", 0), member("worker", 0), member("worker", 1, "lost"), member("worker", 2, "back")]
+    health = health_of(report(server(0), members=members))
+    assert not health.is_healthy
+    lost, back = health.advice
+    assert lost.startswith("lost: worker 1. The job goes on without, degraded. Start it again under the same node id")
+    assert back.startswith("back: worker 2, and not in the rounds yet. ")
+
+
 def test_a_dead_worker_may_come_back() -> None:
     members = [member("server", 0), member("worker", 0, "dead"), member("worker", 1, "dead")]
     health = health_of(report(server(0), members=members))

@@ -49,11 +49,15 @@ def life_of(closing: Closing, *, distributed: bool) -> StoreLife:
 def test_the_properties_are_those_of_the_facts() -> None:
     store = StoreProperties(FACTS)
     names = {name for name, value in inspect.getmembers(StoreProperties) if isinstance(value, property)}
-    assert names == set(StoreFacts._fields) - {"distributed", "versioned", "round_timeout_s"}
+    assert names == set(StoreFacts._fields) - {"distributed", "versioned", "round_timeout_s", "count_workers"}
     assert {name: getattr(store, name) for name in names} == {name: getattr(FACTS, name) for name in names}
     for name in names:
         with pytest.raises(AttributeError):
             setattr(store, name, 0)
+
+
+def test_the_number_of_workers_is_that_of_the_newest_round() -> None:
+    assert StoreProperties(FACTS._replace(count_workers=lambda: 77)).num_workers == 77
 
 
 def test_capabilities() -> None:

@@ -35,7 +35,7 @@ Refusal = Callable[..., ConfigError]
             "replicas",
             "2 servers, one for each copy, and there is 1 server: set num_s",
         ),
-        ({"on_worker_loss": "shrink"}, "on_worker_loss", "is not built yet: set it to fail or wait"),
+        ({"on_worker_loss": "shrink", "num_workers": 1}, "on_worker_loss", "needs at least 2 workers"),
         ({"metrics_bind": "127.0.0.1:9100"}, "metrics_bind", "the metrics page is not built yet; leave metrics_bind"),
         ({"metrics_bind": "9100"}, "metrics_bind", "the metrics page is not built yet"),
         ({"node_id": "two words"}, "node_id", "without spaces"),

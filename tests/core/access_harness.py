@@ -108,7 +108,7 @@ SPEC = KeySpec("uint8", (1,), 4096)
 def install_of(request: int, key: str) -> m.Install:
     """A new slice of one byte, of partition 1."""
     use = m.OptimizerUse(0, 0, (), 0, ())
-    image = m.SliceImage(key, 0, 0, 0, m.Origin(worker_id(0), 2, 0, 0), use, 0, 0, 0, False, (), ())
+    image = m.SliceImage(key, 0, 0, 0, m.Origin(worker_id(0), 2, 0, 0), use, 0, 0, 0, False, (), (), (0, 0))
     return m.Install(request, 1, (SPEC,), (None,), (image,))
 
 
@@ -124,6 +124,7 @@ SAMPLES: dict[type[Any], Any] = {
         m.Synced(30, 0, 1),
         m.OutOfSync(30, 0, 1),
         m.HandedOver(30, 0, 1),
+        m.TakePart(30, m.Taking.OUT),
         m.Enter(30, "user:a", 0),
         m.Say(30, "user:a", 0, "note"),
         m.Listen(30, "user:a", 0),
@@ -146,6 +147,9 @@ SAMPLES: dict[type[Any], Any] = {
         m.ClockQuery(30, "w"),
         m.Clocks(30, 0, 0, 0, 0),
         m.Activate(30, "w", 0),
+        m.WhereAre(30),
+        m.TheyAre(30, 0, 0),
+        m.StepInto(30, 0, 0),
         m.ComeTo(30, 0),
         m.TakeStep(30, 0, 4, m.NO_STEP),
         m.StepIs(30, m.StepsLeft.NONE, m.NO_STEP),
@@ -154,6 +158,7 @@ SAMPLES: dict[type[Any], Any] = {
         m.Staged(30),
         m.Pull(30, (m.Part("w", 0, m.ANY_CLOCK),)),
         m.Values(30, (1,)),
+        m.Uncounted(30),
         m.DeclareBatch(30, 1, (m.SliceId("w", 0),)),
         m.PushBatch(30, 1, 1, m.ADD, 1, False, probe=True),
         m.PullBatch(30, 1, 0),

@@ -374,7 +374,7 @@ def _picture_of(node: Node, slice_: Any) -> dict[str, Any]:
         "optimizer": None if optimizer is None else to_wire(optimizer),
         "generation": generation,
         "changes": changes,
-        "log": (log.version, log.closed, log.step, log.previous_step),
+        "log": (log.version, log.closed, log.step, log.previous_step, log.newest),
         "current": bytes_of(slice_.span(log.current)),
         "previous": None if log.previous is None else bytes_of(slice_.span(log.previous)),
         "state": (step, slots, [bytes_of(span) for span in spans]),

@@ -44,6 +44,7 @@ SERVER_PEERS = (CallerPeer(b"1000"), CallerPeer(b"1001"), CallerPeer(b"gone"))
 OF_MEMBERS = (
     m.Heartbeat,
     m.Leave,
+    m.TakePart,
     m.Enter,
     m.Say,
     m.Listen,

@@ -12,14 +12,18 @@ from kvd.core.scheduler.roster import AS_PREDECESSOR, LIVING, TRANSITIONS, Membe
 from kvd.protocol.messages import Join, MemberState
 from tests.core.fakes import OPEN, member
 
-ACTIVE, DONE, LEFT, DEAD, GONE = MemberState
-HEARD, LEFT_ROUNDS, LEAVES, DIES = MemberEvent
+ACTIVE, DONE, LEFT, DEAD, GONE, LOST, BACK, RETURNING = MemberState
+HEARD, LEFT_ROUNDS, LEAVES, DIES, DROPPED, RETURNED, ARRIVED, STEPPED_OUT = MemberEvent
 
 ROWS = [
     (ACTIVE, HEARD, ACTIVE),
     (ACTIVE, LEFT_ROUNDS, DONE),
     (ACTIVE, LEAVES, LEFT),
     (ACTIVE, DIES, DEAD),
+    (ACTIVE, DROPPED, LOST),
+    (ACTIVE, RETURNED, ACTIVE),
+    (ACTIVE, ARRIVED, ACTIVE),
+    (ACTIVE, STEPPED_OUT, BACK),
     (DONE, HEARD, DONE),
     (DONE, LEFT_ROUNDS, DONE),
     (DONE, LEAVES, LEFT),
@@ -28,7 +32,23 @@ ROWS = [
     (LEFT, LEFT_ROUNDS, LEFT),
     (LEFT, LEAVES, LEFT),
     (DEAD, HEARD, ACTIVE),
+    (DEAD, DROPPED, LOST),
     (GONE, HEARD, DONE),
+    (LOST, HEARD, BACK),
+    (BACK, HEARD, BACK),
+    (BACK, RETURNED, RETURNING),
+    (BACK, ARRIVED, BACK),
+    (BACK, STEPPED_OUT, BACK),
+    (BACK, LEFT_ROUNDS, DONE),
+    (BACK, LEAVES, LEFT),
+    (BACK, DROPPED, LOST),
+    (RETURNING, HEARD, RETURNING),
+    (RETURNING, RETURNED, RETURNING),
+    (RETURNING, ARRIVED, ACTIVE),
+    (RETURNING, STEPPED_OUT, BACK),
+    (RETURNING, LEFT_ROUNDS, DONE),
+    (RETURNING, LEAVES, LEFT),
+    (RETURNING, DROPPED, LOST),
 ]
 OUTSIDE = [
     (state, event) for state in MemberState for event in MemberEvent if (state, event) not in [row[:2] for row in ROWS]
@@ -81,8 +101,16 @@ def test_the_table_has_a_row_for_every_state() -> None:
 
 
 def test_only_the_living_can_die() -> None:
-    assert tuple(state for state in MemberState if DIES in TRANSITIONS[state]) == LIVING
-    assert [there.member.rank for there in roster("active", "done", "left", "dead", "gone").living()] == [0, 1]
+    assert tuple(state for state in MemberState if {DIES, DROPPED} & TRANSITIONS[state].keys() - {DEAD}) == (
+        ACTIVE,
+        DONE,
+        DEAD,
+        BACK,
+        RETURNING,
+    )
+    assert set(LIVING) == {ACTIVE, DONE, BACK, RETURNING}
+    states = ("active", "done", "left", "dead", "gone", "lost", "back")
+    assert [there.member.rank for there in roster(*states).living()] == [0, 1, 6]
 
 
 def test_a_reason_is_cut_to_the_length_that_a_view_may_carry() -> None:
@@ -97,6 +125,46 @@ def test_a_dead_member_that_is_heard_is_back_without_the_reason_of_its_death() -
     assert (there.member.state, there.member.reason, there.peer) == (ACTIVE, "", NEW_PEER)
     assert not Roster(1, 1, [there]).heard(there, NEWER_PEER)
     assert there.peer == NEWER_PEER
+
+
+def shrinking(*states: str) -> Roster:
+    """The same as `roster`, where the rounds go on without the dead."""
+    return Roster(1, len(states), [seat(state, rank) for rank, state in enumerate(states)], shrinks=True)
+
+
+@pytest.mark.parametrize(
+    ("states", "may"),
+    [
+        (("active", "active"), True),
+        (("active", "back"), True),
+        (("active", "lost"), False),
+        (("active", "dead", "gone"), False),
+        (("active", "done"), False),  # it pushes no more
+        (("active", "left"), False),
+        (("active",), False),
+    ],
+)
+def test_a_worker_is_lost_only_if_another_one_can_go_on(states: tuple[str, ...], may: bool) -> None:
+    there = shrinking(*states)
+    first = next(iter(there.seats()))
+    assert there.may_lose(first) is may
+    assert not roster(*states).may_lose(first)
+
+
+def test_barriers_do_not_wait_for_the_lost() -> None:
+    states = ("active", "done", "left", "dead", "gone", "lost", "back")
+    assert shrinking(*states).barrier_ranks() == [0, 1, 3]
+    assert roster(*states).barrier_ranks() == [0, 1, 3, 4]
+
+
+def test_the_successor_of_one_that_was_lost_is_back_and_takes_no_part_yet() -> None:
+    there = shrinking("active", "lost")
+    taken, replaced = there.take_seat(join("worker-1"), 1, 42, PEER)
+    assert (taken.member.state, taken.predecessor) == (BACK, LOST)
+    assert replaced is not None
+    there.transition(taken, RETURNED)  # and dies before it knows where the rounds are
+    again, _ = there.take_seat(join("worker-1"), 1, 43, PEER)
+    assert (again.member.state, again.predecessor) == (BACK, LOST)
 
 
 # ── seats ──

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvd.core.machine import Export, JobDone, Load, Tick
+from kvd.core.places import PlaceKind, place_of
 from kvd.errors import NotAllowed
 from kvd.optimizer import SGD, Adam, to_wire
 from kvd.protocol.messages import (
@@ -80,7 +81,7 @@ def test_a_synced_server_has_everything(dtype: str, optimizer: Any) -> None:
     for clock in (1, 2):
         for rank in (0, 1):
             run.push_batch(rank, clock, value, value)
-        both_push(run, clock, value, "c")
+        both_push(run, clock, value, "c", place=place_of(PlaceKind.STEP, clock))
     assert len(run.nodes[A].table.groups) == 3
     run.look([SYNCING, *OTHERS])
     if dtype == "float16" and optimizer is not None:

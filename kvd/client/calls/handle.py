@@ -9,6 +9,7 @@ from typing import Any
 
 from kvd.client.calls.checks import patience
 from kvd.client.calls.promise import Promise
+from kvd.core.requests import UncountedVersions
 from kvd.errors import RequestTimeout
 
 
@@ -113,6 +114,15 @@ class Handle:
         except BaseException:
             self.claimed = self._promise.done()
             raise
+
+    @property
+    def counted(self) -> bool:
+        """False: what was pushed does not count, or not in all slices of a large value, since the rounds went on
+        without this worker (`on_worker_loss = "shrink"`). True for any other call that ended well, for one that failed,
+        and as long as the call has not ended."""
+        if not self._promise.done() or self._promise.exception() is not None:
+            return True
+        return not isinstance(self._promise.result(), UncountedVersions)
 
     def on_end(self, told: Callable[[Promise], None]) -> None:
         """Calls `told` when the call has ended, in the thread that ends it; at once if it has ended."""

@@ -26,6 +26,9 @@ class ProgramSteps:
         announce: tells the servers that all pushes have counted that were made before this place; None: there are none.
         share: gets this worker's next step of a shared loop, None at its end, from the number of the loop's first step,
             how many it has, and the step that is done; None: workers share no steps here.
+        come_back: has the others wait again for this worker, which they went on without, and gets the step of this loop
+            in which they do; None: they are past the loop.
+        is_apart: whether they went on without this worker.
     """
 
     def __init__(
@@ -33,10 +36,14 @@ class ProgramSteps:
         loops: StepLoops,
         announce: Callable[[int], Promise] | None = None,
         share: Callable[[int, int, int], Promise] | None = None,
+        come_back: Callable[[int, int], Promise] | None = None,
+        is_apart: Callable[[], bool] = lambda: False,
     ) -> None:
         self._loops = loops
         self._announce = announce
         self._share = share
+        self._come_back = come_back
+        self.is_apart = is_apart
         self._has_pushed_outside = False  # since the last loop
         self._lock = threading.RLock()  # an iteration that is dropped ends its loop, whatever its thread does then
         self._broadcasts: list[Promise] = []
@@ -147,6 +154,13 @@ class ProgramSteps:
                 return None
             return self._share(self._loops.first, total, done)
 
+    def come_back(self, total: int) -> Promise | None:
+        """The next step of this loop in which the others wait for this worker; None: they do anyway."""
+        with self._lock:
+            if self._come_back is None or not self.is_apart() or self._loops.is_shared:
+                return None
+            return self._come_back(self._loops.first, total)
+
     def enter(self, step: int) -> Promise | None:
         """Begins a step. The promise, if there is one, is kept before the step pushes."""
         with self._lock:
@@ -203,6 +217,7 @@ class StepIteration:
         if not isinstance(shared, bool):
             raise NotAllowed(f"shared is True or False, not {shared!r:.40}")
         self._shared = shared
+        self._is_shared = False
         self._next = 0
         self._done = NO_STEP
         self.announced: Promise | None = None
@@ -212,7 +227,8 @@ class StepIteration:
         """Ends the present step, or begins the loop. Wait for `before_next` first.
 
         Returns:
-            In a shared loop, the promise of the step that begins next (None at the end).
+            The promise of the step that begins next (None at the end), if others know it: in a shared loop, and for a
+            worker without which the others went on.
 
         Raises:
             NotAllowed: the step has not pushed all of its keys; see also `StepLoops.begin`.
@@ -227,7 +243,11 @@ class StepIteration:
             else:
                 self._steps.leave()
                 self.snapshot = self._steps.due_snapshot()
-            return self._steps.ask_for_step(self._total, self._done) if self._next < self._total else None
+            if self._next >= self._total:
+                return None
+            given = self._steps.ask_for_step(self._total, self._done)
+            self._is_shared = given is not None
+            return given or self._steps.come_back(self._total)
         except BaseException:
             self.close()
             raise
@@ -239,7 +259,8 @@ class StepIteration:
     def begin_given(self, step: int | None) -> int | None:
         """Begins the step that the promise of `end_step` gave."""
         begun = self._begin(step)
-        self._next = 0  # in a shared loop others know which comes next
+        if self._is_shared:
+            self._next = 0  # others know which comes next
         return begun
 
     def _begin(self, step: int | None) -> int | None:

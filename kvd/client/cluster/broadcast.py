@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,9 +17,13 @@ from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.transfers import absence, assignment, nothing, pull_into, pulled
 from kvd.core import requests
+from kvd.core.membership import in_words, name_of
 from kvd.core.requests import Item
 from kvd.core.worker.step_loops import Replay
+from kvd.errors import NodeLost
 from kvd.protocol.messages import MemberState
+
+VIEW_PAUSE_S, VIEW_CHECKS = 0.01, 500
 
 
 class Here(NamedTuple):
@@ -106,9 +111,9 @@ class ClusterAssignments:
         deadline = here.deadline
         await self._make(names, sources, deadline)
         counted, replays = await self._replayed(names, deadline) if here.replay is Replay.PERHAPS else (0, 0)
-        is_past = here.replay is Replay.PASSED
+        is_past = here.replay is Replay.PASSED or (self._sync and self._engine.machine.is_apart)
         if self._sync and (is_past or counted > replays):
-            await self._pull(names, targets, priority, deadline)  # the predecessor was past this
+            await self._pull(names, targets, priority, deadline)  # the predecessor was past this, or the others are
         elif self._sync:
             await self._round(names, sources, targets, priority, here)
         else:
@@ -161,7 +166,21 @@ class ClusterAssignments:
             transfer = assignment(names, sources, targets, priority, here.place)
         else:
             transfer = absence(names, targets, priority, here.place)
+        self._check_rank_0()
         await self._engine.call(transfer, within=here.deadline)
+        view = self._engine.machine.view
+        for _ in range(VIEW_CHECKS):  # a server may know more of worker 0
+            if view.is_up_to_date:
+                break
+            await asyncio.sleep(VIEW_PAUSE_S)
+        self._check_rank_0()
+
+    def _check_rank_0(self) -> None:
+        """Raises NodeLost if the rounds go on without worker 0, who has the values."""
+        root = self._engine.machine.view.worker(0)
+        if self._rank != 0 and root is not None and root.state in (MemberState.LOST, MemberState.BACK):
+            text = f"nobody has values to broadcast: worker 0, whose values they are, {in_words(root.state)}"
+            raise NodeLost(text, node=name_of("worker", 0), last_seen_s=root.last_seen_s, reason=root.reason)
 
     async def _pull(self, names: list[str], targets: list[Target], priority: int, deadline: Deadline) -> None:
         await self._engine.call(pull_into(names, targets, priority), within=deadline)

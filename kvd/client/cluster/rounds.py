@@ -11,7 +11,9 @@ from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.steps import take_part_again
 from kvd.core import requests
+from kvd.errors import NotAllowed
 from kvd.protocol.messages import ClockQuery, Departure
 
 
@@ -53,6 +55,11 @@ class ClusterRounds:
         self._steps.check_may_resume()
 
         async def work() -> None:
+            if self._engine.machine.is_apart:
+                if isinstance(request, requests.Rewind):
+                    text = "the others went on without this worker, and do not go back: call kv.resume() to join them"
+                    raise NotAllowed(text)
+                await take_part_again(self._engine)
             await self._engine.call(request)
             self._steps.resume()
 

@@ -21,7 +21,32 @@ def program_steps(engine: Engine, *, is_sync: bool) -> ProgramSteps:
     """The loops of a program that continues the one of a dead predecessor, if there is one."""
     servers = ServersOfSteps(engine)
     loops = StepLoops(engine.machine.stopped(), is_strict=is_sync)
-    return ProgramSteps(loops, servers.announce, None if is_sync else servers.share)
+    if not is_sync:
+        return ProgramSteps(loops, servers.announce, servers.share)
+    return ProgramSteps(loops, servers.announce, None, servers.come_back, lambda: engine.machine.is_apart)
+
+
+async def take_part_again(engine: Engine, loop: requests.Loop | None = None) -> requests.Returned:
+    """Asks until the rounds wait for this worker again, or the others are past the loop.
+
+    Raises:
+        RequestTimeout: the others do not get past the first step of the loop within `round_timeout_s`.
+    """
+    limit_s, pause_s = engine.config.round_timeout_s, FIRST_PAUSE_S
+    deadline = time.monotonic() + limit_s
+    while True:
+        await engine.call(requests.Flush())
+        returned: requests.Returned = await engine.call(requests.TakePartAgain(loop))
+        if returned.how is not requests.Return.LATER:
+            return returned
+        if time.monotonic() >= deadline:
+            text = (
+                f"the others went on without this worker, and it could not take part again within {limit_s:g} s: they "
+                f"did not get past the first step of this loop over kv.steps; kvd status shows who is there"
+            )
+            raise RequestTimeout(text, outcome="not_sent")
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 class ServersOfSteps:
@@ -36,6 +61,16 @@ class ServersOfSteps:
             await self._engine.call(requests.ComeTo(place))
 
         return self._engine.run(work())
+
+    def come_back(self, first: int, total: int) -> Promise:
+        return self._engine.run(self._come_back(requests.Loop(first, first + total)))
+
+    async def _come_back(self, loop: requests.Loop) -> int | None:
+        """Waits until the others are past the loop's first step, and goes on with them; None: they are past its end."""
+        returned = await take_part_again(self._engine, loop)
+        if returned.how is requests.Return.OVER or returned.step >= loop.end:
+            return None
+        return returned.step - loop.first
 
     def share(self, first: int, total: int, done: int) -> Promise:
         return self._engine.run(self._next_step(first, total, done))

@@ -22,6 +22,7 @@ class SchedulerSettings:
     server_timeout_s: float
     worker_timeout_s: float
     break_on_loss: bool  # a dead worker breaks the barriers that it is missing from
+    shrink_on_loss: bool = False  # rounds and barriers go on without a dead worker
     insecure: bool = False  # connections have no keys
 
 

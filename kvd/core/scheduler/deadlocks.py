@@ -99,11 +99,12 @@ class Deadlocks:
         return () if self._proof is None else self._proof.lines
 
     def _blocked_seats(self, current: Epoch) -> list[Seat] | None:
-        """The workers that have not left, if every one of them is blocked; None if that is not certain."""
+        """The workers that have neither left nor are lost, if every one is blocked; None if that is not certain."""
         seats = {seat.member.rank: seat for seat in self._roster.seats() if seat.member.role == "worker"}
         if len(seats) < self._num_workers:
             return None
-        stays = [seats[rank] for rank in sorted(seats) if seats[rank].member.state is not MemberState.LEFT]
+        nobody_waits_for = (MemberState.LEFT, MemberState.LOST)
+        stays = [seats[rank] for rank in sorted(seats) if seats[rank].member.state not in nobody_waits_for]
         waiting = self._barriers.open()
         for seat in stays:
             blocked = self._reports.get(seat.member.rank)

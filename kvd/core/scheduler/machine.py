@@ -49,7 +49,7 @@ from kvd.core.scheduler.partitions import Partitions, servers_of
 from kvd.core.scheduler.phase import IN_WORDS, RunLife
 from kvd.core.scheduler.record import Record
 from kvd.core.scheduler.report import run_report
-from kvd.core.scheduler.roster import AS_FOUND, MemberEvent, Roster, Seat
+from kvd.core.scheduler.roster import AFTER_A_LOSS, AS_FOUND, MemberEvent, Roster, Seat
 from kvd.core.scheduler.seating import Seating
 from kvd.core.scheduler.views import Views
 from kvd.core.scheduler.waits import WaitReports
@@ -69,6 +69,7 @@ from kvd.protocol.messages import (
     Join,
     Leave,
     Listen,
+    MemberState,
     NotYet,
     NotYetReason,
     OutOfSync,
@@ -79,6 +80,8 @@ from kvd.protocol.messages import (
     StatusQuery,
     StatusReport,
     Synced,
+    TakePart,
+    Taking,
     View,
     WaitReport,
     Welcome,
@@ -90,6 +93,11 @@ _TOLD = {
     Synced: "has a new backup",
     HandedOver: "was handed over: its backup leads it now, and its leader is the backup",
     OutOfSync: "has lost a backup, which is not in sync",
+}
+_WHAT_HAPPENS = {
+    Taking.OUT: MemberEvent.STEPPED_OUT,
+    Taking.IN: MemberEvent.RETURNED,
+    Taking.ARRIVED: MemberEvent.ARRIVED,
 }
 
 
@@ -122,7 +130,9 @@ class SchedulerMachine:
             cluster = cluster._replace(replicas=earlier.settings.replicas)  # a run keeps those that it began with
         self.incarnation = incarnation
         self._agreement = Agreement(cluster, earlier.settings)
-        self._roster = Roster(cluster.num_servers, num_workers, earlier.seats, earlier.replaced)
+        self._roster = Roster(
+            cluster.num_servers, num_workers, earlier.seats, earlier.replaced, shrinks=settings.shrink_on_loss
+        )
         self._barriers = earlier.barriers
         self._life = RunLife(earlier.phase, return_by)
         self._partitions = Partitions(cluster.num_servers if with_workers and cluster.replicas > 1 else 0)
@@ -157,6 +167,7 @@ class SchedulerMachine:
             Join: self._join,
             Heartbeat: self._heartbeat,
             Leave: self._leave,
+            TakePart: self._take_part,
             Enter: self._meet,
             StatusQuery: lambda event, query, _now: self._out.append(Send(event.peer, StatusReport(query.request))),
             WaitReport: self._wait_report,
@@ -202,6 +213,8 @@ class SchedulerMachine:
         elif isinstance(event, PeerLost):
             self._process_ended(self._roster.seat_of(event.incarnation), event.reason, now)
         self._judge(now)
+        if self._roster.shrinks:
+            self._lose_the_dead()
         if self._liveness.stops_awaiting(now) and (settled := self._meetings.settle()):
             self._publish(settled)
         self._take_over(now)
@@ -353,6 +366,8 @@ class SchedulerMachine:
                 self._refuse(replaced.peer, 0, ErrorCode.REPLACED, _replaced_text(replaced.name))
             if seat.member.role == "worker":
                 self._barriers.withdraw(seat.member.rank)
+        if self._returns_at_once(seat):
+            seat.predecessor = MemberState.DEAD
         self._log("info", f"{seat.name} joined", node_id=seat.member.node_id, predecessor=seat.predecessor or "")
         self._publish()
 
@@ -385,6 +400,20 @@ class SchedulerMachine:
             self._log("info", f"{seat.name} {in_words(seat.member.state)}")
             self._publish()
         self._out += self._views.when_saved(Send(event.peer, Done(leave.request)))
+
+    def _take_part(self, event: Received, message: TakePart, now: float) -> None:
+        """A worker that was lost takes part again, or finds that it cannot yet."""
+        seat = self._sender_seat(event, message.request, now)
+        if seat is None:
+            return
+        if seat.member.role != "worker" or seat.member.state not in (MemberState.ACTIVE, *AFTER_A_LOSS):
+            text = f"{seat.name} {in_words(seat.member.state)}: it cannot take part again"
+            self._refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, text)
+            return
+        if self._roster.transition(seat, _WHAT_HAPPENS[message.taking]):
+            self._log("info", f"{seat.name} {in_words(seat.member.state)}")
+            self._publish()
+        self._out += self._views.when_saved(Send(event.peer, Done(message.request)))
 
     def _take_over(self, now: float) -> None:
         if self._leadership.complete(now):
@@ -458,6 +487,7 @@ class SchedulerMachine:
         is_back = self._roster.heard(seat, event.peer)
         if is_back:
             self._log("warning", f"{seat.name} is back")
+            self._returns_at_once(seat)
         if is_back or is_awaited:
             self._publish()
 
@@ -486,9 +516,32 @@ class SchedulerMachine:
             self._declare_dead(*late[0], now)
 
     def _declare_dead(self, seat: Seat, reason: str, now: float) -> None:
-        self._roster.transition(seat, MemberEvent.DECLARED_DEAD, reason, self._liveness.silence_s(seat, now))
-        self._log("warning", f"{seat.name} is dead", reason=reason)
+        pushes = seat.member.role == "worker" and seat.member.state is not MemberState.DONE
+        is_lost = pushes and (seat.member.state in AFTER_A_LOSS or self._roster.may_lose(seat))
+        event = MemberEvent.DROPPED if is_lost else MemberEvent.DECLARED_DEAD
+        self._roster.transition(seat, event, reason, self._liveness.silence_s(seat, now))
+        self._log("warning", f"{seat.name} {in_words(seat.member.state)}", reason=reason)
+        if pushes and self._roster.shrinks and not is_lost:
+            self._log("error", f"no worker is left that could go on without {seat.name}: start it again")
         self._publish()
+
+    def _lose_the_dead(self) -> None:
+        """The last worker that died is waited for, as nobody else is there; until somebody is."""
+        lost = [seat for seat in self._roster.dead_seats() if self._roster.may_lose(seat)]
+        for seat in lost:
+            self._roster.transition(seat, MemberEvent.DROPPED, seat.member.reason, seat.member.last_seen_s)
+            self._log("warning", f"{seat.name} {in_words(seat.member.state)}")
+        if lost:
+            self._publish()
+
+    def _returns_at_once(self, seat: Seat) -> bool:
+        """Where no round waits for anyone, a worker that is back takes part in no other way than before."""
+        is_apart = seat.member.state is MemberState.BACK
+        if is_apart and self._agreement.settings.mode == "async":
+            self._roster.transition(seat, MemberEvent.RETURNED)
+            self._roster.transition(seat, MemberEvent.ARRIVED)
+            return True
+        return False
 
     # ── publication ──
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from kvd.core.scheduler.roster import Roster
+from kvd.core.scheduler.roster import LIVING, Roster
 from kvd.protocol.messages import MemberState, RunPhase
 
 IN_WORDS = {
@@ -95,9 +95,9 @@ class RunLife:
         states = roster.worker_states()
         if exit_passed and self._change(RunEvent.EXIT_PASSED):
             return True
-        if any(state in (MemberState.ACTIVE, MemberState.DONE) for state in states):
+        if any(state in LIVING for state in states):
             return self._change(RunEvent.ENTERED) or (roster.is_complete() and self._change(RunEvent.COMPLETE))
-        if MemberState.DEAD in states:
+        if MemberState.DEAD in states or MemberState.LOST in states:
             return self._change(RunEvent.LOST)
         return bool(states) and self._change(RunEvent.DESERTED)
 

@@ -26,6 +26,10 @@ class MemberEvent(Enum):
     LEFT_ROUNDS = "left the rounds"
     LEFT = "left"
     DECLARED_DEAD = "was declared dead"
+    DROPPED = "was declared dead, and the rounds go on without it"
+    RETURNED = "takes part again"
+    ARRIVED = "knows where the rounds are"
+    STEPPED_OUT = "cannot take part again yet"
 
 
 TRANSITIONS: dict[MemberState, dict[MemberEvent, MemberState]] = {
@@ -34,6 +38,10 @@ TRANSITIONS: dict[MemberState, dict[MemberEvent, MemberState]] = {
         MemberEvent.LEFT_ROUNDS: MemberState.DONE,
         MemberEvent.LEFT: MemberState.LEFT,
         MemberEvent.DECLARED_DEAD: MemberState.DEAD,
+        MemberEvent.DROPPED: MemberState.LOST,
+        MemberEvent.RETURNED: MemberState.ACTIVE,
+        MemberEvent.ARRIVED: MemberState.ACTIVE,
+        MemberEvent.STEPPED_OUT: MemberState.BACK,
     },
     MemberState.DONE: {
         MemberEvent.HEARD: MemberState.DONE,
@@ -46,10 +54,33 @@ TRANSITIONS: dict[MemberState, dict[MemberEvent, MemberState]] = {
         MemberEvent.LEFT_ROUNDS: MemberState.LEFT,
         MemberEvent.LEFT: MemberState.LEFT,
     },
-    MemberState.DEAD: {MemberEvent.HEARD: MemberState.ACTIVE},  # it was paused or cut off, and nobody took its rank
+    MemberState.DEAD: {  # it was paused or cut off, and nobody took its rank
+        MemberEvent.HEARD: MemberState.ACTIVE,
+        MemberEvent.DROPPED: MemberState.LOST,
+    },
     MemberState.GONE: {MemberEvent.HEARD: MemberState.DONE},
+    MemberState.LOST: {MemberEvent.HEARD: MemberState.BACK},
+    MemberState.BACK: {
+        MemberEvent.HEARD: MemberState.BACK,
+        MemberEvent.RETURNED: MemberState.RETURNING,
+        MemberEvent.ARRIVED: MemberState.BACK,  # it was lost once more
+        MemberEvent.STEPPED_OUT: MemberState.BACK,
+        MemberEvent.LEFT_ROUNDS: MemberState.DONE,
+        MemberEvent.LEFT: MemberState.LEFT,
+        MemberEvent.DROPPED: MemberState.LOST,
+    },
+    MemberState.RETURNING: {
+        MemberEvent.HEARD: MemberState.RETURNING,
+        MemberEvent.RETURNED: MemberState.RETURNING,
+        MemberEvent.ARRIVED: MemberState.ACTIVE,
+        MemberEvent.STEPPED_OUT: MemberState.BACK,
+        MemberEvent.LEFT_ROUNDS: MemberState.DONE,
+        MemberEvent.LEFT: MemberState.LEFT,
+        MemberEvent.DROPPED: MemberState.LOST,
+    },
 }
-LIVING = (MemberState.ACTIVE, MemberState.DONE)
+LIVING = (MemberState.ACTIVE, MemberState.DONE, MemberState.BACK, MemberState.RETURNING)
+AFTER_A_LOSS = (MemberState.BACK, MemberState.RETURNING)
 
 # What the next holder of a rank is told of the one before: a holder that is replaced while it lives counts as dead.
 AS_PREDECESSOR = {
@@ -58,6 +89,9 @@ AS_PREDECESSOR = {
     MemberState.LEFT: MemberState.LEFT,
     MemberState.DEAD: MemberState.DEAD,
     MemberState.GONE: MemberState.DONE,
+    MemberState.LOST: MemberState.LOST,
+    MemberState.BACK: MemberState.LOST,
+    MemberState.RETURNING: MemberState.LOST,
 }
 
 # How a node that gives up joining leaves a place that it took over, so that the place is as it found it.
@@ -65,7 +99,9 @@ AS_FOUND = {
     MemberState.DEAD: Departure.FAILED,
     MemberState.DONE: Departure.DONE,
     MemberState.LEFT: Departure.LEFT,
+    MemberState.LOST: Departure.FAILED,
 }
+_DEAD_WORKER = ("worker", MemberState.DEAD)
 
 
 @dataclass(slots=True)
@@ -101,8 +137,15 @@ class Roster:
         num_workers: int,
         seats: Iterable[Seat] = (),
         replaced: Iterable[tuple[int, str]] = (),
+        *,
+        shrinks: bool = False,
     ) -> None:
-        """`seats` and `replaced` come from a record. Seats beyond the cluster's size are dropped."""
+        """`seats` and `replaced` come from a record. Seats beyond the cluster's size are dropped.
+
+        Args:
+            shrinks: the rounds and barriers go on without a worker that died.
+        """
+        self.shrinks = shrinks
         self._sizes = {"server": num_servers, "worker": num_workers}
         self._seats = {seat.place: seat for seat in seats if seat.member.rank < self._sizes[seat.member.role]}
         self._replaced = OrderedDict(replaced)  # incarnation → the name of the place that it lost
@@ -156,6 +199,13 @@ class Roster:
             if (role, rank) not in self._seats
         ]
 
+    def may_lose(self, seat: Seat) -> bool:
+        """Whether the rounds can go on without this worker: another one pushes, or may."""
+        pushing = (MemberState.ACTIVE, *AFTER_A_LOSS)
+        return self.shrinks and any(
+            other.state in pushing and rank != seat.member.rank for rank, other in self._holders("worker").items()
+        )
+
     def is_complete(self) -> bool:
         """Whether each rank has been taken at least once."""
         return not self.missing()
@@ -169,12 +219,13 @@ class Roster:
         return any(member.node_id == node_id for member in self._holders("worker").values())
 
     def barrier_ranks(self) -> list[int]:
-        """The ranks of the workers that barriers wait for: those that have not left, joined or not."""
+        """The ranks of the workers that barriers wait for, joined or not: those that have neither left nor are lost."""
         workers = self._holders("worker")
+        passed_by = {MemberState.LEFT, MemberState.LOST, MemberState.BACK}
+        if self.shrinks:
+            passed_by.add(MemberState.GONE)
         return [
-            rank
-            for rank in range(self._sizes["worker"])
-            if rank not in workers or workers[rank].state is not MemberState.LEFT
+            rank for rank in range(self._sizes["worker"]) if rank not in workers or workers[rank].state not in passed_by
         ]
 
     def dead_ranks(self) -> list[int]:
@@ -184,6 +235,10 @@ class Roster:
             for rank, member in self._holders("worker").items()
             if member.state in (MemberState.DEAD, MemberState.GONE)
         ]
+
+    def dead_seats(self) -> list[Seat]:
+        """The seats of workers that are dead, and that the rounds wait for."""
+        return [seat for seat in self._seats.values() if (seat.member.role, seat.member.state) == _DEAD_WORKER]
 
     # ── taking a place ──
 
@@ -202,7 +257,9 @@ class Roster:
         if join.rank in free or join.rank in left:
             return join.rank
         dead = [
-            rank for rank in ranks if rank in holders and holders[rank].state in (MemberState.DEAD, MemberState.GONE)
+            rank
+            for rank in ranks
+            if rank in holders and holders[rank].state in (MemberState.DEAD, MemberState.GONE, MemberState.LOST)
         ]
         candidates = free or left or dead
         return join.rank if join.rank in candidates else next(iter(candidates), None)
@@ -223,16 +280,15 @@ class Roster:
         self, join: Join, rank: int, incarnation: int, peer: Peer, principal: str = ""
     ) -> tuple[Seat, Seat | None]:
         """Gives the rank to a new incarnation, which joins under the key of this name. Returns its seat, and the seat
-        of the holder that it replaces."""
+        of the holder that it replaces. The successor of one that was lost is back, and takes no part yet."""
         place = (join.role, rank)
         earlier = self._seats.get(place)
         predecessor = None
         if earlier is not None:
             predecessor = AS_PREDECESSOR[earlier.member.state]
             self._note_loss(earlier)
-        member = Member(
-            join.role, rank, join.node_id, incarnation, join.address, MemberState.ACTIVE, "", 0.0, join.key, principal
-        )
+        state = MemberState.BACK if predecessor is MemberState.LOST else MemberState.ACTIVE
+        member = Member(join.role, rank, join.node_id, incarnation, join.address, state, "", 0.0, join.key, principal)
         seat = self._seats[place] = Seat(member, join.host, join.pid, peer, predecessor, join.host_name)
         return seat, earlier
 

@@ -29,6 +29,7 @@ class Decision(Enum):
     MISSED = "Refused NOT_ALLOWED: its round closed without this worker"
     REFUSED_BEFORE = "Refused: the same again"
     SEND_NEXT = "NotYet OUT_OF_TURN, with the clock that is next"
+    UNCOUNTED = "nothing to stage; Uncounted: the rounds go on without this worker"
 
 
 class Row(NamedTuple):
@@ -72,11 +73,13 @@ def admit(
     merge: str,
     *,
     is_full: bool,
+    is_apart: bool = False,
 ) -> list[Decision] | Answer:
     """A decision for each target if the push is let in; else the answer, and nothing of it is taken.
 
     Args:
         nbytes: of the payload that came with it.
+        is_apart: the rounds go on without this worker: of its pushes, those count that were counted before.
         merge: the cluster's setting.
         is_full: whether MAX_PENDING requests wait, or too many of the sender.
     """
@@ -88,7 +91,9 @@ def admit(
     decisions = []
     for target in targets:
         decision = decide(request, push.probe, rank, target)
-        if decision is not Decision.TAKEN_BEFORE:
+        if is_apart and decision is not Decision.TAKEN_BEFORE:
+            decision = Decision.UNCOUNTED
+        elif decision is not Decision.TAKEN_BEFORE:
             answer = _answer_of(decision, push, request, rank, target, merge)
             if answer is not None:
                 return _remembered(answer, request, rank, targets)

@@ -125,7 +125,7 @@ class Attachments:
             self._newcomers.add(incarnation)
         if incarnation in self._newcomers:
             counted = [group.log.own_clock(rank) for group in self._table.groups.values()]
-            if any(counted) or (rank == 0 and counted):
+            if any(counted) or (rank == 0 and counted) or rank in self._view.ranks_apart():
                 self._successors.add(incarnation)
         self._ranks[incarnation] = rank
         self._holders[rank] = incarnation
@@ -143,8 +143,12 @@ class Attachments:
             return Clocks(request, 0, 0, 0, 0)  # its keys may have been deleted since it came
         counted = [log.own_clock(rank) for log in logs]
         versions = [log.version for log in logs]
-        place = max(log.progress_of(rank).place for log in logs)
-        trained = any(log.progress_of(rank).place == place and log.has_trained(rank) for log in logs)
+        if rank in self._view.ranks_apart():  # the others went on without it, and it goes on where they are
+            place = max(log.newest_place() for log in logs)
+            trained = any(version > 0 for version in versions)
+        else:
+            place = max(log.progress_of(rank).place for log in logs)
+            trained = any(log.progress_of(rank).place == place and log.has_trained(rank) for log in logs)
         oldest, newest = min(versions), max(versions)
         return Clocks(request, min(counted), max(counted), oldest, newest, place, trained=trained)
 

@@ -84,7 +84,7 @@ class HeldChanges:
             self._answers.later(event, "records that come before are on their way")
             return
         if slice_ is not None:
-            slice_.log.activate(message.rank, message.clock)
+            slice_.log.activate(message.rank, message.clock, message.place)
         self._answers.done(event, held)
 
     def _come_to(self, event: Received, message: HoldPlace, held: HeldPartition) -> None:

@@ -77,6 +77,7 @@ def image_of(slice_: Slice, spec: int, optimizer: int, state: OptimizerState) ->
         log.previous is not None,
         tuple([_progress_image(log, rank) for rank in sorted(log.progress)]),
         tuple(zip(shared.starts, shared.ends, strict=True)),
+        log.newest,
     )
 
 
@@ -100,7 +101,7 @@ def log_of(image: SliceImage, view: ViewState, current: Buffer, previous: Buffer
     settings = view.settings
     log = SliceLog(view.is_sync, settings.rounds_ahead, settings.staleness, current, previous)
     log.version = log.closed = image.version
-    log.step, log.previous_step = image.step, image.previous_step
+    log.step, log.previous_step, log.newest = image.step, image.previous_step, image.newest
     for rank, staged, counted, committed, skipped, place, begun, trained in image.progress:
         log.progress[rank] = WorkerProgress(staged, counted, committed, skipped, place, begun, trained)
     starts = [start for start, _ in image.counted_steps]

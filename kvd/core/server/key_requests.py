@@ -143,7 +143,7 @@ class KeyRequests:
         if member is None:
             return
         is_lost = member.state is MemberState.DEAD and 0 in self._participants.dead
-        if not is_lost and member.state not in (MemberState.LEFT, MemberState.GONE):
+        if not is_lost and member.state not in (MemberState.LEFT, MemberState.GONE, MemberState.LOST):
             return
         nodes = (NodeName("worker", 0),)
         for lookup in self._lookups.give_up():

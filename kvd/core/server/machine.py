@@ -52,7 +52,7 @@ from kvd.core.server.readings import Readings
 from kvd.core.server.records import Records
 from kvd.core.server.replicas import Replicas
 from kvd.core.server.replication import Replication
-from kvd.core.server.resume import Resumption
+from kvd.core.server.resume import OF_RESUMPTION, Resumption
 from kvd.core.server.shared_steps import SharedSteps
 from kvd.core.server.syncing import Syncing
 from kvd.core.server.targets import TargetResolver
@@ -62,10 +62,7 @@ from kvd.core.session import FIRST_REQUEST, SchedulerSession
 from kvd.protocol.messages import (
     NO_RUN,
     SMALL_PUSH_BYTES,
-    Activate,
     Attach,
-    ClockQuery,
-    ComeTo,
     DeclareBatch,
     Delete,
     Departure,
@@ -98,7 +95,7 @@ from kvd.protocol.messages import (
 )
 
 # What these ask for, or change, is spread over all slices that a server leads.
-ABOUT_ALL_SLICES = frozenset({Attach, Drop, ClockQuery, Activate, ComeTo, TakeStep, SetOptimizer, UpdateOptimizer})
+ABOUT_ALL_SLICES = frozenset({Attach, Drop, TakeStep, SetOptimizer, UpdateOptimizer}) | OF_RESUMPTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +234,9 @@ class ServerMachine:
             of_views=(shared.view_changed, keys.fail_lookups_without_rank_0, deletions.view_changed),
             of_replaced=(control.drop_sender, batches.drop_sender),
         )
-        resumption = Resumption(self.table, effects, attachments, targets, records, elsewhere, pushes.advance)
+        resumption = Resumption(
+            session.view, self.table, effects, attachments, targets, records, elsewhere, pushes.advance
+        )
         self._handlers: dict[type[Any], Callable[[Received, Any], None]] = {
             PushBatch: pushes.push_batch,
             PullBatch: pulls.pull_batch,
@@ -251,9 +250,7 @@ class ServerMachine:
             Delete: deletions.delete,
             Drop: deletions.drop,
             ListKeys: keys.list,
-            ClockQuery: resumption.clocks,
-            Activate: resumption.activate,
-            ComeTo: resumption.come_to,
+            **resumption.handlers,
             TakeStep: shared.take,
             Rest: shared.rest,
             StatusQuery: lambda event, query: effects.send(event.peer, StatusReport(query.request)),
@@ -401,6 +398,7 @@ class ServerMachine:
         self._attachments.welcome_named()
         for follow in self._followers.of_views:
             follow()
+        self._pushes.leave_out_the_lost(self.table.groups.values())
         for group in list(self.table.groups.values()):
             self._pushes.advance(group)
             self._participants.fail_blocked(group)

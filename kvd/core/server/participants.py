@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvd.core.membership import ViewState, name_of
 from kvd.core.server.groups import FusedGroup
+from kvd.core.server.rounds import SliceLog
 from kvd.core.server.waiting import Waiters
 from kvd.protocol.messages import ErrorCode, NodeName, Refused
 
@@ -13,21 +14,27 @@ class Participants:
 
     Attributes:
         required: ranks that have not left the rounds, whether they are there yet or not.
-        awaited: those of them that do not rest.
+        awaited: those of them that do not rest, and have caught up after a loss.
         dead: rank → seconds of silence before it was declared dead; empty if waiting calls are not to fail.
+        apart: the ranks whose pushes do not count, since the rounds go on without them.
     """
 
     def __init__(self, waiters: Waiters, *, fail_on_loss: bool) -> None:
         self.required: list[int] = []
         self.awaited: list[int] = []
         self.dead: dict[int, float] = {}
+        self.apart: frozenset[int] = frozenset()
         self._waiters = waiters
         self._fail_on_loss = fail_on_loss
         self._resting: set[int] = set()
+        self._behind: set[int] = set()  # async: were lost, and have yet to catch up
 
     def update(self, view: ViewState) -> None:
         self.required = view.required_ranks()
-        self.awaited = [rank for rank in self.required if rank not in self._resting]
+        self.apart = frozenset(view.ranks_apart())
+        if not view.is_sync:
+            self._behind.update(view.lost_ranks())
+        self._update_awaited()
         self.dead = {}
         if self._fail_on_loss:
             self.dead = {rank: member.last_seen_s for rank, member in view.dead_workers().items()}
@@ -35,13 +42,23 @@ class Participants:
     def rest(self, rank: int) -> None:
         """The worker has nothing to push for now: in async mode nobody is too far ahead of it."""
         self._resting.add(rank)
-        self.awaited = [other for other in self.required if other not in self._resting]
+        self._update_awaited()
 
     def wake(self, rank: int) -> None:
         """The worker pushes, or has a successor."""
         if rank in self._resting:
             self._resting.remove(rank)
-            self.awaited = [other for other in self.required if other not in self._resting]
+            self._update_awaited()
+
+    def pushed(self, rank: int, log: SliceLog) -> None:
+        """A bounded staleness waits again for a worker that was lost, when it has caught up in a slice."""
+        if rank in self._behind and log.staged_clock(rank) >= log.slowest(self.awaited):
+            self._behind.remove(rank)
+            self._update_awaited()
+
+    def _update_awaited(self) -> None:
+        passed_by = self._resting | self._behind
+        self.awaited = [rank for rank in self.required if rank not in passed_by]
 
     def blockers(self, group: FusedGroup) -> list[int]:
         """The ranks that the group's waiting requests wait for."""

@@ -25,6 +25,7 @@ class Pending:
     remaining: int
     spans: list[tuple[Span, ...]] = field(default_factory=list)  # of each of its slices, or one for all of a group
     versions: list[int] = field(default_factory=list)
+    counts: bool = True  # so far; a push that does not count in one of its slices is told so
     closed: bool = False  # answered, or refused
     asked_first: Peer | None = None  # where it was asked first, if that was elsewhere
     opened_by: Peer | None = None  # whose share it takes, while it is open

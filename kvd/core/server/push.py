@@ -16,7 +16,7 @@ job on the optimizer's state.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -130,7 +130,8 @@ class Pushes:
     def _admit_and_wait(self, event: Received, push: Push | PushBatch, rank: int, targets: list[PushTarget]) -> None:
         request = PushRequest(event.sender, push.request)
         merge, is_full = self._view.settings.merge, self._waiters.pending.is_full_for(event.peer)
-        decisions = admit(push, request, event.nbytes, rank, targets, merge, is_full=is_full)
+        is_apart = rank in self._participants.apart
+        decisions = admit(push, request, event.nbytes, rank, targets, merge, is_full=is_full, is_apart=is_apart)
         if not isinstance(decisions, list):
             self._effects.send(event.peer, decisions)
             return
@@ -142,7 +143,7 @@ class Pushes:
         if self._captures.is_waiting:
             self._captures.step_is_over()
         pending = Pending(event.peer, event.sender, push.request, True, push.pull, len(targets))
-        self._waiters.wait(pending, rank, targets)
+        self._waiters.wait(pending, rank, targets, _uncounted(decisions) if is_apart else ())
         for target in targets:
             self.advance(target.group)
         for target in targets:
@@ -174,6 +175,8 @@ class Pushes:
                 span = None if push.how == ABSENT else Span(event.payload, offset, target.nbytes)
                 given = Contribution(rank, target.clock, span, push.samples, push.how, push.step, push.place)
                 target.group.log.stage(given, request)
+                if not self._view.is_sync:
+                    self._participants.pushed(rank, target.group.log)
             offset += padded(target.nbytes)
 
     # ── close ──
@@ -295,6 +298,15 @@ class Pushes:
         if self._captures.is_waiting:
             self._captures.committed(group)
 
+    # ── a worker that is lost ──
+
+    def leave_out_the_lost(self, groups: Iterable[FusedGroup]) -> None:
+        """What the lost have staged for open rounds counts in none, and they are told so, should they come back."""
+        for group in groups if self._participants.apart else ():
+            for rank in self._participants.apart:
+                group.log.drop_unclosed(rank)
+                self._waiters.leave_out(group, rank)
+
     # ── an update that fails ──
 
     def _not_applied(self, group: FusedGroup, error: KvdError) -> None:
@@ -315,6 +327,10 @@ class Pushes:
                 group.log.refuse(entry.rank, Refusal(request, code, text))
             taken = Taken.PART if pending.is_of_many else Taken.NOTHING  # the other slices have taken theirs
             self._waiters.fail(pending, Refused(pending.request, code, text, group.key, taken))
+
+
+def _uncounted(decisions: Sequence[Decision]) -> list[int]:
+    return [position for position, decision in enumerate(decisions) if decision is Decision.UNCOUNTED]
 
 
 def given_by(contribution: Contribution) -> Given:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from kvd.core.machine import Received
+from kvd.core.membership import ViewState
+from kvd.core.places import START, PlaceKind, place_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
@@ -13,6 +16,7 @@ from kvd.core.server.keys import KeyTable
 from kvd.core.server.records import Records
 from kvd.core.server.targets import TargetResolver
 from kvd.protocol.messages import (
+    NO_PLACE,
     Activate,
     ClockQuery,
     Clocks,
@@ -22,17 +26,25 @@ from kvd.protocol.messages import (
     HoldActivated,
     HoldPlace,
     NotYetReason,
+    StepInto,
+    TheyAre,
+    WhereAre,
 )
 
 MOST_AHEAD = 1024
 """No slice of a key is so many rounds ahead of another. Rounds that nobody owes a push close at once, all of them."""
 
+OF_RESUMPTION: frozenset[type[Any]] = frozenset({ClockQuery, Activate, WhereAre, StepInto, ComeTo})
+"""The messages that it takes: what they ask for, or change, is spread over all slices that a server leads."""
+
 
 class Resumption:
-    """Answers ClockQuery, Activate and ComeTo. `advance` closes the next round of a group if it is complete."""
+    """Answers ClockQuery, Activate, WhereAre, StepInto and ComeTo. `advance` closes the next round of a group if it is
+    complete."""
 
     def __init__(
         self,
+        view: ViewState,
         table: KeyTable,
         effects: ServerEffects,
         attachments: Attachments,
@@ -41,6 +53,7 @@ class Resumption:
         elsewhere: Elsewhere,
         advance: Callable[[FusedGroup], None],
     ) -> None:
+        self._view = view
         self._table = table
         self._effects = effects
         self._attachments = attachments
@@ -48,6 +61,13 @@ class Resumption:
         self._records = records
         self._elsewhere = elsewhere
         self._advance = advance
+        self.handlers: dict[type[Any], Callable[[Received, Any], None]] = {
+            ClockQuery: self.clocks,
+            Activate: self.activate,
+            WhereAre: self.where_are,
+            StepInto: self.step_into,
+            ComeTo: self.come_to,
+        }
 
     def clocks(self, event: Received, query: ClockQuery) -> None:
         rank = self._attachments.rank_of(event, query.request)
@@ -101,6 +121,53 @@ class Resumption:
         for target in targets:
             self._advance(target.group)
         self._records.hold_in(records, lambda: self._effects.send(event.peer, Done(activate.request)))
+
+    # ── after a loss ──
+
+    def where_are(self, event: Received, query: WhereAre) -> None:
+        rank = self._attachments.rank_of(event, query.request)
+        if rank is None or (query.frozen and not self._waits_for(rank, event, query.request)):
+            return
+        logs = [group.log for group in self._table.groups.values()]
+        place = max([log.newest_place() for log in logs], default=START)
+        own = max([log.progress_of(rank).place for log in logs], default=START)
+        self._effects.send(event.peer, TheyAre(query.request, place, own))
+
+    def step_into(self, event: Received, message: StepInto) -> None:
+        rank = self._attachments.rank_of(event, message.request)
+        if rank is None or not self._waits_for(rank, event, message.request):
+            return
+        records = []
+        place = place_of(PlaceKind.STEP, message.step) if message.step else NO_PLACE
+        groups = list(self._table.groups.values())
+        for group in groups:
+            log, version = group.log, group.log.version
+            clock = log.clock_of_step(message.first, message.step - 1) if message.step else log.closed
+            log.activate(rank, clock, place)
+            if self._records.is_held(group.partition):
+                clock = log.staged_clock(rank)
+                records += [
+                    (group.partition, HoldActivated(0, group.partition, slice_.slice_id, version, rank, clock, place))
+                    for slice_ in group.slices
+                ]
+        for group in groups:
+            self._advance(group)
+        self._records.hold_in(records, lambda: self._effects.send(event.peer, Done(message.request)))
+
+    def _waits_for(self, rank: int, event: Received, request: int) -> bool:
+        """Whether the rounds wait for this rank, as this server's view says. If not, the sender is told to ask again,
+        or that it is lost once more."""
+        if rank in self._view.required_ranks():
+            return True
+        if event.epoch > self._view.epoch:
+            text = "the view that says that the rounds wait for this worker is on its way"
+            self._effects.not_yet(event.peer, request, NotYetReason.UPDATING, text)
+        else:
+            text = f"the rounds go on without worker {rank} again: it was silent meanwhile"
+            self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, text)
+        return False
+
+    # ── where its program is ──
 
     def come_to(self, event: Received, message: ComeTo) -> None:
         rank = self._attachments.rank_of(event, message.request)

@@ -6,8 +6,7 @@ the number of committed records since its init. Rounds close in order and one at
 slice runs.
 
 In sync mode a round holds the contributions with the same clock, in rank order. In async mode every push is a round of
-its own, in order of arrival; with a bounded staleness a push waits until its worker is at most that many clocks ahead
-of the slowest.
+its own, in order of arrival; with a bounded staleness it waits until its worker is no further ahead of the slowest.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvd.core.machine import Buffer, Contribution, ScatterList
-from kvd.core.places import PlaceKind, kind_of, step_of
+from kvd.core.places import START, PlaceKind, kind_of, step_of
 from kvd.core.server.counted_steps import CountedSteps
 from kvd.core.server.progress import NO_PROGRESS, PushRequest, Refusal, WorkerProgress
-from kvd.protocol.messages import ADD
+from kvd.protocol.messages import ADD, NO_PLACE
 
 
 class PushStatus(Enum):
@@ -66,6 +65,7 @@ class SliceLog:
     step: int = 0  # of the current version: see `kvd.core.server.readings`
     previous_step: int = 0
     progress: dict[int, WorkerProgress] = field(default_factory=dict)  # by rank
+    newest: tuple[int, int] = (START, 0)  # the newest place of a push that counts, and its clock; sync only
     shared: CountedSteps = field(default_factory=CountedSteps)  # async: the shared steps that count here
     _rounds: dict[int, dict[int, Contribution]] = field(default_factory=dict)  # sync: clock → rank → contribution
     _arrived: list[Contribution] = field(default_factory=list)  # async, in the order of arrival
@@ -138,7 +138,8 @@ class SliceLog:
             self._arrived.append(contribution)
 
     def drop_unclosed(self, rank: int) -> None:
-        """A new incarnation has the rank: what its predecessor staged for open rounds is forgotten."""
+        """A new incarnation has the rank, or the rounds go on without it: what it staged for open rounds is
+        forgotten."""
         for contributions in self._rounds.values():
             contributions.pop(rank, None)
         self._arrived = [contribution for contribution in self._arrived if contribution.rank != rank]
@@ -153,8 +154,9 @@ class SliceLog:
             progress.fall_back(self.resume_clock(rank))
             progress.last_request = progress.last_refusal = None
 
-    def activate(self, rank: int, clock: int) -> None:
-        """The worker takes part again, from the round after `clock` on."""
+    def activate(self, rank: int, clock: int, place: int = NO_PLACE) -> None:
+        """The worker takes part again, from the round after `clock` on. Its program goes on at this place, unless it
+        has come further already."""
         clock = max(self.staged_clock(rank), clock)
         progress = self._progress_to_change(rank)
         if self.sync and clock > progress.staged:
@@ -163,11 +165,33 @@ class SliceLog:
         if not self.sync:
             progress.counted = max(progress.counted, clock)
             progress.committed = max(progress.committed, clock)
+        if place > progress.place:
+            progress.move_to(place)
 
     def move_to(self, rank: int, place: int) -> None:
         """The program of the rank has come to this place."""
         if rank in self.progress:
             self.progress[rank].move_to(place)
+
+    def newest_place(self) -> int:
+        """The newest place at which any rank has pushed."""
+        staged = [entry.place for entry in self.progress.values() if entry.staged > entry.begun]
+        return max([self.newest[0], *staged])
+
+    def clock_of_step(self, first: int, step: int) -> int:
+        """The clock under which all ranks push in this step of the loop that begins with step `first`, if the loop
+        pushes this slice; otherwise that of the newest closed round. Both are steps among those of all loops. Each step
+        of a loop pushes each of its keys once, so one step whose clock is known gives all others."""
+        staged = [(entry.place, entry.trained) for entry in self.progress.values() if entry.trained]
+        known = [
+            (step_of(place), clock)
+            for place, clock in (self.newest, *staged)
+            if kind_of(place) is PlaceKind.STEP and step_of(place) >= first
+        ]
+        if not known:
+            return self.closed
+        newest, clock = max(known)
+        return max(0, clock + step - newest)
 
     def begun_at(self, rank: int, place: int) -> int:
         """The clock at which a rank, of which nothing is staged, came to this place of its program."""
@@ -202,6 +226,8 @@ class SliceLog:
             return None
         self.closed += 1
         self.closing = Record(self.closed, (), taken) if repeated else Record(self.closed, taken)
+        if self.sync and taken:
+            self.newest = max(self.newest, *[(given.place, given.clock) for given in taken])
         return self.closing
 
     def close_empty(self) -> Record:

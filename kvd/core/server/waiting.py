@@ -1,13 +1,13 @@
 """Requests that wait for a group to commit a push or to reach a version, and their answers.
 
 A push waits for its commit, a pull for its version, a pushpull for both. This is the one place where the answer to a
-request that was let in is decided: Done, Values, or a refusal that ends the waiting.
+request that was let in is decided: Done, Values, Uncounted, or a refusal that ends the waiting.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
 from kvd.core.machine import Received, Span, spans_of
@@ -15,7 +15,7 @@ from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Waiting
 from kvd.core.server.pending import Pending, PendingTable
 from kvd.core.server.targets import PushTarget
-from kvd.protocol.messages import ANY_CLOCK, Done, ErrorCode, Message, Refused, Staged, Taken, Values
+from kvd.protocol.messages import ANY_CLOCK, Done, ErrorCode, Message, Refused, Staged, Taken, Uncounted, Values
 
 
 class Waiters:
@@ -35,14 +35,20 @@ class Waiters:
             self._effects.send(event.peer, Staged(request))
         return True
 
-    def wait(self, pending: Pending, rank: int, targets: Sequence[PushTarget]) -> None:
-        """Lets the request wait for each of its targets, or takes what is there already."""
+    def wait(self, pending: Pending, rank: int, targets: Sequence[PushTarget], uncounted: Collection[int] = ()) -> None:
+        """Lets the request wait for each of its targets, or takes what is there already.
+
+        Args:
+            uncounted: the positions of targets for which the push comes too late: it waits for nothing there.
+        """
         pending.spans = [()] * len(targets)
         pending.versions = [0] * len(targets)
         self.pending.open(pending)
         for position, target in enumerate(targets):
             waiting = Waiting(pending, position, rank, target.clock, target.slice)
-            if not self._settle(target.group, waiting):
+            if position in uncounted:
+                self._leave_out(target.group, waiting)
+            elif not self._settle(target.group, waiting):
                 target.group.waiting.append(waiting)
             if pending.closed:
                 return
@@ -53,6 +59,22 @@ class Waiters:
         for entry in waiting:
             if not self._settle(group, entry):
                 group.waiting.append(entry)
+
+    def leave_out(self, group: FusedGroup, rank: int) -> None:
+        """The pushes of this rank whose rounds are still open do not count in the group: they are answered."""
+        counted, waiting = group.log.counted_clock(rank), group.waiting
+        group.waiting = []
+        for entry in waiting:
+            if entry.rank != rank or not entry.pending.push or entry.clock <= counted:
+                group.waiting.append(entry)
+            elif not entry.pending.closed:
+                self._leave_out(group, entry)
+
+    def _leave_out(self, group: FusedGroup, waiting: Waiting) -> None:
+        """A push does not count in the group: what it pulls is the newest value."""
+        waiting.pending.counts = False
+        if not self._settle(group, waiting._replace(clock=ANY_CLOCK)):
+            raise AssertionError("the newest version is always there")
 
     def _settle(self, group: FusedGroup, waiting: Waiting) -> bool:
         """Takes the group's part of the answer if it is there; answers when it was the last. True: waits no more."""
@@ -91,6 +113,8 @@ class Waiters:
         if pending.pull:
             spans = pending.spans[0] if len(pending.spans) == 1 else tuple(chain.from_iterable(pending.spans))
             answer = Values(pending.request, tuple(pending.versions))
+        if not pending.counts:
+            answer = Uncounted(pending.request, tuple(pending.versions) if pending.pull else ())
         for peer in pending.peers():
             self._effects.send(peer, answer, spans)
         self.pending.close(pending)

@@ -12,6 +12,7 @@ from kvd.core.worker.asking import Asker, Question
 from kvd.core.worker.calls import Call, CallBook
 from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
 from kvd.core.worker.open_pushes import OpenPushes
+from kvd.core.worker.participation import Participation
 from kvd.core.worker.predecessor import Predecessor
 from kvd.core.worker.servers import Servers
 from kvd.core.worker.steps import StepCounter
@@ -32,6 +33,7 @@ class WorkerClocks:
         pushes: OpenPushes,
         steps: StepCounter,
         predecessor: Predecessor,
+        participation: Participation,
     ) -> None:
         self._session = session
         self._servers = servers
@@ -41,7 +43,13 @@ class WorkerClocks:
         self._pushes = pushes
         self._steps = steps
         self._predecessor = predecessor
+        self._participation = participation
         self._rewound: int | None = None  # the clock that `rewind` named, for keys that are found later
+
+    @property
+    def is_apart(self) -> bool:
+        """See `Participation.is_apart`."""
+        return self._participation.is_apart
 
     def take_over(self, key: WorkerKey, then: Callable[[KvdError | None], None]) -> None:
         """Asks the servers of the key where the predecessor stood. `then` gets the error if one refuses."""
@@ -63,12 +71,17 @@ class WorkerClocks:
 
     def _go_on_from(self, key: WorkerKey, clocks: list[Clocks], then: Callable[[KvdError | None], None]) -> None:
         """After a death: from the clock that all slices have counted, or from the beginning of the step in which the
-        predecessor stopped, since that is redone. After a departure: from the newest clock of all, and the servers are
-        told that this rank counts again from there on."""
+        predecessor stopped, since that is redone. After a departure or a loss: from the newest clock of all, and the
+        servers are told that this rank counts again from there on."""
         if key.state in (KeyState.READY, KeyState.DELETING):  # it was asked for twice at once, and has its clock
             then(None)
             return
-        if self._session.predecessor not in (MemberState.LEFT, MemberState.DONE):
+        if self._participation.is_apart:  # it takes the clock again when it takes part again
+            self._start_at(key, max(entry.highest for entry in clocks))
+            then(None)
+            return
+        goes_on = self._session.predecessor not in (MemberState.LEFT, MemberState.DONE, MemberState.LOST)
+        if goes_on and not self._participation.was_lost:
             place = max(entry.place for entry in clocks)
             left = Inheritance(place, min(entry.lowest for entry in clocks), min(entry.begun for entry in clocks))
             first = min(left.begun, left.counted) if self._predecessor.is_redone else left.counted
@@ -76,9 +89,36 @@ class WorkerClocks:
             self._steps.reached(key.window.clock)
             then(None)
             return
+        self._start_at(key, max(entry.highest for entry in clocks))
+        self._activate(key, then)
+
+    def take_again(self, key: WorkerKey, then: Callable[[KvdError | None], None]) -> None:
+        """Asks where the rounds of a known key are that wait for this worker again. Where its slices are at different
+        ones, all are taken to the latest."""
+        partitions = list(key.lineages)
+
+        def answered(answers: list[Received], error: KvdError | None) -> None:
+            if error is not None:
+                then(error)
+                return
+            clocks = [event.message for event in answers if isinstance(event.message, Clocks)]
+            self._start_at(key, max(entry.highest for entry in clocks))
+            if min(entry.lowest for entry in clocks) == key.window.clock:
+                key.window.resume()
+                then(None)
+            else:
+                self._activate(key, then)
+
+        questions = [self._asker.to_leader(partition, ClockQuery(0, key.name)) for partition in partitions]
+        self._asker.ask_all(None, questions, answered)
+
+    def _start_at(self, key: WorkerKey, clock: int) -> None:
+        key.window.start_at(clock)
+        self._steps.reached(clock)
+
+    def _activate(self, key: WorkerKey, then: Callable[[KvdError | None], None]) -> None:
+        """The rounds of the key after the present clock wait for this worker."""
         window = key.window
-        window.start_at(max(entry.highest for entry in clocks))
-        self._steps.reached(window.clock)
 
         def activated(answers: list[Received], error: KvdError | None) -> None:
             if error is None:

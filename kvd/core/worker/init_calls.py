@@ -87,7 +87,7 @@ class InitCalls:
         """Why no key of the call can be made."""
         if not self._view.shards:
             return not_joined()
-        if not self._participation.in_rounds and request.items:
+        if not (self._participation.in_rounds or self._participation.is_apart) and request.items:
             return NotAllowed("only a worker that takes part in the rounds makes keys")
         names = [item.key for item in request.items]
         if len(set(names)) < len(names):

@@ -157,7 +157,8 @@ class KeyDirectory:
                 key.move_to(KeyState.READY)
             then(error)
 
-        if self._participation.is_observer or not self._session.predecessor:
+        has_clock = self._session.predecessor or self._participation.was_lost
+        if self._participation.is_observer or not has_clock:
             clock_known(None)
         else:
             self._clocks.take_over(key, clock_known)

@@ -58,6 +58,7 @@ from kvd.core.worker.participation import Participation
 from kvd.core.worker.predecessor import Predecessor
 from kvd.core.worker.readings import Readings
 from kvd.core.worker.resting import Resting
+from kvd.core.worker.returning import Returning
 from kvd.core.worker.servers import Servers
 from kvd.core.worker.settings import WorkerSettings
 from kvd.core.worker.steps import StepCounter
@@ -89,7 +90,7 @@ class WorkerMachine:
         taking_part = Participation(session, outbox, asker, calls)
         resting = Resting(keys)
         self._control = ControlCalls(calls, pushes, asker, outbox, servers, taking_part, resting, emit)
-        self._clocks = WorkerClocks(session, servers, keys, asker, calls, pushes, steps, left)
+        self._clocks = WorkerClocks(session, servers, keys, asker, calls, pushes, steps, left, taking_part)
         self._waits = Waits(session, outbox, asker, calls, pushes, settings.notice_s, emit)
         plans = MessagePlans(view, batches=settings.batches and not taking_part.is_observer)
         transfer = Transfer(view, servers, plans, taking_part, outbox, asker, calls, pushes, steps, emit, self._wake)
@@ -133,6 +134,7 @@ class WorkerMachine:
         )
         self._validated = (session, keys, calls, outbox, queue, self._waits, deletions)
         barriers = BarrierCalls(asker, calls)
+        returning = Returning(session, servers, keys, asker, calls, pushes, taking_part, self._clocks)
         self._call_table: dict[type[Any], Callable[[Call, Any], None]] = {
             requests.Transfer: queue.enter_transfer,
             requests.Read: queue.enter_transfer,
@@ -149,6 +151,7 @@ class WorkerMachine:
             requests.Rewind: self._clocks.rewind,
             requests.Resume: self._clocks.resume,
             requests.ComeTo: self._clocks.come_to,
+            requests.TakePartAgain: returning.take_part_again,
             requests.Barrier: barriers.enter,
             requests.SaidAt: barriers.said,
             requests.Tell: barriers.tell,
@@ -229,6 +232,11 @@ class WorkerMachine:
     def unreached_servers(self) -> list[Member]:
         """The active servers that this worker has not reached yet."""
         return self._connections.unreached_servers()
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the rounds go on without this worker, which was lost and has not taken part again."""
+        return self._clocks.is_apart
 
     def has_pushed(self, name: str) -> bool:
         """Whether this incarnation has pushed to the key since it took the clock over, or went back."""

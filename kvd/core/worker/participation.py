@@ -5,12 +5,13 @@ from __future__ import annotations
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Received
 from kvd.core.outbox import Outbox
+from kvd.core.places import PlaceKind, kind_of
 from kvd.core.pseudonyms import pseudonym
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import Call, CallBook
-from kvd.errors import NotAllowed
-from kvd.protocol.messages import Departure, Leave, MemberState
+from kvd.errors import KvdError, NotAllowed, NotResumed
+from kvd.protocol.messages import NO_VIEW, Departure, Epoch, Leave, MemberState, TakePart, Taking
 
 
 class Participation:
@@ -19,6 +20,8 @@ class Participation:
     Attributes:
         is_observer: this node has no rank, and only asks.
         in_rounds: whether it may push and initialise keys.
+        is_apart: it was lost: the rounds go on without it, until it takes part again (`kvd.core.worker.returning`).
+        is_returning: that is under way.
     """
 
     def __init__(self, session: SchedulerSession, outbox: Outbox, asker: Asker, calls: CallBook) -> None:
@@ -28,9 +31,27 @@ class Participation:
         self._calls = calls
         self.is_observer = session.identity.role == "observer"
         self.in_rounds = not self.is_observer
+        self.is_apart = False
+        self.is_returning = False
+        self._apart_since = NO_VIEW
 
-    def push_error(self) -> NotAllowed:
+    @property
+    def was_lost(self) -> bool:
+        """Whether the rounds have ever gone on without it."""
+        return self._apart_since != NO_VIEW
+
+    def leaves_out(self, place: int) -> bool:
+        """Whether a push at this place is not made: a loop over steps goes on by itself with a later step."""
+        return self.is_apart and kind_of(place) is PlaceKind.STEP
+
+    def push_error(self) -> KvdError:
         """Why a node outside the rounds does not push."""
+        if self.is_apart:
+            return NotResumed(
+                "this worker was silent for longer than worker_timeout_s, or was started again after that, and the "
+                "others went on without it: call kv.resume() to take part again from the next rounds on (kv.clock and "
+                "a pull say where they are); a loop over kv.steps does so by itself"
+            )
         if self.is_observer:
             return NotAllowed("an observer does not push: join as a worker")
         return NotAllowed("this worker has left the rounds (join or close): it pushes no more")
@@ -60,10 +81,39 @@ class Participation:
         if not self._session.joined or member is None:
             return
         if member.state in (MemberState.DONE, MemberState.LEFT):
-            self.in_rounds = False  # the answer to our Leave may be lost
+            self.in_rounds = self.is_apart = False  # the answer to our Leave may be lost
+        elif member.state in (MemberState.LOST, MemberState.BACK):
+            self._go_apart(self._session.view.epoch)
+        elif self.is_apart:
+            if not self.is_returning and self._session.view.epoch > self._apart_since:
+                self.step_out()  # the scheduler was restarted without its record, and has forgotten the loss
         elif member.state == MemberState.ACTIVE and not self.in_rounds and not self._is_leaving():
             # The scheduler was restarted without its record, and has forgotten that this worker left.
             self._asker.ask(None, SCHEDULER, Leave(0, Departure.DONE), lambda event: None)
+
+    # ── after a loss ──
+
+    def left_out(self, epoch: Epoch) -> None:
+        """A server that knows the view of this epoch has not counted a push of this worker."""
+        if epoch > self._apart_since:
+            self._go_apart(epoch)
+
+    def _go_apart(self, epoch: Epoch) -> None:
+        if self.is_returning:
+            return
+        self.in_rounds, self.is_apart = False, True
+        self._apart_since = max(self._apart_since, epoch)
+
+    def step_out(self) -> None:
+        """The rounds are to go on without this worker for now."""
+        self.is_returning = False
+        self._asker.ask(None, SCHEDULER, TakePart(0, Taking.OUT), lambda event: None)
+
+    def come_back(self) -> None:
+        """The rounds wait for this worker, which knows where they are."""
+        self._asker.ask(None, SCHEDULER, TakePart(0, Taking.ARRIVED), lambda event: None)
+        self.in_rounds, self.is_apart, self.is_returning = True, False, False
+        self._apart_since = self._session.view.epoch
 
     def _is_leaving(self) -> bool:
         return any(isinstance(entry.send.message, Leave) for entry in self._outbox.entries())

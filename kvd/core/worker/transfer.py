@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvd.core import requests
@@ -51,6 +51,7 @@ from kvd.protocol.messages import (
     PushBatch,
     Refused,
     Taken,
+    Uncounted,
     Values,
 )
 from kvd.protocol.specs import KeySpec
@@ -84,6 +85,7 @@ class TransferProgress:
     pulling: Sequence[int] = ()  # the clocks that hold rounds back, one per window; empty once they are released
     is_reading: bool = False  # it is counted in `reading` of the windows
     is_untaken: bool = True  # so far no server has taken any of it
+    counts: bool = True  # so far it counts in every slice
     error: KvdError | None = None  # the first
 
 
@@ -128,10 +130,14 @@ class Transfer:
         error = self._error(call, transfer)
         if error is not None:
             return error
+        is_left_out = transfer.push and self._participation.leaves_out(transfer.place)
+        if is_left_out:
+            transfer = replace(transfer, push=False, cast=False)
+            self._pushes.settle(call)
         call.start()
         windows = [key.window for key in call.keys]
-        plans = self._plans_of(call, transfer)
-        progress = TransferProgress(call, transfer, windows, [None] * len(windows), len(plans))
+        plans = self._plans_of(call, transfer) if transfer.push or transfer.pull else ()
+        progress = TransferProgress(call, transfer, windows, [None] * len(windows), len(plans), counts=not is_left_out)
         takes_newest = transfer.any_version or not self._participation.in_rounds
         clocks: Sequence[int]
         if transfer.push:
@@ -170,7 +176,7 @@ class Transfer:
 
     def _error(self, call: Call, transfer: requests.Transfer) -> KvdError | None:
         if transfer.push:
-            if not self._participation.in_rounds:
+            if not self._participation.in_rounds and not self._participation.leaves_out(transfer.place):
                 return self._participation.push_error()
             if len(set(call.keys)) < len(call.keys):
                 names = [key.name for key in call.keys]
@@ -274,8 +280,12 @@ class Transfer:
         """An answer to one message of a transfer."""
         message, transfer, call = event.message, progress.transfer, progress.call
         error: KvdError | None = None
+        if isinstance(message, Uncounted) and transfer.push:
+            progress.counts = False
+            self._participation.left_out(event.epoch)
         if (
-            isinstance(message, Values)
+            isinstance(message, Values | Uncounted)
+            and transfer.pull
             and event.nbytes == plan.nbytes
             and len(message.versions) in (1, len(plan.slice_ids))
         ):
@@ -290,7 +300,7 @@ class Transfer:
                 progress.is_untaken = False
             if isinstance(error, KeyNotFound) and not self._participation.in_rounds:
                 self._forget_deleted(call.keys)
-        elif not isinstance(message, Done) or transfer.pull:
+        elif not isinstance(message, Done | Uncounted) or transfer.pull:
             error = ProtocolError(f"the server answered with a {type(message).__name__} that does not fit")
         progress.remaining -= 1
         if error is None:
@@ -304,7 +314,9 @@ class Transfer:
         elif error is not None:
             self._calls.complete(call, error=error)
 
-    def _copy_values(self, progress: TransferProgress, plan: MessagePlan, values: Values, event: Received) -> None:
+    def _copy_values(
+        self, progress: TransferProgress, plan: MessagePlan, values: Values | Uncounted, event: Received
+    ) -> None:
         """Notes the versions, and copies the values to where the call wants them. Once the call is completed, that
         memory is the program's again."""
         seen = progress.versions
@@ -337,12 +349,13 @@ class Transfer:
         if progress.pulling or progress.is_reading:
             self._end_pull(progress)
             call.let_go()  # no cycle stays behind that keeps the program's memory
-        if call.is_push:
+        if progress.transfer.push:
             settle_pushes(progress.windows, progress.error, progress.is_untaken)
         for key in call.keys:
             if key.queue:
                 self._wake(key)
-        self._calls.complete(call, progress.versions, progress.error)
+        versions = progress.versions if progress.counts else requests.UncountedVersions(progress.versions)
+        self._calls.complete(call, versions, progress.error)
         if call.is_push:
             self._pushes.settle(call)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvd.core import requests
+from kvd.core.places import PlaceKind, place_of
 from kvd.optimizer import SGD, to_wire
 from kvd.protocol.messages import ABSENT, ASSIGN, Departure, SetOptimizer, UpdateOptimizer
 from kvd.testing.process import PendingCall
@@ -59,6 +60,11 @@ class LatestCalls:
         return [call for call in self._barriers.pop(name) if call in latest]
 
 
+def _loop(words: list[str]) -> requests.Loop | None:
+    """`in 0 10`: a loop from step 0 on, before step 10; no words: none."""
+    return requests.Loop(int(words[1]), int(words[2])) if words else None
+
+
 def _request(words: list[str], worker: str) -> tuple[requests.Request, Floats | None]:
     """The request of a call, and the array that its result goes to."""
     call, rest = words[0], words[1:]
@@ -69,6 +75,7 @@ def _request(words: list[str], worker: str) -> tuple[requests.Request, Floats | 
         "join": lambda: requests.Depart(Departure.DONE),
         "withdraw": lambda: requests.Depart(Departure.WITHDRAWN),
         "close": lambda: requests.Depart(Departure.LEFT),
+        "take_part_again": lambda: requests.TakePartAgain(_loop(rest)),
         "rewind": lambda: requests.Rewind(int(rest[0])),
         "clock": lambda: requests.ClockOf(rest[0]),
         "describe": lambda: requests.DescribeKey(rest[0]),
@@ -90,7 +97,8 @@ def _request(words: list[str], worker: str) -> tuple[requests.Request, Floats | 
     if call == "init":
         return requests.InitKeys((item(key, source),)), None
     if call == "push":
-        return requests.Transfer((item(key, source),), push=True, pull=False), None
+        place = 0 if len(rest) < 4 else place_of(PlaceKind.STEP, int(rest[3]))  # "push w 1.0 in 7"
+        return requests.Transfer((item(key, source),), push=True, pull=False, place=place), None
     if call == "pushpull":
         return requests.Transfer((item(key, source, target),), push=True, pull=True), target
     if call == "broadcast":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvd.core.membership import ViewState, name_of
+from kvd.core.requests import Return, Returned, UncountedVersions
 from kvd.core.server.router import ServerRouter
 from kvd.core.worker.machine import WorkerMachine
 from kvd.protocol.messages import NO_RANK
@@ -24,6 +25,8 @@ class Expectations:
         self._checks: dict[str, Callable[[list[str]], None]] = {
             "ok": self._ok,
             "waiting": self._waiting,
+            "uncounted": self._uncounted,
+            "step": self._step,
             "ended": lambda words: _check(calls.of(" ".join(words)).call.done, "it still waits"),
             "error": self._error,
             "worker": self._result,
@@ -49,6 +52,18 @@ class Expectations:
     def _ok(self, words: list[str]) -> None:
         error = self._ended(" ".join(words)).call.error
         _check(error is None, f"it ended with {type(error).__name__}: {error}")
+
+    def _uncounted(self, words: list[str]) -> None:
+        call = self._ended(" ".join(words)).call
+        _check(isinstance(call.result, UncountedVersions), f"it ended with {call.result or call.error}")
+
+    def _step(self, words: list[str]) -> None:
+        """The latest call of a worker, a take_part_again, ended so: `now 7`, `later`, `over`."""
+        call = self._ended(" ".join(words[:2])).call
+        told = call.result
+        _check(isinstance(told, Returned), f"it ended with {call.error}")
+        shown = f"now {told.step}" if told.how is Return.NOW else told.how.name.lower()
+        _check(shown == " ".join(words[2:]), f"it was told {shown}")
 
     def _waiting(self, words: list[str]) -> None:
         self._world.run(STEP_S)

@@ -11,6 +11,8 @@
     expect ok worker 0                          its last call has ended well, or does before its deadline
     expect waiting worker 0                     its last call has not ended
     expect ended worker 0                       it has, by now
+    expect uncounted worker 0                   it has ended well, and its push does not count
+    expect step worker 0 now 7                  what its take_part_again was told; or `later`, `over`
     expect error worker 0 NodeLost worker 1     its last call ends with this error, whose text has these words
     expect worker 0 pull w 6.0                  it makes the call, and gets this
     expect barrier done broken: worker 1        what everyone who waits there was told; or `passed`
@@ -18,9 +20,9 @@
     expect partition 0 led by server 1 backed by server 0
     expect value w 6.0 · expect clock worker 0 w 2 · expect member worker 1 dead · expect refused worker 3 ConfigError
 
-Calls are: enter, push KEY VALUE, pull KEY, pushpull KEY VALUE, broadcast KEY VALUE, init KEY VALUE, barrier NAME,
-flush, join, close, withdraw, rewind CLOCK, clock KEY, describe KEY, set_optimizer RATE [MOMENTUM],
-update_optimizer RATE.
+Calls are: enter, push KEY VALUE [in STEP], pull KEY, pushpull KEY VALUE, broadcast KEY VALUE, init KEY VALUE, barrier
+NAME, take_part_again [in FIRST END], flush, join, close, withdraw, rewind CLOCK, clock KEY, describe KEY, set_optimizer
+RATE [MOMENTUM], update_optimizer RATE.
 """
 
 from __future__ import annotations

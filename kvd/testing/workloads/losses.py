@@ -1,0 +1,135 @@
+"""Losses: the others go on without a worker that died or was paused, and it takes part again in a later step."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvd.core.requests import ClockOf, Depart, Flush, Loop, Return, TakePartAgain, Transfer, UncountedVersions
+from kvd.core.worker.step_loops import StepLoops
+from kvd.errors import KvdError
+from kvd.optimizer import SGD
+from kvd.protocol.messages import Departure
+from kvd.testing.copies import reaches_all
+from kvd.testing.process import Coroutine, PendingCall, Process, Sleep, Start
+from kvd.testing.simulator import Me, World
+from kvd.testing.workloads.ledger import Ledger
+from kvd.testing.workloads.steps import MAX_ATTEMPTS, RETRY_S, enter, insist
+
+RETURN_S = 0.1
+
+
+@dataclass
+class LossLedger(Ledger):
+    """With the merge "mean", the push of (rank, step) leaves 1/k in its own place if k pushes were in its round: those
+    of one step add up to 1, so all that are in one round are of one step, and none counts twice.
+
+    Attributes:
+        lost: how many pushes did not count.
+        returns: how many times a worker took part again.
+    """
+
+    pace_s: float = 0.7
+    size: int = 2048  # two full slices
+    lost: int = 0
+    returns: int = 0
+
+    def program(self, me: Me) -> Coroutine:
+        self.watch(me.world)
+        yield from enter(me, self.keys, np.zeros(self.size, np.float32), SGD(learning_rate=1.0))
+        loops = StepLoops(me.machine.stopped(), is_strict=True)
+        step: int | None = loops.begin(self.steps, self.keys)
+        while step is not None and step < self.steps:
+            if me.machine.is_apart:
+                step = yield from self.come_back(me, loops)
+                continue
+            loops.enter(step)
+            yield from self.push_all(me, loops, step)
+            loops.leave()
+            loops.validate()
+            yield Sleep(self.pace_s * ((7 * step + 3 * me.rank) % 5))  # some push long before others do
+            step += 1
+        loops.end()
+        yield Flush()
+        yield Depart(Departure.DONE)
+
+    def push_all(self, me: Me, loops: StepLoops, step: int) -> Coroutine:
+        place = self.place(me, step + 1)
+        calls = []
+        for key in self.keys:
+            loops.take_pushes([key])
+            self.note(key, place, "begun")
+            push = Transfer((self.item(key, place),), push=True, pull=False, place=loops.place)
+            call = yield from self.begin(me, push)
+            self._pushes[call] = ((key,), place)
+            calls.append(call)
+        for call in calls:
+            with suppress(KvdError):
+                yield call
+
+    def begin(self, me: Me, push: Transfer) -> Generator[Any, Any, PendingCall]:
+        """Starts a push, again if it is refused before it has begun; the pushes of a worker that is apart never do."""
+        name = ClockOf(push.items[0].key)
+        before = yield from insist(name)
+        for _ in range(MAX_ATTEMPTS):
+            call = yield Start(push)
+            assert isinstance(call, PendingCall)
+            if (yield from insist(name)) > before or (call.done and call.error is None):
+                return call
+            yield Sleep(RETRY_S)
+        raise AssertionError(f"a push of {name.key!r} does not begin: {call.error}")
+
+    def come_back(self, me: Me, loops: StepLoops) -> Generator[Any, Any, int | None]:
+        """The step of the loop with which the worker goes on; None: the others are past the loop."""
+        while True:
+            yield Flush()
+            returned = yield from insist(TakePartAgain(Loop(loops.first, loops.first + self.steps)))
+            if returned.how is Return.NOW:
+                self.returns += 1
+                return int(returned.step) - loops.first
+            if returned.how is Return.OVER:
+                return None
+            yield Sleep(RETURN_S)
+
+    def ended(self, world: World, process: Process, call: PendingCall) -> None:
+        keys, place = self._pushes.get(call, ((), 0))
+        if keys and call.error is None and isinstance(call.result, UncountedVersions):
+            self.lost += 1
+            self.note(keys[0], place, "uncounted")
+        else:
+            super().ended(world, process, call)
+
+    def check_acked(self, world: World, process: Process, key: str, place: int) -> None:
+        if not all(reaches_all(world, key, each, lambda value: value > 0) for each in self.both(place)):
+            world.fail(f"{process.name} has an ack for a push to place {place} of {key!r}, which is not there")
+
+    def both(self, place: int) -> tuple[int, int]:
+        """Where a push leaves something in each of the two slices."""
+        return place, self.size - 1 - place
+
+    def check(self, world: World) -> None:
+        for key in self.keys:
+            value = world.value(key)
+            for step in range(self.steps):
+                places = [rank * self.steps + step for rank in range(self.workers)]
+                for slice_index in range(2):
+                    given = [float(value[self.both(place)[slice_index]]) for place in places]
+                    counted = [part for part in given if part]
+                    if any(abs(part - 1 / len(counted)) > 1e-6 for part in counted):
+                        world.fail(f"the pushes of step {step} of {key!r} left {given} in slice {slice_index}")
+                for place in places:
+                    self.check_place(world, key, place, [float(value[each]) > 0 for each in self.both(place)])
+
+    def check_place(self, world: World, key: str, place: int, there: list[bool]) -> None:
+        outcomes = self.outcomes.get((key, place), set())
+        is_wrong = (
+            ("acked" in outcomes and not all(there))
+            or (outcomes == {"begun", "uncounted"} and all(there))
+            or (outcomes <= {"begun", "not_sent"} and any(there) and "begun" not in outcomes)
+        )
+        if is_wrong:
+            world.fail(f"place {place} of {key!r}, {sorted(outcomes)}, is there in slices {there}")
