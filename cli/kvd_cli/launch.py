@@ -84,8 +84,8 @@ def launch(
     """Run a whole job: CMD in several workers, on this machine or on several hosts.
 
     The job has its own scheduler, servers and key, and ends when all workers are done. A worker that fails ends the
-    job; its exit code becomes that of the job. Ctrl-C ends the job in order, a second Ctrl-C kills it. No process and
-    no key is left behind in any case.
+    job, and its exit code becomes that of the job, unless --restart or --on-worker-loss shrink says otherwise. Ctrl-C
+    ends the job in order, a second Ctrl-C kills it. No process and no key is left behind in any case.
 
     The first line says where the scheduler is (--scheduler: where it shall listen). After that come the output of CMD,
     warnings and errors; -v or --log-level shows the rest of the daemons' logs too.
@@ -107,6 +107,7 @@ def launch(
         environment=job_environment(loaded, restarts=restart),
         replicas=loaded.config.replicas,
         restarts=RestartRule(restart),
+        shrinks=loaded.config.on_worker_loss == "shrink",
         grace_s=grace,
         scheduler=loaded.config.scheduler if loaded.origin["scheduler"] == "flag" else "",
         hosts=parsed,

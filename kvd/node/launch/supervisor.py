@@ -66,6 +66,7 @@ class Supervisor:
         self._listening = ""  # where the scheduler listens
         self._crew = Crew()
         self._unfinished = set(range(job.workers))  # the ranks of the workers that have not ended well
+        self._left_behind: set[int] = set()  # the ranks of the workers without which the others go on
         self._done_without: set[int] = set()  # the indices of the servers that are not started again
         self._restarts = Restarts(job.restarts)
         self._anew = Anew(job)
@@ -221,6 +222,7 @@ class Supervisor:
         self._crew.end()
         self._restarts.cancel()
         self._done_without.clear()
+        self._left_behind.clear()
         await asyncio.wait({self._stop.code}, timeout=self._anew.begin())
         if self._stop.code.done():
             return self._stop.code.result()
@@ -284,9 +286,19 @@ class Supervisor:
         elif self._anew.may_have_lost_copies and self._begins_anew(worker, MAY_BE_LOST):
             return 0
         elif not self._is_restarted(worker, lambda: self._start_worker(rank)):
-            self._say(f"{_end_of(worker)}: ending the job")
-            return code
+            if not self._goes_on_without(rank, code):
+                self._say(f"{_end_of(worker)}: ending the job")
+                return code
+            self._unfinished.discard(rank)
+            self._left_behind.add(rank)
+            self._output.show_log_of(worker.name)
+            self._say(f"{_end_of(worker)}: the job goes on without it, once the scheduler has missed it")
         return 0
+
+    def _goes_on_without(self, rank: int, code: int) -> bool:
+        """Whether others go on, or are done, without this one. What is wrong with its settings is wrong with theirs."""
+        is_last = len(self._left_behind | {rank}) == self._job.workers
+        return self._job.shrinks and code not in NOT_RESTARTED and not is_last
 
     def _is_restarted(self, ended: Child, start: Callable[[], object]) -> bool:
         """Whether a process that ended is started again. If so, plans that and says when."""

@@ -109,6 +109,24 @@ def test_workers_that_fail_are_restarted_more_and_more_slowly(daemon: Any, lines
     ]
 
 
+@pytest.mark.parametrize(("failing", "code"), [("*-0", 0), ("*", 5)])
+def test_the_others_go_on_without_a_worker(
+    failing: str, code: int, daemon: Any, lines: Lines, mark: dict[str, str]
+) -> None:
+    job = Job(
+        command=shell(f'case "$KVD_NODE_ID" in {failing}) exit 5 ;; esac'),
+        workers=2,
+        servers=1,
+        environment=mark,
+        shrinks=True,
+        daemon=daemon,
+    )
+    assert run(job, lines.take, handle_signals=False) == code
+    first, *others = lines.of("launch")
+    assert first.endswith("failed (exit code 5): the job goes on without it, once the scheduler has missed it")
+    assert [other.split(": ")[1] for other in others] == ["ending the job"] * (code == 5)
+
+
 def test_workers_that_were_well_are_restarted_at_once(daemon: Any, lines: Lines, mark: dict[str, str]) -> None:
     job = Job(
         command=shell("exit 5"), workers=1, servers=1, environment=mark, daemon=daemon,
