@@ -16,6 +16,8 @@ class Crew:
         servers: by their index.
         workers: by their rank.
         ended: those whose end was dealt with.
+        given_up_servers: indices of those that are not started again, and without which the job goes on.
+        given_up_workers: ranks of the same.
     """
 
     def __init__(self) -> None:
@@ -23,6 +25,8 @@ class Crew:
         self.servers: dict[int, Child] = {}
         self.workers: dict[int, Child] = {}
         self.ended: list[Child] = []
+        self.given_up_servers: set[int] = set()
+        self.given_up_workers: set[int] = set()
 
     def __iter__(self) -> Iterator[Child]:
         """All but those that have ended: daemons first."""
@@ -43,6 +47,8 @@ class Crew:
         self.scheduler = None
         self.servers.clear()
         self.workers.clear()
+        self.given_up_servers.clear()
+        self.given_up_workers.clear()
 
     def pid_of(self, name: str) -> int | None:
         """The pid of the process with this node id, if it runs."""

@@ -66,8 +66,6 @@ class Supervisor:
         self._listening = ""  # where the scheduler listens
         self._crew = Crew()
         self._unfinished = set(range(job.workers))  # the ranks of the workers that have not ended well
-        self._left_behind: set[int] = set()  # the ranks of the workers without which the others go on
-        self._done_without: set[int] = set()  # the indices of the servers that are not started again
         self._restarts = Restarts(job.restarts)
         self._anew = Anew(job)
         self._folder = folder
@@ -221,8 +219,6 @@ class Supervisor:
         await self._end_crew()
         self._crew.end()
         self._restarts.cancel()
-        self._done_without.clear()
-        self._left_behind.clear()
         await asyncio.wait({self._stop.code}, timeout=self._anew.begin())
         if self._stop.code.done():
             return self._stop.code.result()
@@ -270,8 +266,8 @@ class Supervisor:
             return self._died(server)  # the others have the same settings
         if code not in NOT_RESTARTED and self._is_restarted(server, lambda: self._start_server(index)):
             return 0
-        self._done_without.add(index)
-        if len(self._done_without) == self._job.servers:
+        self._crew.given_up_servers.add(index)
+        if len(self._crew.given_up_servers) == self._job.servers:
             return self._lost(server, NO_SERVER_LEFT)
         self._output.show_log_of(server.name)
         self._say(f"{_end_of(server)}: the job goes on without it, with the other copy of its keys")
@@ -290,14 +286,14 @@ class Supervisor:
                 self._say(f"{_end_of(worker)}: ending the job")
                 return code
             self._unfinished.discard(rank)
-            self._left_behind.add(rank)
+            self._crew.given_up_workers.add(rank)
             self._output.show_log_of(worker.name)
             self._say(f"{_end_of(worker)}: the job goes on without it, once the scheduler has missed it")
         return 0
 
     def _goes_on_without(self, rank: int, code: int) -> bool:
         """Whether others go on, or are done, without this one. What is wrong with its settings is wrong with theirs."""
-        is_last = len(self._left_behind | {rank}) == self._job.workers
+        is_last = len(self._crew.given_up_workers | {rank}) == self._job.workers
         return self._job.shrinks and code not in NOT_RESTARTED and not is_last
 
     def _is_restarted(self, ended: Child, start: Callable[[], object]) -> bool:
