@@ -107,7 +107,6 @@ def launch(
         environment=job_environment(loaded, restarts=restart),
         replicas=loaded.config.replicas,
         restarts=RestartRule(restart),
-        shrinks=loaded.config.on_worker_loss == "shrink",
         grace_s=grace,
         scheduler=loaded.config.scheduler if loaded.origin["scheduler"] == "flag" else "",
         hosts=parsed,

@@ -25,13 +25,11 @@ class Job:
             itself acts on some settings: each daemon gets a directory of its own below ``KVD_STATE_DIR``; with
             ``KVD_CPU_AFFINITY=auto`` each server gets a core of its own, if there are enough; a job without ``KVD_JOB``
             gets a name that no other has, or ``default`` if there is a ``KVD_SNAPSHOT_DIR``, and one without
-            ``KVD_RUN`` a random token.
+            ``KVD_RUN`` a random token; with ``KVD_ON_WORKER_LOSS=shrink`` it ends with a worker only if all have failed.
         replicas: how many copies of each value there are, as the settings in `environment` say. With one, the death of
             a server ends the job; or, with restarts and ``KVD_RESTORE``, it begins again from its newest snapshot.
         restarts: how often and how soon each process that failed is started again, under the same node id: a worker,
             the scheduler, and a server of which there are copies. So often the whole job begins again, too.
-        shrinks: whether the others go on without a worker that failed and is not started again, as
-            ``KVD_ON_WORKER_LOSS`` in `environment` says. If all have failed, the job has.
         grace_s: how long processes may take to end after SIGTERM.
         startup_s: how long the scheduler may take to be ready.
         scheduler: where its scheduler listens; empty: a free port of the loopback, or of the address by which the hosts
@@ -55,7 +53,6 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     replicas: int = 1
     restarts: RestartRule = field(default_factory=RestartRule)
-    shrinks: bool = False
     grace_s: float = 10.0
     startup_s: float = 60.0
     scheduler: str = ""

@@ -117,8 +117,7 @@ def test_the_others_go_on_without_a_worker(
         command=shell(f'case "$KVD_NODE_ID" in {failing}) exit 5 ;; esac'),
         workers=2,
         servers=1,
-        environment=mark,
-        shrinks=True,
+        environment={**mark, "KVD_ON_WORKER_LOSS": "shrink"},
         daemon=daemon,
     )
     assert run(job, lines.take, handle_signals=False) == code
