@@ -185,6 +185,11 @@ class SchedulerSession:
         return self._told.scheduler_address
 
     @property
+    def is_closed(self) -> bool:
+        """Whether this node has left."""
+        return self._state is SessionState.CLOSED
+
+    @property
     def name(self) -> str:
         return name_of(self.identity.role, self.rank) if self.joined else self.identity.role
 

@@ -52,10 +52,7 @@ def test_a_server_is_not_offered_what_only_workers_use(kvd: Kvd) -> None:
     assert "No such option" in result.stderr
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [("--metrics-bind", "127.0.0.1:0"), ("--on-worker-loss", "shrink")],
-)
+@pytest.mark.parametrize("flags", [("--metrics-bind", "127.0.0.1:0")])
 @pytest.mark.parametrize("command", [("server",), ("scheduler",), ("config", "show")])
 def test_an_option_that_is_not_built_yet_is_refused(command: tuple[str, ...], flags: tuple[str, ...], kvd: Kvd) -> None:
     result = kvd(*command, *flags)
@@ -69,9 +66,16 @@ def test_a_job_has_the_flags_that_its_processes_share() -> None:
     assert "--node-id" not in flags_of("launch")
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("config", "bench")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *[name for name in COMMANDS if name not in ("config", "bench", "snapshot")],
+        "snapshot save",
+        "snapshot restore",
+    ],
+)
 def test_all_commands_have_the_common_options(name: str) -> None:
-    assert {"-S", "--scheduler", "--timeout", "--config", "-v", "--verbose"} <= flags_of(name)
+    assert {"-S", "--scheduler", "--timeout", "--config", "-v", "--verbose"} <= flags_of(*name.split())
 
 
 def test_help_names_every_command(kvd: Kvd) -> None:

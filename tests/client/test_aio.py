@@ -28,7 +28,9 @@ def test_both_facades_have_the_same_members() -> None:
             assert list(inspect.signature(one).parameters) == list(inspect.signature(other).parameters)
         elif callable(one) and name != "is_capable":
             assert list(inspect.signature(one).parameters) == list(inspect.signature(other).parameters), name
-            assert inspect.iscoroutinefunction(other) != name.endswith("_async"), name
+            # Calls that end with _async give their handle at once; a snapshot's is there when the state has been read.
+            gives_a_handle = name.endswith("_async") and name != "snapshot_async"
+            assert inspect.iscoroutinefunction(other) != gives_a_handle, name
 
 
 @pytest.mark.parametrize("kind", ["local", "dist_sync", "dist_async"])

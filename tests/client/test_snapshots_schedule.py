@@ -99,7 +99,7 @@ def test_a_program_without_a_line_for_it_goes_on(tmp_path: Path, kind: str, step
 
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_worker_that_dies_beside_a_snapshot_is_started_again(tmp_path: Path, kind: str, rank: int, step: int) -> None:
     """In the step before it, which may be before or after the others read it, and in the step after it. Once in a run

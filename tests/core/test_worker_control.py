@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Connect, Disconnect, Span
 from kvd.errors import (
@@ -306,6 +308,16 @@ def test_a_worker_leaves_again_when_the_scheduler_has_forgotten_it() -> None:
     harness.look(member("worker", 0))
     harness.look(member("worker", 0))
     harness.reply(harness.take(Leave), Done)
+    assert not harness.waiting(Leave)
+
+
+@pytest.mark.parametrize("departure", [Departure.FAILED, Departure.LEFT])
+def test_a_worker_that_has_gone_says_nothing_more_whatever_view_comes_late(departure: Departure) -> None:
+    """After an error, it would otherwise leave the rounds in good order, and they would go on without it."""
+    harness = Harness()
+    harness.call(requests.Depart(departure))
+    harness.reply(harness.take(Leave), Done)
+    harness.look(member("worker", 0))
     assert not harness.waiting(Leave)
 
 

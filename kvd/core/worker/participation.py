@@ -78,7 +78,7 @@ class Participation:
     def view_changed(self) -> None:
         """Compares what the view says of this worker with what it knows itself."""
         member = self._session.view.by_incarnation(pseudonym(self._session.incarnation))
-        if not self._session.joined or member is None:
+        if not self._session.joined or self._session.is_closed or member is None:
             return
         if member.state in (MemberState.DONE, MemberState.LEFT):
             self.in_rounds = self.is_apart = False  # the answer to our Leave may be lost
