@@ -81,7 +81,7 @@ def undisturbed(folder: Path, *options: str) -> set[str]:
     return digests(text)
 
 
-@pytest.mark.parametrize(("servers", "replicas"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("servers", "replicas"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.soak)])
 def test_the_only_copies_die_and_the_job_ends_with_the_same_bits(tmp_path: Path, servers: int, replicas: int) -> None:
     options = ["-s", str(servers), "--replicas", str(replicas), "--restart", "3", "--heartbeat-interval-s", "0.2"]
     expected = undisturbed(tmp_path / "undisturbed", *options)
