@@ -99,16 +99,18 @@ def test_an_empty_cluster_has_nobody_to_forgive() -> None:
     assert not Liveness(Roster(1, 1), 1.0, 5.0, 20.0, 0.0).forgive_after_pause(60.0)
 
 
-def test_a_server_that_is_alone_is_spared_once_until_it_is_heard() -> None:
+def test_a_server_that_is_alone_is_spared_until_it_is_heard() -> None:
     server, worker = Seat(member("server", 0), "host", 1), Seat(member("worker", 0), "host", 2)
     roster = Roster(1, 1, [server, worker])
     liveness = Liveness(roster, INTERVAL_S, SERVER_TIMEOUT_S, WORKER_TIMEOUT_S, 0.0, lambda seat: seat is server)
-    assert liveness.spare(4.99) == []
-    assert liveness.spare(5.0) == [server]
-    assert (liveness.spare(6.0), liveness.overdue(6.0), liveness.next_deadline()) == ([], [], WORKER_TIMEOUT_S)
+    assert [seat for seat, _ in liveness.overdue(5.0)] == [server]
+    assert liveness.spare(server)
+    assert (liveness.overdue(6.0), liveness.next_deadline()) == ([], WORKER_TIMEOUT_S)
+    assert [seat for seat, _ in liveness.overdue(20.0)] == [worker]
+    assert not liveness.spare(worker)
     liveness.heard(server, 7.0)
-    assert (liveness.spare(11.99), liveness.next_deadline()) == ([], 12.0)
-    assert (liveness.spare(12.0), liveness.overdue(12.0)) == ([server], [])
-    liveness.heard(server, 13.0)
-    liveness.process_ended(server, "its process 7 ended", 14.0)
-    assert (liveness.spare(18.0), liveness.overdue(18.0)) == ([], [(server, "its process 7 ended")])
+    assert liveness.next_deadline() == 12.0
+    assert [seat for seat, _ in liveness.overdue(12.0)] == [server]
+    liveness.process_ended(server, "its process 7 ended", 12.0)
+    assert not liveness.spare(server)
+    assert liveness.overdue(12.0) == [(server, "its process 7 ended")]

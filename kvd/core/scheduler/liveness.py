@@ -87,18 +87,12 @@ class Liveness:
         """How the seat's process ended; "" if nothing is known of its end."""
         return self._ended.get(seat.place, "")
 
-    def spare(self, now: float) -> list[Seat]:
-        """The servers that are to be waited for from now on, although they have been silent for a whole timeout."""
-        spared = [
-            seat
-            for seat in self._roster.living()
-            if seat.place not in self._spared
-            and now >= self._deadline(seat)
-            and not self.known_end(seat)
-            and self._is_alone(seat)
-        ]
-        self._spared.update(seat.place for seat in spared)
-        return spared
+    def spare(self, seat: Seat) -> bool:
+        """Whether this overdue member is waited for from now on, until it is heard or is known to have ended."""
+        if self.known_end(seat) or not self._is_alone(seat):
+            return False
+        self._spared.add(seat.place)
+        return True
 
     def overdue(self, now: float) -> list[tuple[Seat, str]]:
         """The living members that must be declared dead, each with the reason."""

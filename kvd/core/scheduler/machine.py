@@ -506,14 +506,13 @@ class SchedulerMachine:
 
     def _judge(self, now: float) -> None:
         """Declares the silent dead, one at a time: each death may leave another server alone with its values."""
-        while True:
-            for seat in self._liveness.spare(now):
+        while overdue := self._liveness.overdue(now):
+            seat, reason = overdue[0]
+            if self._liveness.spare(seat):
                 text = f"{seat.name} alone has some values, and is silent: it is waited for"
                 self._log("error", text, silent_s=self._liveness.silence_s(seat, now))
-            late = self._liveness.overdue(now)
-            if not late:
-                return
-            self._declare_dead(*late[0], now)
+            else:
+                self._declare_dead(seat, reason, now)
 
     def _declare_dead(self, seat: Seat, reason: str, now: float) -> None:
         pushes = seat.member.role == "worker" and seat.member.state is not MemberState.DONE
