@@ -67,3 +67,13 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
 
     read.__name__ = "whole number" if kind is int else "number"  # argparse names it in its error
     return read
+
+
+def deaths(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """What is asked of a training whose processes are killed."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("--kills", type=positive(int), default=20)
+    parser.add_argument("--megabytes", type=positive(float), default=2.0, help="size of the model")
+    parser.add_argument("--computes", type=positive(float), default=0.01, metavar="SECONDS", help="in each step")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser

@@ -8,9 +8,7 @@ are those of two seconds before it, and those while the server that was started 
 
 from __future__ import annotations
 
-import argparse
 import random
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -21,9 +19,9 @@ from typing import Any, Final
 from rich.console import Console
 
 from benchmarks import machine
-from benchmarks.arguments import positive
+from benchmarks.arguments import deaths
 from benchmarks.printed_numbers import PrintedNumbers
-from benchmarks.report import print_table
+from benchmarks.report import print_spreads
 from kvd.testing.cluster import LocalCluster, wait_until
 
 NODES: Final = 2
@@ -112,11 +110,7 @@ def measure(kills: int, megabytes: float, computes_s: float, seed: int) -> Pause
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the measurement and prints a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.failover", description=__doc__)
-    parser.add_argument("--kills", type=positive(int), default=20)
-    parser.add_argument("--megabytes", type=positive(float), default=2.0, help="size of the model")
-    parser.add_argument("--computes", type=positive(float), default=0.01, metavar="SECONDS", help="in each step")
-    parser.add_argument("--seed", type=int, default=1)
+    parser = deaths("python -m benchmarks.failover", __doc__)
     given = parser.parse_args(arguments)
     warning = machine.load_warning()
     if warning:
@@ -127,11 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "a server is killed": pauses.killed_s,
         "it is started again": pauses.restarted_s,
     }
-    rows = [
-        [name, str(len(found)), *[f"{value:.3f}" for value in (min(found), statistics.median(found), max(found))]]
-        for name, found in kinds.items()
-    ]
-    print_table(Console(), ["longest pause of a worker, s", "times", "min", "median", "max"], rows)
+    print_spreads(Console(), "longest pause of a worker, s", kinds, digits=3)
     return 0
 
 

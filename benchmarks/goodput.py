@@ -8,7 +8,6 @@ worker makes again does not count. It is compared with that of the same job befo
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -26,8 +25,8 @@ from typing import Final
 from rich.console import Console
 
 from benchmarks import machine
-from benchmarks.arguments import positive
-from benchmarks.report import print_table
+from benchmarks.arguments import deaths
+from benchmarks.report import print_spreads
 from kvd.testing.cluster import wait_until
 
 NODES: Final = 2  # servers, and workers
@@ -131,11 +130,7 @@ def measure(training: LaunchedTraining, kills: int, seed: int) -> Rates:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the measurement and prints a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.goodput", description=__doc__)
-    parser.add_argument("--kills", type=positive(int), default=20)
-    parser.add_argument("--megabytes", type=positive(float), default=2.0, help="size of the model")
-    parser.add_argument("--computes", type=positive(float), default=0.01, metavar="SECONDS", help="in each step")
-    parser.add_argument("--seed", type=int, default=1)
+    parser = deaths("python -m benchmarks.goodput", __doc__)
     given = parser.parse_args(arguments)
     warning = machine.load_warning()
     if warning:
@@ -145,11 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         LaunchedTraining(Path(folder), given.megabytes, given.computes) as training,
     ):
         rates = measure(training, int(given.kills), given.seed)
-    rows = [
-        [name, str(len(found)), *[f"{value:.1f}" for value in (min(found), statistics.median(found), max(found))]]
-        for name, found in (("undisturbed", rates.undisturbed), ("with kills", rates.with_kills))
-    ]
-    print_table(Console(), [f"steps/s in {SECONDS_BETWEEN_KILLS:g} s", "times", "min", "median", "max"], rows)
+    kinds = {"undisturbed": rates.undisturbed, "with kills": rates.with_kills}
+    print_spreads(Console(), f"steps/s in {SECONDS_BETWEEN_KILLS:g} s", kinds, digits=1)
     killed = ", ".join(f"{count} × {role}" for role, count in sorted(rates.kills.items()))
     goodput = statistics.mean(rates.with_kills) / statistics.mean(rates.undisturbed)
     print(f"killed: {killed}; goodput: {goodput:.2f} of the undisturbed")

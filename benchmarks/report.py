@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -131,3 +132,12 @@ def _plain(cells: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     texts = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
     return "\n".join(texts) + "\n"
+
+
+def print_spreads(console: Console, title: str, found: Mapping[str, Sequence[float]], digits: int) -> None:
+    """Print the minimum, median and maximum of several measurements."""
+    rows = [
+        (name, str(len(values)), *[f"{it:.{digits}f}" for it in (min(values), statistics.median(values), max(values))])
+        for name, values in found.items()
+    ]
+    print_table(console, (title, "times", "min", "median", "max"), rows)
