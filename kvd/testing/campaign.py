@@ -322,6 +322,9 @@ UNEVEN: dict[str, Campaign] = {
     "uneven, torn records": Campaign(
         "uneven", merge="mean", mishaps=replace(LASTING, scheduler_restarts=5), shell=SLOW_DISK
     ),
+    "uneven, one way": Campaign(
+        "uneven", merge="mean", mishaps=Mishaps(within_s=14.0, crashes=1, pauses=2, one_way_cuts=30)
+    ),
     "uneven, async, stale by 1": Campaign("uneven", mode="async", staleness=1),
     "uneven, servers die": Campaign("uneven", merge="mean", mishaps=SERVERS_DIE, servers=3, replicas=2),
 }
