@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvd.core.requests import ClockOf, Depart, Flush, Loop, Return, TakePartAgain, Transfer, UncountedVersions
+from kvd.core.worker.return_pause import ReturnPause
 from kvd.core.worker.step_loops import StepLoops
 from kvd.errors import KvdError
 from kvd.optimizer import SGD
@@ -42,10 +43,11 @@ class LossLedger(Ledger):
         self.watch(me.world)
         yield from enter(me, self.keys, np.zeros(self.size, np.float32), SGD(learning_rate=1.0))
         loops = StepLoops(me.machine.stopped(), is_strict=True)
+        pause = ReturnPause(me.machine.view)
         step: int | None = loops.begin(self.steps, self.keys)
         while step is not None and step < self.steps:
             if me.machine.is_apart:
-                step = yield from self.come_back(me, loops)
+                step = yield from self.come_back(me, loops, pause)
                 continue
             loops.enter(step)
             yield from self.push_all(me, loops, step)
@@ -83,13 +85,18 @@ class LossLedger(Ledger):
             yield Sleep(RETRY_S)
         raise AssertionError(f"a push of {name.key!r} does not begin: {call.error}")
 
-    def come_back(self, me: Me, loops: StepLoops) -> Generator[Any, Any, int | None]:
+    def come_back(self, me: Me, loops: StepLoops, pause: ReturnPause) -> Generator[Any, Any, int | None]:
         """The step of the loop with which the worker goes on; None: the others are past the loop."""
+        stays_s = pause.next_s(loops.place)
+        while stays_s > 0 and not pause.is_needed:
+            yield Sleep(RETURN_S)
+            stays_s -= RETURN_S
         while True:
             yield Flush()
             returned = yield from insist(TakePartAgain(Loop(loops.first, loops.first + self.steps)))
             if returned.how is Return.NOW:
                 self.returns += 1
+                pause.came_into(returned.step)
                 return int(returned.step) - loops.first
             if returned.how is Return.OVER:
                 return None
