@@ -133,6 +133,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "stepped": lambda campaign, seed: SteppedTraining(STEPS, expected=undisturbed_weights("training")),
     "stepped ledger": lambda campaign, seed: SteppedLedger(WORKERS, STEPS),
     "losses": lambda campaign, seed: LossLedger(WORKERS, LONG),
+    "lateness": lambda campaign, seed: LossLedger(WORKERS, LONG, least=campaign.quorum),
     "shared": lambda campaign, seed: SharedLedger(WORKERS * STEPS),
     "list training": lambda campaign, seed: list_training(
         STEPS, mostly_together(seed), undisturbed_weights("list training")
@@ -310,9 +311,9 @@ LOSSES: dict[str, Campaign] = {
     ),
 }
 
-# Nobody is waited for by two others for more than a moment, whatever happens to it.
+# Two go on without a third that holds them up for more than a moment, whatever happens to it.
 LATENESS: dict[str, Campaign] = {
-    "late": Campaign("losses", merge="mean", quorum=2, on_worker_loss="wait", mishaps=Mishaps()),
+    "late": Campaign("lateness", merge="mean", quorum=2, on_worker_loss="wait", mishaps=Mishaps()),
     "late, losses": Campaign(
         "losses", merge="mean", quorum=2, on_worker_loss="wait", worker_timeout_s=2.0, mishaps=LOSING, faults=NASTY
     ),

@@ -352,6 +352,7 @@ class ServerMachine:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
         for part in self._validated:
             part.validate()
+        self._participants.validate(self._session.view)
         self._waiters.validate(self.table.groups.values())
 
     # ── dispatch ──

@@ -30,12 +30,14 @@ class LossLedger(Ledger):
     of one step add up to 1, so all that are in one round are of one step, and none counts twice.
 
     Attributes:
+        least: how many pushes each round has at least.
         lost: how many pushes did not count.
         returns: how many times a worker took part again.
     """
 
     pace_s: float = 0.7
     size: int = 2048  # two full slices
+    least: int = 1
     lost: int = 0
     returns: int = 0
 
@@ -53,11 +55,15 @@ class LossLedger(Ledger):
             yield from self.push_all(me, loops, step)
             loops.leave()
             loops.validate()
-            yield Sleep(self.pace_s * ((7 * step + 3 * me.rank) % 5))  # some push long before others do
+            yield Sleep(self.computes_s(me.rank, step))
             step += 1
         loops.end()
         yield Flush()
         yield Depart(Departure.DONE)
+
+    def computes_s(self, rank: int, step: int) -> float:
+        """How long the worker computes after this step: some push long before others do."""
+        return self.pace_s * ((7 * step + 3 * rank) % 5)
 
     def push_all(self, me: Me, loops: StepLoops, step: int) -> Coroutine:
         place = self.place(me, step + 1)
@@ -126,7 +132,7 @@ class LossLedger(Ledger):
                 for slice_index in range(2):
                     given = [float(value[self.both(place)[slice_index]]) for place in places]
                     counted = [part for part in given if part]
-                    if any(abs(part - 1 / len(counted)) > 1e-6 for part in counted):
+                    if any(abs(part - 1 / len(counted)) > 1e-6 for part in counted) or len(counted) < self.least:
                         world.fail(f"the pushes of step {step} of {key!r} left {given} in slice {slice_index}")
                 for place in places:
                     self.check_place(world, key, place, [float(value[each]) > 0 for each in self.both(place)])
