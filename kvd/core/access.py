@@ -130,6 +130,7 @@ _ASKED_OF_A_SERVER = (
             m.HoldOptimizer,
             m.HoldLoop,
             m.HoldReady,
+            m.Compare,
         ),
         SERVERS,
         Standing.LEADER,
