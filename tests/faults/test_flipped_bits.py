@@ -30,9 +30,9 @@ def reports(job: Training) -> list[dict[str, Any]]:
 def test_a_flipped_bit_of_a_backup_is_found_and_mended(tmp_path: Path) -> None:
     flag = tmp_path / "flip"
     with Training(tmp_path, server_prelude=FLIPPER.format(flag=str(flag))) as job:
-        job.wait_for_steps(10)
+        job.crew.wait_for_steps(10)
         flag.touch()
-        job.wait_until(lambda: any(report["slices_that_differed"] for report in reports(job)), "it is found")
+        job.crew.wait_until(lambda: any(report["slices_that_differed"] for report in reports(job)), "it is found")
         job.wait_until_even()
         finders = [report for report in reports(job) if report["slices_that_differed"]]
         assert len(finders) == 1
@@ -40,7 +40,7 @@ def test_a_flipped_bit_of_a_backup_is_found_and_mended(tmp_path: Path) -> None:
         assert backup == f"server {1 - finders[0]['rank']}"
         assert f"{backup} has no true copy of partition" in job.server(finders[0]["rank"]).log.read_text()
         job.kill("server", finders[0]["rank"])  # the copy leads now
-        job.wait_for_steps(10)
+        job.crew.wait_for_steps(10)
         job.restart("server", finders[0]["rank"])
         job.wait_until_even()
         job.finish()
