@@ -131,6 +131,7 @@ _ASKED_OF_A_SERVER = (
             m.HoldOptimizer,
             m.HoldLoop,
             m.HoldReady,
+            m.Compare,
         ),
         SERVERS,
         Standing.LEADER,

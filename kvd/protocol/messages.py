@@ -1507,6 +1507,38 @@ class HoldReady:
     partition: Number
 
 
+class CheckedSlice(NamedTuple):
+    """What a leader has of a slice.
+
+    Attributes:
+        loaded_by, loaded: as in Origin: another state of its optimizer was stored since, or not yet, if they differ.
+        checksum: a CRC-32 of its bytes, and of its optimizer's state.
+    """
+
+    key: Key
+    slice_index: Number
+    creation: Count
+    loaded_by: Number
+    loaded: Number
+    checksum: Annotated[int, Limit(0, (1 << 32) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """At this version, and with the optimizer of this generation, I have this of slices that you hold as well.
+
+    Answered with Done if you have the same, or cannot tell any more, as you are at another version, or they are gone.
+    Refused with DIFFERS if not: then what you hold is not a copy.
+    """
+
+    KIND: ClassVar[int] = 112
+    request: Number
+    partition: Number
+    version: Count
+    generation: Count
+    slices: Annotated[tuple[CheckedSlice, ...], Limit(1, MAX_PARTS)]
+
+
 @dataclass(frozen=True, slots=True)
 class HoldLoop:
     """How far the workers are in a loop over steps that they share; see TakeStep. Answered with Done."""
@@ -1606,4 +1638,5 @@ Message: TypeAlias = (
     | HoldOptimizer
     | HoldLoop
     | HoldReady
+    | Compare
 )

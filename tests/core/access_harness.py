@@ -198,6 +198,7 @@ SAMPLES: dict[type[Any], Any] = {
         m.HoldOptimizer(30, 1, None, None, 1),
         m.HoldLoop(30, 1, 0, 4, 0, 1, (m.HeldStep(0, 0),), ()),
         m.HoldReady(30, 1),
+        m.Compare(30, 1, 0, 0, (m.CheckedSlice("r", 0, 0, 0, 0, 0),)),
     )
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvd.core.machine import Apply, Create, Effect, Export, JobDone, Load, Received, Run, Send, Span, Tick
+from kvd.core.machine import Apply, Checksums, Create, Effect, Export, JobDone, Load, Received, Run, Send, Span, Tick
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.core.server.memory import ServerMemory
 from kvd.errors import KvdError
@@ -46,7 +46,7 @@ from tests.core.fakes import (
     worker_id,
 )
 
-JOBS = (Create, Apply, Export, Load, Run)
+JOBS = (Create, Apply, Export, Checksums, Load, Run)
 
 
 class Harness:

@@ -90,8 +90,8 @@ def test_a_late_worker_is_not_waited_for_and_goes_on_in_the_step_of_the_others()
 
 
 def check(results: list[dict[str, Any]], missed: range) -> None:
-    """Every push counted at most once, those of which the workers were told so in all slices, and the late one's in none
-    of the steps that it missed."""
+    """Every push counted at most once; those of which the workers were told so in all slices; those of the late one in
+    none of the steps that it missed."""
     counted = np.zeros((STEPS, 3), bool)
     for result in results:
         for step, counts, _ in result["made"]:

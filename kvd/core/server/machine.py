@@ -30,6 +30,7 @@ from kvd.core.membership import name_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable
 from kvd.core.server.captures import Captures
+from kvd.core.server.checks import Checks
 from kvd.core.server.control import ServerControl
 from kvd.core.server.deletions import Deletions
 from kvd.core.server.disputes import Disputes
@@ -216,8 +217,19 @@ class ServerMachine:
         syncing = Syncing(
             session, self.table, effects, records, shared, control, replicas.is_handing_over, pushes.advance
         )
+        checks = Checks(session, self.table, effects, records, elsewhere.leaving, out_of_step.add, pushes.advance)
         self._replication = Replication(
-            session, effects, records, replicas, leadership, syncing, out_of_step, elsewhere, handovers, giving_up
+            session,
+            effects,
+            records,
+            replicas,
+            leadership,
+            syncing,
+            out_of_step,
+            elsewhere,
+            handovers,
+            giving_up,
+            checks,
         )
         self._validated = (
             session,
@@ -286,6 +298,11 @@ class ServerMachine:
     def held(self, partition: int) -> HeldPartition | None:
         """What this server holds of a partition that another one leads, or has not taken over yet."""
         return self._replication.held(partition)
+
+    @property
+    def differences(self) -> list[str]:
+        """What backups were found to have that is not what this server has."""
+        return self._replication.differences
 
     def step(self, event: Event, now: float) -> list[Effect]:
         for reader in self._readers:
