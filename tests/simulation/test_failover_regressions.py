@@ -79,6 +79,6 @@ def test_a_push_that_was_staged_and_never_counted_is_no_difference_between_copie
 
 @pytest.mark.parametrize(("name", "seed"), [("lists, servers die", 15), ("ledger, stale by 1, servers die", 10)])
 def test_copies_may_be_compared_at_any_moment(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key that was compared counted as used; a leader that had handed over went on, and lost what its successor had."""
+    """A key that was compared counted as used; a leader that had handed over went on, and was no copy any more."""
     monkeypatch.setattr(checks, "PAUSE_S", 0.4)
     FAILOVERS[name].run(seed)
