@@ -69,6 +69,7 @@ _ASKED_OF_THE_SCHEDULER = (
     Row("take part again after a loss", (m.TakePart,), WORKERS, Standing.JOINED),
     Row("wait for all at a point", (m.StandBy,), WORKERS, Standing.JOINED),
     Row("say who holds a partition", (m.Synced, m.OutOfSync, m.HandedOver), SERVERS, Standing.JOINED),
+    Row("say which workers are late", (m.Late,), SERVERS, Standing.JOINED),
     Row(
         "meet at barriers, and ask who is missing",
         (m.Enter, m.Say, m.Listen, m.WaitReport),
@@ -131,6 +132,7 @@ _ASKED_OF_A_SERVER = (
             m.HoldOptimizer,
             m.HoldLoop,
             m.HoldReady,
+            m.Compare,
         ),
         SERVERS,
         Standing.LEADER,

@@ -78,6 +78,7 @@ class Campaign:
     replicas: int = 1
     merge: str = "sum"
     on_worker_loss: str = "fail"
+    quorum: int = 0
     worker_timeout_s: float = 10.0
     shell: ShellSettings = field(default_factory=ShellSettings)
 
@@ -96,6 +97,7 @@ class Campaign:
                 notice_s=self.notice_s,
                 worker_timeout_s=self.worker_timeout_s,
                 heartbeat_interval_s=min(1.0, self.worker_timeout_s / 5),
+                quorum=self.quorum,
             ),
             shell=self.shell,
         )
@@ -136,6 +138,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "uneven": lambda campaign, seed: UnevenLedger(
         WORKERS, EPOCHS * max(PER_EPOCH), epochs=EPOCHS, seed=seed, sync=campaign.mode == "sync"
     ),
+    "lateness": lambda campaign, seed: LossLedger(WORKERS, LONG, least=campaign.quorum),
     "shared": lambda campaign, seed: SharedLedger(WORKERS * STEPS),
     "list training": lambda campaign, seed: list_training(
         STEPS, mostly_together(seed), undisturbed_weights("list training")
@@ -327,4 +330,25 @@ UNEVEN: dict[str, Campaign] = {
     ),
     "uneven, async, stale by 1": Campaign("uneven", mode="async", staleness=1),
     "uneven, servers die": Campaign("uneven", merge="mean", mishaps=SERVERS_DIE, servers=3, replicas=2),
+}
+
+# Two go on without a third that holds them up for more than a moment, whatever happens to it.
+LATENESS: dict[str, Campaign] = {
+    "late": Campaign("lateness", merge="mean", quorum=2, on_worker_loss="wait", mishaps=Mishaps()),
+    "late, losses": Campaign(
+        "losses", merge="mean", quorum=2, on_worker_loss="wait", worker_timeout_s=2.0, mishaps=LOSING, faults=NASTY
+    ),
+    "late, shrinks": Campaign(
+        "losses", merge="mean", quorum=2, on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING
+    ),
+    "late, servers die": Campaign(
+        "losses",
+        merge="mean",
+        quorum=2,
+        on_worker_loss="wait",
+        worker_timeout_s=2.0,
+        mishaps=replace(LOSING, server_crashes=3, cuts=1),
+        servers=3,
+        replicas=2,
+    ),
 }

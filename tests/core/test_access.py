@@ -53,6 +53,7 @@ OF_MEMBERS = (
     m.Synced,
     m.OutOfSync,
     m.HandedOver,
+    m.Late,
 )  # these name the run
 
 
