@@ -135,10 +135,10 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "stepped": lambda campaign, seed: SteppedTraining(STEPS, expected=undisturbed_weights("training")),
     "stepped ledger": lambda campaign, seed: SteppedLedger(WORKERS, STEPS),
     "losses": lambda campaign, seed: LossLedger(WORKERS, LONG),
-    "lateness": lambda campaign, seed: LossLedger(WORKERS, LONG, least=campaign.quorum),
     "uneven": lambda campaign, seed: UnevenLedger(
         WORKERS, EPOCHS * max(PER_EPOCH), epochs=EPOCHS, seed=seed, sync=campaign.mode == "sync"
     ),
+    "lateness": lambda campaign, seed: LossLedger(WORKERS, LONG, least=campaign.quorum),
     "shared": lambda campaign, seed: SharedLedger(WORKERS * STEPS),
     "list training": lambda campaign, seed: list_training(
         STEPS, mostly_together(seed), undisturbed_weights("list training")
@@ -316,6 +316,22 @@ LOSSES: dict[str, Campaign] = {
     ),
 }
 
+# Workers whose data ends in different steps wait for each other at the end of each epoch.
+UNEVEN: dict[str, Campaign] = {
+    "uneven": Campaign("uneven", merge="mean"),
+    "uneven, nasty": Campaign("uneven", merge="mean", mishaps=LASTING, faults=NASTY),
+    "uneven, late": Campaign("uneven", merge="mean", mishaps=LATE),
+    "uneven, wait": Campaign("uneven", merge="mean", on_worker_loss="wait", mishaps=LATE),
+    "uneven, torn records": Campaign(
+        "uneven", merge="mean", mishaps=replace(LASTING, scheduler_restarts=5), shell=SLOW_DISK
+    ),
+    "uneven, one way": Campaign(
+        "uneven", merge="mean", mishaps=Mishaps(within_s=14.0, crashes=1, pauses=2, one_way_cuts=30)
+    ),
+    "uneven, async, stale by 1": Campaign("uneven", mode="async", staleness=1),
+    "uneven, servers die": Campaign("uneven", merge="mean", mishaps=SERVERS_DIE, servers=3, replicas=2),
+}
+
 # Two go on without a third that holds them up for more than a moment, whatever happens to it.
 LATENESS: dict[str, Campaign] = {
     "late": Campaign("lateness", merge="mean", quorum=2, on_worker_loss="wait", mishaps=Mishaps()),
@@ -335,17 +351,4 @@ LATENESS: dict[str, Campaign] = {
         servers=3,
         replicas=2,
     ),
-}
-
-# Workers whose data ends in different steps wait for each other at the end of each epoch.
-UNEVEN: dict[str, Campaign] = {
-    "uneven": Campaign("uneven", merge="mean"),
-    "uneven, nasty": Campaign("uneven", merge="mean", mishaps=LASTING, faults=NASTY),
-    "uneven, late": Campaign("uneven", merge="mean", mishaps=LATE),
-    "uneven, wait": Campaign("uneven", merge="mean", on_worker_loss="wait", mishaps=LATE),
-    "uneven, torn records": Campaign(
-        "uneven", merge="mean", mishaps=replace(LASTING, scheduler_restarts=5), shell=SLOW_DISK
-    ),
-    "uneven, async, stale by 1": Campaign("uneven", mode="async", staleness=1),
-    "uneven, servers die": Campaign("uneven", merge="mean", mishaps=SERVERS_DIE, servers=3, replicas=2),
 }

@@ -30,9 +30,9 @@ class MemberEvent(Enum):
     RETURNED = "takes part again"
     ARRIVED = "knows where the rounds are"
     STEPPED_OUT = "cannot take part again yet"
-    LATE = "is late, and the rounds go on without it"
     IDLED = "waits at a point"
     RELEASED = "has come to a point with all others"
+    LATE = "is late, and the rounds go on without it"
 
 
 TRANSITIONS: dict[MemberState, dict[MemberEvent, MemberState]] = {
@@ -45,8 +45,8 @@ TRANSITIONS: dict[MemberState, dict[MemberEvent, MemberState]] = {
         MemberEvent.RETURNED: MemberState.ACTIVE,
         MemberEvent.ARRIVED: MemberState.ACTIVE,
         MemberEvent.STEPPED_OUT: MemberState.BACK,
-        MemberEvent.LATE: MemberState.BACK,
         MemberEvent.IDLED: MemberState.IDLE,
+        MemberEvent.LATE: MemberState.BACK,
     },
     MemberState.IDLE: {  # the rounds go on without it, and nothing that it has pushed is lost
         MemberEvent.HEARD: MemberState.IDLE,
@@ -88,8 +88,8 @@ TRANSITIONS: dict[MemberState, dict[MemberEvent, MemberState]] = {
         MemberEvent.RETURNED: MemberState.RETURNING,
         MemberEvent.ARRIVED: MemberState.ACTIVE,
         MemberEvent.STEPPED_OUT: MemberState.BACK,
-        MemberEvent.LATE: MemberState.BACK,
         MemberEvent.IDLED: MemberState.IDLE,  # what it said of its arrival is on its way, or lost
+        MemberEvent.LATE: MemberState.BACK,
         MemberEvent.LEFT_ROUNDS: MemberState.DONE,
         MemberEvent.LEFT: MemberState.LEFT,
         MemberEvent.DROPPED: MemberState.LOST,
