@@ -8,7 +8,7 @@ import pytest
 
 from kvd.core.machine import Effect, Send, Tick
 from kvd.core.server.late import RETRY_S
-from kvd.protocol.messages import ABSENT, ASSIGN, Done, Late, Uncounted
+from kvd.protocol.messages import ABSENT, ASSIGN, Activate, Done, Late, Uncounted
 from tests.core.fakes import cluster, member, of, said, uint8, worker_id
 from tests.core.server_harness import Harness, kinds
 
@@ -93,6 +93,21 @@ def test_a_worker_that_is_back_has_its_own_time_of_grace() -> None:
     harness.look(member("worker", 2, "returning"))
     assert after(harness, GRACE_S - 0.1) == [(3,)]
     assert after(harness, RETRY_S) == [(2, 3)]
+
+
+def test_who_came_in_after_a_round_waits_for_it_as_those_do_who_are_in_it() -> None:
+    """Worker 0 is in round 1, and worker 2 came back into round 2: neither has a quorum, and both wait for worker 1."""
+    harness = ready()
+    harness.look(member("worker", 2, "back"))
+    harness.push(0, 1)
+    assert after(harness, 10 * GRACE_S) == []
+    harness.look(member("worker", 2, "returning"))
+    harness.say(2, Activate(harness.request(), "w", 1))
+    harness.push(2, 2)
+    assert after(harness, GRACE_S - 0.1) == []
+    assert after(harness, 0.1) == [(1,)]
+    harness.look(member("worker", 1, "back"))
+    assert harness.value("w") == b"\1"
 
 
 def test_a_round_that_was_complete_waits_for_a_worker_that_comes_back() -> None:

@@ -1,4 +1,4 @@
-"""Workers that are late: a round has had the contributions of a quorum for the time of grace, and waits for others.
+"""Workers that are late: a round has had a quorum for the time of grace, and waits for others.
 
 A server that went on without them by itself would be alone with that: its rounds would lack what those of other servers
 have. So it tells the scheduler, which decides for all rounds of all servers, in a view.
@@ -21,7 +21,7 @@ MAX_TOLD = 16  # sets of ranks at a time: rounds may wait for different workers
 
 
 class _Open(NamedTuple):
-    """The next round of a group, which waits though a quorum has contributed to it."""
+    """The next round of a group, which waits though a quorum is there."""
 
     group: FusedGroup
     clock: int
@@ -103,10 +103,10 @@ class LateWorkers:
 
     def _missing(self, group: FusedGroup, clock: int) -> list[int]:
         """For whom this round waits, if it is open and has a quorum."""
-        log = group.log
-        if group.is_gone or log.closed >= clock or not log.has_quorum(clock, self._view.settings.quorum):
+        log, awaited = group.log, self._participants.awaited
+        if group.is_gone or log.closed >= clock or not log.has_quorum(clock, self._view.settings.quorum, awaited):
             return []
-        return log.missing(clock, self._participants.awaited)
+        return log.missing(clock, awaited)
 
     def _look_at_parts(self, group: FusedGroup) -> None:
         """Its slices may belong to other groups now, which have what was staged for it."""
