@@ -17,6 +17,7 @@ from kvd.compute.tensors import named_dtype
 from kvd.errors import SnapshotError
 from kvd.snapshots import manifest
 from kvd.snapshots.manifest import Manifest, NewerVersion, Piece, StoredKey
+from kvd.snapshots.part_memory import PartMemory
 from kvd.snapshots.parts import Place, places, tensors
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -79,27 +80,31 @@ class StoredSnapshot:
             for _ in threads.map(self._verify_part, range(len(expected)), expected):
                 pass  # raises the error of the first part that has one
 
-    def value(self, key: StoredKey) -> Array:
-        """The value of a key, in its shape. Raises SnapshotError."""
-        return self._array(key.weight, key.dtype).reshape(key.shape)
+    def value(self, key: StoredKey, memory: PartMemory | None = None) -> Array:
+        """The value of a key, in its shape. It is valid until its parts are given back to the memory.
 
-    def state(self, key: StoredKey) -> dict[str, Array]:
-        """The optimizer's arrays of a key by slot, one-dimensional. Raises SnapshotError."""
-        return {name: self._array(slot.pieces, slot.dtype) for name, slot in key.state.items()}
+        Raises:
+            SnapshotError: a part is missing or damaged.
+        """
+        return self._array(key.weight, key.dtype, memory).reshape(key.shape)
 
-    def _array(self, pieces: Sequence[Piece], dtype: str) -> Array:
+    def state(self, key: StoredKey, memory: PartMemory | None = None) -> dict[str, Array]:
+        """The optimizer's arrays of a key by slot, one-dimensional; valid as a value is. Raises SnapshotError."""
+        return {name: self._array(slot.pieces, slot.dtype, memory) for name, slot in key.state.items()}
+
+    def _array(self, pieces: Sequence[Piece], dtype: str, memory: PartMemory | None) -> Array:
         if len(pieces) == 1:
-            return self._tensor(pieces[0], dtype)
+            return self._tensor(pieces[0], dtype, memory)
         whole = np.empty(sum(piece.elements for piece in pieces), named_dtype(dtype))
         begin = 0
         for piece in pieces:
-            whole[begin : begin + piece.elements] = self._tensor(piece, dtype)
+            whole[begin : begin + piece.elements] = self._tensor(piece, dtype, memory)
             begin += piece.elements
         whole.flags.writeable = False
         return whole
 
-    def _tensor(self, piece: Piece, dtype: str) -> Array:
-        tensor = self._part(piece.part).get(piece.tensor)
+    def _tensor(self, piece: Piece, dtype: str, memory: PartMemory | None) -> Array:
+        tensor = self._part(piece.part, memory).get(piece.tensor)
         if tensor is None or tensor.size != piece.elements or tensor.dtype != named_dtype(dtype):
             raise self._misses(piece)
         return tensor
@@ -112,22 +117,23 @@ class StoredSnapshot:
     def _file(self, number: int) -> Path:
         return self.path / self.manifest.parts[number].file
 
-    def _part(self, number: int) -> dict[str, Array]:
+    def _part(self, number: int, memory: PartMemory | None) -> dict[str, Array]:
         """The tensors of a part. The one that was read last is kept: the arrays of a key lie side by side."""
         if self._loaded is None or self._loaded[0] != number:
             self._loaded = None
-            self._loaded = number, self._read_part(number)
+            self._loaded = number, self._read_part(number, memory)
         return self._loaded[1]
 
-    def _read_part(self, number: int) -> dict[str, Array]:
+    def _read_part(self, number: int, memory: PartMemory | None) -> dict[str, Array]:
         """Each piece is hashed while the processor's cache still has it."""
-        data = np.empty(self.manifest.parts[number].nbytes, np.uint8)
+        nbytes = self.manifest.parts[number].nbytes
+        data = np.empty(nbytes, np.uint8) if memory is None else memory.take(number, nbytes)
         with self._opened(number) as file:
-            digest, memory = sha256(), data.data
-            while memory:
-                read = file.readinto(memory[:READ_BYTES])
-                digest.update(memory[:read])
-                memory = memory[read or len(memory) :]  # one that was cut off meanwhile has another checksum
+            digest, left = sha256(), data.data
+            while left:
+                read = file.readinto(left[:READ_BYTES])
+                digest.update(left[:read])
+                left = left[read or len(left) :]  # one that was cut off meanwhile has another checksum
             self._check_digest(number, digest.hexdigest())
             found = self._places(number, file)
         data.flags.writeable = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvd.client.calls.optimizer_state_file import OptimizerStateFile
 from kvd.client.cluster import restoring, snapshots
 from kvd.errors import SnapshotError
 from kvd.optimizer import SGD
+from kvd.snapshots.part_memory import PartMemory
 from kvd.snapshots.reader import StoredSnapshot
 from kvd.snapshots.series import SnapshotSeries
 from kvd.testing.cluster import LocalCluster
@@ -101,3 +103,38 @@ def test_what_is_damaged_between_the_check_and_its_use_is_refused(
         kv = cluster.store()
         with pytest.raises(SnapshotError, match="its checksum is another one"):
             kv.restore(tmp_path / "taken")
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_the_memory_does_not_grow_with_the_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One batch is on its way, and one is read: few parts have memory at a time. What is given back is not in use."""
+    names = [f"key {number}" for number in range(24)]
+    with LocalCluster(1, 2) as cluster:
+        kv = cluster.store()
+        kv.init(names, [np.full(SMALL_PART // 4, number, np.float32) for number in range(24)])
+        kv.snapshot(tmp_path / "taken")
+    lent: dict[int, Any] = {}
+    most = []
+    take, give_back = PartMemory.take, PartMemory.give_back
+
+    def taken(memory: PartMemory, part: int, nbytes: int) -> Any:
+        lent[part] = take(memory, part, nbytes)
+        most.append(len(lent))
+        return lent[part]
+
+    def given_back(memory: PartMemory, parts: Iterable[int]) -> None:
+        for part in parts:
+            lent[part].base[:] = 0xFF
+            del lent[part]
+        give_back(memory, parts)
+
+    monkeypatch.setattr(PartMemory, "take", taken)
+    monkeypatch.setattr(PartMemory, "give_back", given_back)
+    with LocalCluster(1, 2) as cluster:
+        kv = cluster.store()
+        kv.restore(tmp_path / "taken")
+        for number, value in enumerate(kv.pull(names)):
+            assert value.tolist() == [number] * (SMALL_PART // 4)
+    assert len(most) == 24
+    assert max(most) <= 2
+    assert not lent

@@ -220,6 +220,19 @@ def test_an_optimizer_that_is_set_while_the_state_is_read_makes_no_difference(ra
     assert run.nodes[A].errors() == []
 
 
+def test_a_key_that_is_made_again_waits_for_the_comparison() -> None:
+    run = Cluster([HELD, *OTHERS])
+    run.create("w", ONE, publish=False)
+    run.nodes[A].holds_jobs = True
+    turn(run)
+    (answer,) = run.create("w", ONE * 3, publish=False)
+    assert isinstance(answer, NotYet)
+    run.finish(run.nodes[A])
+    run.nodes[A].holds_jobs = False
+    assert run.create("w", ONE * 3, publish=False)[-1] == Done(run._request)
+    assert run.value(B).tolist() == [3, 6]
+
+
 def test_a_backup_that_lacks_a_round_is_found() -> None:
     run = ready()
     log = run.nodes[B].held().table.slices["w", 0].log

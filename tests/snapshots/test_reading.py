@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvd.errors import SnapshotError
 from kvd.snapshots import manifest
+from kvd.snapshots.part_memory import PartMemory
 from kvd.snapshots.reader import StoredSnapshot
 from kvd.snapshots.writer import SnapshotWriter
 from tests.snapshots.snapshot_harness import ORIGIN, content, rewritten, write
@@ -190,3 +191,33 @@ def test_parts_of_another_snapshot_are_refused_before_anything_is_used(tmp_path:
     rewritten(tmp_path / "taken", swap)
     with pytest.raises(SnapshotError, match="does not have the tensor"):
         StoredSnapshot.open(tmp_path / "taken").verify()
+
+
+# ── memory that is used again ──
+
+
+def test_memory_is_used_again_once_it_is_given_back() -> None:
+    memory = PartMemory(8)
+    one, other = memory.take(1, 5), memory.take(2, 8)
+    again = memory.take(1, 3)
+    assert (one.size, other.size, again.size) == (5, 8, 3)
+    assert not any(map(np.shares_memory, (one, one, other), (other, again, again)))
+    memory.give_back([2, 7])
+    third = memory.take(3, 8)
+    assert np.shares_memory(third, other)
+    memory.give_back([1])
+    assert {np.shares_memory(memory.take(part, 1), one) for part in (4, 5)} == {True, False}
+    assert not np.shares_memory(memory.take(6, 1), third)
+
+
+def test_a_snapshot_is_read_in_the_memory_of_a_few_parts(tmp_path: Path) -> None:
+    large(tmp_path / "taken", 8)
+    snapshot = StoredSnapshot.open(tmp_path / "taken")
+    memory = PartMemory(max(part.nbytes for part in snapshot.manifest.parts))
+
+    def read_all() -> None:
+        for number, key in enumerate(snapshot.manifest.keys):
+            assert snapshot.value(key, memory).min() == snapshot.value(key, memory).max() == number
+            memory.give_back([number])
+
+    assert peak_of(read_all) < 6 * MB

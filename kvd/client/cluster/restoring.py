@@ -19,6 +19,7 @@ from kvd.errors import NotAllowed
 from kvd.protocol.messages import MemberState
 from kvd.protocol.specs import DTYPES, KeySpec
 from kvd.snapshots.manifest import StoredKey
+from kvd.snapshots.part_memory import PartMemory
 from kvd.snapshots.reader import StoredSnapshot
 from kvd.snapshots.writer import PART_BYTES
 
@@ -41,10 +42,16 @@ async def restore_keys(engine: Engine, snapshot: StoredSnapshot) -> Sequence[tup
         await store_optimizer(engine, optimizer)
     slice_bytes = engine.machine.view.settings.slice_bytes
     keys = snapshot.manifest.keys
-    work = [partial(asyncio.to_thread, _read, snapshot, batch, slice_bytes) for batch in _batches(keys)]
+    memory = PartMemory(max((part.nbytes for part in snapshot.manifest.parts), default=0))
+    planned = list(_batches(keys))
+    last_use = {part: number for number, batch in enumerate(planned) for part in _parts_of(batch)}
+    work = [partial(asyncio.to_thread, _read, snapshot, batch, slice_bytes, memory) for batch in planned]
+    number = 0
     async with one_ahead(work) as batches:
         async for batch in batches:
             await _make_keys(engine, batch)
+            memory.give_back([part for part in _parts_of(batch.keys) if last_use[part] == number])
+            number += 1
     return [(key.key, KeySpec(key.dtype, key.shape, slice_bytes)) for key in keys]
 
 
@@ -69,12 +76,12 @@ async def check_is_new(engine: Engine, snapshot: StoredSnapshot) -> None:
         raise NotAllowed(text, key=found[0].key)
 
 
-def _read(snapshot: StoredSnapshot, keys: Sequence[StoredKey], slice_bytes: int) -> _Batch:
+def _read(snapshot: StoredSnapshot, keys: Sequence[StoredKey], slice_bytes: int, memory: PartMemory) -> _Batch:
     items, states = [], []
     for key in keys:  # value and state lie side by side
-        data, spec = source_of(snapshot.value(key), slice_bytes, copy=False)
+        data, spec = source_of(snapshot.value(key, memory), slice_bytes, copy=False)
         items.append(Item(key.key, spec, data))
-        states.append(snapshot.state(key))
+        states.append(snapshot.state(key, memory))
     return _Batch(keys, tuple(items), states)
 
 
@@ -102,6 +109,12 @@ def _batches(keys: Iterable[StoredKey]) -> Iterator[Sequence[StoredKey]]:
         nbytes += own
     if batch:
         yield batch
+
+
+def _parts_of(keys: Iterable[StoredKey]) -> set[int]:
+    """In which parts values and states of these keys lie."""
+    arrays = [pieces for key in keys for pieces in (key.weight, *(slot.pieces for slot in key.state.values()))]
+    return {piece.part for pieces in arrays for piece in pieces}
 
 
 def _nbytes(key: StoredKey) -> int:

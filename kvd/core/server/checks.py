@@ -131,11 +131,12 @@ class Checks:
         if group.is_gone:
             group.working = False
             return
+        group.is_compared = True
         version, generation = group.log.version, group.generation
         wholes = tuple([Whole(slice_.key, slice_.index, slice_.span(group.log.current)) for slice_ in slices])
 
         def done(job: JobDone) -> None:
-            group.working = False
+            group.working = group.is_compared = False
             if job.error is not None:
                 self._log("error", f"{group.description} cannot be compared with its copy: {job.error}")
             elif not group.is_gone and group.generation == generation:

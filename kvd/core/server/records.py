@@ -71,6 +71,11 @@ class Holder:
     queue: deque[tuple[Any, tuple[Span, ...], _Record]] = field(default_factory=deque)
     unheld: list[_Record] = field(default_factory=list)
 
+    def has_unheld(self) -> bool:
+        """Whether there are records that it does not hold, or has not said that it does."""
+        open_ = any(not record.is_question for record in self.open.values())
+        return open_ or bool(self.queue or self.unheld)
+
 
 class Records:
     """The records of the partitions that this server leads.
@@ -112,7 +117,7 @@ class Records:
         """Whether this server is the one that holds the records of this partition, and holds all of them."""
         holders = self.holders_of(partition)
         return [holder.peer for holder in holders] == [backup] and not any(
-            holder.is_syncing or holder.open or holder.queue or holder.unheld for holder in holders
+            holder.is_syncing or holder.has_unheld() for holder in holders
         )
 
     @property
