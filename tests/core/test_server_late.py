@@ -28,7 +28,18 @@ def late(effects: list[Effect]) -> list[tuple[int, ...]]:
 
 
 def after(harness: Harness, seconds: float) -> list[tuple[int, ...]]:
-    """What the scheduler is told when so much time has passed."""
+    """Of whom the scheduler is told while so much time passes."""
+    told: list[tuple[int, ...]] = []
+    end = harness.now + seconds
+    while (deadline := harness.machine._pushes.late.next_deadline()) is not None and deadline <= end:
+        harness.now = max(harness.now, deadline)
+        told += late(harness.step(Tick()))
+    harness.now = end
+    return list(dict.fromkeys(told))
+
+
+def after_a_pause(harness: Harness, seconds: float) -> list[tuple[int, ...]]:
+    """Of whom the scheduler is told by a server that was stopped for so long."""
     harness.now += seconds
     return late(harness.step(Tick()))
 
@@ -65,6 +76,20 @@ def test_who_comes_within_the_time_of_grace_is_in_the_round() -> None:
     harness.push(1, 2)  # this round has its own time
     assert after(harness, GRACE_S - 0.1) == []
     assert after(harness, 0.1) == [(2,)]
+
+
+def test_a_server_that_was_paused_reads_what_has_come_before_it_calls_anyone_late() -> None:
+    harness = ready()
+    harness.push(0, 1)
+    harness.push(1, 1)
+    assert after_a_pause(harness, GRACE_S * 3) == []
+    harness.push(2, 1)
+    assert harness.value("w") == b"\3"
+    assert after(harness, GRACE_S) == []
+    harness.push(0, 2)
+    harness.push(1, 2)
+    assert after_a_pause(harness, GRACE_S * 3) == []
+    assert after_a_pause(harness, GRACE_S * 3) == [(2,)]  # it is slow for good, and looks all the same
 
 
 def test_rounds_that_wait_for_others_are_told_by_themselves() -> None:

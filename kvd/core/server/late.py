@@ -17,6 +17,7 @@ from kvd.core.session import LATE_REQUEST, SchedulerSession
 from kvd.protocol.messages import Late
 
 RETRY_S = 1.0
+PAUSED = 0.25  # of the time of grace: a server that looks so late was paused, or is very busy
 MAX_TOLD = 16  # sets of ranks at a time: rounds may wait for different workers
 
 
@@ -44,6 +45,7 @@ class LateWorkers:
         self._open: dict[int, _Open] = {}  # by number of the group, in the order of `since`
         self._awaited_since: dict[int, float] = {}  # rank → when the view came here that has rounds wait for it
         self._look_at: float | None = None
+        self._has_waited = False  # after a pause
 
     def staged(self, group: FusedGroup) -> None:
         """A contribution was staged: the group's next round may wait for others from now on."""
@@ -71,8 +73,17 @@ class LateWorkers:
             self.staged(group)
 
     def tick(self, now: float) -> None:
+        """Looks when it is time. After a pause of this server, what it waits for may lie there unread: it reads first,
+        and looks a moment later, once."""
         self._now = now
-        if self._look_at is not None and now >= self._look_at:
+        if self._look_at is None or now < self._look_at:
+            return
+        moment_s = self._view.settings.quorum_grace_s * PAUSED
+        if now - self._look_at > moment_s and not self._has_waited:
+            self._has_waited = True
+            self._look_at = now + moment_s
+        else:
+            self._has_waited = False
             self._look()
 
     def next_deadline(self) -> float | None:
