@@ -74,6 +74,23 @@ def notes_of(server: Report, partitions: Sequence[Partition]) -> list[str]:
     return notes
 
 
+def differences(report: Report) -> list[str]:
+    """A line for each server that found its backup to have something else."""
+    return [
+        _difference(f"server {server['rank']}", server["slices_that_differed"], server["last_difference"])
+        for server in report.get("servers", ())
+        if server.get("slices_that_differed")
+    ]
+
+
+def _difference(leader: str, count: int, last: Mapping[str, Any]) -> str:
+    return (
+        f"not the same: {count} slice{'s'[: count > 1]} led by {leader} had other bytes at the backup, last on "
+        f"{last['backup']}: {last['text']}. It was sent a new copy. Which of the two was right is not known: what is "
+        "led counts. Check the memory of both hosts, and that all servers run the same versions of kvd and NumPy."
+    )
+
+
 def lost(partitions: Sequence[Partition], gone: Sequence[str]) -> list[Partition]:
     """Those that no living server has: their leader is `gone`, and there is no backup."""
     return [partition for partition in partitions if partition.leader in gone and partition.backup is None]

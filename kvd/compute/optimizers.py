@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -86,6 +87,14 @@ class SliceState:
         if self.master is not None:
             arrays["master"] = self.master.copy()
         return arrays | {_SLOT_PREFIX + name: slot.copy() for name, slot in self.slots.items()}
+
+    def checksum(self, before: int = 0) -> int:
+        """A CRC-32 of everything, continued from that of what comes before it."""
+        arrays = [("master", self.master)] if self.master is not None else []
+        arrays += sorted(self.slots.items())
+        for name, array in arrays:
+            before = crc32(array.data, crc32(name.encode(), before))
+        return crc32(str(self.step).encode(), before)
 
     @classmethod
     def load(cls, arrays: Mapping[str, Array]) -> SliceState:

@@ -305,6 +305,22 @@ class Export(NamedTuple):
     slice_index: int
 
 
+class Whole(NamedTuple):
+    """A slice, and the bytes of its version."""
+
+    key: str
+    slice_index: int
+    span: Span
+
+
+class Checksums(NamedTuple):
+    """Calculate a checksum of each slice: its bytes, and the state of its optimizer. Its JobDone has the checksums, and
+    how many bytes were read."""
+
+    job: int
+    slices: tuple[Whole, ...]
+
+
 class Load(NamedTuple):
     """Replace the optimizer's state of a slice."""
 
@@ -399,7 +415,7 @@ class LogEntry(NamedTuple):
     fields: Mapping[str, object] = {}
 
 
-Job: TypeAlias = Create | Apply | Export | Load | Run
+Job: TypeAlias = Create | Apply | Export | Checksums | Load | Run
 Local: TypeAlias = Copy | Census | Complete | Halt | Stop | DropRun | LogEntry
 OfOneRun: TypeAlias = Send | Connect | Disconnect | Job | ResetState | ForgetState | Persist | Local
 

@@ -17,6 +17,7 @@ from kvd.core.machine import (
     Apply,
     Census,
     CensusTaken,
+    Checksums,
     Complete,
     Connect,
     Copy,
@@ -48,7 +49,7 @@ from kvd.node.threads import Stepper, report_failed_effect
 from kvd.observe.log import event
 from kvd.transport.base import NOTHING, Transport
 
-_JOBS = frozenset({Create, Apply, Export, Load, Run})
+_JOBS = frozenset({Create, Apply, Export, Checksums, Load, Run})
 LONG_COPY_BYTES = 64 << 10
 
 logger = logging.getLogger("kvd.node")

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
+from zlib import crc32
 
 import numpy as np
 
 from kvd.compute.merge import accumulator_dtype
 from kvd.compute.optimizers import SliceState, apply_update
 from kvd.compute.tensors import named_dtype
-from kvd.core.machine import Apply, Buffer, Create, Export, FirstBytes, Job, JobDone, Load, Run, ScatterList, Span
+from kvd.core.machine import (
+    Apply,
+    Buffer,
+    Checksums,
+    Create,
+    Export,
+    FirstBytes,
+    Job,
+    JobDone,
+    Load,
+    Run,
+    ScatterList,
+    Span,
+)
 from kvd.errors import KvdError, NotAllowed, ProtocolError
 from kvd.node.optimizer_states import OptimizerStates
 from kvd.protocol.specs import padded
@@ -126,6 +140,8 @@ class JobRunner:
             return self._create(job)
         if isinstance(job, Export):
             return self._export(job)
+        if isinstance(job, Checksums):
+            return self._checksums(job)
         if isinstance(job, Load):
             return self._load(job)
         return self._run_command(job)
@@ -196,6 +212,14 @@ class JobRunner:
         slots = tuple((name, array.dtype.name) for name, array in arrays.items())
         spans = tuple(Span(array.view(np.uint8), 0, array.nbytes) for array in arrays.values())
         return step, slots, spans
+
+    def _checksums(self, job: Checksums) -> tuple[tuple[int, ...], int]:
+        found, nbytes = [], 0
+        for key, index, span in job.slices:
+            state = self._states.of_slice((key, index))
+            found.append(state.checksum(crc32(view(span, UINT8).data)))
+            nbytes += span.nbytes + state.nbytes
+        return tuple(found), nbytes
 
     def _load(self, job: Load) -> None:
         slice_id = (job.key, job.slice_index)

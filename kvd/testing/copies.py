@@ -117,6 +117,14 @@ def check_versions(world: World, process: Process) -> None:
                 world.fail(f"{process.name} {text}{own.log.closed}")
 
 
+def check_comparisons(world: World, process: Process) -> None:
+    """No leader finds that its backup has something else: nothing flips bits here."""
+    if world.cluster.replicas < 2 or not isinstance(process.machine, ServerRouter):
+        return
+    for text in process.machine.latest().differences:
+        world.fail(f"{process.name} finds another value at {text}")
+
+
 # ── in the end ──
 
 

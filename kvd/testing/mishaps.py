@@ -9,7 +9,7 @@ from random import Random
 from kvd.core.machine import SCHEDULER
 from kvd.core.worker.machine import WorkerMachine
 from kvd.testing.checkers import DeadlockCheck, check_everything_ended, watch_everything
-from kvd.testing.copies import check_copies, check_versions
+from kvd.testing.copies import check_comparisons, check_copies, check_versions
 from kvd.testing.network import CALM
 from kvd.testing.process import Doom
 from kvd.testing.simulator import Program, World
@@ -206,6 +206,7 @@ def live_through(
     """
     watch_everything(world)
     world.step_watchers.append(check_versions)
+    world.step_watchers.append(check_comparisons)
     world.call_watchers.append(DeadlockCheck())
     world.start_all(program)
     for number in range(READERS if reader is not None else 0):

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from kvd.core.machine import (
     Apply,
     Census,
+    Checksums,
     Complete,
     Connect,
     Copy,
@@ -167,7 +168,7 @@ class Shell:
                 return
             if isinstance(effect, Send):
                 self._send(process, effect, run, epoch)
-            elif isinstance(effect, Apply | Create | Export | Load | Run):
+            elif isinstance(effect, Apply | Create | Export | Checksums | Load | Run):
                 self._start_job(process, effect, run)
             elif isinstance(effect, ResetState):
                 self._reset_state(process, effect, run)

@@ -66,6 +66,19 @@ def test_a_server_that_came_back_is_sent_a_copy(status: Callable[..., Result]) -
     assert "3 records on the way to the backup" in result.stdout
 
 
+def test_a_copy_that_was_none_makes_the_cluster_unhealthy(status: Callable[..., Result]) -> None:
+    text = "its copy of slice 3 of key 'w' has other bytes than the leader's at version 7"
+    found = {"slices_that_differed": 1, "last_difference": {"partition": 1, "backup": "server 0", "text": text}}
+    result = status(report(BOTH[0], BOTH[1] | found, partitions=WHOLE), command="doctor")
+    assert result.exit_code == 1
+    assert result.stdout.startswith(
+        "not the same: 1 slice led by server 1 had other bytes at the backup, last on server 0"
+    )
+    assert text in result.stdout
+    clean = {"slices_compared": 100, "slices_that_differed": 0}
+    assert health_of(report(BOTH[0] | clean, BOTH[1] | clean, partitions=WHOLE)).is_healthy
+
+
 def test_a_partition_that_is_handed_over_is_shown(status: Callable[..., Result]) -> None:
     rows = [partition(0, 1, 0) | {"successor": "server 0"}, partition(1, 1, 0)]
     result = status(report(copy_of(0, [], [0, 1]), copy_of(1, [0, 1], []), partitions=rows))

@@ -124,6 +124,7 @@ SAMPLES: dict[type[Any], Any] = {
         m.Synced(30, 0, 1),
         m.OutOfSync(30, 0, 1),
         m.HandedOver(30, 0, 1),
+        m.Late(30, (0,)),
         m.TakePart(30, m.Taking.OUT),
         m.Enter(30, "user:a", 0),
         m.Say(30, "user:a", 0, "note"),
@@ -197,6 +198,7 @@ SAMPLES: dict[type[Any], Any] = {
         m.HoldOptimizer(30, 1, None, None, 1),
         m.HoldLoop(30, 1, 0, 4, 0, 1, (m.HeldStep(0, 0),), ()),
         m.HoldReady(30, 1),
+        m.Compare(30, 1, 0, 0, (m.CheckedSlice("r", 0, 0, 0, 0, 0),)),
     )
 }
 

@@ -15,6 +15,7 @@ import numpy as np
 from kvd.core.machine import (
     SCHEDULER,
     Apply,
+    Checksums,
     Connect,
     Create,
     Disconnect,
@@ -60,7 +61,7 @@ from kvd.protocol.messages import (
 from kvd.protocol.specs import KeySpec
 from tests.core.fakes import NodePeer, cluster, from_scheduler, member, of, server_id, session, view, welcome, worker_id
 
-JOBS = (Create, Apply, Export, Load, Run)
+JOBS = (Create, Apply, Export, Checksums, Load, Run)
 A, B, C = range(3)  # the ranks of the servers
 FLOATS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 ANY_SIZE = 1 << 30

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvd.core.machine import Apply, Create, Effect, Export, JobDone, Load, Received, Run, Send, Span, Tick
+from kvd.core.machine import Apply, Checksums, Create, Effect, Export, JobDone, Load, Received, Run, Send, Span, Tick
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.core.server.memory import ServerMemory
 from kvd.errors import KvdError
@@ -46,7 +46,7 @@ from tests.core.fakes import (
     worker_id,
 )
 
-JOBS = (Create, Apply, Export, Load, Run)
+JOBS = (Create, Apply, Export, Checksums, Load, Run)
 
 
 class Harness:
@@ -68,6 +68,7 @@ class Harness:
         self.machine = ServerMachine(told, session("server", 0), self.memory)
         self.members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in members(workers)}
         self.epoch = 0
+        self.now = 0.0
         self.hold = False
         self.jobs: list[Any] = []
         self.applied: list[Apply] = []
@@ -81,8 +82,8 @@ class Harness:
             for rank in range(workers):
                 self.attach(rank)
 
-    def step(self, event: Any, now: float = 0.0) -> list[Effect]:
-        effects = self.machine.step(event, now)
+    def step(self, event: Any, now: float | None = None) -> list[Effect]:
+        effects = self.machine.step(event, self.now if now is None else now)
         if self._validates:
             self.machine.validate()
         jobs = [effect for effect in effects if isinstance(effect, JOBS)]

@@ -304,6 +304,27 @@ def test_a_leader_that_went_on_begins_anew_when_the_view_comes_late(first: int) 
     assert run.picture(A) == run.picture(B)
 
 
+def test_a_leader_does_not_go_on_when_its_successor_leads_already() -> None:
+    """The view that says so is late, and the successor dies before it comes: this leader is the only copy."""
+    run = ready()
+    both_push(run, 1)
+    run.push(0, 2, ONE, request=501)
+    wind_down(run)
+    run.look([BY_B, *OTHERS], only=[B])
+    late = run.view()
+    run.tick(WIND_DOWN_S + 0.1)
+    assert elsewhere(run.push(1, 2, ONE, request=502))
+    run.kill(B)
+    run.tick(WIND_DOWN_S + 0.1)
+    assert elsewhere(run.push(1, 2, ONE, request=502))
+    run.show(A, late)
+    assert run.nodes[A].held() is not None
+    assert OutOfSync not in {type(message) for message in run.nodes[A].told}
+    run.look([(A, NO_RANK, NO_RANK), (C, NO_RANK, NO_RANK), OTHERS[1]])
+    assert run.push(0, 2, ONE, request=501) == [Staged(501)]
+    assert run.push(1, 2, ONE, request=502) == [Done(501), Done(502)]
+
+
 def test_nothing_is_committed_before_the_old_leader_knows() -> None:
     run = ready()
     both_push(run, 1)

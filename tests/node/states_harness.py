@@ -9,7 +9,19 @@ from typing import Any
 import numpy as np
 
 from kvd.compute.tensors import named_dtype
-from kvd.core.machine import Apply, Contribution, Create, Export, Extent, FirstBytes, Load, ScatterList, Span
+from kvd.core.machine import (
+    Apply,
+    Checksums,
+    Contribution,
+    Create,
+    Export,
+    Extent,
+    FirstBytes,
+    Load,
+    ScatterList,
+    Span,
+    Whole,
+)
 from kvd.errors import KvdError
 from kvd.node.jobs import JobRunner
 from kvd.optimizer import SGD, Adam
@@ -130,6 +142,11 @@ class Server:
         span = self.current[key]
         dtype = named_dtype(self.dtype)
         return np.frombuffer(span.buffer, dtype, span.nbytes // dtype.itemsize, span.offset)
+
+    def checksum(self, key: str) -> int:
+        (checksum,), nbytes = self.runner.run(Checksums(3, (Whole(key, 0, self.current[key]),))).result
+        assert nbytes == self.current[key].nbytes + sum(map(len, self.state(key)[1].values()))
+        return int(checksum)
 
     def state(self, key: str) -> tuple[int, dict[str, bytes]]:
         """Step, and the bytes of each array."""

@@ -59,6 +59,34 @@ def _slot_dtype(server: Server, name: str) -> Any:
     return np.float32 if name == "master" else accumulator_dtype(named_dtype(server.dtype))
 
 
+# ── checksums ──
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_checksum_is_of_all_that_an_update_changes(dtype: str) -> None:
+    """The bytes, and every array of the state, and the number of steps: one flipped bit makes another one."""
+    server = started(dtype, {"w": 5, "v": 3})
+    for _ in range(2):
+        server.push(["w", "v"], {"w": np.ones(5), "v": np.ones(3)}, optimizer=ADAM)
+    before, others = server.checksum("w"), server.checksum("v")
+    step, slots = server.state("w")
+    arrays: dict[str, Any] = {name: np.frombuffer(data, _slot_dtype(server, name)) for name, data in slots.items()}
+    assert len(arrays) == (3 if dtype in ("float16", "bfloat16") else 2)
+    for name in arrays:
+        flipped = arrays[name].copy()
+        flipped.view(np.uint8)[-1] ^= 0x80
+        assert server.load("w", step, {**arrays, name: flipped}) is None
+        assert server.checksum("w") != before
+    assert server.load("w", step + 1, arrays) is None
+    assert server.checksum("w") != before
+    assert server.load("w", step, arrays) is None
+    assert server.checksum("w") == before
+    span = server.current["w"]
+    np.frombuffer(span.buffer, np.uint8)[span.offset] ^= 1
+    assert server.checksum("w") != before
+    assert server.checksum("v") == others
+
+
 # ── the merged gradient ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -89,6 +117,7 @@ def compare_replicas(optimizer: Any, dtype: str, seed: int, steps: int = 12) -> 
                 assert server.value(key).tobytes() == alone.value(key).tobytes(), (step, key)
                 if sizes[key]:
                     assert server.state(key) == alone.state(key), (step, key)
+                    assert server.checksum(key) == alone.checksum(key), (step, key)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import Received
+from kvd.core.machine import Apply, Received
 from kvd.core.scheduler import partitions as partitions_module
 from kvd.core.scheduler.partitions import Entry, Servers
 from kvd.core.server import handover as handover_module
@@ -22,6 +22,7 @@ from kvd.core.server.records import Answer, Records
 from kvd.core.server.replicas import Replicas
 from kvd.core.server.rounds import SliceLog
 from kvd.core.server.syncing import Syncing
+from kvd.node.jobs import JobRunner
 from kvd.protocol.messages import SliceId
 from kvd.testing.campaign import FAILOVERS, SERVERS_DIE, Campaign
 from kvd.testing.mishaps import Mishaps
@@ -133,6 +134,17 @@ def clocks_are_forgotten_when_a_leader_becomes_a_replica(patch: pytest.MonkeyPat
     patch.setattr(SliceLog, "drop_staged", lambda log: log.progress.clear())
 
 
+def backups_apply_records_twice(patch: pytest.MonkeyPatch) -> None:
+    """The merged gradient of a round is applied to a replica, and to the outcome again."""
+    apply = JobRunner._apply
+
+    def twice(runner: JobRunner, job: Apply) -> Any:
+        made = apply(runner, job)
+        return apply(runner, job._replace(current=made)) if job.is_merged else made
+
+    patch.setattr(JobRunner, "_apply", twice)
+
+
 SLOW_UPDATES = Campaign("list training", mishaps=SERVERS_DIE, replicas=2, shell=ShellSettings(job_s=(0.0, 0.3)))
 LATE = replace(SERVERS_DIE, within_s=25.0, server_crashes=5)
 
@@ -157,6 +169,7 @@ LATE = replace(SERVERS_DIE, within_s=25.0, server_crashes=5)
             "",
             marks=pytest.mark.soak,
         ),
+        (backups_apply_records_twice, FAILOVERS["list training, servers die"], "finds another value"),
         pytest.param(
             any_sender_is_a_leader,
             FAILOVERS["ledger, async, nasty, servers die"],

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvd.core.server import checks
 from kvd.testing.campaign import FAILOVERS, HARD, LASTING, LONG_PAUSES, NO_DEATHS, Campaign
 from kvd.testing.mishaps import Mishaps
 from kvd.testing.network import LATE_COPIES, NASTY, ROUGH, Faults
@@ -74,3 +75,10 @@ def test_a_leader_that_does_not_know_that_it_handed_over_may_close_a_round() -> 
 def test_a_push_that_was_staged_and_never_counted_is_no_difference_between_copies() -> None:
     """It was made at another place of its program than the pushes that count; only the leader has seen it."""
     FAILOVERS["tangles, servers die"].run(104)
+
+
+@pytest.mark.parametrize(("name", "seed"), [("lists, servers die", 15), ("ledger, stale by 1, servers die", 10)])
+def test_copies_may_be_compared_at_any_moment(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that was compared counted as used; a leader that had handed over went on, and was no copy any more."""
+    monkeypatch.setattr(checks, "PAUSE_S", 0.4)
+    FAILOVERS[name].run(seed)

@@ -86,6 +86,7 @@ class FusedGroup:
     tasks: list[Callable[[], None]] = field(default_factory=list)  # start jobs on its state, between two updates
     working: bool = False  # such a job is under way
     is_resting: bool = False  # it is one that sends the slices to another server
+    is_compared: bool = False  # it is one that reads them, to compare them with the backup's
     is_gone: bool = False  # its slices belong to other groups now
     generation: int = 0  # how many optimizers had been set when it got this one
 
@@ -114,7 +115,7 @@ class FusedGroup:
     @property
     def is_in_use(self) -> bool:
         """Whether something is under way that a worker has asked for."""
-        return not self.is_quiescent and not self.is_resting
+        return not (self.is_quiescent or self.is_resting or self.is_compared)
 
     def take(self, slices: Sequence[Slice]) -> None:
         """Takes these slices, in order. The bytes of each start at a multiple of 8."""

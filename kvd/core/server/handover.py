@@ -7,7 +7,9 @@ replica of what is here.
 
 This must not keep workers waiting for long. If no such view has come after WIND_DOWN_S, the leader goes on as before,
 and tries again later. That is safe at any moment: what it then commits, its backup holds, and a server that leads in
-its place commits nothing that it does not hold itself.
+its place commits nothing that it does not hold itself. But if the backup leads already, the leader would only begin
+rounds that nobody holds, and be no copy any more. So, once the scheduler was told, it asks the backup before: one that
+leads does not answer with Done, and one that is gone could hold nothing anyway.
 """
 
 from __future__ import annotations
@@ -55,7 +57,13 @@ class _Handover:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
+    """Attributes:
+    is_ready: the successor could lead.
+    is_asked_again: whether it still is the backup, before the leader goes on.
+    """
+
     is_ready: bool = False
+    is_asked_again: bool = False
 
 
 class Handovers:
@@ -154,6 +162,21 @@ class Handovers:
 
         self._records.hold(handover.partition, HoldReady(0, handover.partition), ready)
 
+    def _ask_again(self, handover: _Handover) -> None:
+        """The scheduler may have let the successor lead: it says whether it is the backup yet, before work goes on."""
+        asked = handover.asked
+        holders = self._records.holders_of(handover.partition)
+        if asked is None or asked.is_asked_again or not holders:
+            return
+        asked.is_asked_again = True
+
+        def answered(refused: Refused | None) -> None:
+            asked.is_asked_again = False
+            if refused is None and handover.asked is asked and self._open.get(handover.partition) is handover:
+                self._go_on(handover)
+
+        self._records.ask(holders[0], HoldReady(0, handover.partition), answered)
+
     # ── time ──
 
     def tick(self, now: float) -> None:
@@ -168,9 +191,12 @@ class Handovers:
             if handover.asked is None and self._is_held(handover):
                 self._ask(handover)
                 handover.tell_at = now
-            if now >= handover.until:
+            if now >= handover.until and not _is_ready(handover):
                 self._go_on(handover)
-            elif _is_ready(handover) and now >= handover.tell_at:
+            elif now >= handover.until:
+                handover.until = now + WIND_DOWN_S
+                self._ask_again(handover)
+            if _is_ready(handover) and now >= handover.tell_at:
                 handover.tell_at = now + RETRY_S
                 message = HandedOver(HANDED_OVER_REQUEST, handover.partition, handover.successor)
                 self._effects.send(SCHEDULER, message)

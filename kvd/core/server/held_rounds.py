@@ -1,7 +1,8 @@
 """Rounds that another server has closed, closed here: the replicas of its slices become the next version.
 
 A round is held from the moment at which it is closed in the log here and its update has begun, so at most one of a
-group is not applied yet; the next waits, and so does its answer.
+group is not applied yet; the next waits, and so does its answer. Others may let something wait for a group in the same
+queue.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 from kvd.core.machine import Apply, Contribution, JobDone, LogEntry, Received, Span
 from kvd.core.server.effects import ServerEffects
@@ -22,6 +24,15 @@ from kvd.protocol.messages import ErrorCode, Hold
 from kvd.protocol.specs import accumulator_scale, padded
 
 _NO_PUSH = PushRequest(0, 0)
+_Take = Callable[[Received, Any, HeldPartition], None]
+
+
+class _Waiting(NamedTuple):
+    """A record that waits for a group to be at rest, and who takes it then."""
+
+    event: Received
+    held: HeldPartition
+    take: _Take
 
 
 class HeldRounds:
@@ -45,7 +56,7 @@ class HeldRounds:
         self._optimizers = optimizers
         self._broken = broken
         self._ended = ended
-        self._waiting: dict[FusedGroup, deque[tuple[Received, Hold, HeldPartition]]] = {}  # for the end of an update
+        self._waiting: dict[FusedGroup, deque[_Waiting]] = {}  # for the end of an update
 
     def hold(self, event: Received, message: Hold, held: HeldPartition) -> None:
         """Takes the record of a round."""
@@ -54,7 +65,7 @@ class HeldRounds:
             return
         busy = next((slice_.group for slice_ in slices if not slice_.group.is_quiescent), None)
         if busy is not None:
-            self._wait(busy, event, message, held)
+            self.wait(busy, event, held, self.hold)
             return
         optimizer = self._optimizers.find(message.optimizer)
         if isinstance(optimizer, KvdError):
@@ -80,11 +91,19 @@ class HeldRounds:
             slices.append(slice_)
         return slices
 
-    def _wait(self, busy: FusedGroup, event: Received, message: Hold, held: HeldPartition) -> None:
-        """One that came again is answered when its turn comes."""
+    def wait(self, busy: FusedGroup, event: Received, held: HeldPartition, take: _Take) -> None:
+        """Calls `take` with this record after those that wait for the group already. One that came again is answered
+        when its turn comes."""
         queue = self._waiting.setdefault(busy, deque())
-        if all((other.sender, hold.request) != (event.sender, message.request) for other, hold, _ in queue):
-            queue.append((event, message, held))
+        name = _name_of(event)
+        if all(_name_of(other.event) != name for other in queue):
+            queue.append(_Waiting(event, held, take))
+
+    def go_on(self, group: FusedGroup) -> None:
+        """The group is at rest: takes what has waited for it."""
+        for event, held, take in self._waiting.pop(group, ()):
+            take(event, event.message, held)
+        self._ended(group.partition)
 
     def _begin(
         self,
@@ -150,9 +169,7 @@ class HeldRounds:
             self._broken(group.partition)
         else:
             group.log.commit(done.result)
-        for event, message, held in self._waiting.pop(group, ()):
-            self.hold(event, message, held)
-        self._ended(group.partition)
+        self.go_on(group)
 
     def forget_waiting(self, partition: int) -> None:
         """Forgets the records of a partition that wait: they were not answered, so they are not held."""
@@ -163,6 +180,11 @@ class HeldRounds:
         """Raises AssertionError if records wait for nothing."""
         for group in self._waiting:
             assert not group.is_quiescent, f"records wait for {group.description}, which is not being updated"
+
+
+def _name_of(event: Received) -> tuple[int, int]:
+    message: Any = event.message
+    return event.sender, message.request
 
 
 def _spans(event: Received, message: Hold, slices: Sequence[Slice]) -> list[Span]:

@@ -154,10 +154,10 @@ class KeyCreation:
         )
 
     def _is_resting(self, event: Received, init: Init, slices: Sequence[_New]) -> bool:
-        """Whether slices of these keys, as they are, are being sent to another server. The sender is told."""
+        """Whether slices of these keys are being sent to another server, or compared. The sender is told."""
         resting = next((new.key for new in slices if self._table.is_resting(new.key)), "")
         if resting:
-            text = "a slice is being sent to another server"
+            text = "a slice is being sent to another server, or compared with what that has"
             self._effects.not_yet(event.peer, init.request, NotYetReason.UPDATING, text, resting)
         return bool(resting)
 

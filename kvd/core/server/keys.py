@@ -168,8 +168,8 @@ class KeyTable:
         return sorted(here)
 
     def is_resting(self, key: str) -> bool:
-        """Whether slices of the key are being sent to another server."""
-        return any(slice_.group.is_resting for slice_ in self.of_key(key))
+        """Whether slices of the key are being sent to another server, or compared with what that has."""
+        return any(slice_.group.is_resting or slice_.group.is_compared for slice_ in self.of_key(key))
 
     # ── listings ──
 

@@ -30,6 +30,7 @@ from kvd.core.membership import name_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable
 from kvd.core.server.captures import Captures
+from kvd.core.server.checks import Checks
 from kvd.core.server.control import ServerControl
 from kvd.core.server.deletions import Deletions
 from kvd.core.server.disputes import Disputes
@@ -41,6 +42,7 @@ from kvd.core.server.held import HeldPartition
 from kvd.core.server.key_creation import KeyCreation
 from kvd.core.server.key_requests import KeyRequests
 from kvd.core.server.keys import KeyTable
+from kvd.core.server.late import LateWorkers
 from kvd.core.server.leadership import Leadership
 from kvd.core.server.memory import ServerMemory
 from kvd.core.server.optimizer_agreement import OptimizerAgreement
@@ -169,6 +171,7 @@ class ServerMachine:
             records,
             elsewhere.leaving,
             captures,
+            LateWorkers(session, effects, participants),
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(
@@ -214,8 +217,19 @@ class ServerMachine:
         syncing = Syncing(
             session, self.table, effects, records, shared, control, replicas.is_handing_over, pushes.advance
         )
+        checks = Checks(session, self.table, effects, records, elsewhere.leaving, out_of_step.add, pushes.advance)
         self._replication = Replication(
-            session, effects, records, replicas, leadership, syncing, out_of_step, elsewhere, handovers, giving_up
+            session,
+            effects,
+            records,
+            replicas,
+            leadership,
+            syncing,
+            out_of_step,
+            elsewhere,
+            handovers,
+            giving_up,
+            checks,
         )
         self._validated = (
             session,
@@ -285,9 +299,16 @@ class ServerMachine:
         """What this server holds of a partition that another one leads, or has not taken over yet."""
         return self._replication.held(partition)
 
+    @property
+    def differences(self) -> list[str]:
+        """What backups were found to have that is not what this server has."""
+        return self._replication.differences
+
     def step(self, event: Event, now: float) -> list[Effect]:
         for reader in self._readers:
             reader.tick(now)
+        if self._pushes.late.is_on:
+            self._pushes.late.tick(now)
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, JobDone):
@@ -309,7 +330,7 @@ class ServerMachine:
 
     def next_deadline(self) -> float | None:
         due = self._session.next_deadline()
-        for part in (*self._readers, self._replication):
+        for part in (*self._readers, self._replication, self._pushes.late):
             at = part.next_deadline()
             if at is not None and (due is None or at < due):  # without a generator: this is asked after each event
                 due = at
@@ -348,6 +369,7 @@ class ServerMachine:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
         for part in self._validated:
             part.validate()
+        self._participants.validate(self._session.view)
         self._waiters.validate(self.table.groups.values())
 
     # ── dispatch ──
@@ -358,7 +380,7 @@ class ServerMachine:
             changed = self._session.receive(event, now)
             self._effects.extend(self._session.take_effects())
             if changed:
-                self._view_changed()
+                self._view_changed(now)
             return
         if isinstance(message, View | Done | NotYet | Refused):
             if event.peer.kind is PeerKind.SERVER:
@@ -390,7 +412,7 @@ class ServerMachine:
 
     # ── the view ──
 
-    def _view_changed(self) -> None:
+    def _view_changed(self, now: float) -> None:
         for rank, incarnation in self._attachments.detach_replaced():
             self._forget(rank, incarnation)
         self._participants.update(self._session.view)
@@ -402,6 +424,7 @@ class ServerMachine:
         for group in list(self.table.groups.values()):
             self._pushes.advance(group)
             self._participants.fail_blocked(group)
+        self._pushes.late.view_changed(self.table.groups.values(), now)
 
     def _advance_all(self) -> None:
         for group in list(self.table.groups.values()):

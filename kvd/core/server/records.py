@@ -40,11 +40,13 @@ class _Record:
 
     Attributes:
         may_be_refused: `then` hears of it. Any other that a server refuses shows that it has not what it should.
+        is_question: nothing is to be held: `then` alone deals with the answer.
     """
 
     then: Answer
     missing: int
     may_be_refused: bool
+    is_question: bool = False
     refused: Refused | None = None
 
 
@@ -68,6 +70,11 @@ class Holder:
     open: dict[int, _Record] = field(default_factory=dict)  # by request
     queue: deque[tuple[Any, tuple[Span, ...], _Record]] = field(default_factory=deque)
     unheld: list[_Record] = field(default_factory=list)
+
+    def has_unheld(self) -> bool:
+        """Whether there are records that it does not hold, or has not said that it does."""
+        open_ = any(not record.is_question for record in self.open.values())
+        return open_ or bool(self.queue or self.unheld)
 
 
 class Records:
@@ -110,7 +117,7 @@ class Records:
         """Whether this server is the one that holds the records of this partition, and holds all of them."""
         holders = self.holders_of(partition)
         return [holder.peer for holder in holders] == [backup] and not any(
-            holder.is_syncing or holder.open or holder.queue or holder.unheld for holder in holders
+            holder.is_syncing or holder.has_unheld() for holder in holders
         )
 
     @property
@@ -278,6 +285,11 @@ class Records:
         if not holder.is_over:
             self._send([holder], message, then, payload, may_be_refused=True)
 
+    def ask(self, holder: Holder, message: Any, then: Answer) -> None:
+        """Asks the backup something that comes after the records that were sent to it. `then` is told what it says."""
+        if not holder.is_over:
+            self._send([holder], message, then, (), is_question=True)
+
     def _send(
         self,
         holders: Sequence[Holder],
@@ -286,9 +298,10 @@ class Records:
         payload: tuple[Span, ...],
         *,
         may_be_refused: bool = False,
+        is_question: bool = False,
     ) -> None:
         holders = [holder for holder in holders if not holder.is_over]
-        record = _Record(then, len(holders), may_be_refused)
+        record = _Record(then, len(holders), may_be_refused, is_question)
         for holder in holders:
             holder.queue.append((message, payload, record))
             self._send_queued(holder)
@@ -322,7 +335,9 @@ class Records:
     def _answered(self, holder: Holder, event: Received) -> None:
         message: Any = event.message
         record = holder.open.pop(message.request)
-        if isinstance(message, Refused):
+        if isinstance(message, Refused) and record.is_question:
+            record.refused = message
+        elif isinstance(message, Refused):
             if holder.is_syncing and record.may_be_refused:
                 self._unfit(holder, message.text)
                 self._held(record)
@@ -330,7 +345,7 @@ class Records:
             text = f"{name_of('server', holder.rank)} cannot hold partition {holder.partition}: {message.text}"
             self._effects.emit(LogEntry("error", text))
             record.refused = message
-        if record.refused is None or record.may_be_refused:
+        if record.refused is None or record.may_be_refused or record.is_question:
             self._held(record)
         else:
             holder.unheld.append(record)

@@ -19,12 +19,13 @@ from kvd.core.server.groups import FusedGroup, forget_state
 from kvd.core.server.handled import Handled
 from kvd.core.server.held import HeldPartition, RecordAnswers
 from kvd.core.server.held_changes import Handler, HeldChanges
+from kvd.core.server.held_checks import HeldChecks
 from kvd.core.server.held_rounds import HeldRounds
 from kvd.core.server.installs import Installs
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.optimizer_names import OptimizerNames
 from kvd.core.session import SchedulerSession
-from kvd.protocol.messages import Hold, HoldReady, Install, NotYetReason, StartHolding
+from kvd.protocol.messages import Compare, Hold, HoldReady, Install, NotYetReason, StartHolding
 
 
 class Replicas:
@@ -55,12 +56,14 @@ class Replicas:
         optimizers = OptimizerNames()
         self._installs = Installs(session, effects, optimizers, grant, self._hand_over)
         self._rounds = HeldRounds(effects, answers, optimizers, self._break, self._hand_over)
+        checks = HeldChecks(effects, answers, self._rounds)
         self._broken = broken
         self._handlers: dict[type[Any], Handler] = {
             **HeldChanges(effects, answers, optimizers, self._installs).handlers,
             Install: self._install,
             Hold: self._rounds.hold,
             HoldReady: self._ready,
+            Compare: checks.compare,
         }
 
     # ── what is held ──
@@ -103,7 +106,7 @@ class Replicas:
             self._start(event, message, Handled() if held is None else held.handled)
         elif held is None:
             self._elsewhere(event, message.request, message.partition)  # what begins it is on its way
-        elif message.request <= held.handled.floor and not isinstance(message, Hold):
+        elif message.request <= held.handled.floor and not isinstance(message, Hold | Compare):
             text = "this record comes so late that it may have been held: the partition has to be sent again"
             self._answers.refuse(event, text)
         else:

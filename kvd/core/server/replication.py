@@ -2,6 +2,7 @@
 
 A leader sends its `records` to the backups of its partitions, and brings servers in by `syncing`. A backup keeps
 `replicas`. `leadership` takes over and gives up what the view says; by a `handover` the two change places.
+`checks` finds out whether leader and backup have the same.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvd.core.machine import Effect, Received
+from kvd.core.server.checks import Checks
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.giving_up import GivingUp
@@ -43,6 +45,7 @@ class Replication:
         elsewhere: Elsewhere,
         handovers: Handovers,
         giving_up: GivingUp,
+        checks: Checks,
     ) -> None:
         self._session = session
         self._effects = effects
@@ -53,6 +56,7 @@ class Replication:
         self._out_of_step = out_of_step
         self._handovers = handovers
         self._giving_up = giving_up
+        self._checks = checks
         self.is_on = False
         self.postpones = elsewhere.postpones
 
@@ -63,6 +67,12 @@ class Replication:
     def held(self, partition: int) -> HeldPartition | None:
         """What this server holds of a partition that another one leads."""
         return self._replicas.find(partition)
+
+    @property
+    def differences(self) -> list[str]:
+        """The newest difference between what is led here and what a backup holds; none if there was none."""
+        last = self._checks.last
+        return [] if last is None else [f"{last.backup}, partition {last.partition}: {last.text}"]
 
     def answered(self, event: Received, now: float) -> None:
         """Takes the answer of a backup to a record."""
@@ -99,14 +109,19 @@ class Replication:
         self._syncing.tick(now)
         self._handovers.tick(now)
         self._out_of_step.tick(now)
+        self._checks.tick(now)
         return self._records.due(now)
 
     def next_deadline(self) -> float | None:
         if not self.is_on:
             return None
         due = self._records.next_deadline()
-        others = self._syncing.next_deadline(), self._out_of_step.next_deadline(), self._handovers.next_deadline()
-        for at in others:
+        for at in (
+            self._syncing.next_deadline(),
+            self._out_of_step.next_deadline(),
+            self._handovers.next_deadline(),
+            self._checks.next_deadline(),
+        ):
             if at is not None and (due is None or at < due):  # without a generator: this is asked after each event
                 due = at
         return due
@@ -119,6 +134,7 @@ class Replication:
             "bytes_held": self._replicas.nbytes,
             "records_waiting": self._records.waiting,
             "hands_over": self._handovers.describe(),
+            **self._checks.describe(),
         }
 
     def validate(self) -> None:
