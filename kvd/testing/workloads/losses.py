@@ -37,7 +37,7 @@ class LossLedger(Ledger):
 
     pace_s: float = 0.7
     size: int = 2048  # two full slices
-    least: int = 1
+    least: int = 0  # a step is nobody's whose only worker dies in it while another comes back
     lost: int = 0
     returns: int = 0
 
