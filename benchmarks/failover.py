@@ -2,8 +2,10 @@
 
 Two workers train on two servers with two copies of every value and otherwise default settings, all on this machine.
 Servers are killed in turn, at random moments, and started again after a second; the next is killed when every value has
-two copies again. The pause is the longest time between the ends of two steps of a worker. Beside the pauses of a kill
-are those of two seconds before it, and those while the server that was started again is sent its copies.
+two copies again. With ``--victim scheduler`` that one is killed instead, which pushes and pulls do not need.
+
+The pause is the longest time between the ends of two steps of a worker. Beside the pauses of a kill are those of two
+seconds before it, and those while a server that was started again is sent its copies.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ class Pauses:
     restarted_s: list[float] = field(default_factory=list)
 
 
-def measure(kills: int, megabytes: float, computes_s: float, seed: int) -> Pauses:
-    """The pauses of so many kills."""
+def measure(victim: str, kills: int, megabytes: float, computes_s: float, seed: int) -> Pauses:
+    """The pauses of so many kills of servers, or of the scheduler."""
     rng = random.Random(seed)
     pauses = Pauses()
     arguments = [str(KEYS), str(int(megabytes * 1e6 / 4 / KEYS)), str(computes_s)]
@@ -79,8 +81,23 @@ def measure(kills: int, megabytes: float, computes_s: float, seed: int) -> Pause
         def longest_s(begin_s: float, end_s: float) -> float:
             return max(longest_step_s(worker.numbers, begin_s, end_s) for worker in workers)
 
+        def kill(number: int) -> None:
+            if victim == "server":
+                cluster.kill_server(number % NODES)
+            else:
+                cluster.kill_scheduler()
+
+        def restart(number: int) -> None:
+            if victim == "server":
+                cluster.restart_server(number % NODES)
+            else:
+                cluster.restart_scheduler()
+
         def is_in_sync() -> bool:
-            return all(entry["backup"] for entry in observer.status()["partitions"])
+            partitions = observer.status().get(
+                "partitions", ()
+            )  # a scheduler that has just begun has yet to learn them
+            return bool(partitions) and all(entry["backup"] for entry in partitions)
 
         try:
             workers += [PrintedNumbers(cluster.script(WORKER, number, *arguments)) for number in range(NODES)]
@@ -90,11 +107,11 @@ def measure(kills: int, megabytes: float, computes_s: float, seed: int) -> Pause
                 quiet = time.monotonic()
                 time.sleep(QUIET_S + rng.uniform(0, 0.5))
                 killed = time.monotonic()
-                cluster.kill_server(number % NODES)
+                kill(number)
                 time.sleep(RESTART_S)
                 wait_until(lambda: have_gone_on(killed), "the workers go on", 60.0)  # noqa: B023  it is waited for here
                 restarted = time.monotonic()
-                cluster.restart_server(number % NODES)
+                restart(number)
                 wait_until(is_in_sync, "every value has two copies", 60.0)
                 synced = time.monotonic()
                 wait_until(lambda: have_gone_on(synced), "the workers go on", 60.0)  # noqa: B023
@@ -111,14 +128,15 @@ def measure(kills: int, megabytes: float, computes_s: float, seed: int) -> Pause
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the measurement and prints a table."""
     parser = deaths("python -m benchmarks.failover", __doc__)
+    parser.add_argument("--victim", choices=("server", "scheduler"), default="server", help="who is killed")
     given = parser.parse_args(arguments)
     warning = machine.load_warning()
     if warning:
         print(warning, file=sys.stderr)
-    pauses = measure(int(given.kills), given.megabytes, given.computes, given.seed)
+    pauses = measure(given.victim, int(given.kills), given.megabytes, given.computes, given.seed)
     kinds = {
         "before": pauses.before_s,
-        "a server is killed": pauses.killed_s,
+        f"the {given.victim} is killed": pauses.killed_s,
         "it is started again": pauses.restarted_s,
     }
     print_spreads(Console(), "longest pause of a worker, s", kinds, digits=3)

@@ -3,8 +3,9 @@
 One worker trains with momentum on servers of this machine, and takes snapshots while it goes on: half of their bytes
 are values, half is momentum. The step while a snapshot is written stands beside the steps before it; the time to read
 the state, in which the program waits, has a row of its own. The disk's own speed is that of one file with as many
-bytes, written and synced in the same round. A restore stands beside the time in which its files are read, and as many
-bytes are sent to the servers by `init`.
+bytes, written and synced before and after the snapshot. A restore stands beside the time in which its files are read,
+and as many bytes are sent to the servers by `init`, of which one comes first by turns; and so does the processor time
+of the worker, which says more where other work runs. Rounds that would begin too late are left out.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -33,16 +34,51 @@ KEYS: Final = 20
 SERVERS: Final = 2
 RESTORED_INTO: Final = (1, 4)
 STEPS_BEFORE: Final = 20
+READ_BYTES: Final = 16 << 20
 NAMES: Final = [f"layer {number}" for number in range(KEYS)]
 
 Figures = dict[str, list[float]]
 
 
+class Cost(NamedTuple):
+    """What some work took, in seconds.
+
+    Attributes:
+        cpu_s: processor time of this process.
+    """
+
+    wall_s: float
+    cpu_s: float
+
+    def __add__(self, other: object) -> Cost:
+        assert isinstance(other, Cost)
+        return Cost(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
+
+
+class Rounds:
+    """So many rounds, and no more once the time is over; at least one."""
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self._most = most
+        self._ends = time.monotonic() + seconds
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self._most):
+            if number and time.monotonic() > self._ends:
+                return
+            yield number
+
+
+def cost_of(work: Callable[[], Any]) -> Cost:
+    """Does the work."""
+    begun, used = time.monotonic(), time.process_time()
+    work()
+    return Cost(time.monotonic() - begun, time.process_time() - used)
+
+
 def timed(work: Callable[[], Any]) -> float:
     """How long it takes, in seconds."""
-    begun = time.monotonic()
-    work()
-    return time.monotonic() - begun
+    return cost_of(work).wall_s
 
 
 def _note_time(times: list[float], _: object) -> None:
@@ -52,7 +88,7 @@ def _note_time(times: list[float], _: object) -> None:
 def arrays(nbytes: int) -> list[Any]:
     """Values of so many bytes in all."""
     rng = np.random.default_rng(1)
-    return [rng.standard_normal(nbytes // 4 // KEYS).astype(np.float32) for _ in NAMES]
+    return [rng.random(nbytes // 4 // KEYS, np.float32) for _ in NAMES]
 
 
 def disk_s(folder: Path, nbytes: int) -> float:
@@ -61,7 +97,9 @@ def disk_s(folder: Path, nbytes: int) -> float:
 
     def write() -> None:
         with (folder / "raw").open("wb", buffering=0) as file:
-            file.write(content)
+            left = memoryview(content)
+            while left:
+                left = left[file.write(left) :]
             os.fsync(file.fileno())
 
     found = timed(write)
@@ -69,7 +107,16 @@ def disk_s(folder: Path, nbytes: int) -> float:
     return found
 
 
-def training(folder: Path, nbytes: int, rounds: int, computes_s: float) -> Figures:
+def read(folder: Path) -> None:
+    """Reads the files of a folder into memory that is there."""
+    memory = np.empty(READ_BYTES, np.uint8)
+    for path in folder.iterdir():
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(memory.data):
+                pass
+
+
+def training(folder: Path, nbytes: int, rounds: Rounds, computes_s: float) -> Figures:
     """Steps with and without a snapshot under way."""
     figures: Figures = {}
     with LocalCluster(1, SERVERS, processes=True) as cluster:
@@ -83,7 +130,7 @@ def training(folder: Path, nbytes: int, rounds: int, computes_s: float) -> Figur
             time.sleep(computes_s)
             kv.pushpull(NAMES, gradients, outs)
 
-        for number in range(rounds):
+        for number in rounds:
             before = [timed(step) for _ in range(STEPS_BEFORE)]
             raw_s = disk_s(folder, nbytes)
             begun = time.monotonic()
@@ -95,6 +142,7 @@ def training(folder: Path, nbytes: int, rounds: int, computes_s: float) -> Figur
             while not written.done():
                 during.append(timed(step))
             written.wait()
+            raw_s = statistics.mean([raw_s, disk_s(folder, nbytes)])
             figures.setdefault("step meanwhile / step", []).append(statistics.mean(during) / statistics.mean(before))
             figures.setdefault("state is read, s", []).append(read - begun)
             figures.setdefault("written, MB/s", []).append(nbytes / 1e6 / (ended[0] - read))
@@ -103,25 +151,32 @@ def training(folder: Path, nbytes: int, rounds: int, computes_s: float) -> Figur
     return figures
 
 
-def restores(folder: Path, nbytes: int, rounds: int) -> Figures:
+def restores(folder: Path, nbytes: int, rounds: Rounds) -> Figures:
     """A restore beside the time that its bytes take."""
     figures: Figures = {}
-    path = folder / "large"
+    path, values = folder / "large", arrays(nbytes)
     with LocalCluster(1, SERVERS, processes=True) as cluster:
         kv = cluster.store()
-        kv.init(NAMES, arrays(nbytes))
+        kv.init(NAMES, values)
         kv.snapshot(path)
-    for servers in RESTORED_INTO:
-        for _ in range(rounds):
-            with LocalCluster(1, servers, processes=True) as cluster:
-                restored_s = timed(partial(cluster.store().restore, path))
-            read_s = timed(lambda: [file.read_bytes() for file in path.iterdir()])
-            values = arrays(nbytes)
-            with LocalCluster(1, servers, processes=True) as cluster:
-                sent_s = timed(partial(cluster.store().init, NAMES, values))
-            title = f"restore into {servers}"
-            figures.setdefault(f"{title}, s", []).append(restored_s)
-            figures.setdefault(f"{title} / read and send", []).append(restored_s / (read_s + sent_s))
+    for number in rounds:
+        for servers in RESTORED_INTO:
+            costs = {}
+            for what in ("restore", "send")[:: 1 if number % 2 else -1]:
+                with LocalCluster(1, servers, processes=True) as cluster:
+                    kv = cluster.store()
+                    work = partial(kv.restore, path) if what == "restore" else partial(kv.init, NAMES, values)
+                    costs[what] = cost_of(work)
+            reading = cost_of(partial(read, path))
+            restored, least = costs["restore"], reading + costs["send"]
+            for title, figure in {
+                f"restore into {servers}, s": restored.wall_s,
+                f"restore into {servers}: its files are read, s": reading.wall_s,
+                f"restore into {servers}: its bytes are sent, s": costs["send"].wall_s,
+                f"restore into {servers} / read and send": restored.wall_s / least.wall_s,
+                f"restore into {servers} / read and send, processor time": restored.cpu_s / least.cpu_s,
+            }.items():
+                figures.setdefault(title, []).append(figure)
     return figures
 
 
@@ -131,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=positive(int), default=5)
     parser.add_argument("--megabytes", type=positive(float), default=100.0, help="size of the snapshots that are taken")
     parser.add_argument("--restored", type=positive(float), default=1000.0, metavar="MEGABYTES", help="of the restore")
+    parser.add_argument("--seconds", type=positive(float), default=240.0, help="no round begins later, in each half")
     parser.add_argument("--computes", type=positive(float), default=0.1, metavar="SECONDS", help="in each step")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; a temporary one if not given")
     given = parser.parse_args(arguments)
@@ -139,13 +195,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(warning, file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="kvd-snapshots-", dir=given.folder) as name:
         folder, rounds = Path(name), int(given.rounds)
-        figures = training(folder, int(given.megabytes * 1e6), rounds, given.computes)
-        figures |= restores(folder, int(given.restored * 1e6), rounds)
+        figures = training(folder, int(given.megabytes * 1e6), Rounds(rounds, given.seconds), given.computes)
+        figures |= restores(folder, int(given.restored * 1e6), Rounds(rounds, given.seconds))
     rows = [
-        [title, *[f"{value:.3g}" for value in (min(found), statistics.median(found), max(found))]]
+        [title, *[f"{value:.3g}" for value in (min(found), statistics.median(found), max(found))], f"{len(found)}"]
         for title, found in figures.items()
     ]
-    print_table(Console(), ["snapshots", "min", "median", "max"], rows)
+    print_table(Console(), ["snapshots", "min", "median", "max", "rounds"], rows)
     return 0
 
 

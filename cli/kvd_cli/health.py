@@ -58,9 +58,15 @@ def health_of(report: Report) -> Health:
     advice += differed + failed
     if workers:
         advice.append(f"dead: {', '.join(workers)}. {_start_again(workers)}")
-    lost, back = _in_state(report, "worker", "lost"), _in_state(report, "worker", "back")
+    lost, late = _in_state(report, "worker", "lost"), _late(report)
+    back = [name for name in _in_state(report, "worker", "back") if name not in late]
     if lost:
         advice.append(f"lost: {', '.join(lost)}. The job goes on without, degraded. {_start_again(lost)}")
+    if late:
+        advice.append(
+            f"late: {', '.join(late)}. The others go on without, degraded, until the program comes to its next step of "
+            "kv.steps, or calls kv.resume(). If that happens often, see what slows it down, or raise quorum_grace_s."
+        )
     if back:
         advice.append(
             f"back: {', '.join(back)}, and not in the rounds yet. That is so until the program comes to its next step "
@@ -87,20 +93,8 @@ def health_of(report: Report) -> Health:
             "Leave out --insecure (KVD_INSECURE) everywhere unless the network is closed."
         )
     advice += [_emptied(name) for name in _empty_servers(report)]
-    wrong = (
-        servers
-        or deserters
-        or degraded
-        or workers
-        or lost
-        or back
-        or ended
-        or missing
-        or silent
-        or unsaved
-        or differed
-        or failed
-    )
+    shrunk, copies = lost or late or back, degraded or differed or failed
+    wrong = servers or deserters or copies or workers or shrunk or ended or missing or silent or unsaved
     return Health(not wrong, tuple(advice))
 
 
@@ -110,6 +104,13 @@ def _dead(report: Report, role: str) -> list[str]:
 
 def _in_state(report: Report, role: str, state: str) -> list[str]:
     return [f"{m['role']} {m['rank']}" for m in report["members"] if m["state"] == state and m["role"] == role]
+
+
+def _late(report: Report) -> list[str]:
+    """The workers that the others have waited for too long. The scheduler says so as long as they are not back."""
+    back = _in_state(report, "worker", "back")
+    late = [f"{m['role']} {m['rank']}" for m in report["members"] if m["reason"].startswith("late")]
+    return [name for name in late if name in back]
 
 
 def _ended_workers(report: Report) -> list[str]:

@@ -84,8 +84,8 @@ def launch(
     """Run a whole job: CMD in several workers, on this machine or on several hosts.
 
     The job has its own scheduler, servers and key, and ends when all workers are done. A worker that fails ends the
-    job, and its exit code becomes that of the job, unless --restart or --on-worker-loss shrink says otherwise. Ctrl-C
-    ends the job in order, a second Ctrl-C kills it. No process and no key is left behind in any case.
+    job, and its exit code becomes that of the job, unless --restart, --on-worker-loss shrink or --quorum says
+    otherwise. Ctrl-C ends the job in order, a second Ctrl-C kills it. No process and no key is left behind in any case.
 
     The first line says where the scheduler is (--scheduler: where it shall listen). After that come the output of CMD,
     warnings and errors; -v or --log-level shows the rest of the daemons' logs too.

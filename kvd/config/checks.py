@@ -132,6 +132,32 @@ def loss_problems(*, on_worker_loss: str, num_workers: int) -> Iterator[Problem]
         )
 
 
+def quorum_problems(
+    *, quorum: int, quorum_grace_s: float, num_workers: int, staleness: int | None, round_timeout_s: float
+) -> Iterator[Problem]:
+    """A round goes on with a quorum of the workers. With 0 workers, their number is not known here."""
+    if not quorum:
+        return
+    if 0 < num_workers < quorum:
+        yield (
+            "quorum",
+            f"quorum = {quorum} is more than num_workers = {num_workers}: set it to {num_workers - 1} or less; 0 waits "
+            "for all workers",
+        )
+    if staleness is not None:
+        yield (
+            "quorum",
+            f"quorum = {quorum} is about the rounds of dist_sync, and staleness = {staleness} about workers that have "
+            "none: leave out one of the two",
+        )
+    if quorum_grace_s >= round_timeout_s:
+        yield (
+            "quorum_grace_s",
+            f"quorum_grace_s = {quorum_grace_s:g} is not shorter than round_timeout_s = {round_timeout_s:g}, after "
+            "which calls end that wait for a worker: the rounds would never go on without it",
+        )
+
+
 def unavailable_problems(*, metrics_bind: str) -> Iterator[Problem]:
     """Values that are planned but not built yet: ignoring them would promise what nobody does."""
     if metrics_bind:

@@ -154,6 +154,19 @@ class Config:
         "what happens when a worker dies: calls that wait for it fail, or wait for its return, or go on without it",
         choices=("wait", "fail", "shrink"),
     )
+    quorum: int = declare(
+        0,
+        "number of workers after which a round in dist_sync waits for late ones for a moment only; 0: it waits for all",
+        minimum=0,
+        used_by=("scheduler",),
+    )
+    quorum_grace_s: float = declare(
+        1.0,
+        "how long a round that has its quorum waits for the other workers",
+        unit="s",
+        minimum=0.001,
+        used_by=("scheduler",),
+    )
 
     # Metrics and log
     metrics_bind: str = declare("", "HOST:PORT of the metrics page; not built yet, leave it empty")
@@ -195,6 +208,13 @@ class Config:
         yield from checks.key_problems(keyfile=self.keyfile, allowed_keys=self.allowed_keys, insecure=self.insecure)
         yield from checks.unavailable_problems(metrics_bind=self.metrics_bind)
         yield from checks.loss_problems(on_worker_loss=self.on_worker_loss, num_workers=self.num_workers)
+        yield from checks.quorum_problems(
+            quorum=self.quorum,
+            quorum_grace_s=self.quorum_grace_s,
+            num_workers=self.num_workers,
+            staleness=self.staleness,
+            round_timeout_s=self.round_timeout_s,
+        )
         yield from checks.snapshot_problems(self.snapshot_dir, self.snapshot_every, self.restore)
         yield from checks.replica_problems(replicas=self.replicas, num_servers=self.num_servers)
 

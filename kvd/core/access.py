@@ -68,6 +68,7 @@ _ASKED_OF_THE_SCHEDULER = (
     Row("stay, and leave", (m.Heartbeat, m.Leave), NODES, Standing.JOINED),
     Row("take part again after a loss", (m.TakePart,), WORKERS, Standing.JOINED),
     Row("say who holds a partition", (m.Synced, m.OutOfSync, m.HandedOver), SERVERS, Standing.JOINED),
+    Row("say which workers are late", (m.Late,), SERVERS, Standing.JOINED),
     Row(
         "meet at barriers, and ask who is missing",
         (m.Enter, m.Say, m.Listen, m.WaitReport),

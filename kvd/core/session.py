@@ -36,6 +36,7 @@ JOIN_REQUEST = 1
 SYNCED_REQUEST = 2  # of a server: see Synced
 OUT_OF_SYNC_REQUEST = 3
 HANDED_OVER_REQUEST = 4
+LATE_REQUEST = 5
 FIRST_REQUEST = 16  # the session itself uses the numbers below
 JOIN_RETRY_S = 0.5
 JOIN_SOON_S = 0.1  # after the scheduler said "not yet"

@@ -78,6 +78,11 @@ class SchedulerRole:
             workers=config.num_workers,
             generation=self._machine.epoch.generation,
         )
+        if config.quorum and not settings.cluster.quorum:
+            text = (
+                f"quorum = {config.quorum} is the number of workers: rounds wait for all of them, as without a quorum"
+            )
+            event(logger, logging.WARNING, text)
         persist = None if state is None else state.save
         self._driver = Driver(
             self._machine, transport, executor=executor, on_halt=on_halt, on_stop=on_stop, persist=persist
@@ -122,6 +127,7 @@ class SchedulerRole:
         """What the scheduler announces. Merge and slice size are the workers' to choose if they were not given here."""
         config = self._config
         slices_given = self._was_given("slice_bytes")
+        quorum = config.quorum if config.quorum < config.num_workers else 0
         return Settings(
             "" if config.staleness is None else "async",
             config.merge if self._was_given("merge") else "",
@@ -132,6 +138,8 @@ class SchedulerRole:
             config.num_servers,
             config.num_shards,
             config.replicas,
+            quorum,
+            config.quorum_grace_s if quorum else 0.0,
         )
 
     def _was_given(self, setting: str) -> bool:

@@ -141,6 +141,8 @@ class Settings(NamedTuple):
     num_servers: Size
     num_shards: Annotated[int, Limit(0, 4096)]
     replicas: Annotated[int, Limit(0, MAX_REPLICAS)] = 1
+    quorum: Size = 0  # workers whose contributions a round needs, once it has waited; 0: those of all
+    quorum_grace_s: float = 0.0  # how long it waits for the others then
 
 
 class MemberState(StrEnum):
@@ -152,7 +154,7 @@ class MemberState(StrEnum):
     DEAD = "dead"  # declared dead
     GONE = "gone"  # declared dead after it left the rounds, which do not wait for it
     LOST = "lost"  # declared dead, and the rounds go on without it
-    BACK = "back"  # was lost and is connected again; the rounds do not wait for it until it says TakePart
+    BACK = "back"  # was lost and is connected again, or late; the rounds do not wait for it until it says TakePart
     RETURNING = "returning"  # the rounds wait for it again, and it finds out where they are
 
 
@@ -352,7 +354,7 @@ class Leave:
 
 
 class Taking(Enum):
-    """What a worker that was lost says of the rounds."""
+    """What a worker that was lost or late says of the rounds."""
 
     OUT = 0  # they are to go on without me after all
     IN = 1  # they are to wait for me again
@@ -361,11 +363,25 @@ class Taking(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TakePart:
-    """I was lost, and am back. Answered with Done once the view says so."""
+    """I was lost, and am back; or I was late. Answered with Done once the view says so."""
 
     KIND: ClassVar[int] = 100
     request: Number
     taking: Taking
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A round that I lead has had the contributions of a quorum for the time of grace, and still waits for these ranks:
+    let the rounds go on without them. It waits for them in the view of the header, which the scheduler compares with
+    the view in which they came.
+
+    Answered with Done once the view says so, or if the scheduler knows better.
+    """
+
+    KIND: ClassVar[int] = 108
+    request: Number
+    ranks: Annotated[tuple[Number, ...], Limit(1, MAX_MEMBERS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -1609,6 +1625,7 @@ Message: TypeAlias = (
     | Synced
     | OutOfSync
     | HandedOver
+    | Late
     | StartHolding
     | Install
     | Hold

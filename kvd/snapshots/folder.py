@@ -6,13 +6,17 @@ import os
 import re
 import secrets
 import shutil
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from io import FileIO
+from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
 
 Buffer: TypeAlias = bytes | memoryview
 
+PIECES_AT_ONCE = 1024  # in one call of writev; Linux takes no more
 MAX_NAME_CHARS = 60  # of the folder's name, in that of the one beside it
 
 
@@ -36,21 +40,22 @@ class NewFolder:
             OSError: it cannot be written.
         """
         with (self._folder / name).open("xb", buffering=0) as file:
-            for piece in content:
-                _write_all(file, memoryview(piece))
+            _write_all(file, content)
             os.fsync(file.fileno())
 
     def link(self, name: str, there: Path, nbytes: int) -> bool:
-        """Gives a file that is there, on stable storage, one more name. False: it cannot be done, or it has another
-        size."""
+        """Gives a file that is there, on stable storage, one more name, in place of what has that name here. False: it
+        cannot be done, or it has another size; then nothing has changed."""
+        aside = self._folder / f".{name}"
         try:
-            os.link(there, self._folder / name, follow_symlinks=False)
+            os.link(there, aside, follow_symlinks=False)
         except OSError:  # it is gone, or the file system has no links, or no more of them
             return False
-        if (self._folder / name).stat().st_size == nbytes:
-            return True
-        (self._folder / name).unlink()
-        return False
+        if aside.stat().st_size != nbytes:
+            aside.unlink()
+            return False
+        aside.rename(self._folder / name)
+        return True
 
     def publish(self) -> None:
         """Gives the folder its name.
@@ -83,9 +88,15 @@ def is_taken(path: Path) -> bool:
         return True
 
 
-def _write_all(file: FileIO, data: memoryview) -> None:
-    while data:
-        data = data[file.write(data) :]
+def _write_all(file: FileIO, content: Sequence[Buffer]) -> None:
+    """Many pieces go with one call to the system."""
+    left = deque(memoryview(piece) for piece in content)
+    while left:
+        written = os.writev(file.fileno(), list(islice(left, PIECES_AT_ONCE)))
+        while left and written >= left[0].nbytes:
+            written -= left.popleft().nbytes
+        if written:
+            left[0] = left[0][written:]
 
 
 def _remove_leftovers(target: Path) -> None:

@@ -40,9 +40,13 @@ class Layout:
         self._groups: Sequence[Group] = ()
         self._marks: Mapping[str, KeyMark] = {}
 
+    def resting(self, keys: Mapping[str, KeyMark]) -> Sequence[Group]:
+        """The groups of which no key has changed."""
+        return [group for group in self._groups if all(self._rests(name, keys) for name in group)]
+
     def next(self, keys: Mapping[str, KeyMark]) -> Sequence[Group]:
         """The groups of the next snapshot: each key is in one of them."""
-        kept = [group for group in self._groups if all(self._rests(name, keys) for name in group)]
+        kept = self.resting(keys)
         settled = {name for group in kept for name in group}
         others = sorted(keys.keys() - settled)
         resting = [name for name in others if self._rests(name, keys)]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from math import prod
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 
 from kvd.compute.tensors import dtype_name, named_dtype
 
 Array: TypeAlias = np.ndarray[Any, Any]
+
+MAX_HEADER_BYTES = 100 << 20  # as in the library of safetensors
 
 _NAMES = {
     "F16": "float16",
@@ -24,6 +27,7 @@ _NAMES = {
 }
 _CODES = {name: code for code, name in _NAMES.items()}
 _ALIGNMENT = 8  # of the first tensor
+_LENGTH_BYTES = 8  # in which the length of the header is written
 
 
 def packed(arrays: Mapping[str, Array]) -> Sequence[memoryview]:
@@ -41,24 +45,64 @@ def packed(arrays: Mapping[str, Array]) -> Sequence[memoryview]:
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    return [memoryview(len(text).to_bytes(8, "little") + text), *content]
+    return [memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text), *content]
 
 
-def unpack(data: bytes) -> dict[str, Array]:
-    """The arrays, one-dimensional and read-only.
+class Place(NamedTuple):
+    """Where a tensor lies in a part.
+
+    Attributes:
+        begin, end: in bytes from the beginning of the file.
+    """
+
+    dtype: str
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+def places(file: BinaryIO, nbytes: int) -> dict[str, Place]:
+    """Where the tensors of a part lie, by name.
+
+    Args:
+        file: at its beginning.
+        nbytes: its size.
 
     Raises:
         ValueError: it is no safetensors file, or has a dtype that no key has.
     """
-    from safetensors import SafetensorError, deserialize  # most programs read no snapshot
-
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    begin = _LENGTH_BYTES + length
+    if begin > nbytes or length > MAX_HEADER_BYTES:
+        raise ValueError("it is no safetensors file: it has no header")
     try:
-        tensors = deserialize(data)  # type: ignore[no-untyped-call]
-    except SafetensorError as error:
-        raise ValueError(str(error)) from None
-    arrays = {}
-    for name, tensor in tensors:
-        if tensor["dtype"] not in _NAMES:
-            raise ValueError(f"tensor {name[:80]!r} has dtype {tensor['dtype']}")
-        arrays[name] = np.frombuffer(tensor["data"], named_dtype(_NAMES[tensor["dtype"]]))
-    return arrays
+        header = json.loads(file.read(length))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is no safetensors file: {error}") from None
+    if not isinstance(header, dict):
+        raise ValueError("it is no safetensors file: its header lists no tensors")
+    header.pop("__metadata__", None)
+    return {name: _place(name, entry, begin, nbytes - begin) for name, entry in header.items()}
+
+
+def _place(name: str, entry: Any, begin: int, nbytes: int) -> Place:
+    """Raises ValueError unless this describes a tensor within so many bytes."""
+    match entry:
+        case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(first), int(last)]} if code in _NAMES:
+            dtype = _NAMES[code]
+            sides = all(type(side) is int and side >= 0 for side in shape)
+            if sides and 0 <= first <= last <= nbytes and last - first == prod(shape) * named_dtype(dtype).itemsize:
+                return Place(dtype, begin + first, begin + last)
+    raise ValueError(f"its tensor {name[:80]!r} has a dtype, a shape or a place that no key has")
+
+
+def tensors(data: Array, found: Mapping[str, Place]) -> dict[str, Array]:
+    """The tensors of a part, one-dimensional, in its memory.
+
+    Args:
+        data: all bytes of the part.
+    """
+    return {name: data[place.begin : place.end].view(named_dtype(place.dtype)) for name, place in found.items()}

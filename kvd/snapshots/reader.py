@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from hashlib import sha256
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from hashlib import file_digest, sha256
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,10 +17,13 @@ from kvd.compute.tensors import named_dtype
 from kvd.errors import SnapshotError
 from kvd.snapshots import manifest
 from kvd.snapshots.manifest import Manifest, NewerVersion, Piece, StoredKey
-from kvd.snapshots.parts import unpack
+from kvd.snapshots.part_memory import PartMemory
+from kvd.snapshots.parts import Place, places, tensors
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
+VERIFIERS = 4  # threads that read parts at once; each has a buffer of 256 KiB
+READ_BYTES = 1 << 20  # at once, so that they are hashed in the processor's cache
 _EARLIER = "take an earlier snapshot"
 
 
@@ -63,70 +70,124 @@ class StoredSnapshot:
             raise SnapshotError(f"{file} is damaged: {error}; {_EARLIER}", path=str(file)) from None
 
     def verify(self) -> None:
-        """Reads every part once.
+        """Reads every part once, and keeps nothing of it.
 
         Raises:
-            SnapshotError: a part is missing or damaged; it names the file.
+            SnapshotError: a part is missing or damaged, or of another snapshot; it names the file.
         """
-        for number in range(len(self.manifest.parts)):
-            self._checked(number)
+        expected = self._pieces_by_part()
+        with ThreadPoolExecutor(VERIFIERS, "kvd-snapshot-reader") as threads:
+            for _ in threads.map(self._verify_part, range(len(expected)), expected):
+                pass  # raises the error of the first part that has one
 
-    def value(self, key: StoredKey) -> Array:
-        """The value of a key, in its shape. Raises SnapshotError."""
-        return self._array(key.weight, key.dtype).reshape(key.shape)
+    def value(self, key: StoredKey, memory: PartMemory | None = None) -> Array:
+        """The value of a key, in its shape. It is valid until its parts are given back to the memory.
 
-    def state(self, key: StoredKey) -> dict[str, Array]:
-        """The optimizer's arrays of a key by slot, one-dimensional. Raises SnapshotError."""
-        return {name: self._array(slot.pieces, slot.dtype) for name, slot in key.state.items()}
+        Raises:
+            SnapshotError: a part is missing or damaged.
+        """
+        return self._array(key.weight, key.dtype, memory).reshape(key.shape)
 
-    def _array(self, pieces: Sequence[Piece], dtype: str) -> Array:
-        arrays = [self._tensor(piece, dtype) for piece in pieces]
-        if len(arrays) == 1:
-            return arrays[0]
-        return np.concatenate(arrays) if arrays else np.empty(0, named_dtype(dtype))
+    def state(self, key: StoredKey, memory: PartMemory | None = None) -> dict[str, Array]:
+        """The optimizer's arrays of a key by slot, one-dimensional; valid as a value is. Raises SnapshotError."""
+        return {name: self._array(slot.pieces, slot.dtype, memory) for name, slot in key.state.items()}
 
-    def _tensor(self, piece: Piece, dtype: str) -> Array:
-        tensor = self._part(piece.part).get(piece.tensor)
+    def _array(self, pieces: Sequence[Piece], dtype: str, memory: PartMemory | None) -> Array:
+        if len(pieces) == 1:
+            return self._tensor(pieces[0], dtype, memory)
+        whole = np.empty(sum(piece.elements for piece in pieces), named_dtype(dtype))
+        begin = 0
+        for piece in pieces:
+            whole[begin : begin + piece.elements] = self._tensor(piece, dtype, memory)
+            begin += piece.elements
+        whole.flags.writeable = False
+        return whole
+
+    def _tensor(self, piece: Piece, dtype: str, memory: PartMemory | None) -> Array:
+        tensor = self._part(piece.part, memory).get(piece.tensor)
         if tensor is None or tensor.size != piece.elements or tensor.dtype != named_dtype(dtype):
-            file = self._file(piece.part)
-            text = f"{file} does not have the tensor {piece.tensor!r} of the manifest: {_EARLIER}"
-            raise SnapshotError(text, path=str(file))
+            raise self._misses(piece)
         return tensor
+
+    def _misses(self, piece: Piece) -> SnapshotError:
+        file = self._file(piece.part)
+        text = f"{file} does not have the tensor {piece.tensor!r} of the manifest: {_EARLIER}"
+        return SnapshotError(text, path=str(file))
 
     def _file(self, number: int) -> Path:
         return self.path / self.manifest.parts[number].file
 
-    def _part(self, number: int) -> dict[str, Array]:
+    def _part(self, number: int, memory: PartMemory | None) -> dict[str, Array]:
         """The tensors of a part. The one that was read last is kept: the arrays of a key lie side by side."""
         if self._loaded is None or self._loaded[0] != number:
             self._loaded = None
-            self._loaded = number, self._unpacked(number)
+            self._loaded = number, self._read_part(number, memory)
         return self._loaded[1]
 
-    def _unpacked(self, number: int) -> dict[str, Array]:
-        data, file = self._checked(number), self._file(number)
-        try:
-            return unpack(data)
-        except ValueError as error:
-            raise SnapshotError(f"{file} is damaged: {error}; {_EARLIER}", path=str(file)) from None
+    def _read_part(self, number: int, memory: PartMemory | None) -> dict[str, Array]:
+        """Each piece is hashed while the processor's cache still has it."""
+        nbytes = self.manifest.parts[number].nbytes
+        data = np.empty(nbytes, np.uint8) if memory is None else memory.take(number, nbytes)
+        with self._opened(number) as file:
+            digest, left = sha256(), data.data
+            while left:
+                read = file.readinto(left[:READ_BYTES])
+                digest.update(left[:read])
+                left = left[read or len(left) :]  # one that was cut off meanwhile has another checksum
+            self._check_digest(number, digest.hexdigest())
+            found = self._places(number, file)
+        data.flags.writeable = False
+        return tensors(data, found)
 
-    def _checked(self, number: int) -> bytes:
-        """The bytes of a part, which have its size and checksum."""
+    def _verify_part(self, number: int, pieces: Sequence[tuple[Piece, str]]) -> None:
+        with self._opened(number) as file:
+            self._check_digest(number, file_digest(file, sha256).hexdigest())
+            found = self._places(number, file)
+        for piece, dtype in pieces:
+            place = found.get(piece.tensor)
+            if place is None or place.dtype != dtype or place.nbytes != piece.elements * named_dtype(dtype).itemsize:
+                raise self._misses(piece)
+
+    def _pieces_by_part(self) -> list[list[tuple[Piece, str]]]:
+        """The tensors that each part must have, with their dtypes."""
+        found: list[list[tuple[Piece, str]]] = [[] for _ in self.manifest.parts]
+        for key in self.manifest.keys:
+            arrays = [(key.weight, key.dtype), *((slot.pieces, slot.dtype) for slot in key.state.values())]
+            for pieces, dtype in arrays:
+                for piece in pieces:
+                    found[piece.part].append((piece, dtype))
+        return found
+
+    @contextmanager
+    def _opened(self, number: int) -> Iterator[FileIO]:
+        """A part, which has its size. What goes wrong with it is a SnapshotError."""
         part, file = self.manifest.parts[number], self._file(number)
         try:
-            size = file.stat().st_size
-            data = file.read_bytes() if size == part.nbytes else b""
+            with file.open("rb", buffering=0) as opened:
+                size = os.fstat(opened.fileno()).st_size
+                if size != part.nbytes:
+                    text = f"{file} has {size} bytes, not {part.nbytes}: it was cut off or changed; {_EARLIER}"
+                    raise SnapshotError(text, path=str(file))
+                yield opened
         except FileNotFoundError:
             raise SnapshotError(f"{file} is missing, and belongs to the snapshot: {_EARLIER}", path=str(file)) from None
         except OSError as error:
             text = f"{file}: {error.strerror}: the snapshot cannot be read"
             raise SnapshotError(text, path=str(file)) from error
-        if size != part.nbytes:
-            text = f"{file} has {size} bytes, not {part.nbytes}: it was cut off or changed; {_EARLIER}"
-            raise SnapshotError(text, path=str(file))
-        if sha256(data).hexdigest() != part.sha256:
+
+    def _check_digest(self, number: int, digest: str) -> None:
+        if digest != self.manifest.parts[number].sha256:
+            file = self._file(number)
             raise SnapshotError(f"{file} is damaged: its checksum is another one; {_EARLIER}", path=str(file))
-        return data
+
+    def _places(self, number: int, file: FileIO) -> dict[str, Place]:
+        """Where the tensors of a part lie whose checksum is right."""
+        file.seek(0)
+        try:
+            return places(file, self.manifest.parts[number].nbytes)
+        except ValueError as error:
+            path = self._file(number)
+            raise SnapshotError(f"{path} is damaged: {error}; {_EARLIER}", path=str(path)) from None
 
 
 def _no_manifest(path: Path) -> SnapshotError:

@@ -34,8 +34,9 @@ class SnapshotSeries:
         earlier = {}
         if before is not None and before.parent == _real(path).parent:
             earlier = {part.sha256: before / part.file for part in self._parts}
-        groups = self._layout.next(keys)
-        return NextSnapshot(self, SnapshotWriter(path, origin, self._part_bytes, earlier), path, groups, keys)
+        writer = SnapshotWriter(path, origin, self._part_bytes, earlier)
+        resting = frozenset(self._layout.resting(keys) if earlier else ())
+        return NextSnapshot(self, writer, path, self._layout.next(keys), resting, keys)
 
     def taken(self, path: Path, groups: Sequence[Group], keys: Mapping[str, KeyMark], content: Manifest) -> None:
         """This was published."""
@@ -57,9 +58,11 @@ class NextSnapshot:
         writer: SnapshotWriter,
         path: Path,
         groups: Sequence[Group],
+        resting: frozenset[Group],
         keys: Mapping[str, KeyMark],
     ) -> None:
         self._writer = writer
+        self._resting = resting
         self.groups = groups
         self._series = series
         self._path = path
@@ -67,9 +70,8 @@ class NextSnapshot:
 
     def add_group(self, contents: Sequence[KeyContent]) -> None:
         """The keys of the next group. Raises SnapshotError."""
-        for content in contents:
-            self._writer.add(*content)
-        self._writer.end_part()
+        group = tuple([content.key for content in contents])
+        self._writer.add_group(contents, rests=group in self._resting)
 
     def abort(self) -> None:
         """Removes what was written."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -15,6 +14,7 @@ from kvd.compute.tensors import dtype_name
 from kvd.errors import SnapshotError
 from kvd.snapshots import manifest
 from kvd.snapshots.folder import NewFolder, is_taken
+from kvd.snapshots.hashing import digest_of, hashed_beside
 from kvd.snapshots.manifest import Manifest, Origin, Piece, Slot, StoredKey, StoredPart
 from kvd.snapshots.parts import packed
 from kvd.snapshots.reader import StoredSnapshot
@@ -71,7 +71,7 @@ class SnapshotWriter:
 
     Args:
         part_bytes: how large a part may be.
-        earlier: parts of earlier snapshots, by their checksums: such a part is not written again, but linked.
+        earlier: parts of earlier snapshots, by their checksums: such a part takes no room again, but is linked.
 
     Raises:
         SnapshotError: it cannot be written, or the name is taken. So do the methods.
@@ -92,6 +92,7 @@ class SnapshotWriter:
         self._parts: list[StoredPart] = []
         self._pending: dict[str, Array] = {}  # of the part that is not full yet
         self._pending_bytes = 0
+        self._rests = False
         with _said(path):
             self._folder = NewFolder(path)
 
@@ -112,15 +113,24 @@ class SnapshotWriter:
         name = dtype_name(value.dtype)
         self._keys.append(StoredKey(key, name, tuple(value.shape), clock, updates, weight, slots))
 
-    def end_part(self) -> None:
-        """What is added next does not lie in one part with what was added before."""
-        with _said(self._path):
-            if self._pending:
-                self._write_part()
+    def add_group(self, contents: Sequence[KeyContent], *, rests: bool) -> None:
+        """Keys in parts of their own.
+
+        Args:
+            rests: they have probably not changed since they were written into earlier parts. A wrong guess costs time.
+        """
+        self._end_part()
+        self._rests = rests
+        try:
+            for content in contents:
+                self.add(*content)
+            self._end_part()
+        finally:
+            self._rests = False
 
     def finish(self) -> Manifest:
         """Writes the rest, and gives the folder its name. Returns what is in it."""
-        self.end_part()
+        self._end_part()
         content = Manifest(self._origin, tuple(self._keys), tuple(self._parts))
         with _said(self._path):
             self._folder.write(manifest.FILE, content.to_json())
@@ -130,6 +140,11 @@ class SnapshotWriter:
     def abort(self) -> None:
         """Removes what was written; not after `finish`."""
         self._folder.discard()
+
+    def _end_part(self) -> None:
+        with _said(self._path):
+            if self._pending:
+                self._write_part()
 
     def _put(self, what: str, key: str, array: Array) -> tuple[Piece, ...]:
         """Cuts an array into tensors that fit into parts. Their names tell apart any keys."""
@@ -153,15 +168,22 @@ class SnapshotWriter:
     def _write_part(self) -> None:
         content = packed(self._pending)
         self._pending, self._pending_bytes = {}, 0
-        digest = sha256()
-        for piece in content:
-            digest.update(piece)
+        file = f"part-{len(self._parts):05}.safetensors"
         nbytes = sum(piece.nbytes for piece in content)
-        part = StoredPart(f"part-{len(self._parts):05}.safetensors", nbytes, digest.hexdigest())
-        earlier = self._earlier.get(part.sha256)
-        if earlier is None or not self._folder.link(part.file, earlier, nbytes):
-            self._folder.write(part.file, *content)
-        self._parts.append(part)
+        if self._rests:
+            digest = digest_of(content)
+            if not self._linked(file, digest, nbytes):
+                self._folder.write(file, *content)
+        else:
+            with hashed_beside(content) as hashing:
+                self._folder.write(file, *content)
+                digest = hashing.digest()
+            self._linked(file, digest, nbytes)  # the same after all: it takes no room of its own
+        self._parts.append(StoredPart(file, nbytes, digest))
+
+    def _linked(self, file: str, digest: str, nbytes: int) -> bool:
+        earlier = self._earlier.get(digest)
+        return earlier is not None and self._folder.link(file, earlier, nbytes)
 
 
 @contextmanager

@@ -77,6 +77,7 @@ class Campaign:
     replicas: int = 1
     merge: str = "sum"
     on_worker_loss: str = "fail"
+    quorum: int = 0
     worker_timeout_s: float = 10.0
     shell: ShellSettings = field(default_factory=ShellSettings)
 
@@ -95,6 +96,7 @@ class Campaign:
                 notice_s=self.notice_s,
                 worker_timeout_s=self.worker_timeout_s,
                 heartbeat_interval_s=min(1.0, self.worker_timeout_s / 5),
+                quorum=self.quorum,
             ),
             shell=self.shell,
         )
@@ -133,6 +135,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "stepped": lambda campaign, seed: SteppedTraining(STEPS, expected=undisturbed_weights("training")),
     "stepped ledger": lambda campaign, seed: SteppedLedger(WORKERS, STEPS),
     "losses": lambda campaign, seed: LossLedger(WORKERS, LONG),
+    "lateness": lambda campaign, seed: LossLedger(WORKERS, LONG, least=campaign.quorum),
     "shared": lambda campaign, seed: SharedLedger(WORKERS * STEPS),
     "list training": lambda campaign, seed: list_training(
         STEPS, mostly_together(seed), undisturbed_weights("list training")
@@ -305,6 +308,27 @@ LOSSES: dict[str, Campaign] = {
         "losses",
         merge="mean",
         on_worker_loss="shrink",
+        worker_timeout_s=2.0,
+        mishaps=replace(LOSING, server_crashes=3, cuts=1),
+        servers=3,
+        replicas=2,
+    ),
+}
+
+# Two go on without a third that holds them up for more than a moment, whatever happens to it.
+LATENESS: dict[str, Campaign] = {
+    "late": Campaign("lateness", merge="mean", quorum=2, on_worker_loss="wait", mishaps=Mishaps()),
+    "late, losses": Campaign(
+        "losses", merge="mean", quorum=2, on_worker_loss="wait", worker_timeout_s=2.0, mishaps=LOSING, faults=NASTY
+    ),
+    "late, shrinks": Campaign(
+        "losses", merge="mean", quorum=2, on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING
+    ),
+    "late, servers die": Campaign(
+        "losses",
+        merge="mean",
+        quorum=2,
+        on_worker_loss="wait",
         worker_timeout_s=2.0,
         mishaps=replace(LOSING, server_crashes=3, cuts=1),
         servers=3,

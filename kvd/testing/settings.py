@@ -9,7 +9,7 @@ from kvd.protocol.messages import Settings
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long the nodes wait, in seconds."""
+    """How long the nodes wait, in seconds, and for how many workers at least: `quorum`; 0: for all."""
 
     heartbeat_interval_s: float = 1.0
     server_timeout_s: float = 10.0
@@ -17,6 +17,8 @@ class Timeouts:
     call_timeout_s: float = 120.0
     answer_timeout_s: float = 60.0
     notice_s: float = 10.0
+    quorum: int = 0
+    quorum_grace_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +70,6 @@ class ClusterSettings:
             self.servers,
             self.num_shards,
             self.replicas,
+            self.timeouts.quorum,
+            self.timeouts.quorum_grace_s if self.timeouts.quorum else 0.0,
         )

@@ -58,6 +58,16 @@ def test_a_job_that_goes_on_without_a_worker_is_degraded() -> None:
     assert back.startswith("back: worker 2, and not in the rounds yet. ")
 
 
+def test_a_late_worker_is_told_apart_from_one_that_was_lost() -> None:
+    late = {**member("worker", 1, "back"), "reason": "late: a round that 2 or more were in has waited for 1 s"}
+    health = health_of(report(server(0), members=[member("worker", 0), late, member("worker", 2)]))
+    assert not health.is_healthy
+    [line] = health.advice
+    assert line.startswith(
+        "late: worker 1. The others go on without, degraded, until the program comes to its next step"
+    )
+
+
 def test_a_dead_worker_may_come_back() -> None:
     members = [member("server", 0), member("worker", 0, "dead"), member("worker", 1, "dead")]
     health = health_of(report(server(0), members=members))

@@ -36,6 +36,9 @@ Refusal = Callable[..., ConfigError]
             "2 servers, one for each copy, and there is 1 server: set num_s",
         ),
         ({"on_worker_loss": "shrink", "num_workers": 1}, "on_worker_loss", "needs at least 2 workers"),
+        ({"quorum": 4, "num_workers": 3}, "quorum", "is more than num_workers = 3: set it to 2 or less"),
+        ({"quorum": 2, "staleness": 1}, "quorum", "is about the rounds of dist_sync, and staleness = 1"),
+        ({"quorum": 1, "quorum_grace_s": "30m"}, "quorum_grace_s", "is not shorter than round_timeout_s = 1800"),
         ({"metrics_bind": "127.0.0.1:9100"}, "metrics_bind", "the metrics page is not built yet; leave metrics_bind"),
         ({"metrics_bind": "9100"}, "metrics_bind", "the metrics page is not built yet"),
         ({"node_id": "two words"}, "node_id", "without spaces"),
@@ -68,6 +71,12 @@ def test_a_disagreement_names_the_origin_of_both(refusal: Refusal) -> None:
 
 def test_timeouts_that_just_fit() -> None:
     Config(heartbeat_interval_s=0.05, server_timeout_s=0.1, worker_timeout_s=0.1, request_timeout_s=0.2)
+
+
+def test_a_quorum_without_the_number_of_workers_is_left_to_the_scheduler() -> None:
+    Config(quorum=4)
+    Config(quorum=3, num_workers=3)  # as good as none, and the scheduler says so
+    Config(quorum_grace_s="1h")  # type: ignore[arg-type]
 
 
 def test_the_scheduler_must_know_the_cluster() -> None:

@@ -124,6 +124,7 @@ SAMPLES: dict[type[Any], Any] = {
         m.Synced(30, 0, 1),
         m.OutOfSync(30, 0, 1),
         m.HandedOver(30, 0, 1),
+        m.Late(30, (0,)),
         m.TakePart(30, m.Taking.OUT),
         m.Enter(30, "user:a", 0),
         m.Say(30, "user:a", 0, "note"),

@@ -68,6 +68,7 @@ class Harness:
         self.machine = ServerMachine(told, session("server", 0), self.memory)
         self.members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in members(workers)}
         self.epoch = 0
+        self.now = 0.0
         self.hold = False
         self.jobs: list[Any] = []
         self.applied: list[Apply] = []
@@ -81,8 +82,8 @@ class Harness:
             for rank in range(workers):
                 self.attach(rank)
 
-    def step(self, event: Any, now: float = 0.0) -> list[Effect]:
-        effects = self.machine.step(event, now)
+    def step(self, event: Any, now: float | None = None) -> list[Effect]:
+        effects = self.machine.step(event, self.now if now is None else now)
         if self._validates:
             self.machine.validate()
         jobs = [effect for effect in effects if isinstance(effect, JOBS)]

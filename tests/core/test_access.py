@@ -52,6 +52,7 @@ OF_MEMBERS = (
     m.Synced,
     m.OutOfSync,
     m.HandedOver,
+    m.Late,
 )  # these name the run
 
 

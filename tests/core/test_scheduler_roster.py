@@ -13,7 +13,7 @@ from kvd.protocol.messages import Join, MemberState
 from tests.core.fakes import OPEN, member
 
 ACTIVE, DONE, LEFT, DEAD, GONE, LOST, BACK, RETURNING = MemberState
-HEARD, LEFT_ROUNDS, LEAVES, DIES, DROPPED, RETURNED, ARRIVED, STEPPED_OUT = MemberEvent
+HEARD, LEFT_ROUNDS, LEAVES, DIES, DROPPED, RETURNED, ARRIVED, STEPPED_OUT, LATE = MemberEvent
 
 ROWS = [
     (ACTIVE, HEARD, ACTIVE),
@@ -24,6 +24,7 @@ ROWS = [
     (ACTIVE, RETURNED, ACTIVE),
     (ACTIVE, ARRIVED, ACTIVE),
     (ACTIVE, STEPPED_OUT, BACK),
+    (ACTIVE, LATE, BACK),
     (DONE, HEARD, DONE),
     (DONE, LEFT_ROUNDS, DONE),
     (DONE, LEAVES, LEFT),
@@ -46,6 +47,7 @@ ROWS = [
     (RETURNING, RETURNED, RETURNING),
     (RETURNING, ARRIVED, ACTIVE),
     (RETURNING, STEPPED_OUT, BACK),
+    (RETURNING, LATE, BACK),
     (RETURNING, LEFT_ROUNDS, DONE),
     (RETURNING, LEAVES, LEFT),
     (RETURNING, DROPPED, LOST),
@@ -149,6 +151,24 @@ def test_a_worker_is_lost_only_if_another_one_can_go_on(states: tuple[str, ...],
     first = next(iter(there.seats()))
     assert there.may_lose(first) is may
     assert not roster(*states).may_lose(first)
+
+
+@pytest.mark.parametrize(
+    ("states", "may"),
+    [
+        (("active", "active", "active"), True),
+        (("dead", "active", "returning"), True),
+        (("active", "active", "back"), False),  # it may never come
+        (("active", "active", "done"), False),
+        (("active", "active", "dead"), False),
+    ],
+)
+def test_with_a_quorum_a_worker_is_lost_if_a_quorum_takes_part_without_it(states: tuple[str, ...], may: bool) -> None:
+    there = Roster(1, 3, [seat(state, rank) for rank, state in enumerate(states)], quorum=2)
+    assert there.may_lose(next(iter(there.seats()))) is may
+    assert there.has_quorum_without([0]) is may
+    assert not there.has_quorum_without([0, 1])
+    assert not roster(*states).has_quorum_without([])
 
 
 def test_barriers_do_not_wait_for_the_lost() -> None:

@@ -137,7 +137,7 @@ def run(folder: Path, seed: int, seconds: float, victims: Sequence[Victims] = VI
         (folder / f"worker-{number}").write_bytes(bytes(16))
     patient = {"server_timeout_s": 10.0}  # nothing is paused here, and a loaded machine is no death
     with ReplicatedJob(folder, COUNTS, str(folder), **{"staleness": None, **patient, **settings}) as job:
-        job.wait_for_steps(2)
+        job.crew.wait_for_steps(2)
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
             time.sleep(rng.uniform(*PAUSE_S))
@@ -152,13 +152,13 @@ def run(folder: Path, seed: int, seconds: float, victims: Sequence[Victims] = VI
                 job.restart(role, number)
             _collect(job, counts)
             job.wait_until_in_sync()
-            job.wait_for_steps(1)
+            job.crew.wait_for_steps(1)
             counts.acknowledged = _acknowledged_steps(folder) * (KEYS + 1)
             counts.memory = _memory(job) if victims is SPARING else {}
             if counts.faults % 10 == 0:
                 print(f"{time.monotonic() - ends + seconds:.0f} s: {counts}", flush=True)
         (folder / "stop").touch()
-        results = job.results()
+        results = job.crew.results()
         _collect(job, counts)
         steps = [result["steps"] for result in results]
         counts.acknowledged = _acknowledged_steps(folder) * (KEYS + 1)
@@ -188,7 +188,7 @@ def _memory(job: ReplicatedJob) -> dict[str, int]:
 
 
 def _collect(job: ReplicatedJob, counts: Counts) -> None:
-    for worker in job.workers:
+    for worker in job.crew.workers:
         for line in list(worker.lines):
             if line.startswith("WRONG") and line not in counts.wrong:
                 counts.wrong.append(line)

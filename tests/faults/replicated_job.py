@@ -110,6 +110,43 @@ class Worker:
         return code
 
 
+class Crew:
+    """The workers of a job, each of which can be replaced by its successor."""
+
+    def __init__(self, deadline_s: float = DEADLINE_S) -> None:
+        self._deadline_s = deadline_s
+        self.workers: list[Worker] = []
+
+    def wait_for_steps(self, count: int) -> None:
+        """Each worker says so often that it has made steps."""
+        targets = [(worker, worker.count + count) for worker in self.workers]
+        self.wait_until(lambda: all(worker.count >= target for worker, target in targets), "the workers go on")
+
+    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
+        """Fails at once if a worker ends meanwhile."""
+
+        def ended() -> list[list[str]]:
+            return [list(worker.lines) for worker in self.workers if worker.process.poll() is not None]
+
+        wait_until(lambda: holds() or ended(), what, self._deadline_s)
+        assert not ended(), ended()
+
+    def results(self) -> list[dict[str, Any]]:
+        """The last line of each worker, once all have ended well."""
+        codes = [worker.end() for worker in self.workers]
+        assert codes == [0] * len(codes), [list(worker.lines) for worker in self.workers]
+        return [json.loads(worker.lines[-1]) for worker in self.workers]
+
+    def finish(self, last: Path) -> None:
+        """The workers of TRAINS end some steps later, as the file `last` tells them, with the bits that they must
+        have."""
+        steps = max(worker.newest_step() for worker in self.workers) + 100
+        part = last.with_suffix(".part")
+        part.write_text(str(steps))
+        part.rename(last)
+        assert self.results() == [{"steps": steps, "digest": digest_after(steps)}] * len(self.workers)
+
+
 class ReplicatedJob:
     """A scheduler that keeps its record, two servers, and two workers with a program; a context manager.
 
@@ -123,7 +160,8 @@ class ReplicatedJob:
         self.cluster = LocalCluster(NODES, NODES, processes=True, **given)
         self._program = program
         self._arguments = arguments
-        self.workers = [self._begin(number) for number in range(NODES)]
+        self.crew = Crew()
+        self.crew.workers += [self._begin(number) for number in range(NODES)]
 
     def _begin(self, number: int) -> Worker:
         return Worker(self.cluster.script(self._program, number, *self._arguments, preferred_rank=number))
@@ -134,7 +172,7 @@ class ReplicatedJob:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for worker in self.workers:
+        for worker in self.crew.workers:
             worker.kill()
         if error is not None:
             for log in sorted(self.cluster.folder.glob("*.log")):
@@ -155,7 +193,7 @@ class ReplicatedJob:
         elif role == "server":
             self.cluster.kill_server(number)
         else:
-            self.workers[number].kill()
+            self.crew.workers[number].kill()
 
     def restart(self, role: str, number: int = 0) -> None:
         """What a supervisor does."""
@@ -164,14 +202,9 @@ class ReplicatedJob:
         elif role == "server":
             self.cluster.restart_server(number)
         else:
-            self.workers[number] = self._begin(number)
+            self.crew.workers[number] = self._begin(number)
 
     # ── how it goes on ──
-
-    def wait_for_steps(self, count: int) -> None:
-        """Each worker says so often that it has made steps."""
-        targets = [(worker, worker.count + count) for worker in self.workers]
-        self.wait_until(lambda: all(worker.count >= target for worker, target in targets), "the workers go on")
 
     def partitions(self) -> list[dict[str, Any]]:
         """As ``kvd status`` has them."""
@@ -184,7 +217,7 @@ class ReplicatedJob:
 
     def wait_until_in_sync(self) -> None:
         """Every partition has a backup."""
-        self.wait_until(self.is_in_sync, "every partition has a backup")
+        self.crew.wait_until(self.is_in_sync, "every partition has a backup")
 
     def is_in_sync(self) -> bool:
         found = self.partitions()
@@ -192,27 +225,12 @@ class ReplicatedJob:
 
     def wait_until_even(self) -> None:
         """And each server leads a part again."""
-        self.wait_until(self.is_even, "each server leads a part, and backs another one up")
+        self.crew.wait_until(self.is_even, "each server leads a part, and backs another one up")
 
     def is_even(self) -> bool:
         found = self.partitions()
         is_at_rest = all(entry["backup"] and not (entry["syncing"] or entry["successor"]) for entry in found)
         return is_at_rest and {entry["leader"] for entry in found} == {f"server {rank}" for rank in range(NODES)}
-
-    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
-        """Fails at once if a worker ends meanwhile."""
-
-        def ended() -> list[list[str]]:
-            return [list(worker.lines) for worker in self.workers if worker.process.poll() is not None]
-
-        wait_until(lambda: holds() or ended(), what, DEADLINE_S)
-        assert not ended(), ended()
-
-    def results(self) -> list[dict[str, Any]]:
-        """The last line of each worker, once both have ended well."""
-        codes = [worker.end() for worker in self.workers]
-        assert codes == [0] * NODES, [list(worker.lines) for worker in self.workers]
-        return [json.loads(worker.lines[-1]) for worker in self.workers]
 
 
 class Training(ReplicatedJob):
@@ -224,8 +242,4 @@ class Training(ReplicatedJob):
 
     def finish(self) -> None:
         """The workers end some steps later, with the bits that they must have."""
-        steps = max(worker.newest_step() for worker in self.workers) + 100
-        part = self._last.with_suffix(".part")
-        part.write_text(str(steps))
-        part.rename(self._last)
-        assert self.results() == [{"steps": steps, "digest": digest_after(steps)}] * NODES
+        self.crew.finish(self._last)

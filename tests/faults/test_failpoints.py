@@ -50,7 +50,7 @@ class Dying:
 
     def die_at(self, name: str, skip: int, cause: str) -> None:
         """Somebody comes to this point when a process with this role returns, or just so (""), and dies."""
-        self.job.wait_for_steps(5)
+        self.job.crew.wait_for_steps(5)
         self.points.arm(name, skip)
         if cause == "worker":
             self.job.kill("worker", 1)
@@ -58,7 +58,7 @@ class Dying:
         elif cause == "server":
             self.job.kill("server", 0)
             self.job.restart("server", 0)
-        self.job.wait_until(self.points.was_reached, f"somebody comes to {name!r}")
+        self.job.crew.wait_until(self.points.was_reached, f"somebody comes to {name!r}")
         self._restart_the_dead()
         self.job.wait_until_in_sync()
 
@@ -73,7 +73,7 @@ class Dying:
                 if isinstance(node, ProcessNode) and node.process.poll() is not None
             ]
 
-        self.job.wait_until(lambda: bool(dead()), "it is dead")
+        self.job.crew.wait_until(lambda: bool(dead()), "it is dead")
         for role, number in dead():
             self.job.restart(role, number)
 

@@ -19,11 +19,11 @@ STEPS = 10  # between two faults
 
 def kill_and_restart(job: Training, *victims: tuple[str, int]) -> None:
     """All at once; without servers the job goes on meanwhile. Then it is ready for the next death."""
-    job.wait_for_steps(STEPS)
+    job.crew.wait_for_steps(STEPS)
     for role, number in victims:
         job.kill(role, number)
     if all(role == "server" for role, _ in victims):
-        job.wait_for_steps(STEPS)
+        job.crew.wait_for_steps(STEPS)
     for role, number in sorted(victims):  # the scheduler first: without it no server comes
         job.restart(role, number)
     job.wait_until_in_sync()
@@ -31,23 +31,23 @@ def kill_and_restart(job: Training, *victims: tuple[str, int]) -> None:
 
 def leave_and_come_again(job: Training, rank: int) -> None:
     """SIGTERM, as for an update of a server."""
-    job.wait_for_steps(STEPS)
+    job.crew.wait_for_steps(STEPS)
     node = job.server(rank)
     node.process.send_signal(signal.SIGTERM)
     assert node.process.wait(10) == 0
-    job.wait_for_steps(STEPS)
+    job.crew.wait_for_steps(STEPS)
     job.restart("server", rank)
     job.wait_until_in_sync()
 
 
 def hang_and_go_on(job: Training, rank: int) -> None:
     """So long that the other server leads everything; then this one is its backup, or leads what it is given again."""
-    job.wait_for_steps(STEPS)
+    job.crew.wait_for_steps(STEPS)
     with stopped(job.server(rank)):
-        job.wait_for_steps(STEPS)
-        job.wait_until(lambda: job.leaders() == {f"server {1 - rank}"}, "the other server leads everything")
+        job.crew.wait_for_steps(STEPS)
+        job.crew.wait_until(lambda: job.leaders() == {f"server {1 - rank}"}, "the other server leads everything")
     job.wait_until_in_sync()
-    job.wait_for_steps(STEPS)
+    job.crew.wait_for_steps(STEPS)
 
 
 def test_a_job_outlives_each_of_its_servers(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_job_outlives_each_of_its_servers(tmp_path: Path) -> None:
         leave_and_come_again(job, 1)
         kill_and_restart(job, ("scheduler", 0), ("server", 0))
         job.wait_until_even()
-        job.wait_for_steps(STEPS)
+        job.crew.wait_for_steps(STEPS)
         job.finish()
 
 

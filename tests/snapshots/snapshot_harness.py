@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 
 from kvd.optimizer import SGD
 from kvd.optimizer.schedule import Cosine
+from kvd.snapshots import manifest
 from kvd.snapshots.manifest import Origin
 from kvd.snapshots.writer import SnapshotWriter
 
@@ -41,3 +44,13 @@ def write(path: Path, origin: Origin = ORIGIN) -> None:
     for key, (value, clock, updates, state) in content().items():
         writer.add(key, value, clock, updates, state)
     writer.finish()
+
+
+def rewritten(path: Path, change: Any) -> None:
+    """Changes the manifest as a program would that writes another one, with its checksum."""
+    file = path / manifest.FILE
+    plain = json.loads(file.read_bytes())
+    change(plain)
+    del plain["sha256"]
+    plain["sha256"] = sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    file.write_text(json.dumps(plain))

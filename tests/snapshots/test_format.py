@@ -6,7 +6,6 @@ import json
 import resource
 import subprocess
 import sys
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from kvd.snapshots import manifest
 from kvd.snapshots.manifest import Manifest
 from kvd.snapshots.reader import StoredSnapshot
 from kvd.snapshots.writer import SnapshotWriter, is_written
-from tests.snapshots.snapshot_harness import ORIGIN, PART_BYTES, content, write
+from tests.snapshots.snapshot_harness import ORIGIN, PART_BYTES, content, rewritten, write
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER_BYTES = 2000  # of a part, at most, here
@@ -36,16 +35,6 @@ def read_all(path: Path) -> None:
     for key in snapshot.manifest.keys:
         snapshot.value(key)
         snapshot.state(key)
-
-
-def rewritten(path: Path, change: Any) -> None:
-    """Changes the manifest as a program would that writes another one, with its checksum."""
-    file = path / manifest.FILE
-    plain = json.loads(file.read_bytes())
-    change(plain)
-    del plain["sha256"]
-    plain["sha256"] = sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    file.write_text(json.dumps(plain))
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:

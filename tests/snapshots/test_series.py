@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvd.snapshots.folder import NewFolder
 from kvd.snapshots.layout import MOST_EXTRA, KeyMark, Layout
 from kvd.snapshots.reader import StoredSnapshot
 from kvd.snapshots.series import SnapshotSeries
@@ -197,3 +198,49 @@ def test_groups_that_have_become_too_many_are_made_anew() -> None:
         most = max(most, len(groups))
         clocks[name] += 1
     assert 2 < most <= MOST_EXTRA + 2
+
+
+# ── what is written ──
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The parts that are written, not linked."""
+    found: list[str] = []
+    write = NewFolder.write
+
+    def noted(folder: NewFolder, name: str, *content: Any) -> None:
+        if name.startswith("part-"):
+            found.append(name)
+        write(folder, name, *content)
+
+    monkeypatch.setattr(NewFolder, "write", noted)
+    return found
+
+
+def test_what_rests_is_not_written_at_all(tmp_path: Path, written: list[str]) -> None:
+    store = Store()
+    store.take(tmp_path / "1")
+    written.clear()
+    store.take(tmp_path / "2")
+    assert written == []
+    store.change("key 04")
+    store.take(tmp_path / "3")
+    store.check(tmp_path / "3")
+    assert len(written) < len(list((tmp_path / "3").glob("part-*")))
+
+
+def test_what_is_the_same_after_all_takes_no_room(tmp_path: Path, written: list[str]) -> None:
+    """Keys that were pushed, and did not move."""
+    store = Store()
+    store.take(tmp_path / "1")
+    marks = {name: KeyMark(1000, 5) for name in KEYS}
+    taken = store.series.begin(tmp_path / "2", ORIGIN, marks)
+    for group in taken.groups:
+        taken.add_group([store.content(name) for name in group])
+    taken.finish()
+    store.check(tmp_path / "2")
+    assert shared(tmp_path / "1", tmp_path / "2") == size(tmp_path / "1")
+    assert sorted(path.name for path in (tmp_path / "2").iterdir()) == sorted(
+        path.name for path in (tmp_path / "1").iterdir()
+    )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
-import numpy as np
-
-from kvd.client.calls.values import source_of
+from kvd.client.calls.values import Array, source_of
+from kvd.client.cluster.ahead import one_ahead
 from kvd.client.cluster.answers import list_keys
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.optimizer_states import store_optimizer, store_state
@@ -18,23 +17,42 @@ from kvd.core import requests
 from kvd.core.requests import Item
 from kvd.errors import NotAllowed
 from kvd.protocol.messages import MemberState
-from kvd.protocol.specs import KeySpec
+from kvd.protocol.specs import DTYPES, KeySpec
 from kvd.snapshots.manifest import StoredKey
+from kvd.snapshots.part_memory import PartMemory
 from kvd.snapshots.reader import StoredSnapshot
 from kvd.snapshots.writer import PART_BYTES
 
 
+class _Batch(NamedTuple):
+    """Some keys, as they were read."""
+
+    keys: Sequence[StoredKey]
+    items: tuple[Item, ...]
+    states: Sequence[dict[str, Array]]
+
+
 async def restore_keys(engine: Engine, snapshot: StoredSnapshot) -> Sequence[tuple[str, KeySpec]]:
-    """Gives the servers the optimizer, the values and the states of a snapshot that was verified. Returns its keys."""
+    """Gives the servers the optimizer, the values and the states of a snapshot that was verified. Returns its keys.
+
+    While a batch of keys is on its way, the next one is read.
+    """
     optimizer = snapshot.manifest.origin.optimizer
     if optimizer is not None:
         await store_optimizer(engine, optimizer)
     slice_bytes = engine.machine.view.settings.slice_bytes
-    keys = {key.key: key for key in snapshot.manifest.keys}
-    specs = {name: KeySpec(key.dtype, key.shape, slice_bytes) for name, key in keys.items()}
-    for names in _batches(specs):
-        await _make_keys(engine, snapshot, [keys[name] for name in names], slice_bytes)
-    return list(specs.items())
+    keys = snapshot.manifest.keys
+    memory = PartMemory(max((part.nbytes for part in snapshot.manifest.parts), default=0))
+    planned = list(_batches(keys))
+    last_use = {part: number for number, batch in enumerate(planned) for part in _parts_of(batch)}
+    work = [partial(asyncio.to_thread, _read, snapshot, batch, slice_bytes, memory) for batch in planned]
+    number = 0
+    async with one_ahead(work) as batches:
+        async for batch in batches:
+            await _make_keys(engine, batch)
+            memory.give_back([part for part in _parts_of(batch.keys) if last_use[part] == number])
+            number += 1
+    return [(key.key, KeySpec(key.dtype, key.shape, slice_bytes)) for key in keys]
 
 
 async def has_values(engine: Engine) -> bool:
@@ -58,35 +76,48 @@ async def check_is_new(engine: Engine, snapshot: StoredSnapshot) -> None:
         raise NotAllowed(text, key=found[0].key)
 
 
-async def _make_keys(engine: Engine, snapshot: StoredSnapshot, keys: Sequence[StoredKey], slice_bytes: int) -> None:
-    def read() -> tuple[list[Item], list[dict[str, np.ndarray[Any, Any]]]]:
-        items, states = [], []
-        for key in keys:  # value and state lie side by side
-            data, spec = source_of(snapshot.value(key), slice_bytes, copy=False)
-            items.append(Item(key.key, spec, data))
-            states.append(snapshot.state(key))
-        return items, states
+def _read(snapshot: StoredSnapshot, keys: Sequence[StoredKey], slice_bytes: int, memory: PartMemory) -> _Batch:
+    items, states = [], []
+    for key in keys:  # value and state lie side by side
+        data, spec = source_of(snapshot.value(key, memory), slice_bytes, copy=False)
+        items.append(Item(key.key, spec, data))
+        states.append(snapshot.state(key, memory))
+    return _Batch(keys, tuple(items), states)
 
-    items, states = await asyncio.to_thread(read)
-    await engine.call(requests.InitKeys(tuple(items)))
+
+async def _make_keys(engine: Engine, batch: _Batch) -> None:
+    await engine.call(requests.InitKeys(batch.items))
     await some_at_once(
         [
             partial(store_state, engine, key.key, key.updates, state)
-            for key, state in zip(keys, states, strict=True)
+            for key, state in zip(batch.keys, batch.states, strict=True)
             if key.updates or state
         ]
     )
 
 
-def _batches(specs: Mapping[str, KeySpec]) -> Iterator[list[str]]:
-    """The keys in groups, each about as large as a part, unless one key is larger."""
-    names: list[str] = []
+def _batches(keys: Iterable[StoredKey]) -> Iterator[Sequence[StoredKey]]:
+    """The keys in groups, each with its states about as large as a part, unless one key is larger."""
+    batch: list[StoredKey] = []
     nbytes = 0
-    for name, spec in specs.items():
-        if names and nbytes + spec.nbytes > PART_BYTES:
-            yield names
-            names, nbytes = [], 0
-        names.append(name)
-        nbytes += spec.nbytes
-    if names:
-        yield names
+    for key in keys:
+        own = _nbytes(key)
+        if batch and nbytes + own > PART_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(key)
+        nbytes += own
+    if batch:
+        yield batch
+
+
+def _parts_of(keys: Iterable[StoredKey]) -> set[int]:
+    """In which parts values and states of these keys lie."""
+    arrays = [pieces for key in keys for pieces in (key.weight, *(slot.pieces for slot in key.state.values()))]
+    return {piece.part for pieces in arrays for piece in pieces}
+
+
+def _nbytes(key: StoredKey) -> int:
+    """Of its value and its state."""
+    arrays = [key.dtype, *(slot.dtype for slot in key.state.values())]
+    return key.elements * sum(DTYPES[dtype].itemsize for dtype in arrays)

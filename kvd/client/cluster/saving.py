@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.values import Array
+from kvd.client.cluster.ahead import one_ahead
 from kvd.client.cluster.answers import list_keys
 from kvd.client.cluster.captures import Captures, Whole
 from kvd.client.cluster.engine import Engine
@@ -117,16 +119,11 @@ class SnapshotSaver:
             own.sort(key=lambda piece: piece.slice_id.slice_index)
         writer = await asyncio.to_thread(SnapshotWriter, folder, origin)
         batches = Layout(PART_BYTES).next({name: KeyMark(spec.nbytes, 0) for name, spec in specs.items()})
+        work = [partial(self._fetch, whole.number, specs, pieces, names) for names in batches]
         try:
-            fetching = asyncio.ensure_future(self._fetch(whole.number, specs, pieces, batches[0]))
-            try:
-                for following in [*batches[1:], None]:  # the next keys come while these are written
-                    values = await fetching
-                    if following is not None:
-                        fetching = asyncio.ensure_future(self._fetch(whole.number, specs, pieces, following))
+            async with one_ahead(work) as fetched:  # the next keys come while these are written
+                async for values in fetched:
                     await asyncio.to_thread(_add, writer, values, pieces)
-            finally:
-                fetching.cancel()
             await asyncio.to_thread(writer.finish)
         except BaseException:
             await asyncio.shield(asyncio.to_thread(writer.abort))

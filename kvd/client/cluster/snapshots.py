@@ -27,6 +27,7 @@ from kvd.client.calls.snapshot_outcome import Outcome
 from kvd.client.calls.snapshot_schedule import SnapshotSchedule
 from kvd.client.calls.snapshot_writing import SnapshotWriting
 from kvd.client.calls.unobserved_errors import UnobservedErrors
+from kvd.client.cluster.ahead import one_ahead
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.lost_values import LostValues
 from kvd.client.cluster.prepared import prepared_or
@@ -248,13 +249,14 @@ class ClusterSnapshots:
     # ── worker 0 ──
 
     async def _write(self, folder: Path, steps: int) -> Outcome:
-        """Reads and writes group by group, so that no more than one is in memory."""
+        """Reads the next group while one is written: no more than these two are in memory."""
         state = await StateReader.begin(self._engine)
         snapshot = await self._next(folder, steps, state)
         if snapshot is not None:
             async with _aborted_by_errors(snapshot):
-                for names in snapshot.groups:
-                    await asyncio.to_thread(snapshot.add_group, await state.read(names))
+                async with one_ahead([partial(state.read, names) for names in snapshot.groups]) as groups:
+                    async for contents in groups:
+                        await asyncio.to_thread(snapshot.add_group, contents)
                 self._lost.check()
                 await asyncio.to_thread(snapshot.finish)
         return Outcome(steps, self._lineage)

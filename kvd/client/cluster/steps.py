@@ -10,6 +10,7 @@ from kvd.client.calls.promise import Promise
 from kvd.client.cluster.engine import Engine
 from kvd.core import requests
 from kvd.core.membership import name_of
+from kvd.core.worker.return_pause import ReturnPause
 from kvd.core.worker.step_loops import StepLoops
 from kvd.errors import RequestTimeout
 from kvd.protocol.messages import NO_STEP, Rest, StepIs, StepsLeft, TakeStep
@@ -19,8 +20,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.2
 
 def program_steps(engine: Engine, *, is_sync: bool) -> ProgramSteps:
     """The loops of a program that continues the one of a dead predecessor, if there is one."""
-    servers = ServersOfSteps(engine)
     loops = StepLoops(engine.machine.stopped(), is_strict=is_sync)
+    servers = ServersOfSteps(engine, loops)
     if not is_sync:
         return ProgramSteps(loops, servers.announce, servers.share)
     return ProgramSteps(loops, servers.announce, None, servers.come_back, lambda: engine.machine.is_apart)
@@ -52,8 +53,10 @@ async def take_part_again(engine: Engine, loop: requests.Loop | None = None) -> 
 class ServersOfSteps:
     """Each call is a promise; see `ProgramSteps`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, loops: StepLoops) -> None:
         self._engine = engine
+        self._loops = loops
+        self._pause = ReturnPause(engine.machine.view)
 
     def announce(self, place: int) -> Promise:
         async def work() -> None:
@@ -63,14 +66,22 @@ class ServersOfSteps:
         return self._engine.run(work())
 
     def come_back(self, first: int, total: int) -> Promise:
-        return self._engine.run(self._come_back(requests.Loop(first, first + total)))
+        pause_s = self._pause.next_s(self._loops.place)
+        return self._engine.run(self._come_back(requests.Loop(first, first + total), pause_s))
 
-    async def _come_back(self, loop: requests.Loop) -> int | None:
+    async def _come_back(self, loop: requests.Loop, pause_s: float) -> int | None:
         """Waits until the others are past the loop's first step, and goes on with them; None: they are past its end."""
+        await self._stay_out(pause_s)
         returned = await take_part_again(self._engine, loop)
         if returned.how is requests.Return.OVER or returned.step >= loop.end:
             return None
+        self._pause.came_into(returned.step)
         return returned.step - loop.first
+
+    async def _stay_out(self, pause_s: float) -> None:
+        while pause_s > 0 and not self._pause.is_needed:
+            await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))
+            pause_s -= LONGEST_PAUSE_S
 
     def share(self, first: int, total: int, done: int) -> Promise:
         return self._engine.run(self._next_step(first, total, done))

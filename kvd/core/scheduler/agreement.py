@@ -10,6 +10,10 @@ NODES = ("server", "worker")
 ROLES = (*NODES, "observer")
 MODES = ("", "sync", "async")
 MERGES = ("", "sum", "mean", "weighted")
+NO_ROUNDS = (
+    "this cluster has quorum={quorum}, which is about rounds that wait for workers, and asynchronous types have no "
+    "rounds: use dist_sync, or start the scheduler without --quorum"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class Agreement:
             return _objection(join, "num_workers", f"a cluster has at most {MAX_MEMBERS} nodes in all, not {size}")
         if (text := _too_many_replicas(self.settings)) or (text := self._text_on_replicas(join)):
             return _objection(join, "replicas", text)
+        if self.settings.quorum and "async" in (join.settings.mode, self.settings.mode) and join.role == "worker":
+            return _objection(join, "quorum", NO_ROUNDS.format(quorum=self.settings.quorum))
         for field, wanted, have in zip(Settings._fields, join.settings, self.settings, strict=True):
             if not self._agrees(field, wanted, have):
                 text = (

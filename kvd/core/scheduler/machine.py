@@ -35,6 +35,7 @@ The way of a join:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvd.core.machine import Effect, Event, LogEntry, Peer, PeerLost, Persist, Persisted, Received, Send
@@ -42,6 +43,7 @@ from kvd.core.membership import in_words, name_of
 from kvd.core.placement import initial_shards
 from kvd.core.scheduler.agreement import Agreement, SchedulerSettings
 from kvd.core.scheduler.barriers import Barriers, Settled
+from kvd.core.scheduler.lateness import Lateness
 from kvd.core.scheduler.leadership import Leadership
 from kvd.core.scheduler.liveness import Liveness
 from kvd.core.scheduler.meetings import Meeting, Meetings
@@ -67,6 +69,7 @@ from kvd.protocol.messages import (
     Heartbeat,
     HeartbeatAck,
     Join,
+    Late,
     Leave,
     Listen,
     MemberState,
@@ -131,7 +134,12 @@ class SchedulerMachine:
         self.incarnation = incarnation
         self._agreement = Agreement(cluster, earlier.settings)
         self._roster = Roster(
-            cluster.num_servers, num_workers, earlier.seats, earlier.replaced, shrinks=settings.shrink_on_loss
+            cluster.num_servers,
+            num_workers,
+            earlier.seats,
+            earlier.replaced,
+            shrinks=settings.shrink_on_loss,
+            quorum=cluster.quorum,
         )
         self._barriers = earlier.barriers
         self._life = RunLife(earlier.phase, return_by)
@@ -168,6 +176,7 @@ class SchedulerMachine:
             Heartbeat: self._heartbeat,
             Leave: self._leave,
             TakePart: self._take_part,
+            Late: partial(self._late, Lateness(self._roster, cluster)),
             Enter: self._meet,
             StatusQuery: lambda event, query, _now: self._out.append(Send(event.peer, StatusReport(query.request))),
             WaitReport: self._wait_report,
@@ -213,7 +222,7 @@ class SchedulerMachine:
         elif isinstance(event, PeerLost):
             self._process_ended(self._roster.seat_of(event.incarnation), event.reason, now)
         self._judge(now)
-        if self._roster.shrinks:
+        if self._roster.loses_workers:
             self._lose_the_dead()
         if self._liveness.stops_awaiting(now) and (settled := self._meetings.settle()):
             self._publish(settled)
@@ -402,7 +411,7 @@ class SchedulerMachine:
         self._out += self._views.when_saved(Send(event.peer, Done(leave.request)))
 
     def _take_part(self, event: Received, message: TakePart, now: float) -> None:
-        """A worker that was lost takes part again, or finds that it cannot yet."""
+        """A worker that was lost or late takes part again, or finds that it cannot yet."""
         seat = self._sender_seat(event, message.request, now)
         if seat is None:
             return
@@ -410,8 +419,28 @@ class SchedulerMachine:
             text = f"{seat.name} {in_words(seat.member.state)}: it cannot take part again"
             self._refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, text)
             return
-        if self._roster.transition(seat, _WHAT_HAPPENS[message.taking]):
-            self._log("info", f"{seat.name} {in_words(seat.member.state)}")
+        late, returns = seat.member.reason, message.taking is Taking.IN
+        if self._roster.transition(seat, _WHAT_HAPPENS[message.taking], late if returns else ""):
+            self._log("debug" if late else "info", f"{seat.name} {in_words(seat.member.state)}")
+            self._publish()
+        self._out += self._views.when_saved(Send(event.peer, Done(message.request)))
+
+    def _late(self, lateness: Lateness, event: Received, message: Late, now: float) -> None:
+        """A server says that a quorum waits for these workers."""
+        seat = self._sender_seat(event, message.request, now)
+        if seat is None:
+            return
+        if seat.member.role != "server":
+            text = f"{seat.name} cannot say who is late: servers do"
+            self._refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, text)
+            return
+        late = lateness.judge(message.ranks, event.epoch, self._views.newest_epoch)
+        for worker in late:
+            self._roster.transition(worker, MemberEvent.LATE, lateness.reason)
+            line = lateness.note(worker, now)
+            if line:
+                self._log("info", line, said_by=seat.name)
+        if late:
             self._publish()
         self._out += self._views.when_saved(Send(event.peer, Done(message.request)))
 
@@ -520,8 +549,9 @@ class SchedulerMachine:
         event = MemberEvent.DROPPED if is_lost else MemberEvent.DECLARED_DEAD
         self._roster.transition(seat, event, reason, self._liveness.silence_s(seat, now))
         self._log("warning", f"{seat.name} {in_words(seat.member.state)}", reason=reason)
-        if pushes and self._roster.shrinks and not is_lost:
-            self._log("error", f"no worker is left that could go on without {seat.name}: start it again")
+        if pushes and self._roster.loses_workers and not is_lost:
+            few = "no worker is left" if self._roster.shrinks else "fewer workers than the quorum are left"
+            self._log("error", f"{few} to go on without {seat.name}: start it again")
         self._publish()
 
     def _lose_the_dead(self) -> None:

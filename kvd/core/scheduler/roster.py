@@ -30,6 +30,7 @@ class MemberEvent(Enum):
     RETURNED = "takes part again"
     ARRIVED = "knows where the rounds are"
     STEPPED_OUT = "cannot take part again yet"
+    LATE = "is late, and the rounds go on without it"
 
 
 TRANSITIONS: dict[MemberState, dict[MemberEvent, MemberState]] = {
@@ -42,6 +43,7 @@ TRANSITIONS: dict[MemberState, dict[MemberEvent, MemberState]] = {
         MemberEvent.RETURNED: MemberState.ACTIVE,
         MemberEvent.ARRIVED: MemberState.ACTIVE,
         MemberEvent.STEPPED_OUT: MemberState.BACK,
+        MemberEvent.LATE: MemberState.BACK,
     },
     MemberState.DONE: {
         MemberEvent.HEARD: MemberState.DONE,
@@ -74,6 +76,7 @@ TRANSITIONS: dict[MemberState, dict[MemberEvent, MemberState]] = {
         MemberEvent.RETURNED: MemberState.RETURNING,
         MemberEvent.ARRIVED: MemberState.ACTIVE,
         MemberEvent.STEPPED_OUT: MemberState.BACK,
+        MemberEvent.LATE: MemberState.BACK,
         MemberEvent.LEFT_ROUNDS: MemberState.DONE,
         MemberEvent.LEFT: MemberState.LEFT,
         MemberEvent.DROPPED: MemberState.LOST,
@@ -81,6 +84,7 @@ TRANSITIONS: dict[MemberState, dict[MemberEvent, MemberState]] = {
 }
 LIVING = (MemberState.ACTIVE, MemberState.DONE, MemberState.BACK, MemberState.RETURNING)
 AFTER_A_LOSS = (MemberState.BACK, MemberState.RETURNING)
+TAKING_PART = (MemberState.ACTIVE, MemberState.RETURNING)
 
 # What the next holder of a rank is told of the one before: a holder that is replaced while it lives counts as dead.
 AS_PREDECESSOR = {
@@ -139,13 +143,16 @@ class Roster:
         replaced: Iterable[tuple[int, str]] = (),
         *,
         shrinks: bool = False,
+        quorum: int = 0,
     ) -> None:
         """`seats` and `replaced` come from a record. Seats beyond the cluster's size are dropped.
 
         Args:
-            shrinks: the rounds and barriers go on without a worker that died.
+            shrinks: the rounds and barriers go on without a worker that died, as long as another one is there.
+            quorum: they do so as long as this many are there; 0: that is not so.
         """
         self.shrinks = shrinks
+        self.quorum = quorum
         self._sizes = {"server": num_servers, "worker": num_workers}
         self._seats = {seat.place: seat for seat in seats if seat.member.rank < self._sizes[seat.member.role]}
         self._replaced = OrderedDict(replaced)  # incarnation → the name of the place that it lost
@@ -200,11 +207,23 @@ class Roster:
         ]
 
     def may_lose(self, seat: Seat) -> bool:
-        """Whether the rounds can go on without this worker: another one pushes, or may."""
+        """Whether the rounds can go on without this worker: a quorum takes part, or, if they shrink, another one pushes
+        or may."""
         pushing = (MemberState.ACTIVE, *AFTER_A_LOSS)
-        return self.shrinks and any(
+        can_shrink = self.shrinks and any(
             other.state in pushing and rank != seat.member.rank for rank, other in self._holders("worker").items()
         )
+        return can_shrink or self.has_quorum_without([seat.member.rank])
+
+    def has_quorum_without(self, ranks: Collection[int]) -> bool:
+        """Whether so many workers take part besides these that the rounds need nobody else."""
+        others = [member for rank, member in self._holders("worker").items() if rank not in ranks]
+        return 0 < self.quorum <= sum(member.state in TAKING_PART for member in others)
+
+    @property
+    def loses_workers(self) -> bool:
+        """Whether the rounds ever go on without a worker that died."""
+        return self.shrinks or self.quorum > 0
 
     def is_complete(self) -> bool:
         """Whether each rank has been taken at least once."""

@@ -42,6 +42,7 @@ from kvd.core.server.held import HeldPartition
 from kvd.core.server.key_creation import KeyCreation
 from kvd.core.server.key_requests import KeyRequests
 from kvd.core.server.keys import KeyTable
+from kvd.core.server.late import LateWorkers
 from kvd.core.server.leadership import Leadership
 from kvd.core.server.memory import ServerMemory
 from kvd.core.server.optimizer_agreement import OptimizerAgreement
@@ -173,6 +174,7 @@ class ServerMachine:
             records,
             elsewhere.leaving,
             captures,
+            LateWorkers(session, effects, participants),
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(
@@ -308,6 +310,8 @@ class ServerMachine:
     def step(self, event: Event, now: float) -> list[Effect]:
         for reader in self._readers:
             reader.tick(now)
+        if self._pushes.late.is_on:
+            self._pushes.late.tick(now)
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, JobDone):
@@ -329,7 +333,7 @@ class ServerMachine:
 
     def next_deadline(self) -> float | None:
         due = self._session.next_deadline()
-        for part in (*self._readers, self._replication):
+        for part in (*self._readers, self._replication, self._pushes.late):
             at = part.next_deadline()
             if at is not None and (due is None or at < due):  # without a generator: this is asked after each event
                 due = at
@@ -368,6 +372,7 @@ class ServerMachine:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
         for part in self._validated:
             part.validate()
+        self._participants.validate(self._session.view)
         self._waiters.validate(self.table.groups.values())
 
     # ── dispatch ──
@@ -378,7 +383,7 @@ class ServerMachine:
             changed = self._session.receive(event, now)
             self._effects.extend(self._session.take_effects())
             if changed:
-                self._view_changed()
+                self._view_changed(now)
             return
         if isinstance(message, View | Done | NotYet | Refused):
             if event.peer.kind is PeerKind.SERVER:
@@ -410,7 +415,7 @@ class ServerMachine:
 
     # ── the view ──
 
-    def _view_changed(self) -> None:
+    def _view_changed(self, now: float) -> None:
         for rank, incarnation in self._attachments.detach_replaced():
             self._forget(rank, incarnation)
         self._participants.update(self._session.view)
@@ -422,6 +427,7 @@ class ServerMachine:
         for group in list(self.table.groups.values()):
             self._pushes.advance(group)
             self._participants.fail_blocked(group)
+        self._pushes.late.view_changed(self.table.groups.values(), now)
 
     def _advance_all(self) -> None:
         for group in list(self.table.groups.values()):

@@ -56,6 +56,14 @@ class Participants:
             self._behind.remove(rank)
             self._update_awaited()
 
+    def validate(self, view: ViewState) -> None:
+        """Raises AssertionError if rounds do not wait for exactly those whom the view names: then all servers would not
+        wait for the same."""
+        if view.is_sync:
+            required = view.required_ranks()
+            assert self.awaited == self.required == required, f"rounds wait for {self.awaited}, the view for {required}"
+            assert self.apart == frozenset(view.ranks_apart()), f"{self.apart} are apart, and not in the view"
+
     def _update_awaited(self) -> None:
         passed_by = self._resting | self._behind
         self.awaited = [rank for rank in self.required if rank not in passed_by]

@@ -29,6 +29,7 @@ from kvd.core.server.captures import Captures
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup
+from kvd.core.server.late import LateWorkers
 from kvd.core.server.participants import Participants
 from kvd.core.server.pending import Pending
 from kvd.core.server.progress import PushRequest, Refusal
@@ -67,6 +68,9 @@ class Pushes:
     Args:
         leaving: the partitions whose rounds do not close any more.
         small_push_bytes: pushes of up to this many bytes are not answered by Staged.
+
+    Attributes:
+        late: for whom rounds wait though a quorum is there.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Pushes:
         records: Records,
         leaving: Collection[int],
         captures: Captures,
+        late: LateWorkers,
         *,
         small_push_bytes: int,
     ) -> None:
@@ -96,6 +101,7 @@ class Pushes:
         self._records = records
         self._leaving = leaving
         self._captures = captures
+        self.late = late
         self._small_push_bytes = small_push_bytes
 
     # ── resolve ──
@@ -146,6 +152,9 @@ class Pushes:
         self._waiters.wait(pending, rank, targets, _uncounted(decisions) if is_apart else ())
         for target in targets:
             self.advance(target.group)
+        if self.late.is_on:
+            for target in targets:
+                self.late.staged(target.group)
         for target in targets:
             self._participants.fail_blocked(target.group)
             self._disputes.fail_waiting(target.group)

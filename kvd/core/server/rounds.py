@@ -1,5 +1,7 @@
 """The rounds of one slice, or of several that are fused.
 
+Over 400 lines because all that decides whether a round closes, and what is in it, stands in one class.
+
 Contributions are staged, counted when their round closes, and committed when every in-sync replica holds the record
 (`kvd.core.server.progress` has these numbers per worker). A slice's state is the fold of its records; its version is
 the number of committed records since its init. Rounds close in order and one at a time, so at most one update of a
@@ -211,6 +213,12 @@ class SliceLog:
             for rank in required
             if rank not in contributions and self.progress.get(rank, NO_PROGRESS).staged < clock
         ]
+
+    def has_quorum(self, clock: int, quorum: int) -> bool:
+        """Sync: whether so many have contributed to the round of `clock`. A round of assignments waits for all: without
+        rank 0 it would have no value."""
+        given = self._rounds.get(clock, {}).values()
+        return len(given) >= quorum and all(contribution.how == ADD for contribution in given)
 
     def slowest(self, required: Collection[int]) -> int:
         """Async: the smallest staged clock of the active workers. A push that is staged need not be counted for that:

@@ -20,7 +20,8 @@ class Participation:
     Attributes:
         is_observer: this node has no rank, and only asks.
         in_rounds: whether it may push and initialise keys.
-        is_apart: it was lost: the rounds go on without it, until it takes part again (`kvd.core.worker.returning`).
+        is_apart: it was lost or late: the rounds go on without it, until it takes part again
+            (`kvd.core.worker.returning`).
         is_returning: that is under way.
     """
 
@@ -34,6 +35,8 @@ class Participation:
         self.is_apart = False
         self.is_returning = False
         self._apart_since = NO_VIEW
+        self._awaited_since = NO_VIEW  # while it returns: the view in which the rounds wait for it; NO_VIEW: not yet
+        self._is_out_again = False  # a later view says that they do not
 
     @property
     def was_lost(self) -> bool:
@@ -48,9 +51,9 @@ class Participation:
         """Why a node outside the rounds does not push."""
         if self.is_apart:
             return NotResumed(
-                "this worker was silent for longer than worker_timeout_s, or was started again after that, and the "
-                "others went on without it: call kv.resume() to take part again from the next rounds on (kv.clock and "
-                "a pull say where they are); a loop over kv.steps does so by itself"
+                "the others went on without this worker: it was late by more than quorum_grace_s, silent for longer "
+                "than worker_timeout_s, or started again after that. Call kv.resume() to take part again from the "
+                "next rounds on (kv.clock and a pull say where they are); a loop over kv.steps does so by itself"
             )
         if self.is_observer:
             return NotAllowed("an observer does not push: join as a worker")
@@ -100,20 +103,34 @@ class Participation:
 
     def _go_apart(self, epoch: Epoch) -> None:
         if self.is_returning:
+            self._is_out_again |= NO_VIEW < self._awaited_since < epoch
             return
         self.in_rounds, self.is_apart = False, True
         self._apart_since = max(self._apart_since, epoch)
+
+    def begin_return(self) -> None:
+        """It asks the scheduler to let the rounds wait for it."""
+        self.is_returning = True
+        self._awaited_since, self._is_out_again = NO_VIEW, False
+
+    def awaited_since(self, epoch: Epoch) -> None:
+        """They do in the view of this epoch."""
+        self._awaited_since = epoch
 
     def step_out(self) -> None:
         """The rounds are to go on without this worker for now."""
         self.is_returning = False
         self._asker.ask(None, SCHEDULER, TakePart(0, Taking.OUT), lambda event: None)
 
-    def come_back(self) -> None:
-        """The rounds wait for this worker, which knows where they are."""
+    def come_back(self) -> bool:
+        """The rounds wait for this worker, which knows where they are. False: they went on without it meanwhile."""
+        if self._is_out_again:
+            self.step_out()
+            return False
         self._asker.ask(None, SCHEDULER, TakePart(0, Taking.ARRIVED), lambda event: None)
         self.in_rounds, self.is_apart, self.is_returning = True, False, False
-        self._apart_since = self._session.view.epoch
+        self._apart_since = max(self._session.view.epoch, self._awaited_since)
+        return True
 
     def _is_leaving(self) -> bool:
         return any(isinstance(entry.send.message, Leave) for entry in self._outbox.entries())

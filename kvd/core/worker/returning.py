@@ -1,4 +1,4 @@
-"""A worker that was lost takes part again: the others went on without it while it was silent or dead.
+"""A worker that was lost or late takes part again: the others went on without it.
 
 It does so in an order in which nobody can miss anything:
 
@@ -119,7 +119,7 @@ class Returning:
 
     def _tell_scheduler(self, call: Call, request: requests.TakePartAgain) -> None:
         is_alone = self._is_alone()
-        self._participation.is_returning = True
+        self._participation.begin_return()
         call.hold(self._given_up)
 
         def answered(event: Received) -> None:
@@ -127,6 +127,7 @@ class Returning:
             if error is not None:
                 self._failed(call, error)
             else:
+                self._participation.awaited_since(event.epoch)
                 self._where_are(call, lambda where: self._frozen(call, request, where, is_alone=is_alone), frozen=True)
 
         self._asker.ask(call, SCHEDULER, TakePart(0, Taking.IN), answered)
@@ -161,8 +162,8 @@ class Returning:
     def _take_clocks(self, call: Call, keys: Sequence[WorkerKey], step: int) -> None:
         """One key after the other, as a look-up does."""
         if not keys:
-            self._participation.come_back()
-            self._calls.complete(call, requests.Returned(requests.Return.NOW, step))
+            how = requests.Return.NOW if self._participation.come_back() else requests.Return.LATER
+            self._calls.complete(call, requests.Returned(how, step))
             return
         key, *rest = keys
 
@@ -179,7 +180,7 @@ class Returning:
     def _failed(self, call: Call, error: KvdError) -> None:
         if self._participation.is_returning:
             self._participation.step_out()
-            if isinstance(error, NotAllowed):  # it was lost once more meanwhile
+            if isinstance(error, NotAllowed):  # it was lost or late once more meanwhile
                 self._calls.complete(call, requests.Returned(requests.Return.LATER))
                 return
         self._calls.complete(call, error=error)

@@ -25,7 +25,8 @@ class Job:
             itself acts on some settings: each daemon gets a directory of its own below ``KVD_STATE_DIR``; with
             ``KVD_CPU_AFFINITY=auto`` each server gets a core of its own, if there are enough; a job without ``KVD_JOB``
             gets a name that no other has, or ``default`` if there is a ``KVD_SNAPSHOT_DIR``, and one without
-            ``KVD_RUN`` a random token; with ``KVD_ON_WORKER_LOSS=shrink`` it goes on until all workers have failed.
+            ``KVD_RUN`` a random token; with ``KVD_ON_WORKER_LOSS=shrink`` it goes on until all workers have failed, and
+            with ``KVD_QUORUM`` as long as so many have not.
         replicas: how many copies of each value there are, as the settings in `environment` say. With one, the death of
             a server ends the job; or, with restarts and ``KVD_RESTORE``, it begins again from its newest snapshot.
         restarts: how often and how soon each process that failed is started again, under the same node id: a worker,

@@ -293,9 +293,11 @@ class Supervisor:
 
     def _goes_on_without(self, rank: int, code: int) -> bool:
         """Whether others go on, or are done, without this one. What is wrong with its settings is wrong with theirs."""
-        is_last = len(self._crew.given_up_workers | {rank}) == self._job.workers
-        shrinks = self._job.environment.get("KVD_ON_WORKER_LOSS") == "shrink"
-        return shrinks and code not in NOT_RESTARTED and not is_last
+        settings = self._job.environment
+        shrinks = settings.get("KVD_ON_WORKER_LOSS") == "shrink"
+        needed = 1 if shrinks else int(settings.get("KVD_QUORUM", "0"))
+        left = self._job.workers - len(self._crew.given_up_workers | {rank})
+        return 0 < needed <= left and code not in NOT_RESTARTED
 
     def _is_restarted(self, ended: Child, start: Callable[[], object]) -> bool:
         """Whether a process that ended is started again. If so, plans that and says when."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvd.core.requests import ClockOf, Depart, Flush, Loop, Return, TakePartAgain, Transfer, UncountedVersions
+from kvd.core.worker.return_pause import ReturnPause
 from kvd.core.worker.step_loops import StepLoops
 from kvd.errors import KvdError
 from kvd.optimizer import SGD
@@ -29,12 +30,14 @@ class LossLedger(Ledger):
     of one step add up to 1, so all that are in one round are of one step, and none counts twice.
 
     Attributes:
+        least: how many pushes each round has at least.
         lost: how many pushes did not count.
         returns: how many times a worker took part again.
     """
 
     pace_s: float = 0.7
     size: int = 2048  # two full slices
+    least: int = 1
     lost: int = 0
     returns: int = 0
 
@@ -42,20 +45,25 @@ class LossLedger(Ledger):
         self.watch(me.world)
         yield from enter(me, self.keys, np.zeros(self.size, np.float32), SGD(learning_rate=1.0))
         loops = StepLoops(me.machine.stopped(), is_strict=True)
+        pause = ReturnPause(me.machine.view)
         step: int | None = loops.begin(self.steps, self.keys)
         while step is not None and step < self.steps:
             if me.machine.is_apart:
-                step = yield from self.come_back(me, loops)
+                step = yield from self.come_back(me, loops, pause)
                 continue
             loops.enter(step)
             yield from self.push_all(me, loops, step)
             loops.leave()
             loops.validate()
-            yield Sleep(self.pace_s * ((7 * step + 3 * me.rank) % 5))  # some push long before others do
+            yield Sleep(self.computes_s(me.rank, step))
             step += 1
         loops.end()
         yield Flush()
         yield Depart(Departure.DONE)
+
+    def computes_s(self, rank: int, step: int) -> float:
+        """How long the worker computes after this step: some push long before others do."""
+        return self.pace_s * ((7 * step + 3 * rank) % 5)
 
     def push_all(self, me: Me, loops: StepLoops, step: int) -> Coroutine:
         place = self.place(me, step + 1)
@@ -83,13 +91,18 @@ class LossLedger(Ledger):
             yield Sleep(RETRY_S)
         raise AssertionError(f"a push of {name.key!r} does not begin: {call.error}")
 
-    def come_back(self, me: Me, loops: StepLoops) -> Generator[Any, Any, int | None]:
+    def come_back(self, me: Me, loops: StepLoops, pause: ReturnPause) -> Generator[Any, Any, int | None]:
         """The step of the loop with which the worker goes on; None: the others are past the loop."""
+        stays_s = pause.next_s(loops.place)
+        while stays_s > 0 and not pause.is_needed:
+            yield Sleep(RETURN_S)
+            stays_s -= RETURN_S
         while True:
             yield Flush()
             returned = yield from insist(TakePartAgain(Loop(loops.first, loops.first + self.steps)))
             if returned.how is Return.NOW:
                 self.returns += 1
+                pause.came_into(returned.step)
                 return int(returned.step) - loops.first
             if returned.how is Return.OVER:
                 return None
@@ -119,7 +132,7 @@ class LossLedger(Ledger):
                 for slice_index in range(2):
                     given = [float(value[self.both(place)[slice_index]]) for place in places]
                     counted = [part for part in given if part]
-                    if any(abs(part - 1 / len(counted)) > 1e-6 for part in counted):
+                    if any(abs(part - 1 / len(counted)) > 1e-6 for part in counted) or len(counted) < self.least:
                         world.fail(f"the pushes of step {step} of {key!r} left {given} in slice {slice_index}")
                 for place in places:
                     self.check_place(world, key, place, [float(value[each]) > 0 for each in self.both(place)])

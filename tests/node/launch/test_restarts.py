@@ -109,15 +109,19 @@ def test_workers_that_fail_are_restarted_more_and_more_slowly(daemon: Any, lines
     ]
 
 
-@pytest.mark.parametrize(("failing", "code"), [("*-0", 0), ("*", 5)])
+@pytest.mark.parametrize(
+    ("setting", "failing", "code"),
+    [("ON_WORKER_LOSS=shrink", "*-0", 0), ("ON_WORKER_LOSS=shrink", "*", 5), ("QUORUM=1", "*", 5)],
+)
 def test_the_others_go_on_without_a_worker(
-    failing: str, code: int, daemon: Any, lines: Lines, mark: dict[str, str]
+    setting: str, failing: str, code: int, daemon: Any, lines: Lines, mark: dict[str, str]
 ) -> None:
+    name, value = setting.split("=")
     job = Job(
         command=shell(f'case "$KVD_NODE_ID" in {failing}) exit 5 ;; esac'),
         workers=2,
         servers=1,
-        environment={**mark, "KVD_ON_WORKER_LOSS": "shrink"},
+        environment={**mark, f"KVD_{name}": value},
         daemon=daemon,
     )
     assert run(job, lines.take, handle_signals=False) == code
