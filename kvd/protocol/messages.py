@@ -405,9 +405,8 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A round that I lead has had the contributions of a quorum for the time of grace, and still waits for these ranks:
-    let the rounds go on without them. It waits for them in the view of the header, which the scheduler compares with
-    the view in which they came.
+    """A round that I lead has had a quorum for the time of grace, and still waits for these ranks: let the rounds go on
+    without them. That is so in the view of the header, and counts only if this is the newest one.
 
     Answered with Done once the view says so, or if the scheduler knows better.
     """

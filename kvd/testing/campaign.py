@@ -12,6 +12,7 @@ from kvd.testing.network import CALM, LATE_COPIES, NASTY, ROUGH, Faults
 from kvd.testing.process import Coroutine
 from kvd.testing.settings import ClusterSettings, ShellSettings, Timeouts
 from kvd.testing.simulator import Me, World
+from kvd.testing.workloads.captured import captured_rounds
 from kvd.testing.workloads.deletions import Generations
 from kvd.testing.workloads.ledger import Ledger, list_ledger
 from kvd.testing.workloads.lives import LifeLedger, ListLives
@@ -131,6 +132,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "tangles": lambda campaign, seed: tangled(WORKERS, STEPS, seed, max(campaign.staleness, 0)),
     "training": lambda campaign, seed: Training(STEPS, expected=undisturbed_weights("training")),
     "watched": lambda campaign, seed: watched_rounds(WORKERS, STEPS, seed),
+    "captured": lambda campaign, seed: captured_rounds(WORKERS, 2 * STEPS, seed),
     "watched, uneven": lambda campaign, seed: uneven_rounds(WORKERS, STEPS, seed),
     "stepped": lambda campaign, seed: SteppedTraining(STEPS, expected=undisturbed_weights("training")),
     "stepped ledger": lambda campaign, seed: SteppedLedger(WORKERS, STEPS),
@@ -245,6 +247,7 @@ CAMPAIGNS: dict[str, Campaign] = {
     "tangles, stale by 1": Campaign("tangles", mode="async", staleness=1, mishaps=BUMPY, faults=NASTY, notice_s=0.3),
     "watched": Campaign("watched"),
     "watched, nasty": Campaign("watched", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
+    "captured, nasty": Campaign("captured", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
     "watched, uneven": Campaign("watched, uneven", mishaps=NO_DEATHS),
     "watched, uneven, nasty": Campaign(
         "watched, uneven",
@@ -297,6 +300,7 @@ FAILOVERS: dict[str, Campaign] = {
     ),
     "meetings, servers die": Campaign("meetings", mishaps=SERVERS_DIE, replicas=2),
     "watched, servers die": Campaign("watched", mishaps=SERVERS_DIE, servers=3, replicas=2),
+    "captured, servers die": Campaign("captured", mishaps=SERVERS_DIE, servers=3, replicas=2),
     "tangles, servers die": Campaign("tangles", mishaps=replace(BUMPY, server_crashes=2), notice_s=0.3, replicas=2),
 }
 
