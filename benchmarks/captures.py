@@ -1,9 +1,10 @@
 """How far a snapshot from the command line holds training up: ``python -m benchmarks.captures``.
 
 Workers push and pull all keys of a model and compute nothing. In turn they train undisturbed, and while a snapshot is
-taken as `kvd snapshot save` takes it. The step in which the servers keep their copies is the longest; the others run
-beside a process that reads from the servers and writes to the disk. Shown are the median step of both, their ratio
-within a turn, and how much longer than that median the longest step was; and the rate of the snapshot.
+taken by `kvd snapshot save`, whose process begins and ends in that time. The step in which the servers keep their
+copies is the longest; the others run beside a process that reads from the servers and writes to the disk. Shown are the
+median step of both, their ratio within a turn, and how much longer than that median the longest step was; and the rate
+of the snapshot.
 """
 
 from __future__ import annotations
@@ -118,11 +119,11 @@ def measure(cluster: LocalCluster, training: Training, turns: int, steps: int, f
         command = cluster.script(SAVE, turn, str(folder / str(turn)), node_id="")
         said, _ = command.communicate()
         ended = time.monotonic()
+        if command.returncode:
+            raise RuntimeError(said.decode())
         training.wait_for(1)
         nbytes = sum(file.stat().st_size for file in (folder / str(turn)).iterdir())
         before, meanwhile = training.between(begun, between), training.between(between, ended)
-        if command.returncode:
-            raise RuntimeError(said.decode())
         saved = json.loads(said[said.index(b"{") :])
         assert saved["is_one_step"]
         medians = statistics.median(before), statistics.median(meanwhile)

@@ -97,8 +97,8 @@ class StoredSnapshot:
             return self._tensor(pieces[0], dtype, memory)
         whole = np.empty(sum(piece.elements for piece in pieces), named_dtype(dtype))
         begin = 0
-        for piece in pieces:
-            whole[begin : begin + piece.elements] = self._tensor(piece, dtype, memory)
+        for piece in pieces:  # each part can go once it is copied, so it is not one that somebody must give back
+            whole[begin : begin + piece.elements] = self._tensor(piece, dtype, None)
             begin += piece.elements
         whole.flags.writeable = False
         return whole

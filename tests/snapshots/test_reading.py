@@ -53,14 +53,16 @@ def test_no_more_than_one_part_is_in_memory_beside_what_is_used(tmp_path: Path) 
     assert peak_of(lambda: [snapshot.value(key).sum() for key in snapshot.manifest.keys]) < 6 * MB
 
 
-def test_a_key_of_several_parts_is_in_memory_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", [None, PartMemory(4 * MB + 200)], ids=["new memory", "used again"])
+def test_a_key_of_several_parts_is_in_memory_once(tmp_path: Path, memory: PartMemory | None) -> None:
     writer = SnapshotWriter(tmp_path / "taken", ORIGIN, 4 * MB)
     value = np.arange(8 * MB, dtype=np.float32)
     writer.add("large", value, 1, 0, {})
     writer.finish()
     snapshot = StoredSnapshot.open(tmp_path / "taken")
     found: list[Any] = []
-    assert peak_of(lambda: found.append(snapshot.value(snapshot.manifest.keys[0]))) < value.nbytes + 6 * MB
+    (key,) = snapshot.manifest.keys
+    assert peak_of(lambda: found.append(snapshot.value(key, memory))) < value.nbytes + 6 * MB
     np.testing.assert_array_equal(found[0], value)
 
 
