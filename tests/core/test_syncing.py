@@ -32,7 +32,7 @@ from kvd.protocol.messages import (
     TakeStep,
 )
 from tests.core.fakes import welcome
-from tests.core.replica_harness import FLOATS, A, B, Cluster, Node
+from tests.core.replica_harness import FLOATS, A, B, C, Cluster, Node
 from tests.core.test_promotion import OTHERS
 from tests.core.test_records import ALONE, HELD, ONE
 
@@ -229,6 +229,28 @@ def test_an_export_that_fails_ends_the_sync_with_a_line_and_the_job_goes_on() ->
 
 FIVE = np.zeros(1000, np.float32)  # 4000 bytes
 ROOM = 1 << 20
+
+
+def test_a_late_copy_of_how_an_earlier_copy_began_takes_nothing_away() -> None:
+    """The server was the backup once, then it was not, and now it is again, of the same leader."""
+    run = alone()
+    run.create("w", ONE)
+    run.auto = False
+    run.look([SYNCING, *OTHERS])
+    (late,) = run.to(B, StartHolding)
+    run.arrive(late)
+    run.auto = True
+    run.look([ALONE, *OTHERS])
+    run.look([(A, C, NO_RANK), *OTHERS])
+    assert run.nodes[B].held() is None
+    run.look([ALONE, *OTHERS])
+    run.look([SYNCING, *OTHERS])
+    run.look([HELD, *OTHERS])
+    both_push(run, 1)
+    assert run.picture(A) == run.picture(B)
+    run.auto = False
+    run.arrive(late)
+    assert run.picture(A) == run.picture(B)
 
 
 def attempts(run: Cluster) -> list[str]:
