@@ -118,13 +118,13 @@ def _ended_workers(report: Report) -> list[str]:
     return [
         f"worker {m['rank']}"
         for m in report["members"]
-        if m["role"] == "worker" and m["state"] == "active" and m["process_ended"]
+        if m["role"] == "worker" and m["state"] in ("active", "idle") and m["process_ended"]
     ]
 
 
 def _servers_that_left(report: Report) -> list[str]:
     """Servers that were stopped while a worker still needs their keys, of which there is no other copy."""
-    if not any(m["role"] == "worker" and m["state"] == "active" for m in report["members"]):
+    if not any(m["role"] == "worker" and m["state"] in ("active", "idle") for m in report["members"]):
         return []
     left, partitions = _left(report, "server"), partitions_of(report)
     if not partitions:

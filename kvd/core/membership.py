@@ -16,6 +16,7 @@ def name_of(role: str, rank: int) -> str:
 
 _IN_WORDS = {
     MemberState.ACTIVE: "is active",
+    MemberState.IDLE: "waits at a point until all have come there",
     MemberState.DONE: "has left the rounds",
     MemberState.LEFT: "has left",
     MemberState.DEAD: "is dead",
@@ -25,7 +26,16 @@ _IN_WORDS = {
     MemberState.RETURNING: "is about to take part in the rounds again",
 }
 
-_NOT_AWAITED = frozenset({MemberState.DONE, MemberState.LEFT, MemberState.GONE, MemberState.LOST, MemberState.BACK})
+_NOT_AWAITED = frozenset(
+    {
+        MemberState.IDLE,
+        MemberState.DONE,
+        MemberState.LEFT,
+        MemberState.GONE,
+        MemberState.LOST,
+        MemberState.BACK,
+    }
+)
 
 
 def in_words(state: MemberState) -> str:
@@ -114,7 +124,7 @@ class ViewState:
 
     def required_ranks(self) -> list[int]:
         """The ranks of the workers that rounds wait for: all that have not left the rounds, joined or not, except those
-        that are lost."""
+        that are lost or wait at a point."""
         gone = {m.rank for m in self.members.values() if m.role == "worker" and m.state in _NOT_AWAITED}
         return [rank for rank in range(self.settings.num_workers) if rank not in gone]
 
@@ -125,8 +135,9 @@ class ViewState:
         return [m.rank for m in self.members.values() if m.role == "worker" and m.state in apart and self.is_sync]
 
     def num_taking_part(self) -> int:
-        """The number of workers of the cluster, without those that are lost and have yet to take part again."""
-        apart = (MemberState.LOST, MemberState.BACK)
+        """The number of workers of the cluster, without those that are lost and have yet to take part again, and those
+        that wait at a point."""
+        apart = (MemberState.LOST, MemberState.BACK, MemberState.IDLE)
         return self.settings.num_workers - sum(
             member.role == "worker" and member.state in apart for member in self.members.values()
         )

@@ -26,9 +26,11 @@ from kvd.testing.workloads.stepped import SteppedLedger, SteppedTraining
 from kvd.testing.workloads.steps import mostly_together, one_by_one
 from kvd.testing.workloads.tangles import tangled
 from kvd.testing.workloads.training import Training, list_training
+from kvd.testing.workloads.uneven import PER_EPOCH, UnevenLedger
 
 WORKERS = 3
 STEPS = 8
+EPOCHS = 3  # of workers with uneven data
 LONG = 40  # steps of a workload in which workers come back after they were given up
 HARD = Mishaps(within_s=10.0, crashes=2, pauses=2, cuts=2, ghosts=2, scheduler_restarts=1)
 LASTING = replace(HARD, within_s=25.0)  # runs in a nasty network take this long; joining is a good part of it
@@ -135,6 +137,9 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "stepped": lambda campaign, seed: SteppedTraining(STEPS, expected=undisturbed_weights("training")),
     "stepped ledger": lambda campaign, seed: SteppedLedger(WORKERS, STEPS),
     "losses": lambda campaign, seed: LossLedger(WORKERS, LONG),
+    "uneven": lambda campaign, seed: UnevenLedger(
+        WORKERS, EPOCHS * max(PER_EPOCH), epochs=EPOCHS, seed=seed, sync=campaign.mode == "sync"
+    ),
     "lateness": lambda campaign, seed: LossLedger(WORKERS, LONG, least=campaign.quorum),
     "shared": lambda campaign, seed: SharedLedger(WORKERS * STEPS),
     "list training": lambda campaign, seed: list_training(
@@ -313,6 +318,22 @@ LOSSES: dict[str, Campaign] = {
         servers=3,
         replicas=2,
     ),
+}
+
+# Workers whose data ends in different steps wait for each other at the end of each epoch.
+UNEVEN: dict[str, Campaign] = {
+    "uneven": Campaign("uneven", merge="mean"),
+    "uneven, nasty": Campaign("uneven", merge="mean", mishaps=LASTING, faults=NASTY),
+    "uneven, late": Campaign("uneven", merge="mean", mishaps=LATE),
+    "uneven, wait": Campaign("uneven", merge="mean", on_worker_loss="wait", mishaps=LATE),
+    "uneven, torn records": Campaign(
+        "uneven", merge="mean", mishaps=replace(LASTING, scheduler_restarts=5), shell=SLOW_DISK
+    ),
+    "uneven, one way": Campaign(
+        "uneven", merge="mean", mishaps=Mishaps(within_s=14.0, crashes=1, pauses=2, one_way_cuts=30)
+    ),
+    "uneven, async, stale by 1": Campaign("uneven", mode="async", staleness=1),
+    "uneven, servers die": Campaign("uneven", merge="mean", mishaps=SERVERS_DIE, servers=3, replicas=2),
 }
 
 # Two go on without a third that holds them up for more than a moment, whatever happens to it.

@@ -20,7 +20,7 @@ from kvd.core import requests
 from kvd.core.membership import in_words, name_of
 from kvd.core.requests import Item
 from kvd.core.worker.step_loops import Replay
-from kvd.errors import NodeLost
+from kvd.errors import NodeLost, NotAllowed
 from kvd.protocol.messages import MemberState
 
 VIEW_PAUSE_S, VIEW_CHECKS = 0.01, 500
@@ -176,8 +176,11 @@ class ClusterAssignments:
         self._check_rank_0()
 
     def _check_rank_0(self) -> None:
-        """Raises NodeLost if the rounds go on without worker 0, who has the values."""
+        """Raises NodeLost or NotAllowed if the rounds go on without worker 0, who has the values."""
         root = self._engine.machine.view.worker(0)
+        if self._rank != 0 and root is not None and root.state is MemberState.IDLE:
+            text = "nobody has values to broadcast: worker 0, whose values they are, waits at the end of its data"
+            raise NotAllowed(f"{text} (join(until=…)); broadcast before it comes there, or after all have")
         if self._rank != 0 and root is not None and root.state in (MemberState.LOST, MemberState.BACK):
             text = f"nobody has values to broadcast: worker 0, whose values they are, {in_words(root.state)}"
             raise NodeLost(text, node=name_of("worker", 0), last_seen_s=root.last_seen_s, reason=root.reason)

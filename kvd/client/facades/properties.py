@@ -30,8 +30,8 @@ class StoreProperties:
 
     @property
     def num_workers(self) -> int:
-        """The number of workers of the job. With `on_worker_loss = "shrink"` that of the newest round: the workers that
-        were lost are not in it until they take part again."""
+        """The number of workers of the job. With `on_worker_loss = "shrink"` or a `quorum` that of the newest round:
+        the workers that were lost or late are not in it until they take part again."""
         count = self._facts.count_workers
         return self._facts.num_workers if count is None else count()
 

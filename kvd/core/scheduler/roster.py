@@ -30,6 +30,8 @@ class MemberEvent(Enum):
     RETURNED = "takes part again"
     ARRIVED = "knows where the rounds are"
     STEPPED_OUT = "cannot take part again yet"
+    IDLED = "waits at a point"
+    RELEASED = "has come to a point with all others"
     LATE = "is late, and the rounds go on without it"
 
 
@@ -43,7 +45,17 @@ TRANSITIONS: dict[MemberState, dict[MemberEvent, MemberState]] = {
         MemberEvent.RETURNED: MemberState.ACTIVE,
         MemberEvent.ARRIVED: MemberState.ACTIVE,
         MemberEvent.STEPPED_OUT: MemberState.BACK,
+        MemberEvent.IDLED: MemberState.IDLE,
         MemberEvent.LATE: MemberState.BACK,
+    },
+    MemberState.IDLE: {  # the rounds go on without it, and nothing that it has pushed is lost
+        MemberEvent.HEARD: MemberState.IDLE,
+        MemberEvent.IDLED: MemberState.IDLE,
+        MemberEvent.RELEASED: MemberState.ACTIVE,
+        MemberEvent.LEFT_ROUNDS: MemberState.DONE,
+        MemberEvent.LEFT: MemberState.LEFT,
+        MemberEvent.DECLARED_DEAD: MemberState.DEAD,  # from now on the rounds wait, for its successor
+        MemberEvent.DROPPED: MemberState.LOST,
     },
     MemberState.DONE: {
         MemberEvent.HEARD: MemberState.DONE,
@@ -76,19 +88,21 @@ TRANSITIONS: dict[MemberState, dict[MemberEvent, MemberState]] = {
         MemberEvent.RETURNED: MemberState.RETURNING,
         MemberEvent.ARRIVED: MemberState.ACTIVE,
         MemberEvent.STEPPED_OUT: MemberState.BACK,
+        MemberEvent.IDLED: MemberState.IDLE,  # what it said of its arrival is on its way, or lost
         MemberEvent.LATE: MemberState.BACK,
         MemberEvent.LEFT_ROUNDS: MemberState.DONE,
         MemberEvent.LEFT: MemberState.LEFT,
         MemberEvent.DROPPED: MemberState.LOST,
     },
 }
-LIVING = (MemberState.ACTIVE, MemberState.DONE, MemberState.BACK, MemberState.RETURNING)
+LIVING = (MemberState.ACTIVE, MemberState.IDLE, MemberState.DONE, MemberState.BACK, MemberState.RETURNING)
 AFTER_A_LOSS = (MemberState.BACK, MemberState.RETURNING)
 TAKING_PART = (MemberState.ACTIVE, MemberState.RETURNING)
 
 # What the next holder of a rank is told of the one before: a holder that is replaced while it lives counts as dead.
 AS_PREDECESSOR = {
     MemberState.ACTIVE: MemberState.DEAD,
+    MemberState.IDLE: MemberState.DEAD,
     MemberState.DONE: MemberState.DONE,
     MemberState.LEFT: MemberState.LEFT,
     MemberState.DEAD: MemberState.DEAD,
@@ -209,7 +223,7 @@ class Roster:
     def may_lose(self, seat: Seat) -> bool:
         """Whether the rounds can go on without this worker: a quorum takes part, or, if they shrink, another one pushes
         or may."""
-        pushing = (MemberState.ACTIVE, *AFTER_A_LOSS)
+        pushing = (MemberState.ACTIVE, MemberState.IDLE, *AFTER_A_LOSS)
         can_shrink = self.shrinks and any(
             other.state in pushing and rank != seat.member.rank for rank, other in self._holders("worker").items()
         )
@@ -238,11 +252,21 @@ class Roster:
         return any(member.node_id == node_id for member in self._holders("worker").values())
 
     def barrier_ranks(self) -> list[int]:
-        """The ranks of the workers that barriers wait for, joined or not: those that have neither left nor are lost."""
-        workers = self._holders("worker")
-        passed_by = {MemberState.LEFT, MemberState.LOST, MemberState.BACK}
+        """The ranks of the workers that barriers wait for, joined or not: those that have neither left nor are lost,
+        and do not wait at a point."""
+        passed_by = {MemberState.LEFT, MemberState.LOST, MemberState.BACK, MemberState.IDLE}
         if self.shrinks:
             passed_by.add(MemberState.GONE)
+        return self._ranks_without(passed_by)
+
+    def point_ranks(self) -> list[int]:
+        """The ranks of the workers that points wait for, joined or not: those that rounds wait for, or wait at one."""
+        return self._ranks_without(
+            {MemberState.LEFT, MemberState.DONE, MemberState.GONE, MemberState.LOST, MemberState.BACK}
+        )
+
+    def _ranks_without(self, passed_by: Collection[MemberState]) -> list[int]:
+        workers = self._holders("worker")
         return [
             rank for rank in range(self._sizes["worker"]) if rank not in workers or workers[rank].state not in passed_by
         ]
