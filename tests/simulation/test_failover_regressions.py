@@ -82,3 +82,7 @@ def test_copies_may_be_compared_at_any_moment(name: str, seed: int, monkeypatch:
     """A key that was compared counted as used; a leader that had handed over went on, and was no copy any more."""
     monkeypatch.setattr(checks, "PAUSE_S", 0.4)
     FAILOVERS[name].run(seed)
+
+
+def test_a_late_message_of_an_earlier_copy_does_not_empty_the_present_one() -> None:
+    FAILOVERS["deletions, late copies, servers die"].run(512)

@@ -25,7 +25,7 @@ class HeldPartition:
         optimizer, as_set, generation: the newest that was set there, with all changes, and as it was set.
         handled: requests of the leader that need not be carried out again.
         is_broken: a round could not be applied as the leader has applied it.
-        since: the view since which it is held; records that were sent before it knew that view are of an earlier time.
+        since: the view that the leader knew when this began; what was sent before that is of an earlier time.
     """
 
     leader: int

@@ -96,9 +96,10 @@ class Replicas:
         """Takes a record."""
         message: Any = event.message
         held = self._held.get(message.partition)
-        if held is not None and (held.leader != event.sender or event.epoch < held.since):
-            held = None  # it was held for another leader, or this is a late copy of the time before that
-        if not self._is_from_leader(event, message.partition):
+        if held is not None and held.leader != event.sender:
+            held = None  # it was held for another leader
+        is_late = held is not None and event.epoch < held.since  # a copy of what was sent before this time began
+        if is_late or not self._is_from_leader(event, message.partition):
             self._elsewhere(event, message.request, message.partition)
         elif held is not None and message.request in held.handled:
             self._answers.confirm(event)
@@ -131,7 +132,7 @@ class Replicas:
         if not self.forget(message.partition):
             self._answers.later(event, "an earlier record is applied")
             return
-        held = HeldPartition(event.sender, KeyTable(self._led.numbers), handled=handled)
+        held = HeldPartition(event.sender, KeyTable(self._led.numbers), handled=handled, since=event.epoch)
         held.table.creation = message.creation
         self._held[message.partition] = held
         self._answers.done(event, held)
