@@ -13,6 +13,7 @@ from kvd.testing.process import Coroutine
 from kvd.testing.settings import ClusterSettings, ShellSettings, Timeouts
 from kvd.testing.simulator import Me, World
 from kvd.testing.workloads.deletions import Generations
+from kvd.testing.workloads.elastic import ElasticLedger
 from kvd.testing.workloads.ledger import Ledger, list_ledger
 from kvd.testing.workloads.lives import LifeLedger, ListLives
 from kvd.testing.workloads.losses import LossLedger
@@ -27,6 +28,7 @@ from kvd.testing.workloads.tangles import tangled
 from kvd.testing.workloads.training import Training, list_training
 
 WORKERS = 3
+MOST_WORKERS = 5  # of an elastic job
 STEPS = 8
 LONG = 40  # steps of a workload in which workers come back after they were given up
 HARD = Mishaps(within_s=10.0, crashes=2, pauses=2, cuts=2, ghosts=2, scheduler_restarts=1)
@@ -89,6 +91,7 @@ class Campaign:
             mode=self.mode,
             merge=self.merge,
             on_worker_loss=self.on_worker_loss,
+            max_workers=MOST_WORKERS if self.workload == "elastic" else 0,
             staleness=self.staleness,
             rounds_ahead=self.rounds_ahead,
             timeouts=Timeouts(
@@ -134,6 +137,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "stepped ledger": lambda campaign, seed: SteppedLedger(WORKERS, STEPS),
     "losses": lambda campaign, seed: LossLedger(WORKERS, LONG),
     "lateness": lambda campaign, seed: LossLedger(WORKERS, LONG, least=campaign.quorum),
+    "elastic": lambda campaign, seed: ElasticLedger(MOST_WORKERS, LONG, first=WORKERS),
     "shared": lambda campaign, seed: SharedLedger(WORKERS * STEPS),
     "list training": lambda campaign, seed: list_training(
         STEPS, mostly_together(seed), undisturbed_weights("list training")
@@ -302,6 +306,35 @@ LOSSES: dict[str, Campaign] = {
     ),
     "losses, servers die": Campaign(
         "losses",
+        merge="mean",
+        on_worker_loss="shrink",
+        worker_timeout_s=2.0,
+        mishaps=replace(LOSING, server_crashes=3, cuts=1),
+        servers=3,
+        replicas=2,
+    ),
+}
+
+# Workers come and leave while others train, and die.
+ELASTIC: dict[str, Campaign] = {
+    "elastic": Campaign("elastic", merge="mean", on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING),
+    "elastic, nobody is lost": Campaign(
+        "elastic",
+        merge="mean",
+        on_worker_loss="wait",
+        mishaps=replace(HARD, within_s=40.0),
+        faults=NASTY,
+    ),
+    "elastic, torn records": Campaign(
+        "elastic",
+        merge="mean",
+        on_worker_loss="shrink",
+        worker_timeout_s=2.0,
+        mishaps=replace(LOSING, scheduler_restarts=5),
+        shell=SLOW_DISK,
+    ),
+    "elastic, servers die": Campaign(
+        "elastic",
         merge="mean",
         on_worker_loss="shrink",
         worker_timeout_s=2.0,

@@ -23,13 +23,11 @@ from kvd.protocol.messages import (
 class WaitReports:
     """Answers WaitReport."""
 
-    def __init__(
-        self, roster: Roster, liveness: Liveness, barriers: Barriers, num_workers: int, incarnation: int
-    ) -> None:
+    def __init__(self, roster: Roster, liveness: Liveness, barriers: Barriers, incarnation: int) -> None:
         self._roster = roster
         self._liveness = liveness
         self._barriers = barriers
-        self._deadlocks = Deadlocks(roster, liveness, barriers, num_workers, incarnation)
+        self._deadlocks = Deadlocks(roster, liveness, barriers, incarnation)
 
     def take(self, seat: Seat, event: Received, report: WaitReport, current: Epoch, now: float) -> list[Effect]:
         """Answers a worker. `current` is the view that counts: no other is about to be announced."""
@@ -55,10 +53,10 @@ class WaitReports:
 
     def _absent_at(self, seat: Seat) -> tuple[BarrierWait, ...]:
         """The barriers that the worker has entered, and who is missing there."""
-        required = self._roster.barrier_ranks()
+        missing = self._barriers.missing(self._roster.barrier_ranks(), self._roster.came_in())
         waits = []
         for name, entered in self._barriers.open().items():
-            absent = [rank for rank in required if rank not in entered]
+            absent = missing[name]
             if seat.member.rank in entered and absent:
                 waits.append(BarrierWait(name, tuple(absent[:MAX_ABSENT])))
         return tuple(waits[:MAX_ASKED_BARRIERS])
