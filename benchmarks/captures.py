@@ -9,6 +9,7 @@ within a turn, and how much longer than that median the longest step was; and th
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
@@ -46,6 +47,15 @@ with kvd.create("dist_sync") as kv:
         begun = time.monotonic()
         kv.pushpull(names, gradients, outs)
         print(begun, time.monotonic(), flush=True)
+"""
+
+
+SAVE: Final = """
+import sys
+from kvd_cli.main import main
+
+sys.argv[:] = ["kvd", "snapshot", "save", sys.argv[1], "-o", "json"]
+main()
 """
 
 
@@ -101,19 +111,22 @@ def measure(cluster: LocalCluster, training: Training, turns: int, steps: int, f
     """A turn for each snapshot."""
     found = []
     training.wait_for(WARM_UP_STEPS)
-    with cluster.observer() as observer:
-        for turn in range(turns):
-            begun = time.monotonic()
-            training.wait_for(steps)
-            between = time.monotonic()
-            saved = observer.save(folder / str(turn))
-            ended = time.monotonic()
-            training.wait_for(1)
-            nbytes = sum(file.stat().st_size for file in (folder / str(turn)).iterdir())
-            before, meanwhile = training.between(begun, between), training.between(between, ended)
-            assert saved.is_one_step
-            medians = statistics.median(before), statistics.median(meanwhile)
-            found.append(Turn(*medians, max(meanwhile), nbytes, ended - between))
+    for turn in range(turns):
+        begun = time.monotonic()
+        training.wait_for(steps)
+        between = time.monotonic()
+        command = cluster.script(SAVE, turn, str(folder / str(turn)), node_id="")
+        said, _ = command.communicate()
+        ended = time.monotonic()
+        training.wait_for(1)
+        nbytes = sum(file.stat().st_size for file in (folder / str(turn)).iterdir())
+        before, meanwhile = training.between(begun, between), training.between(between, ended)
+        if command.returncode:
+            raise RuntimeError(said.decode())
+        saved = json.loads(said[said.index(b"{") :])
+        assert saved["is_one_step"]
+        medians = statistics.median(before), statistics.median(meanwhile)
+        found.append(Turn(*medians, max(meanwhile), nbytes, saved["seconds"]))
     return found
 
 

@@ -91,6 +91,16 @@ def _difference(leader: str, count: int, last: Mapping[str, Any]) -> str:
     )
 
 
+def failed_copies(report: Report) -> list[str]:
+    """A line for each server that cannot hold a partition."""
+    return [
+        f"no copy: {failure['server']} cannot back up partition {failure['partition']}, which server {server['rank']} "
+        f"leads: {failure['why']}. It is tried again in {failure['again_s']:g} s."
+        for server in report.get("servers", ())
+        for failure in server.get("not_backed_up", ())
+    ]
+
+
 def lost(partitions: Sequence[Partition], gone: Sequence[str]) -> list[Partition]:
     """Those that no living server has: their leader is `gone`, and there is no backup."""
     return [partition for partition in partitions if partition.leader in gone and partition.backup is None]

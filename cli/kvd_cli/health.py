@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvd_cli.copies import Partition, Report, degraded_advice, differences, led_by, lost, numbers_of, partitions_of
+from kvd_cli.copies import (
+    Partition,
+    Report,
+    degraded_advice,
+    differences,
+    failed_copies,
+    led_by,
+    lost,
+    numbers_of,
+    partitions_of,
+)
 
 SLICES_EACH: Final = 8
 """With this many slices per server, a server without any is no accident: the odds are a thousand to one."""
@@ -44,7 +54,8 @@ def health_of(report: Report) -> Health:
         advice.append(f"left: {', '.join(deserters)}, while workers are active. {_what_is_gone(deserters, partitions)}")
     advice += degraded
     differed = differences(report)
-    advice += differed
+    failed = failed_copies(report)
+    advice += differed + failed
     if workers:
         advice.append(f"dead: {', '.join(workers)}. {_start_again(workers)}")
     lost, late, new = _in_state(report, "worker", "lost"), _late(report), _new(report)
@@ -86,8 +97,8 @@ def health_of(report: Report) -> Health:
             "Leave out --insecure (KVD_INSECURE) everywhere unless the network is closed."
         )
     advice += [_emptied(name) for name in _empty_servers(report)]
-    shrunk = lost or late or back
-    wrong = servers or deserters or degraded or workers or shrunk or ended or missing or silent or unsaved or differed
+    shrunk, copies = lost or late or back, degraded or differed or failed
+    wrong = servers or deserters or copies or workers or shrunk or ended or missing or silent or unsaved
     return Health(not wrong, tuple(advice))
 
 
@@ -116,13 +127,13 @@ def _ended_workers(report: Report) -> list[str]:
     return [
         f"worker {m['rank']}"
         for m in report["members"]
-        if m["role"] == "worker" and m["state"] == "active" and m["process_ended"]
+        if m["role"] == "worker" and m["state"] in ("active", "idle") and m["process_ended"]
     ]
 
 
 def _servers_that_left(report: Report) -> list[str]:
     """Servers that were stopped while a worker still needs their keys, of which there is no other copy."""
-    if not any(m["role"] == "worker" and m["state"] == "active" for m in report["members"]):
+    if not any(m["role"] == "worker" and m["state"] in ("active", "idle") for m in report["members"]):
         return []
     left, partitions = _left(report, "server"), partitions_of(report)
     if not partitions:

@@ -17,6 +17,7 @@ from kvd.config import terminal_colour
 STYLES = {
     "active": "green",
     "ready": "green",
+    "idle": "cyan",
     "done": "cyan",
     "left": "dim",
     "dead": "bold red",

@@ -16,6 +16,7 @@ def name_of(role: str, rank: int) -> str:
 
 _IN_WORDS = {
     MemberState.ACTIVE: "is active",
+    MemberState.IDLE: "waits at a point until all have come there",
     MemberState.DONE: "has left the rounds",
     MemberState.LEFT: "has left",
     MemberState.DEAD: "is dead",
@@ -25,7 +26,16 @@ _IN_WORDS = {
     MemberState.RETURNING: "is about to take part in the rounds",
 }
 
-_NOT_AWAITED = frozenset({MemberState.DONE, MemberState.LEFT, MemberState.GONE, MemberState.LOST, MemberState.BACK})
+_NOT_AWAITED = frozenset(
+    {
+        MemberState.IDLE,
+        MemberState.DONE,
+        MemberState.LEFT,
+        MemberState.GONE,
+        MemberState.LOST,
+        MemberState.BACK,
+    }
+)
 
 
 def in_words(state: MemberState) -> str:
@@ -114,8 +124,8 @@ class ViewState:
         return [rank for rank in range(self.settings.num_workers) if ("worker", rank) not in self.members]
 
     def required_ranks(self) -> list[int]:
-        """The ranks of the workers that rounds wait for: all that have not left the rounds, except those that are lost
-        or have yet to come in. Those that the job begins with count whether they have joined or not."""
+        """The ranks of the workers that rounds wait for: all that have not left the rounds, except those that are lost,
+        wait at a point, or have yet to come in. Those that the job begins with count joined or not."""
         workers = [member for member in self.members.values() if member.role == "worker"]
         ranks = {*range(self.settings.num_workers), *(member.rank for member in workers)}
         return sorted(ranks - {member.rank for member in workers if member.state in _NOT_AWAITED})
@@ -127,11 +137,11 @@ class ViewState:
         return [m.rank for m in self.members.values() if m.role == "worker" and m.state in apart and self.is_sync]
 
     def ranks_taking_part(self) -> list[int]:
-        """The ranks of the workers of the job, without those that are lost and have yet to take part again. Where
-        workers may join later, those that rounds wait for."""
+        """The ranks of the workers of the job, without those that are lost and have yet to take part again, and
+        those that wait at a point. Where workers may join later, those that rounds wait for."""
         if self.settings.is_elastic:
             return self.required_ranks()
-        apart = (MemberState.LOST, MemberState.BACK)
+        apart = (MemberState.LOST, MemberState.BACK, MemberState.IDLE)
         gone = {member.rank for member in self.members.values() if member.role == "worker" and member.state in apart}
         return [rank for rank in range(self.settings.num_workers) if rank not in gone]
 

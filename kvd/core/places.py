@@ -83,6 +83,19 @@ class Boundary(NamedTuple):
     is_past: bool
 
 
+class Point(NamedTuple):
+    """Where a program comes together with the others, between two loops.
+
+    Attributes:
+        steps: how many steps its loops have made.
+        place: what its servers have yet to be told: that all before it is done. None: they know, or the program has
+            pushed since its last loop, and what it pushed belongs to this place.
+    """
+
+    steps: int
+    place: int | None
+
+
 class Restored(NamedTuple):
     """The snapshot that the store was restored from, if it was.
 

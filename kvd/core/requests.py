@@ -277,6 +277,19 @@ class TakePartAgain:
 
 
 @dataclass(frozen=True, slots=True)
+class StandBy:
+    """Wait until all workers have come to this point; the rounds go on without this one meanwhile. The result is the
+    number of the step with which the next loops of all begin. NotAllowed while pushes are open.
+
+    Attributes:
+        steps: how many steps the loops of this program have made.
+    """
+
+    name: str
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ComeTo:
     """The program has come to this place, see `kvd.core.places`; all its pushes are settled. Servers remember it."""
 
@@ -347,6 +360,7 @@ Request: TypeAlias = (
     | Rewind
     | Resume
     | TakePartAgain
+    | StandBy
     | ComeTo
     | ClockOf
     | Control

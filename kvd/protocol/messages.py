@@ -160,6 +160,7 @@ class MemberState(StrEnum):
     """Where a server or worker stands; `kvd.core.scheduler.roster` has the transitions."""
 
     ACTIVE = "active"  # takes part in rounds
+    IDLE = "idle"  # the rounds go on without it until all have come to the point at which it waits
     DONE = "done"  # left the rounds, still connected
     LEFT = "left"  # left the cluster in good order
     DEAD = "dead"  # declared dead
@@ -383,11 +384,42 @@ class TakePart:
     place: Number = 0  # with ARRIVED: where my program goes on; earlier barriers do not wait for me
 
 
+class Standing(Enum):
+    """How a worker stands to a point that it names."""
+
+    WAITS = 0  # it has come there, and the rounds are to go on without it until all have
+    ASKS = 1  # its predecessor has passed it
+    KNOWS = 2  # it has passed it itself, and tells a scheduler that may have lost its record
+
+
+@dataclass(frozen=True, slots=True)
+class StandBy:
+    """My loops have made so many steps up to this point (KNOWS: so many had been made by all). Answered with Together
+    when all workers have come there; at once if they had, or if I tell."""
+
+    KIND: ClassVar[int] = 105
+    request: Number
+    name: Key
+    generation: Count
+    steps: Count
+    standing: Standing
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """All workers have come to the point, and take part again. The next loop of each begins with step `steps`: the
+    most that any has made. `waited`: the rounds went on without the receiver, this very process, until then."""
+
+    KIND: ClassVar[int] = 106
+    request: Number
+    steps: Count
+    waited: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A round that I lead has had the contributions of a quorum for the time of grace, and still waits for these ranks:
-    let the rounds go on without them. It waits for them in the view of the header, which the scheduler compares with
-    the view in which they came.
+    """A round that I lead has had a quorum for the time of grace, and still waits for these ranks: let the rounds go on
+    without them. That is so in the view of the header, and counts only if this is the newest one.
 
     Answered with Done once the view says so, or if the scheduler knows better.
     """
@@ -717,7 +749,8 @@ class Clocks:
 
     `place` is the newest place of the rank, in these slices. `begun`, in the answer to a ClockQuery, is the clock at
     which the rank came to the place that was asked for. `trained`, in the answer to an Attach, says whether a
-    contribution that the rank pushed at its newest place has counted.
+    contribution that the rank pushed at its newest place has counted. `passed_by`: rounds have closed here without the
+    rank since its latest push, as they do while it waits at a point.
     """
 
     KIND: ClassVar[int] = 38
@@ -729,6 +762,7 @@ class Clocks:
     place: Number = 0
     begun: Number = 0
     trained: bool = False
+    passed_by: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -746,7 +780,7 @@ class Activate:
 class WhereAre:
     """What is the newest place at which any worker has pushed, in the slices that you lead? Answered with TheyAre.
 
-    With `frozen`, the answer comes when your rounds wait for my rank.
+    With `frozen`, the answer comes when your rounds wait for my rank, in the view that I know or a later one.
     """
 
     KIND: ClassVar[int] = 102
@@ -767,7 +801,9 @@ class TheyAre:
 @dataclass(frozen=True, slots=True)
 class StepInto:
     """My rank takes part again: in a slice that the loop beginning with step `first` pushes, from its step `step` on
-    (numbers among the steps of all loops), in all others from their next rounds on. Answered with Done."""
+    (numbers among the steps of all loops), in all others from their next rounds on. In asynchronous training it goes on
+    with as many pushes as any rank has made. Answered with Done, when your rounds wait for my rank, in the view that I
+    know or a later one."""
 
     KIND: ClassVar[int] = 104
     request: Number
@@ -1576,6 +1612,8 @@ Message: TypeAlias = (
     | HeartbeatAck
     | Leave
     | TakePart
+    | StandBy
+    | Together
     | Enter
     | Say
     | Listen

@@ -12,6 +12,7 @@ from kvd.testing.network import CALM, LATE_COPIES, NASTY, ROUGH, Faults
 from kvd.testing.process import Coroutine
 from kvd.testing.settings import ClusterSettings, ShellSettings, Timeouts
 from kvd.testing.simulator import Me, World
+from kvd.testing.workloads.captured import captured_rounds
 from kvd.testing.workloads.deletions import Generations
 from kvd.testing.workloads.elastic import ElasticLedger
 from kvd.testing.workloads.ledger import Ledger, list_ledger
@@ -26,10 +27,12 @@ from kvd.testing.workloads.stepped import SteppedLedger, SteppedTraining
 from kvd.testing.workloads.steps import mostly_together, one_by_one
 from kvd.testing.workloads.tangles import tangled
 from kvd.testing.workloads.training import Training, list_training
+from kvd.testing.workloads.uneven import PER_EPOCH, UnevenLedger
 
 WORKERS = 3
 MOST_WORKERS = 5  # of an elastic job
 STEPS = 8
+EPOCHS = 3  # of workers with uneven data
 LONG = 40  # steps of a workload in which workers come back after they were given up
 HARD = Mishaps(within_s=10.0, crashes=2, pauses=2, cuts=2, ghosts=2, scheduler_restarts=1)
 LASTING = replace(HARD, within_s=25.0)  # runs in a nasty network take this long; joining is a good part of it
@@ -132,10 +135,14 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "tangles": lambda campaign, seed: tangled(WORKERS, STEPS, seed, max(campaign.staleness, 0)),
     "training": lambda campaign, seed: Training(STEPS, expected=undisturbed_weights("training")),
     "watched": lambda campaign, seed: watched_rounds(WORKERS, STEPS, seed),
+    "captured": lambda campaign, seed: captured_rounds(WORKERS, 2 * STEPS, seed),
     "watched, uneven": lambda campaign, seed: uneven_rounds(WORKERS, STEPS, seed),
     "stepped": lambda campaign, seed: SteppedTraining(STEPS, expected=undisturbed_weights("training")),
     "stepped ledger": lambda campaign, seed: SteppedLedger(WORKERS, STEPS),
     "losses": lambda campaign, seed: LossLedger(WORKERS, LONG),
+    "uneven": lambda campaign, seed: UnevenLedger(
+        WORKERS, EPOCHS * max(PER_EPOCH), epochs=EPOCHS, seed=seed, sync=campaign.mode == "sync"
+    ),
     "lateness": lambda campaign, seed: LossLedger(WORKERS, LONG, least=campaign.quorum),
     "elastic": lambda campaign, seed: ElasticLedger(MOST_WORKERS, LONG, first=WORKERS),
     "shared": lambda campaign, seed: SharedLedger(WORKERS * STEPS),
@@ -244,6 +251,7 @@ CAMPAIGNS: dict[str, Campaign] = {
     "tangles, stale by 1": Campaign("tangles", mode="async", staleness=1, mishaps=BUMPY, faults=NASTY, notice_s=0.3),
     "watched": Campaign("watched"),
     "watched, nasty": Campaign("watched", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
+    "captured, nasty": Campaign("captured", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
     "watched, uneven": Campaign("watched, uneven", mishaps=NO_DEATHS),
     "watched, uneven, nasty": Campaign(
         "watched, uneven",
@@ -296,6 +304,7 @@ FAILOVERS: dict[str, Campaign] = {
     ),
     "meetings, servers die": Campaign("meetings", mishaps=SERVERS_DIE, replicas=2),
     "watched, servers die": Campaign("watched", mishaps=SERVERS_DIE, servers=3, replicas=2),
+    "captured, servers die": Campaign("captured", mishaps=SERVERS_DIE, servers=3, replicas=2),
     "tangles, servers die": Campaign("tangles", mishaps=replace(BUMPY, server_crashes=2), notice_s=0.3, replicas=2),
 }
 
@@ -342,6 +351,22 @@ ELASTIC: dict[str, Campaign] = {
         servers=3,
         replicas=2,
     ),
+}
+
+# Workers whose data ends in different steps wait for each other at the end of each epoch.
+UNEVEN: dict[str, Campaign] = {
+    "uneven": Campaign("uneven", merge="mean"),
+    "uneven, nasty": Campaign("uneven", merge="mean", mishaps=LASTING, faults=NASTY),
+    "uneven, late": Campaign("uneven", merge="mean", mishaps=LATE),
+    "uneven, wait": Campaign("uneven", merge="mean", on_worker_loss="wait", mishaps=LATE),
+    "uneven, torn records": Campaign(
+        "uneven", merge="mean", mishaps=replace(LASTING, scheduler_restarts=5), shell=SLOW_DISK
+    ),
+    "uneven, one way": Campaign(
+        "uneven", merge="mean", mishaps=Mishaps(within_s=14.0, crashes=1, pauses=2, one_way_cuts=30)
+    ),
+    "uneven, async, stale by 1": Campaign("uneven", mode="async", staleness=1),
+    "uneven, servers die": Campaign("uneven", merge="mean", mishaps=SERVERS_DIE, servers=3, replicas=2),
 }
 
 # Two go on without a third that holds them up for more than a moment, whatever happens to it.

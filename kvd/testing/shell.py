@@ -7,7 +7,7 @@ the codec and the virtual network, jobs run in the real kernels. A process can d
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -177,7 +177,7 @@ class Shell:
             else:
                 self._carry_out[type(effect)](process, effect)
         self._on_step(process)
-        if isinstance(event, Received) and isinstance(event.message, Values) and event.nbytes:
+        if isinstance(event, Received) and isinstance(event.message, Values) and not _is_kept(event, effects):
             event.payload[:] = bytes([POISON]) * event.nbytes
         self._set_timer(process)
 
@@ -324,6 +324,13 @@ def _by_run(machine: Machine, effects: Iterable[Effect]) -> Iterator[tuple[OfOne
                 yield own, effect.run, effect.epoch
         else:
             yield effect, machine.run, machine.epoch
+
+
+def _is_kept(event: Received, effects: Sequence[Effect]) -> bool:
+    """Whether the program was given the payload itself, with its reference to the memory; or there is none."""
+    results = [effect.result for effect in effects if isinstance(effect, Complete)]
+    kept = [entry for result in results if isinstance(result, list) for entry in result if isinstance(entry, tuple)]
+    return not event.nbytes or any(part is event.payload for entry in kept for part in entry)
 
 
 def _poison(request: Request) -> None:

@@ -34,6 +34,8 @@ from kvd.testing.settings import ClusterSettings
 from kvd.testing.shell import Shell
 from kvd.testing.trace import Trace
 
+HEARTBEATS_S = 1.0  # at most, between two of a node
+
 Program = Callable[["Me"], Coroutine]
 
 
@@ -240,20 +242,25 @@ class World:
         return np.concatenate(parts).view(dtype)
 
     def is_replicated(self) -> bool:
-        """Whether every partition of the latest run has a living backup, saved or not yet."""
+        """Whether every partition of the latest run has a living backup, saved or not yet, and the scheduler has heard
+        all servers: else one that lives may be declared dead next, and a death would be a second fault."""
         process = self.processes["scheduler"]
         router = process.machine
         assert isinstance(router, SchedulerRouter)
         machines = [slot.machine for slot in router.runs if slot.machine is not None]
         if not process.alive or not machines:
             return False
-        saved, newest = machines[-1].told_to("server"), machines[-1].explain(self.clock.now)["partitions"]
+        report = machines[-1].explain(self.clock.now)
+        saved, newest, members = machines[-1].told_to("server"), report["partitions"], report["members"]
         there = {member.rank: member.incarnation for member in saved.members if member.role == "server"}
         processes = {rank: self.processes[f"server {rank}"] for rank in there}
         living = {rank for rank, at in processes.items() if at.alive and at.machine.incarnation == there[rank]}
         assert isinstance(newest, list)
+        assert isinstance(members, list)
+        heard_s = [member["last_heard_s"] for member in members if member["role"] == "server"]
         return (
             bool(saved.partitions)
+            and all(seconds is not None and seconds < 2 * HEARTBEATS_S for seconds in heard_s)
             and all(entry.leader in living and entry.backup in living for entry in saved.partitions)
             and all(entry["backup"] is not None for entry in newest)
         )

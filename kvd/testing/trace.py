@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from hashlib import blake2b
 from typing import NoReturn
 
 from kvd.testing.clock import VirtualClock
+
+NOTED = 40  # lines of the log, and events, that a violation shows
 
 
 class Violation(AssertionError):
@@ -17,13 +20,16 @@ class Trace:
 
     def __init__(self, seed: int, clock: VirtualClock) -> None:
         self.log: list[str] = []  # what the machines logged
+        self._newest = deque[str](maxlen=NOTED)
         self._seed = seed
         self._clock = clock
         self._hash = blake2b(digest_size=16)
 
     def record(self, text: str) -> None:
         """Adds an event to the digest."""
-        self._hash.update(f"{self._clock.now:.9f} {text}\n".encode())
+        line = f"{self._clock.now:.9f} {text}"
+        self._newest.append(line)
+        self._hash.update(f"{line}\n".encode())
 
     def record_header(self, header: bytes) -> None:
         """Adds the header of a message that arrived to the digest."""
@@ -38,5 +44,7 @@ class Trace:
         return self._hash.hexdigest()
 
     def fail(self, text: str) -> NoReturn:
-        """Raises Violation with the seed and the time."""
-        raise Violation(f"seed {self._seed}, {self._clock.now:.3f} s: {text}")
+        """Raises Violation with the seed and the time, and as a note the newest lines of the log and events."""
+        violation = Violation(f"seed {self._seed}, {self._clock.now:.3f} s: {text}")
+        violation.add_note("\n".join(["the log of the run:", *self.log[-NOTED:], "its last events:", *self._newest]))
+        raise violation

@@ -66,6 +66,17 @@ def test_a_server_that_came_back_is_sent_a_copy(status: Callable[..., Result]) -
     assert "3 records on the way to the backup" in result.stdout
 
 
+def test_a_server_that_cannot_hold_a_copy_is_named_with_the_reason(status: Callable[..., Result]) -> None:
+    why = "server 1 has no memory to hold key 'w': raise memory_limit_bytes"
+    failure = {"partition": 0, "server": "server 1", "why": why, "again_s": 12.5}
+    partitions = [partition(0, 0, syncing=1), partition(1, 1, 0)]
+    result = status(report(BOTH[0] | {"not_backed_up": [failure]}, BOTH[1], partitions=partitions), command="doctor")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1] == (
+        f"no copy: server 1 cannot back up partition 0, which server 0 leads: {why}. It is tried again in 12.5 s."
+    )
+
+
 def test_a_copy_that_was_none_makes_the_cluster_unhealthy(status: Callable[..., Result]) -> None:
     text = "its copy of slice 3 of key 'w' has other bytes than the leader's at version 7"
     found = {"slices_that_differed": 1, "last_difference": {"partition": 1, "backup": "server 0", "text": text}}

@@ -126,6 +126,8 @@ SAMPLES: dict[type[Any], Any] = {
         m.HandedOver(30, 0, 1),
         m.Late(30, (0,)),
         m.TakePart(30, m.Taking.OUT),
+        m.StandBy(30, "until:a", 0, 5, m.Standing.WAITS),
+        m.Together(30, 5, True),
         m.Enter(30, "user:a", 0),
         m.Say(30, "user:a", 0, "note"),
         m.Listen(30, "user:a", 0),

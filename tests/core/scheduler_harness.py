@@ -6,7 +6,7 @@ from typing import Any
 
 from kvd.core.machine import Effect, PeerLost, Persist, Persisted, Received, ServerPeer, Tick
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
-from kvd.protocol.messages import Epoch, Heartbeat, Join, MemberState, Settings
+from kvd.protocol.messages import Epoch, Heartbeat, Join, Settings
 from tests.core.fakes import OPEN, cluster, of, one, said, worker_id
 
 BARE = cluster(mode="", merge="")
@@ -32,6 +32,12 @@ class Harness:
                 self.machine.validate()
         return effects
 
+    def saved(self) -> list[Effect]:
+        """The records that were held back are saved."""
+        effects = self.machine.step(Persisted(self.machine.record()["epoch"]), self.now)  # type: ignore[arg-type]
+        self.machine.validate()
+        return effects
+
     def say(self, who: int, message: Any, *, peer: Any = None, view: tuple[int, int] = (0, 0)) -> list[Effect]:
         peer = ServerPeer(who) if peer is None else peer  # a node is known by its incarnation here
         return self.step(Received(peer, who, Epoch(*view), message))
@@ -52,7 +58,7 @@ class Harness:
         for seconds in (4, 8, 12, 16):
             self.now = start + seconds
             for seat in self.machine.roster.seats():
-                if seat.member.state is MemberState.ACTIVE and seat.member.incarnation != who:
+                if seat.is_living and seat.member.incarnation != who:
                     effects += self.say(seat.member.incarnation, Heartbeat(*seat.place))
         self.now = start + 20
         return effects + self.step(Tick())

@@ -45,6 +45,7 @@ OF_MEMBERS = (
     m.Heartbeat,
     m.Leave,
     m.TakePart,
+    m.StandBy,
     m.Enter,
     m.Say,
     m.Listen,

@@ -21,6 +21,7 @@ from kvd.protocol.messages import (
     Refused,
     SetOptimizer,
     StoreState,
+    Synced,
 )
 from tests.core.replica_harness import A, B, C, Cluster, Wire
 from tests.core.test_records import ALONE, HELD, ONE
@@ -106,6 +107,9 @@ def test_one_flipped_bit_is_found_and_mended(flip: Any) -> None:
     assert last == {"partition": 0, "backup": "server 1", "text": error.split("leads: ")[1].split(". It is sent")[0]}
     run.look([ALONE, *OTHERS])
     run.look([(A, NO_RANK, B), *OTHERS])
+    run.tick(1.1)
+    run.settle()
+    assert any(isinstance(message, Synced) for message in run.nodes[A].told)
     run.look([HELD, *OTHERS])
     turn(run)
     assert compared(run)[1] == 1

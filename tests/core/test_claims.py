@@ -39,6 +39,7 @@ from tests.core.server_harness import ready, refusal
 
 CLAIMS = {  # which fields a receiver counts on from, by message
     m.Enter: ["generation"],
+    m.StandBy: ["generation", "steps"],
     m.Init: ["creation"],
     m.Publish: ["creation"],
     m.ClockQuery: ["place"],

@@ -36,7 +36,7 @@ from tests.core.fakes import OPEN, cluster, member, said, server_id, worker_id
 from tests.core.scheduler_harness import Harness, answer
 
 PEER = CallerPeer(b"peer")
-ACTIVE, DONE, LEFT, DEAD, GONE, LOST, BACK, RETURNING = MemberState
+ACTIVE, LEFT, DEAD, LOST, BACK = (MemberState(name) for name in ("active", "left", "dead", "lost", "back"))
 
 
 def roster(*states: str, needed: int = 2, most: int = 5) -> Roster:

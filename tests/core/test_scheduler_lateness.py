@@ -66,7 +66,7 @@ def test_the_rounds_go_on_without_a_late_worker_and_the_view_says_why() -> None:
     assert states(harness) == "active active back"
     view = next(message for message in said(effects, worker_id(2)) if isinstance(message, View))
     member = next(member for member in view.members if (member.role, member.rank) == ("worker", 2))
-    assert member.reason == "late: a round that 2 or more were in has waited for 1 s"
+    assert member.reason == "late: 2 or more others have waited for it for 1 s"
     assert isinstance(said(effects, SERVER)[-1], Done)
     (line,) = of(LogEntry, effects)
     assert (line.level, line.text) == ("info", "worker 2 is late: the rounds go on without it until its next step")

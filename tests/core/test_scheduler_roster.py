@@ -12,8 +12,8 @@ from kvd.core.scheduler.roster import AS_PREDECESSOR, LIVING, TRANSITIONS, Membe
 from kvd.protocol.messages import Join, MemberState
 from tests.core.fakes import OPEN, member
 
-ACTIVE, DONE, LEFT, DEAD, GONE, LOST, BACK, RETURNING = MemberState
-HEARD, LEFT_ROUNDS, LEAVES, DIES, DROPPED, RETURNED, ARRIVED, STEPPED_OUT, LATE = MemberEvent
+ACTIVE, IDLE, DONE, LEFT, DEAD, GONE, LOST, BACK, RETURNING = MemberState
+HEARD, LEFT_ROUNDS, LEAVES, DIES, DROPPED, RETURNED, ARRIVED, STEPPED_OUT, IDLED, RELEASED, LATE = MemberEvent
 
 ROWS = [
     (ACTIVE, HEARD, ACTIVE),
@@ -24,7 +24,15 @@ ROWS = [
     (ACTIVE, RETURNED, ACTIVE),
     (ACTIVE, ARRIVED, ACTIVE),
     (ACTIVE, STEPPED_OUT, BACK),
+    (ACTIVE, IDLED, IDLE),
     (ACTIVE, LATE, BACK),
+    (IDLE, HEARD, IDLE),
+    (IDLE, IDLED, IDLE),
+    (IDLE, RELEASED, ACTIVE),
+    (IDLE, LEFT_ROUNDS, DONE),
+    (IDLE, LEAVES, LEFT),
+    (IDLE, DIES, DEAD),
+    (IDLE, DROPPED, LOST),
     (DONE, HEARD, DONE),
     (DONE, LEFT_ROUNDS, DONE),
     (DONE, LEAVES, LEFT),
@@ -47,6 +55,7 @@ ROWS = [
     (RETURNING, RETURNED, RETURNING),
     (RETURNING, ARRIVED, ACTIVE),
     (RETURNING, STEPPED_OUT, BACK),
+    (RETURNING, IDLED, IDLE),
     (RETURNING, LATE, BACK),
     (RETURNING, LEFT_ROUNDS, DONE),
     (RETURNING, LEAVES, LEFT),
@@ -105,14 +114,15 @@ def test_the_table_has_a_row_for_every_state() -> None:
 def test_only_the_living_can_die() -> None:
     assert tuple(state for state in MemberState if {DIES, DROPPED} & TRANSITIONS[state].keys() - {DEAD}) == (
         ACTIVE,
+        IDLE,
         DONE,
         DEAD,
         BACK,
         RETURNING,
     )
-    assert set(LIVING) == {ACTIVE, DONE, BACK, RETURNING}
-    states = ("active", "done", "left", "dead", "gone", "lost", "back")
-    assert [there.member.rank for there in roster(*states).living()] == [0, 1, 6]
+    assert set(LIVING) == {ACTIVE, IDLE, DONE, BACK, RETURNING}
+    states = ("active", "done", "left", "dead", "gone", "lost", "back", "idle")
+    assert [there.member.rank for there in roster(*states).living()] == [0, 1, 6, 7]
 
 
 def test_a_reason_is_cut_to_the_length_that_a_view_may_carry() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvd.core.machine import Effect, Send, Tick
 from kvd.core.server.late import RETRY_S
-from kvd.protocol.messages import ABSENT, ASSIGN, Done, Late, Uncounted
+from kvd.protocol.messages import ABSENT, ASSIGN, Activate, Done, Late, Uncounted
 from tests.core.fakes import cluster, member, of, said, uint8, worker_id
 from tests.core.server_harness import Harness, kinds
 
@@ -28,7 +28,18 @@ def late(effects: list[Effect]) -> list[tuple[int, ...]]:
 
 
 def after(harness: Harness, seconds: float) -> list[tuple[int, ...]]:
-    """What the scheduler is told when so much time has passed."""
+    """Of whom the scheduler is told while so much time passes."""
+    told: list[tuple[int, ...]] = []
+    end = harness.now + seconds
+    while (deadline := harness.machine._pushes.late.next_deadline()) is not None and deadline <= end:
+        harness.now = max(harness.now, deadline)
+        told += late(harness.step(Tick()))
+    harness.now = end
+    return list(dict.fromkeys(told))
+
+
+def after_a_pause(harness: Harness, seconds: float) -> list[tuple[int, ...]]:
+    """Of whom the scheduler is told by a server that was stopped for so long."""
     harness.now += seconds
     return late(harness.step(Tick()))
 
@@ -67,6 +78,20 @@ def test_who_comes_within_the_time_of_grace_is_in_the_round() -> None:
     assert after(harness, 0.1) == [(2,)]
 
 
+def test_a_server_that_was_paused_reads_what_has_come_before_it_calls_anyone_late() -> None:
+    harness = ready()
+    harness.push(0, 1)
+    harness.push(1, 1)
+    assert after_a_pause(harness, GRACE_S * 3) == []
+    harness.push(2, 1)
+    assert harness.value("w") == b"\3"
+    assert after(harness, GRACE_S) == []
+    harness.push(0, 2)
+    harness.push(1, 2)
+    assert after_a_pause(harness, GRACE_S * 3) == []
+    assert after_a_pause(harness, GRACE_S * 3) == [(2,)]  # it is slow for good, and looks all the same
+
+
 def test_rounds_that_wait_for_others_are_told_by_themselves() -> None:
     """The scheduler may find some of them late and not the others."""
     harness = ready(2, 1, "v")
@@ -93,6 +118,21 @@ def test_a_worker_that_is_back_has_its_own_time_of_grace() -> None:
     harness.look(member("worker", 2, "returning"))
     assert after(harness, GRACE_S - 0.1) == [(3,)]
     assert after(harness, RETRY_S) == [(2, 3)]
+
+
+def test_who_came_in_after_a_round_waits_for_it_as_those_do_who_are_in_it() -> None:
+    """Worker 0 is in round 1, and worker 2 came back into round 2: neither has a quorum, and both wait for worker 1."""
+    harness = ready()
+    harness.look(member("worker", 2, "back"))
+    harness.push(0, 1)
+    assert after(harness, 10 * GRACE_S) == []
+    harness.look(member("worker", 2, "returning"))
+    harness.say(2, Activate(harness.request(), "w", 1))
+    harness.push(2, 2)
+    assert after(harness, GRACE_S - 0.1) == []
+    assert after(harness, 0.1) == [(1,)]
+    harness.look(member("worker", 1, "back"))
+    assert harness.value("w") == b"\1"
 
 
 def test_a_round_that_was_complete_waits_for_a_worker_that_comes_back() -> None:

@@ -99,6 +99,16 @@ def test_a_worker_that_is_late_again_on_its_way_back_asks_later() -> None:
     assert harness.result(again) == Returned(Return.NOW, 4)
 
 
+@pytest.mark.parametrize(("state", "is_alone"), [("active", False), ("dead", False), ("lost", True), ("done", True)])
+def test_it_keeps_step_with_a_dead_worker_that_rounds_wait_for(state: str, is_alone: bool) -> None:
+    """Such a worker may go on where it was, in a step that this one would skip."""
+    harness = late()
+    harness.look(member("worker", 0, state))
+    harness.call(TakePartAgain(LOOP))
+    assert bool(harness.waiting(TakePart)) is is_alone
+    assert bool(harness.waiting(WhereAre)) is not is_alone
+
+
 def test_an_old_view_throws_nobody_out_who_is_on_its_way_back() -> None:
     """The view in which it was late may come after it has asked."""
     harness = late()

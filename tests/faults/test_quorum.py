@@ -84,7 +84,7 @@ def test_a_late_worker_is_not_waited_for_and_goes_on_in_the_step_of_the_others()
     member = next(m for m in report["members"] if m["role"] == "worker" and m["rank"] == results[2]["rank"])
     assert (member["state"], member["reason"]) == (
         "back",
-        "late: a round that 2 or more were in has waited for 1 s",
+        "late: 2 or more others have waited for it for 1 s",
     )
     check(results, range(late_in, others_are_in))
 

@@ -14,11 +14,11 @@ TIMES = 2  # that each server moves
 
 def move(job: Training, rank: int, node_id: str) -> None:
     """SIGTERM, and another server, under a name of its own, which is given no rank."""
-    job.wait_for_steps(5)
+    job.crew.wait_for_steps(5)
     node = job.server(rank)
     node.process.send_signal(signal.SIGTERM)
     assert node.process.wait(20) == 0
-    job.wait_for_steps(5)
+    job.crew.wait_for_steps(5)
     assert job.leaders() == {f"server {1 - rank}"}
     job.cluster.servers[rank] = job.cluster.start("server", node_id=node_id)
     job.wait_until_even()

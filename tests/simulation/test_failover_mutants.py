@@ -27,6 +27,7 @@ from kvd.protocol.messages import SliceId
 from kvd.testing.campaign import FAILOVERS, SERVERS_DIE, Campaign
 from kvd.testing.mishaps import Mishaps
 from kvd.testing.network import NASTY
+from kvd.testing.scenario.script import Scenario, ScenarioError
 from kvd.testing.settings import ShellSettings
 from tests.simulation.mutants_harness import check_caught
 
@@ -145,6 +146,16 @@ def backups_apply_records_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(JobRunner, "_apply", twice)
 
 
+def contents_begin_without_a_new_lineage(patch: pytest.MonkeyPatch) -> None:
+    """A server that takes the place of one whose values nobody else has is taken for that one."""
+    without_the_gone = partitions_module._without_the_gone
+    patch.setattr(
+        partitions_module,
+        "_without_the_gone",
+        lambda entry, servers: without_the_gone(entry, servers)._replace(lineage=entry.lineage),
+    )
+
+
 SLOW_UPDATES = Campaign("list training", mishaps=SERVERS_DIE, replicas=2, shell=ShellSettings(job_s=(0.0, 0.3)))
 LATE = replace(SERVERS_DIE, within_s=25.0, server_crashes=5)
 
@@ -183,3 +194,25 @@ def test_broken_replication_is_caught(
     mutate: Callable[[pytest.MonkeyPatch], None], campaign: Campaign, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_caught(mutate, campaign, complaint, monkeypatch)
+
+
+LAST_COPY = """
+cluster replicas=2 server_timeout_s=5
+spawn 1 scheduler 2 servers 1 workers
+init w 0.0
+kill server 1
+advance 10s
+kill server 0 noticed
+restart server 0
+advance 2s
+worker 0 push w 1.0
+expect error worker 0 NodeLost server
+"""
+
+
+def test_values_that_are_lost_are_not_taken_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a new lineage tells workers that a partition which is led again has lost its contents."""
+    Scenario("last copy", LAST_COPY, 1).run()
+    contents_begin_without_a_new_lineage(monkeypatch)
+    with pytest.raises(ScenarioError, match="NodeLost"):
+        Scenario("last copy", LAST_COPY, 1).run()

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from kvd.core.server import captures as captures_module
+from kvd.core.server.captures import Captures
 from kvd.core.server.readings import Readings
 from kvd.core.server.rounds import SliceLog
 from kvd.core.worker.calls import Call
@@ -41,12 +43,19 @@ def open_pushes_are_settled(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepCounter, "begin", hasty)
 
 
+def snapshots_are_between_two_keys(patch: pytest.MonkeyPatch) -> None:
+    """Each slice is kept as it is when an operator asks for it, whatever step it names."""
+    patch.setattr(captures_module, "is_past", lambda message, log: False)
+    patch.setattr(Captures, "_is_there", lambda captures, message, log: True)
+
+
 @pytest.mark.parametrize(
     ("mutate", "campaign", "complaint"),
     [
         (steps_are_not_told, CAMPAIGNS["watched, uneven"], "brought|RequestTimeout|has not finished"),
         (readers_get_the_newest, CAMPAIGNS["watched"], "brought"),
         (every_step_is_complete, CAMPAIGNS["watched"], "brought"),
+        (snapshots_are_between_two_keys, CAMPAIGNS["captured, nasty"], "a snapshot of step"),
         (open_pushes_are_settled, CAMPAIGNS["watched, uneven, nasty"], "brought"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,

@@ -17,6 +17,7 @@ from kvd.testing.network import CALM, NASTY
 from kvd.testing.process import Process
 from kvd.testing.shell import Shell
 from kvd.testing.trace import Violation
+from kvd.testing.workloads.captured import Operators
 from kvd.testing.workloads.readings import Readers, Seen
 from kvd.testing.workloads.steps import Keys
 
@@ -150,6 +151,24 @@ def readers_read_in_the_middle(patch: pytest.MonkeyPatch) -> Check:
     return check
 
 
+def snapshots_are_taken(patch: pytest.MonkeyPatch) -> Check:
+    """Campaigns whose operators never get a snapshot of a step in the middle would prove little."""
+    taken: list[int] = []
+    fetch = Operators._fetch
+
+    def counting(operators: Operators, number: int, parts: list[Any]) -> Generator[Any, Any, Any]:
+        slices = yield from fetch(operators, number, parts)
+        taken.extend([] if slices is None else [len(slices)])
+        return slices
+
+    patch.setattr(Operators, "_fetch", counting)
+
+    def check() -> None:
+        assert len(taken) >= 5, taken
+
+    return check
+
+
 def pushes_and_meetings_meet_faults(patch: pytest.MonkeyPatch) -> Check:
     """If joining took longer than the faults last, everything after it would happen in peace."""
     sent = {False: 0, True: 0}
@@ -171,5 +190,6 @@ def pushes_and_meetings_meet_faults(patch: pytest.MonkeyPatch) -> Check:
 WATCHED: list[tuple[Callable[[pytest.MonkeyPatch], Check], Iterable[str]]] = [
     (groups_are_fused_and_parted, FUSED),
     (readers_read_in_the_middle, READ),
+    (snapshots_are_taken, ("captured, nasty",)),
     (pushes_and_meetings_meet_faults, CAMPAIGNS),
 ]

@@ -67,13 +67,13 @@ def patience(timeout: float | None) -> float | None:
     return None if timeout is None else min(seconds(timeout), threading.TIMEOUT_MAX)
 
 
-def barrier_name(kind: str, name: object) -> str:
+def barrier_name(kind: str, name: object, what: str = "the name of a barrier") -> str:
     """The name under which the scheduler knows a barrier. A name that is too long is replaced by its digest: two names
     that are cut off could be the same. Raises NotAllowed unless the name is text in UTF-8, or a whole number."""
     if isinstance(name, bool) or not isinstance(name, str | int | np.integer):
-        raise NotAllowed(f"the name of a barrier is a str or an int, not {type(name).__name__}")
-    full = f"{kind}:{name if isinstance(name, str) else whole('the name of a barrier', name, -BIGGEST)}"
-    encoded = utf8("the name of a barrier", full)
+        raise NotAllowed(f"{what} is a str or an int, not {type(name).__name__}")
+    full = f"{kind}:{name if isinstance(name, str) else whole(what, name, -BIGGEST)}"
+    encoded = utf8(what, full)
     return full if len(full) <= MAX_KEY_CHARS else f"{kind}:sha256:{hashlib.sha256(encoded).hexdigest()}"
 
 

@@ -118,8 +118,8 @@ class Handle:
     @property
     def counted(self) -> bool:
         """False: what was pushed does not count, or not in all slices of a large value, since the rounds went on
-        without this worker (`on_worker_loss = "shrink"`). True for any other call that ended well, for one that failed,
-        and as long as the call has not ended."""
+        without this worker (`on_worker_loss = "shrink"`, or a `quorum`). True for any other call that ended well, for
+        one that failed, and as long as the call has not ended."""
         if not self._promise.done() or self._promise.exception() is not None:
             return True
         return not isinstance(self._promise.result(), UncountedVersions)

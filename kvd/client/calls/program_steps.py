@@ -13,7 +13,7 @@ from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import key_list
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.snapshot_schedule import SnapshotSchedule
-from kvd.core.places import Boundary, PlaceKind, kind_of
+from kvd.core.places import Boundary, PlaceKind, Point, kind_of
 from kvd.core.worker.step_loops import Replay, StepLoops
 from kvd.errors import KvdError, NotAllowed
 from kvd.protocol.messages import NO_STEP
@@ -98,6 +98,22 @@ class ProgramSteps:
         with self._lock:
             self._loops.check_together("a barrier")
             return kind + self._loops.label
+
+    def point(self) -> Point:
+        """Where the program comes to a point.
+
+        Raises:
+            NotAllowed: within a loop.
+        """
+        with self._lock:
+            self._loops.check_may_stand_by()
+            is_news = self._loops.is_at_news and not self._has_pushed_outside
+            return Point(self._loops.steps_made, self._loops.place if is_news else None)
+
+    def go_on_at(self, steps: int) -> None:
+        """See `StepLoops.go_on_at`."""
+        with self._lock:
+            self._loops.go_on_at(steps)
 
     def check_may_resume(self) -> None:
         """See `StepLoops.check_may_resume`."""

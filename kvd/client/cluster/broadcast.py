@@ -187,9 +187,12 @@ class ClusterAssignments:
         self._check_rank_0()
 
     def _check_rank_0(self, *others: MemberState) -> None:
-        """Raises NodeLost if the rounds go on without worker 0, who has the values, or if it is in one of the other
-        states."""
+        """Raises NodeLost or NotAllowed if the rounds go on without worker 0, who has the values, or if it is in one of
+        the other states."""
         root = self._engine.machine.view.worker(0)
+        if self._rank != 0 and root is not None and root.state is MemberState.IDLE:
+            text = "nobody has values to broadcast: worker 0, whose values they are, waits at the end of its data"
+            raise NotAllowed(f"{text} (join(until=…)); broadcast before it comes there, or after all have")
         if self._rank != 0 and root is not None and root.state in (MemberState.LOST, MemberState.BACK, *others):
             text = f"nobody has values to broadcast: worker 0, whose values they are, {in_words(root.state)}"
             raise NodeLost(text, node=name_of("worker", 0), last_seen_s=root.last_seen_s, reason=root.reason)

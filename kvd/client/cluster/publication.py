@@ -84,4 +84,4 @@ class Publication:
         member = self._engine.machine.view.members.get(("worker", 0))
         if member is None:
             return 0, False
-        return member.incarnation, member.state in (MemberState.ACTIVE, MemberState.DONE)
+        return member.incarnation, member.state in (MemberState.ACTIVE, MemberState.IDLE, MemberState.DONE)

@@ -36,12 +36,26 @@ class ClusterRounds:
         full = checks.barrier_name(self._steps.meeting("user"), name)
         return Handle(self._engine.submit(requests.Barrier(full, place=self._steps.place), timeout), what="barrier")
 
-    def join(self) -> Handle:
+    def join(self, until: object = None) -> Handle:
         deadline = Deadline(self._engine.config.round_timeout_s)
+        if until is not None:
+            return self._stand_by(checks.barrier_name("until", until, "the point until which join waits"), deadline)
 
         async def work() -> None:
             await self._engine.call(requests.Flush(), within=deadline)
             await self._engine.call(requests.Depart(Departure.DONE), within=deadline)
+
+        return Handle(self._engine.run(work()), what="join")
+
+    def _stand_by(self, name: str, deadline: Deadline) -> Handle:
+        point = self._steps.point()
+
+        async def work() -> None:
+            await self._engine.call(requests.Flush(), within=deadline)
+            if point.place is not None:
+                await self._engine.call(requests.ComeTo(point.place), within=deadline)
+            steps = await self._engine.call(requests.StandBy(name, point.steps), within=deadline)
+            self._steps.go_on_at(steps)
 
         return Handle(self._engine.run(work()), what="join")
 

@@ -107,8 +107,8 @@ class KVStore(StoreProperties):
     async def barrier(self, name: str = "", timeout: float | None = None) -> None:
         await self._backend.rounds.barrier(name, timeout)
 
-    async def join(self) -> None:
-        await self._backend.rounds.join()
+    async def join(self, until: str | int | None = None) -> None:
+        await self._backend.rounds.join(until)
 
     def steps(self, total: int, keys: Sequence[Any] | None = None, shared: bool = False) -> AsyncSteps:
         """``async for step in kv.steps(total)``."""

@@ -171,9 +171,20 @@ class KVStore(StoreProperties, KVStoreBase):
         """
         self._blocking().rounds.barrier(name, timeout).wait()
 
-    def join(self) -> None:
-        """Leaves the rounds and stays: the others no longer wait for this worker's pushes (uneven data)."""
-        self._blocking().rounds.join().wait()
+    def join(self, until: str | int | None = None) -> None:
+        """Leaves the rounds and stays: the others no longer wait for this worker's pushes (uneven data).
+
+        Args:
+            until: the name of a point, such as ``"epoch 3"``: it is left until all workers have come to the same point,
+                and returns then; from there on all take part again, and the next loop over `steps` of each begins
+                together. None: for good. The same name again is the next point.
+
+        Raises:
+            BarrierBroken: with `until`: its `missing` names the workers that died before they came. This one still
+                stands by: call it again when they are back.
+            NotAllowed: with `until`: in a loop over `steps`, or in two threads at once.
+        """
+        self._blocking().rounds.join(until).wait()
 
     def steps(self, total: int, keys: Sequence[Key] | None = None, shared: bool = False) -> Steps:
         """Iterates over the steps of a training: ``for step in kv.steps(total)``.

@@ -30,9 +30,9 @@ class StoreProperties:
 
     @property
     def num_workers(self) -> int:
-        """The number of workers of the job. With `on_worker_loss = "shrink"` that of the newest round: the workers
-        that were lost are not in it until they take part again. With `max_workers` those that take part: neither
-        workers that have left nor those that have yet to come in."""
+        """The number of workers of the job. With `on_worker_loss = "shrink"` or a `quorum` that of the newest round:
+        the workers that were lost or late are not in it until they take part again. With `max_workers` those that take
+        part: neither workers that have left nor those that have yet to come in."""
         return len(self.ranks)
 
     @property

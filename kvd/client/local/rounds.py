@@ -37,8 +37,11 @@ class LocalRounds:
         _check_timeout(timeout)
         return Handle.of(None)
 
-    def join(self) -> Handle:
+    def join(self, until: object = None) -> Handle:
         self._keys.check_open()
+        if until is not None:
+            checks.barrier_name("until", until, "the point until which join waits")
+            self._steps.point()
         return Handle.of(None)
 
     def rewind(self, clock: int) -> Handle:

@@ -1,8 +1,8 @@
 """Whether all workers wait for each other, so that none can ever go on. It is proved, not guessed.
 
 Workers report that they are blocked: all that they have asked is at the servers and waits there for pushes of others,
-or at barriers here; the threads of their programs wait for that; and nothing of theirs is under way. A report has a
-stamp, which changes whenever anything happens in the worker.
+or here at barriers or points; the threads of their programs wait for that; and nothing of theirs is under way. A report
+has a stamp, which changes whenever anything happens in the worker.
 
 1. Every worker has reported that it is blocked, in the present view, and nobody is dead, missing or about to come.
 2. Then the scheduler asks all to look again. Call that moment T.
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from kvd.core.machine import Send
 from kvd.core.membership import name_of
-from kvd.core.scheduler.barriers import Barriers
+from kvd.core.scheduler.gatherings import Gatherings
 from kvd.core.scheduler.liveness import Liveness
 from kvd.core.scheduler.roster import Roster, Seat
 from kvd.protocol.messages import MAX_ABSENT, MAX_STUCK_LINES, Epoch, MemberState, WaitNews, WaitReport
@@ -52,10 +52,10 @@ class Deadlocks:
         first_check: no other start of a scheduler uses the numbers from this one on.
     """
 
-    def __init__(self, roster: Roster, liveness: Liveness, barriers: Barriers, first_check: int) -> None:
+    def __init__(self, roster: Roster, liveness: Liveness, gatherings: Gatherings, first_check: int) -> None:
         self._roster = roster
         self._liveness = liveness
-        self._barriers = barriers
+        self._gatherings = gatherings
         self._check = first_check
         self._reports: dict[int, _Blocked] = {}  # by rank
         self._proof: _Proof | None = None
@@ -102,7 +102,7 @@ class Deadlocks:
             return None
         nobody_waits_for = (MemberState.LEFT, MemberState.LOST)
         stays = [seats[rank] for rank in sorted(seats) if seats[rank].member.state not in nobody_waits_for]
-        waiting = self._barriers.open()
+        waiting = self._gatherings.open()
         for seat in stays:
             blocked = self._reports.get(seat.member.rank)
             if (
@@ -137,8 +137,8 @@ class Deadlocks:
         report = self._reports[seat.member.rank].report
         what = ", ".join(report.lines)
         if report.barriers:
-            missing = self._barriers.missing(self._roster.barrier_ranks(), self._roster.came_in())
-            absent = {rank for name in report.barriers for rank in missing[name]}
+            entered = self._gatherings.open()
+            absent = {rank for name in report.barriers for rank in self._gatherings.absent(name, entered[name])}
             names = ", ".join(name_of("worker", rank) for rank in sorted(absent)[:MAX_ABSENT])
             what += f" (missing at the barrier: {names})"
         host = f", host {seat.host_name}" if seat.host_name else ""

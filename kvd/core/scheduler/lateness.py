@@ -31,7 +31,7 @@ class Lateness:
     @property
     def reason(self) -> str:
         """What the view says of a late worker."""
-        return f"late: a round that {self._quorum} or more were in has waited for {self._grace_s:g} s"
+        return f"late: {self._quorum} or more others have waited for it for {self._grace_s:g} s"
 
     def judge(self, ranks: Collection[int], known: Epoch, newest: Epoch) -> list[Seat]:
         """The seats of those ranks that are late, if a quorum takes part without them.

@@ -5,8 +5,9 @@ Over 400 lines because everything that changes a run passes through here: each m
 `router` has one of these machines per run, and one for the cluster, in which only servers have seats.
 
 This file is the dispatch table, and turns what its parts find into effects. `roster` has the seats and the states of
-their holders, `agreement` the cluster's settings, `liveness` judges by silence, `barriers` has the barriers, `views`
-publishes each change once it is saved, and `record` is what a successor starts from.
+their holders, `agreement` the cluster's settings, `liveness` judges by silence, `barriers` has the barriers,
+`points` those at which the rounds go on without who waits, `views` publishes each change once it is saved, and `record`
+is what a successor starts from.
 
 The way of a death:
 
@@ -43,6 +44,7 @@ from kvd.core.membership import in_words, name_of
 from kvd.core.placement import initial_shards
 from kvd.core.scheduler.agreement import Agreement, SchedulerSettings
 from kvd.core.scheduler.barriers import Barriers, Settled
+from kvd.core.scheduler.gatherings import Gatherings
 from kvd.core.scheduler.lateness import Lateness
 from kvd.core.scheduler.leadership import Leadership
 from kvd.core.scheduler.liveness import Liveness
@@ -80,6 +82,7 @@ from kvd.protocol.messages import (
     RunEntry,
     RunPhase,
     Say,
+    StandBy,
     StatusQuery,
     StatusReport,
     Synced,
@@ -142,7 +145,6 @@ class SchedulerMachine:
             quorum=cluster.quorum,
             most_workers=most_workers,
         )
-        self._barriers = earlier.barriers
         self._life = RunLife(earlier.phase, return_by)
         self._partitions = Partitions(cluster.num_servers if with_workers and cluster.replicas > 1 else 0)
         if len(earlier.partitions) == self._partitions.count:
@@ -160,8 +162,9 @@ class SchedulerMachine:
         self._seating = Seating(self._agreement, self._roster, self._liveness)
         self._runs: tuple[RunEntry, ...] = ()
         breaking: Callable[[], list[int]] = self._liveness.breaking_ranks if settings.break_on_loss else list
-        self._meetings = Meetings(self._roster, self._barriers, breaking)
-        self._waits = WaitReports(self._roster, self._liveness, self._barriers, incarnation)
+        self._gatherings = Gatherings(self._roster, earlier.barriers, earlier.points, breaking)
+        self._meetings = Meetings(self._roster, earlier.barriers, breaking)
+        self._waits = WaitReports(self._roster, self._liveness, self._gatherings, incarnation)
         self._views = Views(generation, 0 if saved is None else 1, self._view())
         self._leadership = Leadership(
             self._partitions,
@@ -177,6 +180,7 @@ class SchedulerMachine:
             Heartbeat: self._heartbeat,
             Leave: self._leave,
             TakePart: self._take_part,
+            StandBy: self._stand_by,
             Late: partial(self._late, Lateness(self._roster, cluster)),
             Enter: self._meet,
             StatusQuery: lambda event, query, _now: self._out.append(Send(event.peer, StatusReport(query.request))),
@@ -225,8 +229,10 @@ class SchedulerMachine:
         self._judge(now)
         if self._roster.loses_workers:
             self._lose_the_dead()
-        if self._liveness.stops_awaiting(now) and (settled := self._meetings.settle()):
-            self._publish(settled)
+        if self._liveness.stops_awaiting(now):
+            settled = self._meetings.settle()
+            if settled or self._gatherings.has_points_to_settle():
+                self._publish(settled)
         self._take_over(now)
         if self._life.expire(self._roster, now):
             self._log("warning", IN_WORDS[self._life.phase])
@@ -290,7 +296,7 @@ class SchedulerMachine:
     @property
     def is_prepared(self) -> bool:
         """Whether an operator has restored keys here, and nobody has a place yet."""
-        return not self._roster.worker_states() and bool(self._barriers.said(PREPARED, 0).text)
+        return not self._roster.worker_states() and bool(self._gatherings.barriers.said(PREPARED, 0).text)
 
     def seems_lost(self) -> bool:
         """Whether no worker is known to be well: each has left, is dead, or its process has ended."""
@@ -302,7 +308,7 @@ class SchedulerMachine:
         return {
             "role": "scheduler",
             **own,
-            **run_report(self._roster, self._liveness, self._barriers, self._partitions, now),
+            **run_report(self._roster, self._liveness, self._gatherings, self._partitions, now),
         }
 
     def watched(self) -> list[tuple[int, str, int]]:
@@ -317,9 +323,10 @@ class SchedulerMachine:
             self._agreement.settings,
             list(self._roster.seats()),
             self._roster.replaced(),
-            self._barriers,
+            self._gatherings.barriers,
             self._life.phase,
             self._partitions.saved(),
+            self._gatherings.points,
         ).to_plain()
 
     @staticmethod
@@ -384,7 +391,7 @@ class SchedulerMachine:
             if replaced.peer is not None and replaced.peer != seat.peer:
                 self._refuse(replaced.peer, 0, ErrorCode.REPLACED, _replaced_text(replaced.name))
             if seat.member.role == "worker":
-                self._barriers.withdraw(seat.member.rank)
+                self._gatherings.withdraw(seat.member.rank)
         if self._returns_at_once(seat) and seat.predecessor is MemberState.LOST:
             seat.predecessor = MemberState.DEAD
         self._log("info", f"{seat.name} joined", node_id=seat.member.node_id, predecessor=seat.told_predecessor or "")
@@ -416,6 +423,8 @@ class SchedulerMachine:
         else:
             changed = self._roster.transition(seat, MemberEvent.LEFT_ROUNDS)
         if changed:
+            if seat.member.role == "worker":
+                self._gatherings.points.withdraw(seat.member.rank)
             self._log("info", f"{seat.name} {in_words(seat.member.state)}")
             self._publish()
         self._out += self._views.when_saved(Send(event.peer, Done(leave.request)))
@@ -432,6 +441,8 @@ class SchedulerMachine:
         is_newest, seat.took_part = message.request >= seat.took_part, max(message.request, seat.took_part)
         if is_newest and message.taking is Taking.ARRIVED:
             seat.came_in = message.place
+        if is_newest:
+            self._gatherings.points.withdraw(seat.member.rank)
         late, returns = seat.member.reason, message.taking is Taking.IN
         if is_newest and self._roster.transition(seat, _WHAT_HAPPENS[message.taking], late if returns else ""):
             self._log("debug" if late else "info", f"{seat.name} {in_words(seat.member.state)}")
@@ -456,6 +467,40 @@ class SchedulerMachine:
         if late:
             self._publish()
         self._out += self._views.when_saved(Send(event.peer, Done(message.request)))
+
+    def _stand_by(self, event: Received, message: StandBy, now: float) -> None:
+        """A worker has come to a point: the rounds go on without it until all have. One that was lost, and does not
+        take part again yet, is told as the others are; no round waits for it after that either."""
+        seat = self._sender_seat(event, message.request, now)
+        if seat is None:
+            return
+        member = seat.member
+        if member.role != "worker" or member.state not in (MemberState.ACTIVE, MemberState.IDLE, *AFTER_A_LOSS):
+            text = f"{seat.name} {in_words(member.state)}: it waits for nobody"
+            self._refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, text)
+            return
+        answer = self._gatherings.points.take(member.rank, member.incarnation, event.peer, message)
+        waits = answer is None and member.state is not MemberState.BACK
+        if waits and self._roster.transition(seat, MemberEvent.IDLED):
+            self._log("info", f"{seat.name} {in_words(seat.member.state)}", point=message.name)
+            self._publish()
+        elif self._gatherings.has_points_to_settle():
+            self._publish()
+        if answer is not None:
+            self._out += self._views.when_saved(Send(event.peer, answer))
+
+    def _settle_points(self) -> list[Send]:
+        """Releases the points to which all have come: all of them take part again from the same view on."""
+        answers: list[Send] = []
+        for point in self._gatherings.settle_points():
+            if point.missing:
+                self._log("warning", f"nobody comes to the point {point.name!r} any more", missing=list(point.missing))
+            for who in point.waiting if not point.missing else ():
+                seat = self._roster.worker_seat_of(who.incarnation)
+                if seat is not None and seat.member.state is MemberState.IDLE:
+                    self._roster.transition(seat, MemberEvent.RELEASED)
+            answers += point.answers()
+        return answers
 
     def _take_over(self, now: float) -> None:
         if self._leadership.complete(now):
@@ -530,6 +575,8 @@ class SchedulerMachine:
         if is_back:
             self._log("warning", f"{seat.name} is back")
             self._returns_at_once(seat)
+            if self._gatherings.is_at_point(seat) and seat.member.state is MemberState.ACTIVE:
+                self._roster.transition(seat, MemberEvent.IDLED)
         if is_back or is_awaited:
             self._publish()
 
@@ -589,6 +636,7 @@ class SchedulerMachine:
 
     def _publish(self, settled: list[Settled] | None = None) -> None:
         """The view changed, or barriers were settled: saves it now, and announces it when it is saved."""
+        answers = self._settle_points()
         if settled is None:
             settled = self._meetings.settle()
         for line in self._partitions.follow(servers_of(self._roster), self._views.next_epoch):
@@ -596,7 +644,6 @@ class SchedulerMachine:
         exit_passed = any(barrier.name == EXIT_BARRIER and not barrier.verdict.missing for barrier in settled)
         if self._life.observe(self._roster, exit_passed=exit_passed):
             self._log("info", IN_WORDS[self._life.phase])
-        answers: list[Send] = []
         for barrier in settled:
             if barrier.verdict.missing:
                 self._log("warning", f"barrier {barrier.name!r} broke", missing=list(barrier.verdict.missing))
@@ -615,6 +662,7 @@ class SchedulerMachine:
         self._views.validate()
         self._roster.validate()
         self._meetings.validate()
+        self._gatherings.validate()
         self._partitions.validate(servers_of(self._roster))
 
     # ── words ──

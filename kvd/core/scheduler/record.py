@@ -6,11 +6,13 @@ A wrong number would otherwise go into every view, and every node would refuse t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeAlias
 
 from kvd.core.scheduler.agreement import MERGES, MODES, NODES
 from kvd.core.scheduler.barriers import MAX_NAMES, Barriers
 from kvd.core.scheduler.partitions import Entry, Holder, Incarnation
+from kvd.core.scheduler.points import MAX_POINTS, NOT_KNOWN, Points
 from kvd.core.scheduler.roster import AS_FOUND, MAX_REPLACED, Seat
 from kvd.core.scheduler.views import MOST_TOLD
 from kvd.errors import ProtocolError
@@ -18,6 +20,7 @@ from kvd.protocol.codec import check_for
 from kvd.protocol.messages import (
     MAX_MEMBERS,
     MAX_RUNS,
+    MOST_COUNTED,
     Epoch,
     Key,
     Limit,
@@ -45,6 +48,9 @@ _REPLACED = check_for(Annotated[tuple[tuple[Incarnation, Name], ...], Limit(0, M
 _RANKS = Annotated[tuple[Number, ...], Limit(1, MAX_MEMBERS)]
 _TOLD = Annotated[tuple[tuple[Number, Number, Number, _RANKS], ...], Limit(0, MAX_MEMBERS)]  # see Barriers.record
 _BARRIERS = check_for(Annotated[tuple[tuple[Key, Number, _TOLD, Text, Text], ...], Limit(0, MAX_NAMES)])
+_STEPS = Annotated[tuple[Annotated[int, Limit(NOT_KNOWN, MOST_COUNTED)], ...], Limit(0, MAX_POINTS)]
+_POINTS = check_for(Annotated[tuple[tuple[Key, _STEPS, _TOLD], ...], Limit(0, MAX_POINTS)])  # see Points.record
+_LATEST = check_for(Annotated[tuple[Incarnation, ...], Limit(0, MAX_MEMBERS)])
 _WITHOUT_NOTES = 3  # fields of a barrier in the record of an earlier kvd
 
 Partitions: TypeAlias = Sequence[tuple[Entry, Epoch]]  # see kvd.core.scheduler.partitions.Partitions.saved
@@ -54,7 +60,8 @@ _WITHOUT_SUCCESSOR = 4  # fields of a partition in the record of an earlier kvd
 _PARTITIONS = check_for(Annotated[tuple[tuple[_ENTRY, Epoch], ...], Limit(0, MAX_MEMBERS)])
 
 
-class Record(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Record:
     """What a scheduler persists at each change."""
 
     generation: int
@@ -65,6 +72,7 @@ class Record(NamedTuple):
     barriers: Barriers
     phase: RunPhase
     partitions: Partitions = ()
+    points: Points = field(default_factory=Points)
 
     def to_plain(self) -> dict[str, object]:
         """Ready for JSON; a copy, which later changes do not touch."""
@@ -88,6 +96,8 @@ class Record(NamedTuple):
             "barriers": self.barriers.record(),
             "phase": self.phase.value,
             "partitions": [_plain_partition(*saved) for saved in self.partitions],
+            "points": self.points.record(),
+            "latest_at_point": self.points.latest,
         }
 
     @classmethod
@@ -107,6 +117,7 @@ class Record(NamedTuple):
                 Barriers(_barriers(saved["barriers"])),
                 RunPhase(saved["phase"]),
                 _partitions(saved.get("partitions", [])),  # an earlier kvd has none
+                _points(saved.get("points", []), saved.get("latest_at_point", [])),  # nor these
             )
         except ProtocolError as error:
             raise ValueError(str(error)) from None
@@ -233,6 +244,17 @@ def _barriers(value: object) -> Sequence[Any]:
     for name, _, told, *_ in checked:
         _check_once(f"a rank at barrier {name!r}", [rank for rank, *_ in told])
     return list(checked)
+
+
+def _points(value: object, latest: object) -> Points:
+    checked: Any = _POINTS(value)
+    _check_once("a point", [name for name, *_ in checked])
+    for name, _, told in checked:
+        _check_once(f"a rank at point {name!r}", [rank for rank, *_ in told])
+    if len(checked) + sum(len(released) for _, released, _ in checked) > MAX_POINTS:
+        raise ValueError(f"there are more than {MAX_POINTS} points")
+    incarnations: Any = _LATEST(latest)
+    return Points(checked, incarnations)
 
 
 def _list(value: object, most: int) -> list[Any]:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from kvd.core.pseudonyms import pseudonym
-from kvd.core.scheduler.barriers import Barriers
+from kvd.core.scheduler.gatherings import Gatherings
 from kvd.core.scheduler.liveness import Liveness
 from kvd.core.scheduler.partitions import Partitions
 from kvd.core.scheduler.roster import Roster, Seat
 
 
 def run_report(
-    roster: Roster, liveness: Liveness, barriers: Barriers, partitions: Partitions, now: float
+    roster: Roster, liveness: Liveness, gatherings: Gatherings, partitions: Partitions, now: float
 ) -> dict[str, object]:
     """The nodes, where they meet, and with two replicas who leads what, as plain data ready for JSON."""
     shown: dict[str, object] = {
         "members": [_member(seat, liveness, now) for seat in sorted(roster.seats(), key=lambda seat: seat.place)],
         "missing": roster.missing(),
-        "barriers": barriers.open(),
+        "barriers": gatherings.open(),
     }
     return {**shown, "partitions": partitions.report()} if partitions.count else shown
 

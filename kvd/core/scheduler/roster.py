@@ -1,6 +1,8 @@
 """The roster: which process holds which rank, and the state of each member.
 
 A member's state changes only in `Roster.transition`, along TRANSITIONS.
+
+Over 400 lines because the table of states and all that is derived from the states of the members stand on one page.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ class MemberEvent(Enum):
     RETURNED = "takes part again"
     ARRIVED = "knows where the rounds are"
     STEPPED_OUT = "cannot take part again yet"
+    IDLED = "waits at a point"
+    RELEASED = "has come to a point with all others"
     LATE = "is late, and the rounds go on without it"
 
 
@@ -43,7 +47,17 @@ TRANSITIONS: dict[MemberState, dict[MemberEvent, MemberState]] = {
         MemberEvent.RETURNED: MemberState.ACTIVE,
         MemberEvent.ARRIVED: MemberState.ACTIVE,
         MemberEvent.STEPPED_OUT: MemberState.BACK,
+        MemberEvent.IDLED: MemberState.IDLE,
         MemberEvent.LATE: MemberState.BACK,
+    },
+    MemberState.IDLE: {  # the rounds go on without it, and nothing that it has pushed is lost
+        MemberEvent.HEARD: MemberState.IDLE,
+        MemberEvent.IDLED: MemberState.IDLE,
+        MemberEvent.RELEASED: MemberState.ACTIVE,
+        MemberEvent.LEFT_ROUNDS: MemberState.DONE,
+        MemberEvent.LEFT: MemberState.LEFT,
+        MemberEvent.DECLARED_DEAD: MemberState.DEAD,  # from now on the rounds wait, for its successor
+        MemberEvent.DROPPED: MemberState.LOST,
     },
     MemberState.DONE: {
         MemberEvent.HEARD: MemberState.DONE,
@@ -76,19 +90,21 @@ TRANSITIONS: dict[MemberState, dict[MemberEvent, MemberState]] = {
         MemberEvent.RETURNED: MemberState.RETURNING,
         MemberEvent.ARRIVED: MemberState.ACTIVE,
         MemberEvent.STEPPED_OUT: MemberState.BACK,
+        MemberEvent.IDLED: MemberState.IDLE,  # what it said of its arrival is on its way, or lost
         MemberEvent.LATE: MemberState.BACK,
         MemberEvent.LEFT_ROUNDS: MemberState.DONE,
         MemberEvent.LEFT: MemberState.LEFT,
         MemberEvent.DROPPED: MemberState.LOST,
     },
 }
-LIVING = (MemberState.ACTIVE, MemberState.DONE, MemberState.BACK, MemberState.RETURNING)
+LIVING = (MemberState.ACTIVE, MemberState.IDLE, MemberState.DONE, MemberState.BACK, MemberState.RETURNING)
 AFTER_A_LOSS = (MemberState.BACK, MemberState.RETURNING)
 TAKING_PART = (MemberState.ACTIVE, MemberState.RETURNING)
 
 # What the next holder of a rank is told of the one before: a holder that is replaced while it lives counts as dead.
 AS_PREDECESSOR = {
     MemberState.ACTIVE: MemberState.DEAD,
+    MemberState.IDLE: MemberState.DEAD,
     MemberState.DONE: MemberState.DONE,
     MemberState.LEFT: MemberState.LEFT,
     MemberState.DEAD: MemberState.DEAD,
@@ -222,7 +238,7 @@ class Roster:
     def may_lose(self, seat: Seat) -> bool:
         """Whether the rounds can go on without this worker: a quorum takes part, or, if they shrink, another one pushes
         or may."""
-        pushing = (MemberState.ACTIVE, *AFTER_A_LOSS)
+        pushing = (MemberState.ACTIVE, MemberState.IDLE, *AFTER_A_LOSS)
         can_shrink = self.shrinks and any(
             other.state in pushing and rank != seat.member.rank for rank, other in self._holders("worker").items()
         )
@@ -260,18 +276,27 @@ class Roster:
         return any(member.node_id == node_id for member in self._holders("worker").values())
 
     def barrier_ranks(self) -> list[int]:
-        """The ranks of the workers that barriers wait for: those that have neither left nor are lost, and those that
-        the job needs, joined or not."""
-        workers = self._holders("worker")
-        passed_by = {MemberState.LEFT, MemberState.LOST, MemberState.BACK}
+        """The ranks of the workers that barriers wait for: those that have neither left nor are lost, and do not wait
+        at a point, and those that the job needs, joined or not."""
+        passed_by = {MemberState.LEFT, MemberState.LOST, MemberState.BACK, MemberState.IDLE}
         if self.shrinks:
             passed_by.add(MemberState.GONE)
-        awaited = {rank for rank, member in workers.items() if member.state not in passed_by}
-        return sorted(awaited.union(rank for rank in range(self._needed["worker"]) if rank not in workers))
+        return self._ranks_without(passed_by)
 
     def came_in(self) -> dict[int, int]:
         """The workers that took part later than others: rank → the place of the program from which on they did."""
         return {seat.member.rank: seat.came_in for seat in self._seats.values() if seat.came_in}
+
+    def point_ranks(self) -> list[int]:
+        """The ranks of the workers that points wait for: those that rounds wait for, or wait at one."""
+        return self._ranks_without(
+            {MemberState.LEFT, MemberState.DONE, MemberState.GONE, MemberState.LOST, MemberState.BACK}
+        )
+
+    def _ranks_without(self, passed_by: Collection[MemberState]) -> list[int]:
+        workers = self._holders("worker")
+        awaited = {rank for rank, member in workers.items() if member.state not in passed_by}
+        return sorted(awaited.union(rank for rank in range(self._needed["worker"]) if rank not in workers))
 
     def dead_ranks(self) -> list[int]:
         """The ranks of the dead workers, also of those that had left the rounds."""

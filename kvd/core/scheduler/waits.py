@@ -1,10 +1,10 @@
-"""What the scheduler knows of waits: how the nodes are, who is missing at a barrier, and whether all are stuck."""
+"""What the scheduler knows of waits: how the nodes are, who is missing where others wait, and whether all are stuck."""
 
 from __future__ import annotations
 
 from kvd.core.machine import Effect, LogEntry, Received, Send
-from kvd.core.scheduler.barriers import Barriers
 from kvd.core.scheduler.deadlocks import Deadlocks
+from kvd.core.scheduler.gatherings import Gatherings
 from kvd.core.scheduler.liveness import Liveness
 from kvd.core.scheduler.roster import MAX_REASON_CHARS, Roster, Seat
 from kvd.protocol.messages import (
@@ -23,11 +23,11 @@ from kvd.protocol.messages import (
 class WaitReports:
     """Answers WaitReport."""
 
-    def __init__(self, roster: Roster, liveness: Liveness, barriers: Barriers, incarnation: int) -> None:
+    def __init__(self, roster: Roster, liveness: Liveness, gatherings: Gatherings, incarnation: int) -> None:
         self._roster = roster
         self._liveness = liveness
-        self._barriers = barriers
-        self._deadlocks = Deadlocks(roster, liveness, barriers, incarnation)
+        self._gatherings = gatherings
+        self._deadlocks = Deadlocks(roster, liveness, gatherings, incarnation)
 
     def take(self, seat: Seat, event: Received, report: WaitReport, current: Epoch, now: float) -> list[Effect]:
         """Answers a worker. `current` is the view that counts: no other is about to be announced."""
@@ -52,11 +52,10 @@ class WaitReports:
         return NodeFact(role, rank, seat.host_name, seat.pid, max(0.0, self._liveness.silence_s(seat, now)), ended)
 
     def _absent_at(self, seat: Seat) -> tuple[BarrierWait, ...]:
-        """The barriers that the worker has entered, and who is missing there."""
-        missing = self._barriers.missing(self._roster.barrier_ranks(), self._roster.came_in())
+        """The barriers that the worker has entered, the point at which it waits, and who is missing there."""
         waits = []
-        for name, entered in self._barriers.open().items():
-            absent = missing[name]
+        for name, entered in self._gatherings.open().items():
+            absent = self._gatherings.absent(name, entered)
             if seat.member.rank in entered and absent:
                 waits.append(BarrierWait(name, tuple(absent[:MAX_ABSENT])))
         return tuple(waits[:MAX_ASKED_BARRIERS])

@@ -1,4 +1,4 @@
-"""Workers that are late: a round has had the contributions of a quorum for the time of grace, and waits for others.
+"""Workers that are late: a round has had a quorum for the time of grace, and waits for others.
 
 A server that went on without them by itself would be alone with that: its rounds would lack what those of other servers
 have. So it tells the scheduler, which decides for all rounds of all servers, in a view.
@@ -17,11 +17,12 @@ from kvd.core.session import LATE_REQUEST, SchedulerSession
 from kvd.protocol.messages import Late
 
 RETRY_S = 1.0
+PAUSED = 0.25  # of the time of grace: a server that looks so late was paused, or is very busy
 MAX_TOLD = 16  # sets of ranks at a time: rounds may wait for different workers
 
 
 class _Open(NamedTuple):
-    """The next round of a group, which waits though a quorum has contributed to it."""
+    """The next round of a group, which waits though a quorum is there."""
 
     group: FusedGroup
     clock: int
@@ -44,6 +45,7 @@ class LateWorkers:
         self._open: dict[int, _Open] = {}  # by number of the group, in the order of `since`
         self._awaited_since: dict[int, float] = {}  # rank → when the view came here that has rounds wait for it
         self._look_at: float | None = None
+        self._has_waited = False  # after a pause
 
     def staged(self, group: FusedGroup) -> None:
         """A contribution was staged: the group's next round may wait for others from now on."""
@@ -71,8 +73,17 @@ class LateWorkers:
             self.staged(group)
 
     def tick(self, now: float) -> None:
+        """Looks when it is time. After a pause of this server, what it waits for may lie there unread: it reads first,
+        and looks a moment later, once."""
         self._now = now
-        if self._look_at is not None and now >= self._look_at:
+        if self._look_at is None or now < self._look_at:
+            return
+        moment_s = self._view.settings.quorum_grace_s * PAUSED
+        if now - self._look_at > moment_s and not self._has_waited:
+            self._has_waited = True
+            self._look_at = now + moment_s
+        else:
+            self._has_waited = False
             self._look()
 
     def next_deadline(self) -> float | None:
@@ -103,10 +114,10 @@ class LateWorkers:
 
     def _missing(self, group: FusedGroup, clock: int) -> list[int]:
         """For whom this round waits, if it is open and has a quorum."""
-        log = group.log
-        if group.is_gone or log.closed >= clock or not log.has_quorum(clock, self._view.settings.quorum):
+        log, awaited = group.log, self._participants.awaited
+        if group.is_gone or log.closed >= clock or not log.has_quorum(clock, self._view.settings.quorum, awaited):
             return []
-        return log.missing(clock, self._participants.awaited)
+        return log.missing(clock, awaited)
 
     def _look_at_parts(self, group: FusedGroup) -> None:
         """Its slices may belong to other groups now, which have what was staged for it."""

@@ -144,15 +144,18 @@ class ServerMachine:
         self._participants = participants = Participants(waiters, fail_on_loss=settings.fail_on_worker_loss)
         agreement = OptimizerAgreement()
         disputes = Disputes(agreement, self.table, waiters)
-        records = Records(
-            session, effects, lambda: self.table.creation, out_of_step.add, lambda *failed: syncing.fail(*failed)
-        )
+
+        def no_copy(partition: int, incarnation: int) -> None:
+            if out_of_step.add(partition, incarnation):
+                syncing.was_no_copy(partition, incarnation)
+
+        records = Records(session, effects, lambda: self.table.creation, no_copy, lambda *failed: syncing.fail(*failed))
         replicas = Replicas(
             session,
             self.table,
             effects,
             lambda nbytes: creation.grant_held(nbytes),
-            lambda partition: out_of_step.add(partition, session.incarnation),
+            lambda partition: no_copy(partition, session.incarnation),
         )
         elsewhere = Elsewhere(session, effects, replicas.is_handing_over)
         readings = Readings(session.view, self.table, effects, participants, elsewhere)
@@ -211,13 +214,13 @@ class ServerMachine:
             elsewhere,
             handovers,
             giving_up,
-            lambda partition: out_of_step.add(partition, session.incarnation),
+            lambda partition: no_copy(partition, session.incarnation),
             pushes.advance,
         )
         syncing = Syncing(
             session, self.table, effects, records, shared, control, replicas.is_handing_over, pushes.advance
         )
-        checks = Checks(session, self.table, effects, records, elsewhere.leaving, out_of_step.add, pushes.advance)
+        checks = Checks(session, self.table, effects, records, elsewhere.leaving, no_copy, pushes.advance)
         self._replication = Replication(
             session,
             effects,

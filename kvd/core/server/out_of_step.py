@@ -19,9 +19,12 @@ class OutOfStep:
         self._told: dict[tuple[int, int], float] = {}  # when it is told next
         self._now = 0.0
 
-    def add(self, partition: int, incarnation: int) -> None:
-        """This server does not hold this partition any more."""
-        self._told.setdefault((partition, incarnation), self._now)
+    def add(self, partition: int, incarnation: int) -> bool:
+        """This server does not hold this partition any more. False: that is being said already."""
+        if (partition, incarnation) in self._told:
+            return False
+        self._told[partition, incarnation] = self._now
+        return True
 
     def view_changed(self) -> None:
         for partition, incarnation in list(self._told):

@@ -175,9 +175,7 @@ class Records:
         for here in list(self.holders.values()):
             for holder in here:
                 if not holder.is_started:
-                    holder.is_started = True
-                    start = StartHolding(0, holder.partition, self._creation())
-                    self._send([holder], start, lambda refused: None, ())
+                    self._start(holder)
                 self._send_queued(holder)
         for holder in ended:
             self._release(holder, is_led=holder.partition in led)
@@ -218,6 +216,19 @@ class Records:
         """This server is sent nothing more, as long as the view names it."""
         self._release(holder, is_led=True)
         holder.copied.clear()
+
+    def begin_anew(self, holder: Holder) -> None:
+        """A server that is to be synced, and was dropped, begins with nothing."""
+        here = self.holders.get(holder.partition, [])
+        if holder in here:
+            fresh = Holder(holder.partition, holder.peer, holder.rank, is_syncing=True)
+            here[here.index(holder)] = fresh
+            self._start(fresh)
+
+    def _start(self, holder: Holder) -> None:
+        holder.is_started = True
+        start = StartHolding(0, holder.partition, self._creation())
+        self._send([holder], start, lambda refused: None, ())
 
     def _release(self, holder: Holder, *, is_led: bool) -> None:
         """Nothing waits for this server any more. What it has not held counts if its partition is still led here."""

@@ -134,6 +134,7 @@ class Replication:
             "bytes_held": self._replicas.nbytes,
             "records_waiting": self._records.waiting,
             "hands_over": self._handovers.describe(),
+            "not_backed_up": self._syncing.describe(),
             **self._checks.describe(),
         }
 

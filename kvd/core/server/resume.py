@@ -15,6 +15,7 @@ from kvd.core.server.groups import FusedGroup
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.optimizer_agreement import OptimizerAgreement
 from kvd.core.server.records import Records
+from kvd.core.server.rounds import SliceLog
 from kvd.core.server.targets import TargetResolver
 from kvd.protocol.messages import (
     NO_PLACE,
@@ -92,7 +93,10 @@ class Resumption:
         versions = [log.version for log in logs]
         place = max(log.progress_of(rank).place for log in logs)
         begun = min(log.begun_at(rank, query.place) for log in logs)
-        answer = Clocks(query.request, min(clocks), max(clocks), min(versions), max(versions), place, begun)
+        passed_by = any(log.sync and log.progress_of(rank).staged < log.closed for log in logs)
+        answer = Clocks(
+            query.request, min(clocks), max(clocks), min(versions), max(versions), place, begun, passed_by=passed_by
+        )
         self._effects.send(event.peer, answer)
 
     def activate(self, event: Received, activate: Activate) -> None:
@@ -146,7 +150,7 @@ class Resumption:
         groups = list(self._table.groups.values())
         for group in groups:
             log, version = group.log, group.log.version
-            clock = log.clock_of_step(message.first, message.step - 1) if message.step else log.closed
+            clock = log.clock_of_step(message.first, message.step - 1) if message.step else _newest_clock(log)
             log.activate(rank, clock, place)
             if self._records.is_held(group.partition):
                 clock = log.staged_clock(rank)
@@ -159,11 +163,16 @@ class Resumption:
         self._records.hold_in(records, lambda: self._effects.send(event.peer, Done(message.request)))
 
     def _waits_for(self, rank: int, event: Received, request: int) -> bool:
-        """Whether the rounds wait for this rank, as this server's view says. If not, the sender is told to ask again,
-        or that it is lost once more."""
-        if rank in self._view.required_ranks():
+        """Whether the rounds wait for this rank, as this server's view says, which is not older than the sender's. If
+        not, the sender is told to ask again, or that it is lost once more.
+
+        An earlier view is not enough, even if it names this rank: it may leave out others that wait at the point to
+        which all have come since.
+        """
+        is_old = event.epoch > self._view.epoch
+        if rank in self._view.required_ranks() and not is_old:
             return True
-        if event.epoch > self._view.epoch:
+        if is_old:
             text = "the view that says that the rounds wait for this worker is on its way"
             self._effects.not_yet(event.peer, request, NotYetReason.UPDATING, text)
         else:
@@ -181,3 +190,11 @@ class Resumption:
             group.log.move_to(rank, message.place)
         records = [(partition, HoldPlace(0, partition, rank, message.place)) for partition in self._records.partitions]
         self._records.hold_in(records, lambda: self._effects.send(event.peer, Done(message.request)))
+
+
+def _newest_clock(log: SliceLog) -> int:
+    """The newest clock of all ranks: that of the newest closed round, or in async mode, where each has its own, the
+    largest."""
+    if log.sync:
+        return log.closed
+    return max((log.staged_clock(rank) for rank in log.progress), default=0)

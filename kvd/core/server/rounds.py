@@ -218,11 +218,14 @@ class SliceLog:
             if rank not in contributions and self.progress.get(rank, NO_PROGRESS).staged < clock
         ]
 
-    def has_quorum(self, clock: int, quorum: int) -> bool:
-        """Sync: whether so many have contributed to the round of `clock`. A round of assignments waits for all: without
-        rank 0 it would have no value."""
-        given = self._rounds.get(clock, {}).values()
-        return len(given) >= quorum and all(contribution.how == ADD for contribution in given)
+    def has_quorum(self, clock: int, quorum: int, required: Iterable[int]) -> bool:
+        """Sync: whether so many have contributed to the round of `clock`, or came in after it and wait for it as well.
+        A round of assignments waits for all: without rank 0 it would have no value."""
+        given = self._rounds.get(clock)
+        if not given or any(contribution.how != ADD for contribution in given.values()):
+            return False
+        past = {rank for rank in required if self.progress.get(rank, NO_PROGRESS).staged >= clock}
+        return len(past | given.keys()) >= quorum
 
     def slowest(self, required: Collection[int]) -> int:
         """Async: the smallest staged clock of the active workers. A push that is staged need not be counted for that:

@@ -21,6 +21,7 @@ from kvd.core.server.images import MOST_BYTES, OptimizerState, install_of, packs
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.records import LED_ELSEWHERE, Holder, Records
 from kvd.core.server.shared_steps import SharedSteps
+from kvd.core.server.sync_failures import SyncFailures
 from kvd.core.session import SYNCED_REQUEST, SchedulerSession
 from kvd.protocol.messages import HoldLoop, HoldOptimizer, HoldPublished, Refused, Synced
 
@@ -70,6 +71,8 @@ class Syncing:
         self._is_handing_over = is_handing_over
         self._advance = advance
         self._syncs: dict[Holder, _Sync] = {}
+        self._failures = SyncFailures()
+        self._put_off: list[Holder] = []  # those that have failed before: for a while
         self._is_late = False  # a view is not acted upon yet
         self._now = 0.0
 
@@ -88,13 +91,32 @@ class Syncing:
         syncing = [holder for holder in wanted if holder is not None]
         for holder in [holder for holder in self._syncs if holder not in syncing]:
             self._end(self._syncs.pop(holder))
+        self._put_off = []
         for holder in syncing:
-            if holder not in self._syncs and not holder.is_over:
+            if holder.is_over or self._again_at(holder) > self._now:
+                self._put_off.append(holder)
+            elif holder not in self._syncs:
                 here = [name for name, slice_ in self._table.slices.items() if slice_.partition == holder.partition]
                 self._syncs[holder] = sync = _Sync(holder, deque(here))
                 text = f"{name_of('server', holder.rank)} is sent partition {holder.partition}, to hold it as well"
                 self._effects.emit(LogEntry("info", text))
                 self._go_on(sync)
+
+    def _again_at(self, holder: Holder) -> float:
+        return self._failures.again_at(holder.partition, holder.peer)
+
+    def _try_again(self) -> None:
+        """A while has passed since some have failed."""
+        for holder in self._put_off:
+            if holder.is_over and self._again_at(holder) <= self._now:
+                self._records.begin_anew(holder)
+        self.view_changed()
+
+    def was_no_copy(self, partition: int, incarnation: int) -> None:
+        """A backup has turned out not to be one: if it is to be that again, not at once."""
+        for holder in self._records.holders_of(partition):
+            if holder.peer == incarnation:
+                self._failures.add(partition, holder.peer, holder.rank, "it was no true copy", self._now)
 
     def _end(self, sync: _Sync) -> None:
         sync.is_failed = True
@@ -155,13 +177,18 @@ class Syncing:
             self._advance(group)
 
     def fail(self, holder: Holder, why: str) -> None:
-        """The server cannot become the backup. It is not tried again before the view has named another."""
+        """The server cannot become the backup. It is tried again later, if the view still names it then."""
+        if holder.is_over:
+            return
+        again_s = self._failures.add(holder.partition, holder.peer, holder.rank, why, self._now)
         text = f"{name_of('server', holder.rank)} cannot become the backup of partition {holder.partition}: {why}"
-        self._effects.emit(LogEntry("error", text))
+        self._effects.emit(LogEntry("error", f"{text}; it is tried again in {again_s:g} s"))
         sync = self._syncs.get(holder)
         if sync is not None:
             self._end(sync)
         self._records.drop(holder)
+        if holder not in self._put_off:
+            self._put_off.append(holder)
 
     # ── they are sent ──
 
@@ -215,6 +242,8 @@ class Syncing:
     def tick(self, now: float) -> None:
         """Tells the scheduler of those that have everything, until it says so in a view."""
         self._now = now
+        if self._put_off and not self._is_late and min(map(self._again_at, self._put_off)) <= now:
+            self._try_again()
         for sync in self._syncs.values():
             if sync.tell_at is not None and now >= sync.tell_at:
                 sync.tell_at = now + RETRY_S
@@ -222,6 +251,13 @@ class Syncing:
                 self._effects.send(SCHEDULER, Synced(SYNCED_REQUEST, holder.partition, holder.peer))
 
     def next_deadline(self) -> float | None:
-        if not self._syncs:
+        if not (self._syncs or self._put_off):
             return None
-        return min((sync.tell_at for sync in self._syncs.values() if sync.tell_at is not None), default=None)
+        due = [sync.tell_at for sync in self._syncs.values() if sync.tell_at is not None]
+        if not self._is_late:
+            due += map(self._again_at, self._put_off)
+        return min(due, default=None)
+
+    def describe(self) -> list[dict[str, object]]:
+        """For `kvd status`: who is to become a backup, and has failed."""
+        return [self._failures.describe(each.partition, each.peer, self._now) for each in self._put_off]

@@ -89,7 +89,8 @@ class WorkerClocks:
             then(None)
             return
         goes_on = self._session.predecessor not in STARTS_ANEW
-        if goes_on and not self._participation.was_lost:
+        passed_by = any(entry.passed_by for entry in clocks) or self._participation.has_missed_rounds
+        if goes_on and not passed_by:
             place = max(entry.place for entry in clocks)
             left = Inheritance(place, min(entry.lowest for entry in clocks), min(entry.begun for entry in clocks))
             first = min(left.begun, left.counted) if self._predecessor.is_redone else left.counted

@@ -13,7 +13,7 @@ from kvd.core.worker.calls import Call
 from kvd.core.worker.holds import Act, Blocked, Holds
 from kvd.core.worker.words import title_of
 from kvd.errors import Outcome, RequestTimeout
-from kvd.protocol.messages import Enter, MemberState
+from kvd.protocol.messages import Enter, MemberState, StandBy
 
 MAX_NAMED = 3  # nodes that a text describes; it counts the others
 
@@ -66,7 +66,7 @@ class Explainer:
 
     def stuck_line(self, call: Call, entries: Sequence[Entry], now: float) -> str:
         """A few words for the list of a deadlock. Of a barrier, the scheduler adds who is missing."""
-        if any(isinstance(entry.send.message, Enter) for entry in entries):
+        if any(isinstance(entry.send.message, Enter | StandBy) for entry in entries):
             return title_of(call)
         names = ", ".join(self.reason(entries, now).nodes)
         what = next((blocked for entry in entries if (blocked := self._holds.blocked(entry)).key), None)

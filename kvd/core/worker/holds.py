@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvd.core.machine import SCHEDULER, Peer
 from kvd.core.outbox import Entry, Outbox
-from kvd.protocol.messages import Absent, Delete, Enter, NodeFact, Wait, WaitNews, Waits
+from kvd.protocol.messages import Absent, Delete, Enter, NodeFact, StandBy, Wait, WaitNews, Waits
 
 ANSWER_S = 1.0  # a node that is well answers a question about waits within this time
 
@@ -97,7 +97,7 @@ class Holds:
             self._facts[fact.role, fact.rank] = KnownFact(fact, now)
         for entry in self._outbox.entries():
             message = entry.send.message
-            if isinstance(message, Enter) and message.name in self._barriers:
+            if isinstance(message, Enter | StandBy) and message.name in self._barriers:
                 self._held_at[entry.request] = now
 
     # ── what is known ──
@@ -126,7 +126,7 @@ class Holds:
     def blocked(self, entry: Entry) -> Blocked:
         """Whom a request that is held waits for. A server names them for the oldest requests; the others wait alike."""
         message = entry.send.message
-        if isinstance(message, Enter):
+        if isinstance(message, Enter | StandBy):
             return Blocked(tuple(Absent(rank, 0) for rank in self._barriers.get(message.name, ())))
         answers = self._peers.get(entry.send.peer)
         waits = {} if answers is None else answers.waits

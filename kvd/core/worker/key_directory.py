@@ -157,7 +157,7 @@ class KeyDirectory:
                 key.move_to(KeyState.READY)
             then(error)
 
-        has_clock = self._session.predecessor or self._participation.was_lost
+        has_clock = self._session.predecessor or self._participation.has_missed_rounds
         if self._participation.is_observer or not has_clock:
             clock_known(None)
         else:

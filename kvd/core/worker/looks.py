@@ -30,6 +30,7 @@ from kvd.protocol.messages import (
     MAX_TEXT_CHARS,
     Enter,
     NodeName,
+    StandBy,
     WaitNews,
     WaitQuery,
     WaitReport,
@@ -218,15 +219,15 @@ class Looks:
         if not self._look.is_complete or len(self._barriers()) > MAX_ASKED_BARRIERS:
             return False
         for entry in self._outbox.entries():
-            is_held = entry.request in self._look.held or isinstance(entry.send.message, Enter)
+            is_held = entry.request in self._look.held or isinstance(entry.send.message, Enter | StandBy)
             if not is_held:
                 return False
         return all(call.answer_s is not None and blockers.of(call) for call in waiting)
 
     def _barriers(self) -> set[str]:
-        """The names of the barriers that were entered."""
+        """The names of the barriers that were entered, and of the point at which the program waits."""
         messages = [entry.send.message for entry in self._outbox.entries()]
-        return {message.name for message in messages if isinstance(message, Enter)}
+        return {message.name for message in messages if isinstance(message, Enter | StandBy)}
 
     def _nodes(self, now: float) -> tuple[NodeName, ...]:
         """The nodes that something waits for: what the scheduler says of them goes into texts."""

@@ -61,6 +61,7 @@ from kvd.core.worker.resting import Resting
 from kvd.core.worker.returning import Returning
 from kvd.core.worker.servers import Servers
 from kvd.core.worker.settings import WorkerSettings
+from kvd.core.worker.standing_by import StandingBy
 from kvd.core.worker.steps import StepCounter
 from kvd.core.worker.transfer import Transfer
 from kvd.core.worker.waits import Waits
@@ -126,11 +127,13 @@ class WorkerMachine:
             requests.DeleteKeys: deletions.start,
         }
         self._queue = queue = KeyQueue(session, servers, keys, calls, pushes, steps, starters, directory.look_up)
+        standing = StandingBy(session, keys, asker, calls, pushes, taking_part, self._clocks, left)
         self._view_followers = (
             self._connections.view_changed,
             queue.servers_changed,
             deletions.servers_changed,
             taking_part.view_changed,
+            standing.view_changed,
         )
         self._validated = (session, keys, calls, outbox, queue, self._waits, deletions)
         barriers = BarrierCalls(asker, calls)
@@ -152,6 +155,7 @@ class WorkerMachine:
             requests.Resume: self._clocks.resume,
             requests.ComeTo: self._clocks.come_to,
             requests.TakePartAgain: returning.take_part_again,
+            requests.StandBy: standing.stand_by,
             requests.Barrier: barriers.enter,
             requests.SaidAt: barriers.said,
             requests.Tell: barriers.tell,

@@ -23,6 +23,8 @@ class Participation:
         is_apart: it was lost or late, or has just come: the rounds go on without it, until it takes part
             (`kvd.core.worker.returning`).
         is_returning: that is under way.
+        point: where it waits until all workers have come there, as the program named it; None: nowhere. The rounds go
+            on without it meanwhile (`kvd.core.worker.standing_by`).
     """
 
     def __init__(self, session: SchedulerSession, outbox: Outbox, asker: Asker, calls: CallBook) -> None:
@@ -35,14 +37,21 @@ class Participation:
         self.is_apart = False
         self.is_returning = False
         self._has_come_in = False
+        self.point: str | None = None
+        self._was_idle = False
         self._apart_since = NO_VIEW
         self._awaited_since = NO_VIEW  # while it returns: the view in which the rounds wait for it; NO_VIEW: not yet
         self._is_out_again = False  # a later view says that they do not
 
     @property
     def was_lost(self) -> bool:
-        """Whether the rounds have ever gone on without it."""
+        """Whether the rounds have ever gone on without it, since it was lost."""
         return self._apart_since != NO_VIEW
+
+    @property
+    def has_missed_rounds(self) -> bool:
+        """Whether the rounds have ever gone on without it: the clocks of keys that it finds later are not 0."""
+        return self.was_lost or self._was_idle
 
     def leaves_out(self, place: int) -> bool:
         """Whether a push at this place is not made: a loop over steps goes on by itself with a later step."""
@@ -64,6 +73,11 @@ class Participation:
             )
         if self.is_observer:
             return NotAllowed("an observer does not push: join as a worker")
+        if self.point is not None:
+            return NotAllowed(
+                f"this worker waits at {self.point!r} until all have come there, and the rounds go on without it: call "
+                f"kv.join(until={self.point!r}) again, and push when it has returned"
+            )
         return NotAllowed("this worker has left the rounds (join or close): it pushes no more")
 
     def leave(self, call: Call, request: requests.Depart) -> None:
@@ -78,7 +92,7 @@ class Participation:
         def answered(event: Received) -> None:
             error = self._asker.error_of(event)
             if error is None:
-                self.in_rounds = False
+                self.in_rounds, self.point = False, None
                 if request.departure is not Departure.DONE:
                     self._session.close()
             self._calls.complete(call, error=error)
@@ -97,9 +111,24 @@ class Participation:
         elif self.is_apart:
             if not self.is_returning and self._session.view.epoch > self._apart_since:
                 self.step_out()  # the scheduler was restarted without its record, and has forgotten the loss
-        elif member.state == MemberState.ACTIVE and not self.in_rounds and not self._is_leaving():
+        elif (
+            member.state == MemberState.ACTIVE and not self.in_rounds and self.point is None and not self._is_leaving()
+        ):
             # The scheduler was restarted without its record, and has forgotten that this worker left.
             self._asker.ask(None, SCHEDULER, Leave(0, Departure.DONE), lambda event: None)
+
+    # ── at a point ──
+
+    def stand_by(self, point: str) -> None:
+        """The rounds go on without this worker until all have come to this point."""
+        self.point = point
+        self.in_rounds = False
+        self._was_idle = True
+
+    def come_together(self) -> None:
+        """All have, and this worker takes part again, unless it was lost meanwhile."""
+        self.point = None
+        self.in_rounds = not self.is_apart
 
     # ── after a loss ──
 

@@ -40,6 +40,8 @@ class _Whereabouts(NamedTuple):
     own: int
 
 
+_TAKING_PART = (MemberState.ACTIVE, MemberState.RETURNING, MemberState.DEAD)
+
 Then = Callable[[_Whereabouts], None]
 
 
@@ -99,10 +101,10 @@ class Returning:
         return None if is_inside else requests.Return.LATER
 
     def _is_alone(self) -> bool:
-        """Whether no other worker takes part: there is nobody to keep step with. The rounds wait for the dead, too."""
+        """Whether no other worker takes part: there is nobody to keep step with. A dead one that is not lost does: the
+        rounds wait for it."""
         workers = [member for member in self._view.members.values() if member.role == "worker"]
-        taking_part = (MemberState.ACTIVE, MemberState.RETURNING, MemberState.DEAD)
-        return not any(member.state in taking_part for member in workers)
+        return not any(member.state in _TAKING_PART for member in workers)
 
     def _where_are(self, call: Call, then: Then, *, frozen: bool) -> None:
         def answered(answers: list[Received], error: KvdError | None) -> None:

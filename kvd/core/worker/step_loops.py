@@ -1,5 +1,7 @@
 """The loops over steps of one program: where it is in them, where a restarted one goes on, and what each step pushes.
 
+Over 400 lines because the rules of loops, snapshots, points and successors are rules about the same few numbers.
+
 `begin` opens a loop and says with which step it goes on, `enter` begins a step, `leave` checks that it is complete, and
 `end` closes the loop; `end` alone gives it up, with its step as far as that has come. Every push and broadcast is
 announced before it is made (`take_pushes`, `take_broadcasts`).
@@ -170,6 +172,27 @@ class StepLoops:
             self.is_inside = self._is_redoing = False
             self.place = place_of(PlaceKind.OUTSIDE, self._end)
             self._listed, self._pushed, self._broadcast = None, set(), set()
+
+    # ── points ──
+
+    def check_may_stand_by(self) -> None:
+        """Raises NotAllowed within a loop."""
+        if self.is_inside:
+            raise NotAllowed(
+                "join(until=…) comes after a loop over kv.steps, not in it: leave the loop first (break ends it, "
+                "unless a variable holds it: close it then)"
+            )
+
+    @property
+    def is_at_news(self) -> bool:
+        """Whether the program is, outside of loops, at a place that its predecessor has not come to."""
+        return self._loops > 0 and not (self._is_behind and self._predecessor.place >= self.place)
+
+    def go_on_at(self, steps: int) -> None:
+        """The next loop begins with this step, among those of all loops: another worker has made so many."""
+        self.check_may_stand_by()
+        self._end = max(self._end, steps)
+        self.place = place_of(PlaceKind.OUTSIDE, self._end)
 
     def check_may_resume(self) -> None:
         """Raises NotAllowed within a loop."""

@@ -43,6 +43,8 @@ def title_of(call: Call) -> str:
     request = call.request
     if isinstance(request, requests.Barrier):
         return _barrier_title(request.name)
+    if isinstance(request, requests.StandBy):
+        return f"join(until={request.name.partition(':')[2]!r})"
     title = _name_of(request)
     names = [key.name for key in call.keys[:MAX_NAMES]] or list(filter(None, [getattr(request, "key", "")]))
     if names:
@@ -74,6 +76,8 @@ def _barrier_title(name: str) -> str:
         return f"barrier {own!r}" if own else "barrier"
     if name.startswith("kvd:broadcast"):
         return f"broadcast of {name.split(':', 2)[-1]!r}"
+    if kind == "level":
+        return f"join(until={own!r})"
     for call in ("snapshot", "restore"):
         if name.startswith(f"kvd:{call}"):
             return call

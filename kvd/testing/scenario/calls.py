@@ -78,6 +78,8 @@ def _request(words: list[str], worker: str) -> tuple[requests.Request, Floats | 
         "barrier": lambda: requests.Barrier(rest[0], place=_place(rest[1:])),
         "flush": requests.Flush,
         "join": lambda: requests.Depart(Departure.DONE),
+        "join_until": lambda: requests.StandBy(f"until:{rest[0]}", int(rest[1])),  # after so many steps
+        "come_to": lambda: requests.ComeTo(place_of(PlaceKind.OUTSIDE, int(rest[0]))),
         "withdraw": lambda: requests.Depart(Departure.WITHDRAWN),
         "close": lambda: requests.Depart(Departure.LEFT),
         "take_part_again": lambda: requests.TakePartAgain(_loop(rest)),

@@ -27,6 +27,7 @@ class Expectations:
             "waiting": self._waiting,
             "uncounted": self._uncounted,
             "step": self._step,
+            "together": self._together,
             "ended": lambda words: _check(calls.of(" ".join(words)).call.done, "it still waits"),
             "error": self._error,
             "worker": self._result,
@@ -64,6 +65,11 @@ class Expectations:
         _check(isinstance(told, Returned), f"it ended with {call.error}")
         shown = f"now {told.step}" if told.how is Return.NOW else told.how.name.lower()
         _check(shown == " ".join(words[2:]), f"it was told {shown}")
+
+    def _together(self, words: list[str]) -> None:
+        """The latest call of a worker, a join_until, ended, and all go on with this step."""
+        call = self._ended(" ".join(words[:2])).call
+        _check(call.result == int(words[2]), f"it ended with {call.error or call.result}")
 
     def _waiting(self, words: list[str]) -> None:
         self._world.run(STEP_S)

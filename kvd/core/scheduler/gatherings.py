@@ -1,0 +1,58 @@
+"""Where workers wait for each other in the scheduler: at barriers, and at points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from kvd.core.scheduler.barriers import Barriers
+from kvd.core.scheduler.points import OF_PROGRAMS, Points, SettledPoint
+from kvd.core.scheduler.roster import Roster, Seat
+from kvd.protocol.messages import MemberState
+
+
+class Gatherings:
+    """All barriers and points of a run. The names of points begin in a way of their own.
+
+    Args:
+        breaking: gives the ranks of workers that break what they are missing from.
+    """
+
+    def __init__(self, roster: Roster, barriers: Barriers, points: Points, breaking: Callable[[], list[int]]) -> None:
+        self.barriers = barriers
+        self.points = points
+        self._roster = roster
+        self._breaking = breaking
+
+    def open(self) -> dict[str, list[int]]:
+        """Those at which workers wait, with their ranks."""
+        return {**self.barriers.open(), **self.points.open()}
+
+    def absent(self, name: str, entered: Collection[int]) -> list[int]:
+        """The ranks that those wait for who have come to this one."""
+        if not name.startswith(OF_PROGRAMS):
+            return self.barriers.missing(self._roster.barrier_ranks(), self._roster.came_in()).get(name, [])
+        return [rank for rank in self._roster.point_ranks() if rank not in entered]
+
+    def withdraw(self, rank: int) -> None:
+        """The worker of this rank was replaced: its predecessor waits nowhere."""
+        self.barriers.withdraw(rank)
+        self.points.withdraw(rank)
+
+    def is_at_point(self, seat: Seat) -> bool:
+        """Whether the holder of this seat waits at a point."""
+        return self.points.has(seat.member.rank, seat.member.incarnation)
+
+    def has_points_to_settle(self) -> bool:
+        """Whether a point is reached, or cannot be."""
+        return self.points.would_settle(self._roster.point_ranks(), self._breaking())
+
+    def settle_points(self) -> list[SettledPoint]:
+        """The points that the latest change releases or breaks."""
+        return self.points.settle(self._roster.point_ranks(), self._breaking())
+
+    def validate(self) -> None:
+        """Raises AssertionError if a point that should be settled is open, or one who waits there takes part."""
+        self.points.validate(self._roster.point_ranks(), self._breaking())
+        for seat in self._roster.seats():
+            takes_part = seat.member.state is MemberState.ACTIVE
+            assert not (takes_part and self.is_at_point(seat)), f"{seat.name} takes part, and waits at a point"
