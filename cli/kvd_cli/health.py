@@ -58,8 +58,8 @@ def health_of(report: Report) -> Health:
     advice += differed + failed
     if workers:
         advice.append(f"dead: {', '.join(workers)}. {_start_again(workers)}")
-    lost, late = _in_state(report, "worker", "lost"), _late(report)
-    back = [name for name in _in_state(report, "worker", "back") if name not in late]
+    lost, late, new = _in_state(report, "worker", "lost"), _late(report), _new(report)
+    back = [name for name in _in_state(report, "worker", "back") if name not in (*late, *new)]
     if lost:
         advice.append(f"lost: {', '.join(lost)}. The job goes on without, degraded. {_start_again(lost)}")
     if late:
@@ -71,6 +71,10 @@ def health_of(report: Report) -> Health:
         advice.append(
             f"back: {', '.join(back)}, and not in the rounds yet. That is so until the program comes to its next step "
             "of kv.steps, or calls kv.resume()."
+        )
+    if new:
+        advice.append(
+            f"new: {', '.join(new)}, not in the rounds yet: from the next step of kv.steps on, or after kv.resume()."
         )
     if ended:
         advice.append(f"process ended: {', '.join(ended)}. {_start_again(ended)}")
@@ -104,6 +108,11 @@ def _dead(report: Report, role: str) -> list[str]:
 
 def _in_state(report: Report, role: str, state: str) -> list[str]:
     return [f"{m['role']} {m['rank']}" for m in report["members"] if m["state"] == state and m["role"] == role]
+
+
+def _new(report: Report) -> list[str]:
+    """The workers that came when the job was under way, and have yet to take part."""
+    return [f"worker {m['rank']}" for m in report["members"] if m["state"] == "back" and m.get("is_new", False)]
 
 
 def _late(report: Report) -> list[str]:

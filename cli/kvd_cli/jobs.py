@@ -34,7 +34,10 @@ def print_runs(runs: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _workers(run: Mapping[str, Any]) -> str:
-    return f"{run['workers']} of {run['num_workers']}" if run["num_workers"] else "-"
+    if not run["num_workers"]:
+        return "-"
+    most = f" to {run['max_workers']}" if run.get("max_workers", 0) > run["num_workers"] else ""
+    return f"{run['workers']} of {run['num_workers']}{most}"
 
 
 @jobs.command()

@@ -128,7 +128,18 @@ def loss_problems(*, on_worker_loss: str, num_workers: int) -> Iterator[Problem]
         yield (
             "on_worker_loss",
             "on_worker_loss = shrink needs at least 2 workers, since the others go on without one that died, and there "
-            "is 1 worker: set num_workers = 2 or more, or on_worker_loss = wait",
+            "is 1 worker: set num_workers = 2 or more (or max_workers, if others join later), or on_worker_loss = wait",
+        )
+
+
+def elastic_problems(*, num_workers: int, max_workers: int) -> Iterator[Problem]:
+    """The workers with which a job begins are among those that it may have. With 0 workers, their number is not known
+    here."""
+    if 0 < max_workers < num_workers:
+        yield (
+            "max_workers",
+            f"max_workers = {max_workers} is less than num_workers = {num_workers}, with which the job begins: set it "
+            f"to {num_workers} or more, or to 0 if no worker joins later",
         )
 
 

@@ -62,6 +62,12 @@ class Config:
     num_servers: int = declare(
         0, "number of servers in the job; 0: whatever the cluster has", minimum=0, fallback=("DMLC_NUM_SERVER",)
     )
+    max_workers: int = declare(
+        0,
+        "number of workers that may take part at a time, of which all beyond num_workers join later; 0: num_workers",
+        minimum=0,
+        used_by=("scheduler",),
+    )
     replicas: int = declare(1, "number of copies of every value; with 2, any one server may die", minimum=1, maximum=2)
     num_shards: int = declare(840, "number of placement slots", minimum=1, maximum=4096)
     merge: str = declare("sum", "how contributions are merged", choices=("sum", "mean", "weighted"))
@@ -207,7 +213,10 @@ class Config:
         yield from checks.job_problems(self.job)
         yield from checks.key_problems(keyfile=self.keyfile, allowed_keys=self.allowed_keys, insecure=self.insecure)
         yield from checks.unavailable_problems(metrics_bind=self.metrics_bind)
-        yield from checks.loss_problems(on_worker_loss=self.on_worker_loss, num_workers=self.num_workers)
+        yield from checks.loss_problems(
+            on_worker_loss=self.on_worker_loss, num_workers=max(self.num_workers, self.max_workers)
+        )
+        yield from checks.elastic_problems(num_workers=self.num_workers, max_workers=self.max_workers)
         yield from checks.quorum_problems(
             quorum=self.quorum,
             quorum_grace_s=self.quorum_grace_s,
@@ -230,11 +239,12 @@ class Config:
             if getattr(self, name) < 1:
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{name} = 0: the scheduler needs the number; give {flag} N, N ≥ 1", setting=name)
-        if self.num_workers + self.num_servers > MOST_NODES:
+        name = "max_workers" if self.max_workers > self.num_workers else "num_workers"
+        if getattr(self, name) + self.num_servers > MOST_NODES:
             raise ConfigError(
-                f"num_workers = {self.num_workers} and num_servers = {self.num_servers}: a cluster has at most "
+                f"{name} = {getattr(self, name)} and num_servers = {self.num_servers}: a cluster has at most "
                 f"{MOST_NODES} nodes in all",
-                setting="num_workers",
+                setting=name,
             )
 
     def memory_bound_bytes(self) -> int:

@@ -66,7 +66,7 @@ _MALFORMED_JOIN = Row("join", (m.Join,), ANY_KEY, Standing.NOTHING)  # refused f
 
 _ASKED_OF_THE_SCHEDULER = (
     Row("stay, and leave", (m.Heartbeat, m.Leave), NODES, Standing.JOINED),
-    Row("take part again after a loss", (m.TakePart,), WORKERS, Standing.JOINED),
+    Row("take part after a loss, or later than others", (m.TakePart,), WORKERS, Standing.JOINED),
     Row("wait for all at a point", (m.StandBy,), WORKERS, Standing.JOINED),
     Row("say who holds a partition", (m.Synced, m.OutOfSync, m.HandedOver), SERVERS, Standing.JOINED),
     Row("say which workers are late", (m.Late,), SERVERS, Standing.JOINED),

@@ -22,8 +22,8 @@ _IN_WORDS = {
     MemberState.DEAD: "is dead",
     MemberState.GONE: "left the rounds, and is dead now",
     MemberState.LOST: "is dead, and the rounds go on without it",
-    MemberState.BACK: "is back, and takes no part in the rounds yet",
-    MemberState.RETURNING: "is about to take part in the rounds again",
+    MemberState.BACK: "is there, and takes no part in the rounds yet",
+    MemberState.RETURNING: "is about to take part in the rounds",
 }
 
 _NOT_AWAITED = frozenset(
@@ -119,14 +119,16 @@ class ViewState:
         return [rank for rank in self.leads() if rank not in alive]
 
     def missing_workers(self) -> list[int]:
-        """The ranks that no worker has taken yet. One that joined and is dead, or has left, is not missing."""
+        """The ranks that no worker has taken yet, and without which the job does not begin. One that joined and is
+        dead, or has left, is not missing."""
         return [rank for rank in range(self.settings.num_workers) if ("worker", rank) not in self.members]
 
     def required_ranks(self) -> list[int]:
-        """The ranks of the workers that rounds wait for: all that have not left the rounds, joined or not, except those
-        that are lost or wait at a point."""
-        gone = {m.rank for m in self.members.values() if m.role == "worker" and m.state in _NOT_AWAITED}
-        return [rank for rank in range(self.settings.num_workers) if rank not in gone]
+        """The ranks of the workers that rounds wait for: all that have not left the rounds, except those that are lost,
+        wait at a point, or have yet to come in. Those that the job begins with count joined or not."""
+        workers = [member for member in self.members.values() if member.role == "worker"]
+        ranks = {*range(self.settings.num_workers), *(member.rank for member in workers)}
+        return sorted(ranks - {member.rank for member in workers if member.state in _NOT_AWAITED})
 
     def ranks_apart(self) -> list[int]:
         """The ranks of the workers without which the rounds go on, whether they are back or not. There are none in
@@ -134,13 +136,19 @@ class ViewState:
         apart = (MemberState.LOST, MemberState.BACK)
         return [m.rank for m in self.members.values() if m.role == "worker" and m.state in apart and self.is_sync]
 
-    def num_taking_part(self) -> int:
-        """The number of workers of the cluster, without those that are lost and have yet to take part again, and those
-        that wait at a point."""
+    def ranks_taking_part(self) -> list[int]:
+        """The ranks of the workers of the job, without those that are lost and have yet to take part again, and
+        those that wait at a point. Where workers may join later, those that rounds wait for."""
+        if self.settings.is_elastic:
+            return self.required_ranks()
         apart = (MemberState.LOST, MemberState.BACK, MemberState.IDLE)
-        return self.settings.num_workers - sum(
-            member.role == "worker" and member.state in apart for member in self.members.values()
-        )
+        gone = {member.rank for member in self.members.values() if member.role == "worker" and member.state in apart}
+        return [rank for rank in range(self.settings.num_workers) if rank not in gone]
+
+    def all_worker_ranks(self) -> list[int]:
+        """The ranks of the workers that the job begins with, and of all that have joined."""
+        joined = {member.rank for member in self.members.values() if member.role == "worker"}
+        return sorted({*range(self.settings.num_workers), *joined})
 
     def lost_ranks(self) -> list[int]:
         """The ranks of the workers that died, and without which the others go on."""

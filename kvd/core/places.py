@@ -62,11 +62,13 @@ class Stopped(NamedTuple):
         place: where its program stopped.
         trained: whether a contribution that it pushed there has counted.
         left: what it has left in a key; None if it has left nothing, or the key is not known yet.
+        is_new: there was none: this worker came when the job was under way, and the place is where the others were.
     """
 
     place: int = START
     trained: bool = False
     left: Callable[[str], Inheritance | None] = lambda name: None
+    is_new: bool = False
 
 
 class Boundary(NamedTuple):

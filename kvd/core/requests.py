@@ -183,12 +183,15 @@ class Barrier:
         passed: the predecessor has passed this barrier: count it, and complete at once.
         says: a note for those who listen.
         listens: the result is the note of this barrier, "" if there is none; otherwise the result is None.
+        place: where the program is (`kvd.core.places`): workers that came in at a later place are not waited for; 0:
+            all are.
     """
 
     name: str
     passed: bool = False
     says: str | None = None
     listens: bool = False
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,7 @@ class SchedulerRole:
             config.replicas,
             quorum,
             config.quorum_grace_s if quorum else 0.0,
+            config.max_workers,
         )
 
     def _was_given(self, setting: str) -> bool:

@@ -143,6 +143,17 @@ class Settings(NamedTuple):
     replicas: Annotated[int, Limit(0, MAX_REPLICAS)] = 1
     quorum: Size = 0  # workers whose contributions a round needs, once it has waited; 0: those of all
     quorum_grace_s: float = 0.0  # how long it waits for the others then
+    max_workers: Size = 0  # workers that may take part at a time, as the scheduler was told; 0: num_workers
+
+    @property
+    def most_workers(self) -> int:
+        """How many workers may take part at a time."""
+        return max(self.num_workers, self.max_workers)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers may join once the job is under way."""
+        return self.max_workers > self.num_workers
 
 
 class MemberState(StrEnum):
@@ -155,8 +166,8 @@ class MemberState(StrEnum):
     DEAD = "dead"  # declared dead
     GONE = "gone"  # declared dead after it left the rounds, which do not wait for it
     LOST = "lost"  # declared dead, and the rounds go on without it
-    BACK = "back"  # was lost and is connected again, or late; the rounds do not wait for it until it says TakePart
-    RETURNING = "returning"  # the rounds wait for it again, and it finds out where they are
+    BACK = "back"  # was lost or late, or has just come; the rounds do not wait for it until it says TakePart
+    RETURNING = "returning"  # the rounds wait for it from now on, and it finds out where they are
 
 
 class Departure(StrEnum):
@@ -304,7 +315,8 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """You joined, with this rank. `predecessor` is how the rank's earlier holder ended; None if there was none."""
+    """You joined, with this rank. `predecessor` is how the rank's earlier holder ended; None if there was none, and
+    BACK if the rounds go on without this rank so far, whoever had it."""
 
     KIND: ClassVar[int] = 2
     request: Number
@@ -355,20 +367,21 @@ class Leave:
 
 
 class Taking(Enum):
-    """What a worker that was lost or late says of the rounds."""
+    """What a worker that was lost or late, or has just come, says of the rounds."""
 
     OUT = 0  # they are to go on without me after all
-    IN = 1  # they are to wait for me again
+    IN = 1  # they are to wait for me
     ARRIVED = 2  # I know where they are
 
 
 @dataclass(frozen=True, slots=True)
 class TakePart:
-    """I was lost, and am back; or I was late. Answered with Done once the view says so."""
+    """I was lost and am back, or I was late, or I have just come. Answered with Done once the view says so."""
 
     KIND: ClassVar[int] = 100
     request: Number
     taking: Taking
+    place: Number = 0  # with ARRIVED: where my program goes on; earlier barriers do not wait for me
 
 
 class Standing(Enum):
@@ -424,6 +437,7 @@ class Enter:
     request: Number
     name: Key
     generation: Count
+    place: Number = 0  # where my program is; those who came in at a later one are not waited for. 0: all are
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from kvd.testing.settings import ClusterSettings, ShellSettings, Timeouts
 from kvd.testing.simulator import Me, World
 from kvd.testing.workloads.captured import captured_rounds
 from kvd.testing.workloads.deletions import Generations
+from kvd.testing.workloads.elastic import ElasticLedger
 from kvd.testing.workloads.ledger import Ledger, list_ledger
 from kvd.testing.workloads.lives import LifeLedger, ListLives
 from kvd.testing.workloads.losses import LossLedger
@@ -29,6 +30,7 @@ from kvd.testing.workloads.training import Training, list_training
 from kvd.testing.workloads.uneven import PER_EPOCH, UnevenLedger
 
 WORKERS = 3
+MOST_WORKERS = 5  # of an elastic job
 STEPS = 8
 EPOCHS = 3  # of workers with uneven data
 LONG = 40  # steps of a workload in which workers come back after they were given up
@@ -92,6 +94,7 @@ class Campaign:
             mode=self.mode,
             merge=self.merge,
             on_worker_loss=self.on_worker_loss,
+            max_workers=MOST_WORKERS if self.workload == "elastic" else 0,
             staleness=self.staleness,
             rounds_ahead=self.rounds_ahead,
             timeouts=Timeouts(
@@ -141,6 +144,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
         WORKERS, EPOCHS * max(PER_EPOCH), epochs=EPOCHS, seed=seed, sync=campaign.mode == "sync"
     ),
     "lateness": lambda campaign, seed: LossLedger(WORKERS, LONG, least=campaign.quorum),
+    "elastic": lambda campaign, seed: ElasticLedger(MOST_WORKERS, LONG, first=WORKERS),
     "shared": lambda campaign, seed: SharedLedger(WORKERS * STEPS),
     "list training": lambda campaign, seed: list_training(
         STEPS, mostly_together(seed), undisturbed_weights("list training")
@@ -311,6 +315,35 @@ LOSSES: dict[str, Campaign] = {
     ),
     "losses, servers die": Campaign(
         "losses",
+        merge="mean",
+        on_worker_loss="shrink",
+        worker_timeout_s=2.0,
+        mishaps=replace(LOSING, server_crashes=3, cuts=1),
+        servers=3,
+        replicas=2,
+    ),
+}
+
+# Workers come and leave while others train, and die.
+ELASTIC: dict[str, Campaign] = {
+    "elastic": Campaign("elastic", merge="mean", on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING),
+    "elastic, nobody is lost": Campaign(
+        "elastic",
+        merge="mean",
+        on_worker_loss="wait",
+        mishaps=replace(HARD, within_s=40.0),
+        faults=NASTY,
+    ),
+    "elastic, torn records": Campaign(
+        "elastic",
+        merge="mean",
+        on_worker_loss="shrink",
+        worker_timeout_s=2.0,
+        mishaps=replace(LOSING, scheduler_restarts=5),
+        shell=SLOW_DISK,
+    ),
+    "elastic, servers die": Campaign(
+        "elastic",
         merge="mean",
         on_worker_loss="shrink",
         worker_timeout_s=2.0,

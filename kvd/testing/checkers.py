@@ -22,7 +22,7 @@ def check_staging(world: World, process: Process) -> None:
     machine = router.latest()
     slices = slices_of(machine)
     staged = sum(slice_.log.staged_bytes(slice_.nbytes) for slice_ in slices)
-    bound = world.cluster.rounds_ahead * world.cluster.workers * sum(slice_.nbytes for slice_ in slices)
+    bound = world.cluster.rounds_ahead * world.cluster.wire().most_workers * sum(slice_.nbytes for slice_ in slices)
     if staged > bound:
         world.fail(f"{process.name} holds {staged} staged bytes, its bound is {bound}")
 
@@ -40,7 +40,7 @@ class StalenessCheck:
         machine = router.latest()
         required = machine.required_ranks
         for slice_ in slices_of(machine):
-            counted = {rank: slice_.log.counted_clock(rank) for rank in range(world.cluster.workers)}
+            counted = {rank: slice_.log.counted_clock(rank) for rank in range(world.cluster.wire().most_workers)}
             before = self._counted.get((slice_.key, slice_.index), {})
             self._counted[slice_.key, slice_.index] = counted
             slowest = min((slice_.log.staged_clock(rank) for rank in required), default=0)

@@ -50,7 +50,7 @@ class Mishaps:
 def plan(world: World, mishaps: Mishaps) -> None:
     """Draws the times and the victims from the seed of the world."""
     random, at = Random(world.seed * 31 + 7), world.clock.at
-    workers = [f"worker {number}" for number in range(world.cluster.workers)]
+    workers = [f"worker {number}" for number in range(world.cluster.wire().most_workers)]
     readers = [name for name in world.processes if name.startswith("reader")]
     nodes = [*workers, *readers, *[f"server {rank}" for rank in range(world.cluster.servers)], "scheduler"]
     for victim in readers[1:]:  # one is left to read
@@ -103,8 +103,8 @@ def _pause(world: World, name: str, length_s: float) -> None:
 
 def _crash(world: World, name: str, effects: int, restart_after_s: float) -> None:
     """The worker dies after it has carried out a few more effects, and is started again later."""
-    process = world.processes[name]
-    if not process.alive or process.finished:
+    process = world.processes.get(name)
+    if process is None or not process.alive or process.finished:
         return
     process.doom = Doom(effects)
 
@@ -157,9 +157,9 @@ def _bury(world: World, name: str) -> None:
 
 def _haunt(world: World, name: str, pause_s: float, replaced_after_s: float) -> None:
     """A worker that has joined stops, or no longer hears the scheduler, and a successor starts."""
-    process = world.processes[name]
-    machine = process.machine
-    if process.finished or not isinstance(machine, WorkerMachine) or not machine.session.joined:
+    process = world.processes.get(name)
+    machine = None if process is None else process.machine
+    if process is None or process.finished or not isinstance(machine, WorkerMachine) or not machine.session.joined:
         return
     if world.random.random() < 0.5:
         world.pause(name, pause_s)

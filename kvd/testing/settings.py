@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from kvd.protocol.messages import Settings
 
+NUM_SHARDS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
@@ -48,13 +50,13 @@ class ClusterSettings:
     merge: str = "sum"
     staleness: int = -1
     rounds_ahead: int = 2
-    num_shards: int = 16
     replicas: int = 1
     slice_bytes: int = 4096
     credit_bytes: int = 16 << 10
     small_push_bytes: int = 512
     memory_limit_bytes: int = 16 << 20
     on_worker_loss: str = "fail"
+    max_workers: int = 0
     timeouts: Timeouts = field(default_factory=Timeouts)
     shell: ShellSettings = field(default_factory=ShellSettings)
 
@@ -68,8 +70,9 @@ class ClusterSettings:
             self.slice_bytes,
             self.workers,
             self.servers,
-            self.num_shards,
+            NUM_SHARDS,
             self.replicas,
             self.timeouts.quorum,
             self.timeouts.quorum_grace_s if self.timeouts.quorum else 0.0,
+            self.max_workers,
         )

@@ -58,6 +58,15 @@ def test_a_job_that_goes_on_without_a_worker_is_degraded() -> None:
     assert back.startswith("back: worker 2, and not in the rounds yet. ")
 
 
+def test_a_worker_that_joins_a_job_under_way_is_nothing_wrong() -> None:
+    members = [member("server", 0), member("worker", 0), {**member("worker", 2, "back"), "is_new": True}]
+    health = health_of(report(server(0), members=members))
+    assert health.is_healthy
+    assert health.advice == (
+        "new: worker 2, not in the rounds yet: from the next step of kv.steps on, or after kv.resume().",
+    )
+
+
 def test_a_late_worker_is_told_apart_from_one_that_was_lost() -> None:
     late = {**member("worker", 1, "back"), "reason": "late: 2 or more others have waited for it for 1 s"}
     health = health_of(report(server(0), members=[member("worker", 0), late, member("worker", 2)]))

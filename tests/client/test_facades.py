@@ -49,15 +49,17 @@ def life_of(closing: Closing, *, distributed: bool) -> StoreLife:
 def test_the_properties_are_those_of_the_facts() -> None:
     store = StoreProperties(FACTS)
     names = {name for name, value in inspect.getmembers(StoreProperties) if isinstance(value, property)}
-    assert names == set(StoreFacts._fields) - {"distributed", "versioned", "round_timeout_s", "count_workers"}
-    assert {name: getattr(store, name) for name in names} == {name: getattr(FACTS, name) for name in names}
+    assert names == set(StoreFacts._fields) - {"distributed", "versioned", "round_timeout_s", "taking_part"} | {"ranks"}
+    facts = {name: getattr(FACTS, name) for name in names - {"ranks"}} | {"ranks": tuple(range(FACTS.num_workers))}
+    assert {name: getattr(store, name) for name in names} == facts
     for name in names:
         with pytest.raises(AttributeError):
             setattr(store, name, 0)
 
 
 def test_the_number_of_workers_is_that_of_the_newest_round() -> None:
-    assert StoreProperties(FACTS._replace(count_workers=lambda: 77)).num_workers == 77
+    store = StoreProperties(FACTS._replace(taking_part=lambda: (0, 2, 5)))
+    assert (store.num_workers, store.ranks) == (3, (0, 2, 5))
 
 
 def test_capabilities() -> None:

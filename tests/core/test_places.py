@@ -123,7 +123,7 @@ def successor(*answers: Clocks, predecessor: str | None = "dead") -> Worker:
 )
 def test_only_a_step_is_made_again(place: int, first: int) -> None:
     harness = successor(Clocks(0, 4, 4, 4, 4, place, trained=True))
-    assert harness.machine.stopped() == (place, True, harness.machine._clocks.inherited)
+    assert harness.machine.stopped() == (place, True, harness.machine._clocks.inherited, False)
     clock = harness.call(requests.ClockOf("w"))
     harness.found()
     query = harness.take(ClockQuery)

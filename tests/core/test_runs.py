@@ -91,14 +91,17 @@ def test_every_phase_but_gone_has_its_row() -> None:
 class Fake:
     """As much of a run's machine as `Runs` looks at."""
 
-    def __init__(self, phase: RunPhase, *node_ids: str, lost: bool = False, prepared: bool = False) -> None:
+    def __init__(
+        self, phase: RunPhase, *node_ids: str, lost: bool = False, prepared: bool = False, elastic: bool = False
+    ) -> None:
         self.phase = phase
         self.roster = Roster(0, 2)
         for rank, node_id in enumerate(node_ids):
             self.roster.take_seat(join(node_id=node_id), rank, 100 + rank, CallerPeer(b"peer"))
         self.lost = lost
         self.is_prepared = prepared
-        self.num_workers = 2
+        self.num_workers = self.most_workers = 2
+        self.takes_newcomers = elastic
 
     def seems_lost(self) -> bool:
         return self.lost
@@ -117,6 +120,10 @@ TABLE: list[tuple[str, list[RunSlot], Join, Choice, int | None]] = [
     ("a token's is forming, mine has none", [slot(1, FORMING, token="a")], join(), Choice.ENTER, 1),
     ("a stranger while it runs", [slot(1, RUNNING, "w0", "w1")], join(), Choice.JOB_BUSY, 1),
     ("restarted by hand", [slot(1, RUNNING, "w", "w1")], join(), Choice.ENTER, 1),
+    ("a newcomer", [slot(1, RUNNING, "w0", "w1", elastic=True)], join(), Choice.ENTER, 1),
+    ("a newcomer of nobody", [slot(1, RUNNING, "w0", "w1", elastic=True, lost=True)], join(), Choice.WAIT, 1),
+    ("a newcomer at the end", [slot(1, CLOSING, "w0", "w1", elastic=True)], join(), Choice.WAIT, 1),
+    ("another token's newcomer", [slot(1, RUNNING, token="a", elastic=True)], join(token="b"), Choice.JOB_BUSY, 1),
     ("it is closing", [slot(1, CLOSING, "w")], join(), Choice.WAIT, 1),
     ("all its processes have ended", [slot(1, RUNNING, "w0", lost=True)], join(), Choice.WAIT, 1),
     ("it has ended", [slot(1, ENDED, "w")], join(), Choice.BEGIN, None),

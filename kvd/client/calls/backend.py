@@ -89,7 +89,7 @@ class StoreFacts(NamedTuple):
             one round (synchronous stores, and those in this process). Otherwise they may be of several.
         round_timeout_s: how long its calls wait for other workers, in seconds.
         job: the name of the job; "" without a cluster.
-        count_workers: how many workers the newest round waits for, where that may change.
+        taking_part: gives the ranks of the workers that take part, where that may change.
     """
 
     type: str
@@ -103,7 +103,7 @@ class StoreFacts(NamedTuple):
     versioned: bool
     round_timeout_s: float
     job: str = ""
-    count_workers: Callable[[], int] | None = None
+    taking_part: Callable[[], tuple[int, ...]] | None = None
 
 
 class Node(NamedTuple):

@@ -13,7 +13,7 @@ from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import key_list
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.snapshot_schedule import SnapshotSchedule
-from kvd.core.places import Boundary, Point
+from kvd.core.places import Boundary, PlaceKind, Point, kind_of
 from kvd.core.worker.step_loops import Replay, StepLoops
 from kvd.errors import KvdError, NotAllowed
 from kvd.protocol.messages import NO_STEP
@@ -58,6 +58,11 @@ class ProgramSteps:
     def place(self) -> int:
         """Where the program is, for its next push."""
         return self._loops.place
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the program is in a step of a loop."""
+        return kind_of(self._loops.place) is not PlaceKind.OUTSIDE
 
     @property
     def is_behind_loops(self) -> bool:

@@ -74,7 +74,7 @@ def _facts(engine: Engine, config: Config, kind: StoreType, rank: int) -> StoreF
         rank=rank,
         local_rank=config.local_rank,
         num_workers=settings.num_workers,
-        count_workers=view.num_taking_part,
+        taking_part=engine.machine.ranks_taking_part,
         num_servers=settings.num_servers,
         merge=(settings.merge or "sum") if sync else "",
         restarted=engine.session.predecessor in (MemberState.DEAD, MemberState.LOST),

@@ -24,6 +24,7 @@ from kvd.errors import NodeLost, NotAllowed
 from kvd.protocol.messages import MemberState
 
 VIEW_PAUSE_S, VIEW_CHECKS = 0.01, 500
+FINISHED = (MemberState.DONE, MemberState.LEFT, MemberState.GONE)
 
 
 class Here(NamedTuple):
@@ -92,12 +93,22 @@ class ClusterAssignments:
         sources: list[Source] | None = None
         if self._rank == 0:
             sources = self._arguments.sources(keys, value, copy=True, reservation=reservation)
+        self._check_place(names)
         replay = self._steps.take_broadcasts(names)
         written, read = self._steps.meeting("kvd:broadcast"), self._steps.meeting("kvd:broadcast read")
         here = Here(replay, self._steps.place, written, read, Deadline(self._engine.config.round_timeout_s))
         work = self._broadcast(names, sources, targets, priority, here)
         promise = self._steps.add_broadcast(self._engine.run(work))
         return self._watched(names, Handle(promise, pulled(keys, targets, out), "broadcast"))
+
+    def _check_place(self, names: list[str]) -> None:
+        """Raises NotAllowed in a step of a loop, if workers may come in that have missed some there."""
+        if self._sync and self._steps.is_in_step and self._engine.machine.view.settings.is_elastic:
+            raise NotAllowed(
+                f"a step of kv.steps cannot broadcast {names[0]!r} in a job with max_workers, since workers that come "
+                "in later do not know how many broadcasts they missed: broadcast it before the loop",
+                key=names[0],
+            )
 
     async def _broadcast(
         self,
@@ -166,7 +177,7 @@ class ClusterAssignments:
             transfer = assignment(names, sources, targets, priority, here.place)
         else:
             transfer = absence(names, targets, priority, here.place)
-        self._check_rank_0()
+        self._check_rank_0(*FINISHED)  # one that has left was here with everyone, or does not come
         await self._engine.call(transfer, within=here.deadline)
         view = self._engine.machine.view
         for _ in range(VIEW_CHECKS):  # a server may know more of worker 0
@@ -175,13 +186,14 @@ class ClusterAssignments:
             await asyncio.sleep(VIEW_PAUSE_S)
         self._check_rank_0()
 
-    def _check_rank_0(self) -> None:
-        """Raises NodeLost or NotAllowed if the rounds go on without worker 0, who has the values."""
+    def _check_rank_0(self, *others: MemberState) -> None:
+        """Raises NodeLost or NotAllowed if the rounds go on without worker 0, who has the values, or if it is in one of
+        the other states."""
         root = self._engine.machine.view.worker(0)
         if self._rank != 0 and root is not None and root.state is MemberState.IDLE:
             text = "nobody has values to broadcast: worker 0, whose values they are, waits at the end of its data"
             raise NotAllowed(f"{text} (join(until=…)); broadcast before it comes there, or after all have")
-        if self._rank != 0 and root is not None and root.state in (MemberState.LOST, MemberState.BACK):
+        if self._rank != 0 and root is not None and root.state in (MemberState.LOST, MemberState.BACK, *others):
             text = f"nobody has values to broadcast: worker 0, whose values they are, {in_words(root.state)}"
             raise NodeLost(text, node=name_of("worker", 0), last_seen_s=root.last_seen_s, reason=root.reason)
 

@@ -62,4 +62,4 @@ class ClusterNodes:
         view = self.engine.machine.view
         dead = view.dead_workers()
         taking_part = set(view.required_ranks()) - set(dead)
-        return {rank: rank in dead for rank in range(view.settings.num_workers) if rank not in taking_part}
+        return {rank: rank in dead for rank in view.all_worker_ranks() if rank not in taking_part}

@@ -296,7 +296,8 @@ class Observer:
         return [answer_bytes(answer) for answer in self._ask(control)]
 
     def jobs(self) -> list[dict[str, Any]]:
-        """The runs of all jobs, in the order in which they began: job, run, phase, workers, num_workers."""
+        """The runs of all jobs, in the order in which they began: job, run, phase, workers, num_workers,
+        max_workers."""
         rows: list[dict[str, Any]] = self._scheduler_status(Deadline(self._config.request_timeout_s))["jobs"]
         return rows
 

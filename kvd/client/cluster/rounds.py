@@ -34,7 +34,7 @@ class ClusterRounds:
 
     def barrier(self, name: str, timeout: float | None) -> Handle:
         full = checks.barrier_name(self._steps.meeting("user"), name)
-        return Handle(self._engine.submit(requests.Barrier(full), timeout), what="barrier")
+        return Handle(self._engine.submit(requests.Barrier(full, place=self._steps.place), timeout), what="barrier")
 
     def join(self, until: object = None) -> Handle:
         deadline = Deadline(self._engine.config.round_timeout_s)

@@ -47,10 +47,11 @@ logger = logging.getLogger("kvd")
 
 
 class _Meeting(NamedTuple):
-    """The barriers of one call, and when all of it ends."""
+    """The barriers of one call, the place of the program there, and when all of it ends."""
 
     begin: str
     end: str
+    place: int
     deadline: Deadline
 
 
@@ -139,7 +140,7 @@ class ClusterSnapshots:
 
     def _meeting(self, call: str) -> _Meeting:
         begin, end = (checks.barrier_name(self._steps.meeting(f"kvd:{call}{when}"), "") for when in ("", " end"))
-        return _Meeting(begin, end, Deadline(self._engine.config.round_timeout_s))
+        return _Meeting(begin, end, self._steps.place, Deadline(self._engine.config.round_timeout_s))
 
     # ── all workers ──
 
@@ -178,7 +179,7 @@ class ClusterSnapshots:
             self._unobserved.raise_for(None)  # what failed is missing in the values
             self._lost.check()
             if not self._facts.versioned:  # until all are here, others push
-                await self._engine.call(requests.Barrier(meeting.begin), within=meeting.deadline)
+                await self._engine.call(requests.Barrier(meeting.begin, place=meeting.place), within=meeting.deadline)
 
         return await self._together(meeting, prepare, work)
 
@@ -240,7 +241,7 @@ class ClusterSnapshots:
             except KvdError as error:
                 outcome, failure = Outcome.of_error(error), error
             says = outcome.to_note()
-        end = requests.Barrier(meeting.end, says=says, listens=True)
+        end = requests.Barrier(meeting.end, says=says, listens=True, place=meeting.place)
         note = await self._engine.call(end, within=meeting.deadline)
         if failure is not None:
             raise failure

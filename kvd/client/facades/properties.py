@@ -20,7 +20,7 @@ class StoreProperties:
 
     @property
     def rank(self) -> int:
-        """The number of this worker, from 0 to `num_workers` - 1."""
+        """The number of this worker, from 0 on. The workers with which the job begins have 0 to their number - 1."""
         return self._facts.rank
 
     @property
@@ -31,9 +31,17 @@ class StoreProperties:
     @property
     def num_workers(self) -> int:
         """The number of workers of the job. With `on_worker_loss = "shrink"` or a `quorum` that of the newest round:
-        the workers that were lost or late are not in it until they take part again."""
-        count = self._facts.count_workers
-        return self._facts.num_workers if count is None else count()
+        the workers that were lost or late are not in it until they take part again. With `max_workers` those that take
+        part: neither workers that have left nor those that have yet to come in."""
+        return len(self.ranks)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the workers that `num_workers` counts, in order: ``kv.ranks.index(kv.rank)`` is a share of the
+        data for each. Workers notice a change one after the other, so in the step in which one comes or goes, two may
+        see different ones."""
+        taking_part = self._facts.taking_part
+        return tuple(range(self._facts.num_workers)) if taking_part is None else taking_part()
 
     @property
     def num_servers(self) -> int:

@@ -45,9 +45,10 @@ class Agreement:
         malformed = malformation(join)
         if malformed is not None:
             return malformed
-        size = self.settings.num_workers + self.settings.num_servers
+        size = self.settings.most_workers + self.settings.num_servers
         if size > MAX_MEMBERS:
-            return _objection(join, "num_workers", f"a cluster has at most {MAX_MEMBERS} nodes in all, not {size}")
+            field = "max_workers" if self.settings.is_elastic else "num_workers"
+            return _objection(join, field, f"a cluster has at most {MAX_MEMBERS} nodes in all, not {size}")
         if (text := _too_many_replicas(self.settings)) or (text := self._text_on_replicas(join)):
             return _objection(join, "replicas", text)
         if self.settings.quorum and "async" in (join.settings.mode, self.settings.mode) and join.role == "worker":

@@ -7,6 +7,9 @@ program again passes the barriers that its predecessor passed.
 A generation that breaks stays open as well. The verdict binds the requests that had entered it: they get the same
 answer however often they come. A rank that enters after that, a successor or one that tries again, waits for all.
 
+A worker that came in at a later step of a loop than the one that a barrier is in never comes to that barrier, so nobody
+waits for it there.
+
 A worker may leave a note at the generation that is open. Whoever asks gets it, until the next generation is released as
 well; a barrier that nobody enters keeps the latest note.
 """
@@ -14,8 +17,9 @@ well; a barrier that nobody enters keeps the latest note.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvd.core.machine import Peer, Send
@@ -25,6 +29,7 @@ from kvd.protocol.messages import Done, ErrorCode, NodeName, Refused
 MAX_NAMES = 4096
 MAX_OF_RANK = 1024  # names at which one rank may wait, once half of all are in use
 OF_PROGRAMS = "user:"  # what the names begin with that programs gave
+NOBODY: Mapping[int, int] = MappingProxyType({})
 
 
 class Entrant(NamedTuple):
@@ -34,6 +39,7 @@ class Entrant(NamedTuple):
     incarnation: int
     peer: Peer
     request: int
+    place: int = 0  # where its program is; 0: nobody came too late for that
 
 
 class Verdict(NamedTuple):
@@ -89,6 +95,11 @@ class _Barrier:
     broken: dict[int, _Told] = field(default_factory=dict)  # by rank
     note: str = ""  # for those who pass the generation that is open
     last_note: str = ""  # of the one before
+
+    def missing(self, required: Iterable[int], came_in: Mapping[int, int]) -> list[int]:
+        """Who has yet to enter it; `came_in`: rank → the place from which on its program takes part."""
+        place = max((who.place for who in self.entered.values()), default=0)
+        return [rank for rank in required if rank not in self.entered and not (place and came_in.get(rank, 0) > place)]
 
     def open(self, generation: int) -> None:
         self.last_note = self.note if generation == self.generation + 1 else ""
@@ -175,13 +186,19 @@ class Barriers:
             barrier.open(generation)
         return barrier
 
-    def settle(self, required: Collection[int], dead: Collection[int]) -> list[Settled]:
-        """Releases the barriers that all `required` ranks have entered, and breaks those that a `dead` one has not."""
+    def settle(
+        self, required: Collection[int], dead: Collection[int], came_in: Mapping[int, int] = NOBODY
+    ) -> list[Settled]:
+        """Releases the barriers that all `required` ranks have entered, and breaks those that a `dead` one has not.
+
+        Args:
+            came_in: see `missing`.
+        """
         settled = []
         for name, barrier in self._barriers.items():
             if not barrier.entered:
                 continue
-            missing = [rank for rank in required if rank not in barrier.entered]
+            missing = barrier.missing(required, came_in)
             lost = tuple(sorted(rank for rank in missing if rank in dead))
             if missing and not lost:
                 continue
@@ -204,11 +221,19 @@ class Barriers:
         """The barriers at which workers wait, with their ranks."""
         return {name: sorted(barrier.entered) for name, barrier in self._barriers.items() if barrier.entered}
 
-    def validate(self, required: Collection[int], dead: Collection[int]) -> None:
+    def missing(self, required: Collection[int], came_in: Mapping[int, int]) -> dict[str, list[int]]:
+        """Who is missing at the barriers at which workers wait.
+
+        Args:
+            came_in: of workers that took part later than others, rank → the place from which on their programs do.
+        """
+        return {name: barrier.missing(required, came_in) for name, barrier in self._barriers.items() if barrier.entered}
+
+    def validate(self, required: Collection[int], dead: Collection[int], came_in: Mapping[int, int] = NOBODY) -> None:
         """Raises AssertionError if workers wait at a barrier that is reached, or that a `dead` one cannot reach, or if
         a request waits that has its verdict."""
         for name, barrier in self._barriers.items():
-            missing = set(required) - barrier.entered.keys()
+            missing = set(barrier.missing(required, came_in))
             assert missing or not barrier.entered, f"all workers are at barrier {name!r}, and nobody is told"
             assert not barrier.entered or missing.isdisjoint(dead), f"barrier {name!r} waits for the dead"
             for rank, who in barrier.entered.items():

@@ -52,13 +52,10 @@ class Deadlocks:
         first_check: no other start of a scheduler uses the numbers from this one on.
     """
 
-    def __init__(
-        self, roster: Roster, liveness: Liveness, gatherings: Gatherings, num_workers: int, first_check: int
-    ) -> None:
+    def __init__(self, roster: Roster, liveness: Liveness, gatherings: Gatherings, first_check: int) -> None:
         self._roster = roster
         self._liveness = liveness
         self._gatherings = gatherings
-        self._num_workers = num_workers
         self._check = first_check
         self._reports: dict[int, _Blocked] = {}  # by rank
         self._proof: _Proof | None = None
@@ -101,7 +98,7 @@ class Deadlocks:
     def _blocked_seats(self, current: Epoch) -> list[Seat] | None:
         """The workers that have neither left nor are lost, if every one is blocked; None if that is not certain."""
         seats = {seat.member.rank: seat for seat in self._roster.seats() if seat.member.role == "worker"}
-        if len(seats) < self._num_workers:
+        if not self._roster.has_all_workers():
             return None
         nobody_waits_for = (MemberState.LEFT, MemberState.LOST)
         stays = [seats[rank] for rank in sorted(seats) if seats[rank].member.state not in nobody_waits_for]

@@ -29,9 +29,9 @@ class Gatherings:
 
     def absent(self, name: str, entered: Collection[int]) -> list[int]:
         """The ranks that those wait for who have come to this one."""
-        is_point = name.startswith(OF_PROGRAMS)
-        required = self._roster.point_ranks() if is_point else self._roster.barrier_ranks()
-        return [rank for rank in required if rank not in entered]
+        if not name.startswith(OF_PROGRAMS):
+            return self.barriers.missing(self._roster.barrier_ranks(), self._roster.came_in()).get(name, [])
+        return [rank for rank in self._roster.point_ranks() if rank not in entered]
 
     def withdraw(self, rank: int) -> None:
         """The worker of this rank was replaced: its predecessor waits nowhere."""

@@ -127,7 +127,7 @@ class SchedulerMachine:
         phase: RunPhase = RunPhase.FORMING,
     ) -> None:
         cluster = settings.cluster
-        num_workers = cluster.num_workers if with_workers else 0
+        num_workers, most_workers = (cluster.num_workers, cluster.most_workers) if with_workers else (0, 0)
         return_by = now + settings.worker_timeout_s if with_workers else None
         earlier = (
             Record(generation, 0, cluster, (), (), Barriers(), phase) if saved is None else Record.from_plain(saved)
@@ -143,6 +143,7 @@ class SchedulerMachine:
             earlier.replaced,
             shrinks=settings.shrink_on_loss,
             quorum=cluster.quorum,
+            most_workers=most_workers,
         )
         self._life = RunLife(earlier.phase, return_by)
         self._partitions = Partitions(cluster.num_servers if with_workers and cluster.replicas > 1 else 0)
@@ -163,7 +164,7 @@ class SchedulerMachine:
         breaking: Callable[[], list[int]] = self._liveness.breaking_ranks if settings.break_on_loss else list
         self._gatherings = Gatherings(self._roster, earlier.barriers, earlier.points, breaking)
         self._meetings = Meetings(self._roster, earlier.barriers, breaking)
-        self._waits = WaitReports(self._roster, self._liveness, self._gatherings, num_workers, incarnation)
+        self._waits = WaitReports(self._roster, self._liveness, self._gatherings, incarnation)
         self._views = Views(generation, 0 if saved is None else 1, self._view())
         self._leadership = Leadership(
             self._partitions,
@@ -268,6 +269,15 @@ class SchedulerMachine:
     def num_workers(self) -> int:
         return self._agreement.settings.num_workers
 
+    @property
+    def most_workers(self) -> int:
+        return self._agreement.settings.most_workers
+
+    @property
+    def takes_newcomers(self) -> bool:
+        """Whether workers may join that were not there at its beginning."""
+        return self._roster.is_elastic
+
     def objection(self, join: Join) -> Refused | None:
         """Why this Join cannot be accepted here."""
         return self._agreement.objection(join)
@@ -371,7 +381,7 @@ class SchedulerMachine:
             self._leadership.seated(event)
             self._welcome_newcomer(seat, seated.replaced, now)
         self._heard(seat, event, now)
-        welcome = Welcome(join.request, seat.member.rank, seat.predecessor)
+        welcome = Welcome(join.request, seat.member.rank, seat.told_predecessor)
         self._out += self._views.when_saved(Send(event.peer, welcome), join.role)
 
     def _welcome_newcomer(self, seat: Seat, replaced: Seat | None, now: float) -> None:
@@ -382,9 +392,9 @@ class SchedulerMachine:
                 self._refuse(replaced.peer, 0, ErrorCode.REPLACED, _replaced_text(replaced.name))
             if seat.member.role == "worker":
                 self._gatherings.withdraw(seat.member.rank)
-        if self._returns_at_once(seat):
+        if self._returns_at_once(seat) and seat.predecessor is MemberState.LOST:
             seat.predecessor = MemberState.DEAD
-        self._log("info", f"{seat.name} joined", node_id=seat.member.node_id, predecessor=seat.predecessor or "")
+        self._log("info", f"{seat.name} joined", node_id=seat.member.node_id, predecessor=seat.told_predecessor or "")
         self._publish()
 
     def _heartbeat(self, event: Received, heartbeat: Heartbeat, now: float) -> None:
@@ -420,17 +430,21 @@ class SchedulerMachine:
         self._out += self._views.when_saved(Send(event.peer, Done(leave.request)))
 
     def _take_part(self, event: Received, message: TakePart, now: float) -> None:
-        """A worker that was lost or late takes part again, or finds that it cannot yet."""
+        """A worker that was lost or late, or has just come, takes part, or finds that it cannot yet."""
         seat = self._sender_seat(event, message.request, now)
         if seat is None:
             return
         if seat.member.role != "worker" or seat.member.state not in (MemberState.ACTIVE, *AFTER_A_LOSS):
-            text = f"{seat.name} {in_words(seat.member.state)}: it cannot take part again"
+            text = f"{seat.name} {in_words(seat.member.state)}: it cannot take part"
             self._refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, text)
             return
-        self._gatherings.points.withdraw(seat.member.rank)
+        is_newest, seat.took_part = message.request >= seat.took_part, max(message.request, seat.took_part)
+        if is_newest and message.taking is Taking.ARRIVED:
+            seat.came_in = message.place
+        if is_newest:
+            self._gatherings.points.withdraw(seat.member.rank)
         late, returns = seat.member.reason, message.taking is Taking.IN
-        if self._roster.transition(seat, _WHAT_HAPPENS[message.taking], late if returns else ""):
+        if is_newest and self._roster.transition(seat, _WHAT_HAPPENS[message.taking], late if returns else ""):
             self._log("debug" if late else "info", f"{seat.name} {in_words(seat.member.state)}")
             self._publish()
         self._out += self._views.when_saved(Send(event.peer, Done(message.request)))

@@ -50,7 +50,8 @@ class Meetings:
         if isinstance(message, Say):
             answer = self._barriers.say(name, generation, rank, message.note)
         else:
-            answer = self._barriers.enter(name, generation, Entrant(rank, seat.member.incarnation, peer, request))
+            who = Entrant(rank, seat.member.incarnation, peer, request, message.place)
+            answer = self._barriers.enter(name, generation, who)
         if isinstance(answer, str):
             return Met(Refused(request, ErrorCode.NOT_ALLOWED, answer))
         if isinstance(answer, Verdict):
@@ -60,8 +61,8 @@ class Meetings:
 
     def settle(self) -> list[Settled]:
         """The barriers that the latest change releases or breaks."""
-        return self._barriers.settle(self._roster.barrier_ranks(), self._breaking())
+        return self._barriers.settle(self._roster.barrier_ranks(), self._breaking(), self._roster.came_in())
 
     def validate(self) -> None:
         """Raises AssertionError if a barrier that should be settled is open."""
-        self._barriers.validate(self._roster.barrier_ranks(), self._breaking())
+        self._barriers.validate(self._roster.barrier_ranks(), self._breaking(), self._roster.came_in())

@@ -81,7 +81,15 @@ class Record:
             "epoch": self.epoch,
             "settings": list(self.settings),
             "seats": [
-                [_plain(seat.member), seat.host, seat.pid, str(seat.predecessor or ""), seat.host_name]
+                [
+                    _plain(seat.member),
+                    seat.host,
+                    seat.pid,
+                    str(seat.predecessor or ""),
+                    seat.host_name,
+                    seat.came_in,
+                    int(seat.is_new),
+                ]
                 for seat in self.seats
             ],
             "replaced": [list(entry) for entry in self.replaced],
@@ -121,8 +129,8 @@ class Record:
         settings, phase = self.settings, self.phase
         if settings.mode not in MODES or settings.merge not in MERGES or phase is RunPhase.GONE:
             raise ValueError(f"no run has mode {settings.mode!r}, merge {settings.merge!r} and phase {phase!r}")
-        if settings.num_workers + settings.num_servers > MAX_MEMBERS:
-            raise ValueError(f"{settings.num_workers} workers and {settings.num_servers} servers are too many")
+        if settings.most_workers + settings.num_servers > MAX_MEMBERS:
+            raise ValueError(f"{settings.most_workers} workers and {settings.num_servers} servers are too many")
         _check_once("a place", [seat.place for seat in self.seats])
         holders = [seat.member.incarnation for seat in self.seats]
         _check_once("an incarnation", holders + [loser for loser, _ in self.replaced])
@@ -176,7 +184,15 @@ def _plain(member: Member) -> list[object]:
     return list(member._replace(state=member.state.value))  # type: ignore[arg-type]
 
 
-def _seat(member: object, host: object, pid: object, predecessor: str, host_name: object = "") -> Seat:
+def _seat(
+    member: object,
+    host: object,
+    pid: object,
+    predecessor: str,
+    host_name: object = "",
+    came_in: object = 0,
+    is_new: object = 0,
+) -> Seat:
     checked: Any = _MEMBER(_padded(member, Member))
     if checked.role not in NODES or not checked.incarnation or checked.last_seen_s < 0:
         raise ValueError(f"no node is {checked.role!r} {checked.rank} with incarnation {checked.incarnation}")
@@ -185,7 +201,8 @@ def _seat(member: object, host: object, pid: object, predecessor: str, host_name
         raise ValueError(f"no predecessor is {earlier}")
     number: Any = _NUMBER(pid)
     name: Any = _NAME(host)
-    return Seat(checked, name, number, None, earlier, str(_NAME(host_name)))
+    place: Any = _NUMBER(came_in)
+    return Seat(checked, name, number, None, earlier, str(_NAME(host_name)), bool(_NUMBER(is_new)), came_in=place)
 
 
 def _padded(value: object, kind: type[Settings] | type[Member]) -> list[Any]:

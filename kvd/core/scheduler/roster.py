@@ -1,6 +1,8 @@
 """The roster: which process holds which rank, and the state of each member.
 
 A member's state changes only in `Roster.transition`, along TRANSITIONS.
+
+Over 400 lines because the table of states and all that is derived from the states of the members stand on one page.
 """
 
 from __future__ import annotations
@@ -119,6 +121,7 @@ AS_FOUND = {
     MemberState.LEFT: Departure.LEFT,
     MemberState.LOST: Departure.FAILED,
 }
+FINISHED = (None, MemberState.LEFT, MemberState.DONE)  # predecessors without a step that would have to be made again
 _DEAD_WORKER = ("worker", MemberState.DEAD)
 
 
@@ -132,6 +135,9 @@ class Seat:
     peer: Peer | None = None  # where the holder was last heard from
     predecessor: MemberState | None = None
     host_name: str = ""
+    is_new: bool = False  # its holder came when the job was under way, and has yet to take part
+    took_part: int = 0  # the number of its latest TakePart: an earlier one that comes again changes nothing
+    came_in: int = 0  # the place of its program from which on the rounds wait for it, if that was not the first
 
     @property
     def place(self) -> tuple[str, int]:
@@ -144,6 +150,11 @@ class Seat:
     @property
     def is_living(self) -> bool:
         return self.member.state in LIVING
+
+    @property
+    def told_predecessor(self) -> MemberState | None:
+        """What its holder is told of the one before: see `Welcome`."""
+        return MemberState.BACK if self.is_new else self.predecessor
 
 
 class Roster:
@@ -158,16 +169,20 @@ class Roster:
         *,
         shrinks: bool = False,
         quorum: int = 0,
+        most_workers: int = 0,
     ) -> None:
         """`seats` and `replaced` come from a record. Seats beyond the cluster's size are dropped.
 
         Args:
+            num_workers: the workers with which the job is complete.
             shrinks: the rounds and barriers go on without a worker that died, as long as another one is there.
             quorum: they do so as long as this many are there; 0: that is not so.
+            most_workers: the seats of workers, if there are more.
         """
         self.shrinks = shrinks
         self.quorum = quorum
-        self._sizes = {"server": num_servers, "worker": num_workers}
+        self._needed = {"server": num_servers, "worker": num_workers}
+        self._sizes = {"server": num_servers, "worker": max(num_workers, most_workers)}
         self._seats = {seat.place: seat for seat in seats if seat.member.rank < self._sizes[seat.member.role]}
         self._replaced = OrderedDict(replaced)  # incarnation → the name of the place that it lost
 
@@ -212,10 +227,10 @@ class Roster:
         return f"{seat.name} joined under {joined}, and this came under {now}: use one key for all of a process"
 
     def missing(self) -> list[str]:
-        """The names of places that nobody has taken yet."""
+        """The names of places that nobody has taken yet, and without which the job does not begin."""
         return [
             name_of(role, rank)
-            for role, size in self._sizes.items()
+            for role, size in self._needed.items()
             for rank in range(size)
             if (role, rank) not in self._seats
         ]
@@ -240,8 +255,17 @@ class Roster:
         return self.shrinks or self.quorum > 0
 
     def is_complete(self) -> bool:
-        """Whether each rank has been taken at least once."""
+        """Whether each rank that the job needs has been taken at least once."""
         return not self.missing()
+
+    def has_all_workers(self) -> bool:
+        """Whether each rank of a worker that the job needs has been taken at least once."""
+        return all(("worker", rank) in self._seats for rank in range(self._needed["worker"]))
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers may join once the job is under way."""
+        return self._sizes["worker"] > self._needed["worker"]
 
     def worker_states(self) -> list[MemberState]:
         """The states of the workers that have joined."""
@@ -252,24 +276,27 @@ class Roster:
         return any(member.node_id == node_id for member in self._holders("worker").values())
 
     def barrier_ranks(self) -> list[int]:
-        """The ranks of the workers that barriers wait for, joined or not: those that have neither left nor are lost,
-        and do not wait at a point."""
+        """The ranks of the workers that barriers wait for: those that have neither left nor are lost, and do not wait
+        at a point, and those that the job needs, joined or not."""
         passed_by = {MemberState.LEFT, MemberState.LOST, MemberState.BACK, MemberState.IDLE}
         if self.shrinks:
             passed_by.add(MemberState.GONE)
         return self._ranks_without(passed_by)
 
+    def came_in(self) -> dict[int, int]:
+        """The workers that took part later than others: rank → the place of the program from which on they did."""
+        return {seat.member.rank: seat.came_in for seat in self._seats.values() if seat.came_in}
+
     def point_ranks(self) -> list[int]:
-        """The ranks of the workers that points wait for, joined or not: those that rounds wait for, or wait at one."""
+        """The ranks of the workers that points wait for: those that rounds wait for, or wait at one."""
         return self._ranks_without(
             {MemberState.LEFT, MemberState.DONE, MemberState.GONE, MemberState.LOST, MemberState.BACK}
         )
 
     def _ranks_without(self, passed_by: Collection[MemberState]) -> list[int]:
         workers = self._holders("worker")
-        return [
-            rank for rank in range(self._sizes["worker"]) if rank not in workers or workers[rank].state not in passed_by
-        ]
+        awaited = {rank for rank, member in workers.items() if member.state not in passed_by}
+        return sorted(awaited.union(rank for rank in range(self._needed["worker"]) if rank not in workers))
 
     def dead_ranks(self) -> list[int]:
         """The ranks of the dead workers, also of those that had left the rounds."""
@@ -285,26 +312,32 @@ class Roster:
 
     # ── taking a place ──
 
-    def rank_for(self, join: Join) -> int | None:
+    def rank_for(self, join: Join, *, had_it: bool = False) -> int | None:
         """The rank for a new incarnation: its own by node id, else the one it asks for, else the first that is free.
+        Ranks that the job needs are taken before others.
 
-        None: every rank has a living holder.
+        Args:
+            had_it: the process had the rank that it asks for before this scheduler was started.
+
+        Returns:
+            None: every rank has a living holder.
         """
         holders = self._holders(join.role)
         for rank, member in holders.items():
             if member.node_id == join.node_id:
                 return rank
-        ranks = range(self._sizes[join.role])
+        ranks, needed = range(self._sizes[join.role]), self._needed[join.role]
         free = [rank for rank in ranks if rank not in holders]
         left = [rank for rank in ranks if rank in holders and holders[rank].state is MemberState.LEFT]
-        if join.rank in free or join.rank in left:
+        awaited = [rank for rank in free if rank < needed]
+        if join.rank in free + left and (had_it or join.rank < needed or not awaited):
             return join.rank
         dead = [
             rank
             for rank in ranks
             if rank in holders and holders[rank].state in (MemberState.DEAD, MemberState.GONE, MemberState.LOST)
         ]
-        candidates = free or left or dead
+        candidates = awaited or sorted(free + left) or dead
         return join.rank if join.rank in candidates else next(iter(candidates), None)
 
     def same_process(self, join: Join, incarnation: int) -> Seat | None:
@@ -323,16 +356,23 @@ class Roster:
         self, join: Join, rank: int, incarnation: int, peer: Peer, principal: str = ""
     ) -> tuple[Seat, Seat | None]:
         """Gives the rank to a new incarnation, which joins under the key of this name. Returns its seat, and the seat
-        of the holder that it replaces. The successor of one that was lost is back, and takes no part yet."""
+        of the holder that it replaces. The successor of one that was lost, and a worker that comes when the job is
+        under way, take no part yet."""
+        is_extra = rank >= self._needed[join.role] or (self.is_elastic and self.has_all_workers())
+        is_late = join.role == "worker" and is_extra
         place = (join.role, rank)
         earlier = self._seats.get(place)
         predecessor = None
         if earlier is not None:
             predecessor = AS_PREDECESSOR[earlier.member.state]
             self._note_loss(earlier)
-        state = MemberState.BACK if predecessor is MemberState.LOST else MemberState.ACTIVE
+        is_new = is_late and predecessor in FINISHED
+        state = MemberState.BACK if is_new or predecessor is MemberState.LOST else MemberState.ACTIVE
         member = Member(join.role, rank, join.node_id, incarnation, join.address, state, "", 0.0, join.key, principal)
-        seat = self._seats[place] = Seat(member, join.host, join.pid, peer, predecessor, join.host_name)
+        seat = Seat(member, join.host, join.pid, peer, predecessor, join.host_name, is_new)
+        if earlier is not None and not is_new:
+            seat.came_in = earlier.came_in
+        self._seats[place] = seat
         return seat, earlier
 
     def adopt(self, seats: Iterable[Seat]) -> None:
@@ -372,6 +412,7 @@ class Roster:
             raise ValueError(f"{seat.name} is {before}, and a member in this state never {event.value}")
         if after is before:
             return False
+        seat.is_new = seat.is_new and event is not MemberEvent.RETURNED
         seat.member = seat.member._replace(state=after, reason=reason[:MAX_REASON_CHARS], last_seen_s=silence_s)
         return True
 

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvd.core.scheduler.machine import SchedulerMachine
-from kvd.protocol.messages import MAX_RUNS, Join, RunEntry, RunPhase
+from kvd.protocol.messages import MAX_RUNS, Join, MemberState, RunEntry, RunPhase
 
 MAX_LIVE = 16  # runs that are not over
 MAX_KEPT = 8  # runs that are over and can still be read
@@ -66,12 +66,16 @@ class RunSlot:
     def describe(self) -> dict[str, object]:
         """For `kvd jobs`."""
         states = [] if self.machine is None else self.machine.roster.worker_states()
+        most = 0 if self.machine is None else self.machine.most_workers
+        is_elastic = most > self.num_workers
+        there = [state for state in states if state is not MemberState.LEFT] if is_elastic else states
         return {
             "job": self.job,
             "run": f"{self.run:x}",
             "phase": "prepared" if self.is_prepared else self.phase,
-            "workers": len(states),
+            "workers": len(there),
             "num_workers": self.num_workers,
+            "max_workers": most,
         }
 
     def ended_text(self) -> str:
@@ -192,7 +196,14 @@ class Runs:
             return self._begin()
         if not join.token and alive.phase is RunPhase.FORMING:
             return Decision(Choice.ENTER, alive)
-        if not join.token and alive.phase is RunPhase.RUNNING and alive.machine.roster.has_worker_named(join.node_id):
+        if (
+            not join.token
+            and alive.phase is RunPhase.RUNNING
+            and (
+                (alive.machine.takes_newcomers and not alive.machine.seems_lost())
+                or alive.machine.roster.has_worker_named(join.node_id)
+            )
+        ):
             return Decision(Choice.ENTER, alive)
         if alive.phase is RunPhase.CLOSING or alive.machine.seems_lost():
             return Decision(Choice.WAIT, alive)

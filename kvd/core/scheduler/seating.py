@@ -43,7 +43,7 @@ class Seating:
         if own is not None and not self._liveness.known_end(own):
             text = f"this process is {own.name} already: use that store, or close it first; two stores need two jobs"
             return Refused(join.request, ErrorCode.NOT_ALLOWED, text)
-        rank = self._roster.rank_for(join)
+        rank = self._roster.rank_for(join, had_it=event.epoch != NO_VIEW)
         if rank is None:
             return Refused(join.request, ErrorCode.NOT_ALLOWED, self._full_text(join.role))
         holder = self._roster.living_holder(join.role, rank)
@@ -65,8 +65,9 @@ class Seating:
 
     def _full_text(self, role: str) -> str:
         settings = self._agreement.settings
-        size = settings.num_servers if role == "server" else settings.num_workers
+        size = settings.num_servers if role == "server" else settings.most_workers
+        larger = "--max-workers" if role == "worker" and settings.is_elastic else f"--num-{role}s"
         return (
             f"all {size} {role}s are there: stop one, give this node the KVD_NODE_ID of the one that it "
-            f"replaces, or start the scheduler with a larger --num-{role}s"
+            f"replaces, or start the scheduler with a larger {larger}"
         )

@@ -23,13 +23,11 @@ from kvd.protocol.messages import (
 class WaitReports:
     """Answers WaitReport."""
 
-    def __init__(
-        self, roster: Roster, liveness: Liveness, gatherings: Gatherings, num_workers: int, incarnation: int
-    ) -> None:
+    def __init__(self, roster: Roster, liveness: Liveness, gatherings: Gatherings, incarnation: int) -> None:
         self._roster = roster
         self._liveness = liveness
         self._gatherings = gatherings
-        self._deadlocks = Deadlocks(roster, liveness, gatherings, num_workers, incarnation)
+        self._deadlocks = Deadlocks(roster, liveness, gatherings, incarnation)
 
     def take(self, seat: Seat, event: Received, report: WaitReport, current: Epoch, now: float) -> list[Effect]:
         """Answers a worker. `current` is the view that counts: no other is about to be announced."""

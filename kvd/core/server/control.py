@@ -118,14 +118,15 @@ class ServerControl:
         earlier = self.generation
         try:
             optimizer = None if message.optimizer is None else from_wire(message.optimizer)
-            visits = self._visits_slices(event, message, rank, optimizer)
+            is_set = not message.loaded and self._is_set_for(event, rank, optimizer)
+            visits = not is_set and self._visits_slices(event, message, rank, optimizer)
             if visits and (self.held.is_open or self._pace.is_paused(now)):
                 text = "the optimizer was changed just now"
                 self._effects.not_yet(event.peer, message.request, NotYetReason.BUSY, text)
                 return
             if message.loaded:
                 self._use(optimizer)
-            elif self._agreement.set(rank, event.sender, optimizer):
+            elif not is_set and self._agreement.set(rank, event.sender, optimizer):
                 self._use(optimizer)
                 self._disputes.find_ahead(rank)
         except KvdError as error:
@@ -143,6 +144,23 @@ class ServerControl:
         if visits:
             self._visit_slices()
             self._pace.visited(len(self._table.slices), now)
+
+    def _is_set_for(self, event: Received, rank: int, optimizer: Optimizer | None) -> bool:
+        """Whether a rank without which the rounds go on sets what those who take part have set: that changes nothing.
+        The first that sets one may be such a rank, as long as nobody has trained.
+
+        Raises:
+            NotAllowed: they have set others, or train without one.
+        """
+        if rank not in self._session.view.ranks_apart():
+            return False
+        if self._leads_nothing() or self._agreement.set_apart(rank, event.sender, optimizer):
+            return True
+        if optimizer == self.optimizer:  # a restored one
+            return True
+        if any(entry.trained for group in self._table.groups.values() for entry in group.log.progress.values()):
+            raise NotAllowed("the workers that take part train without an optimizer: run the program that they run")
+        return False
 
     def _generation_records(self) -> list[tuple[int, HoldOptimizer]]:
         """What the backups of all partitions are told of the newest optimizer."""

@@ -204,7 +204,7 @@ class KeyCreation:
     def _copies(self) -> int:
         """How often a byte that is led may be held, staged contributions included."""
         settings = self._view.settings
-        return COPIES + settings.rounds_ahead * settings.num_workers + (settings.replicas - 1)
+        return COPIES + settings.rounds_ahead * settings.most_workers + (settings.replicas - 1)
 
     def _demand(self, led: int, held: int) -> int:
         """Bytes in all, for so many that this server leads, and so many that it holds for others."""

@@ -252,7 +252,7 @@ class ServerMachine:
             of_replaced=(control.drop_sender, batches.drop_sender),
         )
         resumption = Resumption(
-            session.view, self.table, effects, attachments, targets, records, elsewhere, pushes.advance
+            session.view, self.table, effects, attachments, targets, records, elsewhere, agreement, pushes.advance
         )
         self._handlers: dict[type[Any], Callable[[Received, Any], None]] = {
             PushBatch: pushes.push_batch,

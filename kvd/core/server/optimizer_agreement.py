@@ -1,5 +1,7 @@
 """Which optimizer the workers agree on. All that set one set the same; to change it, each sets the next one.
 
+A worker that comes in when the job is under way, or takes part again after a loss, starts where the others are.
+
 The optimizers that were set are a row of generations, and each rank has its place in it. A rank that sets the optimizer
 of its own place changes nothing; one that sets that of a later place catches up; the first that sets another one begins
 the next generation. A rank differs if it sets something else where others have gone on already, or if it pushes in a
@@ -81,6 +83,28 @@ class OptimizerAgreement:
         self._disputes.pop(rank, None)
         return True
 
+    def set_apart(self, rank: int, incarnation: int, optimizer: Optimizer | None) -> bool:
+        """A rank sets an optimizer without which the rounds go on so far: that must be one that the others have set.
+        False: they have set none.
+
+        Raises:
+            NotAllowed: they have set others. The rank is not at odds with them, since it does not take part.
+        """
+        if not self._generations:
+            return False
+        if optimizer not in self._generations:
+            others = [other for other in self._places if other != rank]
+            raise NotAllowed(_difference(rank, optimizer, others, self._generations[-1]))
+        place = self._place_of(rank, incarnation)
+        place.repeated = self._generations.index(optimizer)
+        place.generation = max(place.generation, place.repeated)
+        return True
+
+    def comes_in(self, rank: int) -> None:
+        """The rank takes part from now on: whatever the others have set meanwhile, it has too."""
+        if rank in self._places:
+            self._places[rank].generation = len(self._generations) - 1
+
     def is_new(self, rank: int, incarnation: int, optimizer: Optimizer | None) -> bool:
         """Whether `set` would begin a generation, or a dispute; the place of the rank stays as it is."""
         place = self._places.get(rank)
@@ -145,7 +169,7 @@ def _difference(
     rank: int, optimizer: Optimizer | None, others: Iterable[int], theirs: Optimizer | None, has: str = "sets"
 ) -> str:
     """What one worker has and the others do not."""
-    names = " and ".join(name_of("worker", other) for other in sorted(others))
+    names = " and ".join(name_of("worker", other) for other in sorted(others)) or "the others"
     if type(optimizer) is type(theirs) and is_dataclass(optimizer):
         pairs = [(each.name, getattr(optimizer, each.name), getattr(theirs, each.name)) for each in fields(optimizer)]
         different = [(name, own, other) for name, own, other in pairs if own != other]

@@ -14,9 +14,9 @@ class Participants:
 
     Attributes:
         required: ranks that have not left the rounds, whether they are there yet or not.
-        awaited: those of them that do not rest, and have caught up after a loss.
+        awaited: those of them that do not rest, and have caught up after a loss, or after they came late.
         dead: rank → seconds of silence before it was declared dead; empty if waiting calls are not to fail.
-        apart: the ranks whose pushes do not count, since the rounds go on without them.
+        apart: the ranks that are known to be without a part in the rounds: their pushes do not count.
     """
 
     def __init__(self, waiters: Waiters, *, fail_on_loss: bool) -> None:
@@ -24,20 +24,29 @@ class Participants:
         self.awaited: list[int] = []
         self.dead: dict[int, float] = {}
         self.apart: frozenset[int] = frozenset()
+        self._known: frozenset[int] | None = None  # sync: all ranks that may take part
         self._waiters = waiters
         self._fail_on_loss = fail_on_loss
         self._resting: set[int] = set()
-        self._behind: set[int] = set()  # async: were lost, and have yet to catch up
+        self._behind: set[int] = set()  # async: were lost, or came late, and have yet to catch up
 
     def update(self, view: ViewState) -> None:
-        self.required = view.required_ranks()
+        earlier, self.required = self.required, view.required_ranks()
         self.apart = frozenset(view.ranks_apart())
+        self._known = frozenset(view.all_worker_ranks()) if view.is_sync else None
         if not view.is_sync:
             self._behind.update(view.lost_ranks())
+            if earlier and view.settings.is_elastic:
+                self._behind.update(set(self.required).difference(earlier))
         self._update_awaited()
         self.dead = {}
         if self._fail_on_loss:
             self.dead = {rank: member.last_seen_s for rank, member in view.dead_workers().items()}
+
+    def leaves_out(self, rank: int) -> bool:
+        """Whether pushes of this rank do not count. The view of a scheduler without its record may not know one that
+        came when the job was under way, until it has joined again: the rounds do not wait for it."""
+        return rank in self.apart or (self._known is not None and rank not in self._known)
 
     def rest(self, rank: int) -> None:
         """The worker has nothing to push for now: in async mode nobody is too far ahead of it."""
@@ -51,7 +60,7 @@ class Participants:
             self._update_awaited()
 
     def pushed(self, rank: int, log: SliceLog) -> None:
-        """A bounded staleness waits again for a worker that was lost, when it has caught up in a slice."""
+        """A bounded staleness waits for a worker that was lost, or came late, when it has caught up in a slice."""
         if rank in self._behind and log.staged_clock(rank) >= log.slowest(self.awaited):
             self._behind.remove(rank)
             self._update_awaited()

@@ -136,7 +136,7 @@ class Pushes:
     def _admit_and_wait(self, event: Received, push: Push | PushBatch, rank: int, targets: list[PushTarget]) -> None:
         request = PushRequest(event.sender, push.request)
         merge, is_full = self._view.settings.merge, self._waiters.pending.is_full_for(event.peer)
-        is_apart = rank in self._participants.apart
+        is_apart = self._participants.leaves_out(rank)
         decisions = admit(push, request, event.nbytes, rank, targets, merge, is_full=is_full, is_apart=is_apart)
         if not isinstance(decisions, list):
             self._effects.send(event.peer, decisions)

@@ -13,6 +13,7 @@ from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.keys import KeyTable
+from kvd.core.server.optimizer_agreement import OptimizerAgreement
 from kvd.core.server.records import Records
 from kvd.core.server.rounds import SliceLog
 from kvd.core.server.targets import TargetResolver
@@ -52,6 +53,7 @@ class Resumption:
         targets: TargetResolver,
         records: Records,
         elsewhere: Elsewhere,
+        agreement: OptimizerAgreement,
         advance: Callable[[FusedGroup], None],
     ) -> None:
         self._view = view
@@ -61,6 +63,7 @@ class Resumption:
         self._targets = targets
         self._records = records
         self._elsewhere = elsewhere
+        self._agreement = agreement
         self._advance = advance
         self.handlers: dict[type[Any], Callable[[Received, Any], None]] = {
             ClockQuery: self.clocks,
@@ -141,6 +144,7 @@ class Resumption:
         rank = self._attachments.rank_of(event, message.request)
         if rank is None or not self._waits_for(rank, event, message.request):
             return
+        self._agreement.comes_in(rank)
         records = []
         place = place_of(PlaceKind.STEP, message.step) if message.step else NO_PLACE
         groups = list(self._table.groups.values())

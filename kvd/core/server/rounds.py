@@ -19,7 +19,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvd.core.machine import Buffer, Contribution, ScatterList
-from kvd.core.places import START, PlaceKind, kind_of, step_of
+from kvd.core.places import START, PlaceKind, kind_of, place_of, step_of
 from kvd.core.server.counted_steps import CountedSteps
 from kvd.core.server.progress import NO_PROGRESS, PushRequest, Refusal, WorkerProgress
 from kvd.protocol.messages import ADD, NO_PLACE
@@ -176,9 +176,13 @@ class SliceLog:
             self.progress[rank].move_to(place)
 
     def newest_place(self) -> int:
-        """The newest place at which any rank has pushed."""
+        """The newest place at which any rank has pushed. The rounds of a loop that closed without a push count as
+        steps: all who took part had come in after them."""
         staged = [entry.place for entry in self.progress.values() if entry.staged > entry.begun]
-        return max([self.newest[0], *staged])
+        place, clock = self.newest
+        if self.sync and kind_of(place) is PlaceKind.STEP:
+            place = place_of(PlaceKind.STEP, step_of(place) + self.closed - clock)
+        return max([place, *staged])
 
     def clock_of_step(self, first: int, step: int) -> int:
         """The clock under which all ranks push in this step of the loop that begins with step `first`, if the loop

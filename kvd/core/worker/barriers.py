@@ -70,7 +70,7 @@ class BarrierCalls:
             else:
                 self._calls.complete(call, error=error)
 
-        self._asker.ask(call, SCHEDULER, Enter(0, request.name, generation), answered)
+        self._asker.ask(call, SCHEDULER, Enter(0, request.name, generation, request.place), answered)
 
     def _listen(self, call: Call, name: str, generation: int) -> None:
         def answered(event: Received) -> None:

@@ -19,6 +19,9 @@ from kvd.core.worker.steps import StepCounter
 from kvd.errors import KeyNotFound, KvdError, NotAllowed
 from kvd.protocol.messages import Activate, ClockQuery, Clocks, ComeTo, MemberState
 
+# Predecessors after which a worker does not go on: it begins where the rounds are.
+STARTS_ANEW = (MemberState.LEFT, MemberState.DONE, MemberState.LOST, MemberState.BACK)
+
 
 class WorkerClocks:
     """Takes over the clocks of a predecessor with the same rank, and goes back to earlier ones."""
@@ -45,6 +48,11 @@ class WorkerClocks:
         self._predecessor = predecessor
         self._participation = participation
         self._rewound: int | None = None  # the clock that `rewind` named, for keys that are found later
+
+    @property
+    def in_rounds(self) -> bool:
+        """See `Participation.in_rounds`."""
+        return self._participation.in_rounds
 
     @property
     def is_apart(self) -> bool:
@@ -80,7 +88,7 @@ class WorkerClocks:
             self._start_at(key, max(entry.highest for entry in clocks))
             then(None)
             return
-        goes_on = self._session.predecessor not in (MemberState.LEFT, MemberState.DONE, MemberState.LOST)
+        goes_on = self._session.predecessor not in STARTS_ANEW
         passed_by = any(entry.passed_by for entry in clocks) or self._participation.has_missed_rounds
         if goes_on and not passed_by:
             place = max(entry.place for entry in clocks)
@@ -169,7 +177,8 @@ class WorkerClocks:
         """Where the program of a predecessor stopped that did not leave in good order; None without one."""
         if self._session.predecessor in (None, MemberState.LEFT):
             return None
-        return Stopped(self._predecessor.place, self._predecessor.trained, self.inherited)
+        is_new = self._session.predecessor is MemberState.BACK
+        return Stopped(self._predecessor.place, self._predecessor.trained, self.inherited, is_new)
 
     def inherited(self, name: str) -> Inheritance | None:
         """What a predecessor has left in the key; None without one, or while the key is not known."""

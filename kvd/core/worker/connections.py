@@ -12,6 +12,7 @@ from kvd.core import requests
 from kvd.core.machine import Connect, Disconnect, Effect, Received, ServerPeer
 from kvd.core.outbox import Outbox
 from kvd.core.places import START
+from kvd.core.pseudonyms import pseudonym
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import Call, CallBook
@@ -74,6 +75,9 @@ class Connections:
             return
         if not self._is_observer and (not self._view.all_leaders_active() or self.unreached_servers()):
             return
+        is_apart = self._session.predecessor in (MemberState.LOST, MemberState.BACK)
+        if is_apart and self._view.by_incarnation(pseudonym(self._session.incarnation)) is None:
+            return  # its program must not push before it knows that the rounds go on without it
         if self._session.predecessor in (MemberState.DONE, MemberState.GONE) and self._predecessor.finish():
             for server in self._active_servers():
                 message = ComeTo(0, self._predecessor.place)

@@ -237,9 +237,15 @@ class WorkerMachine:
         """The active servers that this worker has not reached yet."""
         return self._connections.unreached_servers()
 
+    def ranks_taking_part(self) -> tuple[int, ...]:
+        """The ranks that take part, as far as this worker knows; it knows of itself before the view says so."""
+        ranks = self.view.ranks_taking_part()
+        own = {self.session.rank} if self._clocks.in_rounds else set()
+        return tuple(sorted(own.union(ranks)))
+
     @property
     def is_apart(self) -> bool:
-        """Whether the rounds go on without this worker, which was lost and has not taken part again."""
+        """Whether the rounds go on without this worker: it was lost, or came late, and has yet to take part."""
         return self._clocks.is_apart
 
     def has_pushed(self, name: str) -> bool:

@@ -20,7 +20,7 @@ class Participation:
     Attributes:
         is_observer: this node has no rank, and only asks.
         in_rounds: whether it may push and initialise keys.
-        is_apart: it was lost or late: the rounds go on without it, until it takes part again
+        is_apart: it was lost or late, or has just come: the rounds go on without it, until it takes part
             (`kvd.core.worker.returning`).
         is_returning: that is under way.
         point: where it waits until all workers have come there, as the program named it; None: nowhere. The rounds go
@@ -36,6 +36,7 @@ class Participation:
         self.in_rounds = not self.is_observer
         self.is_apart = False
         self.is_returning = False
+        self._has_come_in = False
         self.point: str | None = None
         self._was_idle = False
         self._apart_since = NO_VIEW
@@ -58,6 +59,12 @@ class Participation:
 
     def push_error(self) -> KvdError:
         """Why a node outside the rounds does not push."""
+        if self.is_apart and self._session.predecessor is MemberState.BACK and not self._has_come_in:
+            return NotResumed(
+                "this worker came when the job was under way, and the others go on without it: call kv.resume() to "
+                "take part from the next rounds on (kv.clock and a pull say where they are); a loop over kv.steps does "
+                "so by itself"
+            )
         if self.is_apart:
             return NotResumed(
                 "the others went on without this worker: it was late by more than quorum_grace_s, silent for longer "
@@ -151,13 +158,14 @@ class Participation:
         self.is_returning = False
         self._asker.ask(None, SCHEDULER, TakePart(0, Taking.OUT), lambda event: None)
 
-    def come_back(self) -> bool:
-        """The rounds wait for this worker, which knows where they are. False: they went on without it meanwhile."""
+    def come_back(self, place: int) -> bool:
+        """The rounds wait for this worker, which knows where they are: its program goes on at this place. False: they
+        went on without it meanwhile."""
         if self._is_out_again:
             self.step_out()
             return False
-        self._asker.ask(None, SCHEDULER, TakePart(0, Taking.ARRIVED), lambda event: None)
-        self.in_rounds, self.is_apart, self.is_returning = True, False, False
+        self._asker.ask(None, SCHEDULER, TakePart(0, Taking.ARRIVED, place), lambda event: None)
+        self.in_rounds, self.is_apart, self.is_returning, self._has_come_in = True, False, False, True
         self._apart_since = max(self._session.view.epoch, self._awaited_since)
         return True
 

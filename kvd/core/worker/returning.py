@@ -1,4 +1,5 @@
-"""A worker that was lost or late takes part again: the others went on without it.
+"""A worker takes part again that was lost or late, since the others went on without it; or for the first time, if it
+came when the job was under way.
 
 It does so in an order in which nobody can miss anything:
 
@@ -7,8 +8,9 @@ It does so in an order in which nobody can miss anything:
 2. It tells the scheduler (TakePart), which saves and announces it: from now on no round closes without this worker.
 3. It asks the servers again. Each answers once its own view says so: what it says cannot be overtaken any more.
 4. It tells the servers from which step on it pushes (StepInto): they let go of the rounds before that one.
-5. It asks for the clocks that it has in the keys now, and tells the scheduler that it has arrived. Until then, a
-   successor of it begins at 1: it would not know where the rounds are either.
+5. It asks for the clocks that it has in the keys now, and tells the scheduler that it has arrived, and at which step:
+   nobody waits for it at barriers of earlier ones. Until then, a successor of it begins at 1: it would not know where
+   the rounds are either.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Received
-from kvd.core.places import PlaceKind, kind_of, step_of
+from kvd.core.places import START, PlaceKind, kind_of, place_of, step_of
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import COMPLETED, Call, CallBook
@@ -129,6 +131,8 @@ class Returning:
             error = self._asker.error_of(event)
             if error is not None:
                 self._failed(call, error)
+            elif event.epoch > self._view.epoch:  # the view that says so is on its way: servers would not believe it
+                self._asker.ask(call, SCHEDULER, TakePart(0, Taking.IN), answered)
             else:
                 self._participation.awaited_since(event.epoch)
                 self._where_are(call, lambda where: self._frozen(call, request, where, is_alone=is_alone), frozen=True)
@@ -140,7 +144,7 @@ class Returning:
         still be on its way."""
         loop = request.loop
         if loop is None:
-            self._step_into(call, 0, 0)
+            self._step_into(call, 0, 0, START)
             return
         early = self._too_early_or_late(request, where.place)
         if early is requests.Return.OVER or (early is not None and not is_alone):
@@ -148,24 +152,25 @@ class Returning:
             self._calls.complete(call, requests.Returned(early))
             return
         begun = [step_of(place) for place in where if kind_of(place) is PlaceKind.STEP]
-        self._step_into(call, loop.first, max(loop.first - 1, *begun, -1) + 1)
+        step = max(loop.first - 1, *begun, -1) + 1
+        self._step_into(call, loop.first, step, place_of(PlaceKind.OUTSIDE, step))
 
     # ── 4, 5: from which step, under which clocks ──
 
-    def _step_into(self, call: Call, first: int, step: int) -> None:
+    def _step_into(self, call: Call, first: int, step: int, place: int) -> None:
         def answered(answers: list[Received], error: KvdError | None) -> None:
             if error is not None:
                 self._failed(call, error)
             else:
                 ready = [key for key in self._keys.by_name.values() if key.state is KeyState.READY]
-                self._take_clocks(call, ready, step)
+                self._take_clocks(call, ready, step, place)
 
         self._ask_leaders(call, StepInto(0, first, step), answered)
 
-    def _take_clocks(self, call: Call, keys: Sequence[WorkerKey], step: int) -> None:
+    def _take_clocks(self, call: Call, keys: Sequence[WorkerKey], step: int, place: int) -> None:
         """One key after the other, as a look-up does."""
         if not keys:
-            how = requests.Return.NOW if self._participation.come_back() else requests.Return.LATER
+            how = requests.Return.NOW if self._participation.come_back(place) else requests.Return.LATER
             self._calls.complete(call, requests.Returned(how, step))
             return
         key, *rest = keys
@@ -176,7 +181,7 @@ class Returning:
             if error is not None:
                 self._failed(call, error)
             else:
-                self._take_clocks(call, rest, step)
+                self._take_clocks(call, rest, step, place)
 
         self._clocks.take_again(key, taken)
 

@@ -325,6 +325,12 @@ class StepLoops:
             return False
         if self.place == stopped and self._predecessor.trained and self._is_strict:
             name = next(iter(names), "")
+            if self._predecessor.is_new:
+                raise NotResumed(
+                    f"this worker came when the job was under way, and pushes {name!r}, which others have pushed "
+                    f"already. Write the training as{LINES}or call kv.resume() to take part from the next rounds on",
+                    key=name,
+                )
             raise NotResumed(
                 f"this worker was restarted, and pushes {name!r} again; pushes of its predecessor have counted, and "
                 f"nobody knows which this is. Write the training as{LINES}or call kv.rewind(step) before it, or, in a "

@@ -90,6 +90,11 @@ class Job:
         """Whether a new run of its programs goes on from a snapshot."""
         return self.environment.get("KVD_RESTORE", "off") != "off"
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers may join that others start, by the settings in its environment."""
+        return int(self.environment.get("KVD_MAX_WORKERS", "0")) > self.workers
+
     def names(self) -> list[str]:
         """The node ids of all processes, in the order in which they start."""
         servers = [f"server-{index}" for index in range(self.servers)]

@@ -135,6 +135,8 @@ class Supervisor:
             settings = {"KVD_SCHEDULER": self.scheduler, "KVD_JOB": self._plan.name, **self._key.settings}
             variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
             self._say(f"scheduler at {self.scheduler}; look at the job with: {variables} kvd status")
+            if self._job.is_elastic:
+                self._say(f"workers may join: {variables} kvd worker -- {shlex.join(self._job.command)}")
         for remark in self._plan.remarks:
             self._say(remark)
         return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvd.core import requests
-from kvd.core.places import PlaceKind, place_of
+from kvd.core.places import START, PlaceKind, place_of
 from kvd.optimizer import SGD, to_wire
 from kvd.protocol.messages import ABSENT, ASSIGN, Departure, SetOptimizer, UpdateOptimizer
 from kvd.testing.process import PendingCall
@@ -65,12 +65,17 @@ def _loop(words: list[str]) -> requests.Loop | None:
     return requests.Loop(int(words[1]), int(words[2])) if words else None
 
 
+def _place(words: list[str]) -> int:
+    """`in 7`: step 7 of the loops; no words: before them."""
+    return place_of(PlaceKind.STEP, int(words[1])) if words else START
+
+
 def _request(words: list[str], worker: str) -> tuple[requests.Request, Floats | None]:
     """The request of a call, and the array that its result goes to."""
     call, rest = words[0], words[1:]
     plain: dict[str, Callable[[], requests.Request]] = {
         "enter": requests.JoinCluster,
-        "barrier": lambda: requests.Barrier(rest[0]),
+        "barrier": lambda: requests.Barrier(rest[0], place=_place(rest[1:])),
         "flush": requests.Flush,
         "join": lambda: requests.Depart(Departure.DONE),
         "join_until": lambda: requests.StandBy(f"until:{rest[0]}", int(rest[1])),  # after so many steps
@@ -99,8 +104,7 @@ def _request(words: list[str], worker: str) -> tuple[requests.Request, Floats | 
     if call == "init":
         return requests.InitKeys((item(key, source),)), None
     if call == "push":
-        place = 0 if len(rest) < 4 else place_of(PlaceKind.STEP, int(rest[3]))  # "push w 1.0 in 7"
-        return requests.Transfer((item(key, source),), push=True, pull=False, place=place), None
+        return requests.Transfer((item(key, source),), push=True, pull=False, place=_place(rest[2:])), None
     if call == "pushpull":
         return requests.Transfer((item(key, source, target),), push=True, pull=True), target
     if call == "broadcast":

@@ -54,13 +54,24 @@ class LossLedger(Ledger):
                 continue
             loops.enter(step)
             yield from self.push_all(me, loops, step)
+            yield from self.pushed(me, loops, step)
             loops.leave()
             loops.validate()
+            if self.leaves(me, step):
+                break
             yield Sleep(self.computes_s(me.rank, step))
             step += 1
         loops.end()
         yield Flush()
         yield Depart(Departure.DONE)
+
+    def pushed(self, me: Me, loops: StepLoops, step: int) -> Coroutine:
+        """What a kind of ledger does in a step after its pushes."""
+        yield from ()
+
+    def leaves(self, me: Me, step: int) -> bool:
+        """Whether the worker leaves after this step."""
+        return False
 
     def computes_s(self, rank: int, step: int) -> float:
         """How long the worker computes after this step: some push long before others do."""
