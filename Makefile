@@ -27,7 +27,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov=kvd/core --cov=kvd/protocol --cov-report= $(CORE_TESTS)
 	$(BIN)/coverage report --fail-under=95
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(CORE_TESTS:%=--ignore=%)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=40 $(CORE_TESTS:%=--ignore=%)
 
 # What makes clusters, without keys; tests that are about keys have them.
 test-insecure: $(STAMP)
