@@ -15,9 +15,13 @@ BARE = cluster(mode="", merge="")
 class Harness:
     """A scheduler whose nodes are named by their incarnation. With `hold`, its records are not saved yet."""
 
-    def __init__(self, settings: Settings = BARE, *, saved: Any = None, generation: int = 1, **more: Any) -> None:
+    def __init__(
+        self, settings: Settings = BARE, *, saved: Any = None, generation: int = 1, incarnation: int = 1, **more: Any
+    ) -> None:
         limits = {"heartbeat_interval_s": 1.0, "server_timeout_s": 5.0, "worker_timeout_s": 20.0, "break_on_loss": True}
-        self.machine = SchedulerMachine(SchedulerSettings(settings, **(limits | more)), 1, generation, 0.0, saved)
+        self.machine = SchedulerMachine(
+            SchedulerSettings(settings, **(limits | more)), incarnation, generation, 0.0, saved
+        )
         self.now = 0.0
         self.hold = False
         self.disk: Any = None

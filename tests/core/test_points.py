@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import CallerPeer
+from kvd.core.machine import CallerPeer, Send
 from kvd.core.scheduler import points as module
 from kvd.core.scheduler.points import NOT_KNOWN, Points
 from kvd.core.scheduler.record import Record
@@ -26,8 +26,10 @@ from kvd.protocol.messages import (
     Taking,
     Together,
     View,
+    WaitNews,
+    WaitReport,
 )
-from tests.core.fakes import OPEN, cluster, one, said, server_id, worker_id
+from tests.core.fakes import OPEN, cluster, of, said, server_id, worker_id
 from tests.core.scheduler_harness import Harness
 
 PEER = CallerPeer(b"peer")
@@ -298,5 +300,7 @@ def test_who_is_missing_is_said() -> None:
     harness = three_workers()
     harness.say(worker_id(0), stand_by(10))
     harness.say(worker_id(1), stand_by(20))
-    waits = one(harness.machine._waits._absent_at(harness.machine.roster.living()[0]))
-    assert (waits.name, waits.absent) == (NAME, (2,))
+    report = WaitReport(90, (), (NAME,), True, 5, 0, ("line",))
+    sent = of(Send, harness.say(worker_id(0), report, view=harness.machine.epoch))
+    (news,) = [send.message for send in sent if isinstance(send.message, WaitNews)]
+    assert [(wait.name, wait.absent) for wait in news.barriers] == [(NAME, (2,))]

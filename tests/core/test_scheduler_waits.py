@@ -226,8 +226,8 @@ def test_a_verdict_ends_when_somebody_moves() -> None:
 def test_a_restarted_scheduler_counts_other_checks() -> None:
     harness = joined()
     check = checked(harness)
-    restarted = Harness(cluster(2, mode="sync", merge="sum"), saved=harness.disk, generation=2)
-    restarted.machine._waits._deadlocks._check = 1 << 40  # as from another incarnation: in the tests all have the same
+    settings = cluster(2, mode="sync", merge="sum")
+    restarted = Harness(settings, saved=harness.disk, generation=2, incarnation=1 << 40)
     for rank in range(2):
         restarted.worker(rank)
         assert not any(

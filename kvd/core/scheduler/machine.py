@@ -5,18 +5,18 @@ Over 400 lines because everything that changes a run passes through here: each m
 `router` has one of these machines per run, and one for the cluster, in which only servers have seats.
 
 This file is the dispatch table, and turns what its parts find into effects. `roster` has the seats and the states of
-their holders, `agreement` the cluster's settings, `liveness` judges by silence, `barriers` has the barriers,
-`points` those at which the rounds go on without who waits, `views` publishes each change once it is saved, and `record`
-is what a successor starts from.
+their holders, `agreement` the cluster's settings, `liveness` judges by silence, `deaths` declares the dead,
+`taking_part` says who is in the rounds, `barriers` has the barriers, `points` those at which the rounds go on without
+who waits, `views` publishes each change once it is saved, and `record` is what a successor starts from.
 
 The way of a death:
 
-1. The shell sees a process end and feeds PeerLost. `machine.py:SchedulerMachine._process_ended` declares a server dead
-   at once (go to 3); for a worker, `liveness.py:Liveness.process_ended` notes the reason, and its supervisor has the
-   rest of the timeout to start it again.
-2. Silence: `machine.py:SchedulerMachine._judge` asks `liveness.py:Liveness.overdue` after each event who has been
-   silent for a whole timeout. A server that alone has values, of which there should be two copies, is waited for.
-3. `machine.py:SchedulerMachine._declare_dead` changes the state by `roster.py:Roster.transition`.
+1. The shell sees a process end and feeds PeerLost. `deaths.py:Deaths.process_ended` declares a server dead at once (go
+   to 3); for a worker, `liveness.py:Liveness.process_ended` notes the reason, and its supervisor has the rest of the
+   timeout to start it again.
+2. Silence: `deaths.py:Deaths.judge` asks `liveness.py:Liveness.overdue` after each event who has been silent for a
+   whole timeout. A server that alone has values, of which there should be two copies, is waited for.
+3. `deaths.py:Deaths._declare_dead` changes the state by `roster.py:Roster.transition`.
 4. `machine.py:SchedulerMachine._publish` breaks the barriers that the dead worker is missing from, in
    `barriers.py:Barriers.settle`, and lets others lead what a dead server led, in `partitions.py:Partitions.follow`;
    `views.py:Views.change` takes the new view and withholds their answers; a Persist goes out.
@@ -44,6 +44,7 @@ from kvd.core.membership import in_words, name_of
 from kvd.core.placement import initial_shards
 from kvd.core.scheduler.agreement import Agreement, SchedulerSettings
 from kvd.core.scheduler.barriers import Barriers, Settled
+from kvd.core.scheduler.deaths import Deaths
 from kvd.core.scheduler.gatherings import Gatherings
 from kvd.core.scheduler.lateness import Lateness
 from kvd.core.scheduler.leadership import Leadership
@@ -53,8 +54,9 @@ from kvd.core.scheduler.partitions import Partitions, servers_of
 from kvd.core.scheduler.phase import IN_WORDS, RunLife
 from kvd.core.scheduler.record import Record
 from kvd.core.scheduler.report import run_report
-from kvd.core.scheduler.roster import AFTER_A_LOSS, AS_FOUND, MemberEvent, Roster, Seat
+from kvd.core.scheduler.roster import AS_FOUND, MemberEvent, Roster, Seat
 from kvd.core.scheduler.seating import Seating
+from kvd.core.scheduler.taking_part import Outcome, TakingPart
 from kvd.core.scheduler.views import Views
 from kvd.core.scheduler.waits import WaitReports
 from kvd.protocol.messages import (
@@ -87,7 +89,6 @@ from kvd.protocol.messages import (
     StatusReport,
     Synced,
     TakePart,
-    Taking,
     View,
     WaitReport,
     Welcome,
@@ -99,11 +100,6 @@ _TOLD = {
     Synced: "has a new backup",
     HandedOver: "was handed over: its backup leads it now, and its leader is the backup",
     OutOfSync: "has lost a backup, which is not in sync",
-}
-_WHAT_HAPPENS = {
-    Taking.OUT: MemberEvent.STEPPED_OUT,
-    Taking.IN: MemberEvent.RETURNED,
-    Taking.ARRIVED: MemberEvent.ARRIVED,
 }
 
 
@@ -159,12 +155,16 @@ class SchedulerMachine:
             now,
             lambda seat: self._partitions.is_alone(seat.member.incarnation),
         )
-        self._seating = Seating(self._agreement, self._roster, self._liveness)
+        seating = Seating(self._agreement, self._roster, self._liveness)
         self._runs: tuple[RunEntry, ...] = ()
         breaking: Callable[[], list[int]] = self._liveness.breaking_ranks if settings.break_on_loss else list
         self._gatherings = Gatherings(self._roster, earlier.barriers, earlier.points, breaking)
+        self._taking_part = TakingPart(
+            self._roster, self._agreement, self._gatherings, Lateness(self._roster, cluster), self._log
+        )
         self._meetings = Meetings(self._roster, earlier.barriers, breaking)
-        self._waits = WaitReports(self._roster, self._liveness, self._gatherings, incarnation)
+        self._deaths = Deaths(self._roster, self._liveness, self._log, self._publish)
+        waits = WaitReports(self._roster, self._liveness, self._gatherings, incarnation)
         self._views = Views(generation, 0 if saved is None else 1, self._view())
         self._leadership = Leadership(
             self._partitions,
@@ -176,15 +176,15 @@ class SchedulerMachine:
         )
         self._out: list[Effect] = []
         self._handlers: dict[type, Callable[[Received, Any, float], None]] = {
-            Join: self._join,
+            Join: partial(self._join, seating),
             Heartbeat: self._heartbeat,
             Leave: self._leave,
             TakePart: self._take_part,
             StandBy: self._stand_by,
-            Late: partial(self._late, Lateness(self._roster, cluster)),
+            Late: self._late,
             Enter: self._meet,
             StatusQuery: lambda event, query, _now: self._out.append(Send(event.peer, StatusReport(query.request))),
-            WaitReport: self._wait_report,
+            WaitReport: partial(self._wait_report, waits),
             Say: self._meet,
             Listen: self._meet,
             Synced: self._holds,
@@ -225,10 +225,8 @@ class SchedulerMachine:
             nodes = [(seat.peer, seat.member.role) for seat in self._roster.seats() if seat.peer is not None]
             self._out += self._views.saved(event.token, nodes)
         elif isinstance(event, PeerLost):
-            self._process_ended(self._roster.seat_of(event.incarnation), event.reason, now)
-        self._judge(now)
-        if self._roster.loses_workers:
-            self._lose_the_dead()
+            self._deaths.process_ended(self._roster.seat_of(event.incarnation), event.reason, now)
+        self._deaths.judge(now)
         if self._liveness.stops_awaiting(now):
             settled = self._meetings.settle()
             if settled or self._gatherings.has_points_to_settle():
@@ -348,7 +346,7 @@ class SchedulerMachine:
             text = f"the scheduler takes no {type(message).__name__}: send it to a server"
             self._refuse(event.peer, getattr(message, "request", 0), ErrorCode.PROTOCOL_ERROR, text)
 
-    def _join(self, event: Received, join: Join, now: float) -> None:
+    def _join(self, seating: Seating, event: Received, join: Join, now: float) -> None:
         if self._lost_its_place(event, join.request):
             return
         objection = self._agreement.objection(join) or self._views.objection(join, event.epoch)
@@ -369,7 +367,7 @@ class SchedulerMachine:
             self._out.append(Send(event.peer, Welcome(join.request, NO_RANK, None)))
             self._out.append(Send(event.peer, self._views.told_to(join.role)))
             return
-        seated = self._seating.seat(join, event)
+        seated = seating.seat(join, event)
         if isinstance(seated, Refused):
             self._out.append(Send(event.peer, seated))
             return
@@ -392,7 +390,7 @@ class SchedulerMachine:
                 self._refuse(replaced.peer, 0, ErrorCode.REPLACED, _replaced_text(replaced.name))
             if seat.member.role == "worker":
                 self._gatherings.withdraw(seat.member.rank)
-        if self._returns_at_once(seat) and seat.predecessor is MemberState.LOST:
+        if self._taking_part.returns_at_once(seat) and seat.predecessor is MemberState.LOST:
             seat.predecessor = MemberState.DEAD
         self._log("info", f"{seat.name} joined", node_id=seat.member.node_id, predecessor=seat.told_predecessor or "")
         self._publish()
@@ -415,7 +413,7 @@ class SchedulerMachine:
                 return
             departure = AS_FOUND[seat.predecessor]
         if departure is Departure.FAILED:
-            self._process_ended(seat, "its program ended with an error", now)
+            self._deaths.process_ended(seat, "its program ended with an error", now)
             self._out.append(Send(event.peer, Done(leave.request)))
             return
         if departure is Departure.LEFT:
@@ -430,77 +428,26 @@ class SchedulerMachine:
         self._out += self._views.when_saved(Send(event.peer, Done(leave.request)))
 
     def _take_part(self, event: Received, message: TakePart, now: float) -> None:
-        """A worker that was lost or late, or has just come, takes part, or finds that it cannot yet."""
         seat = self._sender_seat(event, message.request, now)
-        if seat is None:
-            return
-        if seat.member.role != "worker" or seat.member.state not in (MemberState.ACTIVE, *AFTER_A_LOSS):
-            text = f"{seat.name} {in_words(seat.member.state)}: it cannot take part"
-            self._refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, text)
-            return
-        is_newest, seat.took_part = message.request >= seat.took_part, max(message.request, seat.took_part)
-        if is_newest and message.taking is Taking.ARRIVED:
-            seat.came_in = message.place
-        if is_newest:
-            self._gatherings.points.withdraw(seat.member.rank)
-        late, returns = seat.member.reason, message.taking is Taking.IN
-        if is_newest and self._roster.transition(seat, _WHAT_HAPPENS[message.taking], late if returns else ""):
-            self._log("debug" if late else "info", f"{seat.name} {in_words(seat.member.state)}")
-            self._publish()
-        self._out += self._views.when_saved(Send(event.peer, Done(message.request)))
+        if seat is not None:
+            self._follow(event.peer, self._taking_part.take_part(seat, message))
 
-    def _late(self, lateness: Lateness, event: Received, message: Late, now: float) -> None:
-        """A server says that a quorum waits for these workers."""
+    def _late(self, event: Received, message: Late, now: float) -> None:
         seat = self._sender_seat(event, message.request, now)
-        if seat is None:
-            return
-        if seat.member.role != "server":
-            text = f"{seat.name} cannot say who is late: servers do"
-            self._refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, text)
-            return
-        late = lateness.judge(message.ranks, event.epoch, self._views.newest_epoch)
-        for worker in late:
-            self._roster.transition(worker, MemberEvent.LATE, lateness.reason)
-            line = lateness.note(worker, now)
-            if line:
-                self._log("info", line, said_by=seat.name)
-        if late:
-            self._publish()
-        self._out += self._views.when_saved(Send(event.peer, Done(message.request)))
+        if seat is not None:
+            outcome = self._taking_part.late(seat, message, event.epoch, self._views.newest_epoch, now)
+            self._follow(event.peer, outcome)
 
     def _stand_by(self, event: Received, message: StandBy, now: float) -> None:
-        """A worker has come to a point: the rounds go on without it until all have. One that was lost, and does not
-        take part again yet, is told as the others are; no round waits for it after that either."""
         seat = self._sender_seat(event, message.request, now)
-        if seat is None:
-            return
-        member = seat.member
-        if member.role != "worker" or member.state not in (MemberState.ACTIVE, MemberState.IDLE, *AFTER_A_LOSS):
-            text = f"{seat.name} {in_words(member.state)}: it waits for nobody"
-            self._refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, text)
-            return
-        answer = self._gatherings.points.take(member.rank, member.incarnation, event.peer, message)
-        waits = answer is None and member.state is not MemberState.BACK
-        if waits and self._roster.transition(seat, MemberEvent.IDLED):
-            self._log("info", f"{seat.name} {in_words(seat.member.state)}", point=message.name)
-            self._publish()
-        elif self._gatherings.has_points_to_settle():
-            self._publish()
-        if answer is not None:
-            self._out += self._views.when_saved(Send(event.peer, answer))
+        if seat is not None:
+            self._follow(event.peer, self._taking_part.stand_by(seat, event, message))
 
-    def _settle_points(self) -> list[Send]:
-        """Releases the points to which all have come: all of them take part again from the same view on."""
-        answers: list[Send] = []
-        for point in self._gatherings.settle_points():
-            if point.missing:
-                self._log("warning", f"nobody comes to the point {point.name!r} any more", missing=list(point.missing))
-            for who in point.waiting if not point.missing else ():
-                seat = self._roster.worker_seat_of(who.incarnation)
-                if seat is not None and seat.member.state is MemberState.IDLE:
-                    self._roster.transition(seat, MemberEvent.RELEASED)
-            answers += point.answers()
-        return answers
+    def _follow(self, peer: Peer, outcome: Outcome) -> None:
+        if outcome.has_changed:
+            self._publish()
+        if outcome.answer is not None:
+            self._out += self._views.when_saved(Send(peer, outcome.answer))
 
     def _take_over(self, now: float) -> None:
         if self._leadership.complete(now):
@@ -535,10 +482,10 @@ class SchedulerMachine:
         if answer is not None:
             self._out += self._views.when_saved(Send(event.peer, answer))
 
-    def _wait_report(self, event: Received, report: WaitReport, now: float) -> None:
+    def _wait_report(self, waits: WaitReports, event: Received, report: WaitReport, now: float) -> None:
         seat = self._sender_seat(event, report.request, now)
         if seat is not None and seat.member.role == "worker":
-            self._out += self._waits.take(seat, event, report, self._views.newest_epoch, now)
+            self._out += waits.take(seat, event, report, self._views.newest_epoch, now)
 
     # ── who sent it ──
 
@@ -574,69 +521,15 @@ class SchedulerMachine:
         is_back = self._roster.heard(seat, event.peer)
         if is_back:
             self._log("warning", f"{seat.name} is back")
-            self._returns_at_once(seat)
-            if self._gatherings.is_at_point(seat) and seat.member.state is MemberState.ACTIVE:
-                self._roster.transition(seat, MemberEvent.IDLED)
+            self._taking_part.is_back(seat)
         if is_back or is_awaited:
             self._publish()
-
-    # ── deaths ──
-
-    def _process_ended(self, seat: Seat | None, reason: str, now: float) -> None:
-        """A server without its process is dead at once; a worker may be started again until its timeout."""
-        if seat is None or not seat.is_living:
-            return
-        if seat.member.role == "server":
-            self._declare_dead(seat, reason, now)
-        else:
-            left_s = self._liveness.process_ended(seat, reason, now)
-            text = f"{seat.name}: {reason}; it can be started again within {left_s:.1f} s"
-            self._log("warning", text, node_id=seat.member.node_id)
-
-    def _judge(self, now: float) -> None:
-        """Declares the silent dead, one at a time: each death may leave another server alone with its values."""
-        while overdue := self._liveness.overdue(now):
-            seat, reason = overdue[0]
-            if self._liveness.spare(seat):
-                text = f"{seat.name} alone has some values, and is silent: it is waited for"
-                self._log("error", text, silent_s=self._liveness.silence_s(seat, now))
-            else:
-                self._declare_dead(seat, reason, now)
-
-    def _declare_dead(self, seat: Seat, reason: str, now: float) -> None:
-        pushes = seat.member.role == "worker" and seat.member.state is not MemberState.DONE
-        is_lost = pushes and (seat.member.state in AFTER_A_LOSS or self._roster.may_lose(seat))
-        event = MemberEvent.DROPPED if is_lost else MemberEvent.DECLARED_DEAD
-        self._roster.transition(seat, event, reason, self._liveness.silence_s(seat, now))
-        self._log("warning", f"{seat.name} {in_words(seat.member.state)}", reason=reason)
-        if pushes and self._roster.loses_workers and not is_lost:
-            few = "no worker is left" if self._roster.shrinks else "fewer workers than the quorum are left"
-            self._log("error", f"{few} to go on without {seat.name}: start it again")
-        self._publish()
-
-    def _lose_the_dead(self) -> None:
-        """The last worker that died is waited for, as nobody else is there; until somebody is."""
-        lost = [seat for seat in self._roster.dead_seats() if self._roster.may_lose(seat)]
-        for seat in lost:
-            self._roster.transition(seat, MemberEvent.DROPPED, seat.member.reason, seat.member.last_seen_s)
-            self._log("warning", f"{seat.name} {in_words(seat.member.state)}")
-        if lost:
-            self._publish()
-
-    def _returns_at_once(self, seat: Seat) -> bool:
-        """Where no round waits for anyone, a worker that is back takes part in no other way than before."""
-        is_apart = seat.member.state is MemberState.BACK
-        if is_apart and self._agreement.settings.mode == "async":
-            self._roster.transition(seat, MemberEvent.RETURNED)
-            self._roster.transition(seat, MemberEvent.ARRIVED)
-            return True
-        return False
 
     # ── publication ──
 
     def _publish(self, settled: list[Settled] | None = None) -> None:
         """The view changed, or barriers were settled: saves it now, and announces it when it is saved."""
-        answers = self._settle_points()
+        answers = self._taking_part.settle_points()
         if settled is None:
             settled = self._meetings.settle()
         for line in self._partitions.follow(servers_of(self._roster), self._views.next_epoch):

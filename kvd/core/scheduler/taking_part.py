@@ -1,0 +1,139 @@
+"""Who takes part in the rounds: workers that come back, that are late, or that wait at a point.
+
+Each method changes the state of a member as a message asks, and says what to answer. The rounds follow the view, so the
+caller publishes the change, and answers when that is saved.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from kvd.core.machine import Received, Send
+from kvd.core.membership import in_words
+from kvd.core.scheduler.agreement import Agreement
+from kvd.core.scheduler.deaths import Log
+from kvd.core.scheduler.gatherings import Gatherings
+from kvd.core.scheduler.lateness import Lateness
+from kvd.core.scheduler.roster import AFTER_A_LOSS, MemberEvent, Roster, Seat
+from kvd.protocol.messages import (
+    Done,
+    Epoch,
+    ErrorCode,
+    Late,
+    MemberState,
+    NotYet,
+    Refused,
+    StandBy,
+    TakePart,
+    Taking,
+    Together,
+)
+
+_WHAT_HAPPENS = {
+    Taking.OUT: MemberEvent.STEPPED_OUT,
+    Taking.IN: MemberEvent.RETURNED,
+    Taking.ARRIVED: MemberEvent.ARRIVED,
+}
+
+Answer: TypeAlias = Done | Refused | NotYet | Together
+
+
+class Outcome(NamedTuple):
+    """What became of a message.
+
+    Attributes:
+        has_changed: there is something to publish.
+        answer: None: the sender waits.
+    """
+
+    has_changed: bool
+    answer: Answer | None
+
+
+class TakingPart:
+    """Lets workers into the rounds, and out of them."""
+
+    def __init__(
+        self, roster: Roster, agreement: Agreement, gatherings: Gatherings, lateness: Lateness, log: Log
+    ) -> None:
+        self._roster = roster
+        self._agreement = agreement
+        self._gatherings = gatherings
+        self._lateness = lateness
+        self._log = log
+
+    # ── what workers and servers say ──
+
+    def take_part(self, seat: Seat, message: TakePart) -> Outcome:
+        """A worker that was lost or late, or has just come, takes part, or finds that it cannot yet."""
+        if seat.member.role != "worker" or seat.member.state not in (MemberState.ACTIVE, *AFTER_A_LOSS):
+            text = f"{seat.name} {in_words(seat.member.state)}: it cannot take part"
+            return Outcome(False, Refused(message.request, ErrorCode.NOT_ALLOWED, text))
+        is_newest, seat.took_part = message.request >= seat.took_part, max(message.request, seat.took_part)
+        if not is_newest:
+            return Outcome(False, Done(message.request))
+        if message.taking is Taking.ARRIVED:
+            seat.came_in = message.place
+        self._gatherings.points.withdraw(seat.member.rank)
+        late, returns = seat.member.reason, message.taking is Taking.IN
+        has_changed = self._roster.transition(seat, _WHAT_HAPPENS[message.taking], late if returns else "")
+        if has_changed:
+            self._log("debug" if late else "info", f"{seat.name} {in_words(seat.member.state)}")
+        return Outcome(has_changed, Done(message.request))
+
+    def late(self, seat: Seat, message: Late, known: Epoch, newest: Epoch, now: float) -> Outcome:
+        """A server that knows the view `known` says that a quorum waits for these workers."""
+        if seat.member.role != "server":
+            text = f"{seat.name} cannot say who is late: servers do"
+            return Outcome(False, Refused(message.request, ErrorCode.NOT_ALLOWED, text))
+        late = self._lateness.judge(message.ranks, known, newest)
+        for worker in late:
+            self._roster.transition(worker, MemberEvent.LATE, self._lateness.reason)
+            line = self._lateness.note(worker, now)
+            if line:
+                self._log("info", line, said_by=seat.name)
+        return Outcome(bool(late), Done(message.request))
+
+    def stand_by(self, seat: Seat, event: Received, message: StandBy) -> Outcome:
+        """A worker has come to a point: the rounds go on without it until all have. One that was lost, and does not
+        take part again yet, is told as the others are; no round waits for it after that either."""
+        member = seat.member
+        if member.role != "worker" or member.state not in (MemberState.ACTIVE, MemberState.IDLE, *AFTER_A_LOSS):
+            text = f"{seat.name} {in_words(member.state)}: it waits for nobody"
+            return Outcome(False, Refused(message.request, ErrorCode.NOT_ALLOWED, text))
+        answer = self._gatherings.points.take(member.rank, member.incarnation, event.peer, message)
+        waits = answer is None and member.state is not MemberState.BACK
+        is_idle_now = waits and self._roster.transition(seat, MemberEvent.IDLED)
+        if is_idle_now:
+            self._log("info", f"{seat.name} {in_words(seat.member.state)}", point=message.name)
+        return Outcome(is_idle_now or self._gatherings.has_points_to_settle(), answer)
+
+    # ── what follows ──
+
+    def settle_points(self) -> list[Send]:
+        """Releases the points to which all have come: all of them take part again from the same view on."""
+        answers: list[Send] = []
+        for point in self._gatherings.settle_points():
+            if point.missing:
+                self._log("warning", f"nobody comes to the point {point.name!r} any more", missing=list(point.missing))
+            for who in point.waiting if not point.missing else ():
+                seat = self._roster.worker_seat_of(who.incarnation)
+                if seat is not None and seat.member.state is MemberState.IDLE:
+                    self._roster.transition(seat, MemberEvent.RELEASED)
+            answers += point.answers()
+        return answers
+
+    def is_back(self, seat: Seat) -> None:
+        """A worker that was dead or lost was heard. It may stand at a point still."""
+        self.returns_at_once(seat)
+        if self._gatherings.is_at_point(seat) and seat.member.state is MemberState.ACTIVE:
+            self._roster.transition(seat, MemberEvent.IDLED)
+
+    def returns_at_once(self, seat: Seat) -> bool:
+        """Where no round waits for anyone, a worker that is back takes part in no other way than before."""
+        is_apart = seat.member.state is MemberState.BACK
+        if is_apart and self._agreement.settings.mode == "async":
+            self._roster.transition(seat, MemberEvent.RETURNED)
+            self._roster.transition(seat, MemberEvent.ARRIVED)
+            return True
+        return False
