@@ -18,7 +18,7 @@ import pytest
 from kvd.testing.cluster import wait_until
 from kvd_cli.demo import ENOUGH
 from tests.cli.restart_harness import ROOT, readme, readme_program, readme_results
-from tests.node.launch.lan_harness import Lan, missing_for_lan
+from tests.node.launch.lan_harness import Lan, lan_or_skip
 
 DEADLINE_S = 200.0  # three hosts on one machine, which may be busy
 SCHEDULER, SERVER, WORKER = 1, 2, 3  # README gives the scheduler 10.0.0.1
@@ -46,10 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def lan() -> Iterator[Lan]:
-    missing = missing_for_lan()
-    if missing:
-        pytest.skip(missing)
-    with Lan(3) as net:
+    with lan_or_skip(3) as net:
         yield net
 
 

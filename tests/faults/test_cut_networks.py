@@ -19,7 +19,7 @@ from kvd.config import child_environment
 from kvd.node.keyfiles import new_cluster_key, write_key
 from kvd.testing.cluster import ROOT, wait_until
 from tests.faults.replicated_job import NODES, TRAINS, Crew, Worker
-from tests.node.launch.lan_harness import Lan, missing_for_lan
+from tests.node.launch.lan_harness import Lan, lan_or_skip
 
 SCHEDULER_HOST: Final = 1
 SERVER_HOSTS: Final = (2, 3)  # by rank
@@ -110,10 +110,7 @@ class SpreadTraining:
 
 @pytest.fixture
 def lan() -> Iterator[Lan]:
-    missing = missing_for_lan()
-    if missing:
-        pytest.skip(missing)
-    with Lan(3) as net:
+    with lan_or_skip(3) as net:
         yield net
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvd.testing.cluster import LocalCluster, wait_until
-from tests.faults.test_shrink import finish, line, states
+from tests.faults.programs import finish, line, states
 
 STEPS, RANKS = 30, 4
 JOINS_IN, LEAVES_IN, AGAIN_IN = 8, 16, 22  # steps in which those who train wait for what is to happen

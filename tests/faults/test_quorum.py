@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from typing import Any
 
 import numpy as np
 
 from kvd.testing.cluster import LocalCluster
+from tests.faults.programs import finish, line
 
 STEPS = 30
 WAITS_IN = 20  # step
@@ -54,18 +54,6 @@ kv.close()
 print(json.dumps({"rank": kv.rank, "made": made, "b": values["b"].tolist(),
                   "a": values["a"][:, :, 0].tolist()}), flush=True)
 """
-
-
-def line(process: subprocess.Popen[bytes]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().decode().strip()
-
-
-def finish(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output.decode()
-    result: dict[str, Any] = json.loads(output.decode().strip().splitlines()[-1])
-    return result
 
 
 def test_a_late_worker_is_not_waited_for_and_goes_on_in_the_step_of_the_others() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvd.testing.cluster import LocalCluster, wait_until
+from tests.faults.programs import finish, line, states
 
 STEPS = 40
 DIES_AFTER, WAITS_IN = 5, 20  # steps
@@ -57,18 +57,6 @@ print(json.dumps({"rank": kv.rank, "made": made, "even": even, "b": values["b"].
 """
 
 
-def line(process: subprocess.Popen[bytes]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().decode().strip()
-
-
-def finish(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output.decode()
-    result: dict[str, Any] = json.loads(output.decode().strip().splitlines()[-1])
-    return result
-
-
 def check(results: list[dict[str, Any]], victim: int, merge: str) -> None:
     """What the servers have is what NumPy makes of the pushes of which the workers were told that they count."""
     by_rank = {result["rank"]: result for result in results}
@@ -112,10 +100,6 @@ def test_a_worker_that_is_killed_is_left_out_and_its_successor_comes_in_at_the_s
     assert {result["rank"] for result in results} == {0, 1, 2}
     check(results, results[2]["rank"], merge)
     assert results[2]["made"][0][0] > WAITS_IN  # it made no step again
-
-
-def states(observer: Any) -> list[str]:
-    return [member["state"] for member in observer.status()["members"] if member["role"] == "worker"]
 
 
 def test_a_worker_that_is_stopped_for_a_while_goes_on_in_the_step_of_the_others() -> None:

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
+
 from kvd.node.parent import kill_session
 
 DEADLINE_S: Final = 60.0
@@ -43,6 +45,14 @@ def missing_for_lan() -> str:
     if subprocess.run([*_unshare(), "sh", "-c", trial], capture_output=True, check=False).returncode:
         return "the kernel does not let this user make network namespaces with bridges"
     return ""
+
+
+def lan_or_skip(size: int) -> Lan:
+    """Skips the test where there can be no network namespaces."""
+    missing = missing_for_lan()
+    if missing:
+        pytest.skip(missing)
+    return Lan(size)
 
 
 class Lan:

@@ -1,0 +1,31 @@
+"""What tests see of programs in processes of their own: what they print, and which state the cluster has them in.
+
+A program prints lines as it goes on, and its result as JSON in the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+DEADLINE_S = 120.0
+
+
+def line(process: subprocess.Popen[bytes]) -> str:
+    """The next line; waits for it."""
+    assert process.stdout is not None
+    return process.stdout.readline().decode().strip()
+
+
+def finish(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """The result, once the program has ended well."""
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, output.decode()
+    result: dict[str, Any] = json.loads(output.decode().strip().splitlines()[-1])
+    return result
+
+
+def states(observer: Any) -> list[str]:
+    """The states of all workers that have joined."""
+    return [member["state"] for member in observer.status()["members"] if member["role"] == "worker"]
