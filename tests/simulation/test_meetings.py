@@ -44,8 +44,8 @@ def test_barriers_do_break() -> None:
 def test_a_scheduler_whose_broken_barriers_are_over_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     settle = Barriers.settle
 
-    def hasty(barriers: Barriers, required: Any, dead: Any) -> list[Settled]:
-        settled = settle(barriers, required, dead)
+    def hasty(barriers: Barriers, *whom: Any) -> list[Settled]:
+        settled = settle(barriers, *whom)
         for entry in settled:
             if entry.verdict.missing:
                 barriers._barriers[entry.name].open(entry.generation + 1)
