@@ -206,7 +206,7 @@ def test_a_worker_that_dies_while_worker_0_writes_is_no_obstacle(tmp_path: Path,
 def test_worker_0_dies_while_it_writes(tmp_path: Path, disk: Disk, kind: str) -> None:
     """In synchronous stores its successor takes the same snapshot; in others the values have changed."""
     path = tmp_path / "taken"
-    with LocalCluster(2, 2, **SLOW_TO_JUDGE) as cluster:
+    with LocalCluster(2, 2, **{**SLOW_TO_JUDGE, "worker_timeout_s": 12.0}) as cluster:  # it waits for that
         one, other = two_workers(cluster, kind)
         both([lambda: begin(one), lambda: begin(other)])
         _, seen = both([lambda: one.snapshot_async(path), lambda: other.snapshot_async(path)])

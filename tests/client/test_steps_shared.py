@@ -150,7 +150,7 @@ def test_a_successor_shares_the_steps_of_its_predecessor(settings: dict[str, Any
 
 
 def test_the_step_of_a_dead_worker_is_given_to_another() -> None:
-    with LocalCluster(3, 2, **SLOW_TO_JUDGE) as cluster:
+    with LocalCluster(3, 2, **{**SLOW_TO_JUDGE, "worker_timeout_s": 12.0}) as cluster:  # it waits for that
         made = run_with_a_death(cluster, restart=False)
         assert sorted(step for steps in made for step in steps) == list(range(TOTAL))
 
