@@ -66,7 +66,8 @@ def commands(command: click.Command, path: tuple[str, ...] = ()) -> dict[tuple[s
 
 COMMANDS = commands(cli)
 FLAGS = {flag for command in COMMANDS.values() for option in command.params for flag in option.opts}
-FLAGS |= {flag for path in (ROOT / "examples").glob("*.py") for flag in re.findall(r"\"(--[a-z-]+)\"", text_of(path))}
+PROGRAMS = [*(ROOT / "examples").glob("*.py"), ROOT / "tests" / "faults" / "ledger.py"]
+FLAGS |= {flag for path in PROGRAMS for flag in re.findall(r"\"(--[a-z-]+)\"", text_of(path))}
 FLAGS |= {setting.flag for setting in all_settings()} | {"--help"} | OF_OTHERS
 
 
