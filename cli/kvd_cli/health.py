@@ -58,24 +58,7 @@ def health_of(report: Report) -> Health:
     advice += differed + failed
     if workers:
         advice.append(f"dead: {', '.join(workers)}. {_start_again(workers)}")
-    lost, late, new = _in_state(report, "worker", "lost"), _late(report), _new(report)
-    back = [name for name in _in_state(report, "worker", "back") if name not in (*late, *new)]
-    if lost:
-        advice.append(f"lost: {', '.join(lost)}. The job goes on without, degraded. {_start_again(lost)}")
-    if late:
-        advice.append(
-            f"late: {', '.join(late)}. The others go on without, degraded, until the program comes to its next step of "
-            "kv.steps, or calls kv.resume(). If that happens often, see what slows it down, or raise quorum_grace_s."
-        )
-    if back:
-        advice.append(
-            f"back: {', '.join(back)}, and not in the rounds yet. That is so until the program comes to its next step "
-            "of kv.steps, or calls kv.resume()."
-        )
-    if new:
-        advice.append(
-            f"new: {', '.join(new)}, not in the rounds yet: from the next step of kv.steps on, or after kv.resume()."
-        )
+    advice += _advice_on_workers_apart(report)
     if ended:
         advice.append(f"process ended: {', '.join(ended)}. {_start_again(ended)}")
     if missing:
@@ -97,17 +80,42 @@ def health_of(report: Report) -> Health:
             "Leave out --insecure (KVD_INSECURE) everywhere unless the network is closed."
         )
     advice += [_emptied(name) for name in _empty_servers(report)]
-    shrunk, copies = lost or late or back, degraded or differed or failed
+    copies, fewer = degraded or differed or failed, _in_state(report, "worker", "lost", "back")
+    shrunk = set(fewer).difference(_new(report))
     wrong = servers or deserters or copies or workers or shrunk or ended or missing or silent or unsaved
     return Health(not wrong, tuple(advice))
+
+
+def _advice_on_workers_apart(report: Report) -> list[str]:
+    """Of the workers without which the rounds go on, for now."""
+    advice = []
+    lost, late, new = _in_state(report, "worker", "lost"), _late(report), _new(report)
+    back = [name for name in _in_state(report, "worker", "back") if name not in (*late, *new)]
+    if lost:
+        advice.append(f"lost: {', '.join(lost)}. The job goes on without, degraded. {_start_again(lost)}")
+    if late:
+        advice.append(
+            f"late: {', '.join(late)}. The others go on without, degraded, until the program comes to its next step of "
+            "kv.steps, or calls kv.resume(). If that happens often, see what slows it down, or raise quorum_grace_s."
+        )
+    if back:
+        advice.append(
+            f"back: {', '.join(back)}, and not in the rounds yet. That is so until the program comes to its next step "
+            "of kv.steps, or calls kv.resume()."
+        )
+    if new:
+        advice.append(
+            f"new: {', '.join(new)}, not in the rounds yet: from the next step of kv.steps on, or after kv.resume()."
+        )
+    return advice
 
 
 def _dead(report: Report, role: str) -> list[str]:
     return _in_state(report, role, "dead")
 
 
-def _in_state(report: Report, role: str, state: str) -> list[str]:
-    return [f"{m['role']} {m['rank']}" for m in report["members"] if m["state"] == state and m["role"] == role]
+def _in_state(report: Report, role: str, *states: str) -> list[str]:
+    return [f"{m['role']} {m['rank']}" for m in report["members"] if m["state"] in states and m["role"] == role]
 
 
 def _new(report: Report) -> list[str]:
@@ -116,10 +124,8 @@ def _new(report: Report) -> list[str]:
 
 
 def _late(report: Report) -> list[str]:
-    """The workers that the others have waited for too long. The scheduler says so as long as they are not back."""
-    back = _in_state(report, "worker", "back")
-    late = [f"{m['role']} {m['rank']}" for m in report["members"] if m["reason"].startswith("late")]
-    return [name for name in late if name in back]
+    """The workers that the others have waited for too long, and that have yet to take part again."""
+    return [f"worker {m['rank']}" for m in report["members"] if m["state"] == "back" and m.get("is_late", False)]
 
 
 def _ended_workers(report: Report) -> list[str]:

@@ -26,6 +26,7 @@ _IN_WORDS = {
     MemberState.RETURNING: "is about to take part in the rounds",
 }
 
+TAKING_PART = (MemberState.ACTIVE, MemberState.RETURNING)  # and well
 _NOT_AWAITED = frozenset(
     {
         MemberState.IDLE,

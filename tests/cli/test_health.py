@@ -68,7 +68,11 @@ def test_a_worker_that_joins_a_job_under_way_is_nothing_wrong() -> None:
 
 
 def test_a_late_worker_is_told_apart_from_one_that_was_lost() -> None:
-    late = {**member("worker", 1, "back"), "reason": "late: 2 or more others have waited for it for 1 s"}
+    late = {
+        **member("worker", 1, "back"),
+        "is_late": True,
+        "reason": "late: 2 or more others have waited for it for 1 s",
+    }
     health = health_of(report(server(0), members=[member("worker", 0), late, member("worker", 2)]))
     assert not health.is_healthy
     [line] = health.advice

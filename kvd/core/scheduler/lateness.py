@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvd.core.scheduler.roster import TAKING_PART, Roster, Seat
+from kvd.core.membership import TAKING_PART
+from kvd.core.scheduler.roster import Roster, Seat
 from kvd.protocol.messages import Epoch, Settings
 
 LOG_INTERVAL_S = 10.0  # between two lines about one worker

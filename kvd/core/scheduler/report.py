@@ -30,6 +30,7 @@ def _member(seat: Seat, liveness: Liveness, now: float) -> dict[str, object]:
         "rank": seat.member.rank,
         "node_id": seat.member.node_id,
         "state": seat.member.state,
+        "is_late": seat.is_late,
         "is_new": seat.is_new,  # the rounds have never waited for it
         "address": seat.member.address,
         "host": seat.host,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvd.core.machine import Peer, Received
-from kvd.core.membership import name_of
+from kvd.core.membership import TAKING_PART, name_of
 from kvd.core.principals import key_text
 from kvd.protocol.messages import Departure, Join, Member, MemberState
 
@@ -99,7 +99,6 @@ TRANSITIONS: dict[MemberState, dict[MemberEvent, MemberState]] = {
 }
 LIVING = (MemberState.ACTIVE, MemberState.IDLE, MemberState.DONE, MemberState.BACK, MemberState.RETURNING)
 AFTER_A_LOSS = (MemberState.BACK, MemberState.RETURNING)
-TAKING_PART = (MemberState.ACTIVE, MemberState.RETURNING)
 
 # What the next holder of a rank is told of the one before: a holder that is replaced while it lives counts as dead.
 AS_PREDECESSOR = {
@@ -146,6 +145,11 @@ class Seat:
     @property
     def name(self) -> str:
         return name_of(self.member.role, self.member.rank)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the rounds go on without it since it was late. Of one that was lost the view gives no reason then."""
+        return self.member.state in AFTER_A_LOSS and bool(self.member.reason)
 
     @property
     def is_living(self) -> bool:

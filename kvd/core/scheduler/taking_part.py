@@ -75,10 +75,11 @@ class TakingPart:
         if message.taking is Taking.ARRIVED:
             seat.came_in = message.place
         self._gatherings.points.withdraw(seat.member.rank)
-        late, returns = seat.member.reason, message.taking is Taking.IN
-        has_changed = self._roster.transition(seat, _WHAT_HAPPENS[message.taking], late if returns else "")
+        was_late = seat.is_late
+        reason = seat.member.reason if was_late and message.taking is Taking.IN else ""
+        has_changed = self._roster.transition(seat, _WHAT_HAPPENS[message.taking], reason)
         if has_changed:
-            self._log("debug" if late else "info", f"{seat.name} {in_words(seat.member.state)}")
+            self._log("debug" if was_late else "info", f"{seat.name} {in_words(seat.member.state)}")
         return Outcome(has_changed, Done(message.request))
 
     def late(self, seat: Seat, message: Late, known: Epoch, newest: Epoch, now: float) -> Outcome:

@@ -6,9 +6,8 @@ each time, so the others hardly wait for a worker that is slow for good; one tha
 
 from __future__ import annotations
 
-from kvd.core.membership import ViewState
+from kvd.core.membership import TAKING_PART, ViewState
 from kvd.core.places import PlaceKind, kind_of, step_of
-from kvd.protocol.messages import MemberState
 
 MOST_GRACES = 16
 """It stays out for so many times of grace at most."""
@@ -36,6 +35,5 @@ class ReturnPause:
     @property
     def is_needed(self) -> bool:
         """Whether the others are too few to go on: then it does not stay out any longer."""
-        taking_part = (MemberState.ACTIVE, MemberState.RETURNING)
         workers = [member for member in self._view.members.values() if member.role == "worker"]
-        return sum(member.state in taking_part for member in workers) < self._view.settings.quorum
+        return sum(member.state in TAKING_PART for member in workers) < self._view.settings.quorum

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Received
+from kvd.core.membership import TAKING_PART
 from kvd.core.places import START, PlaceKind, kind_of, place_of, step_of
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
@@ -39,8 +40,6 @@ class _Whereabouts(NamedTuple):
     place: int
     own: int
 
-
-_TAKING_PART = (MemberState.ACTIVE, MemberState.RETURNING, MemberState.DEAD)
 
 Then = Callable[[_Whereabouts], None]
 
@@ -104,7 +103,7 @@ class Returning:
         """Whether no other worker takes part: there is nobody to keep step with. A dead one that is not lost does: the
         rounds wait for it."""
         workers = [member for member in self._view.members.values() if member.role == "worker"]
-        return not any(member.state in _TAKING_PART for member in workers)
+        return not any(member.state in (*TAKING_PART, MemberState.DEAD) for member in workers)
 
     def _where_are(self, call: Call, then: Then, *, frozen: bool) -> None:
         def answered(answers: list[Received], error: KvdError | None) -> None:
