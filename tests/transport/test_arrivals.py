@@ -80,8 +80,9 @@ def test_who_comes_too_often_is_refused_and_who_is_in_goes_on(
                     wires.pop().reset()
                 if arrivals_of(server).refused:
                     break
-            # of those that went at once, libzmq may have told too late where they were from
-            assert arrivals_of(server).refused in ({THIS_HOST}, {ANYWHERE} if goes_at_once else {THIS_HOST})
+            # libzmq may have told too late where those that went at once came from
+            assert arrivals_of(server).refused
+            assert arrivals_of(server).refused <= ({THIS_HOST, ANYWHERE} if goes_at_once else {THIS_HOST})
             assert await asyncio.to_thread(is_refused, where)
             assert "too many connections that prove no key: refusing new ones from" in caplog.text
 
@@ -111,7 +112,9 @@ def test_a_flood_gets_no_further_than_the_limit() -> None:
                 await asyncio.to_thread(flood, {where: HELLO}, 20, 0.2)
                 if arrivals_of(server).refused:
                     break
-            assert arrivals_of(server).refused == {THIS_HOST}
+            # a flood closes its connections: on a busy machine libzmq tells too late where they came from
+            assert arrivals_of(server).refused
+            assert arrivals_of(server).refused <= {THIS_HOST, ANYWHERE}
             begun, answered = await asyncio.to_thread(flood, {where: HELLO}, 20, 0.5)
             assert begun >= 20
             assert not answered
