@@ -11,6 +11,7 @@ from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Array, Source, Target, source_of, targets_by_name, values_by_name
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.tables import check_no_tables
 
 
 class Arguments:
@@ -42,6 +43,7 @@ class Arguments:
 
     def sources(self, keys: KeyList, value: Any, *, copy: bool, reservation: Reservation | None = None) -> list[Source]:
         """The bytes to send. Copies count against the memory budget, see `MemoryBudget.take`."""
+        check_no_tables(keys, value)
         sources, copies = [], []
         for name, entry in zip(keys.names, values_by_name(keys, value), strict=True):
             source = self._bound.source(name, entry, self._slice_bytes)
@@ -55,6 +57,7 @@ class Arguments:
 
     def init_sources(self, keys: KeyList, value: Any, *, copy: bool) -> list[Source]:
         """The values to init keys with: copies of them do not count against the budget."""
+        check_no_tables(keys, value)
         return [source_of(entry, self._slice_bytes, copy=copy) for entry in values_by_name(keys, value)]
 
     def given_sources(self, values: Sequence[Array]) -> list[Source]:

@@ -19,6 +19,7 @@ from kvd.client.cluster.nodes import ClusterNodes
 from kvd.client.cluster.rounds import ClusterRounds
 from kvd.client.cluster.snapshots import ClusterSnapshots
 from kvd.client.cluster.steps import program_steps
+from kvd.client.cluster.tables import NoTables
 from kvd.client.cluster.updates import ClusterUpdates
 from kvd.client.cluster.values import ClusterValues
 from kvd.config import Config, Loaded
@@ -101,6 +102,7 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
     return Backend(
         facts=facts,
         values=ClusterValues(engine, arguments, bound, unobserved, steps, restored, facts.rank, config.check_bound),
+        tables=NoTables(),
         assignments=assignments,
         deletion=ClusterDeletion(engine, arguments, bound, assignments, restored, unobserved),
         binding=ClusterBinding(engine, arguments, bound),
