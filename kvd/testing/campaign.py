@@ -28,6 +28,7 @@ from kvd.testing.workloads.steps import mostly_together, one_by_one
 from kvd.testing.workloads.tangles import tangled
 from kvd.testing.workloads.training import Training, list_training
 from kvd.testing.workloads.uneven import PER_EPOCH, UnevenLedger
+from kvd.testing.workloads.uneven_losses import uneven_losses
 
 WORKERS = 3
 MOST_WORKERS = 5  # of an elastic job
@@ -143,6 +144,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "uneven": lambda campaign, seed: UnevenLedger(
         WORKERS, EPOCHS * max(PER_EPOCH), epochs=EPOCHS, seed=seed, sync=campaign.mode == "sync"
     ),
+    "uneven losses": lambda campaign, seed: uneven_losses(WORKERS, 2 * EPOCHS, seed),
     "lateness": lambda campaign, seed: LossLedger(WORKERS, LONG, least=campaign.quorum),
     "elastic": lambda campaign, seed: ElasticLedger(MOST_WORKERS, LONG, first=WORKERS),
     "shared": lambda campaign, seed: SharedLedger(WORKERS * STEPS),
@@ -367,6 +369,19 @@ UNEVEN: dict[str, Campaign] = {
     ),
     "uneven, async, stale by 1": Campaign("uneven", mode="async", staleness=1),
     "uneven, servers die": Campaign("uneven", merge="mean", mishaps=SERVERS_DIE, servers=3, replicas=2),
+    "uneven, losses": Campaign(
+        "uneven losses", merge="mean", on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING
+    ),
+    "uneven, late, servers die": Campaign(
+        "uneven losses",
+        merge="mean",
+        quorum=2,
+        on_worker_loss="shrink",
+        worker_timeout_s=2.0,
+        mishaps=replace(LOSING, server_crashes=3, cuts=1),
+        servers=3,
+        replicas=2,
+    ),
 }
 
 # Two go on without a third that holds them up for more than a moment, whatever happens to it.

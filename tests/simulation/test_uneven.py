@@ -15,9 +15,10 @@ from kvd.core.worker.clocks import WorkerClocks
 from kvd.protocol.messages import MemberState
 from kvd.testing.campaign import UNEVEN
 from tests.simulation.mutants_harness import check_caught
+from tests.simulation.test_losses import counts_what_was_dropped, divides_by_all_workers
 
 SEEDS = 1  # of these campaigns in `make test`
-ALWAYS = ("uneven", "uneven, nasty", "uneven, servers die", "uneven, async, stale by 1")
+ALWAYS = ("uneven", "uneven, nasty", "uneven, servers die", "uneven, async, stale by 1", "uneven, losses")
 SOAK_SEEDS = 1000
 
 
@@ -78,6 +79,8 @@ def keeps_its_own_clocks(patch: pytest.MonkeyPatch) -> None:
         (lets_go_one_after_the_other, "uneven"),
         pytest.param(keeps_its_own_clocks, "uneven", marks=pytest.mark.soak),
         pytest.param(pushes_before_the_servers_know, "uneven, one way", marks=pytest.mark.soak),
+        pytest.param(counts_what_was_dropped, "uneven, losses", marks=pytest.mark.soak),
+        pytest.param(divides_by_all_workers, "uneven, losses", marks=pytest.mark.soak),
     ],
 )
 def test_broken_build_is_caught(
