@@ -344,6 +344,9 @@ ELASTIC: dict[str, Campaign] = {
         mishaps=replace(LOSING, scheduler_restarts=5),
         shell=SLOW_DISK,
     ),
+    "elastic, late": Campaign(
+        "elastic", merge="mean", quorum=2, on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING, faults=NASTY
+    ),
     "elastic, servers die": Campaign(
         "elastic",
         merge="mean",

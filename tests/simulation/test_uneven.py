@@ -27,6 +27,10 @@ def test_uneven(name: str) -> None:
     run_uneven(name, range(SEEDS))
 
 
+def test_a_successor_of_one_that_came_in_behind_its_loop_knows_that_it_has_passed_no_point() -> None:
+    UNEVEN["uneven, losses"].run(84)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", range(0, SOAK_SEEDS, 100))
