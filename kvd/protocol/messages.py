@@ -1444,7 +1444,7 @@ class Hold:
 
     The payload is the merged gradient in the dtype in which it was summed (`is_gradient`), which the optimizer is
     applied to; or the new value; or nothing, if the bytes stay as they are. `generation` counts the optimizers that
-    were set: with another one than before, the optimizer's state begins anew.
+    were set: with another one than before, the optimizer's state starts over.
     """
 
     KIND: ClassVar[int] = 81
