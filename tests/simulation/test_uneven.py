@@ -13,7 +13,7 @@ from kvd.core.scheduler.roster import MemberEvent, Roster, Seat
 from kvd.core.server.resume import Resumption
 from kvd.core.worker.clocks import WorkerClocks
 from kvd.protocol.messages import MemberState
-from kvd.testing.campaign import UNEVEN
+from kvd.testing.absences import UNEVEN
 from tests.simulation.mutants_harness import check_caught
 from tests.simulation.test_losses import counts_what_was_dropped, divides_by_all_workers
 
