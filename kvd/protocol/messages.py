@@ -254,6 +254,7 @@ class KeyEntry(NamedTuple):
     bytes_led: Number
     version: Number  # the smallest of its slices on that server
     live: bool
+    merge: Annotated[str, Limit(0, 8)] = ""  # its own; "": the cluster's
 
 
 class Quiet(NamedTuple):
