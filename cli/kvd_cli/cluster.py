@@ -150,18 +150,19 @@ def _by_rank(entry: tuple[tuple[str, str], list[str]]) -> tuple[int, list[str]]:
 @click.command()
 @common_options()
 def keys() -> None:
-    """List the keys with their shape, dtype, version and location."""
+    """List the keys with their shape, dtype, merge, version and location."""
     with observer("listing the keys of all servers") as cluster:
         found = cluster.keys()
     if current().output == "json":
         print_json(found)
         return
-    columns = ["KEY", "SHAPE", "DTYPE", "VERSION", "SHARD", "SERVER", "SLICES", "BYTES"]
+    columns = ["KEY", "SHAPE", "DTYPE", "MERGE", "VERSION", "SHARD", "SERVER", "SLICES", "BYTES"]
     rows = [
         [
             key["key"],
             "×".join(map(str, key["shape"])) or "scalar",
             key["dtype"],
+            key["merge"] or "-",
             key["version"],
             key["shard"],
             ", ".join(map(str, key["servers"])),

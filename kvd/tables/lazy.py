@@ -13,20 +13,36 @@ from typing import Any
 
 import numpy as np
 
+from kvd.compute.catalogue import kernel_of
 from kvd.compute.compiled import loop_for
-from kvd.compute.kernels import Shared, kernel_of, loop_name, prepare_gradient, shared_scalars
+from kvd.compute.kernels import Shared, loop_name, prepare_gradient, shared_scalars
 from kvd.compute.merge import TILE
 from kvd.compute.quiet import quietly
 from kvd.compute.scratch import Scratch
 from kvd.errors import NotAllowed
-from kvd.optimizer import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp, RowWiseAdagrad
+from kvd.optimizer import (
+    FTML,
+    SGD,
+    AdaDelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Ftrl,
+    Nadam,
+    Optimizer,
+    RMSProp,
+    RowWiseAdagrad,
+    Signum,
+)
 from kvd.tables.merged_rows import MergedRows
 from kvd.tables.row_arena import RowArena
 
 Array = np.ndarray[Any, Any]
 TileUpdate = Callable[[Array, Array, list[Array]], Array]  # of weights, gradients and slots: the weights afterwards
 
-_LAZY = (SGD, Adam, AdamW, Adagrad, RMSProp)  # each element by itself
+# They calculate each element by itself: what a kernel does that is not here may depend on the others.
+_LAZY = (SGD, Signum, Adagrad, RMSProp, AdaDelta, Ftrl, Adam, AdamW, Adamax, Nadam, FTML)
 
 
 class LazyRule:
@@ -49,8 +65,8 @@ class LazyRule:
         self._kernel = kernel_of(optimizer)
         self._is_ours = type(optimizer) in (*_LAZY, RowWiseAdagrad)
         if not self._is_ours and getattr(optimizer, "kernel", None) is None:
-            text = f"{type(optimizer).__name__} cannot update single rows of a table: take SGD, Adagrad, "
-            raise NotAllowed(text + "RowWiseAdagrad, Adam, AdamW or RMSProp")
+            names = ", ".join(kind.__name__ for kind in (*_LAZY, RowWiseAdagrad))
+            raise NotAllowed(f"{type(optimizer).__name__} cannot update single rows of a table; these can: {names}")
         by_row = isinstance(optimizer, RowWiseAdagrad)
         self.slot_widths: Mapping[str, int] = dict.fromkeys(self._kernel.slot_names, 1 if by_row else width)
 

@@ -118,6 +118,15 @@ def test_a_weighted_push_of_no_samples_changes_nothing() -> None:
         assert kv.row_sparse_pull("t", [1, 2])[:, 0].tolist() == [1, 5]
 
 
+def test_a_table_may_have_a_merge_of_its_own() -> None:
+    with new_store() as kv:
+        kv.init(["a", "b"], [kvd.RowSparse(row_shape=(2,)), np.zeros(2, FLOAT)], merge=["weighted", "mean"])
+        kv.push(["a", "t"], [([1], rows(1, 5)), ([1], rows(1, 5))], samples=0)
+        assert [array[0, 0] for array in kv.row_sparse_pull(["a", "t"], [[1], [1]])] == [0, 5]
+        with pytest.raises(NotAllowed, match="merge is one of"):
+            kv.init("c", kvd.RowSparse(row_shape=(2,)), merge="median")
+
+
 def test_a_table_is_deleted_and_made_again() -> None:
     with new_store() as kv:
         kv.push("t", ([1], rows(1, 5)))

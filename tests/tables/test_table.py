@@ -10,12 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd.compute.compiled import warm_up
 from kvd.errors import NotAllowed
 from kvd.initializer import Constant, Normal
 from kvd.optimizer import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp, RowWiseAdagrad, schedule
 from kvd.tables.description import RowSparse
 from kvd.tables.lazy import row_sums
 from kvd.tables.table import Table
+from tests.compute.compiled_harness import needs_numba
+from tests.compute.optimizer_harness import RULES as ALL_RULES
+from tests.compute.optimizer_harness import by_formula
 from tests.compute.test_custom_optimizers import Failing, SignDescent
 
 torch = pytest.importorskip("torch")
@@ -120,6 +124,30 @@ def test_fifty_pushes_equal_the_formulas(rule: Optimizer) -> None:
     assert table.ids().tolist() == sorted(model.rows)
     expected = [model.row(row) for row in range(40)]
     np.testing.assert_allclose(read(table, range(40)), expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("rule", ALL_RULES, ids=repr)
+def test_a_row_that_every_push_names_takes_the_steps_of_a_key(rule: Optimizer) -> None:
+    generator = np.random.default_rng(RNG_SEED)
+    table = new_table()
+    gradients = generator.standard_normal((30, WIDTH))
+    for number, gradient in enumerate(gradients):
+        table.update(rule, int64([number % 5 + 10, 7]), np.array([gradient, gradient]))
+    expected = by_formula(rule, np.full(WIDTH, 0.5), list(gradients))
+    np.testing.assert_allclose(read(table, [7])[0], expected, rtol=1e-10, atol=1e-12)
+
+
+@needs_numba
+def test_compiled_loops_give_the_same_bits() -> None:
+    found = []
+    gradients = np.random.default_rng(RNG_SEED).standard_normal((50, WIDTH)).astype(np.float32)
+    for _ in range(2):
+        table = new_table("float32")
+        for _ in range(3):
+            table.update(Adagrad(0.1, wd=0.01), np.arange(50), gradients)
+        found.append(read(table, range(60)).tobytes())
+        assert warm_up(Adagrad(0.1))
+    assert found[0] == found[1]
 
 
 @settings(max_examples=30, deadline=None)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.values import Array
 from kvd.errors import ConfigError
@@ -131,7 +132,7 @@ class Values(Protocol):
     `kvd.client.calls.memory_budget`.
     """
 
-    def init(self, key: Any, value: Any) -> Handle: ...
+    def init(self, key: Any, value: Any, merge: MergeChoice = None) -> Handle: ...
 
     def push(
         self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None, cast: bool = False

@@ -12,6 +12,7 @@ from typing import Any
 from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import AsyncSteps, StepIteration
 from kvd.client.cluster.joining import Arrival
 from kvd.client.facades import blocking
@@ -43,11 +44,11 @@ class KVStore(StoreProperties):
         self._backend = backend
         self._life = StoreLife(backend)
 
-    async def init(self, key: Any, value: Any) -> None:
-        await self._backend.values.init(key, value)
+    async def init(self, key: Any, value: Any, *, merge: MergeChoice = None) -> None:
+        await self._backend.values.init(key, value, merge)
 
-    def init_async(self, key: Any, value: Any) -> Handle:
-        return self._backend.values.init(key, value)
+    def init_async(self, key: Any, value: Any, *, merge: MergeChoice = None) -> Handle:
+        return self._backend.values.init(key, value, merge)
 
     async def push(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1, cast: bool = False) -> Handle:
         return await _when_there_is_room(

@@ -12,6 +12,7 @@ from typing import Any, Literal, overload
 
 from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import StepIteration, Steps
 from kvd.client.cluster.joining import Arrival
 from kvd.client.facades.dead_nodes import count_dead
@@ -47,22 +48,29 @@ class KVStore(StoreProperties, KVStoreBase):
 
     # ── values ──
 
-    def init(self, key: Key, value: Value) -> None:
+    def init(self, key: Key, value: Value, *, merge: MergeChoice = None) -> None:
         """Makes the key with rank 0's value; returns when every worker may pull it.
 
         In place of an array the value may be a `kvd.RowSparse`, which makes a table: pushes of `kvd.RowSparseArray` and
         `row_sparse_pull` name its rows. Types `local` and `device` have tables; a cluster has none yet.
 
+        Args:
+            merge: how the pushes of a round become one: ``"sum"``, ``"mean"``, or ``"weighted"`` by their samples;
+                None: as the cluster's setting says. Of a list of keys, one for all, or a list with one for each. A key
+                of integers that has a merge of its own is not updated by an optimizer: its merged value replaces the
+                stored one.
+
         Raises:
             KeyExists: it is live already (not after a restart of this worker with the same shape and dtype).
-            ShapeMismatch, DtypeMismatch: rank 0 made it with another shape or dtype.
+            ShapeMismatch, DtypeMismatch, MergeMismatch: rank 0 made it with another shape, dtype or merge.
+            NotAllowed: there is no such merge; or it is weighted, and the key holds integers.
             NodeLost: rank 0 is gone.
         """
-        self._blocking().values.init(key, value).wait()
+        self._blocking().values.init(key, value, merge).wait()
 
-    def init_async(self, key: Key, value: Value) -> Handle:
+    def init_async(self, key: Key, value: Value, *, merge: MergeChoice = None) -> Handle:
         """As `init`, without waiting."""
-        return self._blocking().values.init(key, value)
+        return self._blocking().values.init(key, value, merge)
 
     def push(self, key: Key, value: Value, priority: int = 0, *, samples: int = 1, cast: bool = False) -> Handle:
         """Sends a value to be merged. Returns at once, and comes before later calls on the same key.

@@ -45,6 +45,7 @@ class TableEntry:
     """One key that is a table."""
 
     table: Table
+    merge: str  # its own; "": that of the store
     version: int = 0
 
 

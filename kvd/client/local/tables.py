@@ -23,9 +23,9 @@ class LocalTables:
         self._keys = keys
         self._updates = updates
 
-    def make(self, name: str, description: RowSparse) -> None:
-        """Makes a table."""
-        self._keys.tables[name] = TableEntry(Table(description, name))
+    def make(self, name: str, description: RowSparse, merge: str) -> None:
+        """Makes a table. `merge`: its own, or ""."""
+        self._keys.tables[name] = TableEntry(Table(description, name), merge)
 
     def rows(self, values: Sequence[tuple[str, Any]], *, cast: bool) -> list[Rows]:
         """The rows that a call pushes to each of these tables.
@@ -42,7 +42,7 @@ class LocalTables:
         """Updates these tables."""
         for name, pushed in zip(names, rows, strict=True):
             entry = self._entry(name)
-            self._updates.apply_rows(name, entry.table, pushed, samples)
+            self._updates.apply_rows(name, entry, pushed, samples)
             entry.version += 1
 
     def row_sparse_pull(self, key: Any, row_ids: Any, out: Any, priority: int) -> Handle:

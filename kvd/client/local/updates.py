@@ -14,27 +14,26 @@ from kvd.client.calls.optimizer_state_file import OptimizerStateFile
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_optimizer import is_kept
 from kvd.client.calls.values import Array
-from kvd.client.local.keys import Entry, LocalKeys
+from kvd.client.local.keys import Entry, LocalKeys, TableEntry
 from kvd.compute.optimizers import SliceState, apply_update
-from kvd.core.push_policy import push_error
+from kvd.core.push_policy import is_updated, push_error
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer, with_hyperparameters
 from kvd.protocol.messages import ADD
 from kvd.tables.row_values import Rows
-from kvd.tables.table import Table
 
 
 class LocalUpdates:
     """The arithmetic is that of the servers.
 
     Args:
-        merge: "sum", "mean" or "weighted".
+        merge: "sum", "mean" or "weighted": of the keys without a merge of their own.
     """
 
     def __init__(self, keys: LocalKeys, steps: ProgramSteps, merge: str) -> None:
         self._keys = keys
         self._steps = steps
-        self._merge: Any = merge
+        self.merge = merge
         self._optimizer: Optimizer | None = None
         self._updater: Updater | None = None
 
@@ -48,7 +47,8 @@ class LocalUpdates:
     def check(self, name: str, entry: Entry) -> None:
         """Raises NotAllowed if the key takes no push."""
         has_optimizer = self._optimizer is not None
-        text = push_error(name, entry.spec.dtype, ADD, has_optimizer=has_optimizer, merge=self._merge)
+        spec = entry.spec
+        text = push_error(name, spec.dtype, ADD, has_optimizer=has_optimizer, merge=self.merge, own_merge=spec.merge)
         if text is not None:
             raise NotAllowed(text, key=name)
 
@@ -59,22 +59,24 @@ class LocalUpdates:
             self._updater(self._keys.written.of(name), received.reshape(shape), entry.value.reshape(shape))
         else:
             out = np.empty_like(entry.value)
-            apply_update(self._optimizer, entry.state, entry.value, [received], out, self._merge, [samples])
+            optimizer = self._optimizer if is_updated(entry.spec.dtype) else None
+            merge: Any = entry.spec.merge or self.merge
+            apply_update(optimizer, entry.state, entry.value, [received], out, merge, [samples])
             entry.value = out
         entry.version += 1
 
-    def apply_rows(self, name: str, table: Table, pushed: Rows, samples: int) -> None:
+    def apply_rows(self, name: str, entry: TableEntry, pushed: Rows, samples: int) -> None:
         """Updates rows of a table. Raises NotAllowed if an updater is set, or the optimizer updates no single rows."""
         if self._updater is not None:
             text = f"key {name!r} is a table, and an updater takes whole values: set_updater(None), and an optimizer"
             raise NotAllowed(text, key=name)
         ids, rows = pushed
-        if self._merge == "weighted" and samples == 0:  # it does not count, whatever it holds
+        if (entry.merge or self.merge) == "weighted" and samples == 0:  # it does not count, whatever it holds
             ids, rows = ids[:0], rows[:0]
         if self._optimizer is None:
-            table.assign(ids, rows)
+            entry.table.assign(ids, rows)
         else:
-            table.update(self._optimizer, ids, rows)
+            entry.table.update(self._optimizer, ids, rows)
 
     # ── the calls of a program ──
 

@@ -14,6 +14,7 @@ from kvd.client.calls.casting import CastOuts, cast_values
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.merging import MergeChoice, own_merges, with_merge
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.tables import check_descriptions, check_whole, has_tables, parted
 from kvd.client.calls.values import (
@@ -47,16 +48,22 @@ class LocalValues:
         self._tables = tables
         self._steps = steps
 
-    def init(self, key: Any, value: Any) -> Handle:
+    def init(self, key: Any, value: Any, merge: MergeChoice = None) -> Handle:
         keys = self._keys.named(key)
         keys.check_distinct("init")
         names, values, tables = parted(keys, value, lambda _: False)
+        merges = own_merges(keys, merge)
         sources = [source_of(entry, MAX_SLICE_BYTES, copy=True) for entry in values]
+        sources = with_merge(keys, names, sources, merges)
         check_descriptions(tables)
 
         def work() -> None:
-            to_make = self._keys.restored.to_make(names, [source.spec for source in sources])
+            default = self._updates.merge
+            to_make = self._keys.restored.to_make(names, [source.spec for source in sources], default)
             fresh = [(names[place], sources[place]) for place in to_make]
+            for name, source in fresh:
+                if name in self._keys.entries:
+                    self._keys.entry(name).spec.check_merge(source.spec, name, default)
             for name in (*(name for name, _ in fresh), *(name for name, _ in tables)):
                 if self._keys.is_live(name):
                     text = f"key {name!r} is live already: init makes a key once; push changes its value"
@@ -64,7 +71,7 @@ class LocalValues:
             for name, source in fresh:
                 self._keys.make(name, source)
             for name, description in tables:
-                self._tables.make(name, description)
+                self._tables.make(name, description, merges.get(name, ""))
 
         return self._keys.watched(keys.names, work)
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from kvd.core.machine import Apply, Buffer, Contribution, JobDone, LogEntry, Received, ScatterList, Span, spans_of
 from kvd.core.membership import ViewState
+from kvd.core.push_policy import is_updated
 from kvd.core.refusals import code_of
 from kvd.core.server.admission import Decision, admit
 from kvd.core.server.attachments import Attachments
@@ -216,14 +217,16 @@ class Pushes:
 
     def _apply(self, group: FusedGroup, record: Record) -> None:
         optimizer = group.optimizer_for(record.number)
-        merge = self._view.settings.merge or "sum"
+        use = _Use(optimizer, group.generation)  # another one may be set while the job runs
+        if not is_updated(group.dtype):
+            optimizer = None
+        merge = group.merge or self._view.settings.merge or "sum"
         keeps_merged = (
             bool(self._records.holders)
             and optimizer is not None
             and not record.assign
             and self._records.is_held(group.partition)
         )
-        use = _Use(optimizer, group.generation)  # another one may be set while the job runs
         self._effects.start_job(
             lambda job: Apply(
                 job,
