@@ -42,10 +42,8 @@ def main() -> None:
     parser.add_argument("--width", type=positive(int), default=64, help="elements of a row (default: %(default)s)")
     parser.add_argument("--batch", type=positive(int), default=100_000, help="row ids (default: %(default)s)")
     parser.add_argument("--batches", type=positive(int), default=10, help="of each work (default: %(default)s)")
-    parser.add_argument("--numpy", action="store_true", help="do not compile the loop of the optimizer")
     arguments = parser.parse_args()
-    if not arguments.numpy:
-        warm_up(Adagrad())
+    warm_up(Adagrad(), of_rows=True)
     for rates in (live(arguments), new(arguments)):
         print(json.dumps(rates._asdict()))
     print(kernels_in_use())

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvd.compute.catalogue import kernel_of
 from kvd.compute.compiled import loop_for
-from kvd.compute.kernels import Shared, loop_name, prepare_gradient, shared_scalars
+from kvd.compute.kernels import ROW_LOOPS, ROWS, Shared, loop_name, prepare_gradient, shared_scalars
 from kvd.compute.merge import TILE
 from kvd.compute.quiet import quietly
 from kvd.compute.scratch import Scratch
@@ -67,15 +67,14 @@ class LazyRule:
         if not self._is_ours and getattr(optimizer, "kernel", None) is None:
             names = ", ".join(kind.__name__ for kind in (*_LAZY, RowWiseAdagrad))
             raise NotAllowed(f"{type(optimizer).__name__} cannot update single rows of a table; these can: {names}")
-        by_row = isinstance(optimizer, RowWiseAdagrad)
-        self.slot_widths: Mapping[str, int] = dict.fromkeys(self._kernel.slot_names, 1 if by_row else width)
+        self._goes_by_row = type(optimizer) is RowWiseAdagrad
+        self.slot_widths: Mapping[str, int] = dict.fromkeys(self._kernel.slot_names, 1 if self._goes_by_row else width)
 
     def apply(self, step: int, merged: MergedRows, weights: RowArena, slots: list[RowArena]) -> None:
         """Make update ``step``, counted from 1. If a custom kernel raises, nothing was changed."""
-        rows = max(1, TILE // self._width) if self._is_ours else max(1, len(merged))
-        rows = min(rows, len(merged))
-        if rows == 0:
+        if not len(merged) or self._made_in_place(step, merged, weights, slots):
             return
+        rows = min(max(1, TILE // self._width), len(merged)) if self._is_ours else len(merged)
         update = self._tile_update(step)
         buffers = [np.empty((rows, self._width), self._dtype) for _ in range(2)]
         kept = [np.empty((rows, width), self._dtype) for width in self.slot_widths.values()]
@@ -90,6 +89,26 @@ class LazyRule:
             for slot, buffer in zip(slots, taken, strict=True):
                 slot.put(places, buffer)
 
+    def _made_in_place(self, step: int, merged: MergedRows, weights: RowArena, slots: list[RowArena]) -> bool:
+        """Makes the update where the rows lie, with a compiled loop that does the same; False if none is ready."""
+        name = loop_name(self._kernel)
+        if name not in ROW_LOOPS or self._goes_by_row or not merged.is_contiguous:
+            return False
+        function = loop_for(name + ROWS, self._dtype, self._dtype).ready(len(merged) * self._width)
+        if function is None:
+            return False
+        numbers, decay = self._numbers(step)
+        arenas = [arena.where_they_lie() for arena in (weights, *slots)]
+        arguments: list[Any] = [merged.places, *merged.sources(), *arenas, numbers, decay]
+        quietly(function, *arguments)
+        return True
+
+    def _numbers(self, step: int) -> tuple[Array, bool]:
+        """The numbers of the update as compiled loops take them, and whether rows decay by way of the gradient."""
+        rescale, clip, wd = shared_scalars(self._optimizer)
+        own = self._kernel.scalars(step)
+        return np.array((1.0, 1.0, 1.0, rescale, -clip, clip, wd, *own), self._dtype), wd != 0.0
+
     def _after(self, update: TileUpdate, weight: Array, gradient: Array, slots: list[Array]) -> Array:
         if self._is_ours:
             return quietly(update, weight, gradient, slots)
@@ -98,11 +117,11 @@ class LazyRule:
 
     def _tile_update(self, step: int) -> TileUpdate:
         numbers = (*shared_scalars(self._optimizer), *self._kernel.scalars(step))
-        if isinstance(self._optimizer, RowWiseAdagrad):
+        if self._goes_by_row:
             return self._row_wise(numbers)
         name = loop_name(self._kernel)
         loop = None if name is None else loop_for(name, self._dtype, self._dtype)
-        compiled = None if loop is None else self._compiled(numbers)
+        compiled = None if loop is None else self._compiled(*self._numbers(step))
         by_numpy = self._by_numpy(numbers)
 
         def update(weight: Array, gradient: Array, slots: list[Array]) -> Array:
@@ -113,16 +132,13 @@ class LazyRule:
 
         return update
 
-    def _compiled(self, numbers: tuple[float, ...]) -> Callable[..., Array]:
-        rescale, clip, wd = numbers[:3]
-        cast = np.array((1.0, 1.0, 1.0, rescale, -clip, clip, wd, *numbers[3:]), self._dtype)
-
+    def _compiled(self, numbers: Array, decay: bool) -> Callable[..., Array]:
         def update(function: Any, weight: Array, gradient: Array, slots: list[Array]) -> Array:
             flat = gradient.reshape(-1)
             after = np.empty_like(weight)
             kept = [slot.reshape(-1) for slot in slots]
             out = after.reshape(-1)
-            function(flat, flat, False, weight.reshape(-1), out, *kept, cast, False, wd != 0.0, None)
+            function(flat, flat, False, weight.reshape(-1), out, *kept, numbers, False, decay, None)
             return after
 
         return update

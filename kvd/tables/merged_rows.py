@@ -44,6 +44,18 @@ class MergedRows:
     def __len__(self) -> int:
         return len(self.places)
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether compiled loops take the rows as they are."""
+        return bool(self._rows.flags.c_contiguous)
+
+    def sources(self) -> tuple[Places, Array, Array]:
+        """Where each of the rows is: its number among those that were pushed, or ``~number`` among the sums; these, and
+        the sums."""
+        order = self._first.copy()
+        order[self._summed] = ~np.arange(len(self._summed))
+        return order, self._rows, self._sums
+
     def take(self, part: slice, out: Array) -> Array:
         """Copy the rows at these of the places into ``out``, and return it."""
         np.take(self._rows, self._first[part], axis=0, out=out, mode="clip")

@@ -40,8 +40,12 @@ class RowArena:
         """Have room for so many rows. Raises MemoryError, and is as it was then."""
         room, width = self._rows.shape
         if count > room:
-            # No view of the rows leaves this class, so none can see the memory move.
+            # Nobody keeps a view of the rows, so nobody can see the memory move.
             self._rows.resize((max(count, room + room // _GROWTH + self._block), width), refcheck=False)
+
+    def where_they_lie(self) -> Array:
+        """The rows themselves, for one calculation: they move when the next ones come."""
+        return self._rows
 
     def take(self, places: Places, out: Array) -> Array:
         """Copy the rows at these places, which are there, into ``out``, and return it."""

@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd.compute.catalogue import kernel_of
 from kvd.compute.compiled import warm_up
+from kvd.compute.kernels import ROW_LOOPS, ROWS, loop_name
 from kvd.errors import NotAllowed
 from kvd.initializer import Constant, Normal
 from kvd.optimizer import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp, RowWiseAdagrad, schedule
 from kvd.tables.description import RowSparse
 from kvd.tables.lazy import row_sums
 from kvd.tables.table import Table
-from tests.compute.compiled_harness import needs_numba
+from tests.compute.compiled_harness import needs_numba, only_compiled, only_numpy
 from tests.compute.optimizer_harness import RULES as ALL_RULES
 from tests.compute.optimizer_harness import by_formula
 from tests.compute.test_custom_optimizers import Failing, SignDescent
@@ -137,17 +139,34 @@ def test_a_row_that_every_push_names_takes_the_steps_of_a_key(rule: Optimizer) -
     np.testing.assert_allclose(read(table, [7])[0], expected, rtol=1e-10, atol=1e-12)
 
 
+def trained_bits(rule: Optimizer, *, contiguous: bool) -> bytes:
+    """The rows after three pushes. What is not contiguous is updated tile by tile."""
+    generator = np.random.default_rng(RNG_SEED)
+    table = new_table("float32")
+    for _ in range(3):
+        gradients = generator.standard_normal((50, 2 * WIDTH)).astype(np.float32)[:, :WIDTH]
+        table.update(rule, generator.integers(0, 40, 50), np.ascontiguousarray(gradients) if contiguous else gradients)
+    return bytes(read(table, range(60)).tobytes())
+
+
 @needs_numba
-def test_compiled_loops_give_the_same_bits() -> None:
-    found = []
-    gradients = np.random.default_rng(RNG_SEED).standard_normal((50, WIDTH)).astype(np.float32)
-    for _ in range(2):
-        table = new_table("float32")
-        for _ in range(3):
-            table.update(Adagrad(0.1, wd=0.01), np.arange(50), gradients)
-        found.append(read(table, range(60)).tobytes())
-        assert warm_up(Adagrad(0.1))
-    assert found[0] == found[1]
+@pytest.mark.parametrize(
+    "rule", [SGD(0.1, clip_gradient=0.5), SGD(0.1, momentum=0.9), Adam(0.1), AdamW(0.1, wd=0.1), Adagrad(0.1, wd=0.01)]
+)
+def test_compiled_loops_give_the_same_bits(rule: Optimizer) -> None:
+    with only_numpy():
+        by_numpy = trained_bits(rule, contiguous=True)
+    assert warm_up(rule, of_rows=True)
+    with only_compiled() as used:
+        assert trained_bits(rule, contiguous=False) == by_numpy
+        assert trained_bits(rule, contiguous=True) == by_numpy
+    name = loop_name(kernel_of(rule))
+    assert set(used) == {name, f"{name}{ROWS}"}
+
+
+def test_the_names_of_the_loops_for_rows_are_those_that_there_are() -> None:
+    jit = pytest.importorskip("kvd.compute.jit")
+    assert jit._ROW_LOOPS.keys() == ROW_LOOPS
 
 
 @settings(max_examples=30, deadline=None)
@@ -179,21 +198,17 @@ def test_any_pushes_equal_the_formulas(rule: Optimizer, pushes: list[list[int]],
     ],
     ids=["SGD", "Adagrad", "SparseAdam"],
 )
-def test_fifty_steps_of_an_embedding_equal_torch_with_sparse_gradients(rule: Optimizer, reference: Any) -> None:
-    start = read(new_table("float32", Normal(0.3, seed=2)), range(30))
-    embedding = torch.nn.Embedding(30, WIDTH, sparse=True, _weight=torch.from_numpy(start.copy()))
-    theirs = reference(embedding.weight)
+def test_fifty_steps_with_sparse_gradients_equal_those_of_torch(rule: Optimizer, reference: Any) -> None:
+    weight = torch.nn.Parameter(torch.from_numpy(read(new_table("float32", Normal(0.3, seed=2)), range(30))))
+    theirs = reference(weight)
     table = new_table("float32", Normal(0.3, seed=2))
     generator = np.random.default_rng(RNG_SEED)
     for _ in range(50):
-        ids = generator.integers(0, 30, 12)
-        factors = torch.from_numpy(generator.standard_normal((12, WIDTH)).astype(np.float32))
-        theirs.zero_grad()
-        (embedding(torch.from_numpy(ids)) * factors).sum().backward()
-        gradient = embedding.weight.grad.coalesce()
-        table.update(rule, int64(gradient.indices()[0].numpy()), gradient.values().numpy())
+        ids, rows = generator.integers(0, 30, 12), generator.standard_normal((12, WIDTH)).astype(np.float32)
+        weight.grad = torch.sparse_coo_tensor(torch.from_numpy(ids[None]), torch.from_numpy(rows), (30, WIDTH))
+        table.update(rule, ids, rows)
         theirs.step()
-    np.testing.assert_allclose(read(table, range(30)), embedding.weight.detach().numpy(), rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(read(table, range(30)), weight.detach().numpy(), rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
