@@ -231,6 +231,9 @@ class Nodes(Protocol):
 
     def is_scheduler_dead(self, timeout_s: float) -> bool: ...
 
+    def push_staleness(self) -> Handle:
+        """Gives the `Staleness` of each worker whose pushes the servers have measured."""
+
     def late_workers(self) -> tuple[str, ...]:
         """The workers that the servers wait for, such as ``"worker 1"``; empty if no server can say. Blocks."""
 

@@ -14,6 +14,7 @@ from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import StepIteration, Steps
+from kvd.client.calls.staleness import Staleness
 from kvd.client.cluster.joining import Arrival
 from kvd.client.facades.dead_nodes import count_dead
 from kvd.client.facades.life import StoreLife
@@ -360,6 +361,13 @@ class KVStore(StoreProperties, KVStoreBase):
         return steps
 
     # ── who is dead ──
+
+    def push_staleness(self) -> dict[str, Staleness]:
+        """How stale the pushes of each worker were so far, by the name of the worker, such as ``"worker 0"``.
+
+        Measured in `dist_async`; empty in all other types.
+        """
+        return dict(self._blocking().nodes.push_staleness().wait())
 
     def num_dead_node(self, node_id: int, timeout: float = 60) -> int:
         """How many of these nodes are dead: declared dead, or silent for `timeout` seconds (0: only the former).

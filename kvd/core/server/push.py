@@ -37,6 +37,7 @@ from kvd.core.server.progress import PushRequest, Refusal
 from kvd.core.server.readings import Readings
 from kvd.core.server.records import Records
 from kvd.core.server.rounds import Record
+from kvd.core.server.staleness import SeenStaleness
 from kvd.core.server.targets import PushTarget, TargetResolver
 from kvd.core.server.waiting import Waiters
 from kvd.errors import KvdError
@@ -72,6 +73,7 @@ class Pushes:
 
     Attributes:
         late: for whom rounds wait though a quorum is there.
+        staleness: of the pushes of asynchronous workers.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Pushes:
         self._leaving = leaving
         self._captures = captures
         self.late = late
+        self.staleness = SeenStaleness()
         self._small_push_bytes = small_push_bytes
 
     # ── resolve ──
@@ -304,7 +307,9 @@ class Pushes:
 
     def _commit(self, group: FusedGroup, buffer: Buffer | ScatterList) -> None:
         """The closed round becomes a version, and those who waited for it are answered."""
-        group.log.commit(buffer)
+        record = group.log.commit(buffer)
+        if not self._view.is_sync:
+            self.staleness.committed(group, record)
         self._waiters.settle(group)
         self._readings.committed(group)
         if self._captures.is_waiting:
