@@ -18,7 +18,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvd.compute.kernels import KEEPING, kernel_of, loop_name
+from kvd.compute.catalogue import kernel_of
+from kvd.compute.kernels import KEEPING, loop_name
 from kvd.compute.tensors import BFLOAT16, dtype_name
 from kvd.optimizer import Optimizer
 

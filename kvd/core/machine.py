@@ -333,7 +333,7 @@ class Load(NamedTuple):
 
 
 class ResetState(NamedTuple):
-    """The optimizer's state of these slices (key and index) begins anew: another optimizer is set for them. Takes
+    """The optimizer's state of these slices (key and index) starts over: another optimizer is set for them. Takes
     effect at once, without JobDone."""
 
     slices: tuple[tuple[str, int], ...]

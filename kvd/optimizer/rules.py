@@ -1,10 +1,10 @@
-"""The optimizers: their fields, their formulas, and where these come from.
+"""What all optimizers share, and those that most programs use: their fields, formulas, and where these come from.
 
 In every formula ``w`` is the weight, ``t`` the number of this update counted from 1, ``η`` the learning rate of update
 ``t``, and ``g`` the gradient after the steps that all optimizers share, in this order::
 
     g = clip(rescale_grad · merged, −clip_gradient, clip_gradient)      without clip_gradient: g = rescale_grad · merged
-    g = g + wd · w                                                      except AdamW
+    g = g + wd · w                                                      except AdamW and Ftrl
 
 Where a difference from MXNet is named, it is from the last releases of MXNet 1.
 """
@@ -131,7 +131,7 @@ class Adam(Optimizer):
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""
-        _check_betas(self.beta1, self.beta2, self.epsilon)
+        check_betas(self.beta1, self.beta2, self.epsilon)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class AdamW(Optimizer):
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""
-        _check_betas(self.beta1, self.beta2, self.epsilon)
+        check_betas(self.beta1, self.beta2, self.epsilon)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,8 @@ class RMSProp(Optimizer):
         require("momentum", self.momentum >= 0, "≥ 0", self.momentum)
 
 
-def _check_betas(beta1: float, beta2: float, epsilon: float) -> None:
+def check_betas(beta1: float, beta2: float, epsilon: float) -> None:
+    """Raise ConfigError if one of these three, which many optimizers have, is out of its range."""
     require("beta1", 0 <= beta1 < 1, "in [0, 1)", beta1)
     require("beta2", 0 <= beta2 < 1, "in [0, 1)", beta2)
     require("epsilon", epsilon >= 0, "≥ 0", epsilon)

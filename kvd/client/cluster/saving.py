@@ -186,7 +186,7 @@ def _check_is_free(folder: Path) -> None:
 
 
 def _steps(whole: Whole) -> int:
-    """How many steps of its loops every worker has made; 0 in a loop of shared steps, which is made anew."""
+    """How many steps of its loops every worker has made; 0 in a loop of shared steps, which starts over."""
     places: dict[int, int] = {}
     for part in whole.parts:
         if isinstance(part.answer, Captured):

@@ -134,7 +134,7 @@ class FusedGroup:
         self.nbytes = offset
 
     def renew(self, optimizer: Optimizer | None, generation: int) -> ResetState:
-        """Another optimizer was set. Returns the effect by which its state begins anew."""
+        """Another optimizer was set. Returns the effect by which its state starts over."""
         self.optimizer, self.generation, self.changes = optimizer, generation, []
         return ResetState(tuple([(slice_.key, slice_.index) for slice_ in self.slices]))
 
