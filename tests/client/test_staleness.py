@@ -44,7 +44,7 @@ def test_each_worker_sees_how_stale_the_pushes_of_all_are() -> None:
     assert _staleness_rows(status) == [["worker 0", 4, "3.00", 3], ["worker 1", 12, "0.00", 0]]
 
 
-@pytest.mark.parametrize("kind", ["local", "device", "dist_sync"])
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
 def test_other_types_have_none(kind: str) -> None:
     def program(kv: kvd.KVStore) -> Any:
         kv.init("w", np.ones(2))
