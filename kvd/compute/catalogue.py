@@ -8,6 +8,7 @@ from typing import Any
 from kvd.compute.accumulated_kernels import AdaDeltaKernel, FtrlKernel
 from kvd.compute.kernels import AdagradKernel, AdamKernel, Kernel, RMSPropKernel, SGDKernel, shared_scalars
 from kvd.compute.moment_kernels import AdamaxKernel, FTMLKernel, NadamKernel
+from kvd.compute.outer_kernels import DelayedNesterovKernel
 from kvd.compute.sign_kernels import SignumKernel
 from kvd.errors import ConfigError
 from kvd.optimizer import (
@@ -18,6 +19,7 @@ from kvd.optimizer import (
     Adam,
     Adamax,
     AdamW,
+    DelayedNesterov,
     Ftrl,
     Nadam,
     Optimizer,
@@ -37,6 +39,7 @@ _KERNELS: dict[type[Optimizer], Callable[[Any], Kernel]] = {
     Ftrl: FtrlKernel,
     Signum: SignumKernel,
     FTML: FTMLKernel,
+    DelayedNesterov: DelayedNesterovKernel,
 }
 
 

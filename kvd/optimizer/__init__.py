@@ -13,6 +13,7 @@ point in the group ``kvd.optimizers``; see :class:`Optimizer` for what it has to
 from kvd.optimizer import schedule
 from kvd.optimizer.accumulated import AdaDelta, Ftrl
 from kvd.optimizer.moments import FTML, Adamax, Nadam
+from kvd.optimizer.outer import DelayedNesterov
 from kvd.optimizer.registry import ENTRY_POINT_GROUP, known_optimizers
 from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp, RowWiseAdagrad
 from kvd.optimizer.signs import Signum
@@ -32,6 +33,7 @@ __all__ = [
     "Ftrl",
     "Signum",
     "FTML",
+    "DelayedNesterov",
     "schedule",
     "known_optimizers",
     "ENTRY_POINT_GROUP",

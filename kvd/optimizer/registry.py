@@ -9,6 +9,7 @@ import logging
 from kvd.optimizer.accumulated import AdaDelta, Ftrl
 from kvd.optimizer.fields import kinds
 from kvd.optimizer.moments import FTML, Adamax, Nadam
+from kvd.optimizer.outer import DelayedNesterov
 from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp, RowWiseAdagrad
 from kvd.optimizer.signs import Signum
 
@@ -17,7 +18,21 @@ ENTRY_POINT_GROUP = "kvd.optimizers"
 
 _BUILT_IN: dict[str, type[Optimizer]] = {
     cls.__name__: cls
-    for cls in (SGD, Adam, AdamW, Adagrad, RowWiseAdagrad, RMSProp, AdaDelta, Adamax, Nadam, Ftrl, Signum, FTML)
+    for cls in (
+        SGD,
+        Adam,
+        AdamW,
+        Adagrad,
+        RowWiseAdagrad,
+        RMSProp,
+        AdaDelta,
+        Adamax,
+        Nadam,
+        Ftrl,
+        Signum,
+        FTML,
+        DelayedNesterov,
+    )
 }
 
 _COMMON_FIELDS = {"learning_rate", "wd", "rescale_grad", "clip_gradient"}

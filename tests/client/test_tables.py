@@ -255,6 +255,17 @@ def test_a_cluster_says_that_it_has_no_tables_yet() -> None:
             lambda: kv.broadcast("w", kvd.RowSparseArray([1], rows(1)), out=rows(1)),
             lambda: kv.row_sparse_pull("w", [1]),
         ):
-            with pytest.raises(NotAllowed, match="a cluster has no tables yet"):
-                call()
+            for compressor in ("none", "fp16"):
+                kv.set_gradient_compression({"type": compressor})
+                with pytest.raises(NotAllowed, match="a cluster has no tables yet"):
+                    call()
         assert kv.pushpull("w", np.ones(3, FLOAT)).tolist() == [1, 1, 1]
+
+
+def test_an_outer_optimizer_does_not_update_rows() -> None:
+    """It applies its momentum every few pushes to all elements, so a row that was left out would keep it for ever."""
+    with new_store() as kv:
+        kv.set_optimizer(kvd.optimizer.DelayedNesterov(0.5, buffer_size=2))
+        with pytest.raises(NotAllowed, match="DelayedNesterov cannot update single rows"):
+            kv.push("t", ([1], rows(1))).wait()
+        assert kv.version("t") == 0

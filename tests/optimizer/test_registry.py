@@ -19,20 +19,8 @@ from kvd.optimizer import (
     to_wire,
 )
 
-BUILT_IN = {
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Adagrad",
-    "RowWiseAdagrad",
-    "RMSProp",
-    "AdaDelta",
-    "Adamax",
-    "Nadam",
-    "Ftrl",
-    "Signum",
-    "FTML",
-}
+BUILT_IN = {"SGD", "Adam", "AdamW", "Adagrad", "RMSProp", "AdaDelta", "Adamax", "Nadam", "Ftrl", "Signum", "FTML"}
+BUILT_IN |= {"DelayedNesterov", "RowWiseAdagrad"}
 
 
 @dataclass(frozen=True, slots=True)

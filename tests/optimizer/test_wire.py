@@ -17,6 +17,7 @@ from kvd.optimizer import (
     Adam,
     Adamax,
     AdamW,
+    DelayedNesterov,
     Ftrl,
     Nadam,
     Optimizer,
@@ -46,6 +47,7 @@ EVERY_OPTIMIZER: list[Optimizer] = [
     Ftrl(schedule.Step(0.1, 30, 0.5), l1=0.5, beta=2.0),
     Signum(wd_lh=0.01),
     FTML(beta1=0.5),
+    DelayedNesterov(0.7, 3, activation=0.1),
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -14,6 +14,7 @@ from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import AsyncSteps, StepIteration
+from kvd.client.calls.staleness import Staleness
 from kvd.client.cluster.joining import Arrival
 from kvd.client.facades import blocking
 from kvd.client.facades.dead_nodes import count_dead
@@ -139,6 +140,9 @@ class KVStore(StoreProperties):
     async def set_optimizer(self, optimizer: Optimizer | None) -> None:
         await self._backend.updates.set_optimizer(optimizer)
 
+    async def set_gradient_compression(self, params: Mapping[str, Any]) -> None:
+        await self._backend.updates.set_gradient_compression(params)
+
     async def update_optimizer(self, **hyperparameters: Any) -> None:
         await self._backend.updates.update_optimizer(hyperparameters)
 
@@ -163,6 +167,9 @@ class KVStore(StoreProperties):
     async def restore(self, path: Any, missing_ok: bool = False, or_older: bool = False) -> int | None:
         steps: int | None = await self._backend.snapshots.restore(path, missing_ok, or_older)
         return steps
+
+    async def push_staleness(self) -> dict[str, Staleness]:
+        return dict(await self._backend.nodes.push_staleness())
 
     async def num_dead_node(self, node_id: int, timeout: float = 60) -> int:
         return count_dead(self._backend.nodes, node_id, timeout)

@@ -37,6 +37,7 @@ from kvd.core.server.progress import PushRequest, Refusal
 from kvd.core.server.readings import Readings
 from kvd.core.server.records import Records
 from kvd.core.server.rounds import Record
+from kvd.core.server.staleness import SeenStaleness
 from kvd.core.server.targets import PushTarget, TargetResolver
 from kvd.core.server.waiting import Waiters
 from kvd.errors import KvdError
@@ -72,6 +73,7 @@ class Pushes:
 
     Attributes:
         late: for whom rounds wait though a quorum is there.
+        staleness: of the pushes of asynchronous workers.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Pushes:
         self._leaving = leaving
         self._captures = captures
         self.late = late
+        self.staleness = SeenStaleness()
         self._small_push_bytes = small_push_bytes
 
     # ── resolve ──
@@ -112,7 +115,7 @@ class Pushes:
         if rank is None or self._waiters.joins_open(event, push.request):
             return
         targets = self._targets.of_parts(event, push)
-        if targets is not None and self._is_cast_for(event, push, targets):
+        if targets is not None and self._is_decoded_for(event, push, targets):
             self._admit_and_wait(event, push, rank, targets)
 
     def push_batch(self, event: Received, push: PushBatch) -> None:
@@ -123,12 +126,15 @@ class Pushes:
         if targets is not None:
             self._admit_and_wait(event, push, rank, targets)
 
-    def _is_cast_for(self, event: Received, push: Push, targets: list[PushTarget]) -> bool:
+    def _is_decoded_for(self, event: Received, push: Push, targets: list[PushTarget]) -> bool:
         """Whether the payload has become what the key needs; otherwise the sender is told."""
-        if push.cast is None or (len(targets) == 1 and push.cast.wanted == targets[0].group.dtype):
+        group, coding = targets[0].group, push.coding
+        if event.fault:
+            text = f"a push of key {group.key!r} cannot be decoded here: {event.fault}"
+        elif coding is None or (len(targets) == 1 and coding.wanted == group.dtype):
             return True
-        group = targets[0].group
-        text = f"key {group.key!r} has dtype {group.dtype}, and takes a value of {push.cast.wanted} by itself only"
+        else:
+            text = f"key {group.key!r} has dtype {group.dtype}, and takes a value of {coding.wanted} by itself only"
         self._effects.refuse(event.peer, push.request, ErrorCode.PROTOCOL_ERROR, text, group.key)
         return False
 
@@ -304,7 +310,9 @@ class Pushes:
 
     def _commit(self, group: FusedGroup, buffer: Buffer | ScatterList) -> None:
         """The closed round becomes a version, and those who waited for it are answered."""
-        group.log.commit(buffer)
+        record = group.log.commit(buffer)
+        if not self._view.is_sync:
+            self.staleness.committed(group, record)
         self._waiters.settle(group)
         self._readings.committed(group)
         if self._captures.is_waiting:
