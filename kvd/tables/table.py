@@ -116,10 +116,11 @@ class Table:
         self._require(len(self) + len(fresh), rule)  # memory first: an error leaves all as it was
         if absent.size:
             new = self._index.insert(fresh)
-            rows = np.empty((len(fresh), self.description.width), self._dtype)
-            self._initial.fill(fresh, rows)
-            self._weights.put(new, rows)
-            places[absent] = new[np.searchsorted(fresh, ids[absent])]
+            if not self._initial.are_zeros:  # which they are already
+                rows = np.empty((len(fresh), self.description.width), self._dtype)
+                self._initial.fill(fresh, rows)
+                self._weights.put(new, rows)
+            places[absent] = self._index.find(ids[absent])
         return places
 
     def _require(self, count: int, rule: LazyRule | None) -> None:
