@@ -79,6 +79,13 @@ class WorkerProgress:
         if self.trained > clock:
             self.trained = 0
 
+    def skip_to(self, clock: int) -> None:
+        """The rank's next push is the one after `clock`. If it has made none at its place, a successor that makes that
+        step again begins there, too; a program that begins again at START has no step to make again."""
+        if self.begun == self.staged and self.place != START:
+            self.begun = clock
+        self.staged = clock
+
     def move_to(self, place: int) -> None:
         """The rank has come to this place without a push; at START its program begins again."""
         self.place, self.begun, self.trained = place, 0 if place == START else self.staged, 0

@@ -164,11 +164,11 @@ class SliceLog:
     def activate(self, rank: int, clock: int, place: int = NO_PLACE) -> None:
         """The worker takes part again, from the round after `clock` on. Its program goes on at this place, unless it
         has come further already."""
-        clock = max(self.staged_clock(rank), clock)
         progress = self._progress_to_change(rank)
+        clock = max(progress.staged, clock)
         if self.sync and clock > progress.staged:
             progress.skipped = clock
-        progress.staged = clock
+        progress.skip_to(clock)
         if not self.sync:
             progress.counted = max(progress.counted, clock)
             progress.committed = max(progress.committed, clock)
