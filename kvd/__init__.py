@@ -35,7 +35,7 @@ from kvd.errors import (
 )
 
 if TYPE_CHECKING:
-    from kvd import aio, optimizer
+    from kvd import aio, initializer, optimizer
     from kvd.client.calls.backend import Node
     from kvd.client.calls.handle import Handle
     from kvd.client.cluster.observer import Reading
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from kvd.client.facades.observer import Observer
     from kvd.client.registry import KVStoreBase, register_store
     from kvd.config import Config
+    from kvd.tables.description import RowSparse
+    from kvd.tables.row_values import RowSparseArray
 
 __version__ = "0.1.0"
 
@@ -55,9 +57,12 @@ __all__ = [
     "Observer",
     "Reading",
     "Node",
+    "RowSparse",
+    "RowSparseArray",
     "Config",
     "aio",
     "errors",
+    "initializer",
     "optimizer",
     "KvdError",
     "ConfigError",
@@ -89,11 +94,14 @@ _WHEN_USED = {
     "Handle": "kvd.client.calls.handle",
     "Node": "kvd.client.calls.backend",
     "Config": "kvd.config",
+    "RowSparse": "kvd.tables.description",
+    "RowSparseArray": "kvd.tables.row_values",
     "Observer": "kvd.client.facades.observer",
     "Reading": "kvd.client.cluster.observer",
     "KVStoreBase": "kvd.client.registry",
     "register_store": "kvd.client.registry",
     "aio": "",
+    "initializer": "",
     "optimizer": "",
 }
 

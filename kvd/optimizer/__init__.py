@@ -15,7 +15,7 @@ from kvd.optimizer.accumulated import AdaDelta, Ftrl
 from kvd.optimizer.moments import FTML, Adamax, Nadam
 from kvd.optimizer.outer import DelayedNesterov
 from kvd.optimizer.registry import ENTRY_POINT_GROUP, known_optimizers
-from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
+from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp, RowWiseAdagrad
 from kvd.optimizer.signs import Signum
 from kvd.optimizer.wire import changes_from_wire, changes_to_wire, from_wire, to_wire, with_hyperparameters
 
@@ -26,6 +26,7 @@ __all__ = [
     "AdamW",
     "Adagrad",
     "RMSProp",
+    "RowWiseAdagrad",
     "AdaDelta",
     "Adamax",
     "Nadam",

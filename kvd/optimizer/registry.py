@@ -10,7 +10,7 @@ from kvd.optimizer.accumulated import AdaDelta, Ftrl
 from kvd.optimizer.fields import kinds
 from kvd.optimizer.moments import FTML, Adamax, Nadam
 from kvd.optimizer.outer import DelayedNesterov
-from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
+from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp, RowWiseAdagrad
 from kvd.optimizer.signs import Signum
 
 ENTRY_POINT_GROUP = "kvd.optimizers"
@@ -23,6 +23,7 @@ _BUILT_IN: dict[str, type[Optimizer]] = {
         Adam,
         AdamW,
         Adagrad,
+        RowWiseAdagrad,
         RMSProp,
         AdaDelta,
         Adamax,

@@ -202,6 +202,22 @@ class Adagrad(Optimizer):
 
 
 @dataclass(frozen=True, slots=True)
+class RowWiseAdagrad(Adagrad):
+    """Adagrad with one accumulator for each row of a table, in place of one for each element.
+
+    ::
+
+        s = s + mean(g²)                            s starts at 0; the mean is over the row
+        w = w − η / (1 + (t − 1)·lr_decay) · g / (√s + ε)
+
+    The rule that FBGEMM, the library behind TorchRec, calls exact row-wise Adagrad. Its state is a number per row. In
+    keys that are no tables each element counts as a row of its own: there it is :class:`Adagrad`.
+
+    Args, and errors: those of :class:`Adagrad`.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class RMSProp(Optimizer):
     """RMSProp (Hinton's lecture 6e), as torch.optim.RMSprop (``epsilon`` is its ``eps``).
 
