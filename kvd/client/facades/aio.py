@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -133,6 +133,9 @@ class KVStore(StoreProperties):
 
     async def set_optimizer(self, optimizer: Optimizer | None) -> None:
         await self._backend.updates.set_optimizer(optimizer)
+
+    async def set_gradient_compression(self, params: Mapping[str, Any]) -> None:
+        await self._backend.updates.set_gradient_compression(params)
 
     async def update_optimizer(self, **hyperparameters: Any) -> None:
         await self._backend.updates.update_optimizer(hyperparameters)

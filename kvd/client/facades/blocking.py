@@ -6,7 +6,7 @@ Over 400 lines because every method of a store stands on one page, with what it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -275,6 +275,23 @@ class KVStore(StoreProperties, KVStoreBase):
                 it until they agree.
         """
         self._blocking().updates.set_optimizer(optimizer).wait()
+
+    def set_gradient_compression(self, params: Mapping[str, Any]) -> None:
+        """Compresses what this worker pushes from now on, such as ``{"type": "2bit", "threshold": 0.5}``.
+
+        The types are "fp16", "bf16", "2bit", "1bit", and those that are installed; "none" turns compression off. What a
+        worker pulls is not compressed. Values of fewer bytes than ``"min_bytes"``, which is 65536 if the dict does not
+        say it, of integers, or pushed with `cast` are sent plain. With ``"ef": "vanilla"``, the default of 1bit and
+        2bit, what compression leaves of a push is added to the next one of the key; with ``"ef": "none"`` it is lost.
+
+        Each worker may have its own, and may change it at any time. What is left over begins at zero in a restarted
+        worker, and when compression is turned off.
+
+        Raises:
+            ConfigError: there is no such type, or a parameter is out of its range.
+            NotAllowed: a server does not know the compressor; or the store is within one process.
+        """
+        self._blocking().updates.set_gradient_compression(params).wait()
 
     def update_optimizer(self, **hyperparameters: Any) -> None:
         """Changes hyperparameters such as the learning rate on every server, from this worker's next push on. The state

@@ -15,6 +15,7 @@ from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_optimizer import is_kept
 from kvd.client.calls.values import Array
 from kvd.client.local.keys import Entry, LocalKeys
+from kvd.compression import parse
 from kvd.compute.optimizers import SliceState, apply_update
 from kvd.core.push_policy import is_updated, push_error
 from kvd.errors import NotAllowed
@@ -79,6 +80,15 @@ class LocalUpdates:
                     entry.state = SliceState()
 
         return self._keys.answered(work)
+
+    def set_gradient_compression(self, params: object) -> Handle:
+        self._keys.check_open()
+        if parse(params) is not None:
+            text = (
+                "compression is for pushes that cross a network, and this store is within one process: use a dist_ type"
+            )
+            raise NotAllowed(text)
+        return Handle.of(None)
 
     def set_updater(self, updater: Updater | None) -> None:
         """`updater(key, received, stored)` changes `stored` in place; None: the optimizer or the merge does."""

@@ -115,7 +115,7 @@ class Pushes:
         if rank is None or self._waiters.joins_open(event, push.request):
             return
         targets = self._targets.of_parts(event, push)
-        if targets is not None and self._is_cast_for(event, push, targets):
+        if targets is not None and self._is_decoded_for(event, push, targets):
             self._admit_and_wait(event, push, rank, targets)
 
     def push_batch(self, event: Received, push: PushBatch) -> None:
@@ -126,12 +126,15 @@ class Pushes:
         if targets is not None:
             self._admit_and_wait(event, push, rank, targets)
 
-    def _is_cast_for(self, event: Received, push: Push, targets: list[PushTarget]) -> bool:
+    def _is_decoded_for(self, event: Received, push: Push, targets: list[PushTarget]) -> bool:
         """Whether the payload has become what the key needs; otherwise the sender is told."""
-        if push.cast is None or (len(targets) == 1 and push.cast.wanted == targets[0].group.dtype):
+        group, coding = targets[0].group, push.coding
+        if event.fault:
+            text = f"a push of key {group.key!r} cannot be decoded here: {event.fault}"
+        elif coding is None or (len(targets) == 1 and coding.wanted == group.dtype):
             return True
-        group = targets[0].group
-        text = f"key {group.key!r} has dtype {group.dtype}, and takes a value of {push.cast.wanted} by itself only"
+        else:
+            text = f"key {group.key!r} has dtype {group.dtype}, and takes a value of {coding.wanted} by itself only"
         self._effects.refuse(event.peer, push.request, ErrorCode.PROTOCOL_ERROR, text, group.key)
         return False
 
