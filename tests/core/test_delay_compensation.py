@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvd.core.machine import Apply
 from kvd.core.server.key_creation import COPIES
 from kvd.optimizer import DCASGD, SGD, Optimizer, to_wire
-from kvd.protocol.messages import Attach, SetOptimizer
+from kvd.protocol.messages import NO_RANK, Attach, SetOptimizer
 from kvd.protocol.specs import KeySpec
-from tests.core.fakes import cluster, member
+from tests.core.fakes import cluster, member, of
+from tests.core.replica_harness import A, B, Cluster
 from tests.core.server_harness import Harness, refusal
+from tests.core.test_promotion import OTHERS
+from tests.core.test_records import HELD
 
 RULE = DCASGD(0.5)
 SPEC = KeySpec("float32", (1,), 4096)
@@ -118,3 +123,30 @@ def test_it_is_refused_where_there_is_no_memory_for_it() -> None:
     assert harness.machine._control.optimizer is None
     harness.say(0, SetOptimizer(51, to_wire(SGD(0.5))))
     assert harness.machine._control.optimizer == SGD(0.5)
+
+
+def test_the_backup_ends_with_the_same_bits_and_compensates_for_nobody() -> None:
+    """The record carries the compensated gradient. Who leads after a failover does not know what the workers have."""
+    run = Cluster([HELD, *OTHERS], mode="async")
+    for key in ("w", "v"):
+        run.create(key, np.array([1, -2, 3], np.float32))
+    for rank in (0, 1):
+        run.say(rank, SetOptimizer(run.request(), to_wire(DCASGD(0.5, momentum=0.5, clip_gradient=2.0))))
+        run.declare(rank, "w", "v")
+    random = np.random.default_rng(1)
+    for clock in range(1, 5):
+        for rank in (0, 1):
+            values = random.standard_normal((2, 3)).astype(np.float32)
+            run.push_batch(rank, clock, *values, pull=rank == 0)
+        run.settle()
+        assert run.picture(A) == run.picture(B)
+    leader, backup = ([apply.pulled for apply in of(Apply, run.nodes[at].applied)] for at in (A, B))
+    assert sum(pulled is not None for pulled in leader) == 3
+    assert backup
+    assert set(backup) == {None}
+    before = run.picture(A)
+    run.kill(A)
+    run.look([(B, NO_RANK, NO_RANK), *OTHERS])
+    assert run.picture(B) == before
+    run.push(0, 5, np.ones(3, np.float32), at=B)
+    assert of(Apply, run.nodes[B].applied)[-1].pulled is None
