@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from kvd.optimizer.fields import require
 from kvd.optimizer.rules import SGD
+from kvd.optimizer.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class DCASGD(SGD):
         ConfigError: a field is out of its range; ``setting`` names it.
     """
 
+    learning_rate: float | Schedule
     compensation: float = 0.04
 
     compensates_delay: ClassVar[bool] = True

@@ -150,3 +150,13 @@ def test_the_backup_ends_with_the_same_bits_and_compensates_for_nobody() -> None
     assert run.picture(B) == before
     run.push(0, 5, np.ones(3, np.float32), at=B)
     assert of(Apply, run.nodes[B].applied)[-1].pulled is None
+
+
+def test_a_leader_that_was_replaced_forgets_what_the_workers_had() -> None:
+    """They may have pulled from the other one by the time it leads again."""
+    harness = started()
+    harness.pull(0, 0)
+    log = harness.machine.table.slices["w", 0].log
+    assert (log.progress_of(0).pulled, log.progress_of(0).kept) == (0, FIRST)
+    log.drop_staged()
+    assert (log.progress_of(0).pulled, log.progress_of(0).kept) == (-1, None)

@@ -166,6 +166,7 @@ class SliceLog:
         for rank, progress in self.progress.items():
             progress.fall_back(self.resume_clock(rank))
             progress.last_request = progress.last_refusal = None
+            progress.pulled, progress.kept = NEVER_PULLED, None
 
     def activate(self, rank: int, clock: int, place: int = NO_PLACE) -> None:
         """The worker takes part again, from the round after `clock` on. Its program goes on at this place, unless it
