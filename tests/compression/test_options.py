@@ -23,7 +23,7 @@ def test_a_dict_names_the_compressor_and_its_parameters() -> None:
 
 REFUSED: dict[str, tuple[object, str, str]] = {
     "no dict": ("2bit", "type", 'gradient compression is a dict such as {"type": "2bit"}, not \'2bit\''),
-    "no type": ({}, "type", "no type is given; there are fp16, bf16, 2bit, 1bit"),
+    "no type": ({}, "type", "no type is given; there are fp16, bf16, fp8, int8"),
     "no such type": ({"type": "zip"}, "type", "no compressor is called 'zip'; there are fp16"),
     "a type that is no text": ({"type": ["2bit"]}, "type", "no compressor is called ['2bit']; there are"),
     "a misspelt option": (
@@ -42,6 +42,23 @@ REFUSED: dict[str, tuple[object, str, str]] = {
     "NaN": ({"type": "1bit", "threshold": float("nan")}, "threshold", "threshold must be finite, not nan"),
     "too large": ({"type": "1bit", "threshold": 1e39}, "threshold", "threshold must be a number of float32"),
     "too small": ({"type": "2bit", "threshold": 1e-60}, "threshold", "threshold must be > 0 in float32"),
+    "too many levels": ({"type": "dithering", "partition": "natural", "k": 32}, "k", "k must be from 1 to 31, not 32"),
+    "no such partition": (
+        {"type": "dithering", "partition": "log"},
+        "partition",
+        'partition must be "linear" or "natural"',
+    ),
+    "no such norm": ({"type": "dithering", "normalize": "l1"}, "normalize", 'normalize must be "max" or "l2", not'),
+    "a negative seed": ({"type": "randomk", "seed": -1}, "seed", "seed must be ≥ 0, not -1"),
+    "half an element": (
+        {"type": "topk", "k": 1.5},
+        "k",
+        "k must be a whole number ≥ 1, or a part > 0 and < 1, not 1.5",
+    ),
+    "no element": ({"type": "randomk", "k": 0}, "k", "k must be a whole number ≥ 1, or a part > 0 and < 1, not 0.0"),
+    "a small block": ({"type": "int8", "block": 7}, "block", "block must be from 8 to 65536, not 7"),
+    "a large block": ({"type": "fp8", "block": 65537}, "block", "block must be from 8 to 65536, not 65537"),
+    "no flag": ({"type": "onebit", "scaling": 1}, "scaling", "scaling must be True or False, not 1"),
     "negative bytes": ({"type": "fp16", "min_bytes": -1}, "min_bytes", "min_bytes must be ≥ 0, not -1"),
     "half a byte": ({"type": "fp16", "min_bytes": 0.5}, "min_bytes", "min_bytes must be a whole number, not 0.5"),
     "another feedback": ({"type": "2bit", "ef": True}, "ef", 'ef must be "vanilla" or "none", not True'),
