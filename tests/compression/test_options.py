@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvd.compression import Compression, Compressor, OneBit, TwoBit, from_wire, known_compressors, parse, to_wire
+from kvd.compression import Compression, Compressor, OneBit, TopK, TwoBit, from_wire, known_compressors, parse, to_wire
 from kvd.errors import ConfigError, ProtocolError
 
 
@@ -18,6 +18,10 @@ def test_a_dict_names_the_compressor_and_its_parameters() -> None:
     assert parse({"type": "2bit"}) == Compression(TwoBit(0.5), 65536, True)
     said = {"type": "1bit", "threshold": -1, "min_bytes": 0, "ef": "none"}
     assert parse(said) == Compression(OneBit(-1.0), 0, False)
+    momentum = {"type": "topk", "momentum": "nesterov"}
+    assert parse(momentum) == Compression(TopK(), 65536, True, 0.9)
+    assert parse({**momentum, "mu": 0.5}) == Compression(TopK(), 65536, True, 0.5)
+    assert parse({**momentum, "momentum": "none"}) == Compression(TopK())
     assert said == {"type": "1bit", "threshold": -1, "min_bytes": 0, "ef": "none"}
 
 
@@ -29,7 +33,7 @@ REFUSED: dict[str, tuple[object, str, str]] = {
     "a misspelt option": (
         {"type": "2bit", "treshold": 1},
         "treshold",
-        "the compressor 2bit has no option 'treshold': it has threshold, min_bytes, ef",
+        "the compressor 2bit has no option 'treshold': it has threshold, min_bytes, ef, momentum, mu",
     ),
     "an option that is no text": ({"type": "2bit", 3: 1}, "3", "the compressor 2bit has no option 3"),
     "options of none": (
@@ -61,6 +65,13 @@ REFUSED: dict[str, tuple[object, str, str]] = {
     "no flag": ({"type": "onebit", "scaling": 1}, "scaling", "scaling must be True or False, not 1"),
     "negative bytes": ({"type": "fp16", "min_bytes": -1}, "min_bytes", "min_bytes must be ≥ 0, not -1"),
     "half a byte": ({"type": "fp16", "min_bytes": 0.5}, "min_bytes", "min_bytes must be a whole number, not 0.5"),
+    "another momentum": (
+        {"type": "2bit", "momentum": 0.9},
+        "momentum",
+        'momentum must be "nesterov" or "none", not 0.9',
+    ),
+    "no momentum": ({"type": "2bit", "mu": 0.9}, "mu", 'mu must be given with momentum "nesterov" only, not 0.9'),
+    "too much": ({"type": "2bit", "momentum": "nesterov", "mu": 1}, "mu", "mu must be > 0 and < 1, not 1.0"),
     "another feedback": ({"type": "2bit", "ef": True}, "ef", 'ef must be "vanilla" or "none", not True'),
 }
 

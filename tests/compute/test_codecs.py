@@ -23,7 +23,7 @@ from kvd.compression import (
     TwoBit,
     known_compressors,
 )
-from kvd.compute.codecs import codec_of, encode, encode_fed_back
+from kvd.compute.codecs import codec_of, encode, encode_fed_back, with_momentum
 from kvd.compute.quiet import quietly
 from kvd.errors import ProtocolError
 
@@ -108,6 +108,14 @@ def test_what_mxnets_rule_leaves_over() -> None:
     residual = np.zeros(8, np.float32)
     assert encoded(OneBit(0), floats(1, -1, 0, 0.1, -0.1, 2, -2, 0), residual) == b"\x94"
     np.testing.assert_allclose(residual, [0, 0, 1, -0.9, 0.9, 1, -1, 1], atol=1e-7)
+
+
+def test_momentum_by_hand() -> None:
+    """BytePS's example: mu = 0.9 and gradients of 1."""
+    momentum = floats(0, 0)
+    results = [with_momentum(floats(1, value), momentum, 0.9).tolist() for value in (NAN, 1, INF, 0)]
+    np.testing.assert_allclose([first for first, _ in results], [1.9, 2.71, 3.439, 4.0951], rtol=1e-6)
+    np.testing.assert_allclose([second for _, second in results], [NAN, 1.9, INF, 0], rtol=1e-6)
 
 
 # ── what is not finite ──
