@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvd import aio, initializer, optimizer
     from kvd.client.calls.backend import Node
     from kvd.client.calls.handle import Handle
+    from kvd.client.calls.staleness import Staleness
     from kvd.client.cluster.observer import Reading
     from kvd.client.facades.blocking import KVStore, create
     from kvd.client.facades.observer import Observer
@@ -59,6 +60,7 @@ __all__ = [
     "Node",
     "RowSparse",
     "RowSparseArray",
+    "Staleness",
     "Config",
     "aio",
     "errors",
@@ -93,6 +95,7 @@ _WHEN_USED = {
     "KVStore": "kvd.client.facades.blocking",
     "Handle": "kvd.client.calls.handle",
     "Node": "kvd.client.calls.backend",
+    "Staleness": "kvd.client.calls.staleness",
     "Config": "kvd.config",
     "RowSparse": "kvd.tables.description",
     "RowSparseArray": "kvd.tables.row_values",

@@ -12,6 +12,7 @@ point in the group ``kvd.optimizers``; see :class:`Optimizer` for what it has to
 
 from kvd.optimizer import schedule
 from kvd.optimizer.accumulated import AdaDelta, Ftrl
+from kvd.optimizer.delays import DCASGD
 from kvd.optimizer.moments import FTML, Adamax, Nadam
 from kvd.optimizer.outer import DelayedNesterov
 from kvd.optimizer.registry import ENTRY_POINT_GROUP, known_optimizers
@@ -34,6 +35,7 @@ __all__ = [
     "Signum",
     "FTML",
     "DelayedNesterov",
+    "DCASGD",
     "schedule",
     "known_optimizers",
     "ENTRY_POINT_GROUP",

@@ -7,6 +7,7 @@ import functools
 import logging
 
 from kvd.optimizer.accumulated import AdaDelta, Ftrl
+from kvd.optimizer.delays import DCASGD
 from kvd.optimizer.fields import kinds
 from kvd.optimizer.moments import FTML, Adamax, Nadam
 from kvd.optimizer.outer import DelayedNesterov
@@ -32,6 +33,7 @@ _BUILT_IN: dict[str, type[Optimizer]] = {
         Signum,
         FTML,
         DelayedNesterov,
+        DCASGD,
     )
 }
 

@@ -44,6 +44,9 @@ class Optimizer:
     decoupled_wd: ClassVar[bool] = False
     """True if the rule itself decays the weight: ``wd · w`` is then not added to the gradient."""
 
+    compensates_delay: ClassVar[bool] = False
+    """True for DCASGD: asynchronous servers then keep the version that each worker has pulled."""
+
     def __post_init__(self) -> None:
         normalise(self)
         if not isinstance(self.learning_rate, Schedule):

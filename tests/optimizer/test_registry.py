@@ -20,7 +20,7 @@ from kvd.optimizer import (
 )
 
 BUILT_IN = {"SGD", "Adam", "AdamW", "Adagrad", "RMSProp", "AdaDelta", "Adamax", "Nadam", "Ftrl", "Signum", "FTML"}
-BUILT_IN |= {"DelayedNesterov", "RowWiseAdagrad"}
+BUILT_IN |= {"DelayedNesterov", "DCASGD", "RowWiseAdagrad"}
 
 
 @dataclass(frozen=True, slots=True)

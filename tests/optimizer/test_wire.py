@@ -10,6 +10,7 @@ import pytest
 
 from kvd.errors import ProtocolError
 from kvd.optimizer import (
+    DCASGD,
     FTML,
     SGD,
     AdaDelta,
@@ -48,6 +49,7 @@ EVERY_OPTIMIZER: list[Optimizer] = [
     Signum(wd_lh=0.01),
     FTML(beta1=0.5),
     DelayedNesterov(0.7, 3, activation=0.1),
+    DCASGD(0.1, momentum=0.5, compensation=0.1),
 ]
 
 
