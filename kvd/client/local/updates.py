@@ -57,7 +57,10 @@ class LocalUpdates:
             self._updater(self._keys.written.of(name), received.reshape(shape), entry.value.reshape(shape))
         else:
             out = np.empty_like(entry.value)
-            apply_update(self._optimizer, entry.state, entry.value, [received], out, self._merge, [samples])
+            own = (name, 0)
+            apply_update(
+                self._optimizer, entry.state, entry.value, [received], out, self._merge, [samples], slice_id=own
+            )
             entry.value = out
         entry.version += 1
 
