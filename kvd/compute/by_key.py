@@ -51,8 +51,10 @@ def first_of_runs(optimizer: Optimizer | None, keys: Sequence[str]) -> tuple[int
     Returns:
         Positions in ascending order, the first of them 0; empty if all can be updated in one go.
     """
-    if optimizer is None or not optimizer.differs_by_key:
+    if optimizer is None or not (optimizer.is_by_slice or optimizer.differs_by_key):
         return ()
+    if optimizer.is_by_slice:
+        return tuple(range(len(keys)))
     found = []
     before: Optimizer | None = None
     for position, key in enumerate(keys):

@@ -45,6 +45,7 @@ from kvd.compute.merge import (
 )
 from kvd.compute.quiet import quietly
 from kvd.compute.scratch import Scratch
+from kvd.compute.slice_kernels import Place, SliceKernel
 from kvd.compute.slice_state import SliceState
 from kvd.compute.tensors import dtype_name
 from kvd.errors import DtypeMismatch, NotAllowed, ShapeMismatch
@@ -86,7 +87,8 @@ def apply_update(
             an optimizer. None: nobody wants it.
         is_merged: ``contributions`` is one array that an update elsewhere left in its ``merged``: the bits of weights
             and state are those of that update. Not looked at are then ``mode`` and ``samples``.
-        slice_id: the key and the number of the slice; needed by an optimizer that ``differs_by_key``.
+        slice_id: the key and the number of the slice; needed by an optimizer that ``differs_by_key`` or
+            ``is_by_slice``.
 
     Raises:
         ShapeMismatch: lengths differ, or ``state`` belongs to a slice of another length.
@@ -104,7 +106,7 @@ def apply_update(
     if is_integer(current.dtype):
         raise DtypeMismatch(f"an optimizer cannot update {dtype_name(current.dtype)}: give the key a float dtype")
     plan = plan_merged(contributions, current) if is_merged else plan_merge(contributions, mode, samples, like=current)
-    if optimizer.differs_by_key:
+    if optimizer.is_by_slice or optimizer.differs_by_key:
         if slice_id is None:
             raise NotAllowed(f"{type(optimizer).__name__} has to know the key that it updates")
         optimizer = optimizer_for(optimizer, slice_id[0])
@@ -122,6 +124,11 @@ def apply_update(
         _update_by_custom_kernel(rule, plan, numbers, state, current, out, tile, merged)
         return
     slots = _open_state(state, rule.slot_names, current)
+    if slice_id is not None and optimizer.is_by_slice:
+        place = Place(*slice_id, state.step + 1)
+        quietly(_update_slice, plan, rule.kernel, numbers, state.master, slots, current, out, tile, merged, place)
+        state.step += 1
+        return
     function = rule.function(plan, current, out, slots, merged)
     if function is not None:
         quietly(_update_compiled, function, plan, numbers, state.master, slots, current, out, tile, merged)
@@ -142,6 +149,8 @@ class _Rule:
     """
 
     __slots__ = ("_keeping", "_long", "_short", "cast", "is_custom", "kernel", "optimizer", "shared", "slot_names")
+
+    kernel: Any  # a SliceKernel if the optimizer is_by_slice, else a Kernel
 
     def __init__(self, optimizer: Optimizer, dtype: np.dtype[Any]) -> None:
         self.optimizer = optimizer
@@ -211,6 +220,31 @@ def _update(
         kernel.update_tile(weight, gradient, target, [_cut(slot, part) for slot in slots], own, scratch)
         if master is not None:
             np.copyto(_cut(out, part), weight, casting="unsafe")
+
+
+def _update_slice(
+    plan: MergePlan,
+    kernel: SliceKernel,
+    numbers: tuple[float, ...],
+    master: Array | None,
+    slots: Sequence[Array],
+    current: Array,
+    out: Array,
+    tile: int,
+    merged: Array | None,
+    place: Place,
+) -> None:
+    shared = Shared.of(numbers[:3], plan.accumulator)
+    weight, target = (current, out) if master is None else (master, master)
+    gradient = np.empty(current.size, plan.accumulator)
+    whole = Scratch.of_thread(plan.accumulator, min(tile, current.size))
+    for part in tiles(current.size, tile):
+        scratch = whole.cut(part.stop - part.start)
+        prepared = prepare_gradient(_merged_tile(plan, part, merged, scratch), weight[part], shared, scratch)
+        np.copyto(gradient[part], prepared)
+    kernel.update_slice(weight, gradient, target, slots, numbers[3:], place)
+    if master is not None:
+        np.copyto(out, master, casting="unsafe")
 
 
 def _merged_tile(plan: MergePlan, part: slice, merged: Array | None, scratch: Scratch) -> Array:

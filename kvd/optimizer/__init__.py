@@ -12,6 +12,8 @@ point in the group ``kvd.optimizers``; see :class:`Optimizer` for what it has to
 
 from kvd.optimizer import schedule
 from kvd.optimizer.accumulated import AdaDelta, Ftrl
+from kvd.optimizer.langevin import SGLD
+from kvd.optimizer.layerwise import LAMB, LARS
 from kvd.optimizer.moments import FTML, Adamax, Nadam
 from kvd.optimizer.registry import ENTRY_POINT_GROUP, known_optimizers
 from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
@@ -31,6 +33,9 @@ __all__ = [
     "Ftrl",
     "Signum",
     "FTML",
+    "LARS",
+    "LAMB",
+    "SGLD",
     "schedule",
     "known_optimizers",
     "ENTRY_POINT_GROUP",

@@ -8,6 +8,8 @@ import logging
 
 from kvd.optimizer.accumulated import AdaDelta, Ftrl
 from kvd.optimizer.fields import kinds
+from kvd.optimizer.langevin import SGLD
+from kvd.optimizer.layerwise import LAMB, LARS
 from kvd.optimizer.moments import FTML, Adamax, Nadam
 from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
 from kvd.optimizer.signs import Signum
@@ -16,7 +18,8 @@ ENTRY_POINT_GROUP = "kvd.optimizers"
 """The group of entry points in which optimizers of your own are installed on the servers."""
 
 _BUILT_IN: dict[str, type[Optimizer]] = {
-    cls.__name__: cls for cls in (SGD, Adam, AdamW, Adagrad, RMSProp, AdaDelta, Adamax, Nadam, Ftrl, Signum, FTML)
+    cls.__name__: cls
+    for cls in (SGD, Adam, AdamW, Adagrad, RMSProp, AdaDelta, Adamax, Nadam, Ftrl, Signum, FTML, LARS, LAMB, SGLD)
 }
 
 _COMMON_FIELDS = {"learning_rate", "wd", "rescale_grad", "clip_gradient"}

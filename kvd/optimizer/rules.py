@@ -4,7 +4,7 @@ In every formula ``w`` is the weight, ``t`` the number of this update counted fr
 ``t``, and ``g`` the gradient after the steps that all optimizers share, in this order::
 
     g = clip(rescale_grad · merged, −clip_gradient, clip_gradient)      without clip_gradient: g = rescale_grad · merged
-    g = g + wd · w                                                      except AdamW and Ftrl
+    g = g + wd · w                                                      except AdamW, Ftrl, LARS and LAMB
 
 Where a difference from MXNet is named, it is from the last releases of MXNet 1.
 """
@@ -24,10 +24,11 @@ from kvd.optimizer.schedule import Scaled, Schedule, limited, rate_at
 class Optimizer:
     """The base of all optimizers; not one itself.
 
-    To make your own, derive a frozen dataclass that has at least the four fields below (any order, any defaults) and
-    fields of the types ``float``, ``int``, ``bool`` or ``str`` (or None), and define ``kernel()``: it returns the
-    arithmetic, an object as ``kvd.compute.optimizers.Kernel`` describes it. Install it on the servers as an entry
-    point of the group ``kvd.optimizers`` whose name is the name on the wire. Further rules go into ``check``.
+    To make your own, derive a frozen dataclass that has at least the first four fields below (any order, any defaults)
+    and fields of the types ``float``, ``int``, ``bool`` or ``str`` (or None), or ``Mapping[Any, float]``, and define
+    ``kernel()``: it returns the arithmetic, an object as ``kvd.compute.optimizers.Kernel`` describes it. Install it on
+    the servers as an entry point of the group ``kvd.optimizers`` whose name is the name on the wire. Further rules go
+    into ``check``.
 
     Attributes:
         learning_rate: a number ≥ 0 or a schedule.
@@ -36,8 +37,7 @@ class Optimizer:
         clip_gradient: the largest magnitude of an element of the rescaled gradient, > 0; None: any.
         lr_mult, wd_mult: factors ≥ 0 on the learning rate and the weight decay of some keys, such as
             ``{"fc1_bias": 2.0, "*_gamma": 0.0}``: the name of a key, or a pattern in which ``*`` stands for any text. A
-            name goes before patterns, the first pattern that fits before later ones. At most 64 entries. An optimizer
-            of your own has them if it has fields of these names with the type ``Mapping[Any, float]``.
+            name goes before patterns, the first pattern that fits before later ones. At most 64 entries.
     """
 
     __slots__ = ()
@@ -46,9 +46,17 @@ class Optimizer:
     wd: float
     rescale_grad: float
     clip_gradient: float | None
+    lr_mult: Mapping[Any, float]
+    wd_mult: Mapping[Any, float]
 
     decoupled_wd: ClassVar[bool] = False
     """True if the rule itself decays the weight: ``wd · w`` is then not added to the gradient."""
+
+    is_by_slice: ClassVar[bool] = False
+    """True for those of ours that calculate with all elements of a slice at once, or with its place."""
+
+    needs_whole_keys: ClassVar[bool] = False
+    """True if a server has to have all elements of a key: it refuses keys with several slices."""
 
     def __post_init__(self) -> None:
         normalise(self)

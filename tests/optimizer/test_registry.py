@@ -19,7 +19,22 @@ from kvd.optimizer import (
     to_wire,
 )
 
-BUILT_IN = {"SGD", "Adam", "AdamW", "Adagrad", "RMSProp", "AdaDelta", "Adamax", "Nadam", "Ftrl", "Signum", "FTML"}
+BUILT_IN = {
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "RMSProp",
+    "AdaDelta",
+    "Adamax",
+    "Nadam",
+    "Ftrl",
+    "Signum",
+    "FTML",
+    "LARS",
+    "LAMB",
+    "SGLD",
+}
 
 
 @dataclass(frozen=True, slots=True)
