@@ -21,6 +21,7 @@ from kvd.errors import (
     KeyExists,
     KeyNotFound,
     KvdError,
+    MergeMismatch,
     NodeLost,
     NotAllowed,
     NotResumed,
@@ -76,6 +77,7 @@ __all__ = [
     "KeyExists",
     "ShapeMismatch",
     "DtypeMismatch",
+    "MergeMismatch",
     "NotAllowed",
     "VersionUnavailable",
 ]

@@ -8,6 +8,7 @@ from typing import Any
 from kvd.compute.accumulated_kernels import AdaDeltaKernel, FtrlKernel
 from kvd.compute.kernels import AdagradKernel, AdamKernel, Kernel, RMSPropKernel, SGDKernel, shared_scalars
 from kvd.compute.moment_kernels import AdamaxKernel, FTMLKernel, NadamKernel
+from kvd.compute.outer_kernels import DelayedNesterovKernel
 from kvd.compute.sign_kernels import SignumKernel
 from kvd.compute.slice_kernels import LAMBKernel, LARSKernel, SGLDKernel, SliceKernel
 from kvd.errors import ConfigError
@@ -22,6 +23,7 @@ from kvd.optimizer import (
     Adam,
     Adamax,
     AdamW,
+    DelayedNesterov,
     Ftrl,
     Nadam,
     Optimizer,
@@ -44,6 +46,7 @@ _KERNELS: dict[type[Optimizer], Callable[[Any], Kernel | SliceKernel]] = {
     LARS: LARSKernel,
     LAMB: LAMBKernel,
     SGLD: SGLDKernel,
+    DelayedNesterov: DelayedNesterovKernel,
 }
 
 

@@ -103,6 +103,7 @@ _ASKED_OF_A_SERVER = (
         WORKERS,
         Standing.ATTACHED,
     ),
+    Row("ask which compressors a server knows", (m.CompressorQuery,), WORKERS, Standing.ATTACHED),
     Row("run a command", (m.Command,), WORKERS, Standing.ATTACHED_OR_OPERATOR),
     Row(
         "read values and keys",

@@ -105,7 +105,7 @@ def spans_of(buffer: Buffer | ScatterList, nbytes: int) -> tuple[Span, ...]:
 
 class Received(NamedTuple):
     """A message arrived. `payload` is None if it has none; otherwise it holds `nbytes` bytes. `principal` holds the key
-    of the connection."""
+    of the connection. `fault` says why the payload cannot be decoded."""
 
     peer: Peer
     sender: int
@@ -115,6 +115,7 @@ class Received(NamedTuple):
     nbytes: int = 0
     run: int = NO_RUN
     principal: Principal = HOLDER
+    fault: str = ""
 
 
 class LocalCall(NamedTuple):
@@ -333,7 +334,7 @@ class Load(NamedTuple):
 
 
 class ResetState(NamedTuple):
-    """The optimizer's state of these slices (key and index) begins anew: another optimizer is set for them. Takes
+    """The optimizer's state of these slices (key and index) starts over: another optimizer is set for them. Takes
     effect at once, without JobDone."""
 
     slices: tuple[tuple[str, int], ...]

@@ -10,16 +10,26 @@ from kvd.protocol.messages import Captured, CaptureWhen, Departure, SliceId, Sur
 from kvd.protocol.specs import KeySpec
 
 
+class Encoded(NamedTuple):
+    """The encoded slices of a value: what decodes them (`kvd.protocol.messages.Coding`), and the offset and size in
+    bytes of each."""
+
+    method: Any
+    ranges: tuple[tuple[int, int], ...]
+
+
 class Item(NamedTuple):
     """One key in a call: the buffer that its bytes are read from, and the one that its value is written to.
 
-    A None target: the value is not wanted. A None spec: the shape and dtype are not checked.
+    A None target: the value is not wanted. A None spec: the shape and dtype are not checked. With `encoded`, the source
+    holds the slices of a value of this spec as a compressor made them.
     """
 
     key: str
     spec: KeySpec | None
     source: Any = None
     target: Any = None
+    encoded: Encoded | None = None
 
 
 class Versions(NamedTuple):
@@ -87,6 +97,7 @@ class Transfer:
     any_version: bool = False  # pull the newest version, without waiting for the own pushes
     place: int = 0  # where the program is, see `kvd.core.places`
     cast: bool = False  # sources may have other floating dtypes than their keys; targets take the dtypes of the keys
+    some_encoded: bool = False  # sources of some items are encoded
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from kvd.core.machine import (
     Span,
 )
 from kvd.errors import KvdError, NotAllowed, ProtocolError
+from kvd.node.decoding import CodedSlice
 from kvd.node.optimizer_states import OptimizerStates
 from kvd.protocol.specs import padded
 
@@ -41,6 +42,14 @@ def view(span: Span, dtype: np.dtype[Any]) -> Array:
     if count == 0:
         return np.empty(0, dtype)
     return np.frombuffer(span.buffer, dtype, count, span.offset)
+
+
+def _pushed(span: Span, dtype: np.dtype[Any]) -> Array:
+    """What was pushed as a 1-D array."""
+    if not isinstance(span.buffer, CodedSlice):
+        return view(span, dtype)
+    start = span.offset // dtype.itemsize
+    return span.buffer.decoded()[start : start + span.nbytes // dtype.itemsize]
 
 
 def gathered(buffer: Buffer | ScatterList, nbytes: int) -> Array:
@@ -161,7 +170,7 @@ class JobRunner:
         dtype = named_dtype(job.dtype)
         current = gathered(job.current, job.nbytes).view(dtype)
         given_dtype = accumulator_dtype(dtype) if job.is_merged else dtype
-        given = [(c.samples, view(c.span, given_dtype)) for c in job.contributions if c.span is not None]
+        given = [(c.samples, _pushed(c.span, given_dtype)) for c in job.contributions if c.span is not None]
         made = self._allocate(job.nbytes)
         out = made.view(dtype)
         if job.assign:

@@ -7,7 +7,7 @@ import logging
 from kvd.core.machine import InvalidFrame, Peer, PeerKind, Received, Send
 from kvd.core.principals import HOLDER, Principal
 from kvd.errors import ProtocolError
-from kvd.node.casting import arrived
+from kvd.node.decoding import arrived
 from kvd.node.sending import MessageSender
 from kvd.node.threads import Stepper
 from kvd.observe.log import Throttle, event
@@ -35,10 +35,10 @@ class MessageReceiver:
         except ProtocolError as error:
             self.reject(peer, str(error))
             return
-        payload = arrived(decoded.message, payload)
-        nbytes = 0 if payload is None else payload.nbytes
+        message = decoded.message
+        values, nbytes, fault = arrived(message, payload)
         self._stepper.feed(
-            Received(peer, decoded.sender, decoded.epoch, decoded.message, payload, nbytes, decoded.run, principal)
+            Received(peer, decoded.sender, decoded.epoch, message, values, nbytes, decoded.run, principal, fault)
         )
 
     def reject(self, peer: Peer, text: str) -> None:

@@ -15,6 +15,7 @@ from kvd.optimizer.accumulated import AdaDelta, Ftrl
 from kvd.optimizer.langevin import SGLD
 from kvd.optimizer.layerwise import LAMB, LARS
 from kvd.optimizer.moments import FTML, Adamax, Nadam
+from kvd.optimizer.outer import DelayedNesterov
 from kvd.optimizer.registry import ENTRY_POINT_GROUP, known_optimizers
 from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
 from kvd.optimizer.signs import Signum
@@ -36,6 +37,7 @@ __all__ = [
     "LARS",
     "LAMB",
     "SGLD",
+    "DelayedNesterov",
     "schedule",
     "known_optimizers",
     "ENTRY_POINT_GROUP",

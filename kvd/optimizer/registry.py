@@ -11,6 +11,7 @@ from kvd.optimizer.fields import kinds
 from kvd.optimizer.langevin import SGLD
 from kvd.optimizer.layerwise import LAMB, LARS
 from kvd.optimizer.moments import FTML, Adamax, Nadam
+from kvd.optimizer.outer import DelayedNesterov
 from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
 from kvd.optimizer.signs import Signum
 
@@ -19,7 +20,23 @@ ENTRY_POINT_GROUP = "kvd.optimizers"
 
 _BUILT_IN: dict[str, type[Optimizer]] = {
     cls.__name__: cls
-    for cls in (SGD, Adam, AdamW, Adagrad, RMSProp, AdaDelta, Adamax, Nadam, Ftrl, Signum, FTML, LARS, LAMB, SGLD)
+    for cls in (
+        SGD,
+        Adam,
+        AdamW,
+        Adagrad,
+        RMSProp,
+        AdaDelta,
+        Adamax,
+        Nadam,
+        Ftrl,
+        Signum,
+        FTML,
+        LARS,
+        LAMB,
+        SGLD,
+        DelayedNesterov,
+    )
 }
 
 _COMMON_FIELDS = {"learning_rate", "wd", "rescale_grad", "clip_gradient"}

@@ -46,12 +46,12 @@ def from_wire(obj: object) -> Optimizer:
         ProtocolError: for any other input; no input raises another error.
     """
     if not isinstance(obj, list | tuple) or len(obj) != 2:
-        raise ProtocolError(f"an optimizer is [name, fields], not {_short(obj)}")
+        raise ProtocolError(f"an optimizer is [name, fields], not {short(obj)}")
     name, fields = obj
     classes = known_optimizers()
     if not isinstance(name, str) or name not in classes:
-        raise ProtocolError(f"no optimizer is called {_short(name)}; known are {', '.join(sorted(classes))}")
-    optimizer = _construct(classes[name], fields, depth=_MAX_DEPTH)
+        raise ProtocolError(f"no optimizer is called {short(name)}; known are {', '.join(sorted(classes))}")
+    optimizer = construct(classes[name], fields, depth=_MAX_DEPTH)
     if not isinstance(optimizer, Optimizer):
         raise ProtocolError(f"{name} is no optimizer")
     return optimizer
@@ -102,10 +102,10 @@ def _value_to_wire(value: object) -> object:
 
 def _fields_from_wire(obj: object, depth: int) -> dict[str, object]:
     if not isinstance(obj, dict):
-        raise ProtocolError(f"fields are a map, not {_short(obj)}")
+        raise ProtocolError(f"fields are a map, not {short(obj)}")
     for name in obj:
         if not isinstance(name, str):
-            raise ProtocolError(f"the name of a field is a string, not {_short(name)}")
+            raise ProtocolError(f"the name of a field is a string, not {short(name)}")
     return {name: _value_from_wire(value, depth) for name, value in obj.items()}
 
 
@@ -115,22 +115,22 @@ def _value_from_wire(value: object, depth: int) -> object:
     if isinstance(value, dict):
         return value  # the optimizer checks it, as what a person wrote
     if not isinstance(value, list | tuple) or len(value) != 3 or value[0] != _SCHEDULE_TAG:
-        raise ProtocolError(f"{_short(value)} is no value of a field")
+        raise ProtocolError(f"{short(value)} is no value of a field")
     _, name, fields = value
     if not isinstance(name, str) or name not in SCHEDULES:
-        raise ProtocolError(f"no schedule is called {_short(name)}; known are {', '.join(SCHEDULES)}")
+        raise ProtocolError(f"no schedule is called {short(name)}; known are {', '.join(SCHEDULES)}")
     if depth == 0:
         raise ProtocolError("schedules are nested too deeply")
-    return _construct(SCHEDULES[name], fields, depth - 1)
+    return construct(SCHEDULES[name], fields, depth - 1)
 
 
-def _construct(cls: type, obj: object, depth: int) -> object:
+def construct(cls: type, obj: object, depth: int) -> object:
     fields = _fields_from_wire(obj, depth)
     known = kinds(cls)
     needed = {name for name, allowed in known.items() if Multipliers not in allowed}
     if not needed <= fields.keys() <= known.keys():
         wrong = sorted((fields.keys() - known.keys()) | (needed - fields.keys()))
-        raise ProtocolError(f"{cls.__name__}: these fields are unknown or missing: {', '.join(map(_short, wrong[:8]))}")
+        raise ProtocolError(f"{cls.__name__}: these fields are unknown or missing: {', '.join(map(short, wrong[:8]))}")
     try:
         return cls(**fields)
     except ConfigError as error:
@@ -139,7 +139,7 @@ def _construct(cls: type, obj: object, depth: int) -> object:
         raise ProtocolError(f"{cls.__name__} refuses its fields: {type(error).__name__}") from error
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     """A short description of what a peer sent; its cost and its length are limited."""
     if isinstance(value, str | bytes):
         return repr(value[:40])

@@ -254,6 +254,7 @@ class KeyEntry(NamedTuple):
     bytes_led: Number
     version: Number  # the smallest of its slices on that server
     live: bool
+    merge: Annotated[str, Limit(0, 8)] = ""  # its own; "": the cluster's
 
 
 class Quiet(NamedTuple):
@@ -802,20 +803,35 @@ class TheyAre:
 class StepInto:
     """My rank takes part again: in a slice that the loop beginning with step `first` pushes, from its step `step` on
     (numbers among the steps of all loops), in all others from their next rounds on. In asynchronous training it goes on
-    with as many pushes as any rank has made. Answered with Done, when your rounds wait for my rank, in the view that I
-    know or a later one."""
+    with as many pushes as any rank has made. With `is_past_loop` the loop ends before `step`, and my program goes on
+    behind it. Answered with Done, when your rounds wait for my rank, in the view that I know or a later one."""
 
     KIND: ClassVar[int] = 104
     request: Number
     first: Count
     step: Count
+    is_past_loop: bool = False
 
 
-class Cast(NamedTuple):
-    """The dtype that the bytes of a value have on their way, and that of the key, which they have from then on."""
+class Coding(NamedTuple):
+    """What the bytes of a slice are on their way: its elements in another dtype, or what a compressor made of them.
 
-    given: Annotated[str, Limit(1, 16)]
+    `method` is the name of that dtype, or what `kvd.compression.to_wire` gives. The receiver makes `size` elements of
+    the dtype `wanted` of it, which is that of the key.
+    """
+
+    method: Plain
     wanted: Annotated[str, Limit(1, 16)]
+    size: Annotated[int, Limit(0, MAX_SLICE_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorQuery:
+    """Do you know this compressor (`kvd.compression.to_wire`)? Answered with Done, or Refused."""
+
+    KIND: ClassVar[int] = 115
+    request: Number
+    compressor: Plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -873,8 +889,8 @@ class Push:
     """Contributions, with their bytes as payload. Answered with Staged (returns the credit), then with Done at commit.
 
     With `pull`, Values takes the place of Done. A `probe` has no payload: it asks what became of an earlier push. A
-    push of at most SMALL_PUSH_BYTES takes no credit, and only a probe of it is answered with Staged. With `cast` the
-    push has one part, which the server converts on arrival.
+    push of at most SMALL_PUSH_BYTES takes no credit, and only a probe of it is answered with Staged. With
+    `coding` the push has one part, which the server decodes.
 
     `step` is the sender's step (`kvd.core.worker.steps`); its pushes of steps up to `settled` are committed.
     `place` is where its program is (`kvd.core.places`).
@@ -887,7 +903,7 @@ class Push:
     samples: Number
     pull: bool
     probe: bool = False
-    cast: Cast | None = None
+    coding: Coding | None = None
     step: Count = 0
     settled: Count = 0
     place: Count = 0
@@ -1443,7 +1459,7 @@ class Hold:
 
     The payload is the merged gradient in the dtype in which it was summed (`is_gradient`), which the optimizer is
     applied to; or the new value; or nothing, if the bytes stay as they are. `generation` counts the optimizers that
-    were set: with another one than before, the optimizer's state begins anew.
+    were set: with another one than before, the optimizer's state starts over.
     """
 
     KIND: ClassVar[int] = 81
@@ -1654,6 +1670,7 @@ Message: TypeAlias = (
     | SetOptimizer
     | UpdateOptimizer
     | OptimizerQuery
+    | CompressorQuery
     | OptimizerIs
     | FetchState
     | State

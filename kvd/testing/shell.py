@@ -13,6 +13,8 @@ from functools import partial
 from random import Random
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from kvd.core.machine import (
     Apply,
     Census,
@@ -45,9 +47,10 @@ from kvd.core.machine import (
     Stop,
     Tick,
 )
+from kvd.core.principals import HOLDER
 from kvd.core.requests import InitKeys, Request, Transfer
 from kvd.errors import NotAllowed
-from kvd.node.casting import arrived
+from kvd.node.decoding import CodedSlice, arrived
 from kvd.node.driver import copy_rows
 from kvd.node.jobs import JobRunner
 from kvd.protocol.codec import decode, encode
@@ -206,10 +209,14 @@ class Shell:
     def _deliver(self, process: Process, peer: Peer, header: bytes, payload: bytes | None) -> None:
         decoded = decode(header)
         self._trace.record_header(header)
-        values = arrived(decoded.message, None if payload is None else memoryview(payload))
+        values, nbytes, fault = arrived(decoded.message, None if payload is None else memoryview(payload))
+        if isinstance(values, CodedSlice):
+            values = values.decoded().view(np.uint8)
         buffer = None if values is None else bytearray(values)
-        nbytes = 0 if buffer is None else len(buffer)
-        self.feed(process, Received(peer, decoded.sender, decoded.epoch, decoded.message, buffer, nbytes, decoded.run))
+        self.feed(
+            process,
+            Received(peer, decoded.sender, decoded.epoch, decoded.message, buffer, nbytes, decoded.run, HOLDER, fault),
+        )
 
     # ── effects out ──
 

@@ -156,7 +156,7 @@ def test_keys(ask: Kvd, saved: Callable[[Any], Path]) -> None:
     (key,) = [key for key in json.loads(ask("keys", "-o", "json").stdout) if key["key"] == "listed"]
     assert (key["shape"], key["dtype"], key["bytes"], key["version"]) == ([3, 4, 5], "float32", 240, 0)
     (row,) = [line.split() for line in ask("keys").stdout.splitlines() if line.startswith("listed ")]
-    assert row[:4] == ["listed", "3×4×5", "float32", "0"]
+    assert row[:5] == ["listed", "3×4×5", "float32", "-", "0"]  # no rounds, so no merge
 
 
 def test_commands_that_are_refused(ask: Kvd, saved: Callable[[Any], Path], tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ CALLS: dict[str, Any] = {
     "version": lambda kv: kv.version("w"),
     "command": lambda kv: kv.send_command_to_servers("ping", b""),
     "set_optimizer": lambda kv: kv.set_optimizer(None),
+    "set_gradient_compression": lambda kv: kv.set_gradient_compression({"type": "fp16"}),
     "update_optimizer": lambda kv: kv.update_optimizer(learning_rate=1.0),
     "save": lambda kv: kv.save_optimizer_states("nowhere"),
     "snapshot": lambda kv: kv.snapshot("nowhere"),

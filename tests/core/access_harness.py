@@ -168,6 +168,7 @@ SAMPLES: dict[type[Any], Any] = {
         m.SetOptimizer(30, None),
         m.UpdateOptimizer(30, {}),
         m.OptimizerQuery(30),
+        m.CompressorQuery(30, ["fp16", {}]),
         m.OptimizerIs(30, None),
         m.FetchState(30, "w", 0),
         m.State(30, 0, ()),

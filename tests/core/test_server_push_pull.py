@@ -9,7 +9,7 @@ import pytest
 from kvd.core.machine import Apply, CallerPeer, Effect, LogEntry, Received
 from kvd.errors import NotAllowed
 from kvd.protocol.messages import (
-    Cast,
+    Coding,
     Done,
     Epoch,
     ErrorCode,
@@ -372,7 +372,7 @@ def test_a_request_that_failed_in_one_slice_is_not_answered_from_another() -> No
 @pytest.mark.parametrize("wanted", ["float32", "int8"])
 def test_a_value_that_was_converted_to_another_dtype_than_the_keys_is_refused(wanted: str) -> None:
     harness = ready()
-    refused = refusal(harness.push(0, 1, b"\1", cast=Cast("float16", wanted)))
+    refused = refusal(harness.push(0, 1, b"\1", coding=Coding("float16", wanted, 1)))
     assert (refused.error, refused.key) == (ErrorCode.PROTOCOL_ERROR, "w")
     assert refused.text == f"key 'w' has dtype uint8, and takes a value of {wanted} by itself only"
     assert kinds(harness.push(0, 1, b"\1")) == ["Staged"]

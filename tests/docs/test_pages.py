@@ -20,6 +20,7 @@ WITH_README = [ROOT / "README.md", *PAGES, ROOT / "deploy" / "README.md"]
 OF_OTHERS = {"--name-only", "--now", "--upgrade", "--launcher", "--create"}
 """Flags of the other programs that a page shows."""
 FILES_AND_GROUPS = (
+    "compressors",
     "toml",
     "key",
     "env",

@@ -34,6 +34,7 @@ BUILT_IN = {
     "LARS",
     "LAMB",
     "SGLD",
+    "DelayedNesterov",
 }
 
 

@@ -20,6 +20,7 @@ from kvd.optimizer import (
     Adam,
     Adamax,
     AdamW,
+    DelayedNesterov,
     Ftrl,
     Nadam,
     Optimizer,
@@ -50,6 +51,7 @@ EVERY_OPTIMIZER: list[Optimizer] = [
     LARS(0.1, momentum=0.9, eta=0.01),
     LAMB(lower_bound=0.1, upper_bound=10.0),
     SGLD(0.1, seed=-5),
+    DelayedNesterov(0.7, 3, activation=0.1),
 ]
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.values import Array
 from kvd.errors import ConfigError
@@ -131,7 +132,7 @@ class Values(Protocol):
     `kvd.client.calls.memory_budget`.
     """
 
-    def init(self, key: Any, value: Any) -> Handle: ...
+    def init(self, key: Any, value: Any, merge: MergeChoice = None) -> Handle: ...
 
     def push(
         self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None, cast: bool = False
@@ -199,6 +200,7 @@ class Updates(Protocol):
     """How values are updated."""
 
     def set_optimizer(self, optimizer: Optimizer | None) -> Handle: ...
+    def set_gradient_compression(self, params: object) -> Handle: ...
     def set_updater(self, updater: Updater | None) -> None: ...
     def update_optimizer(self, changes: dict[str, Any]) -> Handle: ...
     def save_optimizer_states(self, path: Any, dump_optimizer: bool) -> Handle: ...
@@ -229,6 +231,9 @@ class Nodes(Protocol):
         """The servers and workers that are declared dead, or silent for more than `timeout_s` (0: only the former)."""
 
     def is_scheduler_dead(self, timeout_s: float) -> bool: ...
+
+    def push_staleness(self) -> Handle:
+        """Gives the `Staleness` of each worker whose pushes the servers have measured."""
 
     def late_workers(self) -> tuple[str, ...]:
         """The workers that the servers wait for, such as ``"worker 1"``; empty if no server can say. Blocks."""

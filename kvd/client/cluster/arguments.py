@@ -10,6 +10,7 @@ from kvd.client.calls.memory_budget import MemoryBudget, Reservation
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Array, Source, Target, source_of, targets_by_name, values_by_name
 from kvd.client.cluster.bound_keys import BoundKeys
+from kvd.client.cluster.compression import Compressing, Room
 from kvd.client.cluster.engine import Engine
 
 
@@ -52,6 +53,30 @@ class Arguments:
         if copy and copies:
             self._budget.take(copies, reservation)
         return sources
+
+    def rooms(
+        self, keys: KeyList, value: Any, compressing: Compressing, *, copy: bool, reservation: Reservation | None = None
+    ) -> tuple[list[Source], list[Room | None]]:
+        """The same for values that are compressed: those with a room are to be encoded into it, and are no copies. The
+        rooms count as copies do."""
+        sources: list[Source] = []
+        rooms: list[Room | None] = []
+        taken = []
+        for name, entry in zip(keys.names, values_by_name(keys, value), strict=True):
+            source = self._bound.source(name, entry, self._slice_bytes)
+            is_bound = source is not None
+            source = source or source_of(entry, self._slice_bytes, copy=False)
+            layout = compressing.layout(source.spec)
+            rooms.append(None if layout is None else Room(layout, self._engine.memory(layout.nbytes)))
+            if rooms[-1] is not None:
+                taken.append(Source(rooms[-1].memory, source.spec))
+            elif copy and not is_bound:
+                source = source_of(entry, self._slice_bytes, copy=True, memory=self._engine.memory)
+                taken.append(source)
+            sources.append(source)
+        if taken:
+            self._budget.take(taken, reservation)
+        return sources, rooms
 
     def init_sources(self, keys: KeyList, value: Any, *, copy: bool) -> list[Source]:
         """The values to init keys with: copies of them do not count against the budget."""

@@ -12,6 +12,7 @@ from kvd.client.cluster.binding import ClusterBinding
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.broadcast import ClusterAssignments
 from kvd.client.cluster.closing import ClusterClosing
+from kvd.client.cluster.compression import GradientCompression
 from kvd.client.cluster.deletion import ClusterDeletion
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.joining import Arrival, Joining
@@ -97,16 +98,19 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
         engine, arguments, unobserved, steps, facts.rank, sync, absence_counts=sync or settings.staleness >= 0
     )
     restored = RestoredKeys()
+    compression = GradientCompression(facts.rank)
     snapshots = ClusterSnapshots(engine, steps, facts, unobserved, restored)
     return Backend(
         facts=facts,
-        values=ClusterValues(engine, arguments, bound, unobserved, steps, restored, facts.rank, config.check_bound),
+        values=ClusterValues(
+            engine, arguments, bound, unobserved, steps, restored, facts.rank, config.check_bound, compression
+        ),
         assignments=assignments,
-        deletion=ClusterDeletion(engine, arguments, bound, assignments, restored, unobserved),
+        deletion=ClusterDeletion(engine, arguments, bound, assignments, restored, unobserved, compression),
         binding=ClusterBinding(engine, arguments, bound),
         rounds=ClusterRounds(engine, unobserved, steps),
         steps=steps,
-        updates=ClusterUpdates(engine, steps),
+        updates=ClusterUpdates(engine, steps, compression),
         snapshots=snapshots,
         nodes=ClusterNodes(engine),
         closing=ClusterClosing(engine, unobserved, snapshots, steps),

@@ -10,6 +10,7 @@ from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.broadcast import ClusterAssignments
+from kvd.client.cluster.compression import GradientCompression
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.transfers import nothing
 from kvd.core import requests
@@ -26,6 +27,7 @@ class ClusterDeletion:
         assignments: ClusterAssignments,
         restored: RestoredKeys,
         unobserved: UnobservedErrors,
+        compression: GradientCompression,
     ) -> None:
         self._engine = engine
         self._arguments = arguments
@@ -33,6 +35,7 @@ class ClusterDeletion:
         self._assignments = assignments
         self._restored = restored
         self._watched = unobserved.watch
+        self._compression = compression
 
     def delete(self, key: Any) -> Handle:
         names = self._arguments.named(key).names
@@ -42,4 +45,5 @@ class ClusterDeletion:
         self._bound.forget(names)
         self._assignments.forget(names)
         self._restored.forget(names)
+        self._compression.forget(names)
         return self._watched(names, handle)

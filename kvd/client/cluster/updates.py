@@ -10,20 +10,24 @@ from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_optimizer import is_kept
+from kvd.client.cluster.compression import GradientCompression
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.optimizer_states import fetch_optimizer, fetch_states, store_states
 from kvd.client.cluster.transfers import nothing
+from kvd.compression import parse
+from kvd.compression import to_wire as to_wire_compressor
 from kvd.core import requests
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer, changes_to_wire, to_wire
-from kvd.protocol.messages import SetOptimizer, UpdateOptimizer
+from kvd.protocol.messages import CompressorQuery, SetOptimizer, UpdateOptimizer
 
 
 class ClusterUpdates:
     """Optimizers are data: no code crosses the wire."""
 
-    def __init__(self, engine: Engine, steps: ProgramSteps) -> None:
+    def __init__(self, engine: Engine, steps: ProgramSteps, compression: GradientCompression) -> None:
         self._engine = engine
+        self._compression = compression
         self._steps = steps
         self._set: list[Optimizer | None] = []  # what this process has set last, if anything
 
@@ -45,6 +49,21 @@ class ClusterUpdates:
             await self._engine.call(requests.Control((message,)), deadline.left_s())
 
         return Handle(self._engine.run(work()), nothing, "set_optimizer")
+
+    def set_gradient_compression(self, params: object) -> Handle:
+        self._engine.check_usable()
+        compression = parse(params)
+        if compression is None:
+            self._compression.use(None)
+            return Handle.of(None)
+        message = CompressorQuery(0, to_wire_compressor(compression.compressor))
+        deadline = Deadline(self._engine.config.request_timeout_s)
+
+        async def work() -> None:
+            await self._engine.call(requests.Control((message,)), deadline.left_s())
+            self._compression.use(compression)
+
+        return Handle(self._engine.run(work()), nothing, "set_gradient_compression")
 
     def set_updater(self, updater: Updater | None) -> None:
         raise NotAllowed("an updater is code, and no code crosses the wire: use set_optimizer with a cluster")

@@ -11,13 +11,16 @@ from kvd.client.calls.casting import CastOuts
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.merging import MergeChoice, with_merge
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Array, Target, check_alike, fresh_target, pulled_values
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.bound_keys import BoundKeys
+from kvd.client.cluster.compression import GradientCompression
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.pushed_values import CompressedValues, PushedValues
 from kvd.client.cluster.transfers import nothing, pull_into, pulled
 from kvd.core import requests
 from kvd.core.requests import Item
@@ -32,6 +35,7 @@ class ClusterValues:
         restored: the keys that this worker has restored.
         rank: the rank of this worker; rank 0 makes the keys.
         check_bound: whether the end of a push tells if its bound gradients were written to.
+        compression: of what is pushed.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class ClusterValues:
         restored: RestoredKeys,
         rank: int,
         check_bound: bool,
+        compression: GradientCompression,
     ) -> None:
         self._engine = engine
         self._arguments = arguments
@@ -51,15 +56,18 @@ class ClusterValues:
         self._steps = steps
         self._restored = restored
         self._rank = rank
+        self._compression = compression
         self._submit_push = bound.verified(engine.submit) if check_bound else engine.submit
 
-    def init(self, key: Any, value: Any) -> Handle:
+    def init(self, key: Any, value: Any, merge: MergeChoice = None) -> Handle:
         keys = self._arguments.named(key)
         keys.check_distinct("init")
         names = keys.names
         sources = self._arguments.init_sources(keys, value, copy=self._rank == 0)  # only these are sent
+        sources = with_merge(keys, sources, merge)
         try:
-            to_make = self._restored.to_make(names, [spec for _, spec in sources])
+            default = self._engine.machine.view.settings.merge
+            to_make = self._restored.to_make(names, [spec for _, spec in sources], default)
         except RemoteError as error:
             return self._watched(names, Handle.failed(self._engine.written.restored(error)))
         items = tuple(Item(names[place], sources[place].spec, sources[place].data) for place in to_make)
@@ -71,16 +79,34 @@ class ClusterValues:
         keys = self._arguments.named(key)
         names = keys.names
         priority, samples = checks.priority_and_samples(priority, samples)
-        sources = self._arguments.sources(keys, value, copy=True, reservation=reservation)
+        pushed = self._pushed(keys, value, cast, copy=True, reservation=reservation)
         if not names:
             return Handle.of(None)
-        items = tuple(Item(name, spec, data) for name, (data, spec) in zip(names, sources, strict=True))
         if not self._steps.take_pushes(names):
             return Handle.of(None)
         transfer = requests.Transfer(
-            items, push=True, pull=False, priority=priority, samples=samples, cast=cast, place=self._steps.place
+            pushed.items([None] * len(names)),
+            push=True,
+            pull=False,
+            priority=priority,
+            samples=samples,
+            cast=cast,
+            place=self._steps.place,
+            some_encoded=pushed.some_encoded,
         )
         return self._watched(names, Handle(self._submit_push(transfer), nothing, "push", self._engine.wait))
+
+    def _pushed(
+        self, keys: KeyList, value: Any, cast: bool, *, copy: bool, reservation: Reservation | None
+    ) -> PushedValues:
+        """What a push brings. With `cast` it travels as the program has it, and is not compressed."""
+        compressing = None if cast else self._compression.current
+        if compressing is None:
+            return PushedValues(keys.names, self._arguments.sources(keys, value, copy=copy, reservation=reservation))
+        sources, rooms = self._arguments.rooms(keys, value, compressing, copy=copy, reservation=reservation)
+        if not any(rooms):
+            return PushedValues(keys.names, sources)
+        return CompressedValues(keys.names, sources, rooms, self._compression, compressing)
 
     def pull(self, key: Any, out: Any, priority: int, cast: bool = False) -> Handle:
         keys = self._arguments.named(key)
@@ -127,7 +153,8 @@ class ClusterValues:
         priority, samples = checks.priority_and_samples(priority, samples)
         outs = CastOuts(keys, out) if cast else None
         targets = [] if cast else self._arguments.targets(keys, out)
-        sources = self._arguments.sources(keys, value, copy=copy, reservation=reservation)
+        pushed = self._pushed(keys, value, cast, copy=copy, reservation=reservation)
+        sources = pushed.sources
         if not names:
             return Handle.of([])
         places: Sequence[Any]
@@ -143,11 +170,15 @@ class ClusterValues:
             places, finish = [target.data for target in targets], pulled(keys, targets, out)
         else:
             places, finish = self._cast_into(names, outs)
-        items = tuple(
-            Item(name, spec, data, place) for name, (data, spec), place in zip(names, sources, places, strict=True)
-        )
         transfer = requests.Transfer(
-            items, push=True, pull=True, priority=priority, samples=samples, cast=cast, place=self._steps.place
+            pushed.items(places),
+            push=True,
+            pull=True,
+            priority=priority,
+            samples=samples,
+            cast=cast,
+            place=self._steps.place,
+            some_encoded=pushed.some_encoded,
         )
         reclaim = None if copy else partial(self._engine.take_back, [data for data, _ in sources])
         handle = Handle(self._submit_push(transfer), finish, "pushpull", self._engine.wait, reclaim)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -12,7 +12,9 @@ from typing import Any
 from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import AsyncSteps, StepIteration
+from kvd.client.calls.staleness import Staleness
 from kvd.client.cluster.joining import Arrival
 from kvd.client.facades import blocking
 from kvd.client.facades.dead_nodes import count_dead
@@ -43,11 +45,11 @@ class KVStore(StoreProperties):
         self._backend = backend
         self._life = StoreLife(backend)
 
-    async def init(self, key: Any, value: Any) -> None:
-        await self._backend.values.init(key, value)
+    async def init(self, key: Any, value: Any, *, merge: MergeChoice = None) -> None:
+        await self._backend.values.init(key, value, merge)
 
-    def init_async(self, key: Any, value: Any) -> Handle:
-        return self._backend.values.init(key, value)
+    def init_async(self, key: Any, value: Any, *, merge: MergeChoice = None) -> Handle:
+        return self._backend.values.init(key, value, merge)
 
     async def push(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1, cast: bool = False) -> Handle:
         return await _when_there_is_room(
@@ -132,6 +134,9 @@ class KVStore(StoreProperties):
     async def set_optimizer(self, optimizer: Optimizer | None) -> None:
         await self._backend.updates.set_optimizer(optimizer)
 
+    async def set_gradient_compression(self, params: Mapping[str, Any]) -> None:
+        await self._backend.updates.set_gradient_compression(params)
+
     async def update_optimizer(self, **hyperparameters: Any) -> None:
         await self._backend.updates.update_optimizer(hyperparameters)
 
@@ -156,6 +161,9 @@ class KVStore(StoreProperties):
     async def restore(self, path: Any, missing_ok: bool = False, or_older: bool = False) -> int | None:
         steps: int | None = await self._backend.snapshots.restore(path, missing_ok, or_older)
         return steps
+
+    async def push_staleness(self) -> dict[str, Staleness]:
+        return dict(await self._backend.nodes.push_staleness())
 
     async def num_dead_node(self, node_id: int, timeout: float = 60) -> int:
         return count_dead(self._backend.nodes, node_id, timeout)

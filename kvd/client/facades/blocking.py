@@ -6,13 +6,15 @@ Over 400 lines because every method of a store stands on one page, with what it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
 from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import StepIteration, Steps
+from kvd.client.calls.staleness import Staleness
 from kvd.client.cluster.joining import Arrival
 from kvd.client.facades.dead_nodes import count_dead
 from kvd.client.facades.life import StoreLife
@@ -47,19 +49,26 @@ class KVStore(StoreProperties, KVStoreBase):
 
     # ── values ──
 
-    def init(self, key: Key, value: Value) -> None:
+    def init(self, key: Key, value: Value, *, merge: MergeChoice = None) -> None:
         """Makes the key with rank 0's value; returns when every worker may pull it.
+
+        Args:
+            merge: how the pushes of a round become one: ``"sum"``, ``"mean"``, or ``"weighted"`` by their samples;
+                None: as the cluster's setting says. Of a list of keys, one for all, or a list with one for each. A key
+                of integers that has a merge of its own is not updated by an optimizer: its merged value replaces the
+                stored one.
 
         Raises:
             KeyExists: it is live already (not after a restart of this worker with the same shape and dtype).
-            ShapeMismatch, DtypeMismatch: rank 0 made it with another shape or dtype.
+            ShapeMismatch, DtypeMismatch, MergeMismatch: rank 0 made it with another shape, dtype or merge.
+            NotAllowed: there is no such merge; or it is weighted, and the key holds integers.
             NodeLost: rank 0 is gone.
         """
-        self._blocking().values.init(key, value).wait()
+        self._blocking().values.init(key, value, merge).wait()
 
-    def init_async(self, key: Key, value: Value) -> Handle:
+    def init_async(self, key: Key, value: Value, *, merge: MergeChoice = None) -> Handle:
         """As `init`, without waiting."""
-        return self._blocking().values.init(key, value)
+        return self._blocking().values.init(key, value, merge)
 
     def push(self, key: Key, value: Value, priority: int = 0, *, samples: int = 1, cast: bool = False) -> Handle:
         """Sends a value to be merged. Returns at once, and comes before later calls on the same key.
@@ -267,6 +276,23 @@ class KVStore(StoreProperties, KVStoreBase):
         """
         self._blocking().updates.set_optimizer(optimizer).wait()
 
+    def set_gradient_compression(self, params: Mapping[str, Any]) -> None:
+        """Compresses what this worker pushes from now on, such as ``{"type": "2bit", "threshold": 0.5}``.
+
+        The types are "fp16", "bf16", "2bit", "1bit", and those that are installed; "none" turns compression off. What a
+        worker pulls is not compressed. Values of fewer bytes than ``"min_bytes"``, which is 65536 if the dict does not
+        say it, of integers, or pushed with `cast` are sent plain. With ``"ef": "vanilla"``, the default of 1bit and
+        2bit, what compression leaves of a push is added to the next one of the key; with ``"ef": "none"`` it is lost.
+
+        Each worker may have its own, and may change it at any time. What is left over begins at zero in a restarted
+        worker, and when compression is turned off.
+
+        Raises:
+            ConfigError: there is no such type, or a parameter is out of its range.
+            NotAllowed: a server does not know the compressor; or the store is within one process.
+        """
+        self._blocking().updates.set_gradient_compression(params).wait()
+
     def update_optimizer(self, **hyperparameters: Any) -> None:
         """Changes hyperparameters such as the learning rate on every server, from this worker's next push on. The state
         stays."""
@@ -352,6 +378,13 @@ class KVStore(StoreProperties, KVStoreBase):
         return steps
 
     # ── who is dead ──
+
+    def push_staleness(self) -> dict[str, Staleness]:
+        """How stale the pushes of each worker were so far, by the name of the worker, such as ``"worker 0"``.
+
+        Measured in `dist_async`; empty in all other types.
+        """
+        return dict(self._blocking().nodes.push_staleness().wait())
 
     def num_dead_node(self, node_id: int, timeout: float = 60) -> int:
         """How many of these nodes are dead: declared dead, or silent for `timeout` seconds (0: only the former).

@@ -82,6 +82,10 @@ class NoNodes:
     def is_scheduler_dead(self, timeout_s: float) -> bool:
         return False
 
+    def push_staleness(self) -> Handle:
+        self._keys.check_open()
+        return Handle.of({})
+
     def late_workers(self) -> tuple[str, ...]:
         return ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,8 @@ class LocalSnapshots:
         self._updates.adopt(origin.optimizer)
         for key in snapshot.manifest.keys:
             value = snapshot.value(key).copy()
-            entry = self._keys.make(key.key, source_of(value, MAX_SLICE_BYTES, copy=False))
+            source = source_of(value, MAX_SLICE_BYTES, copy=False)
+            entry = self._keys.make(key.key, source._replace(spec=replace(source.spec, merge=key.merge)))
             entry.state = loaded(key.updates, {name: array.copy() for name, array in snapshot.state(key).items()})
             self._keys.restored.add([(key.key, entry.spec)])
         self._restored_from = origin.lineage
@@ -134,4 +136,4 @@ def _content(name: str, entry: Entry) -> KeyContent:
     """A copy of what a key is now."""
     updates, state = exported(entry)
     copies = {slot: array.copy() for slot, array in state.items()}
-    return KeyContent(name, entry.value_as_array().copy(), entry.version, updates, copies)
+    return KeyContent(name, entry.value_as_array().copy(), entry.version, updates, copies, entry.spec.merge)

@@ -15,8 +15,9 @@ from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_optimizer import is_kept
 from kvd.client.calls.values import Array
 from kvd.client.local.keys import Entry, LocalKeys
+from kvd.compression import parse
 from kvd.compute.optimizers import SliceState, apply_update
-from kvd.core.push_policy import push_error
+from kvd.core.push_policy import is_updated, push_error
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer, with_hyperparameters
 from kvd.protocol.messages import ADD
@@ -26,13 +27,13 @@ class LocalUpdates:
     """The arithmetic is that of the servers.
 
     Args:
-        merge: "sum", "mean" or "weighted".
+        merge: "sum", "mean" or "weighted": of the keys without a merge of their own.
     """
 
     def __init__(self, keys: LocalKeys, steps: ProgramSteps, merge: str) -> None:
         self._keys = keys
         self._steps = steps
-        self._merge: Any = merge
+        self.merge = merge
         self._optimizer: Optimizer | None = None
         self._updater: Updater | None = None
 
@@ -46,7 +47,8 @@ class LocalUpdates:
     def check(self, name: str, entry: Entry) -> None:
         """Raises NotAllowed if the key takes no push."""
         has_optimizer = self._optimizer is not None
-        text = push_error(name, entry.spec.dtype, ADD, has_optimizer=has_optimizer, merge=self._merge)
+        spec = entry.spec
+        text = push_error(name, spec.dtype, ADD, has_optimizer=has_optimizer, merge=self.merge, own_merge=spec.merge)
         if text is not None:
             raise NotAllowed(text, key=name)
 
@@ -57,10 +59,10 @@ class LocalUpdates:
             self._updater(self._keys.written.of(name), received.reshape(shape), entry.value.reshape(shape))
         else:
             out = np.empty_like(entry.value)
+            optimizer = self._optimizer if is_updated(entry.spec.dtype) else None
+            merge: Any = entry.spec.merge or self.merge
             own = (name, 0)
-            apply_update(
-                self._optimizer, entry.state, entry.value, [received], out, self._merge, [samples], slice_id=own
-            )
+            apply_update(optimizer, entry.state, entry.value, [received], out, merge, [samples], slice_id=own)
             entry.value = out
         entry.version += 1
 
@@ -79,6 +81,15 @@ class LocalUpdates:
                     entry.state = SliceState()
 
         return self._keys.answered(work)
+
+    def set_gradient_compression(self, params: object) -> Handle:
+        self._keys.check_open()
+        if parse(params) is not None:
+            text = (
+                "compression is for pushes that cross a network, and this store is within one process: use a dist_ type"
+            )
+            raise NotAllowed(text)
+        return Handle.of(None)
 
     def set_updater(self, updater: Updater | None) -> None:
         """`updater(key, received, stored)` changes `stored` in place; None: the optimizer or the merge does."""

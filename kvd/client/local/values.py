@@ -14,6 +14,7 @@ from kvd.client.calls.casting import CastOuts, cast_values
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.merging import MergeChoice, with_merge
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.values import (
     Array,
@@ -44,16 +45,18 @@ class LocalValues:
         self._updates = updates
         self._steps = steps
 
-    def init(self, key: Any, value: Any) -> Handle:
+    def init(self, key: Any, value: Any, merge: MergeChoice = None) -> Handle:
         keys = self._keys.named(key)
         keys.check_distinct("init")
-        names, sources = keys.names, _sources(keys, value, copy=True)
+        names, sources = keys.names, with_merge(keys, _sources(keys, value, copy=True), merge)
 
         def work() -> None:
-            to_make = self._keys.restored.to_make(names, [source.spec for source in sources])
+            default = self._updates.merge
+            to_make = self._keys.restored.to_make(names, [source.spec for source in sources], default)
             fresh = [(names[place], sources[place]) for place in to_make]
-            for name, _ in fresh:
+            for name, source in fresh:
                 if name in self._keys.entries:
+                    self._keys.entry(name).spec.check_merge(source.spec, name, default)
                     text = f"key {name!r} is live already: init makes a key once; push changes its value"
                     raise KeyExists(text, key=name)
             for name, source in fresh:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 from kvd.core.access import may_operate
 from kvd.core.machine import Export, Job, JobDone, Load, LogEntry, Received, Run, Send, Span
+from kvd.core.membership import name_of
 from kvd.core.refusals import refusal_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.command_answers import CommandAnswers
+from kvd.core.server.compressors import compressor_answer
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
@@ -25,6 +27,7 @@ from kvd.optimizer import Optimizer, changes_from_wire, from_wire, to_wire, with
 from kvd.protocol.messages import (
     Command,
     CommandResult,
+    CompressorQuery,
     Done,
     ErrorCode,
     FetchState,
@@ -86,6 +89,9 @@ class ServerControl:
             self._effects.send(event.peer, OptimizerIs(message.request, self.describe()))
         elif isinstance(message, Command):
             self._command_if_allowed(event, message)
+        elif isinstance(message, CompressorQuery):
+            if self._attachments.rank_of(event, message.request) is not None:
+                self._effects.send(event.peer, compressor_answer(message, name_of("server", self._session.rank)))
         elif isinstance(message, SetOptimizer | UpdateOptimizer | FetchState | StoreState):
             rank = self._attachments.rank_of(event, message.request)
             if rank is not None:

@@ -96,6 +96,11 @@ class FusedGroup:
         return self.slices[0].partition
 
     @property
+    def merge(self) -> str:
+        """That of all its keys; "": the cluster's."""
+        return self.slices[0].spec.merge
+
+    @property
     def key(self) -> str:
         """The key to name when something is said about the group."""
         return self.slices[0].key
@@ -129,7 +134,7 @@ class FusedGroup:
         self.nbytes = offset
 
     def renew(self, optimizer: Optimizer | None, generation: int) -> ResetState:
-        """Another optimizer was set. Returns the effect by which its state begins anew."""
+        """Another optimizer was set. Returns the effect by which its state starts over."""
         self.optimizer, self.generation, self.changes = optimizer, generation, []
         return ResetState(tuple([(slice_.key, slice_.index) for slice_ in self.slices]))
 
@@ -161,7 +166,7 @@ def fused(number: int, slices: Sequence[Slice]) -> FusedGroup | None:
         group = slice_.group
         if (
             len(group.slices) != 1
-            or group.dtype != first.dtype
+            or (group.dtype, group.merge) != (first.dtype, first.merge)
             or group.waiting
             or group.changes
             or not group.is_quiescent

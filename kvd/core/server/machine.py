@@ -360,6 +360,7 @@ class ServerMachine:
             "paths": {name_of("worker", rank): self._attachments.path_of(rank) for rank in ranks},
             "waiting_for": sorted(name_of("worker", rank) for rank in blockers),
             "optimizer": self._control.describe(),
+            "staleness": self._pushes.staleness.explain(),
             **(self._replication.explain() if self._replication.is_on else {}),
         }
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from kvd.core.places import START
 from kvd.protocol.messages import ErrorCode
 
+NEVER_PULLED = -1
+
 
 class PushRequest(NamedTuple):
     """One push message: its sender's incarnation and its number. The numbers of a sender grow."""
@@ -46,6 +48,7 @@ class WorkerProgress:
         place: where the rank's program was when it made its latest push, see `kvd.core.places`.
         begun: the clock before the first push that was made there.
         trained: the clock of the first contribution that was pushed there; 0: there were only broadcasts.
+        pulled: async: the version that the rank was sent last; NEVER_PULLED if none was. Its backup does not know.
         last_request: the latest push that was taken. An earlier one that still arrives was given up by its sender.
         last_refusal: the latest push that was refused for good. Its sender may use the clock for another push, so this
             one must not take it when it comes again.
@@ -58,6 +61,7 @@ class WorkerProgress:
     place: int = 0
     begun: int = 0
     trained: int = field(default=0, compare=False)
+    pulled: int = field(default=NEVER_PULLED, compare=False)
     last_request: PushRequest | None = field(default=None, compare=False)
     last_refusal: Refusal | None = None
 
@@ -101,10 +105,12 @@ class WorkerProgress:
             self.last_refusal = refusal
 
     def take_later_request(self, other: WorkerProgress) -> None:
-        """Of both, keeps the later push of the same sender, and whether one has contributed at the place of both."""
+        """Of both, keeps the later push of the same sender, the older version that was pulled, and whether one has
+        contributed at the place of both."""
         mine, theirs = self.last_request, other.last_request
         if theirs is not None and (mine is None or (mine.sender == theirs.sender and mine.number < theirs.number)):
             self.last_request = theirs
+        self.pulled = min(self.pulled, other.pulled)
         self.trained = self.trained or other.trained
 
     def validate(self, *, sync: bool) -> None:

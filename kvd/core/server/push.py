@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from kvd.core.machine import Apply, Buffer, Contribution, JobDone, LogEntry, Received, ScatterList, Span, spans_of
 from kvd.core.membership import ViewState
+from kvd.core.push_policy import is_updated
 from kvd.core.refusals import code_of
 from kvd.core.server.admission import Decision, admit
 from kvd.core.server.attachments import Attachments
@@ -36,6 +37,7 @@ from kvd.core.server.progress import PushRequest, Refusal
 from kvd.core.server.readings import Readings
 from kvd.core.server.records import Records
 from kvd.core.server.rounds import Record
+from kvd.core.server.staleness import SeenStaleness
 from kvd.core.server.targets import PushTarget, TargetResolver
 from kvd.core.server.waiting import Waiters
 from kvd.errors import KvdError
@@ -71,6 +73,7 @@ class Pushes:
 
     Attributes:
         late: for whom rounds wait though a quorum is there.
+        staleness: of the pushes of asynchronous workers.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Pushes:
         self._leaving = leaving
         self._captures = captures
         self.late = late
+        self.staleness = SeenStaleness()
         self._small_push_bytes = small_push_bytes
 
     # ── resolve ──
@@ -111,7 +115,7 @@ class Pushes:
         if rank is None or self._waiters.joins_open(event, push.request):
             return
         targets = self._targets.of_parts(event, push)
-        if targets is not None and self._is_cast_for(event, push, targets):
+        if targets is not None and self._is_decoded_for(event, push, targets):
             self._admit_and_wait(event, push, rank, targets)
 
     def push_batch(self, event: Received, push: PushBatch) -> None:
@@ -122,12 +126,15 @@ class Pushes:
         if targets is not None:
             self._admit_and_wait(event, push, rank, targets)
 
-    def _is_cast_for(self, event: Received, push: Push, targets: list[PushTarget]) -> bool:
+    def _is_decoded_for(self, event: Received, push: Push, targets: list[PushTarget]) -> bool:
         """Whether the payload has become what the key needs; otherwise the sender is told."""
-        if push.cast is None or (len(targets) == 1 and push.cast.wanted == targets[0].group.dtype):
+        group, coding = targets[0].group, push.coding
+        if event.fault:
+            text = f"a push of key {group.key!r} cannot be decoded here: {event.fault}"
+        elif coding is None or (len(targets) == 1 and coding.wanted == group.dtype):
             return True
-        group = targets[0].group
-        text = f"key {group.key!r} has dtype {group.dtype}, and takes a value of {push.cast.wanted} by itself only"
+        else:
+            text = f"key {group.key!r} has dtype {group.dtype}, and takes a value of {coding.wanted} by itself only"
         self._effects.refuse(event.peer, push.request, ErrorCode.PROTOCOL_ERROR, text, group.key)
         return False
 
@@ -216,14 +223,16 @@ class Pushes:
 
     def _apply(self, group: FusedGroup, record: Record) -> None:
         optimizer = group.optimizer_for(record.number)
-        merge = self._view.settings.merge or "sum"
+        use = _Use(optimizer, group.generation)  # another one may be set while the job runs
+        if not is_updated(group.dtype):
+            optimizer = None
+        merge = group.merge or self._view.settings.merge or "sum"
         keeps_merged = (
             bool(self._records.holders)
             and optimizer is not None
             and not record.assign
             and self._records.is_held(group.partition)
         )
-        use = _Use(optimizer, group.generation)  # another one may be set while the job runs
         self._effects.start_job(
             lambda job: Apply(
                 job,
@@ -301,7 +310,9 @@ class Pushes:
 
     def _commit(self, group: FusedGroup, buffer: Buffer | ScatterList) -> None:
         """The closed round becomes a version, and those who waited for it are answered."""
-        group.log.commit(buffer)
+        record = group.log.commit(buffer)
+        if not self._view.is_sync:
+            self.staleness.committed(group, record)
         self._waiters.settle(group)
         self._readings.committed(group)
         if self._captures.is_waiting:

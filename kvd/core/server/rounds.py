@@ -21,7 +21,7 @@ from typing import NamedTuple
 from kvd.core.machine import Buffer, Contribution, ScatterList
 from kvd.core.places import START, PlaceKind, kind_of, place_of, step_of
 from kvd.core.server.counted_steps import CountedSteps
-from kvd.core.server.progress import NO_PROGRESS, PushRequest, Refusal, WorkerProgress
+from kvd.core.server.progress import NEVER_PULLED, NO_PROGRESS, PushRequest, Refusal, WorkerProgress
 from kvd.protocol.messages import ADD, NO_PLACE
 
 
@@ -102,6 +102,10 @@ class SliceLog:
         """Where the worker stands when nothing of it is staged: its successor goes on from there."""
         return max(self.own_clock(rank), self.progress_of(rank).skipped)
 
+    def was_sent(self, rank: int, version: int) -> None:
+        """Async: the worker has this version from now on."""
+        self._progress_to_change(rank).pulled = version
+
     # ── staging ──
 
     def status_of(self, rank: int, clock: int) -> PushStatus:
@@ -148,6 +152,7 @@ class SliceLog:
         progress = self._progress_to_change(rank)
         progress.fall_back(self.resume_clock(rank))
         progress.last_refusal = None
+        progress.pulled = NEVER_PULLED
 
     def drop_staged(self) -> None:
         """Another server leads, and has all that has counted: what is staged is sent there again, as it was."""

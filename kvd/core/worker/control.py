@@ -15,10 +15,25 @@ from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.participation import Participation
 from kvd.core.worker.resting import Resting
 from kvd.core.worker.servers import NO_PARTITION, Servers
-from kvd.protocol.messages import ComeTo, Command, Rest, SetOptimizer, StatusQuery, StoreState, UpdateOptimizer
+from kvd.protocol.messages import (
+    ComeTo,
+    Command,
+    CompressorQuery,
+    Rest,
+    SetOptimizer,
+    StatusQuery,
+    StoreState,
+    UpdateOptimizer,
+)
 
 _OF_PROCESSES = (Command, StatusQuery)  # no other server can answer these in the place of one
-_FOR_LEADERS = (SetOptimizer, UpdateOptimizer, ComeTo, Rest)  # who leads a partition later must have been told
+_FOR_LEADERS = (
+    SetOptimizer,
+    UpdateOptimizer,
+    CompressorQuery,
+    ComeTo,
+    Rest,
+)  # who leads a partition later must have been told
 
 
 class ControlCalls:

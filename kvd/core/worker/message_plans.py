@@ -6,11 +6,12 @@ place of its slices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvd.core.machine import Row
 from kvd.core.membership import ViewState
+from kvd.core.requests import Item
 from kvd.core.worker.keys import WorkerKey
 from kvd.protocol.messages import MAX_PARTS, SliceId
 from kvd.protocol.specs import DTYPES, KeySpec, padded
@@ -29,7 +30,7 @@ class MessagePlan:
     ranges: tuple[tuple[int, int], ...]  # offset and size in bytes of each slice in the value of its item
     rows: tuple[Row, ...]  # from the payload to the values of the items
     nbytes: int  # of the payload, in the dtypes of the keys
-    is_alone: bool = False  # made for one call, whose values may have other dtypes than the keys
+    is_alone: bool = False  # made for one call: its bytes may be in another dtype than the key, or encoded
     uses: int = 0
     batch: int = 0  # its number as a batch; 0 until it is declared
     declared_to: int = 0  # the incarnation of the server that was told
@@ -45,17 +46,21 @@ class MessagePlans:
     def __init__(self, view: ViewState, *, batches: bool) -> None:
         self._view = view
         self._batches = batches
-        self._plans: dict[tuple[WorkerKey, ...], list[MessagePlan]] = {}
+        self._plans: dict[tuple[tuple[WorkerKey, ...], tuple[int, ...]], list[MessagePlan]] = {}
         self._last_batch = 0
 
-    def of(self, keys: Sequence[WorkerKey]) -> list[MessagePlan]:
-        """The plans of a call on these keys: worked out once, and kept for the next call on the same keys."""
-        names = tuple(keys)
-        plans = self._plans.get(names)
+    def of(self, keys: Sequence[WorkerKey], without: tuple[int, ...] = ()) -> list[MessagePlan]:
+        """The plans of a call on these keys: worked out once, and kept for the next call on the same keys.
+
+        Args:
+            without: the places of keys that have plans of their own, see `plan_slices`.
+        """
+        call = tuple(keys), without
+        plans = self._plans.get(call)
         if plans is None:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
-            plans = self._plans[names] = plan_messages(keys, self._view.settings.slice_bytes)
+            plans = self._plans[call] = plan_messages(keys, self._view.settings.slice_bytes, without=without)
         return plans
 
     def clear(self) -> None:
@@ -116,27 +121,36 @@ class _OpenMessage:
         return MessagePlan(self.partition, tuple(self.slice_ids), tuple(self.items), tuple(self.ranges), rows, nbytes)
 
 
-def plan_slices(keys: Sequence[WorkerKey], given: Sequence[KeySpec | None]) -> list[MessagePlan]:
-    """A message per slice, for values of these specs (None: the key's), which may have other dtypes than the keys."""
+def plan_slices(keys: Sequence[WorkerKey], items: Sequence[Item], coded: Sequence[int]) -> list[MessagePlan]:
+    """A message per slice of the items in the places `coded`, whose bytes are not what the key has."""
     plans = []
-    for item, (key, spec) in enumerate(zip(keys, given, strict=True)):
+    for item in coded:
+        key = keys[item]
         assert key.spec is not None
-        itemsize = DTYPES[key.spec.dtype].itemsize
-        given_itemsize = itemsize if spec is None else DTYPES[spec.dtype].itemsize
+        ranges = _ranges(key.spec, items[item])
         for index, partition in enumerate(key.partitions):
             offset, nbytes = key.spec.span(index)
-            range_ = offset // itemsize * given_itemsize, nbytes // itemsize * given_itemsize
             plan = MessagePlan(
                 partition,
                 (SliceId(key.name, index, key.creation),),
                 (item,),
-                (range_,),
+                (ranges[index],),
                 (Row(offset, 0, nbytes),),
                 nbytes,
                 is_alone=True,
             )
             plans.append(plan)
     return plans
+
+
+def _ranges(spec: KeySpec, item: Item) -> Sequence[tuple[int, int]]:
+    """Where the slices of a key of this spec are in the source of the item."""
+    if item.encoded is not None:
+        return item.encoded.ranges
+    itemsize = DTYPES[spec.dtype].itemsize
+    given = itemsize if item.spec is None else DTYPES[item.spec.dtype].itemsize
+    spans = [spec.span(index) for index in range(spec.num_slices)]
+    return [(offset // itemsize * given, nbytes // itemsize * given) for offset, nbytes in spans]
 
 
 def header_nbytes(key: WorkerKey, *, with_spec: bool = False) -> int:
@@ -147,15 +161,20 @@ def header_nbytes(key: WorkerKey, *, with_spec: bool = False) -> int:
     return nbytes
 
 
-def plan_messages(keys: Sequence[WorkerKey], limit: int, *, with_specs: bool = False) -> list[MessagePlan]:
+def plan_messages(
+    keys: Sequence[WorkerKey], limit: int, *, with_specs: bool = False, without: Collection[int] = ()
+) -> list[MessagePlan]:
     """Cuts the keys into slices and packs those of each partition, in order, into messages of at most `limit` bytes.
 
     Args:
         with_specs: the header has the specs of the keys too.
+        without: the places of keys that are left out.
     """
     messages: list[_OpenMessage] = []
     open_: dict[int, _OpenMessage] = {}
     for item, key in enumerate(keys):
+        if item in without:
+            continue
         assert key.spec is not None
         header = header_nbytes(key, with_spec=with_specs)
         for index, partition in enumerate(key.partitions):

@@ -12,6 +12,7 @@ from kvd.core.membership import ViewState
 from kvd.core.outbox import Entry, Outbox
 from kvd.core.worker.asking import Asker, is_kept
 from kvd.core.worker.calls import COMPLETED, Call, CallBook
+from kvd.core.worker.codings import coding_of, method_of
 from kvd.core.worker.keys import KeyState, WorkerKey
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans, plan_slices
 from kvd.core.worker.open_pushes import OpenPushes
@@ -41,7 +42,6 @@ from kvd.errors import (
 from kvd.protocol.messages import (
     ABSENT,
     ANY_CLOCK,
-    Cast,
     DeclareBatch,
     Done,
     Part,
@@ -54,14 +54,6 @@ from kvd.protocol.messages import (
     Uncounted,
     Values,
 )
-from kvd.protocol.specs import KeySpec
-
-
-def cast_of(key: WorkerKey, spec: KeySpec | None) -> Cast | None:
-    """What the server has to do with a value of this spec when it arrives; None: it has the dtype of the key."""
-    assert key.spec is not None
-    return None if spec is None or spec.dtype == key.spec.dtype else Cast(spec.dtype, key.spec.dtype)
-
 
 NO_STEPS = Steps(0, 0)  # of a pull
 
@@ -132,7 +124,7 @@ class Transfer:
             return error
         is_left_out = transfer.push and self._participation.leaves_out(transfer.place)
         if is_left_out:
-            transfer = replace(transfer, push=False, cast=False)
+            transfer = replace(transfer, push=False, cast=False, some_encoded=False)
             self._pushes.settle(call)
         call.start()
         windows = [key.window for key in call.keys]
@@ -167,12 +159,12 @@ class Transfer:
         return None
 
     def _plans_of(self, call: Call, transfer: requests.Transfer) -> Sequence[MessagePlan]:
-        """Slices that the server has to convert travel one by one, so that the sizes of others do not matter."""
-        if transfer.cast:
-            specs = [item.spec for item in transfer.items]
-            if any(cast_of(key, spec) is not None for key, spec in zip(call.keys, specs, strict=True)):
-                return plan_slices(call.keys, specs)
-        return self._plans.of(call.keys)
+        """Slices that the server has to decode travel one by one, so that the sizes of others do not matter."""
+        if not transfer.cast and not transfer.some_encoded:
+            return self._plans.of(call.keys)
+        pairs = zip(call.keys, transfer.items, strict=True)
+        coded = tuple([place for place, (key, item) in enumerate(pairs) if method_of(key, item) is not None])
+        return [*plan_slices(call.keys, transfer.items, coded), *self._plans.of(call.keys, without=coded)]
 
     def _error(self, call: Call, transfer: requests.Transfer) -> KvdError | None:
         if transfer.push:
@@ -201,8 +193,6 @@ class Transfer:
         )
         number = self._asker.number()
         if transfer.push:
-            item = plan.items[0]
-            cast = cast_of(progress.call.keys[item], transfer.items[item].spec) if plan.is_alone else None
             step, settled = progress.steps
             push = Push(
                 number,
@@ -210,7 +200,7 @@ class Transfer:
                 transfer.how,
                 transfer.samples,
                 transfer.pull,
-                cast=cast,
+                coding=coding_of(progress.call.keys[plan.items[0]], transfer.items[plan.items[0]], plan),
                 step=step,
                 settled=settled,
                 place=transfer.place,

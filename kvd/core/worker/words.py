@@ -28,6 +28,7 @@ _OF_REQUEST: dict[type[Any], str] = {
 _OF_MESSAGE: dict[type[Any], str] = {
     messages.SetOptimizer: "set_optimizer",
     messages.UpdateOptimizer: "update_optimizer",
+    messages.CompressorQuery: "set_gradient_compression",
     messages.OptimizerQuery: "save_optimizer_states",
     messages.FetchState: "save_optimizer_states",
     messages.StoreState: "load_optimizer_states",

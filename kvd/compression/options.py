@@ -1,0 +1,67 @@
+"""What a program says about gradient compression: a dict of plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvd.compression.registry import known_compressors
+from kvd.compression.rules import Compressor
+from kvd.errors import ConfigError
+from kvd.optimizer.fields import count, kinds, require, shown
+
+DEFAULT_MIN_BYTES = 64 << 10
+
+_OF_ALL = ("min_bytes", "ef")
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """How this worker compresses what it pushes.
+
+    Attributes:
+        min_bytes: values of fewer bytes are sent plain.
+        feeds_back: what compression leaves of a push is added to the next one of the key (error feedback).
+    """
+
+    compressor: Compressor
+    min_bytes: int = DEFAULT_MIN_BYTES
+    feeds_back: bool = True
+
+
+def parse(params: object) -> Compression | None:
+    """What ``set_gradient_compression`` is given; None: the type "none", no compression.
+
+    Raises:
+        ConfigError: it is no such dict. ``setting`` names the entry.
+    """
+    if not isinstance(params, Mapping):
+        text = f'gradient compression is a dict such as {{"type": "2bit"}}, not {shown(params)}'
+        raise ConfigError(text, setting="type")
+    known = known_compressors()
+    name = params.get("type")
+    if not isinstance(name, str) or (name not in known and name != "none"):
+        said = "no type is given" if "type" not in params else f"no compressor is called {shown(name)}"
+        raise ConfigError(f"{said}; there are {', '.join(known)} and none", setting="type")
+    given = {option: value for option, value in params.items() if option != "type"}
+    if name == "none":
+        _check_names(name, given, ())
+        return None
+    cls = known[name]
+    _check_names(name, given, (*kinds(cls), *_OF_ALL))
+    min_bytes = count("min_bytes", given.pop("min_bytes", DEFAULT_MIN_BYTES))
+    require("min_bytes", min_bytes >= 0, "≥ 0", min_bytes)
+    feeds_back = _feeds_back(given.pop("ef"), cls) if "ef" in given else cls.feeds_back
+    return Compression(cls(**given), min_bytes, feeds_back)
+
+
+def _feeds_back(ef: object, cls: type[Compressor]) -> bool:
+    require("ef", ef in ("vanilla", "none"), '"vanilla" or "none"', ef)
+    return ef == "vanilla"
+
+
+def _check_names(name: str, given: Mapping[object, object], known: tuple[str, ...]) -> None:
+    for option in given:
+        if option not in known:
+            has = f"it has {', '.join(known)}" if known else "it has no options"
+            raise ConfigError(f"the compressor {name} has no option {shown(option)}: {has}", setting=str(option)[:80])

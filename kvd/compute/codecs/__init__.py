@@ -1,0 +1,10 @@
+"""The arithmetic of compressors: values to bytes and back. ``kvd.compression`` has their parameters and formulas.
+
+Everything here is NumPy in float32, vectorised; the bytes do not depend on the machine. Numbers of several bytes are
+little-endian.
+"""
+
+from kvd.compute.codecs.base import Codec, codec_of
+from kvd.compute.codecs.feedback import encode, encode_fed_back
+
+__all__ = ["Codec", "codec_of", "encode", "encode_fed_back"]

@@ -1,0 +1,61 @@
+"""What a codec is, and which one a compressor has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvd.compression import BF16, FP16, Compressor, OneBit, TwoBit
+from kvd.compute.codecs.bits import OneBitCodec, TwoBitCodec
+from kvd.compute.codecs.rounded import RoundedCodec
+from kvd.compute.tensors import BFLOAT16
+
+Floats: TypeAlias = NDArray[np.float32]
+Bytes: TypeAlias = NDArray[np.uint8]
+
+
+class Codec(Protocol):
+    """Encodes and decodes slices of a value. It holds no state: threads share it."""
+
+    def max_nbytes(self, size: int) -> int:
+        """The most bytes that ``size`` elements take."""
+
+    def encode(self, values: Floats, out: Bytes, nonce: int) -> int:
+        """Encode ``values``, which are not changed, into ``out``, which has room for ``max_nbytes`` of them.
+
+        Args:
+            nonce: a number that differs from one call to the next, for what is drawn at random.
+
+        Returns:
+            How many bytes were written.
+        """
+
+    def check(self, data: Bytes, size: int) -> None:
+        """Raise ProtocolError unless ``data``, which a peer sent, decodes into ``size`` elements."""
+
+    def decode(self, data: Bytes, out: Floats) -> None:
+        """Decode what was checked."""
+
+
+# Each maker gets an instance of its class.
+_CODECS: dict[type[Compressor], Callable[[Any], Codec]] = {
+    FP16: lambda _: RoundedCodec(np.dtype("<f2")),
+    BF16: lambda _: RoundedCodec(BFLOAT16),
+    TwoBit: lambda compressor: TwoBitCodec(compressor.threshold),
+    OneBit: lambda compressor: OneBitCodec(compressor.threshold),
+}
+
+
+@lru_cache(64)
+def codec_of(compressor: Compressor) -> Codec:
+    """The codec of a compressor: a built-in one, or what its ``codec()`` returns."""
+    make = _CODECS.get(type(compressor))
+    if make is not None:
+        return make(compressor)
+    own: Any = compressor
+    codec: Codec = own.codec()
+    return codec

@@ -1,0 +1,14 @@
+"""The length of encoded bytes, as a decoder checks it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvd.errors import ProtocolError
+
+
+def check_length(data: NDArray[np.uint8], nbytes: int, size: int) -> None:
+    """Raise ProtocolError unless there are ``nbytes`` bytes for ``size`` elements."""
+    if data.size != nbytes:
+        raise ProtocolError(f"{size} elements are encoded in {nbytes} bytes, not in {data.size}")

@@ -1,0 +1,27 @@
+"""In which form the slices of an item travel, if not as their keys have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvd.core.requests import Item
+from kvd.core.worker.keys import WorkerKey
+from kvd.core.worker.message_plans import MessagePlan
+from kvd.protocol.messages import Coding
+from kvd.protocol.specs import DTYPES
+
+
+def method_of(key: WorkerKey, item: Item) -> Any:
+    """What the server has to decode the bytes of the item with; None: they are those of the key."""
+    assert key.spec is not None
+    if item.encoded is not None:
+        return item.encoded.method
+    return None if item.spec is None or item.spec.dtype == key.spec.dtype else item.spec.dtype
+
+
+def coding_of(key: WorkerKey, item: Item, plan: MessagePlan) -> Coding | None:
+    """What a push of one slice says of its bytes; None: they are those of the key."""
+    if not plan.is_alone:
+        return None
+    assert key.spec is not None
+    return Coding(method_of(key, item), key.spec.dtype, plan.nbytes // DTYPES[key.spec.dtype].itemsize)

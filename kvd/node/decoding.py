@@ -1,0 +1,82 @@
+"""Pushed slices that travel in another form than their key has: in another dtype, or compressed.
+
+What a peer sent is checked when it arrives, so that decoding it cannot fail; it is decoded when it is merged. So a push
+that the machine does not admit costs little, however many elements it says it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvd.compression import from_wire
+from kvd.compute.codecs import Codec, codec_of
+from kvd.compute.quiet import quietly
+from kvd.compute.tensors import named_dtype
+from kvd.core.machine import Buffer
+from kvd.errors import ProtocolError
+from kvd.protocol.messages import Coding, Message, Push
+from kvd.protocol.specs import DTYPES, MAX_SLICE_BYTES
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+FLOAT32: np.dtype[Any] = np.dtype(np.float32)
+
+
+class CodedSlice:
+    """The bytes of a slice as they travelled, checked. In a Span it stands for what they decode into."""
+
+    __slots__ = ("_decode",)
+
+    def __init__(self, decode: Callable[[], Array]) -> None:
+        self._decode = decode
+
+    def decoded(self) -> Array:
+        """The elements of the slice, in the dtype of its key."""
+        return quietly(self._decode)
+
+
+def arrived(message: Message, payload: memoryview | None) -> tuple[Buffer, int, str]:
+    """The payload, for how many bytes of its key it stands, and why it cannot be decoded ("": it can)."""
+    nbytes = 0 if payload is None else payload.nbytes
+    if type(message) is not Push or message.coding is None or payload is None:
+        return payload, nbytes, ""
+    data = np.frombuffer(payload, np.uint8) if nbytes else np.empty(0, np.uint8)
+    try:
+        return *_checked(message.coding, data), ""
+    except ProtocolError as error:
+        return payload, nbytes, str(error)
+
+
+def _checked(coding: Coding, data: Array) -> tuple[CodedSlice, int]:
+    wanted = DTYPES.get(coding.wanted)
+    if wanted is None or not wanted.is_float:
+        raise ProtocolError(f"nothing becomes {coding.wanted!r}: it is no floating dtype")
+    nbytes = coding.size * wanted.itemsize
+    if nbytes > MAX_SLICE_BYTES:
+        raise ProtocolError(f"a slice has at most {MAX_SLICE_BYTES} bytes, not {nbytes}")
+    if isinstance(coding.method, str):
+        decode = _cast(coding.method, data, coding)
+    else:
+        codec = codec_of(from_wire(coding.method))
+        codec.check(data, coding.size)
+        decode = partial(_decompressed, codec, data, coding.size, named_dtype(coding.wanted))
+    return CodedSlice(decode), nbytes
+
+
+def _cast(name: str, data: Array, coding: Coding) -> Callable[[], Array]:
+    given = DTYPES.get(name)
+    if given is None or not given.is_float:
+        raise ProtocolError(f"nothing is made of {name!r:.40}: it is no floating dtype")
+    if data.size != coding.size * given.itemsize:
+        raise ProtocolError(f"{coding.size} elements of {name} have {coding.size * given.itemsize} bytes")
+    return partial(data.view(named_dtype(name)).astype, named_dtype(coding.wanted))
+
+
+def _decompressed(codec: Codec, data: Array, size: int, dtype: np.dtype[Any]) -> Array:
+    values = np.empty(size, FLOAT32)
+    codec.decode(data, values)
+    return values if dtype == FLOAT32 else values.astype(dtype)
