@@ -21,6 +21,7 @@ from kvd.errors import (
     KeyExists,
     KeyNotFound,
     KvdError,
+    MergeMismatch,
     NodeLost,
     NotAllowed,
     NotResumed,
@@ -34,14 +35,17 @@ from kvd.errors import (
 )
 
 if TYPE_CHECKING:
-    from kvd import aio, optimizer
+    from kvd import aio, initializer, optimizer
     from kvd.client.calls.backend import Node
     from kvd.client.calls.handle import Handle
+    from kvd.client.calls.staleness import Staleness
     from kvd.client.cluster.observer import Reading
     from kvd.client.facades.blocking import KVStore, create
     from kvd.client.facades.observer import Observer
     from kvd.client.registry import KVStoreBase, register_store
     from kvd.config import Config
+    from kvd.tables.description import RowSparse
+    from kvd.tables.row_values import RowSparseArray
 
 __version__ = "0.1.0"
 
@@ -54,9 +58,13 @@ __all__ = [
     "Observer",
     "Reading",
     "Node",
+    "RowSparse",
+    "RowSparseArray",
+    "Staleness",
     "Config",
     "aio",
     "errors",
+    "initializer",
     "optimizer",
     "KvdError",
     "ConfigError",
@@ -76,6 +84,7 @@ __all__ = [
     "KeyExists",
     "ShapeMismatch",
     "DtypeMismatch",
+    "MergeMismatch",
     "NotAllowed",
     "VersionUnavailable",
 ]
@@ -86,12 +95,16 @@ _WHEN_USED = {
     "KVStore": "kvd.client.facades.blocking",
     "Handle": "kvd.client.calls.handle",
     "Node": "kvd.client.calls.backend",
+    "Staleness": "kvd.client.calls.staleness",
     "Config": "kvd.config",
+    "RowSparse": "kvd.tables.description",
+    "RowSparseArray": "kvd.tables.row_values",
     "Observer": "kvd.client.facades.observer",
     "Reading": "kvd.client.cluster.observer",
     "KVStoreBase": "kvd.client.registry",
     "register_store": "kvd.client.registry",
     "aio": "",
+    "initializer": "",
     "optimizer": "",
 }
 

@@ -22,6 +22,7 @@
         ├── KeyExists
         ├── ShapeMismatch    (also a ValueError)
         ├── DtypeMismatch    (also a TypeError)
+        ├── MergeMismatch    (also a ValueError)
         └── NotAllowed
             └── VersionUnavailable   the servers do not have a version, or not yet
 
@@ -236,6 +237,10 @@ class ShapeMismatch(RemoteError, ValueError):
 
 class DtypeMismatch(RemoteError, TypeError):
     """An array has another dtype than its key."""
+
+
+class MergeMismatch(RemoteError, ValueError):
+    """A key is made again with another merge than it has."""
 
 
 class NotAllowed(RemoteError):

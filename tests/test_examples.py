@@ -83,6 +83,17 @@ def test_allreduce_logistic(workers: int) -> None:
         assert float(last) < 0.2
 
 
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [("dist_async", 2), *[pytest.param(*more, marks=pytest.mark.soak) for more in (("local", 0), ("dist_sync", 3))]],
+)
+def test_local_sgd(kind: str, workers: int) -> None:
+    results = run("local_sgd.py", "--rounds", "8", "--type", kind, workers=workers)
+    assert min(accuracies(results)) > 0.85
+    if kind == "dist_sync":
+        assert len(set(results.values())) == 1
+
+
 def test_a_checkpoint_continues_with_the_same_bits(tmp_path: Path) -> None:
     """Saved by two servers after 30 steps and stopped at 34, loaded by one."""
     run("checkpoint.py", str(tmp_path / "a"), "--steps", "34", workers=2, servers=2)

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from kvd.client.calls.staleness import put_together
 from kvd_cli.connect import as_worker, observer
 from kvd_cli.copies import Report, columns_of, notes_of, partitions_of
 from kvd_cli.flags import common_options
@@ -42,6 +43,10 @@ def status() -> None:
         if paths:
             click.echo()
             print_table(["WORKER", "SERVER", "PATH"], paths)
+        staleness = _staleness_rows(report)
+        if staleness:
+            click.echo()
+            print_table(["WORKER", "PUSHES", "STALENESS", "MAX"], staleness)
         sys.stdout.flush()
         for line in health.advice:
             click.echo(line, err=True)
@@ -142,6 +147,12 @@ def _path_rows(report: Report) -> list[list[object]]:
     return [[worker, ", ".join(ranks), path or "-"] for (worker, path), ranks in sorted(servers.items(), key=_by_rank)]
 
 
+def _staleness_rows(report: Report) -> list[list[object]]:
+    """How stale the pushes of asynchronous workers were: their number, mean and maximum."""
+    found = put_together(report.get("servers", ()))
+    return [[worker, seen.pushes, f"{seen.mean:.2f}", seen.max] for worker, seen in found.items()]
+
+
 def _by_rank(entry: tuple[tuple[str, str], list[str]]) -> tuple[int, list[str]]:
     (worker, _), ranks = entry
     return int(worker.rpartition(" ")[2]), ranks
@@ -150,18 +161,19 @@ def _by_rank(entry: tuple[tuple[str, str], list[str]]) -> tuple[int, list[str]]:
 @click.command()
 @common_options()
 def keys() -> None:
-    """List the keys with their shape, dtype, version and location."""
+    """List the keys with their shape, dtype, merge, version and location."""
     with observer("listing the keys of all servers") as cluster:
         found = cluster.keys()
     if current().output == "json":
         print_json(found)
         return
-    columns = ["KEY", "SHAPE", "DTYPE", "VERSION", "SHARD", "SERVER", "SLICES", "BYTES"]
+    columns = ["KEY", "SHAPE", "DTYPE", "MERGE", "VERSION", "SHARD", "SERVER", "SLICES", "BYTES"]
     rows = [
         [
             key["key"],
             "×".join(map(str, key["shape"])) or "scalar",
             key["dtype"],
+            key["merge"] or "-",
             key["version"],
             key["shard"],
             ", ".join(map(str, key["servers"])),

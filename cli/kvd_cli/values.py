@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import ConfigError
+from kvd.protocol.specs import MERGES
 from kvd_cli.connect import as_worker, observer
 from kvd_cli.flags import common_options
 from kvd_cli.options import OUTPUT_FORMATS, current
@@ -60,15 +61,16 @@ def _value_arguments(command: Command) -> Command:
 
 @click.command()
 @_value_arguments
+@click.option("--merge", type=click.Choice(MERGES), help="how pushes to it are merged; default: as in the cluster")
 @common_options()
-def init(key: str, file: Path, dtype: str | None) -> None:
+def init(key: str, file: Path, dtype: str | None, merge: str | None) -> None:
     """Create KEY with the array in FILE.npy as its value.
 
     This joins the cluster as a worker.
     """
     array = read_array(file, dtype)
     with as_worker(f"making {key!r}") as store:
-        store.init(key, array)
+        store.init(key, array, merge=merge)
 
 
 @click.command()

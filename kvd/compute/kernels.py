@@ -14,13 +14,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvd.compute.scratch import Scratch
-from kvd.errors import ConfigError
 from kvd.optimizer import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
 
 Array = np.ndarray[Any, Any]
 
 KEEPING = "_keeping"
 """Ends the name of a compiled loop that keeps the merged gradient: a replica is given it."""
+
+ROWS = "_rows"
+"""Ends the name of a compiled loop that updates some rows of a table where they lie."""
+
+ROW_LOOPS = frozenset({"sgd", "sgd_momentum", "adam", "adagrad"})
+"""The compiled loops that there are for rows as well."""
 
 
 class Kernel(Protocol):
@@ -57,29 +62,6 @@ class Kernel(Protocol):
         ...
 
 
-def kernel_of(optimizer: Optimizer) -> Kernel:
-    """Return the arithmetic of an optimizer: a built-in kernel, or what the ``kernel()`` of its class returns.
-
-    Raises:
-        ConfigError: the class is not built in and has no ``kernel()``.
-    """
-    # First its own word: a custom class may be derived from a built-in one.
-    make = getattr(optimizer, "kernel", None)
-    if make is not None:
-        kernel: Kernel = make()
-        return kernel
-    match optimizer:
-        case SGD():
-            return SGDKernel(optimizer)
-        case Adam() | AdamW():
-            return AdamKernel(optimizer)
-        case Adagrad():
-            return AdagradKernel(optimizer)
-        case RMSProp():
-            return RMSPropKernel(optimizer)
-    raise ConfigError(f"{type(optimizer).__name__} has no kernel(): it says nothing to calculate")
-
-
 def loop_name(kernel: Kernel) -> str | None:
     """The loop of :mod:`kvd.compute.jit` that equals a built-in kernel; None for all other kernels."""
     # By the very type: a kernel derived from a built-in one may calculate something else.
@@ -95,15 +77,6 @@ def loop_name(kernel: Kernel) -> str | None:
         rmsprop: RMSProp = kernel.optimizer  # type: ignore[attr-defined]
         return "rmsprop" + "_centered" * rmsprop.centered + "_momentum" * bool(rmsprop.momentum)
     return None
-
-
-def scalars(optimizer: Optimizer, step: int) -> tuple[float, ...]:
-    """The numbers of update ``step``, counted from 1: rescale_grad, clip_gradient, wd, then those of the kernel.
-
-    Without ``clip_gradient`` the second is infinite; with a decoupled decay the third is 0. They are plain Python
-    floats: together with the contributions they determine the update.
-    """
-    return (*shared_scalars(optimizer), *kernel_of(optimizer).scalars(step))
 
 
 def shared_scalars(optimizer: Optimizer) -> tuple[float, float, float]:
@@ -126,6 +99,21 @@ def prepare_gradient(gradient: Array, weight: Array, shared: Shared, scratch: Sc
         np.multiply(weight, shared.wd, out=scratch.first)
         gradient = np.add(gradient, scratch.first, out=scratch.gradient)
     return gradient
+
+
+def average(mean: Array, gradient: Array, beta: Array, rest: Array, change: Array) -> None:
+    """``mean = beta·mean + rest·gradient``; overwrites ``change``."""
+    np.multiply(gradient, rest, out=change)
+    np.multiply(mean, beta, out=mean)
+    np.add(mean, change, out=mean)
+
+
+def average_squares(square: Array, values: Array, beta: Array, rest: Array, change: Array) -> None:
+    """``square = beta·square + rest·values²``; overwrites ``change``."""
+    np.multiply(values, values, out=change)
+    np.multiply(change, rest, out=change)
+    np.multiply(square, beta, out=square)
+    np.add(square, change, out=square)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,16 +19,15 @@ from zlib import crc32
 
 import numpy as np
 
+from kvd.compute.catalogue import is_built_in, kernel_of, scalars
 from kvd.compute.compiled import BITS, Function, are_contiguous, as_bits, loop_for
 from kvd.compute.kernels import (
     KEEPING,
     Array,
     Kernel,
     Shared,
-    kernel_of,
     loop_name,
     prepare_gradient,
-    scalars,
     shared_scalars,
 )
 from kvd.compute.merge import (
@@ -179,7 +178,7 @@ def apply_update(
     _check_state(state, rule.slot_names, current)
     if merged is not None:
         _check_like("the merged gradient", merged, current)
-    if rule.name is None:
+    if rule.is_custom:
         _update_by_custom_kernel(rule, plan, numbers, state, current, out, tile, merged)
         return
     slots = _open_state(state, rule.slot_names, current)
@@ -199,33 +198,35 @@ class _Rule:
         shared: the numbers of the steps that all optimizers share.
         cast: the same in the compute dtype; None for a custom kernel.
         slot_names: what the kernel keeps.
-        name: of the compiled loops that equal the kernel; None if there are none.
+        is_custom: the kernel is not ours.
     """
 
-    __slots__ = ("_keeping", "_long", "_short", "cast", "kernel", "name", "optimizer", "shared", "slot_names")
+    __slots__ = ("_keeping", "_long", "_short", "cast", "is_custom", "kernel", "optimizer", "shared", "slot_names")
 
     def __init__(self, optimizer: Optimizer, dtype: np.dtype[Any]) -> None:
         self.optimizer = optimizer
         self.kernel = kernel_of(optimizer)
         self.shared = shared_scalars(optimizer)
         self.slot_names = tuple(self.kernel.slot_names)
-        self.name = loop_name(self.kernel)
-        self.cast: Shared | None = None
-        if self.name is not None:
-            self.cast = quietly(Shared.of, self.shared, accumulator_dtype(dtype))
-            self._short = loop_for(self.name, dtype, dtype)
-            self._keeping = loop_for(self.name + KEEPING, dtype, dtype)
-            self._long = loop_for(self.name, accumulator_dtype(dtype), dtype)
+        self.is_custom = not is_built_in(self.kernel)
+        self.cast = None if self.is_custom else quietly(Shared.of, self.shared, accumulator_dtype(dtype))
+        name = loop_name(self.kernel)
+        self._short = None if name is None else loop_for(name, dtype, dtype)
+        self._keeping = None if name is None else loop_for(name + KEEPING, dtype, dtype)
+        self._long = None if name is None else loop_for(name, accumulator_dtype(dtype), dtype)
 
     def function(
         self, plan: MergePlan, current: Array, out: Array, slots: Sequence[Array], merged: Array | None
     ) -> Function | None:
         """The compiled loop that is ready for this update, if any."""
-        if not are_contiguous(plan.contributions, (current, out) if merged is None else (current, out, merged), slots):
-            return None
         if plan.is_short and plan.dtype == current.dtype:
-            return (self._short if merged is None else self._keeping).ready(current.size)
-        return self._long.ready(current.size)
+            loop = self._short if merged is None else self._keeping
+        else:
+            loop = self._long
+        arrays = (current, out) if merged is None else (current, out, merged)
+        if loop is None or not are_contiguous(plan.contributions, arrays, slots):
+            return None
+        return loop.ready(current.size)
 
 
 _MANY_RULES = 1024
@@ -239,7 +240,7 @@ def _rule_of(optimizer: Optimizer, dtype: np.dtype[Any]) -> _Rule:
     rule = _rules.get((id(optimizer), dtype))
     if rule is None:
         rule = _Rule(optimizer, dtype)
-        if rule.name is None:
+        if rule.is_custom:
             return rule  # a custom kernel may have state: each update gets a new one
         if len(_rules) >= _MANY_RULES:
             _rules.clear()

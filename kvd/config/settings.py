@@ -70,7 +70,9 @@ class Config:
     )
     replicas: int = declare(1, "number of copies of every value; with 2, any one server may die", minimum=1, maximum=2)
     num_shards: int = declare(840, "number of placement slots", minimum=1, maximum=4096)
-    merge: str = declare("sum", "how contributions are merged", choices=("sum", "mean", "weighted"))
+    merge: str = declare(
+        "sum", "how contributions are merged, of keys without a merge of their own", choices=("sum", "mean", "weighted")
+    )
     staleness: int | None = declare(
         None, "clocks by which a worker may lead the slowest one in dist_async; none: no limit", minimum=0
     )

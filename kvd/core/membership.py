@@ -199,7 +199,7 @@ class ViewState:
         return self.partitions[partition].backup if self.partitions else NO_RANK
 
     def lineage_of(self, partition: int) -> int:
-        """What changes when a partition is lost, and begins anew without contents; 0 if nobody leads it yet."""
+        """What changes when a partition is lost, and starts over without contents; 0 if nobody leads it yet."""
         if self.partitions:  # a view may lie, and know fewer
             return self.partitions[partition].lineage if partition < len(self.partitions) else 0
         if self.settings.replicas > 1:

@@ -191,7 +191,7 @@ class Outbox:
             self.settle(entry)
 
     def redirect(self, peer_for: Callable[[Entry], Peer]) -> list[Entry]:
-        """Others take the place of some peers: what is open at these begins anew at the others, with the same numbers
+        """Others take the place of some peers: what is open at these begins again at the others, with the same numbers
         and bytes, in the order of `add`. Answers of the old peers do not count any more.
 
         Args:

@@ -16,7 +16,7 @@ from kvd.protocol.messages import MAX_TEXT_CHARS, WITHIN_HOST, Attach, Epoch, Er
 from kvd.transport.base import MAX_PAYLOAD_BYTES, Transport
 
 STATUS_PAUSE = 10  # times what it took to make a report, until another one is made
-QUICK_REPORT_S = 0.005  # reports that take less are always made anew
+QUICK_REPORT_S = 0.005  # reports that take less are made each time
 MAX_REPORTS = 64  # one for each run
 
 logger = logging.getLogger("kvd.node")

@@ -6,13 +6,36 @@ import dataclasses
 import functools
 import logging
 
+from kvd.optimizer.accumulated import AdaDelta, Ftrl
+from kvd.optimizer.delays import DCASGD
 from kvd.optimizer.fields import kinds
-from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
+from kvd.optimizer.moments import FTML, Adamax, Nadam
+from kvd.optimizer.outer import DelayedNesterov
+from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp, RowWiseAdagrad
+from kvd.optimizer.signs import Signum
 
 ENTRY_POINT_GROUP = "kvd.optimizers"
 """The group of entry points in which optimizers of your own are installed on the servers."""
 
-_BUILT_IN: dict[str, type[Optimizer]] = {cls.__name__: cls for cls in (SGD, Adam, AdamW, Adagrad, RMSProp)}
+_BUILT_IN: dict[str, type[Optimizer]] = {
+    cls.__name__: cls
+    for cls in (
+        SGD,
+        Adam,
+        AdamW,
+        Adagrad,
+        RowWiseAdagrad,
+        RMSProp,
+        AdaDelta,
+        Adamax,
+        Nadam,
+        Ftrl,
+        Signum,
+        FTML,
+        DelayedNesterov,
+        DCASGD,
+    )
+}
 
 _COMMON_FIELDS = {"learning_rate", "wd", "rescale_grad", "clip_gradient"}
 

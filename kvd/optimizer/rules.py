@@ -1,10 +1,10 @@
-"""The optimizers: their fields, their formulas, and where these come from.
+"""What all optimizers share, and those that most programs use: their fields, formulas, and where these come from.
 
 In every formula ``w`` is the weight, ``t`` the number of this update counted from 1, ``η`` the learning rate of update
 ``t``, and ``g`` the gradient after the steps that all optimizers share, in this order::
 
     g = clip(rescale_grad · merged, −clip_gradient, clip_gradient)      without clip_gradient: g = rescale_grad · merged
-    g = g + wd · w                                                      except AdamW
+    g = g + wd · w                                                      except AdamW and Ftrl
 
 Where a difference from MXNet is named, it is from the last releases of MXNet 1.
 """
@@ -43,6 +43,9 @@ class Optimizer:
 
     decoupled_wd: ClassVar[bool] = False
     """True if the rule itself decays the weight: ``wd · w`` is then not added to the gradient."""
+
+    compensates_delay: ClassVar[bool] = False
+    """True for DCASGD: asynchronous servers then keep the version that each worker has pulled."""
 
     def __post_init__(self) -> None:
         normalise(self)
@@ -131,7 +134,7 @@ class Adam(Optimizer):
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""
-        _check_betas(self.beta1, self.beta2, self.epsilon)
+        check_betas(self.beta1, self.beta2, self.epsilon)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,7 @@ class AdamW(Optimizer):
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""
-        _check_betas(self.beta1, self.beta2, self.epsilon)
+        check_betas(self.beta1, self.beta2, self.epsilon)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +202,22 @@ class Adagrad(Optimizer):
         """Raise ConfigError if a field of this optimizer is out of its range."""
         require("lr_decay", self.lr_decay >= 0, "≥ 0", self.lr_decay)
         require("epsilon", self.epsilon >= 0, "≥ 0", self.epsilon)
+
+
+@dataclass(frozen=True, slots=True)
+class RowWiseAdagrad(Adagrad):
+    """Adagrad with one accumulator for each row of a table, in place of one for each element.
+
+    ::
+
+        s = s + mean(g²)                            s starts at 0; the mean is over the row
+        w = w − η / (1 + (t − 1)·lr_decay) · g / (√s + ε)
+
+    The rule that FBGEMM, the library behind TorchRec, calls exact row-wise Adagrad. Its state is a number per row. In
+    keys that are no tables each element counts as a row of its own: there it is :class:`Adagrad`.
+
+    Args, and errors: those of :class:`Adagrad`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +264,8 @@ class RMSProp(Optimizer):
         require("momentum", self.momentum >= 0, "≥ 0", self.momentum)
 
 
-def _check_betas(beta1: float, beta2: float, epsilon: float) -> None:
+def check_betas(beta1: float, beta2: float, epsilon: float) -> None:
+    """Raise ConfigError if one of these three, which many optimizers have, is out of its range."""
     require("beta1", 0 <= beta1 < 1, "in [0, 1)", beta1)
     require("beta2", 0 <= beta2 < 1, "in [0, 1)", beta2)
     require("epsilon", epsilon >= 0, "≥ 0", epsilon)

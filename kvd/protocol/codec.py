@@ -37,6 +37,7 @@ from kvd.protocol.specs import (
     MAX_KEY_CHARS,
     MAX_KEY_NBYTES,
     MAX_SLICE_BYTES,
+    MERGES,
     MIN_SLICE_BYTES,
     KeySpec,
 )
@@ -197,6 +198,7 @@ _spec_fields = _record_of(
         _text(Limit(1, 16)),
         _list_of(_whole(Limit(0, MAX_KEY_NBYTES)), Limit(0, MAX_DIMENSIONS)),
         _whole(Limit(MIN_SLICE_BYTES, MAX_SLICE_BYTES)),
+        _text(Limit(0, 8)),
     ],
 )
 
@@ -206,6 +208,8 @@ def _spec(value: object) -> object:
     assert isinstance(spec, KeySpec)
     if spec.dtype not in DTYPES:
         raise ProtocolError(f"no dtype is called {_short(spec.dtype)}; there are {', '.join(DTYPES)}")
+    if spec.merge and spec.merge not in MERGES:
+        raise ProtocolError(f"no merge is called {_short(spec.merge)}; there are {', '.join(MERGES)}")
     if spec.nbytes > MAX_KEY_NBYTES or spec.slice_bytes % 64:
         raise ProtocolError(f"a key of at most {MAX_KEY_NBYTES} bytes in slices of a multiple of 64, got {spec}")
     return spec
@@ -235,7 +239,7 @@ def _plain_form(value: KeySpec | Enum) -> object:
     """The only values in messages that msgpack cannot write by itself."""
     if isinstance(value, Enum):
         return value.value
-    return [value.dtype, value.shape, value.slice_bytes]
+    return [value.dtype, value.shape, value.slice_bytes, value.merge]
 
 
 def check_for(annotation: Any) -> Check:

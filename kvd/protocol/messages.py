@@ -254,6 +254,7 @@ class KeyEntry(NamedTuple):
     bytes_led: Number
     version: Number  # the smallest of its slices on that server
     live: bool
+    merge: Annotated[str, Limit(0, 8)] = ""  # its own; "": the cluster's
 
 
 class Quiet(NamedTuple):
@@ -802,13 +803,14 @@ class TheyAre:
 class StepInto:
     """My rank takes part again: in a slice that the loop beginning with step `first` pushes, from its step `step` on
     (numbers among the steps of all loops), in all others from their next rounds on. In asynchronous training it goes on
-    with as many pushes as any rank has made. Answered with Done, when your rounds wait for my rank, in the view that I
-    know or a later one."""
+    with as many pushes as any rank has made. With `is_past_loop` the loop ends before `step`, and my program goes on
+    behind it. Answered with Done, when your rounds wait for my rank, in the view that I know or a later one."""
 
     KIND: ClassVar[int] = 104
     request: Number
     first: Count
     step: Count
+    is_past_loop: bool = False
 
 
 class Coding(NamedTuple):
@@ -1457,7 +1459,7 @@ class Hold:
 
     The payload is the merged gradient in the dtype in which it was summed (`is_gradient`), which the optimizer is
     applied to; or the new value; or nothing, if the bytes stay as they are. `generation` counts the optimizers that
-    were set: with another one than before, the optimizer's state begins anew.
+    were set: with another one than before, the optimizer's state starts over.
     """
 
     KIND: ClassVar[int] = 81

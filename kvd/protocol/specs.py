@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from kvd.errors import DtypeMismatch, ShapeMismatch
+from kvd.errors import DtypeMismatch, MergeMismatch, ShapeMismatch
 
 MAX_KEY_CHARS = 200
 MAX_DIMENSIONS = 32
 MAX_KEY_NBYTES = 1 << 40
 MIN_SLICE_BYTES = 4 << 10
 MAX_SLICE_BYTES = 16 << 20
+MERGES = ("sum", "mean", "weighted")  # how the contributions of a round become one
 
 
 class Dtype(NamedTuple):
@@ -41,7 +42,9 @@ DTYPES: dict[str, Dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class KeySpec:
-    """The dtype and shape of a key and the size of its slices; fixed when the key is published.
+    """The dtype and shape of a key, the size of its slices, and its own merge; fixed when the key is published.
+
+    `merge`: one of MERGES; "": that of the cluster.
 
     Slice ``i`` holds the bytes ``[i · slice_bytes, (i + 1) · slice_bytes)`` of the C-contiguous value. An empty value
     has one empty slice, so that its rounds close like those of other keys.
@@ -50,6 +53,7 @@ class KeySpec:
     dtype: str
     shape: tuple[int, ...]
     slice_bytes: int
+    merge: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -92,6 +96,25 @@ class KeySpec:
                 key=key,
                 node=node,
             )
+
+    def check_merge(self, other: KeySpec, key: str | int, default: str) -> None:
+        """Raises MergeMismatch if `other`, with which the key is made again, has another merge.
+
+        Args:
+            default: the merge of the cluster.
+        """
+        mine, theirs = (spec.merge or default or "sum" for spec in (self, other))
+        if mine != theirs:
+            told = "" if other.merge else ", that of the cluster, as it names none"
+            text = f"key {key!r} is merged by {mine!r}, and this init wants {theirs!r}{told}: pass merge={mine!r}"
+            raise MergeMismatch(f"{text}, or use another key", key=key)
+
+
+def merge_error(key: str | int, dtype: str, merge: str) -> str | None:
+    """Why no key of this dtype can be merged so, as a text; None if it can."""
+    if merge == "weighted" and not DTYPES[dtype].is_float:
+        return f"key {key!r} is {dtype}: a weighted merge takes float keys only"
+    return None
 
 
 def accumulator_scale(dtype: str) -> int:

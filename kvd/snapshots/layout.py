@@ -2,7 +2,7 @@
 
 A group is some keys that are written one after the other, in parts of their own. The first snapshot has groups of about
 one part, in the order of the names. In a later one, groups stay as they are if none of their keys has changed. The keys
-of the others are put into groups anew, those that have changed apart from those that have not: so keys that rest come
+of the others are grouped again, those that have changed apart from those that have not: so keys that rest come
 to lie among themselves.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 Group: TypeAlias = tuple[str, ...]
 
-MOST_EXTRA = 16  # groups beyond twice as many as there must be: then all are made anew
+MOST_EXTRA = 16  # groups beyond twice as many as there must be: then all are made again
 
 
 class KeyMark(NamedTuple):

@@ -5,7 +5,7 @@
     {"format": "kvd-snapshot", "version": 1, "sha256": of the rest,
      "job", "type", "lineage", "steps", "one_step", "num_workers", "optimizer": [name, {…}] or null,
      "num_keys", "keys": [{"key", "dtype", "shape", "clock", "updates", "weight": [piece, …],
-                           "state": {slot: {"dtype", "pieces": [piece, …]}}}],
+                           "state": {slot: {"dtype", "pieces": [piece, …]}}, "merge": if it has its own}],
      "parts": [{"file", "bytes", "sha256"}]}
 
 A piece is [number of the part, name of the tensor in it, elements]; the pieces of an array, in order, are the array.
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvd.errors import ProtocolError
 from kvd.optimizer import Optimizer, from_wire, to_wire
 from kvd.protocol.messages import BIGGEST
-from kvd.protocol.specs import DTYPES, MAX_DIMENSIONS, MAX_KEY_CHARS, MAX_KEY_NBYTES
+from kvd.protocol.specs import DTYPES, MAX_DIMENSIONS, MAX_KEY_CHARS, MAX_KEY_NBYTES, MERGES, merge_error
 
 FILE = "manifest.json"
 FORMAT = "kvd-snapshot"
@@ -66,6 +66,7 @@ class StoredKey:
     Attributes:
         clock: how many rounds (asynchronous stores: pushes) its value had taken.
         updates: how many updates the optimizer had made.
+        merge: its own merge; "", also in manifests that do not say: that of the cluster.
     """
 
     key: str
@@ -75,6 +76,7 @@ class StoredKey:
     updates: int
     weight: tuple[Piece, ...]
     state: Mapping[str, Slot]
+    merge: str = ""
 
     @property
     def elements(self) -> int:
@@ -177,7 +179,7 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def _key_to_plain(key: StoredKey) -> dict[str, Any]:
-    return {
+    plain = {
         "key": key.key,
         "dtype": key.dtype,
         "shape": list(key.shape),
@@ -189,6 +191,7 @@ def _key_to_plain(key: StoredKey) -> dict[str, Any]:
             for name, slot in key.state.items()
         },
     }
+    return {**plain, "merge": key.merge} if key.merge else plain
 
 
 def _key_from_plain(plain: Any) -> StoredKey:
@@ -198,6 +201,9 @@ def _key_from_plain(plain: Any) -> StoredKey:
         raise ValueError(f"no key is {name[:80]!r} with dtype {dtype[:40]!r} and {len(shape)} dimensions")
     if prod(shape) * DTYPES[dtype].itemsize > MAX_KEY_NBYTES:
         raise ValueError(f"key {name!r} is larger than any key")
+    merge = _text(plain, "merge") if "merge" in plain else ""
+    if merge and (merge not in MERGES or merge_error(name, dtype, merge)):
+        raise ValueError(f"key {name!r} of {dtype} has no merge {merge[:40]!r}")
     slots = plain.get("state")
     if not isinstance(slots, dict):
         raise ValueError(f"key {name!r} has no state")
@@ -207,7 +213,7 @@ def _key_from_plain(plain: Any) -> StoredKey:
             raise ValueError(f"{slot[:80]!r} of key {name!r} is not an array of a state")
         state[slot] = Slot(entry["dtype"], _pieces(entry, "pieces"))
     clock, updates = _whole(plain, "clock"), _whole(plain, "updates")
-    return StoredKey(name, dtype, shape, clock, updates, _pieces(plain, "weight"), state)
+    return StoredKey(name, dtype, shape, clock, updates, _pieces(plain, "weight"), state, merge)
 
 
 def _origin_from_plain(content: Mapping[str, Any]) -> Origin:

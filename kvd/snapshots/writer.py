@@ -64,6 +64,7 @@ class KeyContent(NamedTuple):
     clock: int
     updates: int
     state: Mapping[str, Array]
+    merge: str = ""
 
 
 class SnapshotWriter:
@@ -96,12 +97,14 @@ class SnapshotWriter:
         with _said(path):
             self._folder = NewFolder(path)
 
-    def add(self, key: str, value: Array, clock: int, updates: int, state: Mapping[str, Array]) -> None:
+    def add(
+        self, key: str, value: Array, clock: int, updates: int, state: Mapping[str, Array], merge: str = ""
+    ) -> None:
         """One key. The arrays must not be changed until `finish`.
 
         Args:
             value: in the shape of the key.
-            clock, updates: see `StoredKey`.
+            clock, updates, merge: see `StoredKey`.
             state: the optimizer's arrays by slot, each with as many elements as the value.
         """
         with _said(self._path):
@@ -111,7 +114,7 @@ class SnapshotWriter:
                 for slot, array in state.items()
             }
         name = dtype_name(value.dtype)
-        self._keys.append(StoredKey(key, name, tuple(value.shape), clock, updates, weight, slots))
+        self._keys.append(StoredKey(key, name, tuple(value.shape), clock, updates, weight, slots, merge))
 
     def add_group(self, contents: Sequence[KeyContent], *, rests: bool) -> None:
         """Keys in parts of their own.

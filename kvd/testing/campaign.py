@@ -28,6 +28,7 @@ from kvd.testing.workloads.steps import mostly_together, one_by_one
 from kvd.testing.workloads.tangles import tangled
 from kvd.testing.workloads.training import Training, list_training
 from kvd.testing.workloads.uneven import PER_EPOCH, UnevenLedger
+from kvd.testing.workloads.uneven_losses import uneven_losses
 
 WORKERS = 3
 MOST_WORKERS = 5  # of an elastic job
@@ -143,6 +144,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "uneven": lambda campaign, seed: UnevenLedger(
         WORKERS, EPOCHS * max(PER_EPOCH), epochs=EPOCHS, seed=seed, sync=campaign.mode == "sync"
     ),
+    "uneven losses": lambda campaign, seed: uneven_losses(WORKERS, 2 * EPOCHS, seed),
     "lateness": lambda campaign, seed: LossLedger(WORKERS, LONG, least=campaign.quorum),
     "elastic": lambda campaign, seed: ElasticLedger(MOST_WORKERS, LONG, first=WORKERS),
     "shared": lambda campaign, seed: SharedLedger(WORKERS * STEPS),
@@ -306,86 +308,4 @@ FAILOVERS: dict[str, Campaign] = {
     "watched, servers die": Campaign("watched", mishaps=SERVERS_DIE, servers=3, replicas=2),
     "captured, servers die": Campaign("captured", mishaps=SERVERS_DIE, servers=3, replicas=2),
     "tangles, servers die": Campaign("tangles", mishaps=replace(BUMPY, server_crashes=2), notice_s=0.3, replicas=2),
-}
-
-LOSSES: dict[str, Campaign] = {
-    "losses": Campaign("losses", merge="mean", on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING),
-    "losses, nasty": Campaign(
-        "losses", merge="mean", on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING, faults=NASTY
-    ),
-    "losses, servers die": Campaign(
-        "losses",
-        merge="mean",
-        on_worker_loss="shrink",
-        worker_timeout_s=2.0,
-        mishaps=replace(LOSING, server_crashes=3, cuts=1),
-        servers=3,
-        replicas=2,
-    ),
-}
-
-# Workers come and leave while others train, and die.
-ELASTIC: dict[str, Campaign] = {
-    "elastic": Campaign("elastic", merge="mean", on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING),
-    "elastic, nobody is lost": Campaign(
-        "elastic",
-        merge="mean",
-        on_worker_loss="wait",
-        mishaps=replace(HARD, within_s=40.0),
-        faults=NASTY,
-    ),
-    "elastic, torn records": Campaign(
-        "elastic",
-        merge="mean",
-        on_worker_loss="shrink",
-        worker_timeout_s=2.0,
-        mishaps=replace(LOSING, scheduler_restarts=5),
-        shell=SLOW_DISK,
-    ),
-    "elastic, servers die": Campaign(
-        "elastic",
-        merge="mean",
-        on_worker_loss="shrink",
-        worker_timeout_s=2.0,
-        mishaps=replace(LOSING, server_crashes=3, cuts=1),
-        servers=3,
-        replicas=2,
-    ),
-}
-
-# Workers whose data ends in different steps wait for each other at the end of each epoch.
-UNEVEN: dict[str, Campaign] = {
-    "uneven": Campaign("uneven", merge="mean"),
-    "uneven, nasty": Campaign("uneven", merge="mean", mishaps=LASTING, faults=NASTY),
-    "uneven, late": Campaign("uneven", merge="mean", mishaps=LATE),
-    "uneven, wait": Campaign("uneven", merge="mean", on_worker_loss="wait", mishaps=LATE),
-    "uneven, torn records": Campaign(
-        "uneven", merge="mean", mishaps=replace(LASTING, scheduler_restarts=5), shell=SLOW_DISK
-    ),
-    "uneven, one way": Campaign(
-        "uneven", merge="mean", mishaps=Mishaps(within_s=14.0, crashes=1, pauses=2, one_way_cuts=30)
-    ),
-    "uneven, async, stale by 1": Campaign("uneven", mode="async", staleness=1),
-    "uneven, servers die": Campaign("uneven", merge="mean", mishaps=SERVERS_DIE, servers=3, replicas=2),
-}
-
-# Two go on without a third that holds them up for more than a moment, whatever happens to it.
-LATENESS: dict[str, Campaign] = {
-    "late": Campaign("lateness", merge="mean", quorum=2, on_worker_loss="wait", mishaps=Mishaps()),
-    "late, losses": Campaign(
-        "losses", merge="mean", quorum=2, on_worker_loss="wait", worker_timeout_s=2.0, mishaps=LOSING, faults=NASTY
-    ),
-    "late, shrinks": Campaign(
-        "losses", merge="mean", quorum=2, on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING
-    ),
-    "late, servers die": Campaign(
-        "losses",
-        merge="mean",
-        quorum=2,
-        on_worker_loss="wait",
-        worker_timeout_s=2.0,
-        mishaps=replace(LOSING, server_crashes=3, cuts=1),
-        servers=3,
-        replicas=2,
-    ),
 }

@@ -107,7 +107,7 @@ def check_versions(world: World, process: Process) -> None:
         if pair.leader is None or pair.backup is None or process is not pair.backup.process:
             continue
         if not pair.leader.machine.leads(pair.partition) or pair.backup.machine.leads(pair.partition):
-            continue  # after a handover, the old leader may have gone on until it knows: then it begins anew
+            continue  # after a handover, the old leader may have gone on until it knows: then it starts over
         for name, slice_ in pair.backup.table.slices.items():
             own = pair.leader.machine.table.slices.get(name)
             if own is not None and own.creation == slice_.creation and slice_.log.closed > own.log.closed:

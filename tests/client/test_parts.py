@@ -174,7 +174,8 @@ def test_arrays_that_are_given_away_count_against_the_memory_budget() -> None:
 
 def test_the_version_of_a_key_on_several_servers_is_the_smallest() -> None:
     observer = Observer.__new__(Observer)
-    observer._engine = SimpleNamespace(machine=SimpleNamespace(view=SimpleNamespace(shards=[0])))  # type: ignore[assignment]
+    view = SimpleNamespace(shards=[0], settings=SimpleNamespace(mode="sync", merge="mean"))
+    observer._engine = SimpleNamespace(machine=SimpleNamespace(view=view))  # type: ignore[assignment]
     rows: dict[str, dict[str, Any]] = {}
     for rank, version in ((0, 3), (1, 2), (2, 4)):
         observer._add_entry(rows, rank, KeyEntry("w", "float32", (5, 2), 1, 40, version, True))
@@ -182,6 +183,7 @@ def test_the_version_of_a_key_on_several_servers_is_the_smallest() -> None:
         "key": "w",
         "dtype": "float32",
         "shape": [5, 2],
+        "merge": "mean",
         "version": 2,
         "slices": 3,
         "bytes": 40,

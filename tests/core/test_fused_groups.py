@@ -29,10 +29,12 @@ A, B, C = b"\1", b"\2", b"\3"
 REFUSAL = Refusal(PushRequest(7, 7), ErrorCode.NOT_ALLOWED, "no")
 
 
-def slice_of(key: str, nbytes: int, dtype: str = "uint8", optimizer: Any = None, current: Any = None) -> Slice:
+def slice_of(
+    key: str, nbytes: int, dtype: str = "uint8", optimizer: Any = None, current: Any = None, merge: str = ""
+) -> Slice:
     log = SliceLog(True, 2, -1, current or key.encode() * nbytes)
     group = FusedGroup(0, log, dtype, optimizer)
-    made = Slice(key, 0, KeySpec(dtype, (nbytes,), 4096), nbytes, 1, group)
+    made = Slice(key, 0, KeySpec(dtype, (nbytes,), 4096, merge), nbytes, 1, group)
     group.take([made])
     return made
 
@@ -52,6 +54,14 @@ def test_slices_lie_one_after_the_other_at_multiples_of_eight() -> None:
     assert [read(entry.span(group.log.current)) for entry in slices] == [b"aaa", b"", b"cccccccc", b"d"]
     whole = bytes(range(17))
     assert [read(entry.span(whole)) for entry in slices] == [whole[:3], b"", whole[8:16], whole[16:]]
+
+
+def test_slices_of_keys_that_are_merged_otherwise_are_not_fused() -> None:
+    assert fused(7, [slice_of("a", 8, merge="sum"), slice_of("b", 8, merge="mean")]) is None
+    assert fused(7, [slice_of("a", 8), slice_of("b", 8, merge="mean")]) is None
+    group = fused(7, [slice_of("a", 8, merge="mean"), slice_of("b", 8, merge="mean")])
+    assert group is not None
+    assert group.merge == "mean"
 
 
 def test_slices_that_are_not_equally_far_are_not_fused() -> None:

@@ -41,7 +41,7 @@ from kvd.protocol.messages import (
     StepsLeft,
     TakeStep,
 )
-from tests.core.fakes import server_id
+from tests.core.fakes import member, server_id
 from tests.core.replica_harness import A, B, C, Cluster
 from tests.core.test_deposed import asked
 from tests.core.test_promotion import OTHERS, elsewhere, ready
@@ -104,6 +104,19 @@ def test_the_two_change_places_without_a_copy(optimizer: Any) -> None:
     version, value = run.pull(0, 3)
     assert version == 3
     assert value.tolist() == ([4, 4] if optimizer is None else [-7.5, -6.5])
+
+
+def test_a_round_that_ends_with_the_view_of_the_handover_is_held_by_the_new_backup() -> None:
+    """Worker 1 comes in after round 1, and worker 0, who owed it a push, is lost: the round has no contribution."""
+    run = ready()
+    run.say(1, Activate(run.request(), "w", 1))
+    wind_down(run)
+    run.workers[0] = member("worker", 0, "lost")
+    run.look([BY_B, *OTHERS])
+    logs = [table.slices["w", 0].log for table in (run.nodes[B].table, run.nodes[A].held().table)]
+    assert [log.version for log in logs] == [1, 1]
+    run.push(1, 2, ONE, at=B)
+    assert [log.version for log in logs] == [2, 2]
 
 
 def test_it_is_handed_back_and_forth() -> None:

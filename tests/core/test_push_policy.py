@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.push_policy import push_error
+from kvd.core.push_policy import is_updated, push_error
 from kvd.protocol.messages import ABSENT, ADD, ASSIGN
 from kvd.protocol.specs import DTYPES
 
@@ -30,7 +30,23 @@ def test_a_float_key_takes_every_push(dtype: str, has_optimizer: bool, merge: st
 @pytest.mark.parametrize("dtype", OTHERS)
 def test_an_optimizer_updates_float_keys_only(dtype: str, merge: str) -> None:
     text = push_error("w", dtype, ADD, has_optimizer=True, merge=merge)
-    assert text == f"key 'w' is {dtype}: optimizers update float keys only"
+    assert text is not None
+    assert text.startswith(f"key 'w' is {dtype}: optimizers update float keys only; ")
+    assert "merge='sum'" in text
+
+
+@pytest.mark.parametrize("own_merge", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", OTHERS)
+def test_a_key_of_integers_with_its_own_merge_is_merged_without_the_optimizer(dtype: str, own_merge: str) -> None:
+    assert push_error("w", dtype, ADD, has_optimizer=True, merge="weighted", own_merge=own_merge) is None
+    assert not is_updated(dtype)
+
+
+@pytest.mark.parametrize("dtype", OTHERS)
+def test_the_own_merge_of_a_key_comes_before_that_of_the_cluster(dtype: str) -> None:
+    assert push_error("w", dtype, ADD, has_optimizer=False, merge="weighted", own_merge="mean") is None
+    text = push_error("w", dtype, ADD, has_optimizer=False, merge="sum", own_merge="weighted")
+    assert text == f"key 'w' is {dtype}: a weighted merge takes float keys only"
 
 
 @pytest.mark.parametrize("dtype", OTHERS)

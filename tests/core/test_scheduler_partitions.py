@@ -258,7 +258,7 @@ def test_it_says_who_leads_what_by_name() -> None:
     }
     table.kill(1)
     (lost, *_) = table.replace(1)
-    assert lost == "server 1 begins anew, without the contents of partitions 0, 1"
+    assert lost == "server 1 starts over, without the contents of partitions 0, 1"
 
 
 BROKEN = [

@@ -192,3 +192,12 @@ def test_the_rounds_go_on_without_the_idle_and_what_they_have_staged_counts() ->
     assert (clocks.highest, clocks.passed_by) == (2, False)
     harness.push(1, 3, b"\1")
     assert harness.value("w") == b"\4"
+
+
+def test_who_comes_in_behind_the_last_step_of_its_loop_is_behind_the_loop() -> None:
+    """A successor of it would take the points after the loop for passed otherwise."""
+    harness = server()
+    assert said(harness.say(1, StepInto(50, 3, 6))) == [Done(50)]
+    assert one(said(harness.say(1, WhereAre(51, True)))).own == place_of(PlaceKind.STEP, 6)
+    assert said(harness.say(0, StepInto(52, 3, 6, is_past_loop=True))) == [Done(52)]
+    assert one(said(harness.say(0, WhereAre(53, True)))).own == place_of(PlaceKind.OUTSIDE, 6)

@@ -13,7 +13,7 @@ import msgpack
 from kvd.errors import ProtocolError
 from kvd.protocol.codec import MAX_HEADER_BYTES, VERSION, decode, encode
 from kvd.protocol.messages import BIGGEST, Epoch
-from kvd.protocol.specs import DTYPES, MAX_DIMENSIONS, MAX_KEY_NBYTES, KeySpec
+from kvd.protocol.specs import DTYPES, MAX_DIMENSIONS, MAX_KEY_NBYTES, MERGES, KeySpec
 from tests.fuzz.making import KINDS, Maker, fields_of, limit_of
 
 FORMATS = bytes(range(0x80, 0x83)) + bytes(range(0x90, 0x98)) + bytes(range(0xA0, 0xA4)) + bytes(range(0xC0, 0xE1))
@@ -48,6 +48,7 @@ def is_within(annotation: Any, value: Any) -> bool:
         return type(value) is annotation and limit.low <= size <= limit.high
     if annotation is KeySpec:
         fits = len(value.shape) <= MAX_DIMENSIONS and 0 <= value.nbytes <= MAX_KEY_NBYTES and value.slice_bytes > 0
+        fits = fits and value.merge in ("", *MERGES)
         return type(value) is KeySpec and value.dtype in DTYPES and fits
     if isinstance(annotation, UnionType):
         return value is None or is_within(get_args(annotation)[0], value)

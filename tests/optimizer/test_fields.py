@@ -13,12 +13,18 @@ import torch
 
 from kvd.errors import ConfigError
 from kvd.optimizer import (
+    FTML,
     SGD,
+    AdaDelta,
     Adagrad,
     Adam,
+    Adamax,
     AdamW,
+    Ftrl,
+    Nadam,
     Optimizer,
     RMSProp,
+    Signum,
     changes_from_wire,
     changes_to_wire,
     schedule,
@@ -39,6 +45,9 @@ def test_the_arguments_of_sgd_come_in_the_documented_order() -> None:
         (AdamW(), torch.optim.AdamW, {"learning_rate": "lr", "epsilon": "eps", "wd": "weight_decay"}),
         (Adagrad(), torch.optim.Adagrad, {"learning_rate": "lr", "epsilon": "eps", "lr_decay": "lr_decay"}),
         (RMSProp(), torch.optim.RMSprop, {"learning_rate": "lr", "epsilon": "eps", "alpha": "alpha"}),
+        (AdaDelta(), torch.optim.Adadelta, {"learning_rate": "lr", "epsilon": "eps", "rho": "rho"}),
+        (Adamax(), torch.optim.Adamax, {"learning_rate": "lr", "epsilon": "eps", "wd": "weight_decay"}),
+        (Nadam(), torch.optim.NAdam, {"learning_rate": "lr", "epsilon": "eps", "momentum_decay": "momentum_decay"}),
     ],
 )
 def test_defaults_are_those_of_torch(ours: Optimizer, theirs: Any, names: dict[str, str]) -> None:
@@ -68,6 +77,16 @@ def test_defaults_are_those_of_torch(ours: Optimizer, theirs: Any, names: dict[s
         (lambda: AdamW(epsilon=-1), "epsilon"),
         (lambda: Adagrad(lr_decay=-1), "lr_decay"),
         (lambda: RMSProp(alpha=2), "alpha"),
+        (lambda: AdaDelta(rho=1.1), "rho"),
+        (lambda: AdaDelta(epsilon=0), "epsilon"),
+        (lambda: Adamax(beta1=1), "beta1"),
+        (lambda: Nadam(momentum_decay=-1), "momentum_decay"),
+        (lambda: Ftrl(l1=-1), "l1"),
+        (lambda: Ftrl(beta=0), "beta"),
+        (lambda: Signum(momentum=1), "momentum"),
+        (lambda: Signum(wd_lh=-1), "wd_lh"),
+        (lambda: FTML(beta2=1), "beta2"),
+        (lambda: FTML(epsilon=0), "epsilon"),
         (lambda: schedule.Step(0.1, 0, 0.5), "step"),
         (lambda: schedule.Step(0.1, 1.5, 0.5), "step"),  # type: ignore[arg-type]
         (lambda: schedule.Step(0.1, 10, 1.5), "factor"),

@@ -10,13 +10,23 @@ import pytest
 
 from kvd.errors import ProtocolError
 from kvd.optimizer import (
+    DCASGD,
+    FTML,
     SGD,
+    AdaDelta,
     Adagrad,
     Adam,
+    Adamax,
     AdamW,
+    DelayedNesterov,
+    Ftrl,
+    Nadam,
     Optimizer,
     RMSProp,
+    RowWiseAdagrad,
+    Signum,
     from_wire,
+    known_optimizers,
     schedule,
     to_wire,
 )
@@ -31,7 +41,20 @@ EVERY_OPTIMIZER: list[Optimizer] = [
     AdamW(schedule.Polynomial(0.1, 100, power=2.0), beta1=0.8),
     Adagrad(lr_decay=0.1),
     RMSProp(momentum=0.9, centered=True),
+    RowWiseAdagrad(lr_decay=0.1),
+    AdaDelta(0.5, rho=0.8),
+    Adamax(beta1=0.8),
+    Nadam(momentum_decay=0.1),
+    Ftrl(schedule.Step(0.1, 30, 0.5), l1=0.5, beta=2.0),
+    Signum(wd_lh=0.01),
+    FTML(beta1=0.5),
+    DelayedNesterov(0.7, 3, activation=0.1),
+    DCASGD(0.1, momentum=0.5, compensation=0.1),
 ]
+
+
+def test_every_optimizer_is_tried() -> None:
+    assert {type(optimizer) for optimizer in EVERY_OPTIMIZER} == set(known_optimizers().values())
 
 
 @pytest.mark.parametrize("optimizer", EVERY_OPTIMIZER, ids=lambda value: type(value).__name__)

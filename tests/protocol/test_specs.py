@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.errors import DtypeMismatch, ShapeMismatch
-from kvd.protocol.specs import DTYPES, KeySpec, padded, payload_nbytes
+from kvd.errors import DtypeMismatch, MergeMismatch, ProtocolError, ShapeMismatch
+from kvd.protocol.codec import decode, encode
+from kvd.protocol.messages import NO_VIEW, NewKey, Publish
+from kvd.protocol.specs import DTYPES, MERGES, KeySpec, padded, payload_nbytes
 
 
 @pytest.mark.parametrize(
@@ -74,6 +78,32 @@ def test_check_same_names_the_dtypes() -> None:
     with pytest.raises(DtypeMismatch, match="'w' has dtype float32, the given value has float64") as caught:
         KeySpec("float32", (2,), 4096).check_same(KeySpec("float64", (2,), 4096), "w")
     assert (caught.value.key, caught.value.node) == ("w", "")
+
+
+def test_check_merge_takes_the_merge_of_the_cluster_where_none_is_named() -> None:
+    plain, mean = KeySpec("float32", (2,), 4096), KeySpec("float32", (2,), 4096, "mean")
+    for default, one, other in [("mean", plain, mean), ("mean", mean, plain), ("", plain, plain), ("sum", mean, mean)]:
+        one.check_merge(other, "w", default)
+    with pytest.raises(
+        MergeMismatch, match="'w' is merged by 'mean', and this init wants 'sum', that of the"
+    ) as caught:
+        mean.check_merge(plain, "w", "sum")
+    assert caught.value.key == "w"
+    with pytest.raises(MergeMismatch, match="is merged by 'sum', and this init wants 'mean': pass merge='sum'"):
+        plain.check_merge(mean, "w", "")
+
+
+@pytest.mark.parametrize("merge", ["", *MERGES])
+def test_the_merge_of_a_key_travels(merge: str) -> None:
+    message = Publish(1, (KeySpec("float32", (2,), 4096, merge),), (NewKey("w", 0),))
+    assert decode(encode(message, 1, NO_VIEW)).message == message
+
+
+@pytest.mark.parametrize("merge", ["avg", "mean ", "MEAN", "weighted!", 1, None])
+def test_no_other_merge_is_taken_from_the_wire(merge: Any) -> None:
+    message = Publish(1, (KeySpec("float32", (2,), 4096, merge),), (NewKey("w", 0),))
+    with pytest.raises(ProtocolError):
+        decode(encode(message, 1, NO_VIEW))
 
 
 @pytest.mark.parametrize(("nbytes", "next_part"), [(0, 0), (1, 8), (7, 8), (8, 8), (9, 16), (4096, 4096)])

@@ -11,7 +11,8 @@ from kvd.core.scheduler.barriers import _Barrier
 from kvd.core.scheduler.roster import Roster
 from kvd.core.server.rounds import SliceLog
 from kvd.protocol.messages import MemberState
-from kvd.testing.campaign import ELASTIC, LONG, MOST_WORKERS, WORKERS, WORKLOADS, Campaign
+from kvd.testing.absences import ELASTIC
+from kvd.testing.campaign import LONG, MOST_WORKERS, WORKERS, WORKLOADS, Campaign
 from kvd.testing.workloads.elastic import ElasticLedger
 from tests.simulation.mutants_harness import check_caught
 

@@ -10,7 +10,8 @@ import pytest
 from kvd.core.scheduler.roster import Roster
 from kvd.core.server.late import LateWorkers
 from kvd.core.server.rounds import SliceLog
-from kvd.testing.campaign import LATENESS, WORKERS
+from kvd.testing.absences import LATENESS
+from kvd.testing.campaign import WORKERS
 from kvd.testing.mishaps import Mishaps, live_through
 from kvd.testing.process import Coroutine
 from kvd.testing.settings import ClusterSettings, Timeouts

@@ -11,7 +11,8 @@ from kvd.compute import merge
 from kvd.core.server.resume import Resumption
 from kvd.core.server.rounds import SliceLog
 from kvd.core.server.waiting import Waiters
-from kvd.testing.campaign import LONG, LOSSES, WORKERS, WORKLOADS, Campaign
+from kvd.testing.absences import LOSSES
+from kvd.testing.campaign import LONG, WORKERS, WORKLOADS, Campaign
 from kvd.testing.workloads.losses import LossLedger
 from tests.simulation.mutants_harness import check_caught
 

@@ -136,6 +136,9 @@ def test_a_newer_version_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
+        (lambda plain: plain["keys"][0].update(merge="avg"), "key 'large' of float32 has no merge 'avg'"),
+        (lambda plain: plain["keys"][0].update(merge=3), "merge is missing, or no str"),
+        (lambda plain: plain["keys"][1].update(merge="weighted"), "of int64 has no merge 'weighted'"),
         (lambda plain: plain["parts"][0].update(file="../part-00000.safetensors"), "file is"),
         (lambda plain: plain["parts"][0].update(bytes=-1), "bytes is -1"),
         (lambda plain: plain["parts"][0].update(bytes=1 << 40), "larger than any part"),
@@ -172,6 +175,16 @@ def test_a_tensor_of_another_size_is_refused(tmp_path: Path) -> None:
     rewritten(tmp_path / "taken", swap)
     with pytest.raises(SnapshotError, match="does not have the tensor"):
         read_all(tmp_path / "taken")
+
+
+def test_a_key_has_its_own_merge_only_if_the_manifest_says_so(tmp_path: Path) -> None:
+    writer = SnapshotWriter(tmp_path / "taken", ORIGIN)
+    writer.add("mean", np.zeros(2), 1, 0, {}, "mean")
+    writer.add("plain", np.zeros(2), 1, 0, {})
+    writer.finish()
+    plain = json.loads((tmp_path / "taken" / manifest.FILE).read_bytes())
+    assert ["merge" in key for key in plain["keys"]] == [True, False]  # as in manifests from before there were merges
+    assert [key.merge for key in StoredSnapshot.open(tmp_path / "taken").manifest.keys] == ["mean", ""]
 
 
 def test_the_manifest_goes_through_json() -> None:

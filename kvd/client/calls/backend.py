@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.values import Array
 from kvd.errors import ConfigError
@@ -131,7 +132,7 @@ class Values(Protocol):
     `kvd.client.calls.memory_budget`.
     """
 
-    def init(self, key: Any, value: Any) -> Handle: ...
+    def init(self, key: Any, value: Any, merge: MergeChoice = None) -> Handle: ...
 
     def push(
         self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None, cast: bool = False
@@ -153,6 +154,12 @@ class Values(Protocol):
         cast: bool = False,
     ) -> Handle:
         """`copy`: the program may write to the value as soon as this returns. `cast`: as in push and pull."""
+
+
+class Tables(Protocol):
+    """Keys of which a call names rows. `Values` makes them, and pushes to them."""
+
+    def row_sparse_pull(self, key: Any, row_ids: Any, out: Any, priority: int) -> Handle: ...
 
 
 class Assignments(Protocol):
@@ -231,6 +238,9 @@ class Nodes(Protocol):
 
     def is_scheduler_dead(self, timeout_s: float) -> bool: ...
 
+    def push_staleness(self) -> Handle:
+        """Gives the `Staleness` of each worker whose pushes the servers have measured."""
+
     def late_workers(self) -> tuple[str, ...]:
         """The workers that the servers wait for, such as ``"worker 1"``; empty if no server can say. Blocks."""
 
@@ -253,6 +263,7 @@ class Backend:
 
     facts: StoreFacts
     values: Values
+    tables: Tables
     assignments: Assignments
     deletion: Deletion
     binding: Binding

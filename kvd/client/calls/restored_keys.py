@@ -26,11 +26,14 @@ class RestoredKeys:
             for name in names:
                 self._specs.pop(name, None)
 
-    def to_make(self, names: Sequence[str], specs: Sequence[KeySpec]) -> Sequence[int]:
+    def to_make(self, names: Sequence[str], specs: Sequence[KeySpec], merge: str) -> Sequence[int]:
         """The places of those that are still to be made. The others are no longer here.
 
+        Args:
+            merge: that of the cluster.
+
         Raises:
-            ShapeMismatch, DtypeMismatch: one was restored with another spec. All of them stay here.
+            ShapeMismatch, DtypeMismatch, MergeMismatch: one was restored with another spec. All of them stay here.
         """
         if not self._specs:
             return range(len(names))
@@ -38,4 +41,5 @@ class RestoredKeys:
             for name, spec in zip(names, specs, strict=True):
                 if name in self._specs:
                     self._specs[name].check_same(spec, name)
+                    self._specs[name].check_merge(spec, name, merge)
             return [place for place, name in enumerate(names) if self._specs.pop(name, None) is None]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvd.client.calls import checks
 from kvd.client.calls.backend import Node
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.staleness import put_together
 from kvd.client.cluster.answers import answer_bytes
 from kvd.client.cluster.engine import Engine
 from kvd.core import requests
@@ -47,6 +48,12 @@ class ClusterNodes:
 
     def is_scheduler_dead(self, timeout_s: float) -> bool:
         return self.engine.scheduler_silence_s() > timeout_s > 0
+
+    def push_staleness(self) -> Handle:
+        asked = self.engine.submit(requests.Control((StatusQuery(0),)))
+        return Handle(
+            asked, lambda answers: put_together(json.loads(answer_bytes(each)) for each in answers), "push_staleness"
+        )
 
     def late_workers(self) -> tuple[str, ...]:
         try:

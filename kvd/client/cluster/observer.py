@@ -133,20 +133,22 @@ class Observer:
         return unknown
 
     def keys(self) -> list[dict[str, Any]]:
-        """Every key, by name: dtype, shape, version, slices, bytes, the shard of its first slice, and its servers."""
+        """Every key, by name: dtype, shape, merge ("" where there are no rounds), version, slices, bytes, the shard of
+        its first slice, and its servers."""
         rows: dict[str, dict[str, Any]] = {}
         for rank, entry in self._engine.run(list_keys(self._engine)).result():
             self._add_entry(rows, rank, entry)
         return [rows[name] for name in sorted(rows)]
 
     def _add_entry(self, rows: dict[str, dict[str, Any]], rank: int, entry: KeyEntry) -> None:
-        itemsize = DTYPES[entry.dtype].itemsize
+        itemsize, settings = DTYPES[entry.dtype].itemsize, self._engine.machine.view.settings
         row = rows.setdefault(
             entry.key,
             {
                 "key": entry.key,
                 "dtype": entry.dtype,
                 "shape": list(entry.shape),
+                "merge": (entry.merge or settings.merge or "sum") if settings.mode == "sync" else "",
                 "version": entry.version,
                 "slices": 0,
                 "bytes": int(np.prod(entry.shape, dtype=np.int64)) * itemsize,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -52,7 +53,7 @@ async def restore_keys(engine: Engine, snapshot: StoredSnapshot) -> Sequence[tup
             await _make_keys(engine, batch)
             memory.give_back([part for part in _parts_of(batch.keys) if last_use[part] == number])
             number += 1
-    return [(key.key, KeySpec(key.dtype, key.shape, slice_bytes)) for key in keys]
+    return [(key.key, KeySpec(key.dtype, key.shape, slice_bytes, key.merge)) for key in keys]
 
 
 async def has_values(engine: Engine) -> bool:
@@ -80,7 +81,7 @@ def _read(snapshot: StoredSnapshot, keys: Sequence[StoredKey], slice_bytes: int,
     items, states = [], []
     for key in keys:  # value and state lie side by side
         data, spec = source_of(snapshot.value(key, memory), slice_bytes, copy=False)
-        items.append(Item(key.key, spec, data))
+        items.append(Item(key.key, replace(spec, merge=key.merge), data))
         states.append(snapshot.state(key, memory))
     return _Batch(keys, tuple(items), states)
 

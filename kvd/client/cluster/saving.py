@@ -123,7 +123,7 @@ class SnapshotSaver:
         try:
             async with one_ahead(work) as fetched:  # the next keys come while these are written
                 async for values in fetched:
-                    await asyncio.to_thread(_add, writer, values, pieces)
+                    await asyncio.to_thread(_add, writer, values, pieces, specs)
             await asyncio.to_thread(writer.finish)
         except BaseException:
             await asyncio.shield(asyncio.to_thread(writer.abort))
@@ -186,7 +186,7 @@ def _check_is_free(folder: Path) -> None:
 
 
 def _steps(whole: Whole) -> int:
-    """How many steps of its loops every worker has made; 0 in a loop of shared steps, which is made anew."""
+    """How many steps of its loops every worker has made; 0 in a loop of shared steps, which starts over."""
     places: dict[int, int] = {}
     for part in whole.parts:
         if isinstance(part.answer, Captured):
@@ -266,7 +266,9 @@ def _add(
     writer: SnapshotWriter,
     values: Mapping[str, tuple[Array, dict[str, Array]]],
     pieces: Mapping[str, Sequence[_Piece]],
+    specs: Mapping[str, KeySpec],
 ) -> None:
     for name, (value, state) in values.items():
         found = [piece.found for piece in pieces[name]]
-        writer.add(name, value, max(one.version for one in found), max(one.updates for one in found), state)
+        clock, updates = max(one.version for one in found), max(one.updates for one in found)
+        writer.add(name, value, clock, updates, state, specs[name].merge)

@@ -76,7 +76,7 @@ class StateReader:
             if not version.oldest == version.newest == self.clocks[name]:
                 raise NotAllowed(CHANGED, key=name)
         return [
-            KeyContent(name, target.finish(), self.clocks[name], updates, state)
+            KeyContent(name, target.finish(), self.clocks[name], updates, state, self.specs[name].merge)
             for name, target, (updates, state) in zip(names, targets, states, strict=True)
         ]
 

@@ -11,6 +11,7 @@ from kvd.client.calls.casting import CastOuts
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.merging import MergeChoice, own_merges, with_merge
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.unobserved_errors import UnobservedErrors
@@ -58,13 +59,15 @@ class ClusterValues:
         self._compression = compression
         self._submit_push = bound.verified(engine.submit) if check_bound else engine.submit
 
-    def init(self, key: Any, value: Any) -> Handle:
+    def init(self, key: Any, value: Any, merge: MergeChoice = None) -> Handle:
         keys = self._arguments.named(key)
         keys.check_distinct("init")
         names = keys.names
         sources = self._arguments.init_sources(keys, value, copy=self._rank == 0)  # only these are sent
+        sources = with_merge(keys, keys.names, sources, own_merges(keys, merge))
         try:
-            to_make = self._restored.to_make(names, [spec for _, spec in sources])
+            default = self._engine.machine.view.settings.merge
+            to_make = self._restored.to_make(names, [spec for _, spec in sources], default)
         except RemoteError as error:
             return self._watched(names, Handle.failed(self._engine.written.restored(error)))
         items = tuple(Item(names[place], sources[place].spec, sources[place].data) for place in to_make)

@@ -12,7 +12,9 @@ from typing import Any
 from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import Reservation
+from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import AsyncSteps, StepIteration
+from kvd.client.calls.staleness import Staleness
 from kvd.client.cluster.joining import Arrival
 from kvd.client.facades import blocking
 from kvd.client.facades.dead_nodes import count_dead
@@ -43,11 +45,11 @@ class KVStore(StoreProperties):
         self._backend = backend
         self._life = StoreLife(backend)
 
-    async def init(self, key: Any, value: Any) -> None:
-        await self._backend.values.init(key, value)
+    async def init(self, key: Any, value: Any, *, merge: MergeChoice = None) -> None:
+        await self._backend.values.init(key, value, merge)
 
-    def init_async(self, key: Any, value: Any) -> Handle:
-        return self._backend.values.init(key, value)
+    def init_async(self, key: Any, value: Any, *, merge: MergeChoice = None) -> Handle:
+        return self._backend.values.init(key, value, merge)
 
     async def push(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1, cast: bool = False) -> Handle:
         return await _when_there_is_room(
@@ -66,6 +68,12 @@ class KVStore(StoreProperties):
         self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True, *, cast: bool = False
     ) -> Handle:
         return self._backend.values.pull(key, out, priority, cast)
+
+    async def row_sparse_pull(self, key: Any, row_ids: Any, out: Any = None, priority: int = 0) -> Any:
+        return await self._backend.tables.row_sparse_pull(key, row_ids, out, priority)
+
+    def row_sparse_pull_async(self, key: Any, row_ids: Any, out: Any = None, priority: int = 0) -> Handle:
+        return self._backend.tables.row_sparse_pull(key, row_ids, out, priority)
 
     async def bind(self, key: Any) -> Any:
         return await self._backend.binding.bind(key)
@@ -159,6 +167,9 @@ class KVStore(StoreProperties):
     async def restore(self, path: Any, missing_ok: bool = False, or_older: bool = False) -> int | None:
         steps: int | None = await self._backend.snapshots.restore(path, missing_ok, or_older)
         return steps
+
+    async def push_staleness(self) -> dict[str, Staleness]:
+        return dict(await self._backend.nodes.push_staleness())
 
     async def num_dead_node(self, node_id: int, timeout: float = 60) -> int:
         return count_dead(self._backend.nodes, node_id, timeout)

@@ -12,7 +12,9 @@ from typing import Any, Literal, overload
 
 from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import StepIteration, Steps
+from kvd.client.calls.staleness import Staleness
 from kvd.client.cluster.joining import Arrival
 from kvd.client.facades.dead_nodes import count_dead
 from kvd.client.facades.life import StoreLife
@@ -47,22 +49,37 @@ class KVStore(StoreProperties, KVStoreBase):
 
     # ── values ──
 
-    def init(self, key: Key, value: Value) -> None:
+    def init(self, key: Key, value: Value, *, merge: MergeChoice = None) -> None:
         """Makes the key with rank 0's value; returns when every worker may pull it.
+
+        In place of an array the value may be a `kvd.RowSparse`, which makes a table: pushes of `kvd.RowSparseArray` and
+        `row_sparse_pull` name its rows. Types `local` and `device` have tables; a cluster has none yet.
+
+        Args:
+            merge: how the pushes of a round become one: ``"sum"``, ``"mean"``, or ``"weighted"`` by their samples;
+                None: as the cluster's setting says. Of a list of keys, one for all, or a list with one for each. A key
+                of integers that has a merge of its own is not updated by an optimizer: its merged value replaces the
+                stored one.
 
         Raises:
             KeyExists: it is live already (not after a restart of this worker with the same shape and dtype).
-            ShapeMismatch, DtypeMismatch: rank 0 made it with another shape or dtype.
+            ShapeMismatch, DtypeMismatch, MergeMismatch: rank 0 made it with another shape, dtype or merge.
+            NotAllowed: there is no such merge; or it is weighted, and the key holds integers.
             NodeLost: rank 0 is gone.
         """
-        self._blocking().values.init(key, value).wait()
+        self._blocking().values.init(key, value, merge).wait()
 
-    def init_async(self, key: Key, value: Value) -> Handle:
+    def init_async(self, key: Key, value: Value, *, merge: MergeChoice = None) -> Handle:
         """As `init`, without waiting."""
-        return self._blocking().values.init(key, value)
+        return self._blocking().values.init(key, value, merge)
 
     def push(self, key: Key, value: Value, priority: int = 0, *, samples: int = 1, cast: bool = False) -> Handle:
         """Sends a value to be merged. Returns at once, and comes before later calls on the same key.
+
+        To a table it sends rows: a `kvd.RowSparseArray`, a pair of ids and rows, or a sparse tensor of torch, such
+        as the gradient of ``nn.Embedding(sparse=True)``; a list has one per device. Rows of the same id are added up in
+        their order. Only these rows change: an optimizer updates, and decays, no others. A NaN gets no further than its
+        row. Without an optimizer the rows replace those of the table.
 
         Args:
             priority: higher ones leave this worker first.
@@ -83,6 +100,7 @@ class KVStore(StoreProperties, KVStoreBase):
         """Fills `out`, an array or one per device, with the key's value and returns it; None: a new NumPy array.
 
         Args:
+            ignore_sparse: is there for programs of MXNet. A table is never pulled whole: that raises NotAllowed.
             cast: `out` may have another floating dtype than the key: the value is converted when it has arrived.
 
         Raises:
@@ -97,6 +115,27 @@ class KVStore(StoreProperties, KVStoreBase):
     ) -> Handle:
         """As `pull`; `out` is filled when the handle is done, with `cast` when it is waited for."""
         return self._blocking().values.pull(key, out, priority, cast)
+
+    def row_sparse_pull(self, key: Key, row_ids: Value, out: Value = None, priority: int = 0) -> Any:
+        """Rows of a table, in the order in which `row_ids` names them; the same one any number of times.
+
+        A table is a key that was made with `kvd.RowSparse`. A row that was never updated reads as the initializer of
+        the table says. A list of keys takes a list of lists of row ids.
+
+        Args:
+            row_ids: whole numbers, shape (n,): an array of an integer dtype, or a list.
+            out: an array of shape (n, …row shape), or one per device; None: a new NumPy array.
+
+        Raises:
+            KeyNotFound: nobody made the key.
+            NotAllowed: it is no table, or has no such row.
+            ShapeMismatch, DtypeMismatch: `out` does not fit, or the row ids are no whole numbers of one dimension.
+        """
+        return self._blocking().tables.row_sparse_pull(key, row_ids, out, priority).wait()
+
+    def row_sparse_pull_async(self, key: Key, row_ids: Value, out: Value = None, priority: int = 0) -> Handle:
+        """As `row_sparse_pull`; `out` is filled when the handle is done."""
+        return self._blocking().tables.row_sparse_pull(key, row_ids, out, priority)
 
     def bind(self, key: Key) -> Any:
         """Arrays to keep for a key: `(gradient, weight)`, the same in each call; of a list of keys, two lists.
@@ -370,6 +409,13 @@ class KVStore(StoreProperties, KVStoreBase):
         return steps
 
     # ── who is dead ──
+
+    def push_staleness(self) -> dict[str, Staleness]:
+        """How stale the pushes of each worker were so far, by the name of the worker, such as ``"worker 0"``.
+
+        Measured in `dist_async`; empty in all other types.
+        """
+        return dict(self._blocking().nodes.push_staleness().wait())
 
     def num_dead_node(self, node_id: int, timeout: float = 60) -> int:
         """How many of these nodes are dead: declared dead, or silent for `timeout` seconds (0: only the former).

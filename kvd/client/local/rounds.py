@@ -60,7 +60,7 @@ class LocalRounds:
     def version(self, key: Any) -> Handle:
         self._keys.check_open()
         name = self._keys.written.name(key)
-        return self._keys.answered(lambda: self._keys.entry(name).version)
+        return self._keys.answered(lambda: self._keys.version(name))
 
 
 class NoNodes:
@@ -81,6 +81,10 @@ class NoNodes:
 
     def is_scheduler_dead(self, timeout_s: float) -> bool:
         return False
+
+    def push_staleness(self) -> Handle:
+        self._keys.check_open()
+        return Handle.of({})
 
     def late_workers(self) -> tuple[str, ...]:
         return ()

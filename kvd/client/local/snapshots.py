@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ class LocalSnapshots:
 
     def _begin(self, folder: Path, steps: int, published: Callable[[], None] | None = None) -> Handle:
         """Copies the state; the handle says when it is written."""
+        self._keys.check_no_tables("a snapshot does not hold")
         self.wait()
         origin = Origin("", self._type_name, self._lineage, steps, 1, self._updates.optimizer)
         clocks = {name: entry.version for name, entry in self._keys.entries.items()}
@@ -115,14 +117,15 @@ class LocalSnapshots:
         snapshot = find()
         if snapshot is None:
             return None
-        for name in self._keys.entries:
+        for name in (*self._keys.entries, *self._keys.tables):
             text = f"this store has keys already, such as {name!r}: restore comes in place of init and set_optimizer"
             raise NotAllowed(text, key=name)
         origin = snapshot.manifest.origin
         self._updates.adopt(origin.optimizer)
         for key in snapshot.manifest.keys:
             value = snapshot.value(key).copy()
-            entry = self._keys.make(key.key, source_of(value, MAX_SLICE_BYTES, copy=False))
+            source = source_of(value, MAX_SLICE_BYTES, copy=False)
+            entry = self._keys.make(key.key, source._replace(spec=replace(source.spec, merge=key.merge)))
             entry.state = loaded(key.updates, {name: array.copy() for name, array in snapshot.state(key).items()})
             self._keys.restored.add([(key.key, entry.spec)])
         self._restored_from = origin.lineage
@@ -134,4 +137,4 @@ def _content(name: str, entry: Entry) -> KeyContent:
     """A copy of what a key is now."""
     updates, state = exported(entry)
     copies = {slot: array.copy() for slot, array in state.items()}
-    return KeyContent(name, entry.value_as_array().copy(), entry.version, updates, copies)
+    return KeyContent(name, entry.value_as_array().copy(), entry.version, updates, copies, entry.spec.merge)

@@ -14,26 +14,27 @@ from kvd.client.calls.optimizer_state_file import OptimizerStateFile
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_optimizer import is_kept
 from kvd.client.calls.values import Array
-from kvd.client.local.keys import Entry, LocalKeys
+from kvd.client.local.keys import Entry, LocalKeys, TableEntry
 from kvd.compression import parse
 from kvd.compute.optimizers import SliceState, apply_update
-from kvd.core.push_policy import push_error
+from kvd.core.push_policy import is_updated, push_error
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer, with_hyperparameters
 from kvd.protocol.messages import ADD
+from kvd.tables.row_values import Rows
 
 
 class LocalUpdates:
     """The arithmetic is that of the servers.
 
     Args:
-        merge: "sum", "mean" or "weighted".
+        merge: "sum", "mean" or "weighted": of the keys without a merge of their own.
     """
 
     def __init__(self, keys: LocalKeys, steps: ProgramSteps, merge: str) -> None:
         self._keys = keys
         self._steps = steps
-        self._merge: Any = merge
+        self.merge = merge
         self._optimizer: Optimizer | None = None
         self._updater: Updater | None = None
 
@@ -47,7 +48,8 @@ class LocalUpdates:
     def check(self, name: str, entry: Entry) -> None:
         """Raises NotAllowed if the key takes no push."""
         has_optimizer = self._optimizer is not None
-        text = push_error(name, entry.spec.dtype, ADD, has_optimizer=has_optimizer, merge=self._merge)
+        spec = entry.spec
+        text = push_error(name, spec.dtype, ADD, has_optimizer=has_optimizer, merge=self.merge, own_merge=spec.merge)
         if text is not None:
             raise NotAllowed(text, key=name)
 
@@ -58,9 +60,24 @@ class LocalUpdates:
             self._updater(self._keys.written.of(name), received.reshape(shape), entry.value.reshape(shape))
         else:
             out = np.empty_like(entry.value)
-            apply_update(self._optimizer, entry.state, entry.value, [received], out, self._merge, [samples])
+            optimizer = self._optimizer if is_updated(entry.spec.dtype) else None
+            merge: Any = entry.spec.merge or self.merge
+            apply_update(optimizer, entry.state, entry.value, [received], out, merge, [samples])
             entry.value = out
         entry.version += 1
+
+    def apply_rows(self, name: str, entry: TableEntry, pushed: Rows, samples: int) -> None:
+        """Updates rows of a table. Raises NotAllowed if an updater is set, or the optimizer updates no single rows."""
+        if self._updater is not None:
+            text = f"key {name!r} is a table, and an updater takes whole values: set_updater(None), and an optimizer"
+            raise NotAllowed(text, key=name)
+        ids, rows = pushed
+        if (entry.merge or self.merge) == "weighted" and samples == 0:  # it does not count, whatever it holds
+            ids, rows = ids[:0], rows[:0]
+        if self._optimizer is None:
+            entry.table.assign(ids, rows)
+        else:
+            entry.table.update(self._optimizer, ids, rows)
 
     # ── the calls of a program ──
 
@@ -75,6 +92,8 @@ class LocalUpdates:
                 self._optimizer = optimizer
                 for entry in self._keys.entries.values():
                     entry.state = SliceState()
+                for table in self._keys.tables.values():
+                    table.table.forget_optimizer()
 
         return self._keys.answered(work)
 
@@ -116,6 +135,7 @@ class LocalUpdates:
         def work() -> None:
             if self._optimizer is None:
                 raise NotAllowed("no optimizer is set, so there is no state to save: call set_optimizer first")
+            self._keys.check_no_tables("the file of optimizer states does not hold those of")
             content.optimizer = self._optimizer if dump_optimizer else None
             for name, entry in self._keys.entries.items():
                 content.steps[name], content.arrays[name] = exported(entry)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvd.protocol import specs
 from kvd.protocol.messages import MAX_MEMBERS, ErrorCode, Join, Refused, Settings
 
 NODES = ("server", "worker")
 ROLES = (*NODES, "observer")
 MODES = ("", "sync", "async")
-MERGES = ("", "sum", "mean", "weighted")
+MERGES = ("", *specs.MERGES)
 NO_ROUNDS = (
     "this cluster has quorum={quorum}, which is about rounds that wait for workers, and asynchronous types have no "
     "rounds: use dist_sync, or start the scheduler without --quorum"

@@ -360,7 +360,7 @@ def _changes(before: Sequence[Entry], after: Sequence[Entry]) -> list[str]:
     lines: dict[str, list[int]] = {}
     for partition, (old, new) in enumerate(zip(before, after, strict=True)):
         if new.lineage != old.lineage:
-            lines.setdefault(f"{_name(new.leader)} begins anew, without the contents of", []).append(partition)
+            lines.setdefault(f"{_name(new.leader)} starts over, without the contents of", []).append(partition)
         elif new.leader != old.leader:
             lines.setdefault(f"{_name(new.leader)} leads, in place of {_name(old.leader)},", []).append(partition)
         elif new.successor is not None and new.successor != old.successor:

@@ -85,7 +85,7 @@ class TakeOver:
         """The partitions as the newest view has them that any of them knows; nobody is waited for.
 
         Without any such view nobody is known to hold what another one leads: each leads its own, and has no backup.
-        A copy that was under way begins anew.
+        A copy that was under way starts over.
         """
         told = self._sound()
         if not told:  # then all have come

@@ -125,8 +125,15 @@ def _answer_of(
     group = target.group
     if decision is Decision.STAGE:
         mixes = group.log.mixes(target.clock, push.how)
-        has_optimizer = group.optimizer is not None
-        error = push_error(group.key, group.dtype, push.how, has_optimizer=has_optimizer, merge=merge, mixes=mixes)
+        error = push_error(
+            group.key,
+            group.dtype,
+            push.how,
+            has_optimizer=group.optimizer is not None,
+            merge=merge,
+            own_merge=group.merge,
+            mixes=mixes,
+        )
         return None if error is None else Refused(request.number, ErrorCode.NOT_ALLOWED, error, group.key)
     if decision is Decision.MISSED:
         text = f"round {target.clock} of {group.key!r} was closed without worker {rank}, which had left the rounds"

@@ -1,7 +1,7 @@
 """Whether the backups hold what this server has: it tells them, for some slices after the other, their checksums.
 
 The backup compares at the same version (`held_checks`). One that differs is not a copy: the scheduler is told, and the
-partition is sent anew. Which of the two is wrong, nobody can know: what is led counts.
+partition is sent again. Which of the two is wrong, nobody can know: what is led counts.
 
 It costs little: a few slices at a time rest for as long as reading them takes, and then there is a pause that grows
 with their bytes.
@@ -171,7 +171,7 @@ class Checks:
         self.last = Difference(partition, name, refused.text)
         text = (
             f"{name} has no true copy of partition {partition}, which {self._session.name} leads: {refused.text}. It "
-            "is sent all anew. Check the memory of both hosts, and that both have the same versions of kvd and NumPy"
+            "is sent all of it again. Check the memory of both hosts, and that both run the same kvd and NumPy"
         )
         self._log("error", text)
         self._out_of_sync(partition, backup)

@@ -44,7 +44,12 @@ from kvd.protocol.messages import (
 
 
 class ServerControl:
-    """The control side of one server. `advance` starts the next job of a group."""
+    """The control side of one server.
+
+    Args:
+        advance: starts the next job of a group.
+        check_memory: raises NotAllowed if there is none for what an optimizer makes the server keep.
+    """
 
     def __init__(
         self,
@@ -57,6 +62,7 @@ class ServerControl:
         elsewhere: Elsewhere,
         session: SchedulerSession,
         advance: Callable[[FusedGroup], None],
+        check_memory: Callable[[Optimizer | None], None],
     ) -> None:
         self.optimizer: Optimizer | None = None  # with all changes: what a new key starts with
         self.generation = 0  # how many were set
@@ -69,6 +75,7 @@ class ServerControl:
         self._elsewhere = elsewhere
         self._session = session
         self._advance = advance
+        self._check_memory = check_memory
         self._answers = CommandAnswers()
         self.held = OptimizerRecords(effects, records, advance)
         self._pace = Pace()  # of new optimizers
@@ -124,6 +131,7 @@ class ServerControl:
         earlier = self.generation
         try:
             optimizer = None if message.optimizer is None else from_wire(message.optimizer)
+            self._check_memory(optimizer)
             is_set = not message.loaded and self._is_set_for(event, rank, optimizer)
             visits = not is_set and self._visits_slices(event, message, rank, optimizer)
             if visits and (self.held.is_open or self._pace.is_paused(now)):

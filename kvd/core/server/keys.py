@@ -183,7 +183,7 @@ class KeyTable:
         room = PAGE_BYTES
         for key in keys[first : first + PAGE]:
             entry = self._entry(key)
-            room -= 4 * len(key) + 9 * len(entry.shape) + 64  # at most, as msgpack
+            room -= 4 * len(key) + 9 * len(entry.shape) + 73  # at most, as msgpack
             if entries and room < 0:
                 break
             entries.append(entry)
@@ -194,7 +194,7 @@ class KeyTable:
         spec = slices[0].spec
         version = min(slice_.log.version for slice_ in slices)
         nbytes = sum(slice_.nbytes for slice_ in slices)
-        return KeyEntry(key, spec.dtype, spec.shape, len(slices), nbytes, version, key in self.live)
+        return KeyEntry(key, spec.dtype, spec.shape, len(slices), nbytes, version, key in self.live, spec.merge)
 
     # ── invariants ──
 

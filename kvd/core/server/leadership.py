@@ -60,6 +60,7 @@ class Leadership:
         self._advance = advance
         self.promoted: set[int] = set()
         self._led: set[int] = set()
+        self._adopted: list[FusedGroup] = []  # not advanced yet: a round that closes goes to the backups
 
     @property
     def led(self) -> list[int]:
@@ -103,7 +104,13 @@ class Leadership:
         self._table.adopt(group)
         if self._control.generation > group.generation:  # an optimizer was set here that did not get there
             self._effects.emit(group.renew(self._control.optimizer, self._control.generation))
-        self._advance(group)
+        self._adopted.append(group)
+
+    def advance_adopted(self) -> None:
+        """Goes on with what was taken over. Who the backups are must be known by now."""
+        adopted, self._adopted = self._adopted, []
+        for group in adopted:
+            self._advance(group)
 
     def _give_up(self, partition: int) -> None:
         """Another server leads the partition: perhaps with what was handed over to it."""

@@ -178,7 +178,16 @@ class ServerMachine:
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(
-            self.table, effects, attachments, agreement, disputes, records, elsewhere, session, pushes.advance
+            self.table,
+            effects,
+            attachments,
+            agreement,
+            disputes,
+            records,
+            elsewhere,
+            session,
+            pushes.advance,
+            lambda optimizer: creation.check_memory_for(optimizer),
         )
         self._deletions = deletions = Deletions(
             self.table, effects, attachments, participants, waiters, records, elsewhere, lambda: creation.give_back()
@@ -360,6 +369,7 @@ class ServerMachine:
             "paths": {name_of("worker", rank): self._attachments.path_of(rank) for rank in ranks},
             "waiting_for": sorted(name_of("worker", rank) for rank in blockers),
             "optimizer": self._control.describe(),
+            "staleness": self._pushes.staleness.explain(),
             **(self._replication.explain() if self._replication.is_on else {}),
         }
 

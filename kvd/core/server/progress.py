@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvd.core.machine import Buffer, ScatterList
 from kvd.core.places import START
 from kvd.protocol.messages import ErrorCode
+
+NEVER_PULLED = -1
 
 
 class PushRequest(NamedTuple):
@@ -46,6 +49,8 @@ class WorkerProgress:
         place: where the rank's program was when it made its latest push, see `kvd.core.places`.
         begun: the clock before the first push that was made there.
         trained: the clock of the first contribution that was pushed there; 0: there were only broadcasts.
+        pulled: async: the version that the rank was sent last; NEVER_PULLED if none was. Its backup does not know.
+        kept: its bytes, if the optimizer needs them.
         last_request: the latest push that was taken. An earlier one that still arrives was given up by its sender.
         last_refusal: the latest push that was refused for good. Its sender may use the clock for another push, so this
             one must not take it when it comes again.
@@ -58,6 +63,8 @@ class WorkerProgress:
     place: int = 0
     begun: int = 0
     trained: int = field(default=0, compare=False)
+    pulled: int = field(default=NEVER_PULLED, compare=False)
+    kept: Buffer | ScatterList | None = field(default=None, compare=False, repr=False)
     last_request: PushRequest | None = field(default=None, compare=False)
     last_refusal: Refusal | None = None
 
@@ -74,6 +81,13 @@ class WorkerProgress:
         self.begun = min(self.begun, clock)
         if self.trained > clock:
             self.trained = 0
+
+    def skip_to(self, clock: int) -> None:
+        """The rank's next push is the one after `clock`. If it has made none at its place, a successor that makes that
+        step again begins there, too; a program that begins again at START has no step to make again."""
+        if self.begun == self.staged and self.place != START:
+            self.begun = clock
+        self.staged = clock
 
     def move_to(self, place: int) -> None:
         """The rank has come to this place without a push; at START its program begins again."""
@@ -101,10 +115,12 @@ class WorkerProgress:
             self.last_refusal = refusal
 
     def take_later_request(self, other: WorkerProgress) -> None:
-        """Of both, keeps the later push of the same sender, and whether one has contributed at the place of both."""
+        """Of both, keeps the later push of the same sender, the older version that was pulled, and whether one has
+        contributed at the place of both."""
         mine, theirs = self.last_request, other.last_request
         if theirs is not None and (mine is None or (mine.sender == theirs.sender and mine.number < theirs.number)):
             self.last_request = theirs
+        self.pulled = min(self.pulled, other.pulled)
         self.trained = self.trained or other.trained
 
     def validate(self, *, sync: bool) -> None:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from kvd.core.machine import Apply, Buffer, Contribution, JobDone, LogEntry, Received, ScatterList, Span, spans_of
 from kvd.core.membership import ViewState
+from kvd.core.push_policy import is_updated
 from kvd.core.refusals import code_of
 from kvd.core.server.admission import Decision, admit
 from kvd.core.server.attachments import Attachments
@@ -36,6 +37,7 @@ from kvd.core.server.progress import PushRequest, Refusal
 from kvd.core.server.readings import Readings
 from kvd.core.server.records import Records
 from kvd.core.server.rounds import Record
+from kvd.core.server.staleness import SeenStaleness
 from kvd.core.server.targets import PushTarget, TargetResolver
 from kvd.core.server.waiting import Waiters
 from kvd.errors import KvdError
@@ -71,6 +73,7 @@ class Pushes:
 
     Attributes:
         late: for whom rounds wait though a quorum is there.
+        staleness: of the pushes of asynchronous workers.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Pushes:
         self._leaving = leaving
         self._captures = captures
         self.late = late
+        self.staleness = SeenStaleness()
         self._small_push_bytes = small_push_bytes
 
     # ── resolve ──
@@ -219,14 +223,19 @@ class Pushes:
 
     def _apply(self, group: FusedGroup, record: Record) -> None:
         optimizer = group.optimizer_for(record.number)
-        merge = self._view.settings.merge or "sum"
+        use = _Use(optimizer, group.generation)  # another one may be set while the job runs
+        if not is_updated(group.dtype):
+            optimizer = None
+        merge = group.merge or self._view.settings.merge or "sum"
+        pulled = None
+        if group.keeps_pulled and not (self._view.is_sync or record.assign) and optimizer is not None:
+            pulled = group.log.progress_of(record.contributions[0].rank).kept
         keeps_merged = (
             bool(self._records.holders)
             and optimizer is not None
             and not record.assign
             and self._records.is_held(group.partition)
         )
-        use = _Use(optimizer, group.generation)  # another one may be set while the job runs
         self._effects.start_job(
             lambda job: Apply(
                 job,
@@ -240,6 +249,7 @@ class Pushes:
                 merge,
                 optimizer,
                 keeps_merged=keeps_merged,
+                pulled=pulled,
             ),
             partial(self._applied, group, record, use, keeps_merged=keeps_merged),
         )
@@ -304,7 +314,9 @@ class Pushes:
 
     def _commit(self, group: FusedGroup, buffer: Buffer | ScatterList) -> None:
         """The closed round becomes a version, and those who waited for it are answered."""
-        group.log.commit(buffer)
+        record = group.log.commit(buffer)
+        if not self._view.is_sync:
+            self.staleness.committed(group, record)
         self._waiters.settle(group)
         self._readings.committed(group)
         if self._captures.is_waiting:

@@ -160,7 +160,7 @@ class Records:
             for peer, rank, is_syncing in wanted.get(partition, ()):
                 holder = before.pop(peer, None)
                 if holder is not None and is_syncing and not holder.is_syncing:
-                    ended.append(holder)  # it fell out of step, and begins anew
+                    ended.append(holder)  # it fell out of step, and starts over
                     holder = None
                 if holder is None:
                     is_old_leader = partition in promoted and not is_syncing

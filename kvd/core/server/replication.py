@@ -92,6 +92,7 @@ class Replication:
         self.is_on = bool(self._session.view.partitions)
         self._leadership.view_changed()
         self._records.view_changed(self._leadership.led, self._leadership.promoted)
+        self._leadership.advance_adopted()
         self._replicas.view_changed()
         self._syncing.view_changed()
         self._handovers.view_changed(self._leadership.led)
@@ -100,6 +101,7 @@ class Replication:
 
     def job_ended(self) -> None:
         """An update has ended: a group that had to wait for it may be taken over, given up or sent."""
+        self._leadership.advance_adopted()
         self._syncing.job_ended()
         self._replicas.job_ended()
         self._giving_up.end_groups()

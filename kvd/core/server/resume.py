@@ -146,7 +146,8 @@ class Resumption:
             return
         self._agreement.comes_in(rank)
         records = []
-        place = place_of(PlaceKind.STEP, message.step) if message.step else NO_PLACE
+        kind = PlaceKind.OUTSIDE if message.is_past_loop else PlaceKind.STEP
+        place = place_of(kind, message.step) if message.step else NO_PLACE
         groups = list(self._table.groups.values())
         for group in groups:
             log, version = group.log, group.log.version

@@ -15,7 +15,18 @@ from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Waiting
 from kvd.core.server.pending import Pending, PendingTable
 from kvd.core.server.targets import PushTarget
-from kvd.protocol.messages import ANY_CLOCK, Done, ErrorCode, Message, Refused, Staged, Taken, Uncounted, Values
+from kvd.protocol.messages import (
+    ANY_CLOCK,
+    NO_RANK,
+    Done,
+    ErrorCode,
+    Message,
+    Refused,
+    Staged,
+    Taken,
+    Uncounted,
+    Values,
+)
 
 
 class Waiters:
@@ -92,6 +103,8 @@ class Waiters:
                 return True
             slice_ = waiting.slice
             spans = spans_of(buffer, group.nbytes) if slice_ is None else (slice_.span(buffer),)
+            if not log.sync and waiting.rank != NO_RANK:
+                log.was_sent(waiting.rank, version, buffer if group.keeps_pulled else None)
             pending.spans[waiting.position] = spans
             pending.versions[waiting.position] = version
         pending.remaining -= 1

@@ -74,8 +74,7 @@ class InitCalls:
         wanted = []
         for key in items:
             if key.is_initialised_here:
-                text = f"key {key.name!r} is live already: init makes a key once; push changes its value"
-                self._ended(init, key, KeyExists(text, key=key.name))
+                self._ended(init, key, self._exists_error(key, items[key]))
             else:
                 wanted.append(key)
         if self._session.rank == 0 and not self._session.predecessor:
@@ -134,11 +133,23 @@ class InitCalls:
         search = Search(found, missing, failed)
         self._directory.ask(init.call, keys, search, wait=not is_maker)
 
+    def _exists_error(self, key: WorkerKey, item: requests.Item) -> KvdError:
+        """What is wrong with making a key again that this process has made, or found."""
+        assert key.spec is not None
+        assert item.spec is not None
+        try:
+            key.spec.check_merge(item.spec, key.name, self._view.settings.merge)
+        except RemoteError as error:
+            return error
+        text = f"key {key.name!r} is live already: init makes a key once; push changes its value"
+        return KeyExists(text, key=key.name)
+
     def _spec_error(self, key: WorkerKey, item: requests.Item, spec: KeySpec) -> KvdError | None:
         """Why a key that is live already is not the one that the call wants to make."""
         assert item.spec is not None
         try:
             spec.check_same(item.spec, key.name)
+            spec.check_merge(item.spec, key.name, self._view.settings.merge)
         except RemoteError as error:
             return error
         if self._session.rank == 0 and self._session.predecessor == MemberState.LEFT:

@@ -6,7 +6,7 @@ Both travel like a push of many keys: a message has as many slices as its header
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -70,7 +70,7 @@ class KeyMaking:
         slice_bytes = self._view.settings.slice_bytes
         for key, item in wanted:
             assert item.spec is not None
-            spec = KeySpec(item.spec.dtype, item.spec.shape, slice_bytes)
+            spec = replace(item.spec, slice_bytes=slice_bytes)
             key.place(spec, self._creation, self._view)
         self._plans.clear()
         if self._view.partitions and self._servers.orphans:

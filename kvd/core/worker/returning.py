@@ -143,7 +143,7 @@ class Returning:
         still be on its way."""
         loop = request.loop
         if loop is None:
-            self._step_into(call, 0, 0, START)
+            self._step_into(call, StepInto(0, 0, 0), START)
             return
         early = self._too_early_or_late(request, where.place)
         if early is requests.Return.OVER or (early is not None and not is_alone):
@@ -152,19 +152,20 @@ class Returning:
             return
         begun = [step_of(place) for place in where if kind_of(place) is PlaceKind.STEP]
         step = max(loop.first - 1, *begun, -1) + 1
-        self._step_into(call, loop.first, step, place_of(PlaceKind.OUTSIDE, step))
+        into = StepInto(0, loop.first, step, is_past_loop=step >= loop.end)
+        self._step_into(call, into, place_of(PlaceKind.OUTSIDE, step))
 
     # ── 4, 5: from which step, under which clocks ──
 
-    def _step_into(self, call: Call, first: int, step: int, place: int) -> None:
+    def _step_into(self, call: Call, into: StepInto, place: int) -> None:
         def answered(answers: list[Received], error: KvdError | None) -> None:
             if error is not None:
                 self._failed(call, error)
             else:
                 ready = [key for key in self._keys.by_name.values() if key.state is KeyState.READY]
-                self._take_clocks(call, ready, step, place)
+                self._take_clocks(call, ready, into.step, place)
 
-        self._ask_leaders(call, StepInto(0, first, step), answered)
+        self._ask_leaders(call, into, answered)
 
     def _take_clocks(self, call: Call, keys: Sequence[WorkerKey], step: int, place: int) -> None:
         """One key after the other, as a look-up does."""

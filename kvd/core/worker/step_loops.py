@@ -125,7 +125,7 @@ class StepLoops:
         if kind is PlaceKind.SHARED and 0 < restored < total:
             raise NotAllowed(
                 f"the store was restored after step {restored} of a loop over kv.steps(…, shared=True), which has "
-                f"{total} steps here: give the loop as many steps as it had, or call kv.resume() to begin anew"
+                f"{total} steps here: give the loop as many steps as it had, or call kv.resume() to start over"
             )
         if not self._is_behind:
             return restored

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -102,7 +102,9 @@ def _request(words: list[str], worker: str) -> tuple[requests.Request, Floats | 
         return requests.Transfer((item(key, None, target),), push=False, pull=True), target
     source = np.full(ELEMENTS, float(rest[1]), np.float32)
     if call == "init":
-        return requests.InitKeys((item(key, source),)), None
+        made = item(key, source)
+        assert made.spec is not None
+        return requests.InitKeys((made._replace(spec=replace(made.spec, merge="".join(rest[2:]))),)), None
     if call == "push":
         return requests.Transfer((item(key, source),), push=True, pull=False, place=_place(rest[2:])), None
     if call == "pushpull":

@@ -20,9 +20,9 @@
     expect partition 0 led by server 1 backed by server 0
     expect value w 6.0 · expect clock worker 0 w 2 · expect member worker 1 dead · expect refused worker 3 ConfigError
 
-Calls are: enter, push KEY VALUE [in STEP], pull KEY, pushpull KEY VALUE, broadcast KEY VALUE, init KEY VALUE, barrier
-NAME [in STEP], take_part_again [in FIRST END], flush, join, close, withdraw, rewind CLOCK, clock KEY, describe KEY,
-set_optimizer RATE [MOMENTUM], update_optimizer RATE.
+Calls are: enter, push KEY VALUE [in STEP], pull KEY, pushpull KEY VALUE, broadcast KEY VALUE, init KEY VALUE [MERGE],
+barrier NAME [in STEP], take_part_again [in FIRST END], flush, join, close, withdraw, rewind CLOCK, clock KEY,
+describe KEY, set_optimizer RATE [MOMENTUM], update_optimizer RATE.
 """
 
 from __future__ import annotations

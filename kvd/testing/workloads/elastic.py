@@ -79,7 +79,7 @@ class ElasticLedger(LossLedger):
         self._leaving.add(me.process)
         return True
 
-    def come_back(self, me: Me, loops: StepLoops, pause: ReturnPause) -> Generator[Any, Any, int | None]:
-        step = yield from super().come_back(me, loops, pause)
+    def come_back(self, me: Me, loops: StepLoops, pause: ReturnPause, total: int) -> Generator[Any, Any, int | None]:
+        step = yield from super().come_back(me, loops, pause, total)
         self.came_in += step is not None and me.machine.session.predecessor is MemberState.BACK
         return step

@@ -46,14 +46,19 @@ class LossLedger(Ledger):
         self.watch(me.world)
         yield from enter(me, self.keys, np.zeros(self.size, np.float32), SGD(learning_rate=1.0))
         loops = StepLoops(me.machine.stopped(), is_strict=True)
-        pause = ReturnPause(me.machine.view)
-        step: int | None = loops.begin(self.steps, self.keys)
-        while step is not None and step < self.steps:
+        yield from self.train(me, loops, ReturnPause(me.machine.view), self.steps)
+        yield Flush()
+        yield Depart(Departure.DONE)
+
+    def train(self, me: Me, loops: StepLoops, pause: ReturnPause, total: int) -> Coroutine:
+        """A loop of `total` steps, in which the worker takes part again if it was lost."""
+        step: int | None = loops.begin(total, self.keys)
+        while step is not None and step < total:
             if me.machine.is_apart:
-                step = yield from self.come_back(me, loops, pause)
+                step = yield from self.come_back(me, loops, pause, total)
                 continue
             loops.enter(step)
-            yield from self.push_all(me, loops, step)
+            yield from self.push_all(me, loops, loops.first + step)
             yield from self.pushed(me, loops, step)
             loops.leave()
             loops.validate()
@@ -62,8 +67,6 @@ class LossLedger(Ledger):
             yield Sleep(self.computes_s(me.rank, step))
             step += 1
         loops.end()
-        yield Flush()
-        yield Depart(Departure.DONE)
 
     def pushed(self, me: Me, loops: StepLoops, step: int) -> Coroutine:
         """What a kind of ledger does in a step after its pushes."""
@@ -103,7 +106,7 @@ class LossLedger(Ledger):
             yield Sleep(RETRY_S)
         raise AssertionError(f"a push of {name.key!r} does not begin: {call.error}")
 
-    def come_back(self, me: Me, loops: StepLoops, pause: ReturnPause) -> Generator[Any, Any, int | None]:
+    def come_back(self, me: Me, loops: StepLoops, pause: ReturnPause, total: int) -> Generator[Any, Any, int | None]:
         """The step of the loop with which the worker goes on; None: the others are past the loop."""
         stays_s = pause.next_s(loops.place)
         while stays_s > 0 and not pause.is_needed:
@@ -111,11 +114,11 @@ class LossLedger(Ledger):
             stays_s -= RETURN_S
         while True:
             yield Flush()
-            returned = yield from insist(TakePartAgain(Loop(loops.first, loops.first + self.steps)))
+            returned = yield from insist(TakePartAgain(Loop(loops.first, loops.first + total)))
             if returned.how is Return.NOW:
                 self.returns += 1
                 pause.came_into(returned.step)
-                self.came_into.add((returned.step - loops.first, me.rank))
+                self.came_into.add((returned.step, me.rank))
                 return int(returned.step) - loops.first
             if returned.how is Return.OVER:
                 return None

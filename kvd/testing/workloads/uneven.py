@@ -53,7 +53,9 @@ class UnevenLedger(Ledger):
                 loops.validate()
                 yield Sleep(self.pace_s * ((3 * step + 5 * me.rank) % 4))
             loops.end()
-            yield from self.come_together(me, loops, epoch)
+            steps = yield from come_together(loops, epoch)
+            if steps != (epoch + 1) * max(PER_EPOCH):
+                me.world.fail(f"worker {me.rank} is to go on with step {steps} after epoch {epoch}")
         yield Flush()
         yield Depart(Departure.DONE)
 
@@ -72,15 +74,6 @@ class UnevenLedger(Ledger):
         for call in calls:
             with suppress(KvdError):
                 yield call
-
-    def come_together(self, me: Me, loops: StepLoops, epoch: int) -> Coroutine:
-        yield from again(Flush())
-        if loops.is_at_news:
-            yield from again(ComeTo(loops.place))
-        steps = yield from again(StandBy(f"until:epoch {epoch}", loops.steps_made))
-        if steps != (epoch + 1) * max(PER_EPOCH):
-            me.world.fail(f"worker {me.rank} is to go on with step {steps} after epoch {epoch}")
-        loops.go_on_at(steps)
 
     def check_acked(self, world: World, process: Process, key: str, place: int) -> None:
         there = [reaches_all(world, key, each, lambda value: value > 0) for each in self.both(place)]
@@ -104,6 +97,16 @@ class UnevenLedger(Ledger):
             if wrong.size:
                 shown = {int(place): (float(value[place]), float(expected[place])) for place in wrong[:6]}
                 world.fail(f"key {key!r} holds, and should hold, by place: {shown}")
+
+
+def come_together(loops: StepLoops, epoch: int) -> Generator[Any, Any, int]:
+    """Waits for all at the end of an epoch. The number of steps after which they go on."""
+    yield from again(Flush())
+    if loops.is_at_news:
+        yield from again(ComeTo(loops.place))
+    steps: int = yield from again(StandBy(f"until:epoch {epoch}", loops.steps_made))
+    loops.go_on_at(steps)
+    return steps
 
 
 def again(request: Request) -> Generator[Any, Any, Any]:

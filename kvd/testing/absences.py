@@ -1,0 +1,108 @@
+"""Campaigns in which workers are not there for some rounds: lost, late, idle at a point, or not there yet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvd.testing.campaign import HARD, LASTING, LATE, LOSING, SERVERS_DIE, SLOW_DISK, Campaign
+from kvd.testing.mishaps import Mishaps
+from kvd.testing.network import NASTY
+
+# The others go on without a worker that is lost, and it comes back.
+LOSSES: dict[str, Campaign] = {
+    "losses": Campaign("losses", merge="mean", on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING),
+    "losses, nasty": Campaign(
+        "losses", merge="mean", on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING, faults=NASTY
+    ),
+    "losses, servers die": Campaign(
+        "losses",
+        merge="mean",
+        on_worker_loss="shrink",
+        worker_timeout_s=2.0,
+        mishaps=replace(LOSING, server_crashes=3, cuts=1),
+        servers=3,
+        replicas=2,
+    ),
+}
+
+# Workers come and leave while others train, and die.
+ELASTIC: dict[str, Campaign] = {
+    "elastic": Campaign("elastic", merge="mean", on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING),
+    "elastic, nobody is lost": Campaign(
+        "elastic",
+        merge="mean",
+        on_worker_loss="wait",
+        mishaps=replace(HARD, within_s=40.0),
+        faults=NASTY,
+    ),
+    "elastic, torn records": Campaign(
+        "elastic",
+        merge="mean",
+        on_worker_loss="shrink",
+        worker_timeout_s=2.0,
+        mishaps=replace(LOSING, scheduler_restarts=5),
+        shell=SLOW_DISK,
+    ),
+    "elastic, late": Campaign(
+        "elastic", merge="mean", quorum=2, on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING, faults=NASTY
+    ),
+    "elastic, servers die": Campaign(
+        "elastic",
+        merge="mean",
+        on_worker_loss="shrink",
+        worker_timeout_s=2.0,
+        mishaps=replace(LOSING, server_crashes=3, cuts=1),
+        servers=3,
+        replicas=2,
+    ),
+}
+
+# Workers whose data ends in different steps wait for each other at the end of each epoch.
+UNEVEN: dict[str, Campaign] = {
+    "uneven": Campaign("uneven", merge="mean"),
+    "uneven, nasty": Campaign("uneven", merge="mean", mishaps=LASTING, faults=NASTY),
+    "uneven, late": Campaign("uneven", merge="mean", mishaps=LATE),
+    "uneven, wait": Campaign("uneven", merge="mean", on_worker_loss="wait", mishaps=LATE),
+    "uneven, torn records": Campaign(
+        "uneven", merge="mean", mishaps=replace(LASTING, scheduler_restarts=5), shell=SLOW_DISK
+    ),
+    "uneven, one way": Campaign(
+        "uneven", merge="mean", mishaps=Mishaps(within_s=14.0, crashes=1, pauses=2, one_way_cuts=30)
+    ),
+    "uneven, async, stale by 1": Campaign("uneven", mode="async", staleness=1),
+    "uneven, servers die": Campaign("uneven", merge="mean", mishaps=SERVERS_DIE, servers=3, replicas=2),
+    "uneven, losses": Campaign(
+        "uneven losses", merge="mean", on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING
+    ),
+    "uneven, late, servers die": Campaign(
+        "uneven losses",
+        merge="mean",
+        quorum=2,
+        on_worker_loss="shrink",
+        worker_timeout_s=2.0,
+        mishaps=replace(LOSING, server_crashes=3, cuts=1),
+        servers=3,
+        replicas=2,
+    ),
+}
+
+# Two go on without a third that holds them up for more than a moment, whatever happens to it.
+LATENESS: dict[str, Campaign] = {
+    "late": Campaign("lateness", merge="mean", quorum=2, on_worker_loss="wait", mishaps=Mishaps()),
+    "late, losses": Campaign(
+        "losses", merge="mean", quorum=2, on_worker_loss="wait", worker_timeout_s=2.0, mishaps=LOSING, faults=NASTY
+    ),
+    "late, shrinks": Campaign(
+        "losses", merge="mean", quorum=2, on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING
+    ),
+    "late, servers die": Campaign(
+        "losses",
+        merge="mean",
+        quorum=2,
+        on_worker_loss="wait",
+        worker_timeout_s=2.0,
+        mishaps=replace(LOSING, server_crashes=3, cuts=1),
+        servers=3,
+        replicas=2,
+    ),
+}
