@@ -10,10 +10,14 @@ from kvd.compute.kernels import AdagradKernel, AdamKernel, Kernel, RMSPropKernel
 from kvd.compute.moment_kernels import AdamaxKernel, FTMLKernel, NadamKernel
 from kvd.compute.outer_kernels import DelayedNesterovKernel
 from kvd.compute.sign_kernels import SignumKernel
+from kvd.compute.slice_kernels import LAMBKernel, LARSKernel, SGLDKernel, SliceKernel
 from kvd.errors import ConfigError
 from kvd.optimizer import (
     FTML,
+    LAMB,
+    LARS,
     SGD,
+    SGLD,
     AdaDelta,
     Adagrad,
     Adam,
@@ -27,7 +31,7 @@ from kvd.optimizer import (
     Signum,
 )
 
-_KERNELS: dict[type[Optimizer], Callable[[Any], Kernel]] = {
+_KERNELS: dict[type[Optimizer], Callable[[Any], Kernel | SliceKernel]] = {
     SGD: SGDKernel,
     Adam: AdamKernel,
     AdamW: AdamKernel,
@@ -39,12 +43,17 @@ _KERNELS: dict[type[Optimizer], Callable[[Any], Kernel]] = {
     Ftrl: FtrlKernel,
     Signum: SignumKernel,
     FTML: FTMLKernel,
+    LARS: LARSKernel,
+    LAMB: LAMBKernel,
+    SGLD: SGLDKernel,
     DelayedNesterov: DelayedNesterovKernel,
 }
 
 
-def kernel_of(optimizer: Optimizer) -> Kernel:
+def kernel_of(optimizer: Optimizer) -> Kernel | SliceKernel:
     """Return the arithmetic of an optimizer: a built-in kernel, or what the ``kernel()`` of its class returns.
+
+    It is a SliceKernel for those built-in ones that say ``is_by_slice``.
 
     Raises:
         ConfigError: the class is not built in and has no ``kernel()``.
@@ -61,7 +70,7 @@ def kernel_of(optimizer: Optimizer) -> Kernel:
     raise ConfigError(f"{type(optimizer).__name__} has no kernel(): it says nothing to calculate")
 
 
-def is_built_in(kernel: Kernel) -> bool:
+def is_built_in(kernel: Kernel | SliceKernel) -> bool:
     """Whether a kernel is ours: it keeps nothing from update to update, and raises no error in the midst of one."""
     # By the very type: a kernel derived from a built-in one may do anything.
     return type(kernel) in _KERNELS.values()

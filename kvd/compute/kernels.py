@@ -62,7 +62,7 @@ class Kernel(Protocol):
         ...
 
 
-def loop_name(kernel: Kernel) -> str | None:
+def loop_name(kernel: object) -> str | None:
     """The loop of :mod:`kvd.compute.jit` that equals a built-in kernel; None for all other kernels."""
     # By the very type: a kernel derived from a built-in one may calculate something else.
     kind = type(kernel)

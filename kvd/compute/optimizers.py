@@ -12,13 +12,12 @@ and since a power or a cosine may differ between two C libraries, a replica can 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
+from kvd.compute.by_key import optimizer_for
 from kvd.compute.catalogue import is_built_in, kernel_of, scalars
 from kvd.compute.compiled import BITS, Function, are_contiguous, as_bits, loop_for
 from kvd.compute.kernels import (
@@ -46,77 +45,13 @@ from kvd.compute.merge import (
 )
 from kvd.compute.quiet import quietly
 from kvd.compute.scratch import Scratch
+from kvd.compute.slice_kernels import Place, SliceKernel
+from kvd.compute.slice_state import SliceState
 from kvd.compute.tensors import dtype_name
-from kvd.errors import DtypeMismatch, NotAllowed, ProtocolError, ShapeMismatch
+from kvd.errors import DtypeMismatch, NotAllowed, ShapeMismatch
 from kvd.optimizer import Optimizer
 
 __all__ = ["Kernel", "SliceState", "apply_update", "kernel_of", "scalars"]
-
-_SLOT_PREFIX = "slot/"
-
-
-@dataclass(slots=True)
-class SliceState:
-    """What an optimizer remembers about one slice. A new optimizer starts with a new one.
-
-    Attributes:
-        step: the updates that an optimizer made.
-        master: float32 weights, shape (n,), of a float16 or bfloat16 slice; None before the first update and for
-            other dtypes.
-        slots: momentum and the like by name, shape (n,), in the compute dtype; zeros when they are first needed.
-    """
-
-    step: int = 0
-    master: Array | None = None
-    slots: dict[str, Array] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        """The memory of the arrays, in bytes."""
-        return sum(slot.nbytes for slot in self.slots.values()) + (0 if self.master is None else self.master.nbytes)
-
-    def copy(self) -> SliceState:
-        """Return the same in arrays of its own."""
-        master = None if self.master is None else self.master.copy()
-        return SliceState(self.step, master, {name: slot.copy() for name, slot in self.slots.items()})
-
-    def export(self) -> dict[str, Array]:
-        """Return copies of everything as arrays: ``step`` (0-d int64), ``master`` if there is one, ``slot/<name>``."""
-        arrays: dict[str, Array] = {"step": np.asarray(self.step, np.int64)}
-        if self.master is not None:
-            arrays["master"] = self.master.copy()
-        return arrays | {_SLOT_PREFIX + name: slot.copy() for name, slot in self.slots.items()}
-
-    def checksum(self, before: int = 0) -> int:
-        """A CRC-32 of everything, continued from that of what comes before it."""
-        arrays = [("master", self.master)] if self.master is not None else []
-        arrays += sorted(self.slots.items())
-        for name, array in arrays:
-            before = crc32(array.data, crc32(name.encode(), before))
-        return crc32(str(self.step).encode(), before)
-
-    @classmethod
-    def load(cls, arrays: Mapping[str, Array]) -> SliceState:
-        """Return a state with copies of the arrays that ``export`` returned.
-
-        Raises:
-            ProtocolError: the arrays are not such: a step is missing or negative, a name is unknown, or an array is
-                not 1-D float32 or float64 of the length of the others.
-        """
-        state = cls(step=_loaded_step(arrays))
-        sizes = set()
-        for name, array in arrays.items():
-            if name == "step":
-                continue
-            _check_loaded(name, array)
-            sizes.add(array.size)
-            if name == "master":
-                state.master = array.copy()
-            else:
-                state.slots[name.removeprefix(_SLOT_PREFIX)] = array.copy()
-        if len(sizes) > 1:
-            raise ProtocolError(f"the arrays of one optimizer state have the lengths {sorted(sizes)}")
-        return state
 
 
 def apply_update(
@@ -132,6 +67,7 @@ def apply_update(
     step_scalars: tuple[float, ...] | None = None,
     merged: Array | None = None,
     is_merged: bool = False,
+    slice_id: tuple[str, int] | None = None,
 ) -> None:
     """Merge ``contributions`` and write the next version of a slice into ``out``.
 
@@ -151,6 +87,8 @@ def apply_update(
             an optimizer. None: nobody wants it.
         is_merged: ``contributions`` is one array that an update elsewhere left in its ``merged``: the bits of weights
             and state are those of that update. Not looked at are then ``mode`` and ``samples``.
+        slice_id: the key and the number of the slice; needed by an optimizer that ``differs_by_key`` or
+            ``is_by_slice``.
 
     Raises:
         ShapeMismatch: lengths differ, or ``state`` belongs to a slice of another length.
@@ -168,6 +106,10 @@ def apply_update(
     if is_integer(current.dtype):
         raise DtypeMismatch(f"an optimizer cannot update {dtype_name(current.dtype)}: give the key a float dtype")
     plan = plan_merged(contributions, current) if is_merged else plan_merge(contributions, mode, samples, like=current)
+    if optimizer.is_by_slice or optimizer.differs_by_key:
+        if slice_id is None:
+            raise NotAllowed(f"{type(optimizer).__name__} has to know the key that it updates")
+        optimizer = optimizer_for(optimizer, slice_id[0])
     rule = _rule_of(optimizer, current.dtype)
     numbers = (*rule.shared, *rule.kernel.scalars(state.step + 1))
     if step_scalars is not None:
@@ -182,6 +124,11 @@ def apply_update(
         _update_by_custom_kernel(rule, plan, numbers, state, current, out, tile, merged)
         return
     slots = _open_state(state, rule.slot_names, current)
+    if slice_id is not None and optimizer.is_by_slice:
+        place = Place(*slice_id, state.step + 1)
+        quietly(_update_slice, plan, rule.kernel, numbers, state.master, slots, current, out, tile, merged, place)
+        state.step += 1
+        return
     function = rule.function(plan, current, out, slots, merged)
     if function is not None:
         quietly(_update_compiled, function, plan, numbers, state.master, slots, current, out, tile, merged)
@@ -202,6 +149,8 @@ class _Rule:
     """
 
     __slots__ = ("_keeping", "_long", "_short", "cast", "is_custom", "kernel", "optimizer", "shared", "slot_names")
+
+    kernel: Any  # a SliceKernel if the optimizer is_by_slice, else a Kernel
 
     def __init__(self, optimizer: Optimizer, dtype: np.dtype[Any]) -> None:
         self.optimizer = optimizer
@@ -271,6 +220,31 @@ def _update(
         kernel.update_tile(weight, gradient, target, [_cut(slot, part) for slot in slots], own, scratch)
         if master is not None:
             np.copyto(_cut(out, part), weight, casting="unsafe")
+
+
+def _update_slice(
+    plan: MergePlan,
+    kernel: SliceKernel,
+    numbers: tuple[float, ...],
+    master: Array | None,
+    slots: Sequence[Array],
+    current: Array,
+    out: Array,
+    tile: int,
+    merged: Array | None,
+    place: Place,
+) -> None:
+    shared = Shared.of(numbers[:3], plan.accumulator)
+    weight, target = (current, out) if master is None else (master, master)
+    gradient = np.empty(current.size, plan.accumulator)
+    whole = Scratch.of_thread(plan.accumulator, min(tile, current.size))
+    for part in tiles(current.size, tile):
+        scratch = whole.cut(part.stop - part.start)
+        prepared = prepare_gradient(_merged_tile(plan, part, merged, scratch), weight[part], shared, scratch)
+        np.copyto(gradient[part], prepared)
+    kernel.update_slice(weight, gradient, target, slots, numbers[3:], place)
+    if master is not None:
+        np.copyto(out, master, casting="unsafe")
 
 
 def _merged_tile(plan: MergePlan, part: slice, merged: Array | None, scratch: Scratch) -> Array:
@@ -379,19 +353,3 @@ def _check_like(name: str, array: Array, current: Array) -> None:
         raise ShapeMismatch(f"{name} has the shape {array.shape}, the weights have {current.shape}")
     if array.dtype is not compute and array.dtype != compute:
         raise DtypeMismatch(f"{name} is {array.dtype}, but {dtype_name(current.dtype)} weights need {compute}")
-
-
-def _loaded_step(arrays: Mapping[str, Array]) -> int:
-    step = arrays.get("step")
-    if step is None or step.ndim != 0 or not is_integer(step.dtype) or int(step) < 0:
-        raise ProtocolError("an optimizer state needs a step: a whole number ≥ 0")
-    return int(step)
-
-
-def _check_loaded(name: str, array: Array) -> None:
-    if name != "master" and not name.startswith(_SLOT_PREFIX):
-        raise ProtocolError(f"{name!r:.60} is no part of an optimizer state")
-    if array.ndim != 1 or array.dtype not in (np.float32, np.float64):
-        raise ProtocolError(f"{name!r:.60} must be one dimension of float32 or float64")
-    if name == "master" and array.dtype != np.float32:
-        raise ProtocolError("the master weights must be float32")

@@ -199,15 +199,25 @@ class JobRunner:
         samples = [number for number, _ in given]
         optimizer: Any = job.optimizer
         mode: Any = job.merge
-        ranges = self._states.of_group(job.group, job.layout, current.itemsize)
+        ranges = self._states.of_group(job.group, job.layout, current.itemsize, optimizer)
         if len(ranges) == 1:
-            state, is_merged = ranges[0].state, job.is_merged
-            apply_update(optimizer, state, current, arrays, out, mode, samples, merged=merged, is_merged=is_merged)
+            apply_update(
+                optimizer,
+                ranges[0].state,
+                current,
+                arrays,
+                out,
+                mode,
+                samples,
+                merged=merged,
+                is_merged=job.is_merged,
+                slice_id=ranges[0].first,
+            )
             return
         after = [each._replace(state=each.state.copy()) for each in ranges]  # if one update fails, none has changed
         for array in (out,) if merged is None else (out, merged):
             array.fill(0)  # the padding between two slices too
-        for start, stop, state in after:
+        for start, stop, state, first in after:
             apply_update(
                 optimizer,
                 state,
@@ -218,6 +228,7 @@ class JobRunner:
                 samples,
                 merged=None if merged is None else merged[start:stop],
                 is_merged=job.is_merged,
+                slice_id=first,
             )
         self._states.keep(job.group, after)
 

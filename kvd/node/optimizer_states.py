@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from kvd.compute.by_key import first_of_runs
 from kvd.compute.optimizers import SliceState
 from kvd.core.machine import Extent
+from kvd.optimizer import Optimizer
 
 Array: TypeAlias = np.ndarray[Any, Any]
 SliceId: TypeAlias = tuple[str, int]
@@ -17,11 +20,16 @@ SliceId: TypeAlias = tuple[str, int]
 
 
 class StateRange(NamedTuple):
-    """The state of a range of a group's elements, from `start` to before `stop`."""
+    """The state of a range of a group's elements, from `start` to before `stop`.
+
+    Attributes:
+        first: its first slice, if the optimizer has to know; what it does for that one, it does for all of them.
+    """
 
     start: int
     stop: int
     state: SliceState
+    first: SliceId | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +40,8 @@ class _GroupStates:
     ranges: list[StateRange]
     slices: set[SliceId] = field(default_factory=set)
     has_changed: bool = False  # a slice was given another state: perhaps they agree now
+    optimizer: Optimizer | None = None  # the latest, and the slices where it begins to calculate in another way
+    cuts: tuple[int, ...] = ()
 
 
 class OptimizerStates:
@@ -50,7 +60,7 @@ class OptimizerStates:
                 found.setdefault(id(home[0]), (home[0], {}))[1][slice_id] = None
         for states, own in found.values():
             if len(own) == len(states.slices):
-                states.ranges = _all_new(states.ranges)
+                states.ranges, states.has_changed = _all_new(states.ranges), bool(states.cuts)
             else:
                 for slice_id in own:
                     _, start, stop = self._homes[slice_id]
@@ -60,13 +70,16 @@ class OptimizerStates:
         """Forget the state of a slice, which is created again."""
         self._leave(slice_id)
 
-    def of_group(self, group: int, layout: Sequence[Extent], itemsize: int) -> list[StateRange]:
+    def of_group(
+        self, group: int, layout: Sequence[Extent], itemsize: int, optimizer: Optimizer | None = None
+    ) -> list[StateRange]:
         """The states of all elements of a group, in order.
 
         Args:
             group: its number.
             layout: the slices of the group and where their bytes lie.
             itemsize: bytes of an element.
+            optimizer: what it calculates in the same way for all slices of a range.
         """
         states = self._groups.get(group)
         if states is None:
@@ -77,11 +90,32 @@ class OptimizerStates:
                 ranges.append(StateRange(start, stop, self._leave((key, index))))
                 self._homes[key, index] = (states, start, stop)
                 states.slices.add((key, index))
-            states.ranges = _joined(ranges)
-        elif states.has_changed:
-            states.ranges = _joined(states.ranges)
-        states.has_changed = False
+            states.ranges, states.has_changed = ranges, True
+        cuts = states.cuts
+        if optimizer is not states.optimizer:
+            states.optimizer, cuts = optimizer, first_of_runs(optimizer, [entry.key for entry in layout])
+        if states.has_changed or cuts != states.cuts:
+            states.ranges = self._cut_at(cuts, states, layout) if cuts else _joined(states.ranges)
+            states.has_changed, states.cuts = False, cuts
         return states.ranges
+
+    def _cut_at(self, cuts: Sequence[int], states: _GroupStates, layout: Sequence[Extent]) -> list[StateRange]:
+        """Ranges that begin at these slices at least."""
+        joined = _joined(states.ranges)
+        begins = [each.start for each in joined]
+        wanted = set(cuts)
+        found: list[StateRange] = []
+        before = -1
+        for position, (key, index, _, _) in enumerate(layout):
+            _, start, stop = self._homes[key, index]
+            agrees_with = bisect_right(begins, start)
+            if position in wanted or agrees_with != before:
+                found.append(StateRange(start, stop, SliceState(), (key, index)))
+            else:
+                found[-1] = found[-1]._replace(stop=stop)
+            before = agrees_with
+        whole = replace(states, ranges=joined)
+        return [each._replace(state=_cut(whole, each.start, each.stop)) for each in found]
 
     def keep(self, group: int, ranges: Sequence[StateRange]) -> None:
         """Take the ranges of `of_group` back after an update, which was made on copies of their states."""
@@ -89,7 +123,9 @@ class OptimizerStates:
 
     def renew(self, group: int, layout: Sequence[Extent], itemsize: int) -> None:
         """All slices of the group start with a new state. The arguments are those of `of_group`."""
-        self._groups[group].ranges = _all_new(self.of_group(group, layout, itemsize))
+        ranges = self.of_group(group, layout, itemsize)
+        states = self._groups[group]
+        states.ranges, states.has_changed = _all_new(ranges), bool(states.cuts)
 
     def of_slice(self, slice_id: SliceId) -> SliceState:
         """The state of one slice: views of the arrays of its group."""
@@ -162,7 +198,7 @@ def _joined(ranges: list[StateRange]) -> list[StateRange]:
     """One range of them all, if they are alike: the same number of steps, and the same arrays."""
     first = ranges[0].state
     kind = _kind(first)
-    if len(ranges) == 1 or any(_kind(state) != kind for _, _, state in ranges):
+    if len(ranges) == 1 or any(_kind(each.state) != kind for each in ranges):
         return ranges
     total = ranges[-1].stop
     state = SliceState(first.step)

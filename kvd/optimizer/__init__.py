@@ -13,6 +13,8 @@ point in the group ``kvd.optimizers``; see :class:`Optimizer` for what it has to
 from kvd.optimizer import schedule
 from kvd.optimizer.accumulated import AdaDelta, Ftrl
 from kvd.optimizer.delays import DCASGD
+from kvd.optimizer.langevin import SGLD
+from kvd.optimizer.layerwise import LAMB, LARS
 from kvd.optimizer.moments import FTML, Adamax, Nadam
 from kvd.optimizer.outer import DelayedNesterov
 from kvd.optimizer.registry import ENTRY_POINT_GROUP, known_optimizers
@@ -34,6 +36,9 @@ __all__ = [
     "Ftrl",
     "Signum",
     "FTML",
+    "LARS",
+    "LAMB",
+    "SGLD",
     "DelayedNesterov",
     "DCASGD",
     "schedule",

@@ -5,10 +5,12 @@ The letters, and the steps that all optimizers share, are those of :mod:`kvd.opt
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvd.optimizer.fields import require
+from kvd.optimizer.multipliers import NO_MULTIPLIERS
 from kvd.optimizer.rules import Optimizer
 from kvd.optimizer.schedule import Schedule
 
@@ -28,7 +30,7 @@ class AdaDelta(Optimizer):
     default.
 
     Args:
-        learning_rate, wd, rescale_grad, clip_gradient: see :class:`kvd.optimizer.Optimizer`.
+        learning_rate, wd, rescale_grad, clip_gradient, lr_mult, wd_mult: see :class:`kvd.optimizer.Optimizer`.
         rho: the smoothing constant, in [0, 1].
         epsilon: > 0.
 
@@ -42,6 +44,8 @@ class AdaDelta(Optimizer):
     wd: float = 0.0
     rescale_grad: float = 1.0
     clip_gradient: float | None = None
+    lr_mult: Mapping[Any, float] = NO_MULTIPLIERS
+    wd_mult: Mapping[Any, float] = NO_MULTIPLIERS
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""
@@ -64,7 +68,7 @@ class Ftrl(Optimizer):
     learning rate of 0 changes nothing. MXNet's ``lamda1`` is ``l1`` here.
 
     Args:
-        learning_rate, rescale_grad, clip_gradient: see :class:`kvd.optimizer.Optimizer`; α in the paper.
+        learning_rate, rescale_grad, clip_gradient, lr_mult, wd_mult: see :class:`kvd.optimizer.Optimizer`.
         l1: strength of the L1 regularisation, which makes weights exactly 0, ≥ 0.
         beta: > 0.
         wd: strength of the L2 regularisation, ≥ 0.
@@ -79,6 +83,8 @@ class Ftrl(Optimizer):
     wd: float = 0.0
     rescale_grad: float = 1.0
     clip_gradient: float | None = None
+    lr_mult: Mapping[Any, float] = NO_MULTIPLIERS
+    wd_mult: Mapping[Any, float] = NO_MULTIPLIERS
 
     decoupled_wd: ClassVar[bool] = True
 

@@ -10,6 +10,8 @@ import typing
 from collections.abc import Mapping
 
 from kvd.errors import ConfigError
+from kvd.optimizer.multipliers import MAX_MULTIPLIERS, MAX_NAMES_BYTES, Multipliers
+from kvd.protocol.specs import MAX_KEY_CHARS
 
 MAX_COUNT = 2**53
 """The largest whole number that a field may hold: a float64 would round larger ones."""
@@ -67,13 +69,50 @@ def flag(setting: str, value: object) -> bool:
     return value
 
 
+def multipliers(setting: str, value: object) -> Multipliers:
+    """Return ``value`` as factors by name.
+
+    Raises:
+        ConfigError: it is not a mapping of names of keys, or patterns, to numbers ≥ 0, or it is too large.
+    """
+    if isinstance(value, Multipliers):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f'{setting} must map keys to factors, as {{"*_bias": 0.0}}, not {shown(value)}', setting=setting
+        )
+    if len(value) > MAX_MULTIPLIERS:
+        text = f"{setting} has at most {MAX_MULTIPLIERS} entries, not {len(value)}: use patterns, such as '*_bias'"
+        raise ConfigError(text, setting=setting)
+    found = Multipliers({_key(setting, key): _factor(setting, key, factor) for key, factor in value.items()})
+    if found.names_nbytes > MAX_NAMES_BYTES:
+        text = f"the names in {setting} have at most {MAX_NAMES_BYTES} bytes in all, not {found.names_nbytes}"
+        raise ConfigError(f"{text}: use patterns, such as '*_bias'", setting=setting)
+    return found
+
+
+def _key(setting: str, key: object) -> str:
+    if isinstance(key, numbers.Integral) and not isinstance(key, bool) and -MAX_COUNT <= int(key) <= MAX_COUNT:
+        key = str(int(key))
+    if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_CHARS:
+        rule = f"names of keys of 1 to {MAX_KEY_CHARS} characters, or patterns of them"
+        raise ConfigError(f"{setting} has {rule}, not {shown(key)}", setting=setting)
+    return key
+
+
+def _factor(setting: str, key: object, value: object) -> float:
+    factor = number(f"{setting}[{shown(key)}]", value)
+    require(f"{setting}[{shown(key)}]", factor >= 0, "≥ 0", value)
+    return factor
+
+
 def require(setting: str, holds: bool, rule: str, value: object) -> None:
     """Raise ConfigError with the ``rule`` in words unless it ``holds``."""
     if not holds:
         raise ConfigError(f"{setting} must be {rule}, not {shown(value)}", setting=setting)
 
 
-_CHECKS = {float: number, int: count, bool: flag, str: text}
+_CHECKS = {float: number, int: count, bool: flag, str: text, Multipliers: multipliers}
 
 
 # Resolving annotations is slow, and there are few classes, which live until the process ends.
@@ -92,8 +131,11 @@ def _resolve(cls: type) -> dict[str, tuple[type, ...]]:
     found: dict[str, tuple[type, ...]] = {}
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
-        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        found[field.name] = typing.get_args(hint) if is_union else (hint,)
+        origin = typing.get_origin(hint)
+        if origin is Mapping:
+            found[field.name] = (Multipliers,)
+        else:
+            found[field.name] = typing.get_args(hint) if origin in (typing.Union, types.UnionType) else (hint,)
     return found
 
 
@@ -101,7 +143,8 @@ def normalise(instance: object) -> None:
     """Check the fields of a frozen dataclass against their annotations and replace numbers by plain Python ones.
 
     Annotations may be ``float``, ``int``, ``bool``, ``str``, dataclasses such as schedules, and unions of these with
-    None: exactly what can cross the wire. An int is accepted where a float is expected, and becomes one.
+    None, or mappings of keys to factors: exactly what can cross the wire. An int is accepted where a float is
+    expected, and becomes one.
 
     Raises:
         ConfigError: a value has another type, or is NaN or infinite.

@@ -5,9 +5,12 @@ The letters, and the steps that all optimizers share, are those of :mod:`kvd.opt
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kvd.optimizer.fields import require
+from kvd.optimizer.multipliers import NO_MULTIPLIERS
 from kvd.optimizer.rules import Optimizer, check_betas
 from kvd.optimizer.schedule import Schedule
 
@@ -26,7 +29,7 @@ class Adamax(Optimizer):
     added.
 
     Args:
-        learning_rate, wd, rescale_grad, clip_gradient: see :class:`kvd.optimizer.Optimizer`.
+        learning_rate, wd, rescale_grad, clip_gradient, lr_mult, wd_mult: see :class:`kvd.optimizer.Optimizer`.
         beta1, beta2: in [0, 1).
         epsilon: ≥ 0.
 
@@ -41,6 +44,8 @@ class Adamax(Optimizer):
     wd: float = 0.0
     rescale_grad: float = 1.0
     clip_gradient: float | None = None
+    lr_mult: Mapping[Any, float] = NO_MULTIPLIERS
+    wd_mult: Mapping[Any, float] = NO_MULTIPLIERS
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""
@@ -64,7 +69,7 @@ class Nadam(Optimizer):
     ``momentum_decay`` here.
 
     Args:
-        learning_rate, wd, rescale_grad, clip_gradient: see :class:`kvd.optimizer.Optimizer`.
+        learning_rate, wd, rescale_grad, clip_gradient, lr_mult, wd_mult: see :class:`kvd.optimizer.Optimizer`.
         beta1, beta2: in [0, 1).
         epsilon: ≥ 0.
         momentum_decay: how fast μ rises from half of β1 to β1, ≥ 0.
@@ -81,6 +86,8 @@ class Nadam(Optimizer):
     wd: float = 0.0
     rescale_grad: float = 1.0
     clip_gradient: float | None = None
+    lr_mult: Mapping[Any, float] = NO_MULTIPLIERS
+    wd_mult: Mapping[Any, float] = NO_MULTIPLIERS
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""
@@ -105,7 +112,7 @@ class FTML(Optimizer):
     the decay has been added.
 
     Args:
-        learning_rate, wd, rescale_grad, clip_gradient: see :class:`kvd.optimizer.Optimizer`.
+        learning_rate, wd, rescale_grad, clip_gradient, lr_mult, wd_mult: see :class:`kvd.optimizer.Optimizer`.
         beta1, beta2: in [0, 1).
         epsilon: > 0.
 
@@ -120,6 +127,8 @@ class FTML(Optimizer):
     wd: float = 0.0
     rescale_grad: float = 1.0
     clip_gradient: float | None = None
+    lr_mult: Mapping[Any, float] = NO_MULTIPLIERS
+    wd_mult: Mapping[Any, float] = NO_MULTIPLIERS
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""

@@ -7,9 +7,12 @@ weight before minus the weight after, so that it stands where a gradient does. F
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kvd.optimizer.fields import require
+from kvd.optimizer.multipliers import NO_MULTIPLIERS
 from kvd.optimizer.rules import Optimizer
 from kvd.optimizer.schedule import Schedule
 
@@ -31,7 +34,7 @@ class DelayedNesterov(Optimizer):
     ``buffer_size=1`` it is SGD with Nesterov's momentum.
 
     Args:
-        learning_rate, wd, rescale_grad, clip_gradient: see :class:`kvd.optimizer.Optimizer`.
+        learning_rate, wd, rescale_grad, clip_gradient, lr_mult, wd_mult: see :class:`kvd.optimizer.Optimizer`.
         buffer_size: a whole number ≥ 1; the number of workers is a good choice.
         momentum: ≥ 0.
         activation: from 0 to 1 / buffer_size.
@@ -47,6 +50,8 @@ class DelayedNesterov(Optimizer):
     wd: float = 0.0
     rescale_grad: float = 1.0
     clip_gradient: float | None = None
+    lr_mult: Mapping[Any, float] = NO_MULTIPLIERS
+    wd_mult: Mapping[Any, float] = NO_MULTIPLIERS
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""

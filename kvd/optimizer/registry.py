@@ -9,6 +9,8 @@ import logging
 from kvd.optimizer.accumulated import AdaDelta, Ftrl
 from kvd.optimizer.delays import DCASGD
 from kvd.optimizer.fields import kinds
+from kvd.optimizer.langevin import SGLD
+from kvd.optimizer.layerwise import LAMB, LARS
 from kvd.optimizer.moments import FTML, Adamax, Nadam
 from kvd.optimizer.outer import DelayedNesterov
 from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp, RowWiseAdagrad
@@ -32,6 +34,9 @@ _BUILT_IN: dict[str, type[Optimizer]] = {
         Ftrl,
         Signum,
         FTML,
+        LARS,
+        LAMB,
+        SGLD,
         DelayedNesterov,
         DCASGD,
     )

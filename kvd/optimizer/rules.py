@@ -4,34 +4,40 @@ In every formula ``w`` is the weight, ``t`` the number of this update counted fr
 ``t``, and ``g`` the gradient after the steps that all optimizers share, in this order::
 
     g = clip(rescale_grad · merged, −clip_gradient, clip_gradient)      without clip_gradient: g = rescale_grad · merged
-    g = g + wd · w                                                      except AdamW and Ftrl
+    g = g + wd · w                                                      except AdamW, Ftrl, LARS and LAMB
 
 Where a difference from MXNet is named, it is from the last releases of MXNet 1.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from kvd.errors import ConfigError
 from kvd.optimizer.fields import normalise, require
-from kvd.optimizer.schedule import Schedule, rate_at
+from kvd.optimizer.multipliers import NO_MULTIPLIERS, Multipliers
+from kvd.optimizer.schedule import Scaled, Schedule, limited, rate_at
 
 
 class Optimizer:
     """The base of all optimizers; not one itself.
 
-    To make your own, derive a frozen dataclass that has at least the four fields below (any order, any defaults) and
-    fields of the types ``float``, ``int``, ``bool`` or ``str`` (or None), and define ``kernel()``: it returns the
-    arithmetic, an object as ``kvd.compute.optimizers.Kernel`` describes it. Install it on the servers as an entry
-    point of the group ``kvd.optimizers`` whose name is the name on the wire. Further rules go into ``check``.
+    To make your own, derive a frozen dataclass that has at least the first four fields below (any order, any defaults)
+    and fields of the types ``float``, ``int``, ``bool`` or ``str`` (or None), or ``Mapping[Any, float]``, and define
+    ``kernel()``: it returns the arithmetic, an object as ``kvd.compute.optimizers.Kernel`` describes it. Install it on
+    the servers as an entry point of the group ``kvd.optimizers`` whose name is the name on the wire. Further rules go
+    into ``check``.
 
     Attributes:
         learning_rate: a number ≥ 0 or a schedule.
         wd: weight decay, ≥ 0; the ``weight_decay`` of torch.optim.
         rescale_grad: a factor on the merged gradient, such as 1 / batch size.
         clip_gradient: the largest magnitude of an element of the rescaled gradient, > 0; None: any.
+        lr_mult, wd_mult: factors ≥ 0 on the learning rate and the weight decay of some keys, such as
+            ``{"fc1_bias": 2.0, "*_gamma": 0.0}``: the name of a key, or a pattern in which ``*`` stands for any text. A
+            name goes before patterns, the first pattern that fits before later ones. At most 64 entries.
     """
 
     __slots__ = ()
@@ -40,12 +46,19 @@ class Optimizer:
     wd: float
     rescale_grad: float
     clip_gradient: float | None
+    lr_mult: Mapping[Any, float]
+    wd_mult: Mapping[Any, float]
 
     decoupled_wd: ClassVar[bool] = False
     """True if the rule itself decays the weight: ``wd · w`` is then not added to the gradient."""
 
     compensates_delay: ClassVar[bool] = False
     """True for DCASGD: asynchronous servers then keep the version that each worker has pulled."""
+    is_by_slice: ClassVar[bool] = False
+    """True for those of ours that calculate with all elements of a slice at once, or with its place."""
+
+    needs_whole_keys: ClassVar[bool] = False
+    """True if a server has to have all elements of a key: it refuses keys with several slices."""
 
     def __post_init__(self) -> None:
         normalise(self)
@@ -63,6 +76,27 @@ class Optimizer:
         """The learning rate of update ``step``, counted from 1."""
         return rate_at(self.learning_rate, step)
 
+    @property
+    def differs_by_key(self) -> bool:
+        """Whether keys have learning rates or weight decays of their own."""
+        return bool(getattr(self, "lr_mult", None) or getattr(self, "wd_mult", None))
+
+    def for_key(self, key: str) -> Optimizer:
+        """The same optimizer with the learning rate and the weight decay of one key, and without multipliers."""
+        changes: dict[str, Any] = {}
+        for name in ("lr_mult", "wd_mult"):
+            factors = getattr(self, name, None)
+            if not isinstance(factors, Multipliers) or not factors:
+                continue
+            changes[name] = NO_MULTIPLIERS
+            factor, rate = factors.of(key), self.learning_rate
+            if name == "wd_mult":
+                changes["wd"] = limited(self.wd * factor)
+            elif factor != 1:
+                scaled = Scaled(rate, factor) if isinstance(rate, Schedule) else limited(rate * factor)
+                changes["learning_rate"] = scaled
+        return replace(self, **changes) if changes else self  # type: ignore[type-var]
+
 
 @dataclass(frozen=True, slots=True)
 class SGD(Optimizer):
@@ -79,7 +113,7 @@ class SGD(Optimizer):
     its buffer, ``wd`` multiplies the weight that it has just updated, not the weight before.
 
     Args:
-        learning_rate, wd, rescale_grad, clip_gradient: see :class:`Optimizer`.
+        learning_rate, wd, rescale_grad, clip_gradient, lr_mult, wd_mult: see :class:`Optimizer`.
         momentum: ≥ 0.
         nesterov: look ahead (Sutskever et al. 2013, as written in torch.optim.SGD); needs momentum > 0.
 
@@ -93,6 +127,8 @@ class SGD(Optimizer):
     rescale_grad: float = 1.0
     clip_gradient: float | None = None
     nesterov: bool = False
+    lr_mult: Mapping[Any, float] = NO_MULTIPLIERS
+    wd_mult: Mapping[Any, float] = NO_MULTIPLIERS
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""
@@ -116,7 +152,7 @@ class Adam(Optimizer):
     itself in place of ε̂, and it clips after the decay has been added: ``g = clip(rescale_grad · merged + wd · w)``.
 
     Args:
-        learning_rate, wd, rescale_grad, clip_gradient: see :class:`Optimizer`.
+        learning_rate, wd, rescale_grad, clip_gradient, lr_mult, wd_mult: see :class:`Optimizer`.
         beta1, beta2: in [0, 1).
         epsilon: ≥ 0.
 
@@ -131,6 +167,8 @@ class Adam(Optimizer):
     wd: float = 0.0
     rescale_grad: float = 1.0
     clip_gradient: float | None = None
+    lr_mult: Mapping[Any, float] = NO_MULTIPLIERS
+    wd_mult: Mapping[Any, float] = NO_MULTIPLIERS
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""
@@ -146,7 +184,7 @@ class AdamW(Optimizer):
         w = w·(1 − η·wd), then the three lines of Adam
 
     Args:
-        learning_rate, rescale_grad, clip_gradient: see :class:`Optimizer`.
+        learning_rate, rescale_grad, clip_gradient, lr_mult, wd_mult: see :class:`Optimizer`.
         beta1, beta2: in [0, 1).
         epsilon: ≥ 0.
         wd: the decay of the weight, not of the gradient, ≥ 0.
@@ -162,6 +200,8 @@ class AdamW(Optimizer):
     wd: float = 1e-2
     rescale_grad: float = 1.0
     clip_gradient: float | None = None
+    lr_mult: Mapping[Any, float] = NO_MULTIPLIERS
+    wd_mult: Mapping[Any, float] = NO_MULTIPLIERS
 
     decoupled_wd: ClassVar[bool] = True
 
@@ -183,7 +223,7 @@ class Adagrad(Optimizer):
     ``s = s + g²; w = w − η · (g / √(s + ε) + wd · w)`` with the ``g`` before the decay. Its ε is 1e-7 by default.
 
     Args:
-        learning_rate, wd, rescale_grad, clip_gradient: see :class:`Optimizer`.
+        learning_rate, wd, rescale_grad, clip_gradient, lr_mult, wd_mult: see :class:`Optimizer`.
         lr_decay: ≥ 0.
         epsilon: ≥ 0; the ``eps`` of torch.optim.
 
@@ -197,6 +237,8 @@ class Adagrad(Optimizer):
     wd: float = 0.0
     rescale_grad: float = 1.0
     clip_gradient: float | None = None
+    lr_mult: Mapping[Any, float] = NO_MULTIPLIERS
+    wd_mult: Mapping[Any, float] = NO_MULTIPLIERS
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""
@@ -238,7 +280,7 @@ class RMSProp(Optimizer):
     ``gamma1``, which is ``alpha`` here, is 0.9 by default.
 
     Args:
-        learning_rate, wd, rescale_grad, clip_gradient: see :class:`Optimizer`.
+        learning_rate, wd, rescale_grad, clip_gradient, lr_mult, wd_mult: see :class:`Optimizer`.
         alpha: the smoothing constant, in [0, 1].
         epsilon: ≥ 0.
         momentum: ≥ 0.
@@ -256,6 +298,8 @@ class RMSProp(Optimizer):
     wd: float = 0.0
     rescale_grad: float = 1.0
     clip_gradient: float | None = None
+    lr_mult: Mapping[Any, float] = NO_MULTIPLIERS
+    wd_mult: Mapping[Any, float] = NO_MULTIPLIERS
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""

@@ -5,9 +5,12 @@ The letters, and the steps that all optimizers share, are those of :mod:`kvd.opt
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kvd.optimizer.fields import require
+from kvd.optimizer.multipliers import NO_MULTIPLIERS
 from kvd.optimizer.rules import Optimizer
 from kvd.optimizer.schedule import Schedule
 
@@ -25,7 +28,7 @@ class Signum(Optimizer):
     As MXNet's Signum, but ``wd`` is part of ``g`` here even without momentum, where MXNet's takes it for ``wd_lh``.
 
     Args:
-        learning_rate, wd, rescale_grad, clip_gradient: see :class:`kvd.optimizer.Optimizer`.
+        learning_rate, wd, rescale_grad, clip_gradient, lr_mult, wd_mult: see :class:`kvd.optimizer.Optimizer`.
         momentum: in [0, 1).
         wd_lh: decay of the weight itself, not of the gradient (Loshchilov and Hutter 2019), ≥ 0.
 
@@ -39,6 +42,8 @@ class Signum(Optimizer):
     rescale_grad: float = 1.0
     clip_gradient: float | None = None
     wd_lh: float = 0.0
+    lr_mult: Mapping[Any, float] = NO_MULTIPLIERS
+    wd_mult: Mapping[Any, float] = NO_MULTIPLIERS
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""

@@ -2,18 +2,18 @@
 
 ::
 
-    optimizer   [name, {field: value, …}]
+    optimizer   [name, {field: value, …}]                   without the multipliers if there are none
     changes     {field: value, …}
-    value       None | bool | int | float | str | ["schedule", name, {field: value, …}]
+    value       None | bool | int | float | str | ["schedule", name, {field: value, …}] | {key: factor, …}
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 from kvd.errors import ConfigError, ProtocolError
 from kvd.optimizer.fields import kinds, shown
+from kvd.optimizer.multipliers import NO_MULTIPLIERS, Multipliers
 from kvd.optimizer.registry import known_optimizers
 from kvd.optimizer.rules import Optimizer
 from kvd.optimizer.schedule import SCHEDULES, Schedule
@@ -88,12 +88,15 @@ def changes_from_wire(obj: object) -> dict[str, object]:
 
 
 def _fields_to_wire(instance: object) -> dict[str, object]:
-    return {name: _value_to_wire(getattr(instance, name)) for name in kinds(type(instance))}
+    values = {name: getattr(instance, name) for name in kinds(type(instance))}
+    return {name: _value_to_wire(value) for name, value in values.items() if value != NO_MULTIPLIERS}
 
 
 def _value_to_wire(value: object) -> object:
     if isinstance(value, Schedule):
         return [_SCHEDULE_TAG, type(value).__name__, _fields_to_wire(value)]
+    if isinstance(value, Multipliers):
+        return dict(value)
     return value
 
 
@@ -109,6 +112,8 @@ def _fields_from_wire(obj: object, depth: int) -> dict[str, object]:
 def _value_from_wire(value: object, depth: int) -> object:
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, dict):
+        return value  # the optimizer checks it, as what a person wrote
     if not isinstance(value, list | tuple) or len(value) != 3 or value[0] != _SCHEDULE_TAG:
         raise ProtocolError(f"{short(value)} is no value of a field")
     _, name, fields = value
@@ -121,9 +126,10 @@ def _value_from_wire(value: object, depth: int) -> object:
 
 def construct(cls: type, obj: object, depth: int) -> object:
     fields = _fields_from_wire(obj, depth)
-    known = {field.name for field in dataclasses.fields(cls)}
-    if fields.keys() != known:
-        wrong = sorted(fields.keys() ^ known)
+    known = kinds(cls)
+    needed = {name for name, allowed in known.items() if Multipliers not in allowed}
+    if not needed <= fields.keys() <= known.keys():
+        wrong = sorted((fields.keys() - known.keys()) | (needed - fields.keys()))
         raise ProtocolError(f"{cls.__name__}: these fields are unknown or missing: {', '.join(map(short, wrong[:8]))}")
     try:
         return cls(**fields)

@@ -12,6 +12,7 @@ from kvd.errors import GradientAnomaly, InputMismatch
 from kvd.parallel.allreduce.blocks import MissingBlock
 from kvd.parallel.allreduce.parameter import AllReduceParameter
 from kvd.parallel.batch import DataBatch, DataDesc
+from kvd.parallel.clipping import clip_by_global_norm
 from kvd.parallel.device import Device
 from kvd.parallel.group.group import DataParallelExecutorGroup
 from kvd.parallel.group.monitor import Monitor, MonitorEntry
@@ -73,6 +74,7 @@ __all__ = [
     "ModelUpdate",
     "AllReduceParameter",
     "GradientPipeline",
+    "clip_by_global_norm",
     "fit",
     "EpochReport",
     "Checkpoint",

@@ -158,12 +158,45 @@ def test_changed_hyperparameters_count_from_the_next_clock_on() -> None:
         assert cluster.run(program) == [expected] * 2
 
 
+def test_keys_have_learning_rates_and_decays_of_their_own() -> None:
+    """In a list, where the servers update small keys together, and in slices; changed while the state is kept."""
+
+    def program(kv: kvd.KVStore) -> Any:
+        names: list[str | int] = ["weight", "bias", 7]
+        kv.init(names, [np.zeros(2500, np.float32), np.zeros(3, np.float32), np.full(1, 4, np.float32)])
+        kv.set_optimizer(SGD(1.0, momentum=0.5, wd=0.25, lr_mult={"bias": 2}, wd_mult={"*": 0, 7: 1}))
+        seen = []
+        for step in range(3):
+            if step == 2:
+                kv.barrier("two steps")
+                kv.update_optimizer(lr_mult={"weight": 0, 7: 0}, wd_mult={"*": 0})
+            kv.push(names, [np.full(shape, -1, np.float32) for shape in ((2500,), (3,), (1,))])
+            values = kv.pull(names)
+            assert all((value == value[0]).all() for value in values)
+            seen.append([float(value[0]) for value in values])
+        return seen
+
+    # weight, bias: velocity −n, −1.5n, −1.75n for n workers. 7: with n = 2, g = −2 + 1 = −1, w = 5; g = −2 + 1.25 =
+    # −0.75, b = −1.25, w = 6.25; then its rate is 0.
+    with LocalCluster(2, 2, slice_bytes=4 << 10) as cluster:
+        assert cluster.run(program) == [[[2, 4, 5], [5, 10, 6.25], [5, 13.5, 6.25]]] * 2
+    # alone: g = −1 + 1 = 0, w = 4; g = −1 + 1 = 0
+    with kvd.create("local") as local:
+        assert program(local) == [[1, 2, 4], [2.5, 5, 4], [2.5, 6.75, 4]]
+
+
 def test_hyperparameters_that_do_not_exist() -> None:
     with LocalCluster(1, 1) as cluster, kvd.create("local") as local:
         for kv in (cluster.store(), local):
             kv.init("w", np.zeros(3, np.float32))
             kv.set_optimizer(SGD(1.0))
-            for changes in ({"no_such": 1.0}, {"learning_rate": "fast"}, {"learning_rate": float("nan")}, {"wd": -1.0}):
+            for changes in (
+                {"no_such": 1.0},
+                {"learning_rate": "fast"},
+                {"learning_rate": float("nan")},
+                {"wd": -1.0},
+                {"lr_mult": {"w": -1}},
+            ):
                 with pytest.raises((NotAllowed, kvd.KvdError, ValueError, TypeError)):
                     kv.update_optimizer(**changes)
             kv.push("w", np.full(3, -1, np.float32))

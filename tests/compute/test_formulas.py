@@ -41,7 +41,7 @@ _TORCH_CLASSES: dict[type[Optimizer], Any] = {
     Adamax: torch.optim.Adamax,
     Nadam: torch.optim.NAdam,
 }
-_COMMON = {"learning_rate", "rescale_grad", "clip_gradient", "beta1", "beta2"}
+_COMMON = {"learning_rate", "rescale_grad", "clip_gradient", "beta1", "beta2", "lr_mult", "wd_mult"}
 
 
 def by_torch(rule: Any, weight: Array, gradients: Sequence[Array]) -> Array:

@@ -14,7 +14,10 @@ import torch
 from kvd.errors import ConfigError
 from kvd.optimizer import (
     FTML,
+    LAMB,
+    LARS,
     SGD,
+    SGLD,
     AdaDelta,
     Adagrad,
     Adam,
@@ -87,6 +90,13 @@ def test_defaults_are_those_of_torch(ours: Optimizer, theirs: Any, names: dict[s
         (lambda: Signum(wd_lh=-1), "wd_lh"),
         (lambda: FTML(beta2=1), "beta2"),
         (lambda: FTML(epsilon=0), "epsilon"),
+        (lambda: LARS(0.1, eta=0), "eta"),
+        (lambda: LARS(0.1, momentum=-1), "momentum"),
+        (lambda: LAMB(beta1=1), "beta1"),
+        (lambda: LAMB(lower_bound=-1), "lower_bound"),
+        (lambda: LAMB(lower_bound=2, upper_bound=1), "lower_bound"),
+        (lambda: SGLD(0.1, seed=0.5), "seed"),  # type: ignore[arg-type]
+        (lambda: SGLD(0.1, seed=2**60), "seed"),
         (lambda: schedule.Step(0.1, 0, 0.5), "step"),
         (lambda: schedule.Step(0.1, 1.5, 0.5), "step"),  # type: ignore[arg-type]
         (lambda: schedule.Step(0.1, 10, 1.5), "factor"),

@@ -19,8 +19,25 @@ from kvd.optimizer import (
     to_wire,
 )
 
-BUILT_IN = {"SGD", "Adam", "AdamW", "Adagrad", "RMSProp", "AdaDelta", "Adamax", "Nadam", "Ftrl", "Signum", "FTML"}
-BUILT_IN |= {"DelayedNesterov", "DCASGD", "RowWiseAdagrad"}
+BUILT_IN = {
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "RMSProp",
+    "AdaDelta",
+    "Adamax",
+    "Nadam",
+    "Ftrl",
+    "Signum",
+    "FTML",
+    "LARS",
+    "LAMB",
+    "SGLD",
+    "DelayedNesterov",
+    "DCASGD",
+    "RowWiseAdagrad",
+}
 
 
 @dataclass(frozen=True, slots=True)

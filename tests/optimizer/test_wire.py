@@ -12,7 +12,10 @@ from kvd.errors import ProtocolError
 from kvd.optimizer import (
     DCASGD,
     FTML,
+    LAMB,
+    LARS,
     SGD,
+    SGLD,
     AdaDelta,
     Adagrad,
     Adam,
@@ -48,6 +51,9 @@ EVERY_OPTIMIZER: list[Optimizer] = [
     Ftrl(schedule.Step(0.1, 30, 0.5), l1=0.5, beta=2.0),
     Signum(wd_lh=0.01),
     FTML(beta1=0.5),
+    LARS(0.1, momentum=0.9, eta=0.01),
+    LAMB(lower_bound=0.1, upper_bound=10.0),
+    SGLD(0.1, seed=-5),
     DelayedNesterov(0.7, 3, activation=0.1),
     DCASGD(0.1, momentum=0.5, compensation=0.1),
 ]

@@ -19,7 +19,7 @@ import numpy as np
 from kvd.client.calls.keys import key_name
 from kvd.errors import ConfigError, KvdError, NotAllowed, StoreClosed
 from kvd.optimizer import Optimizer, changes_to_wire
-from kvd.optimizer.fields import MAX_COUNT, number, shown
+from kvd.optimizer.fields import MAX_COUNT, multipliers, number, shown
 from kvd.optimizer.schedule import Schedule
 from kvd.protocol.codec import encode
 from kvd.protocol.messages import BIGGEST, NO_VIEW, SetOptimizer, UpdateOptimizer
@@ -144,6 +144,8 @@ def _plain_value(name: str, value: object) -> object:
         return value
     if isinstance(value, numbers.Integral) and -MAX_COUNT <= int(value) <= MAX_COUNT:
         return int(value)
+    if isinstance(value, Mapping):
+        return multipliers(name, value)
     return number(name, value)
 
 

@@ -16,6 +16,7 @@ from kvd.client.calls.restored_optimizer import is_kept
 from kvd.client.calls.values import Array
 from kvd.client.local.keys import Entry, LocalKeys, TableEntry
 from kvd.compression import parse
+from kvd.compute.by_key import optimizer_for
 from kvd.compute.optimizers import SliceState, apply_update
 from kvd.core.push_policy import is_updated, push_error
 from kvd.errors import NotAllowed
@@ -62,7 +63,8 @@ class LocalUpdates:
             out = np.empty_like(entry.value)
             optimizer = self._optimizer if is_updated(entry.spec.dtype) else None
             merge: Any = entry.spec.merge or self.merge
-            apply_update(optimizer, entry.state, entry.value, [received], out, merge, [samples])
+            own = (name, 0)
+            apply_update(optimizer, entry.state, entry.value, [received], out, merge, [samples], slice_id=own)
             entry.value = out
         entry.version += 1
 
@@ -77,7 +79,7 @@ class LocalUpdates:
         if self._optimizer is None:
             entry.table.assign(ids, rows)
         else:
-            entry.table.update(self._optimizer, ids, rows)
+            entry.table.update(optimizer_for(self._optimizer, name), ids, rows)
 
     # ── the calls of a program ──
 

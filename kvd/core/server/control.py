@@ -20,6 +20,7 @@ from kvd.core.server.optimizer_agreement import OptimizerAgreement
 from kvd.core.server.optimizer_records import OptimizerRecords, change_records
 from kvd.core.server.pace import Pace
 from kvd.core.server.records import LED_ELSEWHERE, Records
+from kvd.core.server.whole_keys import check_whole_keys
 from kvd.core.session import SchedulerSession
 from kvd.errors import KvdError, NotAllowed
 from kvd.optimizer import Optimizer, changes_from_wire, from_wire, to_wire, with_hyperparameters
@@ -132,6 +133,7 @@ class ServerControl:
         try:
             optimizer = None if message.optimizer is None else from_wire(message.optimizer)
             self._check_memory(optimizer)
+            check_whole_keys(optimizer, ((slice_.key, slice_.spec) for slice_ in self._table.slices.values()))
             is_set = not message.loaded and self._is_set_for(event, rank, optimizer)
             visits = not is_set and self._visits_slices(event, message, rank, optimizer)
             if visits and (self.held.is_open or self._pace.is_paused(now)):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvd.core.machine import Buffer, Span
 from kvd.core.membership import ViewState
 from kvd.core.server.counted_steps import CountedSteps
-from kvd.core.server.groups import Slice
+from kvd.core.server.groups import Change, Slice
 from kvd.core.server.progress import WorkerProgress
 from kvd.core.server.rounds import SliceLog
 from kvd.optimizer import Optimizer, changes_to_wire, to_wire
@@ -128,4 +128,10 @@ def _image_nbytes(slice_: Slice) -> int:
     """What an image takes in a header, at most: as msgpack, a character is at most 4 bytes, and a number 9."""
     log, changes = slice_.log, slice_.group.changes
     spec = 9 * len(slice_.spec.shape) + 32
-    return 4 * len(slice_.key) + spec + 200 + 75 * len(log.progress) + 18 * len(log.shared.starts) + 300 * len(changes)
+    later = sum([_change_nbytes(change) for change in changes])
+    return 4 * len(slice_.key) + spec + 200 + 75 * len(log.progress) + 18 * len(log.shared.starts) + later
+
+
+def _change_nbytes(change: Change) -> int:
+    multipliers = [name for value in change.changes.values() if isinstance(value, Mapping) for name in value]
+    return 300 + sum([4 * len(name) + 12 for name in multipliers])

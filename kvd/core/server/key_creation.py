@@ -23,6 +23,7 @@ from kvd.core.server.keys import MAX_SLICES, KeyTable
 from kvd.core.server.memory import ServerMemory
 from kvd.core.server.records import LED_ELSEWHERE, Records
 from kvd.core.server.rounds import SliceLog
+from kvd.core.server.whole_keys import whole_key_error
 from kvd.core.session import SchedulerSession
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
@@ -185,6 +186,9 @@ class KeyCreation:
             return _in_use(new.key)
         if new.num_slices > MAX_SLICES * settings.num_servers:
             text = f"key {new.key!r} has {new.num_slices} slices: choose a larger slice_bytes"
+            return ErrorCode.NOT_ALLOWED, text
+        text = whole_key_error(self._control.optimizer, new.key, new.spec)
+        if text:
             return ErrorCode.NOT_ALLOWED, text
         old = self._table.slices.get((new.key, new.slice_index))
         led = self._table.bytes_led + self._creating_nbytes - (0 if old is None else old.nbytes)

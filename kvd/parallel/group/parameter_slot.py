@@ -75,7 +75,7 @@ class ParameterSlot:
         local = self.local
         if local is not None and local.done_for is not self.handle:
             flat = self.weights.reshape(-1), [local.gradient.reshape(-1)], local.spare.reshape(-1)
-            apply_update(local.optimizer, local.state, *flat)
+            apply_update(local.optimizer, local.state, *flat, slice_id=(str(self.key), 0))
             self.weights, local.spare = local.spare, self.weights
             local.done_for = self.handle  # waiting again, as after the error of another slot, must not update again
 
