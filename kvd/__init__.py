@@ -35,14 +35,17 @@ from kvd.errors import (
 )
 
 if TYPE_CHECKING:
-    from kvd import aio, optimizer
+    from kvd import aio, initializer, optimizer
     from kvd.client.calls.backend import Node
     from kvd.client.calls.handle import Handle
+    from kvd.client.calls.staleness import Staleness
     from kvd.client.cluster.observer import Reading
     from kvd.client.facades.blocking import KVStore, create
     from kvd.client.facades.observer import Observer
     from kvd.client.registry import KVStoreBase, register_store
     from kvd.config import Config
+    from kvd.tables.description import RowSparse
+    from kvd.tables.row_values import RowSparseArray
 
 __version__ = "0.1.0"
 
@@ -55,9 +58,13 @@ __all__ = [
     "Observer",
     "Reading",
     "Node",
+    "RowSparse",
+    "RowSparseArray",
+    "Staleness",
     "Config",
     "aio",
     "errors",
+    "initializer",
     "optimizer",
     "KvdError",
     "ConfigError",
@@ -88,12 +95,16 @@ _WHEN_USED = {
     "KVStore": "kvd.client.facades.blocking",
     "Handle": "kvd.client.calls.handle",
     "Node": "kvd.client.calls.backend",
+    "Staleness": "kvd.client.calls.staleness",
     "Config": "kvd.config",
+    "RowSparse": "kvd.tables.description",
+    "RowSparseArray": "kvd.tables.row_values",
     "Observer": "kvd.client.facades.observer",
     "Reading": "kvd.client.cluster.observer",
     "KVStoreBase": "kvd.client.registry",
     "register_store": "kvd.client.registry",
     "aio": "",
+    "initializer": "",
     "optimizer": "",
 }
 

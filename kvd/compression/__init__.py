@@ -11,7 +11,19 @@ entry point in the group ``kvd.compressors``; see :class:`Compressor` for what i
 
 from kvd.compression.options import DEFAULT_MIN_BYTES, Compression, parse
 from kvd.compression.registry import ENTRY_POINT_GROUP, known_compressors, name_of
-from kvd.compression.rules import BF16, FP16, Compressor, OneBit, TwoBit
+from kvd.compression.rules import (
+    BF16,
+    FP8,
+    FP16,
+    Compressor,
+    Dithering,
+    Int8,
+    OneBit,
+    RandomK,
+    Signs,
+    TopK,
+    TwoBit,
+)
 from kvd.compression.wire import from_wire, to_wire
 
 __all__ = [
@@ -20,6 +32,12 @@ __all__ = [
     "BF16",
     "TwoBit",
     "OneBit",
+    "FP8",
+    "Int8",
+    "Signs",
+    "TopK",
+    "RandomK",
+    "Dithering",
     "Compression",
     "DEFAULT_MIN_BYTES",
     "parse",

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from kvd.compression.registry import known_compressors
 from kvd.compression.rules import Compressor
 from kvd.errors import ConfigError
-from kvd.optimizer.fields import count, kinds, require, shown
+from kvd.optimizer.fields import count, kinds, number, require, shown
 
 DEFAULT_MIN_BYTES = 64 << 10
 
-_OF_ALL = ("min_bytes", "ef")
+DEFAULT_MU = 0.9
+
+_OF_ALL = ("min_bytes", "ef", "momentum", "mu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +24,13 @@ class Compression:
     Attributes:
         min_bytes: values of fewer bytes are sent plain.
         feeds_back: what compression leaves of a push is added to the next one of the key (error feedback).
+        mu: of Nesterov momentum, which every floating value gets first, also one that is sent plain; 0: none.
     """
 
     compressor: Compressor
     min_bytes: int = DEFAULT_MIN_BYTES
     feeds_back: bool = True
+    mu: float = 0.0
 
 
 def parse(params: object) -> Compression | None:
@@ -51,13 +55,24 @@ def parse(params: object) -> Compression | None:
     _check_names(name, given, (*kinds(cls), *_OF_ALL))
     min_bytes = count("min_bytes", given.pop("min_bytes", DEFAULT_MIN_BYTES))
     require("min_bytes", min_bytes >= 0, "≥ 0", min_bytes)
-    feeds_back = _feeds_back(given.pop("ef"), cls) if "ef" in given else cls.feeds_back
-    return Compression(cls(**given), min_bytes, feeds_back)
+    feeds_back = _is_chosen("ef", "vanilla", given.pop("ef")) if "ef" in given else cls.feeds_back
+    mu = _mu(given)
+    return Compression(cls(**given), min_bytes, feeds_back, mu)
 
 
-def _feeds_back(ef: object, cls: type[Compressor]) -> bool:
-    require("ef", ef in ("vanilla", "none"), '"vanilla" or "none"', ef)
-    return ef == "vanilla"
+def _is_chosen(option: str, choice: str, value: object) -> bool:
+    require(option, value in (choice, "none"), f'"{choice}" or "none"', value)
+    return value == choice
+
+
+def _mu(given: dict[object, object]) -> float:
+    """Takes the options of momentum out of those that are given."""
+    if not _is_chosen("momentum", "nesterov", given.pop("momentum", "none")):
+        require("mu", "mu" not in given, 'given with momentum "nesterov" only', given.get("mu"))
+        return 0.0
+    mu = number("mu", given.pop("mu", DEFAULT_MU))
+    require("mu", 0 < mu < 1, "> 0 and < 1", mu)
+    return mu
 
 
 def _check_names(name: str, given: Mapping[object, object], known: tuple[str, ...]) -> None:

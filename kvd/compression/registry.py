@@ -7,14 +7,37 @@ import functools
 import logging
 from collections.abc import Mapping
 
-from kvd.compression.rules import BF16, FP16, Compressor, OneBit, TwoBit
+from kvd.compression.rules import (
+    BF16,
+    FP8,
+    FP16,
+    Compressor,
+    Dithering,
+    Int8,
+    OneBit,
+    RandomK,
+    Signs,
+    TopK,
+    TwoBit,
+)
 from kvd.errors import ConfigError
 from kvd.optimizer.fields import kinds
 
 ENTRY_POINT_GROUP = "kvd.compressors"
 """The group of entry points in which compressors of your own are installed."""
 
-_BUILT_IN: dict[str, type[Compressor]] = {"fp16": FP16, "bf16": BF16, "2bit": TwoBit, "1bit": OneBit}
+_BUILT_IN: dict[str, type[Compressor]] = {
+    "fp16": FP16,
+    "bf16": BF16,
+    "fp8": FP8,
+    "int8": Int8,
+    "2bit": TwoBit,
+    "1bit": OneBit,
+    "onebit": Signs,
+    "topk": TopK,
+    "randomk": RandomK,
+    "dithering": Dithering,
+}
 
 _log = logging.getLogger(__name__)
 

@@ -97,3 +97,161 @@ class OneBit(Compressor):
     def check(self) -> None:
         """Raise ConfigError if a field of this compressor is out of its range."""
         require("threshold", abs(self.threshold) < 2.0**127, "a number of float32", self.threshold)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8(Compressor):
+    """One byte per element, scaled block by block.
+
+    ::
+
+        scale = largest |x| of the block / 127
+        sent:   scale · round(x / scale)
+
+    Args:
+        block: elements that share a scale, 8 to 65536.
+
+    Raises:
+        ConfigError: a field is out of its range; ``setting`` names it.
+    """
+
+    feeds_back: ClassVar[bool] = False
+
+    block: int = 256
+
+    def check(self) -> None:
+        """Raise ConfigError if a field of this compressor is out of its range."""
+        _check_block(self.block)
+
+
+@dataclass(frozen=True, slots=True)
+class FP8(Compressor):
+    """One byte per element: an e4m3 number (Micikevicius et al., "FP8 Formats for Deep Learning", 2022), scaled block
+    by block.
+
+    ::
+
+        scale = largest |x| of the block / 448
+        sent:   scale · e4m3(x / scale)             rounded to nearest
+
+    Args:
+        block: elements that share a scale, 8 to 65536.
+
+    Raises:
+        ConfigError: a field is out of its range; ``setting`` names it.
+    """
+
+    feeds_back: ClassVar[bool] = False
+
+    block: int = 256
+
+    def check(self) -> None:
+        """Raise ConfigError if a field of this compressor is out of its range."""
+        _check_block(self.block)
+
+
+@dataclass(frozen=True, slots=True)
+class Signs(Compressor):
+    """BytePS's ``onebit``: 1 bit per element, and one magnitude per slice.
+
+    ::
+
+        scale = mean of |x| over the slice          without scaling: 1
+        x < 0:  −scale, bit 1
+        else    scale, bit 0
+
+    Args:
+        scaling: send the mean magnitude.
+
+    Raises:
+        ConfigError: a field is out of its range; ``setting`` names it.
+    """
+
+    scaling: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TopK(Compressor):
+    """BytePS's ``topk``: the k elements of each slice with the largest magnitude, with their indices. All others are 0.
+
+    Args:
+        k: how many, ≥ 1; or which part of them, > 0 and < 1, and at least one.
+
+    Raises:
+        ConfigError: a field is out of its range; ``setting`` names it.
+    """
+
+    k: float = 0.01
+
+    def check(self) -> None:
+        """Raise ConfigError if a field of this compressor is out of its range."""
+        _check_k(self.k)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomK(Compressor):
+    """BytePS's ``randomk``: k elements of each slice that are drawn at random, with replacement. All others are 0.
+
+    They are not scaled up, so without error feedback the mean is k / n of what it should be.
+
+    Args:
+        k: how many, ≥ 1; or which part of them, > 0 and < 1, and at least one.
+        seed: ≥ 0; the same seed draws the same elements in every run.
+
+    Raises:
+        ConfigError: a field is out of its range; ``setting`` names it.
+    """
+
+    k: float = 0.01
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise ConfigError if a field of this compressor is out of its range."""
+        _check_k(self.k)
+        require("seed", self.seed >= 0, "≥ 0", self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Dithering(Compressor):
+    """BytePS's ``dithering``: magnitudes rounded to one of k + 1 levels, at random, so that the mean is x.
+
+    ::
+
+        scale  = largest |x| of the slice           normalize = "l2": the Euclidean norm of the slice
+        levels = 0, 1/k, 2/k, …, 1                  partition = "natural": 0, 2^(1−k), …, 1/4, 1/2, 1
+
+    |x| / scale becomes the level above it with the probability ``(|x|/scale − below) / (above − below)``, else the one
+    below. Elements have 2, 4 or 8 bits (k up to 1, 7, 127), where BytePS has codes of variable length.
+
+    Args:
+        k: 1 to 127; with "natural", to 31.
+        partition: "linear" or "natural".
+        normalize: "max" or "l2".
+        seed: ≥ 0; the same seed rounds in the same way in every run.
+
+    Raises:
+        ConfigError: a field is out of its range; ``setting`` names it.
+    """
+
+    feeds_back: ClassVar[bool] = False
+
+    k: int = 7
+    partition: str = "linear"
+    normalize: str = "max"
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise ConfigError if a field of this compressor is out of its range."""
+        require("partition", self.partition in ("linear", "natural"), '"linear" or "natural"', self.partition)
+        require("normalize", self.normalize in ("max", "l2"), '"max" or "l2"', self.normalize)
+        most = 127 if self.partition == "linear" else 31
+        require("k", 1 <= self.k <= most, f"from 1 to {most}", self.k)
+        require("seed", self.seed >= 0, "≥ 0", self.seed)
+
+
+def _check_block(block: int) -> None:
+    require("block", 8 <= block <= 1 << 16, "from 8 to 65536", block)
+
+
+def _check_k(k: float) -> None:
+    require("k", 0 < k < 2**32 and (k < 1 or k.is_integer()), "a whole number ≥ 1, or a part > 0 and < 1", k)

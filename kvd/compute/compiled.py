@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvd.compute.catalogue import kernel_of
-from kvd.compute.kernels import KEEPING, loop_name
+from kvd.compute.kernels import KEEPING, ROW_LOOPS, ROWS, loop_name
 from kvd.compute.tensors import BFLOAT16, dtype_name
 from kvd.optimizer import Optimizer
 
@@ -148,13 +148,16 @@ def loop_for(name: str, source: np.dtype[Any], target: np.dtype[Any]) -> Loop:
     return loop
 
 
-def warm_up(optimizer: Optimizer | None, dtype: object = np.float32, *, keeps_merged: bool = False) -> bool:
+def warm_up(
+    optimizer: Optimizer | None, dtype: object = np.float32, *, keeps_merged: bool = False, of_rows: bool = False
+) -> bool:
     """Compile now what updates of ``dtype`` will need, and wait for it: for tests and measurements.
 
     Args:
         optimizer: the rule, or None for a merge alone.
         dtype: a dtype that NumPy or ml_dtypes knows.
         keeps_merged: for updates that keep the merged gradient, too.
+        of_rows: for updates of rows of tables, too, if there are loops for these.
 
     Returns:
         Whether compiled loops will be used; if not, ``kernels_in_use`` says why.
@@ -170,6 +173,8 @@ def warm_up(optimizer: Optimizer | None, dtype: object = np.float32, *, keeps_me
         wanted.append(loop_for(name, np.dtype(np.float32), target))
     if keeps_merged:
         wanted.append(loop_for(name + KEEPING, target, target))
+    if of_rows and name in ROW_LOOPS:
+        wanted.append(loop_for(name + ROWS, target, target))
     for loop in wanted:
         _compiler.compile(loop)
     return all(loop.is_ready for loop in wanted)

@@ -39,7 +39,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from kvd.compute.kernels import KEEPING
+from kvd.compute.kernels import KEEPING, ROWS
 
 DISABLED: bool = bool(getattr(numba.config, "DISABLE_JIT", False))
 """Whether NUMBA_DISABLE_JIT asks for plain Python, which would be a thousand times slower than NumPy."""
@@ -478,6 +478,74 @@ def rmsprop_centered_momentum(
         out[i] = _rounded(w, out)
 
 
+# --- Rows of tables -------------------------------------------------------------------------------------------------
+
+# The loops above, row by row, for the optimizers of embeddings. A row is calculated into memory of its own, so that the
+# compiler sees that ``out`` is not ``weight``, and then copied to its place.
+
+_sgd = _inlined(sgd)
+_sgd_momentum = _inlined(sgd_momentum)
+_adam = _inlined(adam)
+_adagrad = _inlined(adagrad)
+
+
+@_inlined
+def _given(number: Any, rows: Any, sums: Any) -> Any:
+    """The gradient of a row: one that was pushed, or with ``~number`` one that was added up."""
+    return rows[number] if number >= 0 else sums[~number]
+
+
+@_inlined
+def _put(out: Any, weight: Any) -> None:
+    for i in range(out.size):
+        weight[i] = out[i]
+
+
+def sgd_rows(places: Any, order: Any, rows: Any, sums: Any, weights: Any, numbers: Any, decay: Any) -> None:
+    """``sgd`` of the rows at these places; ``order`` has the number of each one's gradient, see ``_given``."""
+    out = np.empty(weights.shape[1], weights.dtype)
+    for k in range(places.size):
+        g, w = _given(order[k], rows, sums), weights[places[k]]
+        _sgd(g, g, False, w, out, numbers, False, decay, None)
+        _put(out, w)
+
+
+def sgd_momentum_rows(
+    places: Any, order: Any, rows: Any, sums: Any, weights: Any, buffers: Any, numbers: Any, decay: Any
+) -> None:
+    """``sgd_momentum``, as above."""
+    out = np.empty(weights.shape[1], weights.dtype)
+    for k in range(places.size):
+        p = places[k]
+        g, w = _given(order[k], rows, sums), weights[p]
+        _sgd_momentum(g, g, False, w, out, buffers[p], numbers, False, decay, None)
+        _put(out, w)
+
+
+def adam_rows(
+    places: Any, order: Any, rows: Any, sums: Any, weights: Any, means: Any, variances: Any, numbers: Any, decay: Any
+) -> None:
+    """``adam``, as above."""
+    out = np.empty(weights.shape[1], weights.dtype)
+    for k in range(places.size):
+        p = places[k]
+        g, w = _given(order[k], rows, sums), weights[p]
+        _adam(g, g, False, w, out, means[p], variances[p], numbers, False, decay, None)
+        _put(out, w)
+
+
+def adagrad_rows(
+    places: Any, order: Any, rows: Any, sums: Any, weights: Any, totals: Any, numbers: Any, decay: Any
+) -> None:
+    """``adagrad``, as above."""
+    out = np.empty(weights.shape[1], weights.dtype)
+    for k in range(places.size):
+        p = places[k]
+        g, w = _given(order[k], rows, sums), weights[p]
+        _adagrad(g, g, False, w, out, totals[p], numbers, False, decay, None)
+        _put(out, w)
+
+
 # --- Compilation ----------------------------------------------------------------------------------------------------
 
 _TYPES = {
@@ -502,6 +570,15 @@ _LOOPS: dict[str, tuple[Callable[..., None], int | None]] = {
 }
 
 
+# Those of rows, in the same way: ROW_LOOPS names them.
+_ROW_LOOPS: dict[str, tuple[Callable[..., None], int]] = {
+    "sgd": (sgd_rows, 0),
+    "sgd_momentum": (sgd_momentum_rows, 1),
+    "adam": (adam_rows, 2),
+    "adagrad": (adagrad_rows, 1),
+}
+
+
 def compile_loop(name: str, source: str, target: str) -> Callable[..., None]:
     """Compile one loop for one combination of dtypes, or take it from the cache on disk; this takes up to seconds.
 
@@ -509,14 +586,18 @@ def compile_loop(name: str, source: str, target: str) -> Callable[..., None]:
     of these can be written, or what is there cannot be read, the loop is compiled without one.
 
     Args:
-        name: one of the loops above, or that with ``KEEPING`` behind it.
+        name: one of the loops above, or that with ``KEEPING`` or ``ROWS`` behind it.
         source, target: the names of the dtypes of the contributions and of ``out``.
 
     Returns:
         The loop. It takes arrays that are C-contiguous, of any alignment; those that it only reads may be read-only.
     """
-    loop, slots = _LOOPS[name.removesuffix(KEEPING)]
-    signature = _signature(slots, source, target, name.endswith(KEEPING))
+    if name.endswith(ROWS):
+        loop, slots = _ROW_LOOPS[name.removesuffix(ROWS)]
+        signature = _row_signature(slots, target)
+    else:
+        loop, slots_or_none = _LOOPS[name.removesuffix(KEEPING)]
+        signature = _signature(slots_or_none, source, target, name.endswith(KEEPING))
     try:
         return _compiled(loop, signature, cache=True)
     except Exception:  # noqa: BLE001 - a cache on disk fails in many ways, and a second failure is no fault of it
@@ -544,6 +625,13 @@ def _signature(slots: int | None, source: str, target: str, keeps: bool) -> tupl
     return *sources, weight, out, *[writable] * slots, numbers, types.boolean, types.boolean, kept
 
 
-def _array(dtype: Any, readonly: bool) -> Any:
+def _row_signature(slots: int, target: str) -> tuple[Any, ...]:
+    compute = _TYPES[target]
+    whole = _array(types.int64, readonly=True)
+    given, kept = _array(compute, readonly=True, ndim=2), _array(compute, readonly=False, ndim=2)
+    return whole, whole, given, given, kept, *[kept] * slots, _array(compute, readonly=True), types.boolean
+
+
+def _array(dtype: Any, readonly: bool, ndim: int = 1) -> Any:
     # A read-only, unaligned signature also takes arrays that are writable or aligned.
-    return types.Array(dtype, 1, "C", readonly=readonly, aligned=False)
+    return types.Array(dtype, ndim, "C", readonly=readonly, aligned=False)

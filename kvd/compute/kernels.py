@@ -21,6 +21,12 @@ Array = np.ndarray[Any, Any]
 KEEPING = "_keeping"
 """Ends the name of a compiled loop that keeps the merged gradient: a replica is given it."""
 
+ROWS = "_rows"
+"""Ends the name of a compiled loop that updates some rows of a table where they lie."""
+
+ROW_LOOPS = frozenset({"sgd", "sgd_momentum", "adam", "adagrad"})
+"""The compiled loops that there are for rows as well."""
+
 
 class Kernel(Protocol):
     """The arithmetic of one optimizer with its fields; what ``kernel()`` of a custom optimizer returns."""

@@ -282,6 +282,9 @@ class Apply(NamedTuple):
     A merged gradient is in the dtype that contributions are summed in, float32 for float16 and bfloat16, element by
     element as in the group; what lies between two slices there does not matter. There is one only with an optimizer,
     and without `assign`.
+
+    `pulled`: the version that the one contribution was calculated from, where the optimizer compensates for delays.
+    What it makes of the contribution is the merged gradient then.
     """
 
     job: int
@@ -296,6 +299,7 @@ class Apply(NamedTuple):
     optimizer: object  # None: the merged value replaces the stored one
     keeps_merged: bool = False
     is_merged: bool = False  # the one contribution with a span is such a merged gradient, of another server
+    pulled: Buffer | ScatterList | None = None
 
 
 class Export(NamedTuple):

@@ -8,6 +8,7 @@ from zlib import crc32
 
 import numpy as np
 
+from kvd.compute.delays import compensated
 from kvd.compute.merge import accumulator_dtype
 from kvd.compute.optimizers import SliceState, apply_update
 from kvd.compute.tensors import named_dtype
@@ -177,6 +178,13 @@ class JobRunner:
             np.copyto(out, given[0][1] if given else current)
             self._states.renew(job.group, job.layout, dtype.itemsize)
             return made
+        if job.pulled is not None:
+            arrays, samples = [array for _, array in given], [number for number, _ in given]
+            mode: Any = job.merge
+            optimizer: Any = job.optimizer
+            pulled = gathered(job.pulled, job.nbytes).view(dtype)
+            given = [(1, compensated(optimizer, current, pulled, arrays, mode, samples))]
+            job = job._replace(is_merged=True)
         if not job.keeps_merged:
             self._update(job, current, given, out, None)
             return made

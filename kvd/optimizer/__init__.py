@@ -12,12 +12,13 @@ point in the group ``kvd.optimizers``; see :class:`Optimizer` for what it has to
 
 from kvd.optimizer import schedule
 from kvd.optimizer.accumulated import AdaDelta, Ftrl
+from kvd.optimizer.delays import DCASGD
 from kvd.optimizer.langevin import SGLD
 from kvd.optimizer.layerwise import LAMB, LARS
 from kvd.optimizer.moments import FTML, Adamax, Nadam
 from kvd.optimizer.outer import DelayedNesterov
 from kvd.optimizer.registry import ENTRY_POINT_GROUP, known_optimizers
-from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
+from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp, RowWiseAdagrad
 from kvd.optimizer.signs import Signum
 from kvd.optimizer.wire import changes_from_wire, changes_to_wire, from_wire, to_wire, with_hyperparameters
 
@@ -28,6 +29,7 @@ __all__ = [
     "AdamW",
     "Adagrad",
     "RMSProp",
+    "RowWiseAdagrad",
     "AdaDelta",
     "Adamax",
     "Nadam",
@@ -38,6 +40,7 @@ __all__ = [
     "LAMB",
     "SGLD",
     "DelayedNesterov",
+    "DCASGD",
     "schedule",
     "known_optimizers",
     "ENTRY_POINT_GROUP",

@@ -7,12 +7,13 @@ import functools
 import logging
 
 from kvd.optimizer.accumulated import AdaDelta, Ftrl
+from kvd.optimizer.delays import DCASGD
 from kvd.optimizer.fields import kinds
 from kvd.optimizer.langevin import SGLD
 from kvd.optimizer.layerwise import LAMB, LARS
 from kvd.optimizer.moments import FTML, Adamax, Nadam
 from kvd.optimizer.outer import DelayedNesterov
-from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
+from kvd.optimizer.rules import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp, RowWiseAdagrad
 from kvd.optimizer.signs import Signum
 
 ENTRY_POINT_GROUP = "kvd.optimizers"
@@ -25,6 +26,7 @@ _BUILT_IN: dict[str, type[Optimizer]] = {
         Adam,
         AdamW,
         Adagrad,
+        RowWiseAdagrad,
         RMSProp,
         AdaDelta,
         Adamax,
@@ -36,6 +38,7 @@ _BUILT_IN: dict[str, type[Optimizer]] = {
         LAMB,
         SGLD,
         DelayedNesterov,
+        DCASGD,
     )
 }
 

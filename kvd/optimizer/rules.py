@@ -58,6 +58,9 @@ class Optimizer:
     needs_whole_keys: ClassVar[bool] = False
     """True if a server has to have all elements of a key: it refuses keys with several slices."""
 
+    compensates_delay: ClassVar[bool] = False
+    """True for DCASGD: asynchronous servers then keep the version that each worker has pulled."""
+
     def __post_init__(self) -> None:
         normalise(self)
         if not isinstance(self.learning_rate, Schedule):
@@ -242,6 +245,22 @@ class Adagrad(Optimizer):
         """Raise ConfigError if a field of this optimizer is out of its range."""
         require("lr_decay", self.lr_decay >= 0, "≥ 0", self.lr_decay)
         require("epsilon", self.epsilon >= 0, "≥ 0", self.epsilon)
+
+
+@dataclass(frozen=True, slots=True)
+class RowWiseAdagrad(Adagrad):
+    """Adagrad with one accumulator for each row of a table, in place of one for each element.
+
+    ::
+
+        s = s + mean(g²)                            s starts at 0; the mean is over the row
+        w = w − η / (1 + (t − 1)·lr_decay) · g / (√s + ε)
+
+    The rule that FBGEMM, the library behind TorchRec, calls exact row-wise Adagrad. Its state is a number per row. In
+    keys that are no tables each element counts as a row of its own: there it is :class:`Adagrad`.
+
+    Args, and errors: those of :class:`Adagrad`.
+    """
 
 
 @dataclass(frozen=True, slots=True)

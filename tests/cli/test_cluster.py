@@ -157,6 +157,10 @@ def test_keys(ask: Kvd, saved: Callable[[Any], Path]) -> None:
     assert (key["shape"], key["dtype"], key["bytes"], key["version"]) == ([3, 4, 5], "float32", 240, 0)
     (row,) = [line.split() for line in ask("keys").stdout.splitlines() if line.startswith("listed ")]
     assert row[:5] == ["listed", "3×4×5", "float32", "-", "0"]  # no rounds, so no merge
+    again = ask("init", "listed", saved(np.zeros((3, 4, 5))), "--merge", "mean")
+    assert again.exit_code == 1
+    assert "key 'listed' is merged by 'sum', and this init wants 'mean': pass merge='sum'" in again.stderr
+    assert ask("init", "other", saved(np.zeros(1)), "--merge", "avg").exit_code == 2
 
 
 def test_commands_that_are_refused(ask: Kvd, saved: Callable[[Any], Path], tmp_path: Path) -> None:

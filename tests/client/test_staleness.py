@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.client.calls.staleness import Staleness, put_together
+from kvd import Staleness
+from kvd.client.calls.staleness import put_together
 from kvd.optimizer import SGD
 from kvd.testing.cluster import LocalCluster
 from kvd_cli.cluster import _staleness_rows

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvd.compression import Compression, Compressor, OneBit, TwoBit, from_wire, known_compressors, parse, to_wire
+from kvd.compression import Compression, Compressor, OneBit, TopK, TwoBit, from_wire, known_compressors, parse, to_wire
 from kvd.errors import ConfigError, ProtocolError
 
 
@@ -18,18 +18,22 @@ def test_a_dict_names_the_compressor_and_its_parameters() -> None:
     assert parse({"type": "2bit"}) == Compression(TwoBit(0.5), 65536, True)
     said = {"type": "1bit", "threshold": -1, "min_bytes": 0, "ef": "none"}
     assert parse(said) == Compression(OneBit(-1.0), 0, False)
+    momentum = {"type": "topk", "momentum": "nesterov"}
+    assert parse(momentum) == Compression(TopK(), 65536, True, 0.9)
+    assert parse({**momentum, "mu": 0.5}) == Compression(TopK(), 65536, True, 0.5)
+    assert parse({**momentum, "momentum": "none"}) == Compression(TopK())
     assert said == {"type": "1bit", "threshold": -1, "min_bytes": 0, "ef": "none"}
 
 
 REFUSED: dict[str, tuple[object, str, str]] = {
     "no dict": ("2bit", "type", 'gradient compression is a dict such as {"type": "2bit"}, not \'2bit\''),
-    "no type": ({}, "type", "no type is given; there are fp16, bf16, 2bit, 1bit"),
+    "no type": ({}, "type", "no type is given; there are fp16, bf16, fp8, int8"),
     "no such type": ({"type": "zip"}, "type", "no compressor is called 'zip'; there are fp16"),
     "a type that is no text": ({"type": ["2bit"]}, "type", "no compressor is called ['2bit']; there are"),
     "a misspelt option": (
         {"type": "2bit", "treshold": 1},
         "treshold",
-        "the compressor 2bit has no option 'treshold': it has threshold, min_bytes, ef",
+        "the compressor 2bit has no option 'treshold': it has threshold, min_bytes, ef, momentum, mu",
     ),
     "an option that is no text": ({"type": "2bit", 3: 1}, "3", "the compressor 2bit has no option 3"),
     "options of none": (
@@ -42,8 +46,32 @@ REFUSED: dict[str, tuple[object, str, str]] = {
     "NaN": ({"type": "1bit", "threshold": float("nan")}, "threshold", "threshold must be finite, not nan"),
     "too large": ({"type": "1bit", "threshold": 1e39}, "threshold", "threshold must be a number of float32"),
     "too small": ({"type": "2bit", "threshold": 1e-60}, "threshold", "threshold must be > 0 in float32"),
+    "too many levels": ({"type": "dithering", "partition": "natural", "k": 32}, "k", "k must be from 1 to 31, not 32"),
+    "no such partition": (
+        {"type": "dithering", "partition": "log"},
+        "partition",
+        'partition must be "linear" or "natural"',
+    ),
+    "no such norm": ({"type": "dithering", "normalize": "l1"}, "normalize", 'normalize must be "max" or "l2", not'),
+    "a negative seed": ({"type": "randomk", "seed": -1}, "seed", "seed must be ≥ 0, not -1"),
+    "half an element": (
+        {"type": "topk", "k": 1.5},
+        "k",
+        "k must be a whole number ≥ 1, or a part > 0 and < 1, not 1.5",
+    ),
+    "no element": ({"type": "randomk", "k": 0}, "k", "k must be a whole number ≥ 1, or a part > 0 and < 1, not 0.0"),
+    "a small block": ({"type": "int8", "block": 7}, "block", "block must be from 8 to 65536, not 7"),
+    "a large block": ({"type": "fp8", "block": 65537}, "block", "block must be from 8 to 65536, not 65537"),
+    "no flag": ({"type": "onebit", "scaling": 1}, "scaling", "scaling must be True or False, not 1"),
     "negative bytes": ({"type": "fp16", "min_bytes": -1}, "min_bytes", "min_bytes must be ≥ 0, not -1"),
     "half a byte": ({"type": "fp16", "min_bytes": 0.5}, "min_bytes", "min_bytes must be a whole number, not 0.5"),
+    "another momentum": (
+        {"type": "2bit", "momentum": 0.9},
+        "momentum",
+        'momentum must be "nesterov" or "none", not 0.9',
+    ),
+    "no momentum": ({"type": "2bit", "mu": 0.9}, "mu", 'mu must be given with momentum "nesterov" only, not 0.9'),
+    "too much": ({"type": "2bit", "momentum": "nesterov", "mu": 1}, "mu", "mu must be > 0 and < 1, not 1.0"),
     "another feedback": ({"type": "2bit", "ef": True}, "ef", 'ef must be "vanilla" or "none", not True'),
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import Contribution, Span
+from kvd.core.places import PlaceKind, place_of
 from kvd.core.server.progress import PushRequest, Refusal
 from kvd.core.server.rounds import PushStatus, SliceLog
 from kvd.protocol.messages import ABSENT, ADD, ASSIGN, ErrorCode
@@ -207,6 +208,18 @@ def test_a_worker_that_comes_back_takes_part_after_its_clock() -> None:
     assert log.status_of(1, 3) is PushStatus.NEXT
     log.activate(1, 1)  # said twice, or late: nothing goes back
     assert log.staged_clock(1) == 2
+
+
+def test_a_step_in_which_nothing_was_pushed_begins_after_the_rounds_that_are_skipped() -> None:
+    """A successor that made it again from an earlier clock would push to rounds that are closed."""
+    step = place_of(PlaceKind.STEP, 2)
+    log = sync()
+    log.activate(1, 1, step)
+    log.activate(1, 2)
+    assert log.begun_at(1, step) == 2
+    stage(log, given(1, 3)._replace(place=step))
+    log.activate(1, 5)
+    assert log.begun_at(1, step) == 2  # what was pushed in it counts as a push of this step
 
 
 def test_async_activation_sets_all_three_clocks() -> None:

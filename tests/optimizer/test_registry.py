@@ -35,6 +35,8 @@ BUILT_IN = {
     "LAMB",
     "SGLD",
     "DelayedNesterov",
+    "DCASGD",
+    "RowWiseAdagrad",
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from kvd.errors import ProtocolError
 from kvd.optimizer import (
+    DCASGD,
     FTML,
     LAMB,
     LARS,
@@ -25,6 +26,7 @@ from kvd.optimizer import (
     Nadam,
     Optimizer,
     RMSProp,
+    RowWiseAdagrad,
     Signum,
     from_wire,
     known_optimizers,
@@ -42,6 +44,7 @@ EVERY_OPTIMIZER: list[Optimizer] = [
     AdamW(schedule.Polynomial(0.1, 100, power=2.0), beta1=0.8),
     Adagrad(lr_decay=0.1),
     RMSProp(momentum=0.9, centered=True),
+    RowWiseAdagrad(lr_decay=0.1),
     AdaDelta(0.5, rho=0.8),
     Adamax(beta1=0.8),
     Nadam(momentum_decay=0.1),
@@ -52,6 +55,7 @@ EVERY_OPTIMIZER: list[Optimizer] = [
     LAMB(lower_bound=0.1, upper_bound=10.0),
     SGLD(0.1, seed=-5),
     DelayedNesterov(0.7, 3, activation=0.1),
+    DCASGD(0.1, momentum=0.5, compensation=0.1),
 ]
 
 

@@ -32,6 +32,7 @@ def test_uneven(name: str) -> None:
     [
         ("uneven, losses", 84),  # the successor of one that came in behind its loop took the point for passed
         ("uneven, late, servers die", 134),  # a round ended in the view of a handover, without the new backup
+        ("uneven, late, servers die", 498),  # one that skipped rounds in a step died, and its successor pushed to these
     ],
 )
 def test_found(name: str, seed: int) -> None:

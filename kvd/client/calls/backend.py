@@ -156,6 +156,12 @@ class Values(Protocol):
         """`copy`: the program may write to the value as soon as this returns. `cast`: as in push and pull."""
 
 
+class Tables(Protocol):
+    """Keys of which a call names rows. `Values` makes them, and pushes to them."""
+
+    def row_sparse_pull(self, key: Any, row_ids: Any, out: Any, priority: int) -> Handle: ...
+
+
 class Assignments(Protocol):
     """Values that one worker has and all take."""
 
@@ -257,6 +263,7 @@ class Backend:
 
     facts: StoreFacts
     values: Values
+    tables: Tables
     assignments: Assignments
     deletion: Deletion
     binding: Binding

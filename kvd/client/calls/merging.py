@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -16,25 +16,37 @@ from kvd.protocol.specs import MERGES, merge_error
 MergeChoice: TypeAlias = str | Sequence[str | None] | None
 
 
-def with_merge(keys: KeyList, sources: list[Source], merge: MergeChoice) -> list[Source]:
-    """The values of an init with the merge that their keys are to have.
-
-    Raises:
-        NotAllowed: there is no such merge, or the key cannot have it.
-    """
+def own_merges(keys: KeyList, merge: MergeChoice) -> dict[str, str]:
+    """The merges that an init chooses, of the keys that have one of their own. Raises NotAllowed: there is no such."""
     if merge is None:
-        return sources
+        return {}
     given = paired(keys, merge, "merges") if keys.many and not isinstance(merge, str) else [merge] * keys.size
-    made = []
-    for name, source, own in zip(keys.names, sources, given, strict=True):
+    chosen = {}
+    for name, own in zip(keys.names, given, strict=True):
         if own is None:
-            made.append(source)
             continue
         if not isinstance(own, str) or own not in MERGES:
             raise NotAllowed(f"merge is one of {', '.join(map(repr, MERGES))}, or None, not {shown(own)}", key=name)
-        written = keys.written.get(name, name)
-        text = merge_error(written, source.spec.dtype, own)
-        if text is not None:
-            raise NotAllowed(text, key=written)
-        made.append(source._replace(spec=replace(source.spec, merge=own)))
+        chosen[name] = own
+    return chosen
+
+
+def with_merge(keys: KeyList, names: Sequence[str], sources: list[Source], chosen: Mapping[str, str]) -> list[Source]:
+    """The values of an init, of the keys with these names, with the merge that they are to have.
+
+    Raises:
+        NotAllowed: a key cannot have its merge.
+    """
+    if not chosen:
+        return sources
+    made = []
+    for name, source in zip(names, sources, strict=True):
+        own = chosen.get(name)
+        if own is not None:
+            written = keys.written.get(name, name)
+            text = merge_error(written, source.spec.dtype, own)
+            if text is not None:
+                raise NotAllowed(text, key=written)
+            source = source._replace(spec=replace(source.spec, merge=own))
+        made.append(source)
     return made

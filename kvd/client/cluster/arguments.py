@@ -12,6 +12,7 @@ from kvd.client.calls.values import Array, Source, Target, source_of, targets_by
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.compression import Compressing, Room
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.tables import check_no_tables
 
 
 class Arguments:
@@ -43,6 +44,7 @@ class Arguments:
 
     def sources(self, keys: KeyList, value: Any, *, copy: bool, reservation: Reservation | None = None) -> list[Source]:
         """The bytes to send. Copies count against the memory budget, see `MemoryBudget.take`."""
+        check_no_tables(keys, value)
         sources, copies = [], []
         for name, entry in zip(keys.names, values_by_name(keys, value), strict=True):
             source = self._bound.source(name, entry, self._slice_bytes)
@@ -59,6 +61,7 @@ class Arguments:
     ) -> tuple[list[Source], list[Room | None]]:
         """The same for values that are compressed: those with a room are to be encoded into it, and are no copies. The
         rooms count as copies do."""
+        check_no_tables(keys, value)
         sources: list[Source] = []
         rooms: list[Room | None] = []
         taken = []
@@ -80,6 +83,7 @@ class Arguments:
 
     def init_sources(self, keys: KeyList, value: Any, *, copy: bool) -> list[Source]:
         """The values to init keys with: copies of them do not count against the budget."""
+        check_no_tables(keys, value)
         return [source_of(entry, self._slice_bytes, copy=copy) for entry in values_by_name(keys, value)]
 
     def given_sources(self, values: Sequence[Array]) -> list[Source]:

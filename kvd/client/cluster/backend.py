@@ -20,6 +20,7 @@ from kvd.client.cluster.nodes import ClusterNodes
 from kvd.client.cluster.rounds import ClusterRounds
 from kvd.client.cluster.snapshots import ClusterSnapshots
 from kvd.client.cluster.steps import program_steps
+from kvd.client.cluster.tables import NoTables
 from kvd.client.cluster.updates import ClusterUpdates
 from kvd.client.cluster.values import ClusterValues
 from kvd.config import Config, Loaded
@@ -105,6 +106,7 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
         values=ClusterValues(
             engine, arguments, bound, unobserved, steps, restored, facts.rank, config.check_bound, compression
         ),
+        tables=NoTables(),
         assignments=assignments,
         deletion=ClusterDeletion(engine, arguments, bound, assignments, restored, unobserved, compression),
         binding=ClusterBinding(engine, arguments, bound),

@@ -29,11 +29,13 @@ class Layout(NamedTuple):
         elements: the first element of each slice, and the one after its last.
         offsets: where its bytes begin.
         nbytes: the most that all slices take.
+        is_plain: they are not encoded, but changed.
     """
 
     elements: tuple[tuple[int, int], ...]
     offsets: tuple[int, ...]
     nbytes: int
+    is_plain: bool = False
 
 
 class Room(NamedTuple):
@@ -50,11 +52,12 @@ class Compressing:
         self.codec = codecs.codec_of(compression.compressor)
         self.method = to_wire(compression.compressor)
         self.feeds_back = compression.feeds_back
+        self.mu = compression.mu
         self._min_bytes = compression.min_bytes
         self._layouts: dict[KeySpec, Layout | None] = {}
 
     def layout(self, spec: KeySpec) -> Layout | None:
-        """How a value of this spec is compressed; None: it is sent plain."""
+        """How a value of this spec is compressed; None: it is sent as it is."""
         try:
             return self._layouts[spec]
         except KeyError:
@@ -65,22 +68,33 @@ class Compressing:
 
     def _layout(self, spec: KeySpec) -> Layout | None:
         dtype = DTYPES[spec.dtype]
-        if not dtype.is_float or spec.nbytes < max(self._min_bytes, 1):
+        if not dtype.is_float or spec.nbytes == 0:
             return None
+        encoded = self._encoded_layout(spec) if spec.nbytes >= self._min_bytes else None
+        if encoded is not None and encoded.nbytes < spec.nbytes:
+            return encoded
+        return Layout(((0, spec.nbytes // dtype.itemsize),), (0,), spec.nbytes, is_plain=True) if self.mu else None
+
+    def _encoded_layout(self, spec: KeySpec) -> Layout:
+        dtype = DTYPES[spec.dtype]
         elements, offsets, end = [], [], 0
         for index in range(spec.num_slices):
             offset, nbytes = spec.span(index)
             elements.append((offset // dtype.itemsize, (offset + nbytes) // dtype.itemsize))
             offsets.append(padded(end))
             end = offsets[-1] + self.codec.max_nbytes(nbytes // dtype.itemsize)
-        return Layout(tuple(elements), tuple(offsets), end) if end < spec.nbytes else None
+        return Layout(tuple(elements), tuple(offsets), end)
+
+
+_NOTHING = np.zeros(0, np.float32)
 
 
 @dataclass(slots=True, eq=False)
-class _KeyFeedback:
-    """What was left over of the pushes of a key, flat, and how many were encoded."""
+class _KeyState:
+    """What was left over of the pushes of a key, flat, and their momentum; and how many were encoded."""
 
-    residual: NDArray[np.float32] | None = None
+    residual: NDArray[np.float32] = field(default_factory=lambda: _NOTHING)
+    momentum: NDArray[np.float32] = field(default_factory=lambda: _NOTHING)
     count: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -98,12 +112,17 @@ class GradientCompression:
     def __init__(self, rank: int) -> None:
         self.current: Compressing | None = None
         self._rank = rank
-        self._keys: dict[str, _KeyFeedback] = {}
+        self._keys: dict[str, _KeyState] = {}
 
     def use(self, compression: Compression | None) -> None:
-        """Compress in this way from now on. What is left over stays for a compressor that feeds it back."""
-        if compression is None or not compression.feeds_back:
-            self._keys = {}
+        """Compress in this way from now on. What is left over stays for a compressor that feeds it back, and momentum
+        for one that has it."""
+        keys = {}
+        if compression is not None and (compression.feeds_back or compression.mu):
+            for name, state in self._keys.items():
+                residual = state.residual if compression.feeds_back else _NOTHING
+                keys[name] = _KeyState(residual, state.momentum if compression.mu else _NOTHING, state.count)
+        self._keys = keys
         self.current = None if compression is None else Compressing(compression)
 
     def forget(self, names: Iterable[str]) -> None:
@@ -111,34 +130,51 @@ class GradientCompression:
         for name in names:
             self._keys.pop(name, None)
 
-    def encode(self, compressing: Compressing, name: str, source: Source, room: Room) -> Encoded:
-        """Encodes a value into the room for it. Once per push: what is left over is counted in the next one."""
-        values = source.data.view(named_dtype(source.spec.dtype))
-        kept = self._keys.setdefault(name, _KeyFeedback())
-        with kept.lock:
-            residual = self._residual(kept, values.size) if compressing.feeds_back else None
-            kept.count += 1
-            ranges = []
-            for index, ((start, stop), offset) in enumerate(
-                zip(room.layout.elements, room.layout.offsets, strict=True)
-            ):
-                part: Any = values[start:stop]
-                if part.dtype != np.float32:
-                    part = quietly(part.astype, np.float32)
-                out, nonce = room.memory[offset:], self._nonce(name, index, kept.count)
-                if residual is None:
-                    nbytes = codecs.encode(compressing.codec, part, out, nonce)
-                else:
-                    nbytes = codecs.encode_fed_back(compressing.codec, part, residual[start:stop], out, nonce)
-                ranges.append((offset, nbytes))
-        return Encoded(compressing.method, tuple(ranges))
+    def encode(self, compressing: Compressing, name: str, source: Source, room: Room) -> Encoded | None:
+        """Encodes a value into the room for it. Once per push: what is left over is counted in the next one.
 
-    @staticmethod
-    def _residual(kept: _KeyFeedback, size: int) -> NDArray[np.float32]:
-        if kept.residual is None or kept.residual.size != size:
-            kept.residual = np.zeros(size, np.float32)
-        return kept.residual
+        Returns:
+            What decodes it; None: it is sent plain.
+        """
+        values = source.data.view(named_dtype(source.spec.dtype))
+        state = self._keys.setdefault(name, _KeyState())
+        with state.lock:
+            state.count += 1
+            if compressing.mu:
+                state.momentum = _of_size(state.momentum, values.size)
+            if compressing.feeds_back and not room.layout.is_plain:
+                state.residual = _of_size(state.residual, values.size)
+            nbytes = [
+                self._encode_slice(compressing, name, state, values, index, room)
+                for index in range(len(room.layout.offsets))
+            ]
+        if room.layout.is_plain:
+            return None
+        return Encoded(compressing.method, tuple(zip(room.layout.offsets, nbytes, strict=True)))
+
+    def _encode_slice(
+        self, compressing: Compressing, name: str, state: _KeyState, values: Array, index: int, room: Room
+    ) -> int:
+        start, stop = room.layout.elements[index]
+        part: Any = values[start:stop]
+        if part.dtype != np.float32:
+            part = quietly(part.astype, np.float32)
+        if compressing.mu:
+            part = codecs.with_momentum(part, state.momentum[start:stop], compressing.mu)
+        out = room.memory[room.layout.offsets[index] :]
+        if room.layout.is_plain:
+            out.view(values.dtype)[:] = quietly(part.astype, values.dtype)
+            return room.layout.nbytes
+        nonce = self._nonce(name, index, state.count)
+        if compressing.feeds_back:
+            return codecs.encode_fed_back(compressing.codec, part, state.residual[start:stop], out, nonce)
+        return codecs.encode(compressing.codec, part, out, nonce)
 
     def _nonce(self, name: str, index: int, count: int) -> int:
         """Differs from push to push, slice to slice, key to key and worker to worker; the same in every run."""
         return crc32(f"{self._rank} {index} {count} {name}".encode())
+
+
+def _of_size(kept: NDArray[np.float32], size: int) -> NDArray[np.float32]:
+    """What is kept of a key of this size: zeros at first, and if another key has its name now."""
+    return kept if kept.size == size else np.zeros(size, np.float32)

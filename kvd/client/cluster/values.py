@@ -11,7 +11,7 @@ from kvd.client.calls.casting import CastOuts
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
-from kvd.client.calls.merging import MergeChoice, with_merge
+from kvd.client.calls.merging import MergeChoice, own_merges, with_merge
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.unobserved_errors import UnobservedErrors
@@ -64,7 +64,7 @@ class ClusterValues:
         keys.check_distinct("init")
         names = keys.names
         sources = self._arguments.init_sources(keys, value, copy=self._rank == 0)  # only these are sent
-        sources = with_merge(keys, sources, merge)
+        sources = with_merge(keys, keys.names, sources, own_merges(keys, merge))
         try:
             default = self._engine.machine.view.settings.merge
             to_make = self._restored.to_make(names, [spec for _, spec in sources], default)

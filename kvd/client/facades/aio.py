@@ -69,6 +69,12 @@ class KVStore(StoreProperties):
     ) -> Handle:
         return self._backend.values.pull(key, out, priority, cast)
 
+    async def row_sparse_pull(self, key: Any, row_ids: Any, out: Any = None, priority: int = 0) -> Any:
+        return await self._backend.tables.row_sparse_pull(key, row_ids, out, priority)
+
+    def row_sparse_pull_async(self, key: Any, row_ids: Any, out: Any = None, priority: int = 0) -> Handle:
+        return self._backend.tables.row_sparse_pull(key, row_ids, out, priority)
+
     async def bind(self, key: Any) -> Any:
         return await self._backend.binding.bind(key)
 

@@ -52,6 +52,9 @@ class KVStore(StoreProperties, KVStoreBase):
     def init(self, key: Key, value: Value, *, merge: MergeChoice = None) -> None:
         """Makes the key with rank 0's value; returns when every worker may pull it.
 
+        In place of an array the value may be a `kvd.RowSparse`, which makes a table: pushes of `kvd.RowSparseArray` and
+        `row_sparse_pull` name its rows. Types `local` and `device` have tables; a cluster has none yet.
+
         Args:
             merge: how the pushes of a round become one: ``"sum"``, ``"mean"``, or ``"weighted"`` by their samples;
                 None: as the cluster's setting says. Of a list of keys, one for all, or a list with one for each. A key
@@ -73,6 +76,11 @@ class KVStore(StoreProperties, KVStoreBase):
     def push(self, key: Key, value: Value, priority: int = 0, *, samples: int = 1, cast: bool = False) -> Handle:
         """Sends a value to be merged. Returns at once, and comes before later calls on the same key.
 
+        To a table it sends rows: a `kvd.RowSparseArray`, a pair of ids and rows, or a sparse tensor of torch, such
+        as the gradient of ``nn.Embedding(sparse=True)``; a list has one per device. Rows of the same id are added up in
+        their order. Only these rows change: an optimizer updates, and decays, no others. A NaN gets no further than its
+        row. Without an optimizer the rows replace those of the table.
+
         Args:
             priority: higher ones leave this worker first.
             samples: how many samples the value is the mean of; only a weighted merge uses it.
@@ -92,6 +100,7 @@ class KVStore(StoreProperties, KVStoreBase):
         """Fills `out`, an array or one per device, with the key's value and returns it; None: a new NumPy array.
 
         Args:
+            ignore_sparse: is there for programs of MXNet. A table is never pulled whole: that raises NotAllowed.
             cast: `out` may have another floating dtype than the key: the value is converted when it has arrived.
 
         Raises:
@@ -106,6 +115,27 @@ class KVStore(StoreProperties, KVStoreBase):
     ) -> Handle:
         """As `pull`; `out` is filled when the handle is done, with `cast` when it is waited for."""
         return self._blocking().values.pull(key, out, priority, cast)
+
+    def row_sparse_pull(self, key: Key, row_ids: Value, out: Value = None, priority: int = 0) -> Any:
+        """Rows of a table, in the order in which `row_ids` names them; the same one any number of times.
+
+        A table is a key that was made with `kvd.RowSparse`. A row that was never updated reads as the initializer of
+        the table says. A list of keys takes a list of lists of row ids.
+
+        Args:
+            row_ids: whole numbers, shape (n,): an array of an integer dtype, or a list.
+            out: an array of shape (n, …row shape), or one per device; None: a new NumPy array.
+
+        Raises:
+            KeyNotFound: nobody made the key.
+            NotAllowed: it is no table, or has no such row.
+            ShapeMismatch, DtypeMismatch: `out` does not fit, or the row ids are no whole numbers of one dimension.
+        """
+        return self._blocking().tables.row_sparse_pull(key, row_ids, out, priority).wait()
+
+    def row_sparse_pull_async(self, key: Key, row_ids: Value, out: Value = None, priority: int = 0) -> Handle:
+        """As `row_sparse_pull`; `out` is filled when the handle is done."""
+        return self._blocking().tables.row_sparse_pull(key, row_ids, out, priority)
 
     def bind(self, key: Key) -> Any:
         """Arrays to keep for a key: `(gradient, weight)`, the same in each call; of a list of keys, two lists.
@@ -279,10 +309,11 @@ class KVStore(StoreProperties, KVStoreBase):
     def set_gradient_compression(self, params: Mapping[str, Any]) -> None:
         """Compresses what this worker pushes from now on, such as ``{"type": "2bit", "threshold": 0.5}``.
 
-        The types are "fp16", "bf16", "2bit", "1bit", and those that are installed; "none" turns compression off. What a
-        worker pulls is not compressed. Values of fewer bytes than ``"min_bytes"``, which is 65536 if the dict does not
-        say it, of integers, or pushed with `cast` are sent plain. With ``"ef": "vanilla"``, the default of 1bit and
-        2bit, what compression leaves of a push is added to the next one of the key; with ``"ef": "none"`` it is lost.
+        The types are "fp16", "bf16", "fp8", "int8", "2bit", "1bit", "onebit", "topk", "randomk", "dithering", and those
+        that are installed; "none" turns compression off. What a worker pulls is not compressed. Values of fewer bytes
+        than ``"min_bytes"``, which is 65536 if the dict does not say it, of integers, or pushed with `cast` are sent
+        plain. With ``"ef": "vanilla"``, the default of those that lose much, what compression leaves of a push is added
+        to the next one of the key; with ``"ef": "none"`` it is lost. `docs/compression.md` has the parameters.
 
         Each worker may have its own, and may change it at any time. What is left over begins at zero in a restarted
         worker, and when compression is turned off.

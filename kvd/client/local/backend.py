@@ -7,6 +7,7 @@ from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.local.keys import LocalKeys
 from kvd.client.local.rounds import LocalClosing, LocalRounds, NoNodes
 from kvd.client.local.snapshots import LocalSnapshots
+from kvd.client.local.tables import LocalTables
 from kvd.client.local.updates import LocalUpdates
 from kvd.client.local.values import LocalValues
 from kvd.config import Config
@@ -18,7 +19,8 @@ def open_local(kind: StoreType, config: Config) -> Backend:
     keys = LocalKeys()
     steps = ProgramSteps(StepLoops(None, is_strict=False))
     updates = LocalUpdates(keys, steps, config.merge)
-    values = LocalValues(keys, updates, steps)
+    tables = LocalTables(keys, updates)
+    values = LocalValues(keys, updates, tables, steps)
     snapshots = LocalSnapshots(keys, updates, steps, kind.name, config)
     return Backend(
         facts=StoreFacts(
@@ -34,6 +36,7 @@ def open_local(kind: StoreType, config: Config) -> Backend:
             round_timeout_s=config.round_timeout_s,
         ),
         values=values,
+        tables=tables,
         assignments=values,
         deletion=values,
         binding=values,

@@ -15,12 +15,14 @@ from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList, WrittenKeys, key_list, missing
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.restored_keys import RestoredKeys
+from kvd.client.calls.tables import table_error
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Array, Source
 from kvd.compute.optimizers import SliceState
 from kvd.compute.tensors import named_dtype
-from kvd.errors import KvdError
+from kvd.errors import KvdError, NotAllowed
 from kvd.protocol.specs import KeySpec
+from kvd.tables.table import Table
 
 
 @dataclass(slots=True)
@@ -38,13 +40,23 @@ class Entry:
         return self.value.reshape(self.spec.shape)
 
 
+@dataclass(slots=True)
+class TableEntry:
+    """One key that is a table."""
+
+    table: Table
+    merge: str  # its own; "": that of the store
+    version: int = 0
+
+
 class LocalKeys:
     """Every call does its work at once, under one lock, so every handle is done.
 
     As with a cluster, errors that only the store can find are raised by the handle.
 
     Attributes:
-        entries: the keys that were made.
+        entries: the keys that were made, but for tables.
+        tables: those that are tables.
         written: how the program writes them.
         restored: those that a snapshot had, and the program has yet to make.
         unobserved: the errors of handles that nobody waits for.
@@ -52,6 +64,7 @@ class LocalKeys:
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
+        self.tables: dict[str, TableEntry] = {}
         self.written = WrittenKeys()
         self.restored = RestoredKeys()
         self._lock = threading.RLock()
@@ -105,17 +118,43 @@ class LocalKeys:
 
     # ── entries ──
 
+    def is_live(self, name: str) -> bool:
+        """Whether there is such a key."""
+        return name in self.entries or name in self.tables
+
+    def is_table(self, name: str) -> bool:
+        """Whether it is a table."""
+        return name in self.tables
+
     def make(self, name: str, source: Source) -> Entry:
+        """A new key, in place of one of this name that is no table."""
         entry = Entry(source.spec, source.data.view(named_dtype(source.spec.dtype)))
         self.entries[name] = entry
         return entry
 
     def entry(self, name: str) -> Entry:
-        """Raises KeyNotFound if nobody made the key."""
+        """Raises KeyNotFound if nobody made the key, and NotAllowed if it is a table."""
         entry = self.entries.get(name)
         if entry is None:
-            raise missing(name)
+            raise table_error(self.written.of(name)) if name in self.tables else missing(name)
         return entry
+
+    def version(self, name: str) -> int:
+        """How many pushes of the key counted. Raises KeyNotFound."""
+        table = self.tables.get(name)
+        return self.entry(name).version if table is None else table.version
+
+    def check_no_tables(self, what: str) -> None:
+        """Raises NotAllowed, whose text begins with `what`, if there are tables, which this cannot be done with."""
+        for name in self.tables:
+            key = self.written.of(name)
+            text = f"{what} tables yet, and key {key!r} is one: read its rows with row_sparse_pull, or delete it"
+            raise NotAllowed(text, key=key)
+
+    def drop(self, name: str) -> None:
+        """The key is gone."""
+        self.entries.pop(name, None)
+        self.tables.pop(name, None)
 
     def matching(self, names: list[str], specs: list[KeySpec], *, cast: bool = False) -> list[Entry]:
         """The entries of these keys. Raises KeyNotFound, or ShapeMismatch or DtypeMismatch if a spec differs.

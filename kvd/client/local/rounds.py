@@ -60,7 +60,7 @@ class LocalRounds:
     def version(self, key: Any) -> Handle:
         self._keys.check_open()
         name = self._keys.written.name(key)
-        return self._keys.answered(lambda: self._keys.entry(name).version)
+        return self._keys.answered(lambda: self._keys.version(name))
 
 
 class NoNodes:

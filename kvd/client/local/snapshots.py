@@ -75,6 +75,7 @@ class LocalSnapshots:
 
     def _begin(self, folder: Path, steps: int, published: Callable[[], None] | None = None) -> Handle:
         """Copies the state; the handle says when it is written."""
+        self._keys.check_no_tables("a snapshot does not hold")
         self.wait()
         origin = Origin("", self._type_name, self._lineage, steps, 1, self._updates.optimizer)
         clocks = {name: entry.version for name, entry in self._keys.entries.items()}
@@ -116,7 +117,7 @@ class LocalSnapshots:
         snapshot = find()
         if snapshot is None:
             return None
-        for name in self._keys.entries:
+        for name in (*self._keys.entries, *self._keys.tables):
             text = f"this store has keys already, such as {name!r}: restore comes in place of init and set_optimizer"
             raise NotAllowed(text, key=name)
         origin = snapshot.manifest.origin

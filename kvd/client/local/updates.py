@@ -14,13 +14,15 @@ from kvd.client.calls.optimizer_state_file import OptimizerStateFile
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_optimizer import is_kept
 from kvd.client.calls.values import Array
-from kvd.client.local.keys import Entry, LocalKeys
+from kvd.client.local.keys import Entry, LocalKeys, TableEntry
 from kvd.compression import parse
+from kvd.compute.by_key import optimizer_for
 from kvd.compute.optimizers import SliceState, apply_update
 from kvd.core.push_policy import is_updated, push_error
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer, with_hyperparameters
 from kvd.protocol.messages import ADD
+from kvd.tables.row_values import Rows
 
 
 class LocalUpdates:
@@ -66,6 +68,19 @@ class LocalUpdates:
             entry.value = out
         entry.version += 1
 
+    def apply_rows(self, name: str, entry: TableEntry, pushed: Rows, samples: int) -> None:
+        """Updates rows of a table. Raises NotAllowed if an updater is set, or the optimizer updates no single rows."""
+        if self._updater is not None:
+            text = f"key {name!r} is a table, and an updater takes whole values: set_updater(None), and an optimizer"
+            raise NotAllowed(text, key=name)
+        ids, rows = pushed
+        if (entry.merge or self.merge) == "weighted" and samples == 0:  # it does not count, whatever it holds
+            ids, rows = ids[:0], rows[:0]
+        if self._optimizer is None:
+            entry.table.assign(ids, rows)
+        else:
+            entry.table.update(optimizer_for(self._optimizer, name), ids, rows)
+
     # ── the calls of a program ──
 
     def set_optimizer(self, optimizer: Optimizer | None) -> Handle:
@@ -79,6 +94,8 @@ class LocalUpdates:
                 self._optimizer = optimizer
                 for entry in self._keys.entries.values():
                     entry.state = SliceState()
+                for table in self._keys.tables.values():
+                    table.table.forget_optimizer()
 
         return self._keys.answered(work)
 
@@ -120,6 +137,7 @@ class LocalUpdates:
         def work() -> None:
             if self._optimizer is None:
                 raise NotAllowed("no optimizer is set, so there is no state to save: call set_optimizer first")
+            self._keys.check_no_tables("the file of optimizer states does not hold those of")
             content.optimizer = self._optimizer if dump_optimizer else None
             for name, entry in self._keys.entries.items():
                 content.steps[name], content.arrays[name] = exported(entry)

@@ -14,8 +14,9 @@ from kvd.client.calls.casting import CastOuts, cast_values
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
-from kvd.client.calls.merging import MergeChoice, with_merge
+from kvd.client.calls.merging import MergeChoice, own_merges, with_merge
 from kvd.client.calls.program_steps import ProgramSteps
+from kvd.client.calls.tables import check_descriptions, check_whole, has_tables, parted
 from kvd.client.calls.values import (
     Array,
     Source,
@@ -29,6 +30,7 @@ from kvd.client.calls.values import (
     values_by_name,
 )
 from kvd.client.local.keys import Entry, LocalKeys
+from kvd.client.local.tables import LocalTables
 from kvd.client.local.updates import LocalUpdates
 from kvd.compute.optimizers import SliceState
 from kvd.compute.tensors import contiguous_bytes, named_dtype
@@ -40,15 +42,20 @@ from kvd.protocol.specs import MAX_SLICE_BYTES
 class LocalValues:
     """Safe to use from several threads. Nothing is ever under way, so no call needs a reservation."""
 
-    def __init__(self, keys: LocalKeys, updates: LocalUpdates, steps: ProgramSteps) -> None:
+    def __init__(self, keys: LocalKeys, updates: LocalUpdates, tables: LocalTables, steps: ProgramSteps) -> None:
         self._keys = keys
         self._updates = updates
+        self._tables = tables
         self._steps = steps
 
     def init(self, key: Any, value: Any, merge: MergeChoice = None) -> Handle:
         keys = self._keys.named(key)
         keys.check_distinct("init")
-        names, sources = keys.names, with_merge(keys, _sources(keys, value, copy=True), merge)
+        names, values, tables = parted(keys, value, lambda _: False)
+        merges = own_merges(keys, merge)
+        sources = [source_of(entry, MAX_SLICE_BYTES, copy=True) for entry in values]
+        sources = with_merge(keys, names, sources, merges)
+        check_descriptions(tables)
 
         def work() -> None:
             default = self._updates.merge
@@ -57,22 +64,41 @@ class LocalValues:
             for name, source in fresh:
                 if name in self._keys.entries:
                     self._keys.entry(name).spec.check_merge(source.spec, name, default)
+            for name in (*(name for name, _ in fresh), *(name for name, _ in tables)):
+                if self._keys.is_live(name):
                     text = f"key {name!r} is live already: init makes a key once; push changes its value"
                     raise KeyExists(text, key=name)
             for name, source in fresh:
                 self._keys.make(name, source)
+            for name, description in tables:
+                self._tables.make(name, description, merges.get(name, ""))
 
-        return self._keys.watched(names, work)
+        return self._keys.watched(keys.names, work)
 
     def push(
         self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None, cast: bool = False
     ) -> Handle:
         keys = self._keys.named(key)
         priority, samples = checks.priority_and_samples(priority, samples)
+        if self._keys.tables or has_tables(keys, value):
+            return self._push_also_tables(keys, value, samples, cast)
         sources = _sources(keys, value, copy=False)
         if not self._steps.take_pushes(keys.names):
             return Handle.of(None)
         return self._keys.watched(keys.names, lambda: self._update(keys.names, sources, samples, cast))
+
+    def _push_also_tables(self, keys: KeyList, value: Any, samples: int, cast: bool) -> Handle:
+        names, values, tables = parted(keys, value, self._keys.is_table)
+        sources = [source_of(entry, MAX_SLICE_BYTES, copy=False) for entry in values]
+        if not self._steps.take_pushes(keys.names):
+            return Handle.of(None)
+
+        def work() -> None:
+            rows = self._tables.rows(tables, cast=cast)
+            self._update(names, sources, samples, cast)
+            self._tables.push([name for name, _ in tables], rows, samples)
+
+        return self._keys.watched(keys.names, work)
 
     def _update(self, names: list[str], sources: list[Source], samples: int, cast: bool) -> None:
         """All keys are checked before the first changes."""
@@ -117,6 +143,7 @@ class LocalValues:
     ) -> Handle:
         keys = self._keys.named(key)
         priority, samples = checks.priority_and_samples(priority, samples)
+        check_whole(keys, value, "pushpull", self._keys.is_table)
         out = value if out is None else out
         outs = CastOuts(keys, out) if cast else None
         targets, sources = [] if cast else _targets(keys, out), _sources(keys, value, copy=False)
@@ -139,6 +166,7 @@ class LocalValues:
         keys = self._keys.named(key)
         keys.check_distinct("broadcast")
         checks.priority_and_samples(priority)
+        check_whole(keys, value, "broadcast", self._keys.is_table)
         out = value if out is None else out
         targets, sources = _targets(keys, out), _sources(keys, value, copy=True)
         is_past = self._steps.take_broadcasts(keys.names) is Replay.PASSED
@@ -183,9 +211,9 @@ class LocalValues:
 
         def work() -> None:
             for name in names:
-                self._keys.entry(name)
+                self._keys.version(name)
             for name in names:
-                del self._keys.entries[name]
+                self._keys.drop(name)
             self._keys.restored.forget(names)
 
         return self._keys.watched(names, work)

@@ -6,5 +6,6 @@ little-endian.
 
 from kvd.compute.codecs.base import Codec, codec_of
 from kvd.compute.codecs.feedback import encode, encode_fed_back
+from kvd.compute.codecs.momentum import with_momentum
 
-__all__ = ["Codec", "codec_of", "encode", "encode_fed_back"]
+__all__ = ["Codec", "codec_of", "encode", "encode_fed_back", "with_momentum"]

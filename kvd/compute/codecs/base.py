@@ -9,9 +9,25 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.compression import BF16, FP16, Compressor, OneBit, TwoBit
+from kvd.compression import (
+    BF16,
+    FP8,
+    FP16,
+    Compressor,
+    Dithering,
+    Int8,
+    OneBit,
+    RandomK,
+    Signs,
+    TopK,
+    TwoBit,
+)
 from kvd.compute.codecs.bits import OneBitCodec, TwoBitCodec
+from kvd.compute.codecs.blocks import FP8Codec, Int8Codec
+from kvd.compute.codecs.dithering import DitheringCodec
+from kvd.compute.codecs.pairs import RandomKCodec, TopKCodec
 from kvd.compute.codecs.rounded import RoundedCodec
+from kvd.compute.codecs.signs import SignCodec
 from kvd.compute.tensors import BFLOAT16
 
 Floats: TypeAlias = NDArray[np.float32]
@@ -41,12 +57,23 @@ class Codec(Protocol):
         """Decode what was checked."""
 
 
+def _dithering(compressor: Dithering) -> Codec:
+    natural, by_norm = compressor.partition == "natural", compressor.normalize == "l2"
+    return DitheringCodec(compressor.k, natural=natural, by_norm=by_norm, seed=compressor.seed)
+
+
 # Each maker gets an instance of its class.
 _CODECS: dict[type[Compressor], Callable[[Any], Codec]] = {
     FP16: lambda _: RoundedCodec(np.dtype("<f2")),
     BF16: lambda _: RoundedCodec(BFLOAT16),
     TwoBit: lambda compressor: TwoBitCodec(compressor.threshold),
     OneBit: lambda compressor: OneBitCodec(compressor.threshold),
+    FP8: lambda compressor: FP8Codec(compressor.block),
+    Int8: lambda compressor: Int8Codec(compressor.block),
+    Signs: lambda compressor: SignCodec(scaling=compressor.scaling),
+    TopK: lambda compressor: TopKCodec(compressor.k),
+    RandomK: lambda compressor: RandomKCodec(compressor.k, compressor.seed),
+    Dithering: _dithering,
 }
 
 

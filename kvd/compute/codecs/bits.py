@@ -15,7 +15,7 @@ class TwoBitCodec:
 
     def __init__(self, threshold: float) -> None:
         self._threshold = np.float32(threshold)
-        upper, lower = _bits_of_bytes()[:, 0::2], _bits_of_bytes()[:, 1::2]
+        upper, lower = bits_of_bytes()[:, 0::2], bits_of_bytes()[:, 1::2]
         signs = np.where(lower == 1, np.float32(1), np.float32(-1))
         self._table = np.where(upper == 1, signs * self._threshold, np.float32(0))
 
@@ -38,7 +38,7 @@ class TwoBitCodec:
         check_length(data, self.max_nbytes(size), size)
 
     def decode(self, data: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
-        _look_up(self._table, data, out)
+        look_up(self._table, data, out)
 
 
 class OneBitCodec:
@@ -46,7 +46,7 @@ class OneBitCodec:
 
     def __init__(self, threshold: float) -> None:
         self._threshold = np.float32(threshold)
-        self._table = np.where(_bits_of_bytes() == 1, np.float32(1), np.float32(-1))
+        self._table = np.where(bits_of_bytes() == 1, np.float32(1), np.float32(-1))
 
     def max_nbytes(self, size: int) -> int:
         return -(-size // 8)
@@ -61,15 +61,15 @@ class OneBitCodec:
         check_length(data, self.max_nbytes(size), size)
 
     def decode(self, data: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
-        _look_up(self._table, data, out)
+        look_up(self._table, data, out)
 
 
-def _bits_of_bytes() -> NDArray[np.uint8]:
+def bits_of_bytes() -> NDArray[np.uint8]:
     """The bits of each byte, from the uppermost on."""
     return np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1)
 
 
-def _look_up(table: NDArray[np.float32], data: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
+def look_up(table: NDArray[np.float32], data: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
     """Write the row of the table for each byte; the last one may stand for fewer elements."""
     width = table.shape[1]
     whole = out.size // width

@@ -45,6 +45,11 @@ def _encode_fed_back(
     sent = Scratch.of_thread(_FLOAT32, residual.size).first
     codec.decode(out[:nbytes], sent)
     residual -= sent
-    if not np.isfinite(np.add.reduce(residual)):  # in one pass, and wrong only in that it may look twice
-        residual[~np.isfinite(residual)] = 0
+    drop_what_is_not_finite(residual)
     return nbytes
+
+
+def drop_what_is_not_finite(kept: NDArray[np.float32]) -> None:
+    """Set what is not finite to 0."""
+    if not np.isfinite(np.add.reduce(kept)):  # in one pass, and wrong only in that it may look twice
+        kept[~np.isfinite(kept)] = 0

@@ -45,7 +45,12 @@ from kvd.protocol.messages import (
 
 
 class ServerControl:
-    """The control side of one server. `advance` starts the next job of a group."""
+    """The control side of one server.
+
+    Args:
+        advance: starts the next job of a group.
+        check_memory: raises NotAllowed if there is none for what an optimizer makes the server keep.
+    """
 
     def __init__(
         self,
@@ -58,6 +63,7 @@ class ServerControl:
         elsewhere: Elsewhere,
         session: SchedulerSession,
         advance: Callable[[FusedGroup], None],
+        check_memory: Callable[[Optimizer | None], None],
     ) -> None:
         self.optimizer: Optimizer | None = None  # with all changes: what a new key starts with
         self.generation = 0  # how many were set
@@ -70,6 +76,7 @@ class ServerControl:
         self._elsewhere = elsewhere
         self._session = session
         self._advance = advance
+        self._check_memory = check_memory
         self._answers = CommandAnswers()
         self.held = OptimizerRecords(effects, records, advance)
         self._pace = Pace()  # of new optimizers
@@ -121,11 +128,11 @@ class ServerControl:
                 self._effects.emit(answer._replace(peer=event.peer))
             return
         answer = Send(event.peer, Done(message.request))
-        visits = False
-        earlier = self.generation
+        visits, earlier = False, self.generation
         try:
             optimizer = None if message.optimizer is None else from_wire(message.optimizer)
             check_whole_keys(optimizer, ((slice_.key, slice_.spec) for slice_ in self._table.slices.values()))
+            self._check_memory(optimizer)
             is_set = not message.loaded and self._is_set_for(event, rank, optimizer)
             visits = not is_set and self._visits_slices(event, message, rank, optimizer)
             if visits and (self.held.is_open or self._pace.is_paused(now)):

@@ -101,6 +101,11 @@ class FusedGroup:
         return self.slices[0].spec.merge
 
     @property
+    def keeps_pulled(self) -> bool:
+        """Whether its optimizer has to know what the worker had that pushes."""
+        return self.optimizer is not None and self.optimizer.compensates_delay
+
+    @property
     def key(self) -> str:
         """The key to name when something is said about the group."""
         return self.slices[0].key
@@ -136,6 +141,7 @@ class FusedGroup:
     def renew(self, optimizer: Optimizer | None, generation: int) -> ResetState:
         """Another optimizer was set. Returns the effect by which its state starts over."""
         self.optimizer, self.generation, self.changes = optimizer, generation, []
+        self.log.forget_kept()
         return ResetState(tuple([(slice_.key, slice_.index) for slice_ in self.slices]))
 
     def change_from(self, round_number: int, changes: dict[str, object]) -> None:
@@ -184,10 +190,23 @@ def fused(number: int, slices: Sequence[Slice]) -> FusedGroup | None:
     group = FusedGroup(number, log, first.dtype, first.optimizer, generation=first.generation)
     for slice_ in slices:
         group.log.take_later_requests(slice_.log)
+    for rank, progress in group.log.progress.items():
+        progress.kept = _kept_together(slices, rank)
     for slice_ in slices:
         slice_.group.is_gone = True
     group.take(slices)
     return group
+
+
+def _kept_together(slices: Sequence[Slice], rank: int) -> ScatterList | None:
+    """What is kept of each of these slices for a rank; None unless it is there of all."""
+    spans = []
+    for slice_ in slices:
+        kept = slice_.log.progress_of(rank).kept
+        if kept is None:
+            return None
+        spans.append(slice_.span(kept))
+    return ScatterList(tuple(spans))
 
 
 def parted(group: FusedGroup, number: Callable[[], int]) -> list[FusedGroup]:
@@ -200,6 +219,8 @@ def parted(group: FusedGroup, number: Callable[[], int]) -> list[FusedGroup]:
         now = ScatterList((slice_.span(current),))
         before = None if previous is None else ScatterList((slice_.span(previous),))
         part = log.part(now, before, slice_.offset, slice_.nbytes)
+        for progress in part.progress.values():
+            progress.kept = None if progress.kept is None else ScatterList((slice_.span(progress.kept),))
         own = FusedGroup(number(), part, group.dtype, group.optimizer, generation=group.generation)
         own.changes = list(group.changes)
         groups.append(own)

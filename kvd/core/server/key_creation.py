@@ -25,6 +25,8 @@ from kvd.core.server.records import LED_ELSEWHERE, Records
 from kvd.core.server.rounds import SliceLog
 from kvd.core.server.whole_keys import whole_key_error
 from kvd.core.session import SchedulerSession
+from kvd.errors import NotAllowed
+from kvd.optimizer import Optimizer
 from kvd.protocol.messages import (
     MAX_TEXT_CHARS,
     Done,
@@ -197,22 +199,45 @@ class KeyCreation:
             held = self._held_nbytes() * HELD_COPIES
             of_replicas = f", {held >> 20} MiB of replicas" if held else ""
             of_others = f", besides {others >> 20} MiB of other runs" if others else ""
+            limit = f"{self._memory.limit_bytes >> 20} MiB"
             return ErrorCode.NOT_ALLOWED, (
                 f"key {new.key!r} would take {self._session.name} to {demand >> 20} MiB ({COPIES} copies, and "
-                f"{self._copies - COPIES} staged{of_replicas}), its limit is {self._memory.limit_bytes >> 20} MiB"
-                f"{of_others}: add servers, or raise memory_limit_bytes"
+                f"{self._copies - COPIES} {self._other_copies}{of_replicas}), its limit is {limit}{of_others}: "
+                f"add servers, or raise memory_limit_bytes"
             )
         return None
 
     @property
     def _copies(self) -> int:
         """How often a byte that is led may be held, staged contributions included."""
+        return self._copies_with(self._control.optimizer)
+
+    @property
+    def _other_copies(self) -> str:
+        """What all but COPIES of them are, in words."""
+        return "staged" if self._copies == self._copies_with(None) else "staged or pulled"
+
+    def _copies_with(self, optimizer: Optimizer | None) -> int:
         settings = self._view.settings
-        return COPIES + settings.rounds_ahead * settings.most_workers + (settings.replicas - 1)
+        copies = COPIES + settings.rounds_ahead * settings.most_workers + (settings.replicas - 1)
+        if optimizer is not None and optimizer.compensates_delay and not self._view.is_sync:
+            copies += settings.most_workers  # of what each has pulled
+        return copies
 
     def _demand(self, led: int, held: int) -> int:
         """Bytes in all, for so many that this server leads, and so many that it holds for others."""
         return led * self._copies + held * HELD_COPIES
+
+    def check_memory_for(self, optimizer: Optimizer | None) -> None:
+        """Raises NotAllowed if this server has no memory for what an optimizer makes it keep of each worker."""
+        led = self._table.bytes_led + self._creating_nbytes
+        demand = led * self._copies_with(optimizer) + self._held_nbytes() * HELD_COPIES
+        if self._copies_with(optimizer) > self._copies and not self._memory.grant(self._session.run, demand):
+            raise NotAllowed(
+                f"{type(optimizer).__name__} keeps what each worker has pulled, which would take {self._session.name} "
+                f"to {demand >> 20} MiB; its limit is {self._memory.limit_bytes >> 20} MiB: add servers, raise "
+                f"memory_limit_bytes, or use SGD"
+            )
 
     def give_back(self) -> None:
         """Keys were deleted, or are led by another server: other runs may have their memory."""

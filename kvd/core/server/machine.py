@@ -178,7 +178,16 @@ class ServerMachine:
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(
-            self.table, effects, attachments, agreement, disputes, records, elsewhere, session, pushes.advance
+            self.table,
+            effects,
+            attachments,
+            agreement,
+            disputes,
+            records,
+            elsewhere,
+            session,
+            pushes.advance,
+            lambda optimizer: creation.check_memory_for(optimizer),
         )
         self._deletions = deletions = Deletions(
             self.table, effects, attachments, participants, waiters, records, elsewhere, lambda: creation.give_back()

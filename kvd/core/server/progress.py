@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvd.core.machine import Buffer, ScatterList
 from kvd.core.places import START
 from kvd.protocol.messages import ErrorCode
 
@@ -49,6 +50,7 @@ class WorkerProgress:
         begun: the clock before the first push that was made there.
         trained: the clock of the first contribution that was pushed there; 0: there were only broadcasts.
         pulled: async: the version that the rank was sent last; NEVER_PULLED if none was. Its backup does not know.
+        kept: its bytes, if the optimizer needs them.
         last_request: the latest push that was taken. An earlier one that still arrives was given up by its sender.
         last_refusal: the latest push that was refused for good. Its sender may use the clock for another push, so this
             one must not take it when it comes again.
@@ -62,6 +64,7 @@ class WorkerProgress:
     begun: int = 0
     trained: int = field(default=0, compare=False)
     pulled: int = field(default=NEVER_PULLED, compare=False)
+    kept: Buffer | ScatterList | None = field(default=None, compare=False, repr=False)
     last_request: PushRequest | None = field(default=None, compare=False)
     last_refusal: Refusal | None = None
 
@@ -78,6 +81,13 @@ class WorkerProgress:
         self.begun = min(self.begun, clock)
         if self.trained > clock:
             self.trained = 0
+
+    def skip_to(self, clock: int) -> None:
+        """The rank's next push is the one after `clock`. If it has made none at its place, a successor that makes that
+        step again begins there, too; a program that begins again at START has no step to make again."""
+        if self.begun == self.staged and self.place != START:
+            self.begun = clock
+        self.staged = clock
 
     def move_to(self, place: int) -> None:
         """The rank has come to this place without a push; at START its program begins again."""

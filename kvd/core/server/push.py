@@ -227,6 +227,9 @@ class Pushes:
         if not is_updated(group.dtype):
             optimizer = None
         merge = group.merge or self._view.settings.merge or "sum"
+        pulled = None
+        if group.keeps_pulled and not (self._view.is_sync or record.assign) and optimizer is not None:
+            pulled = group.log.progress_of(record.contributions[0].rank).kept
         keeps_merged = (
             bool(self._records.holders)
             and optimizer is not None
@@ -246,6 +249,7 @@ class Pushes:
                 merge,
                 optimizer,
                 keeps_merged=keeps_merged,
+                pulled=pulled,
             ),
             partial(self._applied, group, record, use, keeps_merged=keeps_merged),
         )

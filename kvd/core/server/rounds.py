@@ -102,9 +102,15 @@ class SliceLog:
         """Where the worker stands when nothing of it is staged: its successor goes on from there."""
         return max(self.own_clock(rank), self.progress_of(rank).skipped)
 
-    def was_sent(self, rank: int, version: int) -> None:
-        """Async: the worker has this version from now on."""
-        self._progress_to_change(rank).pulled = version
+    def was_sent(self, rank: int, version: int, kept: Buffer | ScatterList | None = None) -> None:
+        """Async: the worker has this version from now on. Its bytes are kept, if they are given."""
+        progress = self._progress_to_change(rank)
+        progress.pulled, progress.kept = version, kept
+
+    def forget_kept(self) -> None:
+        """Nobody needs to know any more what the workers have."""
+        for progress in self.progress.values():
+            progress.kept = None
 
     # ── staging ──
 
@@ -152,7 +158,7 @@ class SliceLog:
         progress = self._progress_to_change(rank)
         progress.fall_back(self.resume_clock(rank))
         progress.last_refusal = None
-        progress.pulled = NEVER_PULLED
+        progress.pulled, progress.kept = NEVER_PULLED, None
 
     def drop_staged(self) -> None:
         """Another server leads, and has all that has counted: what is staged is sent there again, as it was."""
@@ -160,15 +166,16 @@ class SliceLog:
         for rank, progress in self.progress.items():
             progress.fall_back(self.resume_clock(rank))
             progress.last_request = progress.last_refusal = None
+            progress.pulled, progress.kept = NEVER_PULLED, None
 
     def activate(self, rank: int, clock: int, place: int = NO_PLACE) -> None:
         """The worker takes part again, from the round after `clock` on. Its program goes on at this place, unless it
         has come further already."""
-        clock = max(self.staged_clock(rank), clock)
         progress = self._progress_to_change(rank)
+        clock = max(progress.staged, clock)
         if self.sync and clock > progress.staged:
             progress.skipped = clock
-        progress.staged = clock
+        progress.skip_to(clock)
         if not self.sync:
             progress.counted = max(progress.counted, clock)
             progress.committed = max(progress.committed, clock)

@@ -104,7 +104,7 @@ class Waiters:
             slice_ = waiting.slice
             spans = spans_of(buffer, group.nbytes) if slice_ is None else (slice_.span(buffer),)
             if not log.sync and waiting.rank != NO_RANK:
-                log.was_sent(waiting.rank, version)
+                log.was_sent(waiting.rank, version, buffer if group.keeps_pulled else None)
             pending.spans[waiting.position] = spans
             pending.versions[waiting.position] = version
         pending.remaining -= 1

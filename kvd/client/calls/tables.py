@@ -1,0 +1,155 @@
+"""Calls on tables: which of the keys of a call are tables, and what is given or wanted for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvd.client.calls.keys import KeyList
+from kvd.client.calls.values import Array, Target, fresh_target, on_devices, paired, spec_of, target_of
+from kvd.errors import DtypeMismatch, NotAllowed, ShapeMismatch
+from kvd.protocol.specs import MAX_SLICE_BYTES
+from kvd.tables.description import RowSparse
+from kvd.tables.row_values import Ids, is_row_sparse, row_ids
+
+
+class Parted(NamedTuple):
+    """A call on several keys, some of which are tables.
+
+    Attributes:
+        names, values: the keys that are no tables, with the value of each.
+        tables: the tables, with the value of each.
+    """
+
+    names: list[str]
+    values: list[Any]
+    tables: list[tuple[str, Any]]
+
+
+def parted(keys: KeyList, value: Any, is_table: Callable[[str], bool]) -> Parted:
+    """Tables are the keys that are known as such, or whose value can only be one for a table."""
+    result = Parted([], [], [])
+    for name, entries in zip(keys.names, keys.by_name(paired(keys, value, "values")), strict=True):
+        if is_table(name) or any(map(is_for_table, entries)):
+            result.tables.append((name, entries[0] if len(entries) == 1 else _one_after_the_other(entries)))
+        else:
+            result.names.append(name)
+            result.values.append(entries[0] if len(entries) == 1 else on_devices(entries))
+    return result
+
+
+def is_for_table(value: object) -> bool:
+    """Whether a value makes a table, or can only be pushed to one. A plain array, as most values are, costs little."""
+    return type(value) is not np.ndarray and (isinstance(value, RowSparse) or is_row_sparse(value))
+
+
+def has_tables(keys: KeyList, value: Any) -> bool:
+    """Whether the call has a value that can only be one for a table."""
+    if keys.many and isinstance(value, list | tuple):
+        return any(map(is_for_table, value))
+    return is_for_table(value)
+
+
+def table_error(key: str | int) -> NotAllowed:
+    """The error of a call that takes no tables."""
+    text = f"key {key!r} is a table, of which calls name rows: push kvd.RowSparseArray(ids, rows) to it, "
+    return NotAllowed(text + "and read rows with row_sparse_pull(key, row_ids)", key=key)
+
+
+def check_descriptions(tables: Sequence[tuple[str, Any]]) -> None:
+    """Raises NotAllowed unless these values make tables."""
+    for name, value in tables:
+        if not isinstance(value, RowSparse):
+            text = (
+                f"rows do not say how many there can be: make table {name!r} with init(key, kvd.RowSparse(shape=…)), "
+            )
+            raise NotAllowed(text + "then push the rows", key=name)
+
+
+def check_whole(keys: KeyList, value: Any, call: str, is_table: Callable[[str], bool]) -> None:
+    """Raises NotAllowed if a key of the call is a table, or a value is one for a table."""
+    for name in keys.names:
+        if is_table(name):
+            raise table_error(keys.written.get(name, name))
+    if has_tables(keys, value):
+        raise NotAllowed(f"{call} takes no rows of tables: push them, and read rows with row_sparse_pull(key, row_ids)")
+
+
+def no_table_error(key: str | int) -> NotAllowed:
+    """The error of a call that is for tables, on another key."""
+    text = f"key {key!r} is no table, so it has no rows to name: push whole arrays to it, and pull it; "
+    return NotAllowed(text + "a table is made by init(key, kvd.RowSparse(shape=…))", key=key)
+
+
+def rows_target(table: RowSparse, key: str | int, count: int, out: Any) -> Target:
+    """The memory for rows that are pulled: of ``out``, an array or one per device; None: a new array.
+
+    Raises:
+        ShapeMismatch, DtypeMismatch: ``out`` is not for so many rows of the table.
+        NotAllowed: it cannot be written to.
+    """
+    spec = spec_of(table.numpy_dtype, (count, *table.row_shape), MAX_SLICE_BYTES)
+    if out is None:
+        return fresh_target(spec)
+    target = target_of(out, MAX_SLICE_BYTES)
+    if target.spec != spec:
+        text = (
+            f"out is {target.spec.dtype} of shape {target.spec.shape}; {count} rows of table {key!r} are {spec.dtype} "
+        )
+        kind = ShapeMismatch if target.spec.shape != spec.shape else DtypeMismatch
+        raise kind(f"{text}of shape {spec.shape}", key=key)
+    return target
+
+
+def rows_of(target: Target, table: RowSparse) -> Array:
+    """The memory of a target as rows, shape (count, width)."""
+    rows: Array = target.data.view(table.numpy_dtype).reshape(-1, table.width)
+    return rows
+
+
+class WantedRows(NamedTuple):
+    """What a pull names of one table, and where it goes."""
+
+    name: str
+    ids: Ids
+    target: Target
+
+
+def wanted_rows(
+    keys: KeyList, ids: Any, out: Any, table_of: Callable[[str], RowSparse], written: Callable[[str], str | int]
+) -> list[WantedRows]:
+    """The rows of a call, for each place in its list of keys.
+
+    Args:
+        table_of: what was said of a table by name; raises the error of the call if there is none.
+        written: the key as the program writes it.
+
+    Raises:
+        NotAllowed: there are not as many lists of row ids, or of `out`, as keys; or a table has no such row.
+        ShapeMismatch, DtypeMismatch: row ids are none, or an `out` does not fit.
+    """
+    many_ids = paired(keys, ids, "lists of row ids")
+    outs = [None] * len(many_ids) if out is None else paired(keys, out, "outs")
+    places = range(len(keys.names)) if keys.places is None else keys.places
+    found = []
+    for place, entry, target in zip(places, many_ids, outs, strict=True):
+        name = keys.names[place]
+        table, key = table_of(name), written(name)
+        wanted = row_ids(table, key, entry)
+        found.append(WantedRows(name, wanted, rows_target(table, key, len(wanted), target)))
+    return found
+
+
+def pulled_rows(keys: KeyList, wanted: Sequence[WantedRows], out: Any) -> Any:
+    """The result of a call whose rows have arrived: `out` as the program gave it; None: new arrays."""
+    arrays = [entry.target.finish() for entry in wanted]
+    if out is not None:
+        return list(out) if keys.many else out
+    return arrays if keys.many else arrays[0]
+
+
+def _one_after_the_other(entries: Sequence[Any]) -> list[Any]:
+    """The values of a key that is in the list several times, as those of several devices."""
+    return [value for entry in entries for value in (entry if isinstance(entry, list) else [entry])]

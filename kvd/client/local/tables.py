@@ -1,0 +1,73 @@
+"""The tables of a store in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvd.client.calls import checks
+from kvd.client.calls.handle import Handle
+from kvd.client.calls.tables import no_table_error, pulled_rows, rows_of, wanted_rows
+from kvd.client.local.keys import LocalKeys, TableEntry
+from kvd.client.local.updates import LocalUpdates
+from kvd.errors import KvdError
+from kvd.tables.description import RowSparse
+from kvd.tables.row_values import Rows, rows_for
+from kvd.tables.table import Table
+
+
+class LocalTables:
+    """Called under the lock of the keys, but for `row_sparse_pull`."""
+
+    def __init__(self, keys: LocalKeys, updates: LocalUpdates) -> None:
+        self._keys = keys
+        self._updates = updates
+
+    def make(self, name: str, description: RowSparse, merge: str) -> None:
+        """Makes a table. `merge`: its own, or ""."""
+        self._keys.tables[name] = TableEntry(Table(description, name), merge)
+
+    def rows(self, values: Sequence[tuple[str, Any]], *, cast: bool) -> list[Rows]:
+        """The rows that a call pushes to each of these tables.
+
+        Raises:
+            KeyNotFound, NotAllowed: a key is no table.
+            What `rows_for` raises.
+        """
+        return [
+            rows_for(self._entry(name).table.description, self._key(name), value, cast=cast) for name, value in values
+        ]
+
+    def push(self, names: Sequence[str], rows: Sequence[Rows], samples: int) -> None:
+        """Updates these tables."""
+        for name, pushed in zip(names, rows, strict=True):
+            entry = self._entry(name)
+            self._updates.apply_rows(name, entry, pushed, samples)
+            entry.version += 1
+
+    def row_sparse_pull(self, key: Any, row_ids: Any, out: Any, priority: int) -> Handle:
+        """See `Tables.row_sparse_pull`."""
+        keys = self._keys.named(key)
+        checks.priority_and_samples(priority)
+        try:
+            wanted = wanted_rows(keys, row_ids, out, lambda name: self._entry(name).table.description, self._key)
+        except KvdError as error:
+            return Handle.failed(self._keys.written.restored(error))
+
+        def work() -> Any:
+            for name, ids, target in wanted:
+                table = self._entry(name).table
+                table.read(ids, rows_of(target, table.description))
+            return pulled_rows(keys, wanted, out)
+
+        return self._keys.answered(work)
+
+    def _entry(self, name: str) -> TableEntry:
+        entry = self._keys.tables.get(name)
+        if entry is None:
+            self._keys.entry(name)  # raises KeyNotFound
+            raise no_table_error(self._key(name))
+        return entry
+
+    def _key(self, name: str) -> str | int:
+        return self._keys.written.of(name)

@@ -1,0 +1,116 @@
+"""Elements in one byte each, scaled block by block: ``int8`` and ``fp8``.
+
+The scales of all blocks come first, as float32, then a byte for each element.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from kvd.compute.codecs.lengths import check_length
+from kvd.compute.codecs.magnitudes import largest
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+_TILE = 1 << 15  # elements at a time, at most, so that what lies in between stays in the cache
+_SMALLEST = np.finfo(np.float32).tiny  # of a scale: smaller ones have fewer digits
+_NAN = -128
+
+
+class BlockCodec(ABC):
+    """Each block is divided by its largest magnitude over ``top``; a subclass makes bytes of the quotients."""
+
+    top: float
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+
+    @abstractmethod
+    def _to_codes(self, quotients: Floats, codes: Bytes) -> None:
+        """Quotients from −top to top, or not finite, to bytes. May change the quotients."""
+
+    @abstractmethod
+    def _from_codes(self, codes: Bytes, out: Floats) -> None:
+        """And back."""
+
+    def max_nbytes(self, size: int) -> int:
+        return 4 * -(-size // self._block) + size
+
+    def encode(self, values: Floats, out: Bytes, nonce: int) -> int:
+        scales, codes = self._split(out, values.size)
+        for start, stop, width in self._tiles(values.size):
+            rows = values[start:stop].reshape(-1, width)
+            scale = np.maximum(largest(rows) / np.float32(self.top), _SMALLEST)
+            first = start // self._block
+            scales[first : first + scale.size] = scale
+            self._to_codes(rows / scale[:, np.newaxis], codes[start:stop].reshape(-1, width))
+        return self.max_nbytes(values.size)
+
+    def check(self, data: Bytes, size: int) -> None:
+        check_length(data, self.max_nbytes(size), size)
+
+    def decode(self, data: Bytes, out: Floats) -> None:
+        scales, codes = self._split(data, out.size)
+        for start, stop, width in self._tiles(out.size):
+            rows, first = out[start:stop].reshape(-1, width), start // self._block
+            self._from_codes(codes[start:stop].reshape(-1, width), rows)
+            rows *= scales[first : first + rows.shape[0], np.newaxis]
+
+    def _split(self, data: Bytes, size: int) -> tuple[Floats, Bytes]:
+        blocks = -(-size // self._block)
+        return data[: 4 * blocks].view("<f4"), data[4 * blocks : 4 * blocks + size]
+
+    def _tiles(self, size: int) -> list[tuple[int, int, int]]:
+        """Ranges of whole blocks with the size of these; the last block, if it is shorter, is one of its own."""
+        whole = size // self._block * self._block
+        step = max(_TILE // self._block, 1) * self._block
+        tiles = [(start, min(start + step, whole), self._block) for start in range(0, whole, step)]
+        return tiles if whole == size else [*tiles, (whole, size, size - whole)]
+
+
+class Int8Codec(BlockCodec):
+    """Quotients rounded to whole numbers from −127 to 127; −128 is NaN, for all that is not finite."""
+
+    top = 127.0
+
+    def _to_codes(self, quotients: Floats, codes: Bytes) -> None:
+        np.rint(quotients, out=quotients)
+        if not np.isfinite(np.add.reduce(quotients, axis=None)):
+            quotients[~np.isfinite(quotients)] = _NAN
+        np.copyto(codes.view(np.int8), quotients, casting="unsafe")
+
+    def _from_codes(self, codes: Bytes, out: Floats) -> None:
+        signed = codes.view(np.int8)
+        np.copyto(out, signed)
+        if signed.min(initial=0) == _NAN:
+            out[signed == _NAN] = np.nan
+
+
+class FP8Codec(BlockCodec):
+    """Quotients rounded to the nearest e4m3 number, which knows NaN but no infinity."""
+
+    top = 448.0
+
+    def __init__(self, block: int) -> None:
+        super().__init__(block)
+        upper = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+        with np.errstate(invalid="ignore"):
+            self._codes = upper.view(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        self._values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+    def _to_codes(self, quotients: Floats, codes: Bytes) -> None:
+        """By the upper half of each float32, whose last bit is set if anything is set in the lower half: the half has
+        four bits more than an e4m3 number, so it is rounded to the same as the whole would be."""
+        bits = quotients.view(np.uint32)
+        lower = bits & np.uint32(0xFFFF)
+        bits >>= np.uint32(16)
+        np.bitwise_or(bits, lower != 0, out=bits)
+        self._codes.take(bits, out=codes, mode="clip")
+
+    def _from_codes(self, codes: Bytes, out: Floats) -> None:
+        self._values.take(codes, out=out, mode="clip")

@@ -1,0 +1,103 @@
+"""Some elements, each with its index: ``topk`` and ``randomk``. All others are 0.
+
+A pair is the index as uint32 and the value as float32; the pairs are in the order of their indices.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvd.compute.codecs.draws import draws
+from kvd.errors import ProtocolError
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+Indices = NDArray[np.intp]
+
+_PAIR = np.dtype([("index", "<u4"), ("value", "<f4")])
+_SAMPLE = 4096  # elements that tell about where the k-th largest lies
+
+
+class PairsCodec(ABC):
+    """A subclass chooses the elements.
+
+    Args:
+        k: how many; below 1, which part of them.
+    """
+
+    def __init__(self, k: float) -> None:
+        self._k = k
+
+    @abstractmethod
+    def _chosen(self, values: Floats, k: int, nonce: int) -> Indices:
+        """At most k indices, growing."""
+
+    def max_nbytes(self, size: int) -> int:
+        return _PAIR.itemsize * self._count(size)
+
+    def encode(self, values: Floats, out: Bytes, nonce: int) -> int:
+        k = self._count(values.size)
+        if k == 0:
+            return 0
+        indices = self._chosen(values, k, nonce)
+        nbytes = _PAIR.itemsize * indices.size
+        pairs = out[:nbytes].view(_PAIR)
+        pairs["index"] = indices
+        pairs["value"] = values[indices]
+        return nbytes
+
+    def check(self, data: Bytes, size: int) -> None:
+        if data.size % _PAIR.itemsize or data.size > self.max_nbytes(size):
+            text = f"of {size} elements at most {self._count(size)} are sent, with {_PAIR.itemsize} bytes each"
+            raise ProtocolError(f"{text}, not {data.size} bytes")
+        indices = data.view(_PAIR)["index"]
+        if indices.size and (indices[-1] >= size or not (indices[1:] > indices[:-1]).all()):
+            raise ProtocolError(f"the indices of elements grow and stay below {size}")
+
+    def decode(self, data: Bytes, out: Floats) -> None:
+        pairs = data.view(_PAIR)
+        out.fill(0)
+        out[pairs["index"]] = pairs["value"]
+
+    def _count(self, size: int) -> int:
+        return min(max(int(self._k * size), 1) if self._k < 1 else int(self._k), size)
+
+
+class TopKCodec(PairsCodec):
+    """The elements of the largest magnitude, NaN before all; of equal ones those that come first."""
+
+    def _chosen(self, values: Floats, k: int, nonce: int) -> Indices:
+        magnitudes = values.view(np.uint32) & np.uint32(0x7FFFFFFF)  # in the order of the magnitudes, and NaN on top
+        candidates = self._candidates(magnitudes, k)
+        found = magnitudes[candidates]
+        least = np.partition(found, found.size - k)[found.size - k]
+        above, equal = candidates[found > least], candidates[found == least]
+        return np.sort(np.concatenate((above, equal[: k - above.size])))
+
+    @staticmethod
+    def _candidates(magnitudes: NDArray[np.uint32], k: int) -> Indices:
+        """Indices, growing, among which are those of the k largest: a sample says which ones need not be looked at."""
+        step = magnitudes.size // _SAMPLE
+        if step > 1:
+            sample = np.sort(magnitudes[::step])
+            kept = 2 * k // step + 64
+            if kept < sample.size:
+                candidates = np.flatnonzero(magnitudes >= sample[-kept])
+                if candidates.size >= k:
+                    return candidates
+        return np.arange(magnitudes.size)
+
+
+class RandomKCodec(PairsCodec):
+    """Elements drawn at random, with replacement: one that is drawn twice is sent once. They are not scaled up."""
+
+    def __init__(self, k: float, seed: int) -> None:
+        super().__init__(k)
+        self._seed = seed
+
+    def _chosen(self, values: Floats, k: int, nonce: int) -> Indices:
+        drawn = draws(self._seed, nonce, 0, k).astype(np.uint64) * np.uint64(values.size) >> np.uint64(32)
+        return np.unique(drawn).astype(np.intp)

@@ -1,0 +1,1 @@
+"""Tables: values of many rows, of which each push and pull names a few."""

@@ -1,0 +1,113 @@
+"""What a program says of a table when it makes one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from kvd.compute.tensors import dtype_name, named_dtype
+from kvd.errors import ConfigError, DtypeMismatch, NotAllowed
+from kvd.initializer import Initializer, Zeros
+from kvd.optimizer.fields import shown
+from kvd.protocol.specs import MAX_DIMENSIONS, MAX_KEY_NBYTES
+
+TABLE_DTYPES = ("float32", "float64")
+MOST_ROW_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class RowSparse:
+    """A table: a key whose pushes and pulls name rows. It is the value that `init` takes in place of an array::
+
+        kv.init("embedding", kvd.RowSparse(shape=(1_000_000, 64), initializer=kvd.initializer.Normal(std=0.01, seed=7)))
+        kv.init("users", kvd.RowSparse(row_shape=(64,)))        # row ids are any whole numbers from 0 to 2⁶³ - 1
+
+    A row takes memory from its first update on; before that it reads as the initializer says.
+
+    Args:
+        shape: the number of rows, then the shape of a row.
+        row_shape: in place of `shape`, if any row id may come.
+        dtype: float32 or float64.
+        initializer: what rows are before their first update; None: zeros.
+
+    Raises:
+        NotAllowed: a shape is none, or both or none of the two are given.
+        DtypeMismatch: a table cannot have the dtype.
+        ConfigError: the initializer is none.
+
+    Attributes:
+        rows: the number of rows; None: any row id may come.
+        row_shape: the shape of a row.
+        dtype: its name.
+        initializer: as given.
+    """
+
+    rows: int | None
+    row_shape: tuple[int, ...]
+    dtype: str
+    initializer: Initializer
+
+    def __init__(
+        self,
+        shape: Iterable[int] | None = None,
+        dtype: Any = "float32",
+        initializer: Initializer | None = None,
+        *,
+        row_shape: Iterable[int] | None = None,
+    ) -> None:
+        if (shape is None) == (row_shape is None):
+            text = "a table has a shape=(rows, …), or for any row id a row_shape=(…): pass one of the two"
+            raise NotAllowed(text)
+        rows, of_row = _parted(shape) if shape is not None else (None, _dimensions("row_shape", row_shape))
+        if not 0 < prod(of_row) <= MOST_ROW_ELEMENTS or len(of_row) >= MAX_DIMENSIONS:
+            raise NotAllowed(f"a row of a table has 1 to {MOST_ROW_ELEMENTS} elements; this shape is {of_row}")
+        if initializer is not None and (not isinstance(initializer, Initializer) or type(initializer) is Initializer):
+            text = f"the initializer of a table is one of kvd.initializer, such as Zeros(), not {shown(initializer)}"
+            raise ConfigError(text, setting="initializer")
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "row_shape", of_row)
+        object.__setattr__(self, "dtype", _table_dtype(dtype))
+        object.__setattr__(self, "initializer", Zeros() if initializer is None else initializer)
+
+    @property
+    def width(self) -> int:
+        """The elements of a row."""
+        return prod(self.row_shape)
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype as NumPy's."""
+        return named_dtype(self.dtype)
+
+
+def _parted(shape: Iterable[int]) -> tuple[int, tuple[int, ...]]:
+    """The number of rows, and the shape of one."""
+    dimensions = _dimensions("shape", shape)
+    if not dimensions:
+        raise NotAllowed("the shape of a table begins with the number of its rows: shape=() has none")
+    return dimensions[0], dimensions[1:]
+
+
+def _dimensions(name: str, shape: object) -> tuple[int, ...]:
+    try:
+        dimensions = tuple(operator.index(size) for size in shape)  # type: ignore[attr-defined]
+    except TypeError:
+        raise NotAllowed(f"{name} is a tuple of whole numbers, not {shown(shape)}") from None
+    if any(not 0 <= size <= MAX_KEY_NBYTES for size in dimensions):
+        raise NotAllowed(f"{name} is a tuple of numbers from 0 to {MAX_KEY_NBYTES}, not {shown(dimensions)}")
+    return dimensions
+
+
+def _table_dtype(dtype: Any) -> str:
+    try:
+        name = dtype_name(named_dtype(dtype) if isinstance(dtype, str) else dtype)
+    except TypeError:  # nothing that NumPy takes for a dtype; DtypeMismatch is one, too
+        name = shown(dtype)
+    if name not in TABLE_DTYPES:
+        raise DtypeMismatch(f"the rows of a table are {' or '.join(TABLE_DTYPES)}, not {name}")
+    return name

@@ -1,0 +1,82 @@
+"""The parts of a table alone: the index against a dict, the merge against sums in a loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.tables.merged_rows import MergedRows
+from kvd.tables.row_arena import RowArena
+from kvd.tables.row_index import RowIndex
+
+IDS = st.integers(0, 20) | st.integers(0, (1 << 63) - 1)
+
+
+def int64(numbers: list[int]) -> np.ndarray:
+    return np.array(numbers, np.int64)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(IDS, max_size=300), max_size=8))
+def test_the_index_is_a_dict(batches: list[list[int]]) -> None:
+    index, model = RowIndex(), dict[int, int]()
+    for batch in batches:
+        fresh = [number for number in dict.fromkeys(batch) if number not in model]
+        assert index.insert(int64(fresh)).tolist() == [len(model) + place for place in range(len(fresh))]
+        model |= {number: len(model) + place for place, number in enumerate(fresh)}
+        asked = [*batch, 5, 1 << 40]
+        assert index.find(int64(asked)).tolist() == [model.get(number, -1) for number in asked]
+        assert index.ids().tolist() == list(model)
+        assert len(index) == len(model)
+
+
+@pytest.mark.parametrize("step", [1, 2, 1024, 1 << 20, 1 << 40])
+def test_ids_in_regular_steps_are_found_in_few_rounds(step: int) -> None:
+    """With ids of a pattern, a poor hash would put many into few slots; here each look-up ends soon."""
+    index = RowIndex()
+    ids = np.arange(4000, dtype=np.int64) * step
+    index.insert(ids)
+    assert index.find(ids).tolist() == list(range(4000))
+    taken = index._ids != -1
+    longest = max(len(run) for run in "".join("x" if slot else " " for slot in taken).split())
+    assert longest < 100
+
+
+def test_the_index_takes_48_bytes_a_row_at_most() -> None:
+    index = RowIndex()
+    for first in range(0, 40_000, 997):
+        index.insert(np.arange(first, first + 997, dtype=np.int64))
+        assert index.nbytes <= max(48 * len(index), 12 * 1024)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.floats(-1e6, 1e6, width=32)), max_size=60),
+    st.integers(1, 7),
+)
+def test_rows_of_the_same_place_are_added_in_order(pushed: list[tuple[int, float]], tile: int) -> None:
+    places = np.array([place for place, _ in pushed], np.intp)
+    rows = np.array([[value, -value / 3] for _, value in pushed], np.float32).reshape(-1, 2)
+    expected: dict[int, np.ndarray] = {}
+    for place, row in zip(places.tolist(), rows, strict=True):
+        expected[place] = expected[place] + row if place in expected else row
+    merged = MergedRows(places, rows)
+    assert merged.places.tolist() == sorted(expected)
+    for first in range(0, len(merged), tile):
+        part = slice(first, min(first + tile, len(merged)))
+        taken = merged.take(part, np.empty((part.stop - part.start, 2), np.float32))
+        assert [row.tobytes() for row in taken] == [expected[place].tobytes() for place in merged.places[part].tolist()]
+
+
+def test_an_arena_grows_in_small_steps_and_keeps_its_rows() -> None:
+    arena = RowArena(8, np.dtype(np.float64))
+    expected = np.zeros((5000, 8))
+    for count in range(1, 5001, 50):
+        arena.require(count)
+        expected[count - 1] = count
+        arena.put(np.array([count - 1]), np.full((1, 8), float(count)))
+        assert arena.nbytes <= count * 64 * 17 / 16 + (64 << 10)
+    found = arena.take(np.arange(count), np.empty((count, 8)))
+    assert np.array_equal(found, expected[:count])
