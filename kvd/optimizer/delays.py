@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvd.optimizer.fields import require
+from kvd.optimizer.multipliers import NO_MULTIPLIERS
 from kvd.optimizer.rules import SGD
 from kvd.optimizer.schedule import Schedule
 
@@ -28,7 +30,7 @@ class DCASGD(SGD):
     latest update; it clips before it compensates, and its learning rate is in the momentum buffer.
 
     Args:
-        learning_rate, momentum, wd, rescale_grad, clip_gradient, nesterov: see :class:`kvd.optimizer.SGD`.
+        learning_rate, momentum, wd, rescale_grad, clip_gradient, nesterov, lr_mult, wd_mult: see :class:`kvd.optimizer.SGD`.
         compensation: λ, ≥ 0.
 
     Raises:
@@ -37,6 +39,8 @@ class DCASGD(SGD):
 
     learning_rate: float | Schedule
     compensation: float = 0.04
+    lr_mult: Mapping[Any, float] = NO_MULTIPLIERS
+    wd_mult: Mapping[Any, float] = NO_MULTIPLIERS
 
     compensates_delay: ClassVar[bool] = True
 
