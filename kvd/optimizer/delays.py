@@ -38,9 +38,9 @@ class DCASGD(SGD):
     """
 
     learning_rate: float | Schedule
+    compensation: float = 0.04
     lr_mult: Mapping[Any, float] = NO_MULTIPLIERS
     wd_mult: Mapping[Any, float] = NO_MULTIPLIERS
-    compensation: float = 0.04
 
     compensates_delay: ClassVar[bool] = True
 

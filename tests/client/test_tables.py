@@ -37,6 +37,17 @@ def test_rows_are_pushed_updated_and_pulled_in_the_order_asked(kind: str) -> Non
         assert (kv.version("t"), kv.clock("t")) == (1, 1)
 
 
+def test_a_table_has_its_own_learning_rate_and_takes_no_norm_of_its_rows() -> None:
+    with new_store() as kv:
+        kv.set_optimizer(kvd.optimizer.SGD(0.5, lr_mult={"t": 4.0}))
+        kv.push("t", ([3], rows(1)))
+        assert kv.row_sparse_pull("t", [3, 0]).tolist() == [[-1, -1], [1, 1]]
+        for optimizer in (kvd.optimizer.LARS(1.0), kvd.optimizer.LAMB(), kvd.optimizer.SGLD(1.0)):
+            kv.set_optimizer(optimizer)
+            with pytest.raises(NotAllowed, match="cannot update single rows"):
+                kv.push("t", ([3], rows(1))).wait()
+
+
 def test_without_an_optimizer_rows_replace_those_of_the_table() -> None:
     with new_store() as kv:
         kv.push("t", ([1, 1, 2], rows(3, 4)))

@@ -124,8 +124,7 @@ class ServerControl:
                 self._effects.emit(answer._replace(peer=event.peer))
             return
         answer = Send(event.peer, Done(message.request))
-        visits = False
-        earlier = self.generation
+        visits, earlier = False, self.generation
         try:
             optimizer = None if message.optimizer is None else from_wire(message.optimizer)
             self._check_memory(optimizer)
