@@ -480,8 +480,8 @@ def rmsprop_centered_momentum(
 
 # --- Rows of tables -------------------------------------------------------------------------------------------------
 
-# The loops above, row by row, for the optimizers of embeddings. A row is calculated into memory of its own, so that the
-# compiler sees that ``out`` is not ``weight``, and then copied to its place.
+# The loops above, row by row, for the optimizers of embeddings. Here the weights may be written, and so they are, as
+# the master of a half is (`_keep`); what is written to ``out`` is thrown away.
 
 _sgd = _inlined(sgd)
 _sgd_momentum = _inlined(sgd_momentum)
@@ -495,19 +495,12 @@ def _given(number: Any, rows: Any, sums: Any) -> Any:
     return rows[number] if number >= 0 else sums[~number]
 
 
-@_inlined
-def _put(out: Any, weight: Any) -> None:
-    for i in range(out.size):
-        weight[i] = out[i]
-
-
 def sgd_rows(places: Any, order: Any, rows: Any, sums: Any, weights: Any, numbers: Any, decay: Any) -> None:
     """``sgd`` of the rows at these places; ``order`` has the number of each one's gradient, see ``_given``."""
     out = np.empty(weights.shape[1], weights.dtype)
     for k in range(places.size):
         g, w = _given(order[k], rows, sums), weights[places[k]]
         _sgd(g, g, False, w, out, numbers, False, decay, None)
-        _put(out, w)
 
 
 def sgd_momentum_rows(
@@ -519,7 +512,6 @@ def sgd_momentum_rows(
         p = places[k]
         g, w = _given(order[k], rows, sums), weights[p]
         _sgd_momentum(g, g, False, w, out, buffers[p], numbers, False, decay, None)
-        _put(out, w)
 
 
 def adam_rows(
@@ -531,7 +523,6 @@ def adam_rows(
         p = places[k]
         g, w = _given(order[k], rows, sums), weights[p]
         _adam(g, g, False, w, out, means[p], variances[p], numbers, False, decay, None)
-        _put(out, w)
 
 
 def adagrad_rows(
@@ -543,7 +534,6 @@ def adagrad_rows(
         p = places[k]
         g, w = _given(order[k], rows, sums), weights[p]
         _adagrad(g, g, False, w, out, totals[p], numbers, False, decay, None)
-        _put(out, w)
 
 
 # --- Compilation ----------------------------------------------------------------------------------------------------

@@ -52,14 +52,14 @@ class Optimizer:
     decoupled_wd: ClassVar[bool] = False
     """True if the rule itself decays the weight: ``wd · w`` is then not added to the gradient."""
 
+    compensates_delay: ClassVar[bool] = False
+    """True for DCASGD: asynchronous servers then keep the version that each worker has pulled."""
+
     is_by_slice: ClassVar[bool] = False
     """True for those of ours that calculate with all elements of a slice at once, or with its place."""
 
     needs_whole_keys: ClassVar[bool] = False
     """True if a server has to have all elements of a key: it refuses keys with several slices."""
-
-    compensates_delay: ClassVar[bool] = False
-    """True for DCASGD: asynchronous servers then keep the version that each worker has pulled."""
 
     def __post_init__(self) -> None:
         normalise(self)

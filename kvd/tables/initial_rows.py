@@ -44,6 +44,11 @@ class InitialRows:
         named = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
         self._start: Bits = mix(np.array([(seed + named) % (1 << 64)], np.uint64))
 
+    @property
+    def are_zeros(self) -> bool:
+        """Whether all of them are zeros."""
+        return isinstance(self._initializer, Zeros)
+
     def fill(self, ids: Ids, out: Array) -> None:
         """Write the rows of these ids into ``out``, of shape (ids, width)."""
         match self._initializer:

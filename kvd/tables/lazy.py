@@ -62,7 +62,7 @@ class LazyRule:
         self._optimizer = optimizer
         self._width = width
         self._dtype = dtype
-        self._kernel: Any = kernel_of(optimizer)
+        self._kernel: Any = kernel_of(optimizer)  # of those that are refused below, one of whole slices
         self._is_ours = type(optimizer) in (*_LAZY, RowWiseAdagrad)
         if not self._is_ours and getattr(optimizer, "kernel", None) is None:
             names = ", ".join(kind.__name__ for kind in (*_LAZY, RowWiseAdagrad))

@@ -10,7 +10,6 @@ from kvd.client.calls.handle import Handle
 from kvd.client.calls.tables import no_table_error, pulled_rows, rows_of, wanted_rows
 from kvd.client.local.keys import LocalKeys, TableEntry
 from kvd.client.local.updates import LocalUpdates
-from kvd.errors import KvdError
 from kvd.tables.description import RowSparse
 from kvd.tables.row_values import Rows, rows_for
 from kvd.tables.table import Table
@@ -49,12 +48,9 @@ class LocalTables:
         """See `Tables.row_sparse_pull`."""
         keys = self._keys.named(key)
         checks.priority_and_samples(priority)
-        try:
-            wanted = wanted_rows(keys, row_ids, out, lambda name: self._entry(name).table.description, self._key)
-        except KvdError as error:
-            return Handle.failed(self._keys.written.restored(error))
 
         def work() -> Any:
+            wanted = wanted_rows(keys, row_ids, out, lambda name: self._entry(name).table.description, self._key)
             for name, ids, target in wanted:
                 table = self._entry(name).table
                 table.read(ids, rows_of(target, table.description))

@@ -35,7 +35,14 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 
 class Codec(Protocol):
-    """Encodes and decodes slices of a value. It holds no state: threads share it."""
+    """Encodes and decodes slices of a value. It holds no state: threads share it.
+
+    Attributes:
+        tile: so many elements, and whole multiples of them, are encoded apart from those behind them, whose bytes
+            follow; 0: the bytes of a slice depend on all of it.
+    """
+
+    tile: int
 
     def max_nbytes(self, size: int) -> int:
         """The most bytes that ``size`` elements take."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.compute.codecs.lengths import check_length
-
-_TILE = 1 << 16  # elements, so that what lies in between stays in the cache; a multiple of 8
+from kvd.compute.codecs.lengths import TILE, check_length
 
 
 class TwoBitCodec:
     """Four elements per byte, the first in the upper bits: 11 is the threshold, 10 its negative, all else 0."""
+
+    tile = TILE
 
     def __init__(self, threshold: float) -> None:
         self._threshold = np.float32(threshold)
@@ -23,9 +23,9 @@ class TwoBitCodec:
         return -(-size // 4)
 
     def encode(self, values: NDArray[np.float32], out: NDArray[np.uint8], nonce: int) -> int:
-        bits = np.empty((min(_TILE, values.size), 2), np.bool_)
-        for start in range(0, values.size, _TILE):
-            tile = values[start : start + _TILE]
+        bits = np.empty((min(TILE, values.size), 2), np.bool_)
+        for start in range(0, values.size, TILE):
+            tile = values[start : start + TILE]
             upper, lower = bits[: tile.size, 0], bits[: tile.size, 1]
             np.greater_equal(tile, self._threshold, out=lower)
             np.less_equal(tile, -self._threshold, out=upper)
@@ -44,6 +44,8 @@ class TwoBitCodec:
 class OneBitCodec:
     """Eight elements per byte, the first in the uppermost bit: 1 for those above the threshold, 0 is −1."""
 
+    tile = TILE
+
     def __init__(self, threshold: float) -> None:
         self._threshold = np.float32(threshold)
         self._table = np.where(bits_of_bytes() == 1, np.float32(1), np.float32(-1))
@@ -52,8 +54,8 @@ class OneBitCodec:
         return -(-size // 8)
 
     def encode(self, values: NDArray[np.float32], out: NDArray[np.uint8], nonce: int) -> int:
-        for start in range(0, values.size, _TILE):
-            packed = np.packbits(values[start : start + _TILE] > self._threshold)
+        for start in range(0, values.size, TILE):
+            packed = np.packbits(values[start : start + TILE] > self._threshold)
             out[start // 8 : start // 8 + packed.size] = packed
         return self.max_nbytes(values.size)
 

@@ -11,13 +11,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.compute.codecs.lengths import check_length
+from kvd.compute.codecs.lengths import TILE, check_length
 from kvd.compute.codecs.magnitudes import largest
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-_TILE = 1 << 15  # elements at a time, at most, so that what lies in between stays in the cache
 _SMALLEST = np.finfo(np.float32).tiny  # of a scale: smaller ones have fewer digits
 _NAN = -128
 
@@ -25,6 +24,7 @@ _NAN = -128
 class BlockCodec(ABC):
     """Each block is divided by its largest magnitude over ``top``; a subclass makes bytes of the quotients."""
 
+    tile = 0
     top: float
 
     def __init__(self, block: int) -> None:
@@ -68,7 +68,7 @@ class BlockCodec(ABC):
     def _tiles(self, size: int) -> list[tuple[int, int, int]]:
         """Ranges of whole blocks with the size of these; the last block, if it is shorter, is one of its own."""
         whole = size // self._block * self._block
-        step = max(_TILE // self._block, 1) * self._block
+        step = max(TILE // self._block, 1) * self._block
         tiles = [(start, min(start + step, whole), self._block) for start in range(0, whole, step)]
         return tiles if whole == size else [*tiles, (whole, size, size - whole)]
 

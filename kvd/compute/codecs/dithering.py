@@ -13,14 +13,12 @@ from numpy.typing import NDArray
 
 from kvd.compute.codecs.bits import look_up
 from kvd.compute.codecs.draws import draws
-from kvd.compute.codecs.lengths import check_length
+from kvd.compute.codecs.lengths import TILE, check_length
 from kvd.compute.codecs.magnitudes import largest, norm
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 Codes = NDArray[np.uint8]
-
-_TILE = 1 << 15  # elements, so that what lies in between stays in the cache; a multiple of 4
 
 
 class DitheringCodec:
@@ -31,6 +29,8 @@ class DitheringCodec:
         natural: level j > 0 is 2^(j − k) of the scale; else it is j / k of it.
         by_norm: the scale is the Euclidean norm; else it is the largest magnitude.
     """
+
+    tile = 0
 
     def __init__(self, k: int, *, natural: bool, by_norm: bool, seed: int) -> None:
         self._k = k
@@ -57,11 +57,11 @@ class DitheringCodec:
             packed[:] = 0
             return nbytes
         sign = np.uint8(1 << (self._bits - 1))
-        for start in range(0, values.size, _TILE):
-            tile = values[start : start + _TILE]
+        for start in range(0, values.size, TILE):
+            tile = values[start : start + TILE]
             random = draws(self._seed, nonce, start, tile.size)
             codes = self._level(self._quotients(tile, scale), random)
-            codes |= np.signbit(tile) * sign
+            codes |= np.signbit(tile).view(np.uint8) * sign
             first = start // per_byte
             packed[first : first + -(-tile.size // per_byte)] = self._packed(codes)
         return nbytes
@@ -78,33 +78,42 @@ class DitheringCodec:
         return largest(values[np.newaxis])[0] if values.size else np.float32(0)
 
     def _quotients(self, tile: Floats, scale: np.float32) -> Floats:
-        """The magnitudes in units of the first level, at most those of the scale; NaN becomes 0."""
+        """The magnitudes in units of the first level; NaN becomes 0."""
         quotients = np.abs(tile)
         quotients /= scale
         quotients *= self._unit
-        return np.fmin(np.fmax(quotients, np.float32(0), out=quotients), self._unit, out=quotients)
+        if not np.isfinite(np.add.reduce(quotients)):
+            np.fmax(quotients, np.float32(0), out=quotients)
+        return quotients
 
     def _linear(self, quotients: Floats, random: NDArray[np.uint32]) -> Codes:
         """The whole part, and one more with the probability of the rest."""
-        quotients += (random >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
-        return np.minimum(quotients.astype(np.uint8), np.uint8(self._k))
+        random >>= np.uint32(8)
+        chance = random.view(np.int32).astype(np.float32)
+        chance *= np.float32(2**-24)
+        quotients += chance
+        np.minimum(quotients, self._unit + np.float32(0.5), out=quotients)
+        levels: Codes = quotients.astype(np.uint8)
+        return levels
 
     def _natural(self, quotients: Floats, random: NDArray[np.uint32]) -> Codes:
         """The power of two below, or the one above with the probability that makes the mean right: where the mantissa
-        and as many random bits give a carry into the exponent."""
-        exponents = (quotients.view(np.uint32) + (random >> np.uint32(9))) >> np.uint32(23)
-        below = (random >> np.uint32(8)).astype(np.float32) * np.float32(2**-24) < quotients
-        levels = np.where(quotients >= 1, exponents - np.uint32(126), below)
-        return np.minimum(levels, np.uint32(self._k)).astype(np.uint8)
+        and as many random bits give a carry into the exponent. Below 1, 1 is added: the mantissa is the quotient."""
+        np.minimum(quotients, self._unit, out=quotients)
+        bits = np.maximum(quotients + np.float32(1), quotients + quotients).view(np.uint32)
+        random >>= np.uint32(9)
+        bits += random
+        bits >>= np.uint32(23)
+        bits -= np.uint32(127)
+        levels: Codes = bits.astype(np.uint8)
+        return levels
 
     def _packed(self, codes: Codes) -> Bytes:
-        per_byte = 8 // self._bits
-        if per_byte == 1:
-            return codes
-        if codes.size % per_byte:
-            codes = np.concatenate((codes, np.zeros(-codes.size % per_byte, np.uint8)))
-        packed = codes[0::per_byte].copy()
-        for place in range(1, per_byte):
-            packed <<= np.uint8(self._bits)
-            packed |= codes[place::per_byte]
-        return packed
+        width = self._bits
+        if codes.size % (8 // width):
+            codes = np.concatenate((codes, np.zeros(-codes.size % (8 // width), np.uint8)))
+        while width < 8:  # two neighbours at a time
+            pairs = codes.view("<u2")
+            codes = ((pairs << np.uint16(width)) | (pairs >> np.uint16(8))).astype(np.uint8)
+            width *= 2
+        return codes

@@ -6,6 +6,8 @@ side by side, which generators with a state do not allow.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,10 +19,15 @@ _MASK = 0xFFFFFFFF
 def draws(seed: int, nonce: int, start: int, size: int) -> NDArray[np.uint32]:
     """Whole numbers below 2³² for ``size`` places from ``start`` on."""
     stream = (_mixed(seed & _MASK, seed >> 32 & _MASK) ^ _mixed(nonce & _MASK, 1)) & _MASK
-    places = np.arange(start, start + size, dtype=np.uint32)
+    return _mix(_places(size) + np.uint32((start * _STEP + stream) & _MASK))
+
+
+@lru_cache(4)
+def _places(size: int) -> NDArray[np.uint32]:
+    places = np.arange(size, dtype=np.uint32)
     places *= np.uint32(_STEP)
-    places ^= np.uint32(stream)
-    return _mix(places)
+    places.flags.writeable = False  # many share it
+    return places
 
 
 def _mixed(first: int, second: int) -> int:

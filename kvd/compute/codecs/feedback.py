@@ -40,13 +40,19 @@ def encode_fed_back(
 def _encode_fed_back(
     codec: Codec, values: NDArray[np.float32], residual: NDArray[np.float32], out: NDArray[np.uint8], nonce: int
 ) -> int:
-    residual += values
-    nbytes = codec.encode(residual, out, nonce)
-    sent = Scratch.of_thread(_FLOAT32, residual.size).first
-    codec.decode(out[:nbytes], sent)
-    residual -= sent
-    drop_what_is_not_finite(residual)
-    return nbytes
+    """Tile by tile, if the codec allows it: then each stays in the cache for all of it."""
+    tile = codec.tile or max(values.size, 1)
+    sent = Scratch.of_thread(_FLOAT32, min(tile, values.size)).first
+    end = 0
+    for start in range(0, values.size or 1, tile):
+        kept = residual[start : start + tile]
+        kept += values[start : start + tile]
+        begin = end
+        end += codec.encode(kept, out[begin:], nonce)
+        codec.decode(out[begin:end], sent[: kept.size])
+        kept -= sent[: kept.size]
+        drop_what_is_not_finite(kept)
+    return end
 
 
 def drop_what_is_not_finite(kept: NDArray[np.float32]) -> None:

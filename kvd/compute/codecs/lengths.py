@@ -1,4 +1,4 @@
-"""The length of encoded bytes, as a decoder checks it."""
+"""How many elements are encoded at a time, and the length of their bytes, as a decoder checks it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.errors import ProtocolError
+
+TILE = 1 << 15
+"""Elements, so that what lies in between stays in the cache; a multiple of 8."""
 
 
 def check_length(data: NDArray[np.uint8], nbytes: int, size: int) -> None:

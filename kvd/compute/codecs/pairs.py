@@ -28,6 +28,8 @@ class PairsCodec(ABC):
         k: how many; below 1, which part of them.
     """
 
+    tile = 0
+
     def __init__(self, k: float) -> None:
         self._k = k
 

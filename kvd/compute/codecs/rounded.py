@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.compute.codecs.lengths import check_length
+from kvd.compute.codecs.lengths import TILE, check_length
 
 
 class RoundedCodec:
     """Each element rounded to the nearest number of ``dtype``."""
+
+    tile = TILE
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype

@@ -14,6 +14,8 @@ class SignCodec:
     """A bit for each element, 1 for those below 0, in words of 32 whose first element is the uppermost bit; then the
     magnitude of all, as float32."""
 
+    tile = 0
+
     def __init__(self, *, scaling: bool) -> None:
         self._scaling = scaling
         self._signs = np.where(bits_of_bytes() == 1, np.float32(-1), np.float32(1))

@@ -131,8 +131,8 @@ class ServerControl:
         visits, earlier = False, self.generation
         try:
             optimizer = None if message.optimizer is None else from_wire(message.optimizer)
-            check_whole_keys(optimizer, ((slice_.key, slice_.spec) for slice_ in self._table.slices.values()))
             self._check_memory(optimizer)
+            check_whole_keys(optimizer, ((slice_.key, slice_.spec) for slice_ in self._table.slices.values()))
             is_set = not message.loaded and self._is_set_for(event, rank, optimizer)
             visits = not is_set and self._visits_slices(event, message, rank, optimizer)
             if visits and (self.held.is_open or self._pace.is_paused(now)):
