@@ -30,7 +30,8 @@ class DCASGD(SGD):
     latest update; it clips before it compensates, and its learning rate is in the momentum buffer.
 
     Args:
-        learning_rate, momentum, wd, rescale_grad, clip_gradient, nesterov, lr_mult, wd_mult: as in SGD.
+        learning_rate, momentum, wd, rescale_grad, clip_gradient, nesterov: see :class:`kvd.optimizer.SGD`.
+        lr_mult, wd_mult: see :class:`kvd.optimizer.Optimizer`.
         compensation: λ, ≥ 0.
 
     Raises:

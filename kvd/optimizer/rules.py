@@ -54,6 +54,7 @@ class Optimizer:
 
     compensates_delay: ClassVar[bool] = False
     """True for DCASGD: asynchronous servers then keep the version that each worker has pulled."""
+
     is_by_slice: ClassVar[bool] = False
     """True for those of ours that calculate with all elements of a slice at once, or with its place."""
 
