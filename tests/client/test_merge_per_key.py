@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvd
+from kvd.client.facades.blocking import backend_of
 from kvd.errors import MergeMismatch
 from kvd.optimizer import SGD
 from kvd.testing.cluster import LocalCluster
@@ -89,6 +90,30 @@ def test_one_merge_for_a_list_of_keys() -> None:
 
     with LocalCluster(2, 1) as cluster:
         assert cluster.run(program) == [[1.5, 1.5, 3.0, 1.5]] * 2
+
+
+def test_a_broadcast_keeps_the_merge_of_a_key_and_a_deleted_key_may_get_another() -> None:
+    def program(kv: kvd.KVStore) -> Any:
+        kv.init(["a", "b"], [np.zeros(2)] * 2, merge="mean")
+        kv.broadcast(["a", "new"], [np.full(2, 9.0), np.full(2, 9.0)])
+        kv.delete("b")
+        kv.init("b", np.zeros(3), merge="sum")
+        return [kv.pushpull(key, np.full(size, kv.rank + 1.0))[0] for key, size in (("a", 2), ("new", 2), ("b", 3))]
+
+    with LocalCluster(2, 1) as cluster:
+        assert cluster.run(program) == [[1.5, 3.0, 3.0]] * 2
+
+
+def test_a_restarted_worker_finds_its_key_if_it_names_the_same_merge() -> None:
+    with LocalCluster(1, 1) as cluster:
+        kv = cluster.lone_store(node_id="worker-0")
+        kv.init("w", np.zeros(2), merge="mean")
+        backend_of(kv).closing.abandon(failed=True)
+        again = cluster.lone_store(node_id="worker-0")
+        assert again.restarted
+        with pytest.raises(MergeMismatch, match="merged by 'mean'"):
+            again.init("w", np.zeros(2), merge="weighted")
+        again.init("w", np.zeros(2), merge="mean")
 
 
 def test_another_merge_is_refused_as_another_shape_is() -> None:

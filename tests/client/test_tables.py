@@ -112,6 +112,13 @@ def test_another_optimizer_starts_with_new_state_and_a_changed_rate_keeps_it() -
         assert kv.row_sparse_pull("t", [0])[0, 0] == pytest.approx(-0.5 - 2 / 8**0.5)
 
 
+def test_a_table_has_the_factors_of_its_key() -> None:
+    with new_store() as kv:
+        kv.set_optimizer(kvd.optimizer.SGD(0.5, wd=1.0, lr_mult={"t": 0.5}, wd_mult={"t": 0.0}))
+        kv.push("t", ([3], rows(1, 2)))
+        assert kv.row_sparse_pull("t", [3, 4])[:, 0].tolist() == [0.5, 1]
+
+
 def test_row_wise_adagrad_updates_other_keys_as_adagrad() -> None:
     found = []
     for rule in (kvd.optimizer.Adagrad(0.1), kvd.optimizer.RowWiseAdagrad(0.1)):

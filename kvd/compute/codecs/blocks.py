@@ -6,6 +6,7 @@ The scales of all blocks come first, as float32, then a byte for each element.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cache
 
 import ml_dtypes
 import numpy as np
@@ -96,13 +97,6 @@ class FP8Codec(BlockCodec):
 
     top = 448.0
 
-    def __init__(self, block: int) -> None:
-        super().__init__(block)
-        upper = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
-        with np.errstate(invalid="ignore"):
-            self._codes = upper.view(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-        self._values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-
     def _to_codes(self, quotients: Floats, codes: Bytes) -> None:
         """By the upper half of each float32, whose last bit is set if anything is set in the lower half: the half has
         four bits more than an e4m3 number, so it is rounded to the same as the whole would be."""
@@ -110,7 +104,22 @@ class FP8Codec(BlockCodec):
         lower = bits & np.uint32(0xFFFF)
         bits >>= np.uint32(16)
         np.bitwise_or(bits, lower != 0, out=bits)
-        self._codes.take(bits, out=codes, mode="clip")
+        _e4m3_codes().take(bits, out=codes, mode="clip")
 
     def _from_codes(self, codes: Bytes, out: Floats) -> None:
-        self._values.take(codes, out=out, mode="clip")
+        _e4m3_values().take(codes, out=out, mode="clip")
+
+
+@cache
+def _e4m3_codes() -> Bytes:
+    """The e4m3 number nearest to each float32 whose lower half is 0."""
+    upper = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+    with np.errstate(invalid="ignore"):
+        codes: Bytes = upper.view(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return codes
+
+
+@cache
+def _e4m3_values() -> Floats:
+    values: Floats = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return values

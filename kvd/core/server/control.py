@@ -45,12 +45,8 @@ from kvd.protocol.messages import (
 
 
 class ServerControl:
-    """The control side of one server.
-
-    Args:
-        advance: starts the next job of a group.
-        check_memory: raises NotAllowed if there is none for what an optimizer makes the server keep.
-    """
+    """The control side of one server. `advance` starts the next job of a group; `check_memory` raises NotAllowed if
+    there is none for what an optimizer makes the server keep."""
 
     def __init__(
         self,
