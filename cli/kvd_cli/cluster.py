@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import fields as fields_of
-from dataclasses import is_dataclass
-from typing import Any
 
 import click
 
-import kvd.optimizer
 from kvd.client.calls.staleness import put_together
 from kvd_cli.connect import as_worker, observer
 from kvd_cli.copies import Report, columns_of, notes_of, partitions_of
 from kvd_cli.flags import common_options
 from kvd_cli.health import health_of
 from kvd_cli.jobs import print_runs
+from kvd_cli.optimizers import optimizer_rows
 from kvd_cli.options import current
 from kvd_cli.output import ago, print_json, print_table, size
 
@@ -39,6 +36,10 @@ def status() -> None:
         if report.get("servers"):
             click.echo()
             print_table(*_server_table(report))
+        optimizers = optimizer_rows(report.get("servers", ()))
+        if optimizers:
+            click.echo()
+            print_table(["OPTIMIZER", "SERVER"], optimizers)
         if report["jobs"]:
             click.echo()
             print_runs(report["jobs"])
@@ -119,36 +120,11 @@ def _server_table(report: Report) -> tuple[list[str], list[list[object]]]:
 
 
 def _notes_of(server: Report) -> list[str]:
-    """What the requests of a server wait for, and its optimizer."""
+    """What the requests of a server wait for, and how it answers."""
     notes = [f"waits for {', '.join(server['waiting_for'])}"] if server["waiting_for"] else []
-    if server["optimizer"]:
-        notes.append(_optimizer_text(server["optimizer"]))
     if server.get("links", SHARED_MEMORY) != SHARED_MEMORY:
         notes.append(f"answers by {server['links']}")
     return notes
-
-
-def _optimizer_text(optimizer: Any) -> str:
-    """An optimizer as a program would write it, such as ``SGD(learning_rate=0.1)``: without what it has by default.
-
-    Its parts came over the network, so they may be anything.
-    """
-    match optimizer:
-        case [str() as name, {**fields}] | ["schedule", str() as name, {**fields}]:
-            usual = _defaults_of(name)
-            said = {field: value for field, value in fields.items() if field not in usual or usual[field] != value}
-            return f"{name}({', '.join(f'{field}={_optimizer_text(value)}' for field, value in said.items())})"
-        case {**entries} if len(entries) > 3:  # --output json has them
-            return f"{len(entries)} entries"
-    return str(optimizer)
-
-
-def _defaults_of(name: str) -> dict[str, Any]:
-    """The default of each field of the optimizer with this name; empty if there is none."""
-    kind = getattr(kvd.optimizer, name, None)
-    if not isinstance(kind, type) or not is_dataclass(kind):
-        return {}
-    return {field.name: field.default for field in fields_of(kind)}
 
 
 def _path_rows(report: Report) -> list[list[object]]:

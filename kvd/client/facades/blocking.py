@@ -388,7 +388,7 @@ class KVStore(StoreProperties, KVStoreBase):
         All workers call it, in a new job with any number of workers and servers; worker 0 reads. Loops over `steps` go
         on after the step of the snapshot: give them the same totals. To begin another training, call `resume` next.
         Clocks and versions begin with 0. A restarted worker of the job calls it as well, and gets what its predecessor
-        got, whatever there is now. `init` of a restored key with its shape and dtype changes nothing, once.
+        got, whatever there is now. `init` of a restored key with its shape, dtype and merge changes nothing, once.
 
         Args:
             path: the folder of a snapshot, or one that has snapshots of one job: the newest of them, by steps. That of
