@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields as fields_of
+from dataclasses import is_dataclass
 from typing import Any
 
 import click
 
+import kvd.optimizer
 from kvd.client.calls.staleness import put_together
 from kvd_cli.connect import as_worker, observer
 from kvd_cli.copies import Report, columns_of, notes_of, partitions_of
@@ -126,14 +129,26 @@ def _notes_of(server: Report) -> list[str]:
 
 
 def _optimizer_text(optimizer: Any) -> str:
-    """An optimizer as a program would write it, such as ``SGD(learning_rate=0.1)``.
+    """An optimizer as a program would write it, such as ``SGD(learning_rate=0.1)``: without what it has by default.
 
     Its parts came over the network, so they may be anything.
     """
     match optimizer:
         case [str() as name, {**fields}] | ["schedule", str() as name, {**fields}]:
-            return f"{name}({', '.join(f'{field}={_optimizer_text(value)}' for field, value in fields.items())})"
+            usual = _defaults_of(name)
+            said = {field: value for field, value in fields.items() if field not in usual or usual[field] != value}
+            return f"{name}({', '.join(f'{field}={_optimizer_text(value)}' for field, value in said.items())})"
+        case {**entries} if len(entries) > 3:  # --output json has them
+            return f"{len(entries)} entries"
     return str(optimizer)
+
+
+def _defaults_of(name: str) -> dict[str, Any]:
+    """The default of each field of the optimizer with this name; empty if there is none."""
+    kind = getattr(kvd.optimizer, name, None)
+    if not isinstance(kind, type) or not is_dataclass(kind):
+        return {}
+    return {field.name: field.default for field in fields_of(kind)}
 
 
 def _path_rows(report: Report) -> list[list[object]]:

@@ -65,5 +65,9 @@ def _host(name: object, gradient: object) -> np.ndarray[Any, Any]:
         raise DtypeMismatch(f"gradient {shown(name)} is {dtype_name(host.dtype)}, it must be of a float dtype")
     if writable_view(gradient) is None and not (is_torch(gradient) or is_cupy(gradient)):
         kind = type(gradient).__name__
-        raise NotAllowed(f"gradient {shown(name)}, a {kind}, cannot be written to: pass a copy, np.array(gradient)")
+        if isinstance(gradient, (float, np.generic)):  # also what an array of one dimension gives one by one
+            raise NotAllowed(f"gradient {shown(name)} is a single {kind}: pass a list of arrays")
+        raise NotAllowed(
+            f"gradient {shown(name)}, of type {kind}, cannot be written to: pass a copy, np.array(gradient)"
+        )
     return host

@@ -49,6 +49,7 @@ class LazyRule:
     """An optimizer as it updates the rows of one table.
 
     Args:
+        key: the name of the table, for the text of an error.
         width: the elements of a row.
 
     Raises:
@@ -58,7 +59,7 @@ class LazyRule:
         slot_widths: how many numbers it keeps of a row, by the name of the slot.
     """
 
-    def __init__(self, optimizer: Optimizer, width: int, dtype: np.dtype[Any]) -> None:
+    def __init__(self, optimizer: Optimizer, key: str, width: int, dtype: np.dtype[Any]) -> None:
         self._optimizer = optimizer
         self._width = width
         self._dtype = dtype
@@ -66,7 +67,8 @@ class LazyRule:
         self._is_ours = type(optimizer) in (*_LAZY, RowWiseAdagrad)
         if not self._is_ours and getattr(optimizer, "kernel", None) is None:
             names = ", ".join(kind.__name__ for kind in (*_LAZY, RowWiseAdagrad))
-            raise NotAllowed(f"{type(optimizer).__name__} cannot update single rows of a table; these can: {names}")
+            text = f"{type(optimizer).__name__} cannot update single rows of table {key!r}; these can: {names}"
+            raise NotAllowed(text, key=key)
         self._goes_by_row = type(optimizer) is RowWiseAdagrad
         self.slot_widths: Mapping[str, int] = dict.fromkeys(self._kernel.slot_names, 1 if self._goes_by_row else width)
 

@@ -33,6 +33,7 @@ class Table:
     def __init__(self, description: RowSparse, key: str) -> None:
         self.description = description
         self.step = 0
+        self._key = key
         self._dtype = description.numpy_dtype
         self._initial = InitialRows(description.initializer, key, description.width, self._dtype)
         self._index = RowIndex()
@@ -78,7 +79,7 @@ class Table:
             NotAllowed: the optimizer cannot update single rows; or there would be too many rows.
             MemoryError: there is no memory for new rows.
         """
-        rule = LazyRule(optimizer, self.description.width, self._dtype)
+        rule = LazyRule(optimizer, self._key, self.description.width, self._dtype)
         places = self._places(ids, rule)
         slots = [self._slots[name] for name in rule.slot_widths]
         rule.apply(self.step + 1, MergedRows(places, rows), self._weights, slots)

@@ -158,5 +158,10 @@ def test_the_optimizer_reads_as_in_a_program(status: Callable[..., Result]) -> N
     assert (
         "Adam(learning_rate=Step(base=0.5, step=10, factor=0.1)" in status(report(server(0, optimizer=planned))).stdout
     )
+    assert "wd=" not in status(report(server(0, optimizer=sgd))).stdout  # what it has anyhow
+    factors = json.loads(json.dumps(to_wire(SGD(0.1, lr_mult={f"key_{n}": 0.5 for n in range(40)}))))
+    assert "SGD(learning_rate=0.1, lr_mult=40 entries)\n" in status(report(server(0, optimizer=factors))).stdout
+    own = ["TheirOwn", {"learning_rate": 0.1, "wd": 0.0}]
+    assert "TheirOwn(learning_rate=0.1, wd=0.0)" in status(report(server(0, optimizer=own))).stdout
     for strange in ("x", ["SGD"], [1, {}], [[], {"a": 1}]):
         assert str(strange) in status(report(server(0, optimizer=strange))).stdout

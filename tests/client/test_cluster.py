@@ -150,8 +150,9 @@ def test_more_replicas_than_servers_are_refused_at_once() -> None:
 def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="staleness"):
         kvd.create("dist_sync", staleness=2)
-    with pytest.raises(ConfigError, match="no store has the type 'dist_magic'"):
+    with pytest.raises(ConfigError, match="no store has the type 'dist_magic'") as caught:
         kvd.create("dist_magic")
+    assert caught.value.__context__ is None  # a traceback has it once
     with pytest.raises(ConfigError):
         kvd.create("local", no_such_setting=1)
 

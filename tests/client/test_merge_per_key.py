@@ -154,7 +154,9 @@ def run_alone(kind: str, program: Callable[[kvd.KVStore], Any]) -> Any:
 def test_what_no_key_can_have_is_refused_and_makes_no_key(kind: str) -> None:
     def program(kv: kvd.KVStore) -> None:
         for merge in ("avg", "", 3, ["mean"], b"mean"):
-            with pytest.raises(kvd.NotAllowed, match="merge is one of 'sum', 'mean', 'weighted', or None, not"):
+            with pytest.raises(
+                kvd.NotAllowed, match="key 'w': merge is one of 'sum', 'mean', 'weighted', or None, not"
+            ):
                 kv.init("w", np.zeros(2), merge=merge)  # type: ignore[arg-type]
         with pytest.raises(kvd.NotAllowed, match="2 keys need a list of 2 merges"):
             kv.init(["w", "v"], [np.zeros(2)] * 2, merge=["mean"])

@@ -44,7 +44,7 @@ def test_a_table_has_its_own_learning_rate_and_takes_no_norm_of_its_rows() -> No
         assert kv.row_sparse_pull("t", [3, 0]).tolist() == [[-1, -1], [1, 1]]
         for optimizer in (kvd.optimizer.LARS(1.0), kvd.optimizer.LAMB(), kvd.optimizer.SGLD(1.0)):
             kv.set_optimizer(optimizer)
-            with pytest.raises(NotAllowed, match="cannot update single rows"):
+            with pytest.raises(NotAllowed, match="cannot update single rows of table 't'"):
                 kv.push("t", ([3], rows(1))).wait()
 
 

@@ -21,8 +21,11 @@ def test_a_key_of_several_slices_is_refused_and_what_to_do_is_said() -> None:
         kv = cluster.store()
         kv.init("large", np.ones(LARGE, np.float32))
         kv.init("count", np.ones(LARGE, np.int32))
-        with pytest.raises(NotAllowed, match=r"LARS .* key 'large' of 16004 bytes has 4 slices: .*slice_bytes=16064"):
+        with pytest.raises(
+            NotAllowed, match=r"LARS .* key 'large' of 16004 bytes has 4 slices: .*slice_bytes=16064"
+        ) as caught:
             kv.set_optimizer(LARS(0.1))
+        assert "give the scheduler slice_bytes=16064" in str(caught.value)  # a worker cannot choose it by itself
         kv.set_optimizer(SGD(1.0))  # the one before is not half in use
         kv.push("large", np.full(LARGE, -1, np.float32))
         assert (kv.pull("large") == 2).all()

@@ -61,8 +61,9 @@ def test_what_cannot_be_clipped_is_refused_before_anything_is_changed() -> None:
     frozen.flags.writeable = False
     for other, error, text in [
         (np.ones(3, np.int32), DtypeMismatch, "gradient 1 is int32"),
-        (frozen, NotAllowed, r"gradient 1, a ndarray, cannot be written to"),
-        ([1.0, 2.0], NotAllowed, r"gradient 1, a list"),
+        (frozen, NotAllowed, r"gradient 1, of type ndarray, cannot be written to"),
+        ([1.0, 2.0], NotAllowed, r"gradient 1, of type list"),
+        (1.0, NotAllowed, r"gradient 1 is a single float: pass a list of arrays"),
     ]:
         with pytest.raises(error, match=text):
             clip_by_global_norm([first, other], 1.0)

@@ -26,7 +26,10 @@ def own_merges(keys: KeyList, merge: MergeChoice) -> dict[str, str]:
         if own is None:
             continue
         if not isinstance(own, str) or own not in MERGES:
-            raise NotAllowed(f"merge is one of {', '.join(map(repr, MERGES))}, or None, not {shown(own)}", key=name)
+            written = keys.written.get(name, name)
+            known = ", ".join(map(repr, MERGES))
+            text = f"key {written!r}: merge is one of {known}, or None, not {shown(own)}"
+            raise NotAllowed(text, key=written)
         chosen[name] = own
     return chosen
 

@@ -16,8 +16,9 @@ from kvd.errors import ConfigError
 def _store_type(name: str) -> StoreType:
     try:
         return store_type(name)
-    except ConfigError:  # only now it is worth while to look for entry points
-        return store_type(name, registered_names())
+    except ConfigError:
+        pass
+    return store_type(name, registered_names())  # only now it is worth while to look for entry points
 
 
 def open_backend(type_name: str, settings: dict[str, Any], arrival: Arrival | None = None) -> Backend:

@@ -96,7 +96,8 @@ class Leadership:
             self._table.live.setdefault(key, made)
         self._shared.take_over(held.loops.values())
         self._control.learn(held.optimizer, held.as_set, held.generation)
-        text = f"{self._session.name} leads partition {partition} now, with {len(held.table.live)} keys"
+        keys = len(held.table.live)
+        text = f"{self._session.name} leads partition {partition} now, with {keys} key{'' if keys == 1 else 's'}"
         self._effects.emit(LogEntry("warning", text))
 
     def _adopt(self, group: FusedGroup) -> None:

@@ -15,7 +15,7 @@ def whole_key_error(optimizer: Optimizer | None, key: str, spec: KeySpec) -> str
         return ""
     needed = -(-spec.nbytes // 64) * 64
     advice = (
-        f"create the store with slice_bytes={needed}, or more, in all workers"
+        f"give the scheduler slice_bytes={needed} or more, as with kvd launch --slice-bytes {needed}"
         if needed <= MAX_SLICE_BYTES
         else f"slice_bytes is {MAX_SLICE_BYTES} at the most, so make several keys of it, or use another optimizer"
     )
