@@ -67,7 +67,7 @@ class Table:
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise NotAllowed if the optimizer cannot update single rows."""
-        LazyRule(optimizer, self.description.width, self._dtype)
+        LazyRule(optimizer, self._key, self.description.width, self._dtype)
 
     def update(self, optimizer: Optimizer, ids: Ids, rows: Array) -> None:
         """Make one update with these gradients; those of the same id are added up in their order.

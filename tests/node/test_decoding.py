@@ -98,7 +98,9 @@ class Faulty(Compressor):
             raise IndexError("no such byte")
 
 
-@pytest.mark.parametrize(("where", "text"), [("codec", "ImportError: no library"), ("check", "IndexError: no such byte")])
+@pytest.mark.parametrize(
+    ("where", "text"), [("codec", "ImportError: no library"), ("check", "IndexError: no such byte")]
+)
 def test_errors_of_installed_compressors_are_told_too(where: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No message may end a daemon."""
     monkeypatch.setattr("kvd.compression.wire.known_compressors", lambda: {"faulty": Faulty})
