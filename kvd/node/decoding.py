@@ -61,10 +61,23 @@ def _checked(coding: Coding, data: Array) -> tuple[CodedSlice, int]:
     if isinstance(coding.method, str):
         decode = _cast(coding.method, data, coding)
     else:
-        codec = codec_of(from_wire(coding.method))
-        codec.check(data, coding.size)
+        codec = _codec_for(coding, data)
         decode = partial(_decompressed, codec, data, coding.size, named_dtype(coding.wanted))
     return CodedSlice(decode), nbytes
+
+
+def _codec_for(coding: Coding, data: Array) -> Codec:
+    """The codec that decodes these bytes, which it has checked."""
+    compressor = from_wire(coding.method)
+    try:
+        codec = codec_of(compressor)
+        codec.check(data, coding.size)
+    except ProtocolError:
+        raise
+    except Exception as error:  # an installed compressor may raise anything, and no message may stop a daemon
+        text = f"the compressor {coding.method[0]} cannot decode it: {type(error).__name__}: {error}"
+        raise ProtocolError(text) from error
+    return codec
 
 
 def _cast(name: str, data: Array, coding: Coding) -> Callable[[], Array]:

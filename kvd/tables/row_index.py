@@ -58,6 +58,7 @@ class RowIndex:
 
         Raises:
             NotAllowed: the table would have too many rows. Nothing was changed.
+            MemoryError: there is no memory for more slots. Nothing was changed.
         """
         count = self._count + len(ids)
         if count > MOST_ROWS:
@@ -80,9 +81,10 @@ class RowIndex:
         return ids
 
     def _make_slots(self, slots: int) -> None:
+        ids, places = np.full(slots, _FREE, np.int64), np.zeros(slots, np.int32)  # memory first
         self._mask = slots - 1
-        self._ids: Ids = np.full(slots, _FREE, np.int64)
-        self._places = np.zeros(slots, np.int32)
+        self._ids: Ids = ids
+        self._places = places
 
     def _grow(self, slots: int) -> None:
         ids = self.ids()

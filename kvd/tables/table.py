@@ -65,6 +65,10 @@ class Table:
         self._initial.fill(ids[absent], rows)
         out[absent] = rows
 
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise NotAllowed if the optimizer cannot update single rows."""
+        LazyRule(optimizer, self._key, self.description.width, self._dtype)
+
     def update(self, optimizer: Optimizer, ids: Ids, rows: Array) -> None:
         """Make one update with these gradients; those of the same id are added up in their order.
 
@@ -116,10 +120,12 @@ class Table:
         fresh = _distinct(ids[absent])
         self._require(len(self) + len(fresh), rule)  # memory first: an error leaves all as it was
         if absent.size:
-            new = self._index.insert(fresh)
+            rows = np.zeros((0, 0), self._dtype)
             if not self._initial.are_zeros:  # which they are already
                 rows = np.empty((len(fresh), self.description.width), self._dtype)
                 self._initial.fill(fresh, rows)
+            new = self._index.insert(fresh)
+            if rows.size:
                 self._weights.put(new, rows)
             places[absent] = self._index.find(ids[absent])
         return places

@@ -287,3 +287,36 @@ def test_an_outer_optimizer_does_not_update_rows() -> None:
         with pytest.raises(NotAllowed, match="DelayedNesterov cannot update single rows"):
             kv.push("t", ([1], rows(1))).wait()
         assert kv.version("t") == 0
+
+
+@pytest.mark.parametrize("refusing", ["optimizer", "updater"])
+def test_a_push_of_keys_and_tables_changes_none_if_the_tables_refuse(refusing: str) -> None:
+    with new_store() as kv:
+        if refusing == "optimizer":
+            kv.set_optimizer(kvd.optimizer.LARS(1.0))
+        else:
+            kv.set_updater(lambda key, received, stored: None)
+        with pytest.raises(NotAllowed, match=r"single rows|takes whole values"):
+            kv.push(["w", "t"], [np.ones(3, FLOAT), ([3], rows(1))]).wait()
+        assert (kv.version("w"), kv.version("t")) == (0, 0)
+
+
+def test_an_optimizer_that_is_loaded_starts_over_on_tables_unless_it_is_theirs(tmp_path: Path) -> None:
+    """The file has no states of tables, and another optimizer may keep something else under the same name."""
+    of_rows, of_elements = kvd.optimizer.RowWiseAdagrad(1.0), kvd.optimizer.Adagrad(1.0)
+    pushed = kvd.RowSparseArray([3], np.array([[1, 3]], FLOAT))
+    with kvd.create("local") as kv:
+        kv.init("w", np.zeros(3, FLOAT))
+        for number, optimizer in enumerate((of_rows, of_elements)):
+            kv.set_optimizer(optimizer)
+            kv.save_optimizer_states(tmp_path / f"{number}", dump_optimizer=True)
+    with new_store() as kv:
+        kv.set_optimizer(of_elements)
+        kv.push("t", pushed)
+        kv.load_optimizer_states(tmp_path / "1")
+        kv.push("t", pushed)
+        assert kv.row_sparse_pull("t", [3]) == pytest.approx(np.full((1, 2), 1 - 1 - 2**-0.5))
+        kv.load_optimizer_states(tmp_path / "0")
+        kv.push("t", pushed)
+        moved = np.array([[1, 3]]) / 5**0.5
+        assert kv.row_sparse_pull("t", [3]) == pytest.approx(-(2**-0.5) - moved)

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.core.machine import Apply
+from kvd.core.machine import Apply, ScatterList, Span
 from kvd.core.server.key_creation import COPIES
 from kvd.optimizer import DCASGD, SGD, Optimizer, to_wire
 from kvd.protocol.messages import NO_RANK, Attach, SetOptimizer
 from kvd.protocol.specs import KeySpec
-from tests.core.fakes import cluster, member, of
+from tests.core.fakes import cluster, member, of, read
 from tests.core.replica_harness import A, B, Cluster
 from tests.core.server_harness import Harness, refusal
 from tests.core.test_promotion import OTHERS
@@ -39,6 +39,15 @@ def use(harness: Harness, optimizer: Optimizer) -> None:
 def given(harness: Harness) -> Any:
     """What the latest update was told of the worker's version."""
     return harness.applied[-1].pulled
+
+
+def bytes_of(pulled: Any, position: int) -> bytes | None:
+    """The bytes of one slice of what was kept."""
+    if isinstance(pulled, ScatterList):
+        pulled = pulled.spans[position]
+    elif pulled is not None:
+        pulled = Span(pulled, 8 * position, 4)
+    return None if pulled is None else bytes(read(pulled))
 
 
 def test_an_update_gets_the_version_that_its_worker_has_pulled() -> None:
@@ -104,6 +113,24 @@ def test_slices_keep_it_when_they_are_fused_and_parted() -> None:
     assert harness.groups == [["a"], ["b"]]
     (span,) = given(harness).spans
     assert bytes(memoryview(span.buffer)[span.offset :][: span.nbytes]) == PUSHED
+
+
+def test_a_pull_of_one_slice_of_a_group_says_nothing_of_the_others() -> None:
+    harness = started("a", "b")
+    for rank in (0, 1):
+        harness.declare(rank, 1, "a", "b")
+    harness.push_batch(0, 1, PUSHED, PUSHED, pull=True)
+    assert harness.groups == [["a", "b"]]
+    older = harness.value("b")
+    harness.push_batch(1, 1, FIRST, FIRST)
+    newer = harness.value("a")
+    assert newer != older
+    harness.pull(0, 1, key="a")
+    harness.push_batch(0, 2, PUSHED, PUSHED)
+    pulled = {
+        extent.key: bytes_of(apply.pulled, at) for apply in harness.applied for at, extent in enumerate(apply.layout)
+    }
+    assert pulled == {"a": newer, "b": older}
 
 
 @pytest.mark.parametrize(("mode", "more"), [("async", 2), ("sync", 0)])

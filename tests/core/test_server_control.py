@@ -21,7 +21,7 @@ from kvd.core.machine import (
 )
 from kvd.core.server.command_answers import CommandAnswers
 from kvd.errors import NotAllowed
-from kvd.optimizer import SGD, Adam, to_wire
+from kvd.optimizer import LARS, SGD, Adam, to_wire
 from kvd.protocol.messages import (
     Command,
     CommandResult,
@@ -39,7 +39,7 @@ from kvd.protocol.messages import (
     UpdateOptimizer,
 )
 from kvd.protocol.specs import KeySpec
-from tests.core.fakes import SLICE, NodePeer, cluster, member, of, one, said, worker_id
+from tests.core.fakes import SLICE, NodePeer, cluster, init_of, member, of, one, said, worker_id
 from tests.core.server_harness import Harness, kinds, not_yet, refusal
 
 ONE = bytes(4)
@@ -370,3 +370,15 @@ def test_optimizers_of_few_slices_may_change_at_any_time() -> None:
     harness = ready()
     for number in range(60, 70):
         assert sets(harness, 0, number, SGD(1 / number), 10.0) == Done(number)
+
+
+def test_a_key_of_several_slices_is_not_made_when_an_optimizer_for_whole_keys_is_set_meanwhile() -> None:
+    harness = Harness(cluster(1), workers=1)
+    spec = KeySpec("float32", (2 * SLICE // 4,), SLICE)
+    harness.hold = True  # the slice is under way
+    harness.say(0, init_of(1, "large", spec, 0), bytes(SLICE))
+    harness.say(0, SetOptimizer(50, to_wire(LARS(0.5))))
+    (job,) = harness.jobs
+    refused = refusal(harness.finish(job))
+    assert "LARS takes the norm of a whole value, but key 'large'" in refused.text
+    assert not harness.machine.table.slices

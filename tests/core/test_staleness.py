@@ -96,3 +96,26 @@ def test_in_sync_mode_nothing_is_measured() -> None:
     for rank in (0, 1):
         harness.push(rank, 1, pull=True)
     assert harness.explain()["staleness"] == {}
+
+
+def test_slices_of_a_group_that_are_pulled_one_by_one_are_as_stale_as_the_oldest() -> None:
+    harness = started()
+    harness.init("v", b"\0")
+    for rank in (0, 1):
+        harness.declare(rank, 1, "w", "v")
+    both = [b"\1"] * 2
+    harness.push_batch(0, 1, *both, pull=True)
+    for clock in (1, 2, 3):
+        harness.push_batch(1, clock, *both)
+    harness.pull(0, 1, key="w")
+    harness.push_batch(0, 2, *both)  # it has the first version of "v"
+    assert seen(harness, 0) == {"pushes": 2, "mean": 3.0, "max": 3, "histogram": {"2-3": 2}}
+    harness.pull(0, 2, key="v")
+    harness.push_batch(1, 4, *both)
+    harness.push_batch(0, 3, *both)  # "w" as it was before the push of worker 0: two ago
+    assert seen(harness, 0)["histogram"] == {"2-3": 4}
+    harness.pull(0, 3, key="w")
+    harness.push(0, 4, key="v")  # they are parted: "v" has missed its own two pushes and one of worker 1
+    assert seen(harness, 0)["histogram"] == {"2-3": 5}
+    harness.push(0, 4, key="w")
+    assert seen(harness, 0)["histogram"] == {"0": 1, "2-3": 5}

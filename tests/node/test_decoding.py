@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from kvd.compression import TwoBit, to_wire
+from kvd.compression import Compressor, TwoBit, to_wire
 from kvd.node.decoding import CodedSlice, arrived
 from kvd.protocol.messages import Coding, Done, Message, Part, Push
 
@@ -79,3 +80,29 @@ def test_other_payloads_stay_as_they_are() -> None:
     for message in (Done(1), Push(1, (Part("w", 0, 1),), 0, 1, False)):
         assert arrived(message, payload) == (payload, 12, "")
     assert arrived(push(TWO_BIT), None) == (None, 0, "")  # a probe
+
+
+@dataclass(frozen=True)
+class Faulty(Compressor):
+    """One of another distribution, with errors."""
+
+    where: str = ""
+
+    def codec(self) -> Any:
+        if self.where == "codec":
+            raise ImportError("no library")
+        return self
+
+    def check(self, *data: Any) -> None:
+        if data and self.where == "check":
+            raise IndexError("no such byte")
+
+
+@pytest.mark.parametrize(
+    ("where", "text"), [("codec", "ImportError: no library"), ("check", "IndexError: no such byte")]
+)
+def test_errors_of_installed_compressors_are_told_too(where: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No message may end a daemon."""
+    monkeypatch.setattr("kvd.compression.wire.known_compressors", lambda: {"faulty": Faulty})
+    _, _, fault = arrived(push(["faulty", {"where": where}]), memoryview(bytes(1)))
+    assert fault == f"the compressor faulty cannot decode it: {text}"

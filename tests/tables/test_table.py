@@ -290,3 +290,27 @@ def test_row_sums_add_every_element_once(width: int, seed: int) -> None:
     rows = np.random.default_rng(seed).integers(-1000, 1000, (3, width)).astype(np.float64)
     expected = [[math.fsum(row)] for row in rows.tolist()]
     assert row_sums(rows.copy()).tolist() == expected
+
+
+@pytest.mark.parametrize("part", ["slots", "rows"])
+def test_without_memory_for_new_rows_all_stays_as_it_was(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """Memory runs out where the index grows, or where the initial rows are made."""
+    table = new_table(initializer=Normal(1.0, seed=3))
+    many = np.arange(1, 600)
+    expected = read(new_table(initializer=Normal(1.0, seed=3)), many)
+    table.update(SGD(0.5), int64([0]), np.zeros((1, WIDTH)))
+
+    def no_memory(*_: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        if part == "slots":
+            patch.setattr("kvd.tables.row_index.np.zeros", no_memory)
+        else:
+            patch.setattr("kvd.tables.initial_rows.InitialRows.fill", no_memory)
+        with pytest.raises(MemoryError):
+            table.update(SGD(0.5), many, np.ones((many.size, WIDTH)))
+    assert (len(table), table.step) == (1, 1)
+    np.testing.assert_array_equal(read(table, many), expected)
+    table.update(SGD(0.5), many, np.ones((many.size, WIDTH)))
+    np.testing.assert_array_equal(read(table, many), expected - 0.5)

@@ -30,9 +30,11 @@ class LocalTables:
         """The rows that a call pushes to each of these tables.
 
         Raises:
-            KeyNotFound, NotAllowed: a key is no table.
+            KeyNotFound, NotAllowed: a key is no table, or tables take no push now.
             What `rows_for` raises.
         """
+        for name, _ in values:
+            self._updates.check_rows(name, self._entry(name))
         return [
             rows_for(self._entry(name).table.description, self._key(name), value, cast=cast) for name, value in values
         ]

@@ -68,11 +68,16 @@ class LocalUpdates:
             entry.value = out
         entry.version += 1
 
-    def apply_rows(self, name: str, entry: TableEntry, pushed: Rows, samples: int) -> None:
-        """Updates rows of a table. Raises NotAllowed if an updater is set, or the optimizer updates no single rows."""
+    def check_rows(self, name: str, entry: TableEntry) -> None:
+        """Raises NotAllowed if an updater is set, or the optimizer updates no single rows."""
         if self._updater is not None:
             text = f"key {name!r} is a table, and an updater takes whole values: set_updater(None), and an optimizer"
             raise NotAllowed(text, key=name)
+        if self._optimizer is not None:
+            entry.table.check(self._optimizer)
+
+    def apply_rows(self, name: str, entry: TableEntry, pushed: Rows, samples: int) -> None:
+        """Updates rows of a table, which was checked."""
         ids, rows = pushed
         if (entry.merge or self.merge) == "weighted" and samples == 0:  # it does not count, whatever it holds
             ids, rows = ids[:0], rows[:0]
@@ -164,7 +169,11 @@ class LocalUpdates:
             self._keys.entries[name].state = state
 
     def adopt(self, optimizer: Optimizer | None) -> None:
-        """Update with an optimizer that came from a file. The states stay: they come from there as well."""
+        """Update with an optimizer that came from a file. The states stay: they come from there as well. Those of
+        tables do not, so they start over if it is of another kind: that may keep something else under the same name."""
+        if type(optimizer) is not type(self._optimizer):
+            for table in self._keys.tables.values():
+                table.table.forget_optimizer()
         self._optimizer = optimizer
 
 

@@ -219,8 +219,9 @@ def parted(group: FusedGroup, number: Callable[[], int]) -> list[FusedGroup]:
         now = ScatterList((slice_.span(current),))
         before = None if previous is None else ScatterList((slice_.span(previous),))
         part = log.part(now, before, slice_.offset, slice_.nbytes)
-        for progress in part.progress.values():
+        for rank, progress in part.progress.items():
             progress.kept = None if progress.kept is None else ScatterList((slice_.span(progress.kept),))
+            progress.pulled = (log.progress[rank].apart or {}).get(slice_.position, progress.pulled)
         own = FusedGroup(number(), part, group.dtype, group.optimizer, generation=group.generation)
         own.changes = list(group.changes)
         groups.append(own)

@@ -296,8 +296,11 @@ class KeyCreation:
                 refused.add(new.place, error.error, error.text, new.key)
         added: dict[int, list[tuple[_New, Slice]]] = {}
         for new, buffer in zip(wanted, done.result or (), strict=False):
+            unfit = whole_key_error(self._control.optimizer, new.key, new.spec)
             if self._table.is_in_use(new.key):  # since it was asked
                 refused.add(new.place, *_in_use(new.key), new.key)
+            elif unfit:  # it was set since then
+                refused.add(new.place, ErrorCode.NOT_ALLOWED, unfit, new.key)
             else:
                 slice_ = self._add(event, init, new, buffer)
                 added.setdefault(slice_.partition, []).append((new, slice_))

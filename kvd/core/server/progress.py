@@ -50,7 +50,8 @@ class WorkerProgress:
         begun: the clock before the first push that was made there.
         trained: the clock of the first contribution that was pushed there; 0: there were only broadcasts.
         pulled: async: the version that the rank was sent last; NEVER_PULLED if none was. Its backup does not know.
-        kept: its bytes, if the optimizer needs them.
+        apart: of a group, the versions of the slices that the rank was sent one by one since then, by their positions.
+        kept: the bytes of `pulled`, if the optimizer needs them.
         last_request: the latest push that was taken. An earlier one that still arrives was given up by its sender.
         last_refusal: the latest push that was refused for good. Its sender may use the clock for another push, so this
             one must not take it when it comes again.
@@ -64,6 +65,7 @@ class WorkerProgress:
     begun: int = 0
     trained: int = field(default=0, compare=False)
     pulled: int = field(default=NEVER_PULLED, compare=False)
+    apart: dict[int, int] | None = field(default=None, compare=False, repr=False)
     kept: Buffer | ScatterList | None = field(default=None, compare=False, repr=False)
     last_request: PushRequest | None = field(default=None, compare=False)
     last_refusal: Refusal | None = None

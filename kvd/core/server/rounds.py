@@ -105,7 +105,17 @@ class SliceLog:
     def was_sent(self, rank: int, version: int, kept: Buffer | ScatterList | None = None) -> None:
         """Async: the worker has this version from now on. Its bytes are kept, if they are given."""
         progress = self._progress_to_change(rank)
-        progress.pulled, progress.kept = version, kept
+        progress.pulled, progress.apart, progress.kept = version, None, kept
+
+    def was_sent_one_of(self, count: int, position: int, rank: int, version: int) -> None:
+        """Async: the worker has this version of one of so many slices. That of the group stays the oldest that it has
+        of any: it changes when it has been sent all of them."""
+        progress = self._progress_to_change(rank)
+        if progress.apart is None:
+            progress.apart = {}
+        progress.apart[position] = version
+        if len(progress.apart) == count:
+            self.was_sent(rank, min(progress.apart.values()), progress.kept)
 
     def forget_kept(self) -> None:
         """Nobody needs to know any more what the workers have."""
@@ -158,7 +168,7 @@ class SliceLog:
         progress = self._progress_to_change(rank)
         progress.fall_back(self.resume_clock(rank))
         progress.last_refusal = None
-        progress.pulled, progress.kept = NEVER_PULLED, None
+        progress.pulled, progress.apart, progress.kept = NEVER_PULLED, None, None
 
     def drop_staged(self) -> None:
         """Another server leads, and has all that has counted: what is staged is sent there again, as it was."""
@@ -166,7 +176,7 @@ class SliceLog:
         for rank, progress in self.progress.items():
             progress.fall_back(self.resume_clock(rank))
             progress.last_request = progress.last_refusal = None
-            progress.pulled, progress.kept = NEVER_PULLED, None
+            progress.pulled, progress.apart, progress.kept = NEVER_PULLED, None, None
 
     def activate(self, rank: int, clock: int, place: int = NO_PLACE) -> None:
         """The worker takes part again, from the round after `clock` on. Its program goes on at this place, unless it
@@ -359,7 +369,7 @@ class SliceLog:
             self,
             current=current,
             previous=previous,
-            progress={rank: replace(progress) for rank, progress in self.progress.items()},
+            progress={rank: replace(progress, apart=None) for rank, progress in self.progress.items()},
             shared=self.shared.copy(),
             _rounds={},
             _arrived=[],

@@ -41,7 +41,7 @@ class TargetResolver:
     """Finds the targets of requests, and tells the sender when there are none.
 
     A push of a batch fuses its slices, if they are equally far; a push of a slice without the others of its group parts
-    them for good.
+    them for good, and so does a pull if the optimizer has to know what its worker has of each slice.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class TargetResolver:
             self._effects.refuse(event.peer, request, ErrorCode.PROTOCOL_ERROR, text, slices[0].key)
             return None
         for slice_ in slices:
-            if push and len(slice_.group.slices) > 1:
+            if len(slice_.group.slices) > 1 and (push or self._is_kept_for(event, slice_.group)):
                 if not slice_.group.is_quiescent:
                     text = "the slice is being updated together with others"
                     self._effects.not_yet(event.peer, request, NotYetReason.UPDATING, text, slice_.key)
@@ -124,6 +124,10 @@ class TargetResolver:
         return [
             PushTarget(slice_.group, slice_, clock, slice_.nbytes) for slice_, clock in zip(slices, clocks, strict=True)
         ]
+
+    def _is_kept_for(self, event: Received, group: FusedGroup) -> bool:
+        """Whether what is sent to this sender is kept: to a worker, where the optimizer has to know it."""
+        return group.keeps_pulled and not group.log.sync and self._attachments.find(event.sender) is not None
 
     def _slices(
         self, event: Received, request: int, slice_ids: Sequence[Part] | Sequence[SliceId]

@@ -104,7 +104,10 @@ class Waiters:
             slice_ = waiting.slice
             spans = spans_of(buffer, group.nbytes) if slice_ is None else (slice_.span(buffer),)
             if not log.sync and waiting.rank != NO_RANK:
-                log.was_sent(waiting.rank, version, buffer if group.keeps_pulled else None)
+                if slice_ is None or len(group.slices) == 1:
+                    log.was_sent(waiting.rank, version, buffer if group.keeps_pulled else None)
+                else:
+                    log.was_sent_one_of(len(group.slices), slice_.position, waiting.rank, version)
             pending.spans[waiting.position] = spans
             pending.versions[waiting.position] = version
         pending.remaining -= 1
