@@ -302,7 +302,8 @@ class KVStore(StoreProperties, KVStoreBase):
 
         Raises:
             NotAllowed: other workers have set another one. It names them, and what differs; in all workers calls raise
-                it until they agree.
+                it until they agree. Or it cannot update a key, as LARS one of several slices; or a server has no memory
+                for what it keeps. The one before is then in use still.
         """
         self._blocking().updates.set_optimizer(optimizer).wait()
 
@@ -325,8 +326,14 @@ class KVStore(StoreProperties, KVStoreBase):
         self._blocking().updates.set_gradient_compression(params).wait()
 
     def update_optimizer(self, **hyperparameters: Any) -> None:
-        """Changes hyperparameters such as the learning rate on every server, from this worker's next push on. The state
-        stays."""
+        """Changes hyperparameters such as the learning rate on every server, from this worker's next push on.
+
+        The state stays.
+
+        Raises:
+            NotAllowed: no optimizer is set.
+            ConfigError: it has no such field, or the value is out of its range.
+        """
         self._blocking().updates.update_optimizer(hyperparameters).wait()
 
     def set_updater(self, updater: Updater | None) -> None:
