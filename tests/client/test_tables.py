@@ -296,7 +296,7 @@ def test_a_push_of_keys_and_tables_changes_none_if_the_tables_refuse(refusing: s
             kv.set_optimizer(kvd.optimizer.LARS(1.0))
         else:
             kv.set_updater(lambda key, received, stored: None)
-        with pytest.raises(NotAllowed, match="single rows|takes whole values"):
+        with pytest.raises(NotAllowed, match=r"single rows|takes whole values"):
             kv.push(["w", "t"], [np.ones(3, FLOAT), ([3], rows(1))]).wait()
         assert (kv.version("w"), kv.version("t")) == (0, 0)
 
