@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvd.compression import from_wire
+from kvd.compression import from_wire, name_of
 from kvd.compute.codecs import Codec, codec_of
 from kvd.compute.quiet import quietly
 from kvd.compute.tensors import named_dtype
@@ -75,7 +75,7 @@ def _codec_for(coding: Coding, data: Array) -> Codec:
     except ProtocolError:
         raise
     except Exception as error:  # an installed compressor may raise anything, and no message may stop a daemon
-        text = f"the compressor {coding.method[0]} cannot decode it: {type(error).__name__}: {error}"
+        text = f"the compressor {name_of(compressor)} cannot decode it: {type(error).__name__}: {error}"
         raise ProtocolError(text) from error
     return codec
 

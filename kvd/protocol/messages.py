@@ -989,13 +989,15 @@ class PullBatch:
 class SetOptimizer:
     """Use this optimizer (`kvd.optimizer.to_wire`) for all keys; setting it again changes nothing. None: assign.
 
-    `loaded`: one worker has it from a file, and speaks for all.
+    `loaded`: one worker has it from a file, and speaks for all. `is_trial`: only say whether it could be used, so that
+    all servers are asked before the first one uses it.
     """
 
     KIND: ClassVar[int] = 48
     request: Number
     optimizer: Plain
     loaded: bool = False
+    is_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True)

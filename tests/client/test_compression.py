@@ -289,3 +289,18 @@ def test_a_store_in_one_process_has_none(kind: str) -> None:
     with pytest.raises(NotAllowed, match="this store is within one process: use a dist_ type"):
         kv.set_gradient_compression({"type": "2bit"})
     kv.close()
+
+
+def test_a_push_that_is_refused_leaves_nothing_over(cluster_of_one: LocalCluster) -> None:
+    """A value of another shape, with as many elements or not, is of no key: it is not fed back into the next push."""
+    kv = cluster_of_one.store()
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5, "min_bytes": 0})
+    kv.init("refused", np.zeros(64, np.float32))
+    kv.push("refused", np.full(64, 0.25, np.float32)).wait()
+    for shape in ((8, 8), (32,)):
+        with pytest.raises(ShapeMismatch):
+            kv.push("refused", np.full(shape, 0.4375, np.float32)).wait()
+    kv.push("refused", np.full(64, 0.125, np.float32))
+    assert (kv.pull("refused") == 0).all()
+    kv.push("refused", np.full(64, 0.125, np.float32))
+    assert (kv.pull("refused") == 0.5).all()

@@ -31,6 +31,20 @@ def test_a_key_of_several_slices_is_refused_and_what_to_do_is_said() -> None:
         assert (kv.pull("large") == 2).all()
 
 
+def test_no_server_uses_what_another_one_refuses() -> None:
+    """Four servers, of which two have no slice of the large key."""
+    with LocalCluster(1, 4, slice_bytes=SLICE_BYTES) as cluster:
+        kv = cluster.store()
+        kv.init("large", np.ones(LARGE // 2, np.float32))
+        names: list[str | int] = [f"k{number}" for number in range(8)]
+        kv.init(names, [np.ones(3, np.float32)] * len(names))
+        kv.set_optimizer(SGD(1.0))
+        with pytest.raises(NotAllowed, match="LARS"):
+            kv.set_optimizer(LARS(0.1))
+        kv.push(names, [np.ones(3, np.float32)] * len(names))
+        assert [value.tolist() for value in kv.pull(names)] == [[0, 0, 0]] * len(names)
+
+
 def test_such_a_key_cannot_be_made_later() -> None:
     with LocalCluster(1, 2, slice_bytes=SLICE_BYTES) as cluster:
         kv = cluster.store()

@@ -103,6 +103,7 @@ class Faulty(Compressor):
 )
 def test_errors_of_installed_compressors_are_told_too(where: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No message may end a daemon."""
-    monkeypatch.setattr("kvd.compression.wire.known_compressors", lambda: {"faulty": Faulty})
+    for module in ("wire", "registry"):
+        monkeypatch.setattr(f"kvd.compression.{module}.known_compressors", lambda: {"faulty": Faulty})
     _, _, fault = arrived(push(["faulty", {"where": where}]), memoryview(bytes(1)))
     assert fault == f"the compressor faulty cannot decode it: {text}"

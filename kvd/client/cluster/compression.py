@@ -20,6 +20,7 @@ from kvd.core.requests import Encoded
 from kvd.protocol.specs import DTYPES, KeySpec, padded
 
 _LAYOUTS_KEPT = 4096
+_SPECS_KEPT = 8  # of a key: its own, and those of values that are refused
 
 
 class Layout(NamedTuple):
@@ -112,16 +113,15 @@ class GradientCompression:
     def __init__(self, rank: int) -> None:
         self.current: Compressing | None = None
         self._rank = rank
-        self._keys: dict[str, _KeyState] = {}
+        self._keys: dict[str, dict[KeySpec, _KeyState]] = {}
 
     def use(self, compression: Compression | None) -> None:
         """Compress in this way from now on. What is left over stays for a compressor that feeds it back, and momentum
         for one that has it."""
         keys = {}
         if compression is not None and (compression.feeds_back or compression.mu):
-            for name, state in self._keys.items():
-                residual = state.residual if compression.feeds_back else _NOTHING
-                keys[name] = _KeyState(residual, state.momentum if compression.mu else _NOTHING, state.count)
+            for name, states in self._keys.items():
+                keys[name] = {spec: _kept(state, compression) for spec, state in states.items()}
         self._keys = keys
         self.current = None if compression is None else Compressing(compression)
 
@@ -137,7 +137,7 @@ class GradientCompression:
             What decodes it; None: it is sent plain.
         """
         values = source.data.view(named_dtype(source.spec.dtype))
-        state = self._keys.setdefault(name, _KeyState())
+        state = self._state(name, source.spec)
         with state.lock:
             state.count += 1
             if compressing.mu:
@@ -151,6 +151,13 @@ class GradientCompression:
         if room.layout.is_plain:
             return None
         return Encoded(compressing.method, tuple(zip(room.layout.offsets, nbytes, strict=True)))
+
+    def _state(self, name: str, spec: KeySpec) -> _KeyState:
+        """By what is pushed, too: a value of another shape or dtype than the key's is refused, after it was encoded."""
+        states = self._keys.setdefault(name, {})
+        if spec not in states and len(states) >= _SPECS_KEPT:
+            states.pop(next(iter(states)), None)
+        return states.setdefault(spec, _KeyState())
 
     def _encode_slice(
         self, compressing: Compressing, name: str, state: _KeyState, values: Array, index: int, room: Room
@@ -175,6 +182,12 @@ class GradientCompression:
         return crc32(f"{self._rank} {index} {count} {name}".encode())
 
 
+def _kept(state: _KeyState, compression: Compression) -> _KeyState:
+    """What goes on under another compression."""
+    residual = state.residual if compression.feeds_back else _NOTHING
+    return _KeyState(residual, state.momentum if compression.mu else _NOTHING, state.count)
+
+
 def _of_size(kept: NDArray[np.float32], size: int) -> NDArray[np.float32]:
-    """What is kept of a key of this size: zeros at first, and if another key has its name now."""
+    """What is kept of a key of this size: zeros at first."""
     return kept if kept.size == size else np.zeros(size, np.float32)

@@ -102,8 +102,15 @@ async def store_states(engine: Engine, path: Path) -> None:
         await store_state(engine, key, step, content.arrays.get(key, {}))
 
 
+async def try_optimizer(engine: Engine, optimizer: Optimizer, timeout_s: float | None = None) -> None:
+    """Raises an error if one of the servers could not use the optimizer: then none is told to. Of most, each can."""
+    if optimizer.needs_whole_keys or optimizer.compensates_delay:
+        await engine.call(requests.Control((SetOptimizer(0, to_wire(optimizer), is_trial=True),)), timeout_s)
+
+
 async def store_optimizer(engine: Engine, optimizer: Optimizer) -> None:
     """The servers use this optimizer, which came from a file."""
+    await try_optimizer(engine, optimizer)
     await engine.call(requests.Control((SetOptimizer(0, to_wire(optimizer), loaded=True),)))
 
 

@@ -12,7 +12,7 @@ from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_optimizer import is_kept
 from kvd.client.cluster.compression import GradientCompression
 from kvd.client.cluster.engine import Engine
-from kvd.client.cluster.optimizer_states import fetch_optimizer, fetch_states, store_states
+from kvd.client.cluster.optimizer_states import fetch_optimizer, fetch_states, store_states, try_optimizer
 from kvd.client.cluster.transfers import nothing
 from kvd.compression import parse
 from kvd.compression import to_wire as to_wire_compressor
@@ -44,6 +44,8 @@ class ClusterUpdates:
         async def work() -> None:
             if is_past and is_kept(await fetch_optimizer(self._engine), known):
                 return
+            if known is not None:
+                await try_optimizer(self._engine, known, deadline.left_s())
             if changes:  # the rounds before belong to the optimizer before
                 await self._engine.call(requests.Flush(kept=False), deadline.left_s())
             await self._engine.call(requests.Control((message,)), deadline.left_s())

@@ -170,7 +170,7 @@ class LocalUpdates:
 
     def adopt(self, optimizer: Optimizer | None) -> None:
         """Update with an optimizer that came from a file. The states stay: they come from there as well. Those of
-        tables do not, so they start over if it is of another kind: that may keep something else under the same name."""
+        tables do not: they start over if it is of another kind, which may keep something else under the same name."""
         if type(optimizer) is not type(self._optimizer):
             for table in self._keys.tables.values():
                 table.table.forget_optimizer()

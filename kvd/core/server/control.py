@@ -20,10 +20,10 @@ from kvd.core.server.optimizer_agreement import OptimizerAgreement
 from kvd.core.server.optimizer_records import OptimizerRecords, change_records
 from kvd.core.server.pace import Pace
 from kvd.core.server.records import LED_ELSEWHERE, Records
-from kvd.core.server.whole_keys import check_whole_keys
+from kvd.core.server.usable_optimizers import UsableOptimizers
 from kvd.core.session import SchedulerSession
 from kvd.errors import KvdError, NotAllowed
-from kvd.optimizer import Optimizer, changes_from_wire, from_wire, to_wire, with_hyperparameters
+from kvd.optimizer import Optimizer, changes_from_wire, to_wire, with_hyperparameters
 from kvd.protocol.messages import (
     Command,
     CommandResult,
@@ -72,7 +72,7 @@ class ServerControl:
         self._elsewhere = elsewhere
         self._session = session
         self._advance = advance
-        self._check_memory = check_memory
+        self._usable = UsableOptimizers(table, check_memory)
         self._answers = CommandAnswers()
         self.held = OptimizerRecords(effects, records, advance)
         self._pace = Pace()  # of new optimizers
@@ -106,7 +106,9 @@ class ServerControl:
     def _of_worker(
         self, event: Received, message: SetOptimizer | UpdateOptimizer | FetchState | StoreState, rank: int, now: float
     ) -> None:
-        if isinstance(message, SetOptimizer):
+        if isinstance(message, SetOptimizer) and message.is_trial:
+            self._effects.send(event.peer, self._usable.answer(message))
+        elif isinstance(message, SetOptimizer):
             self._set_optimizer(event, message, rank, now)
         elif isinstance(message, UpdateOptimizer):
             self._update_optimizer(event, message, rank)
@@ -126,9 +128,7 @@ class ServerControl:
         answer = Send(event.peer, Done(message.request))
         visits, earlier = False, self.generation
         try:
-            optimizer = None if message.optimizer is None else from_wire(message.optimizer)
-            self._check_memory(optimizer)
-            check_whole_keys(optimizer, ((slice_.key, slice_.spec) for slice_ in self._table.slices.values()))
+            optimizer = self._usable.of(message)
             is_set = not message.loaded and self._is_set_for(event, rank, optimizer)
             visits = not is_set and self._visits_slices(event, message, rank, optimizer)
             if visits and (self.held.is_open or self._pace.is_paused(now)):
