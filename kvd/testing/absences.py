@@ -8,53 +8,28 @@ from kvd.testing.campaign import HARD, LASTING, LATE, LOSING, SERVERS_DIE, SLOW_
 from kvd.testing.mishaps import Mishaps
 from kvd.testing.network import NASTY
 
+SERVERS_DIE_TOO = replace(LOSING, server_crashes=3, cuts=1)
+
 # The others go on without a worker that is lost, and it comes back.
+SHRINKS = Campaign("losses", merge="mean", on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING)
+SHRINKS_AND_FAILS_OVER = replace(SHRINKS, mishaps=SERVERS_DIE_TOO, servers=3, replicas=2)
 LOSSES: dict[str, Campaign] = {
-    "losses": Campaign("losses", merge="mean", on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING),
-    "losses, nasty": Campaign(
-        "losses", merge="mean", on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING, faults=NASTY
-    ),
-    "losses, servers die": Campaign(
-        "losses",
-        merge="mean",
-        on_worker_loss="shrink",
-        worker_timeout_s=2.0,
-        mishaps=replace(LOSING, server_crashes=3, cuts=1),
-        servers=3,
-        replicas=2,
-    ),
+    "losses": SHRINKS,
+    "losses, nasty": replace(SHRINKS, faults=NASTY),
+    "losses, servers die": SHRINKS_AND_FAILS_OVER,
 }
 
 # Workers come and leave while others train, and die.
 ELASTIC: dict[str, Campaign] = {
-    "elastic": Campaign("elastic", merge="mean", on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING),
+    "elastic": replace(SHRINKS, workload="elastic"),
     "elastic, nobody is lost": Campaign(
-        "elastic",
-        merge="mean",
-        on_worker_loss="wait",
-        mishaps=replace(HARD, within_s=40.0),
-        faults=NASTY,
+        "elastic", merge="mean", on_worker_loss="wait", mishaps=replace(HARD, within_s=40.0), faults=NASTY
     ),
-    "elastic, torn records": Campaign(
-        "elastic",
-        merge="mean",
-        on_worker_loss="shrink",
-        worker_timeout_s=2.0,
-        mishaps=replace(LOSING, scheduler_restarts=5),
-        shell=SLOW_DISK,
+    "elastic, torn records": replace(
+        SHRINKS, workload="elastic", mishaps=replace(LOSING, scheduler_restarts=5), shell=SLOW_DISK
     ),
-    "elastic, late": Campaign(
-        "elastic", merge="mean", quorum=2, on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING, faults=NASTY
-    ),
-    "elastic, servers die": Campaign(
-        "elastic",
-        merge="mean",
-        on_worker_loss="shrink",
-        worker_timeout_s=2.0,
-        mishaps=replace(LOSING, server_crashes=3, cuts=1),
-        servers=3,
-        replicas=2,
-    ),
+    "elastic, late": replace(SHRINKS, workload="elastic", quorum=2, faults=NASTY),
+    "elastic, servers die": replace(SHRINKS_AND_FAILS_OVER, workload="elastic"),
 }
 
 # Workers whose data ends in different steps wait for each other at the end of each epoch.
@@ -71,38 +46,14 @@ UNEVEN: dict[str, Campaign] = {
     ),
     "uneven, async, stale by 1": Campaign("uneven", mode="async", staleness=1),
     "uneven, servers die": Campaign("uneven", merge="mean", mishaps=SERVERS_DIE, servers=3, replicas=2),
-    "uneven, losses": Campaign(
-        "uneven losses", merge="mean", on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING
-    ),
-    "uneven, late, servers die": Campaign(
-        "uneven losses",
-        merge="mean",
-        quorum=2,
-        on_worker_loss="shrink",
-        worker_timeout_s=2.0,
-        mishaps=replace(LOSING, server_crashes=3, cuts=1),
-        servers=3,
-        replicas=2,
-    ),
+    "uneven, losses": replace(SHRINKS, workload="uneven losses"),
+    "uneven, late, servers die": replace(SHRINKS_AND_FAILS_OVER, workload="uneven losses", quorum=2),
 }
 
 # Two go on without a third that holds them up for more than a moment, whatever happens to it.
 LATENESS: dict[str, Campaign] = {
     "late": Campaign("lateness", merge="mean", quorum=2, on_worker_loss="wait", mishaps=Mishaps()),
-    "late, losses": Campaign(
-        "losses", merge="mean", quorum=2, on_worker_loss="wait", worker_timeout_s=2.0, mishaps=LOSING, faults=NASTY
-    ),
-    "late, shrinks": Campaign(
-        "losses", merge="mean", quorum=2, on_worker_loss="shrink", worker_timeout_s=2.0, mishaps=LOSING
-    ),
-    "late, servers die": Campaign(
-        "losses",
-        merge="mean",
-        quorum=2,
-        on_worker_loss="wait",
-        worker_timeout_s=2.0,
-        mishaps=replace(LOSING, server_crashes=3, cuts=1),
-        servers=3,
-        replicas=2,
-    ),
+    "late, losses": replace(SHRINKS, quorum=2, on_worker_loss="wait", faults=NASTY),
+    "late, shrinks": replace(SHRINKS, quorum=2),
+    "late, servers die": replace(SHRINKS_AND_FAILS_OVER, quorum=2, on_worker_loss="wait"),
 }

@@ -86,7 +86,7 @@ DEATHS: list[tuple[str, int, list[Act], list[tuple[int, int, int, int]]]] = [
         [(1, -1, -1, A), (1, -1, -1, B)],
     ),
     (
-        "who is syncing is replaced: it begins anew",
+        "who is syncing is replaced: it starts over",
         2,
         [lambda t: t.replace(0), lambda t: t.replace(0, 2)],
         [(1, -1, 0, A), (1, -1, 0, B)],
