@@ -86,7 +86,7 @@ _ASKED_OF_A_SERVER = (
     Row("make, delete and publish keys", (m.Init, m.Publish, m.Delete, m.Drop), WORKERS, Standing.ATTACHED),
     Row(
         "push, and pull at a clock",
-        (m.Push, m.PushBatch, m.PullBatch, m.DeclareBatch),
+        (m.Push, m.PushBatch, m.PullBatch, m.PullRows, m.DeclareBatch),
         WORKERS,
         Standing.ATTACHED,
     ),

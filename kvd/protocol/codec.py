@@ -32,17 +32,23 @@ from kvd.protocol.messages import (
     Refused,
 )
 from kvd.protocol.specs import (
+    ANY_ROW,
     DTYPES,
     MAX_DIMENSIONS,
     MAX_KEY_CHARS,
     MAX_KEY_NBYTES,
+    MAX_ROW_BYTES,
     MAX_SLICE_BYTES,
+    MAX_TABLE_PARTS,
     MERGES,
     MIN_SLICE_BYTES,
+    TABLE_DTYPES,
+    Initial,
     KeySpec,
+    TableSpec,
 )
 
-VERSION = 8
+VERSION = 9
 MAX_HEADER_BYTES = 64 << 10
 _WALKED_FROM_BYTES = 512  # shorter headers cannot promise enough entries to do harm
 _ENVELOPE = 6  # entries before the message's own fields
@@ -192,6 +198,21 @@ def _record_of(build: Callable[..., object], checks: list[Check]) -> Check:
     return check
 
 
+def _optional(check_value: Check) -> Check:
+    def check(value: object) -> object:
+        return None if value is None else check_value(value)
+
+    return check
+
+
+_table = _record_of(
+    TableSpec,
+    [
+        _whole(Limit(ANY_ROW, MAX_KEY_NBYTES)),
+        _record_of(Initial, [_text(Limit(1, 16)), _list_of(_real, Limit(0, 4)), _whole(Limit(0, BIGGEST))]),
+        _whole(Limit(1, MAX_TABLE_PARTS)),
+    ],
+)
 _spec_fields = _record_of(
     KeySpec,
     [
@@ -199,6 +220,7 @@ _spec_fields = _record_of(
         _list_of(_whole(Limit(0, MAX_KEY_NBYTES)), Limit(0, MAX_DIMENSIONS)),
         _whole(Limit(MIN_SLICE_BYTES, MAX_SLICE_BYTES)),
         _text(Limit(0, 8)),
+        _optional(_table),
     ],
 )
 
@@ -212,6 +234,10 @@ def _spec(value: object) -> object:
         raise ProtocolError(f"no merge is called {_short(spec.merge)}; there are {', '.join(MERGES)}")
     if spec.nbytes > MAX_KEY_NBYTES or spec.slice_bytes % 64:
         raise ProtocolError(f"a key of at most {MAX_KEY_NBYTES} bytes in slices of a multiple of 64, got {spec}")
+    if spec.table and (spec.dtype not in TABLE_DTYPES or not 0 < spec.row_nbytes <= MAX_ROW_BYTES):
+        raise ProtocolError(
+            f"a row of a table has 1 to {MAX_ROW_BYTES} bytes of {' or '.join(TABLE_DTYPES)}, got {spec}"
+        )
     return spec
 
 
@@ -228,18 +254,11 @@ def _member_of(kind: type[Enum]) -> Check:
     return check
 
 
-def _optional(check_value: Check) -> Check:
-    def check(value: object) -> object:
-        return None if value is None else check_value(value)
-
-    return check
-
-
 def _plain_form(value: KeySpec | Enum) -> object:
     """The only values in messages that msgpack cannot write by itself."""
     if isinstance(value, Enum):
         return value.value
-    return [value.dtype, value.shape, value.slice_bytes, value.merge]
+    return [value.dtype, value.shape, value.slice_bytes, value.merge, value.table]
 
 
 def check_for(annotation: Any) -> Check:

@@ -244,6 +244,13 @@ class Partition(NamedTuple):
     successor: Signed = NO_RANK
 
 
+class TableEntry(NamedTuple):
+    """The rows of a table in a listing."""
+
+    rows: Signed  # ANY_ROW: as many as there are ids
+    updated: Number  # rows on that server that take memory
+
+
 class KeyEntry(NamedTuple):
     """One key in a listing: the part of it that the answering server leads."""
 
@@ -255,6 +262,7 @@ class KeyEntry(NamedTuple):
     version: Number  # the smallest of its slices on that server
     live: bool
     merge: Annotated[str, Limit(0, 8)] = ""  # its own; "": the cluster's
+    table: TableEntry | None = None  # it is a table, and `shape` is that of a row
 
 
 class Quiet(NamedTuple):
@@ -890,7 +898,8 @@ class Push:
 
     With `pull`, Values takes the place of Done. A `probe` has no payload: it asks what became of an earlier push. A
     push of at most SMALL_PUSH_BYTES takes no credit, and only a probe of it is answered with Staged. With
-    `coding` the push has one part, which the server decodes.
+    `coding` the push has one part, which the server decodes. To a part of a table the push has one part as well: its
+    payload is the ids of n ≥ 0 rows, as int64, each once, and then the rows in the same order.
 
     `step` is the sender's step (`kvd.core.worker.steps`); its pushes of steps up to `settled` are committed.
     `place` is where its program is (`kvd.core.places`).
@@ -924,6 +933,16 @@ class Pull:
     KIND: ClassVar[int] = 42
     request: Number
     parts: Parts
+
+
+@dataclass(frozen=True, slots=True)
+class PullRows:
+    """Send these rows of a part of a table. The payload is their ids, as int64, each once. It waits for its version as
+    Pull does, and is answered with Values: the rows in the order of the ids."""
+
+    KIND: ClassVar[int] = 120
+    request: Number
+    part: Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -1664,6 +1683,7 @@ Message: TypeAlias = (
     | Push
     | Staged
     | Pull
+    | PullRows
     | Values
     | Uncounted
     | DeclareBatch

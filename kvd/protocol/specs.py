@@ -15,6 +15,11 @@ MAX_KEY_NBYTES = 1 << 40
 MIN_SLICE_BYTES = 4 << 10
 MAX_SLICE_BYTES = 16 << 20
 MERGES = ("sum", "mean", "weighted")  # how the contributions of a round become one
+ANY_ROW = -1  # in place of the number of a table's rows: row ids are any whole numbers from 0 to 2⁶³ - 1
+ROW_ID_BYTES = 8
+TABLE_DTYPES = ("float32", "float64")
+MAX_ROW_BYTES = 32 << 20
+MAX_TABLE_PARTS = 200  # one for each server
 
 
 class Dtype(NamedTuple):
@@ -40,11 +45,30 @@ DTYPES: dict[str, Dtype] = {
 }
 
 
+class Initial(NamedTuple):
+    """What rows are before their first update: the name of an initializer, its numbers and seed (`kvd.tables.wire`)."""
+
+    name: str
+    numbers: tuple[float, ...] = ()
+    seed: int = 0
+
+
+class TableSpec(NamedTuple):
+    """What makes a key a table, of which pushes and pulls name rows.
+
+    A slice of a table is one of its parts: the rows of some ids (`kvd.tables.parts`), in memory that grows with them.
+    """
+
+    rows: int  # ANY_ROW: as many as there are ids
+    initial: Initial
+    parts: int
+
+
 @dataclass(frozen=True, slots=True)
 class KeySpec:
     """The dtype and shape of a key, the size of its slices, and its own merge; fixed when the key is published.
 
-    `merge`: one of MERGES; "": that of the cluster.
+    `merge`: one of MERGES; "": that of the cluster. `table`: the key is a table, and `shape` is that of one row.
 
     Slice ``i`` holds the bytes ``[i · slice_bytes, (i + 1) · slice_bytes)`` of the C-contiguous value. An empty value
     has one empty slice, so that its rounds close like those of other keys.
@@ -54,18 +78,32 @@ class KeySpec:
     shape: tuple[int, ...]
     slice_bytes: int
     merge: str = ""
+    table: TableSpec | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole value."""
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
+        """Bytes of the whole value. A table has none when it is made."""
+        return 0 if self.table else prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
     def num_slices(self) -> int:
-        return max(1, -(-self.nbytes // self.slice_bytes))
+        return self.table.parts if self.table else max(1, -(-self.nbytes // self.slice_bytes))
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row, of a table."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def num_rows(self, nbytes: int) -> int | None:
+        """The rows in a push of this size to a part of a table: first come their ids, as int64, then the rows. None if
+        no number of rows has this size."""
+        num_rows, rest = divmod(nbytes, ROW_ID_BYTES + self.row_nbytes)
+        return None if rest else num_rows
 
     def span(self, index: int) -> tuple[int, int]:
         """Offset and length of slice `index`, in bytes."""
+        if self.table:
+            return 0, 0
         offset = index * self.slice_bytes
         return offset, min(self.slice_bytes, self.nbytes - offset)
 

@@ -14,9 +14,8 @@ from kvd.compute.tensors import dtype_name, named_dtype
 from kvd.errors import ConfigError, DtypeMismatch, NotAllowed
 from kvd.initializer import Initializer, Zeros
 from kvd.optimizer.fields import shown
-from kvd.protocol.specs import MAX_DIMENSIONS, MAX_KEY_NBYTES
+from kvd.protocol.specs import MAX_DIMENSIONS, MAX_KEY_NBYTES, TABLE_DTYPES
 
-TABLE_DTYPES = ("float32", "float64")
 MOST_ROW_ELEMENTS = 1 << 22
 
 

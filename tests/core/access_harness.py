@@ -160,6 +160,7 @@ SAMPLES: dict[type[Any], Any] = {
         m.Push(30, (m.Part("w", 0, 1),), m.ADD, 1, False, probe=True),
         m.Staged(30),
         m.Pull(30, (m.Part("w", 0, m.ANY_CLOCK),)),
+        m.PullRows(30, m.Part("w", 0, m.ANY_CLOCK)),
         m.Values(30, (1,)),
         m.Uncounted(30),
         m.DeclareBatch(30, 1, (m.SliceId("w", 0),)),

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from kvd.protocol import messages
 from kvd.protocol.messages import BIGGEST, Limit, Message
-from kvd.protocol.specs import DTYPES, KeySpec
+from kvd.protocol.specs import (
+    ANY_ROW,
+    DTYPES,
+    MAX_KEY_NBYTES,
+    MAX_TABLE_PARTS,
+    TABLE_DTYPES,
+    Initial,
+    KeySpec,
+    TableSpec,
+)
 
 KINDS: tuple[type[Any], ...] = get_args(Message)
 
@@ -21,12 +30,27 @@ _plain = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_texts, inner, max_size=3),
     max_leaves=8,
 )
-_specs = st.builds(
-    KeySpec,
-    st.sampled_from(sorted(DTYPES)),
-    st.lists(st.integers(0, 9), max_size=5).map(tuple),
-    st.integers(64, 1024).map(lambda blocks: blocks * 64),
+_slice_bytes = st.integers(64, 1024).map(lambda blocks: blocks * 64)
+_values = st.builds(
+    KeySpec, st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 9), max_size=5).map(tuple), _slice_bytes
 )
+_initials = st.builds(
+    Initial,
+    st.sampled_from(["Zeros", "Normal", "x" * 16]),
+    st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=4).map(tuple),
+    st.sampled_from([0, 7, BIGGEST]),
+)
+_tables = st.builds(
+    KeySpec,
+    st.sampled_from(TABLE_DTYPES),
+    st.lists(st.integers(1, 9), max_size=5).map(tuple),
+    _slice_bytes,
+    st.sampled_from(["", "mean"]),
+    st.builds(
+        TableSpec, st.sampled_from([ANY_ROW, 0, MAX_KEY_NBYTES]), _initials, st.sampled_from([1, 3, MAX_TABLE_PARTS])
+    ),
+)
+_specs = _values | _tables
 
 
 def numbers(limit: Limit) -> st.SearchStrategy[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from kvd.errors import DtypeMismatch, MergeMismatch, ProtocolError, ShapeMismatch
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import NO_VIEW, NewKey, Publish
-from kvd.protocol.specs import DTYPES, MERGES, KeySpec, padded, payload_nbytes
+from kvd.protocol.specs import DTYPES, MERGES, Initial, KeySpec, TableSpec, padded, payload_nbytes
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,32 @@ def test_slices_cover_the_value_without_gaps_or_overlaps(dtype: str, shape: list
         assert length % DTYPES[dtype].itemsize == 0
         end += length
     assert end == spec.nbytes
+
+
+def test_a_table_has_a_slice_for_each_part_and_no_bytes() -> None:
+    spec = KeySpec("float32", (4, 5), 4096, "", TableSpec(1000, Initial("Zeros"), 3))
+    assert (spec.nbytes, spec.num_slices, spec.row_nbytes) == (0, 3, 80)
+    assert [spec.span(index) for index in range(3)] == [(0, 0)] * 3
+    assert [spec.num_rows(nbytes) for nbytes in (0, 8, 80, 88, 96, 880)] == [0, None, None, 1, None, 10]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"dtype": "int32"}, "float32 or float64"),
+        ({"shape": (0, 4)}, "a row of a table has 1 to"),
+        ({"shape": (1 << 20, 9)}, "a row of a table has 1 to"),
+        ({"table": TableSpec(-2, Initial("Zeros"), 1)}, "a whole number from -1"),
+        ({"table": TableSpec(1, Initial("Zeros"), 0)}, "a whole number from 1"),
+        ({"table": TableSpec(1, Initial("", (), 0), 1)}, "a text of 1"),
+        ({"table": TableSpec(1, Initial("Zeros", (math.nan,), 0), 1)}, "a finite number"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(change: dict[str, Any], text: str) -> None:
+    spec = KeySpec("float32", (4,), 4096, "", TableSpec(1000, Initial("Zeros"), 3))
+    message = Publish(1, (replace(spec, **change),), (NewKey("w", 0),))
+    with pytest.raises(ProtocolError, match=text):
+        decode(encode(message, 7, NO_VIEW))
 
 
 def test_the_dtypes_are_those_of_the_documentation() -> None:

@@ -10,7 +10,7 @@ from kvd.core.server.participants import Participants
 from kvd.core.server.pending import Pending
 from kvd.core.server.targets import PushTarget, TargetResolver
 from kvd.core.server.waiting import Waiters
-from kvd.protocol.messages import ANY_CLOCK, NO_RANK, ErrorCode, Pull, PullBatch
+from kvd.protocol.messages import ANY_CLOCK, NO_RANK, ErrorCode, Pull, PullBatch, PullRows
 
 
 class Pulls:
@@ -50,6 +50,13 @@ class Pulls:
         targets = self._targets.of_batch(event, pull)
         if targets is not None:
             self._wait_or_answer(event, pull.request, rank, targets)
+
+    def pull_rows(self, event: Received, pull: PullRows) -> None:
+        """Tables are made in no cluster yet: whatever the key is, it has no rows."""
+        if self._attachments.rank_of(event, pull.request) is None:
+            return
+        text = f"key {pull.part.key!r} is no table, so it has no rows to name"
+        self._effects.refuse(event.peer, pull.request, ErrorCode.NOT_ALLOWED, text, pull.part.key)
 
     def _wait_or_answer(self, event: Received, request: int, rank: int, targets: list[PushTarget]) -> None:
         if self._waiters.pending.is_full_for(event.peer):

@@ -1,0 +1,63 @@
+"""Tables as they stand in the specs of keys, and back."""
+
+from __future__ import annotations
+
+from kvd.errors import KvdError, ProtocolError
+from kvd.initializer import Constant, Initializer, Normal, Uniform, Zeros
+from kvd.protocol.specs import ANY_ROW, Initial, KeySpec, TableSpec
+from kvd.tables.description import RowSparse
+
+
+def spec_of_table(table: RowSparse, *, parts: int, slice_bytes: int, merge: str = "") -> KeySpec:
+    """The spec of a key that is this table, in so many parts."""
+    rows = ANY_ROW if table.rows is None else table.rows
+    return KeySpec(
+        table.dtype, table.row_shape, slice_bytes, merge, TableSpec(rows, _initial_of(table.initializer), parts)
+    )
+
+
+def table_of_spec(spec: KeySpec) -> RowSparse:
+    """The table that a key of this spec is.
+
+    Raises:
+        ProtocolError: there is none like it.
+    """
+    table = spec.table
+    if table is None:
+        raise ProtocolError(f"a key of {spec} is no table")
+    try:
+        initializer = _initializer_of(table.initial)
+        if table.rows == ANY_ROW:
+            return RowSparse(row_shape=spec.shape, dtype=spec.dtype, initializer=initializer)
+        return RowSparse((table.rows, *spec.shape), spec.dtype, initializer)
+    except ProtocolError:
+        raise
+    except KvdError as error:
+        raise ProtocolError(f"there is no table like {table}: {error}") from None
+
+
+def _initial_of(initializer: Initializer) -> Initial:
+    name = type(initializer).__name__
+    seed = getattr(initializer, "seed", 0)
+    match initializer:
+        case Constant(value=value):
+            return Initial(name, (value,))
+        case Uniform(low=low, high=high):
+            return Initial(name, (low, high), seed)
+        case Normal(std=std):
+            return Initial(name, (std,), seed)
+    return Initial(name)
+
+
+def _initializer_of(initial: Initial) -> Initializer:
+    name, numbers, seed = initial
+    match name, len(numbers):
+        case "Zeros", 0:
+            return Zeros()
+        case "Constant", 1:
+            return Constant(numbers[0])
+        case "Uniform", 2:
+            return Uniform(numbers[0], numbers[1], seed)
+        case "Normal", 1:
+            return Normal(numbers[0], seed)
+    raise ProtocolError(f"no initializer of {len(numbers)} numbers is called {name!r}")
