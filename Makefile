@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvd-installed
 # Tests often wait for a process or a timeout: with three workers two cores were idle for half of the time.
 WORKERS ?= 4
-CORE_TESTS := tests/core tests/protocol tests/scenarios
+CORE_TESTS := tests/core tests/protocol
 CLUSTER_TESTS := tests/cli tests/client tests/conformance tests/docs tests/faults tests/fuzz tests/node tests/observe \
 	tests/parallel tests/transport $(wildcard tests/test_*.py)
 
