@@ -206,6 +206,23 @@ def test_the_largest_are_sent(size: int, k: float) -> None:
     np.testing.assert_array_equal(result, expected)
 
 
+SAMPLED = {"large": 1000.0, "small": 0.001, "zero": 0.0, "as the others": 1.0}
+
+
+@pytest.mark.parametrize("factor", SAMPLED.values(), ids=SAMPLED.keys())
+@pytest.mark.parametrize("k", [0.001, 0.1, 0.45])
+def test_what_the_sample_of_topk_says_does_not_matter(factor: float, k: float) -> None:
+    """Every 25th of 100 000 elements is in the sample. Many elements are equal, and some are NaN."""
+    values = np.rint(np.random.default_rng(4).normal(size=100_000) * 50).astype(np.float32)
+    values[::25] *= np.float32(factor)
+    values[[7, 50, 99_999]] = NAN
+    order = np.where(np.isnan(values), INF, np.abs(values))
+    places = np.sort(np.argsort(-order, kind="stable")[: int(k * values.size)])
+    data = np.frombuffer(encoded(TopK(k), values), np.uint32).reshape(-1, 2)
+    np.testing.assert_array_equal(data[:, 0], places)
+    np.testing.assert_array_equal(data[:, 1], values[places].view(np.uint32))
+
+
 @pytest.mark.parametrize("ties", [1.0, 0.0])
 def test_of_equal_ones_the_first_are_sent(ties: float) -> None:
     values = np.full(100_000, ties, np.float32)
