@@ -1,6 +1,6 @@
 """What compression costs a core, and what it saves on a slow network: ``python -m benchmarks.compression``.
 
-First each compressor with its defaults, and two that send more than by default, encode and decode one slice of normally
+First each compressor with its defaults, and some with other parameters, encode and decode one slice of normally
 distributed gradients, in one thread: the best of some tries. Then one worker pushes all keys of a work and waits for
 the end of that, and pushes and pulls them, over a link on which a limited number of bytes leave it per second, as
 `benchmarks.priority` has it; what it pulls is not delayed. All types are done in turn, in one run.
@@ -32,6 +32,7 @@ from kvd_cli.bench_work import WORK
 
 PLAIN: Final = "none"
 VARIANTS: Final[dict[str, dict[str, object]]] = {
+    "2bit, threshold=0.5": {"type": "2bit", "threshold": 0.5},
     "topk, k=0.1": {"type": "topk", "k": 0.1},
     "randomk, k=0.1": {"type": "randomk", "k": 0.1},
 }

@@ -22,7 +22,7 @@ from kvd.compression import (
     TopK,
     TwoBit,
 )
-from kvd.compute.codecs.bits import OneBitCodec, TwoBitCodec
+from kvd.compute.codecs.bits import OneBitCodec, ScaledTwoBitCodec, TwoBitCodec
 from kvd.compute.codecs.blocks import FP8Codec, Int8Codec
 from kvd.compute.codecs.dithering import DitheringCodec
 from kvd.compute.codecs.pairs import RandomKCodec, TopKCodec
@@ -69,11 +69,15 @@ def _dithering(compressor: Dithering) -> Codec:
     return DitheringCodec(compressor.k, natural=natural, by_norm=by_norm, seed=compressor.seed)
 
 
+def _two_bit(compressor: TwoBit) -> Codec:
+    return ScaledTwoBitCodec() if compressor.threshold is None else TwoBitCodec(compressor.threshold)
+
+
 # Each maker gets an instance of its class.
 _CODECS: dict[type[Compressor], Callable[[Any], Codec]] = {
     FP16: lambda _: RoundedCodec(np.dtype("<f2")),
     BF16: lambda _: RoundedCodec(BFLOAT16),
-    TwoBit: lambda compressor: TwoBitCodec(compressor.threshold),
+    TwoBit: _two_bit,
     OneBit: lambda compressor: OneBitCodec(compressor.threshold),
     FP8: lambda compressor: FP8Codec(compressor.block),
     Int8: lambda compressor: Int8Codec(compressor.block),
