@@ -71,7 +71,8 @@ def test_every_compressor_moves_every_floating_dtype(cluster_of_one: LocalCluste
         key = np.dtype(dtype).name
         kv.init(key, np.zeros((300, 7), dtype))
         for name, compressor in known_compressors().items():
-            kv.set_gradient_compression({"type": name, "min_bytes": 0, "ef": "none"})
+            few = {"k": 0.1} if name == "randomk" else {}  # its default takes 2 bytes per element, so halves are plain
+            kv.set_gradient_compression({"type": name, "min_bytes": 0, "ef": "none", **few})
             kv.push(key, np.full((300, 7), 0.625, dtype))
             pulled = kv.pull(key)
             assert (pulled.dtype, pulled.shape) == (np.dtype(dtype), (300, 7))
@@ -186,6 +187,29 @@ def test_momentum_comes_before_compression_also_in_values_that_are_sent_plain(cl
     kv.set_gradient_compression({"type": "fp16"})
     kv.push("small", np.ones(3))
     assert kv.pull("small").tolist() == [-4 * sum(gradients) - 1] * 3
+    kv.close()
+
+
+def test_matrices_travel_as_products(sent: list[tuple[Any, int]], cluster_of_one: LocalCluster) -> None:
+    """In two slices, of which the second begins within a row: a matrix of one direction has two there."""
+    kv = cluster_of_one.store()
+    shape = (1100, 300)
+    gradient_ = np.outer(np.arange(1100) % 7 - 3, np.arange(300) % 5 - 2).astype(np.float32)
+    kv.init(["w", "bias"], [np.zeros(shape, np.float32), np.zeros(SIZE, np.float32)])
+    kv.set_optimizer(kvd.optimizer.SGD(1.0))
+    kv.set_gradient_compression({"type": "powersgd", "rank": 2})
+    sent.clear()
+    for _ in range(3):
+        kv.push("w", gradient_).wait()
+    first, second = 1 << 18, 1100 * 300 - (1 << 18)
+    rows = [-(-first // 300), -(-(first % 300 + second) // 300)]
+    method = ["powersgd", {"rank": 2, "seed": 0}]
+    assert sorted(nbytes for _, nbytes in sent) == sorted(3 * [8 + 8 * (count + 300) for count in rows])
+    assert all(coding == method for coding, _ in sent)
+    np.testing.assert_allclose(kv.pull("w"), -3 * gradient_, atol=1e-4)
+    sent.clear()
+    kv.push("bias", np.ones(SIZE, np.float32)).wait()
+    assert sent == [(None, 4 * SIZE)]  # it has no columns
     kv.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -30,13 +30,19 @@ class Layout(NamedTuple):
         elements: the first element of each slice, and the one after its last.
         offsets: where its bytes begin.
         nbytes: the most that all slices take.
-        is_plain: they are not encoded, but changed.
+        slice_codecs: of each slice; empty: they are not encoded, but changed.
+        memory_size: how many float32 the codecs keep, those of the first slice first.
     """
 
     elements: tuple[tuple[int, int], ...]
     offsets: tuple[int, ...]
     nbytes: int
-    is_plain: bool = False
+    slice_codecs: tuple[codecs.Codec, ...]
+    memory_size: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.slice_codecs
 
 
 class Room(NamedTuple):
@@ -74,17 +80,25 @@ class Compressing:
         encoded = self._encoded_layout(spec) if spec.nbytes >= self._min_bytes else None
         if encoded is not None and encoded.nbytes < spec.nbytes:
             return encoded
-        return Layout(((0, spec.nbytes // dtype.itemsize),), (0,), spec.nbytes, is_plain=True) if self.mu else None
+        return Layout(((0, spec.nbytes // dtype.itemsize),), (0,), spec.nbytes, ()) if self.mu else None
 
-    def _encoded_layout(self, spec: KeySpec) -> Layout:
-        dtype = DTYPES[spec.dtype]
-        elements, offsets, end = [], [], 0
+    def _encoded_layout(self, spec: KeySpec) -> Layout | None:
+        itemsize = DTYPES[spec.dtype].itemsize
+        elements, offsets, end, memory_size = [], [], 0, 0
+        slice_codecs = []
         for index in range(spec.num_slices):
-            offset, nbytes = spec.span(index)
-            elements.append((offset // dtype.itemsize, (offset + nbytes) // dtype.itemsize))
+            start, size = (number // itemsize for number in spec.span(index))
+            codec = self.codec
+            if isinstance(codec, codecs.ShapedCodec):
+                remembering = codec.of_slice(spec.shape, start, size)
+                if remembering is None:
+                    return None
+                codec, memory_size = remembering, memory_size + remembering.memory_size
+            slice_codecs.append(codec)
+            elements.append((start, start + size))
             offsets.append(padded(end))
-            end = offsets[-1] + self.codec.max_nbytes(nbytes // dtype.itemsize)
-        return Layout(tuple(elements), tuple(offsets), end)
+            end = offsets[-1] + codec.max_nbytes(size)
+        return Layout(tuple(elements), tuple(offsets), end, tuple(slice_codecs), memory_size)
 
 
 _NOTHING = np.zeros(0, np.float32)
@@ -92,10 +106,12 @@ _NOTHING = np.zeros(0, np.float32)
 
 @dataclass(slots=True, eq=False)
 class _KeyState:
-    """What was left over of the pushes of a key, flat, and their momentum; and how many were encoded."""
+    """What was left over of the pushes of a key, flat, and their momentum; what its codecs keep; and how many were
+    encoded."""
 
     residual: NDArray[np.float32] = field(default_factory=lambda: _NOTHING)
     momentum: NDArray[np.float32] = field(default_factory=lambda: _NOTHING)
+    memory: NDArray[np.float32] = field(default_factory=lambda: _NOTHING)
     count: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -144,9 +160,11 @@ class GradientCompression:
                 state.momentum = _of_size(state.momentum, values.size)
             if compressing.feeds_back and not room.layout.is_plain:
                 state.residual = _of_size(state.residual, values.size)
+            state.memory = _of_size(state.memory, room.layout.memory_size)
+            slice_codecs = _remembering(room.layout, state.memory)
             nbytes = [
-                self._encode_slice(compressing, name, state, values, index, room)
-                for index in range(len(room.layout.offsets))
+                self._encode_slice(compressing, name, state, values, index, room, codec)
+                for index, codec in enumerate(slice_codecs or [None])
             ]
         if room.layout.is_plain:
             return None
@@ -160,7 +178,14 @@ class GradientCompression:
         return states.setdefault(spec, _KeyState())
 
     def _encode_slice(
-        self, compressing: Compressing, name: str, state: _KeyState, values: Array, index: int, room: Room
+        self,
+        compressing: Compressing,
+        name: str,
+        state: _KeyState,
+        values: Array,
+        index: int,
+        room: Room,
+        codec: codecs.Codec | None,
     ) -> int:
         start, stop = room.layout.elements[index]
         part: Any = values[start:stop]
@@ -169,23 +194,35 @@ class GradientCompression:
         if compressing.mu:
             part = codecs.with_momentum(part, state.momentum[start:stop], compressing.mu)
         out = room.memory[room.layout.offsets[index] :]
-        if room.layout.is_plain:
+        if codec is None:
             out.view(values.dtype)[:] = quietly(part.astype, values.dtype)
             return room.layout.nbytes
         nonce = self._nonce(name, index, state.count)
         if compressing.feeds_back:
-            return codecs.encode_fed_back(compressing.codec, part, state.residual[start:stop], out, nonce)
-        return codecs.encode(compressing.codec, part, out, nonce)
+            return codecs.encode_fed_back(codec, part, state.residual[start:stop], out, nonce)
+        return codecs.encode(codec, part, out, nonce)
 
     def _nonce(self, name: str, index: int, count: int) -> int:
         """Differs from push to push, slice to slice, key to key and worker to worker; the same in every run."""
         return crc32(f"{self._rank} {index} {count} {name}".encode())
 
 
+def _remembering(layout: Layout, memory: NDArray[np.float32]) -> Sequence[codecs.Codec]:
+    """The codecs of the slices, with what they keep."""
+    if not layout.memory_size:
+        return layout.slice_codecs
+    found, end = [], 0
+    for codec in layout.slice_codecs:
+        assert isinstance(codec, codecs.RememberingCodec)
+        begin, end = end, end + codec.memory_size
+        found.append(codec.remembering(memory[begin:end]))
+    return found
+
+
 def _kept(state: _KeyState, compression: Compression) -> _KeyState:
     """What goes on under another compression."""
     residual = state.residual if compression.feeds_back else _NOTHING
-    return _KeyState(residual, state.momentum if compression.mu else _NOTHING, state.count)
+    return _KeyState(residual, state.momentum if compression.mu else _NOTHING, count=state.count)
 
 
 def _of_size(kept: NDArray[np.float32], size: int) -> NDArray[np.float32]:

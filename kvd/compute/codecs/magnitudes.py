@@ -45,7 +45,7 @@ def mean_from(values: Floats, least: np.float32) -> np.float32:
             chosen &= np.isfinite(magnitudes)
             part = float(np.add.reduce(magnitudes[chosen], dtype=np.float64))
         total += part
-        count += np.count_nonzero(chosen)
+        count += int(np.count_nonzero(chosen))
     return np.float32(total / count) if count else np.float32(0)
 
 
