@@ -82,6 +82,22 @@ def test_every_compressor_moves_every_floating_dtype(cluster_of_one: LocalCluste
     kv.close()
 
 
+def test_what_is_not_finite_changes_no_other_element_and_is_gone_after_one_push(cluster_of_one: LocalCluster) -> None:
+    kv = cluster_of_one.store()
+    shape, bad = (64, 16), [0, 5, 77]
+    for name in known_compressors():
+        key = f"not finite {name}"
+        kv.init(key, np.zeros(shape, np.float32))
+        kv.set_gradient_compression({"type": name, "min_bytes": 0, "momentum": "nesterov"})
+        gradient_ = np.full(shape, 0.625, np.float32)
+        gradient_.reshape(-1)[bad] = np.nan, np.inf, -np.inf
+        kv.push(key, gradient_).wait()
+        assert np.isfinite(np.delete(kv.pull(key), bad)).all(), name
+        kv.push(key, np.full(shape, 0.625, np.float32)).wait()
+        assert np.isfinite(kv.pull(key)).all(), name
+    kv.close()
+
+
 @pytest.fixture
 def cluster_of_one() -> Any:
     with LocalCluster(1, 1, slice_bytes="1MiB") as cluster:

@@ -149,6 +149,18 @@ def test_what_becomes_of_nan_and_infinity(case: tuple[Compressor, list[float]]) 
     assert np.isfinite(residual).all()
 
 
+def test_what_is_not_finite_is_sent_if_it_is_drawn() -> None:
+    values, seen = floats(NAN, INF, -INF, 1e5, 1), set()
+    for nonce in range(20):
+        residual = np.zeros(5, np.float32)
+        result = decoded(RandomK(3), encoded(RandomK(3), values, residual, nonce=nonce), 5)
+        sent = np.isnan(result) | (result != 0)
+        np.testing.assert_array_equal(result, np.where(sent, values, 0))
+        np.testing.assert_array_equal(residual, np.where(sent | ~np.isfinite(values), 0, values))
+        seen |= set(np.flatnonzero(sent).tolist())
+    assert seen == {0, 1, 2, 3, 4}
+
+
 # ── any values ──
 
 

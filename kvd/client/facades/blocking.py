@@ -318,7 +318,7 @@ class KVStore(StoreProperties, KVStoreBase):
         has the parameters.
 
         Each worker may have its own, and may change it at any time. What is left over begins at zero in a restarted
-        worker, and when compression is turned off.
+        worker, unless it is kept in the directory ``"state_dir"``, and when compression is turned off.
 
         Raises:
             ConfigError: there is no such type, or a parameter is out of its range.
