@@ -36,7 +36,7 @@ class Cluster:
 
 def daemon(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "kvd_cli.main", *arguments],
+        [sys.executable, "-m", "kvd_cli", *arguments],
         env=without_settings(KVD_LOG_FORMAT="text"),
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -129,7 +129,7 @@ def test_a_list_of_one_key_takes_and_gives_lists() -> None:
         kv.push((np.int64(7),), [np.ones(2, np.float32)])
         (value,) = kv.pull([7])
         assert value.tolist() == kv.pull("7").tolist() == [1, 1]
-        with pytest.raises(NotAllowed, match="1 keys need a list of 1 values, got a ndarray"):
+        with pytest.raises(NotAllowed, match="a list of keys needs as many values in a list: 1, got a ndarray"):
             kv.push([7], np.ones(2, np.float32))
         for wrong in ([7, True], [7, None], [7, ["w"]]):
             with pytest.raises(NotAllowed, match="a key is a str or an int"):

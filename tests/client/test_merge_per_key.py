@@ -158,7 +158,7 @@ def test_what_no_key_can_have_is_refused_and_makes_no_key(kind: str) -> None:
                 kvd.NotAllowed, match="key 'w': merge is one of 'sum', 'mean', 'weighted', or None, not"
             ):
                 kv.init("w", np.zeros(2), merge=merge)  # type: ignore[arg-type]
-        with pytest.raises(kvd.NotAllowed, match="2 keys need a list of 2 merges"):
+        with pytest.raises(kvd.NotAllowed, match="a list of keys needs as many merges in a list: 2"):
             kv.init(["w", "v"], [np.zeros(2)] * 2, merge=["mean"])
         with pytest.raises(kvd.NotAllowed, match="key 'n' is int32: a weighted merge takes float keys only") as caught:
             kv.init(["w", "n"], [np.zeros(2), np.zeros(2, np.int32)], merge="weighted")

@@ -149,7 +149,7 @@ def test_what_cannot_be_summed(store_type: str) -> None:
             kv.push(["w", "w"], [one, one.astype(np.float64)])
         with pytest.raises(ShapeMismatch):
             kv.pull(["w", "w"], out=[one, two])
-        with pytest.raises(NotAllowed, match="3 keys need a list of 3 values, got 2"):
+        with pytest.raises(NotAllowed, match="a list of keys needs as many values in a list: 3, got 2"):
             kv.push(["w", "w", "v"], [one, one])
         for call in (kv.init, kv.broadcast):
             with pytest.raises(NotAllowed, match="the list names 'w' more than once"):

@@ -125,9 +125,9 @@ def test_lists_of_keys_with_lists_of_values_and_outs(kv: kvd.KVStore) -> None:
     assert kv.pull(("list a", 77))[1] == 3.0
     assert kv.pull([]) == []
     kv.push([], [])
-    with pytest.raises(NotAllowed, match="3 keys need a list of 3 values, got 2"):
+    with pytest.raises(NotAllowed, match="a list of keys needs as many values in a list: 3, got 2"):
         kv.push(keys, values[:2])
-    with pytest.raises(NotAllowed, match="3 keys need a list of 3 outs"):
+    with pytest.raises(NotAllowed, match="a list of keys needs as many outs in a list: 3"):
         kv.pull(keys, out=outs[0])
     assert kv.clock("list a") == 1
 

@@ -144,7 +144,7 @@ DELETE = Delete(1, (KeyId("w", 0),))
 KEY_INFO = KeyInfo(1, (Made(INIT.specs[0], 0),), (0,))
 # What takes the place of a value of each type without being one. 1.0 and True equal 1, and are no whole numbers.
 JUNK: list[Any] = [None, True, 1.5, b"x", {}, {"a": 1}, [], [[]], "", "x", 1, -5]
-REST = [4096, "", None]  # of a spec
+REST, PLAIN = [4096, "", None], ["", None]  # of a spec
 
 
 @pytest.mark.parametrize(
@@ -163,12 +163,11 @@ REST = [4096, "", None]  # of a spec
          [[["w", 0, -2, 0]], [["w", 0, MOST_COUNTED + 1, 0]], [["w", BIGGEST + 1, 1, 0]], [["w", 0, 1, -1]],
           [["w", 0, 1, MOST_COUNTED + 1]], [["w", 0, 1, True]], [["w", 0, 1]], [["w", 0, 1, 0, 1]], [["w", True, 1, 0]],
           [["w", 0, 1.0, 0]], [["", 0, 1, 0]], [b"w"], ["w010"]]),
-        (KEY_INFO, 1, [[[["int8", [], *REST], 0], [["int8", [1] * 32, 16 << 20, "", None], BIGGEST]], []],
-         [[[["int8", [1] * 33, *REST], 0]], [[["int8", [], 4032, "", None], 0]],
-          [[["int8", [], (16 << 20) + 64, "", None], 0]],
-          [[["int8", [], 4097, "", None], 0]], [[["int8", [], *REST], -1]], [[["int8", [], *REST]]]]),
+        (KEY_INFO, 1, [[[["int8", [], *REST], 0], [["int8", [1] * 32, 16 << 20, *PLAIN], BIGGEST]], []],
+         [[[["int8", [1] * 33, *REST], 0]], [[["int8", [], 4032, *PLAIN], 0]], [[["int8", [], 4097, *PLAIN], 0]],
+          [[["int8", [], (16 << 20) + 64, *PLAIN], 0]], [[["int8", [], *REST], -1]], [[["int8", [], *REST]]]]),
         (KEY_INFO, 1, [[[["int8", [MAX_KEY_NBYTES], *REST], 0]]], [[[["int8", [MAX_KEY_NBYTES + 1], *REST], 0]],
-         [[["int16", [], 4096, "", None], 0]], [[["", [], 4096, "", None], 0]], [[["int8", [-1], 4096, "", None], 0]]]),
+         [[["int16", [], *REST], 0]], [[["", [], *REST], 0]], [[["int8", [-1], *REST], 0]]]),
         (KEY_INFO, 1, [[[["float64", [0, MAX_KEY_NBYTES], *REST], 0]]], [[[["float64", [MAX_KEY_NBYTES], *REST], 0]],
          [[["int8", [MAX_KEY_NBYTES] * 32, *REST], 0]], [[["int8", 3, *REST], 0]], [[["float32", [2, 3]], 0]]]),
         (DELETE, 1, [[["w", 0]] * MAX_PARTS], [[], [["w", 0]] * (MAX_PARTS + 1), [["", 0]], [["w", -1]], [["w"]]]),

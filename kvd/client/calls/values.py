@@ -50,7 +50,7 @@ def paired(keys: KeyList, values: Any, what: str) -> list[Any]:
         return [values]
     if not isinstance(values, list | tuple) or len(values) != keys.size:
         count = len(values) if isinstance(values, list | tuple) else f"a {type(values).__name__}, not a list"
-        raise NotAllowed(f"{keys.size} keys need a list of {keys.size} {what}, got {count}")
+        raise NotAllowed(f"a list of keys needs as many {what} in a list: {keys.size}, got {count}")
     return list(values)
 
 
