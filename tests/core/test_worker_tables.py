@@ -22,8 +22,6 @@ from kvd.protocol.messages import (
     Init,
     MemberState,
     NewKey,
-    NodeName,
-    NotYetReason,
     Part,
     Publish,
     PullRows,
@@ -34,8 +32,8 @@ from kvd.protocol.messages import (
     Values,
 )
 from kvd.protocol.specs import MAX_KEY_CHARS, Initial, KeySpec, TableSpec
-from tests.core.fakes import cluster, copies, of, one, server_id, uint8
-from tests.core.worker_harness import Harness, ready, replicated
+from tests.core.fakes import copies, of, server_id, uint8
+from tests.core.worker_harness import Harness, replicated
 
 ROW = 8  # bytes of a row of the table
 TABLE = KeySpec("float32", (2,), 4096, table=TableSpec(10, Initial("Zeros"), 2))
@@ -263,7 +261,7 @@ def test_a_table_of_a_server_that_is_gone_is_lost() -> None:
 
 
 def test_a_restarted_worker_goes_on_at_the_clock_of_its_predecessor() -> None:
-    from kvd.protocol.messages import Clocks, ClockQuery
+    from kvd.protocol.messages import ClockQuery, Clocks
 
     harness = Harness(servers=2, predecessor="dead")
     call = harness.call(requests.DescribeKey("t"))
