@@ -16,6 +16,8 @@ from kvd.errors import DtypeMismatch, KeyExists, KvdError, NodeLost, NotAllowed,
 from kvd.protocol.codec import encode
 from kvd.protocol.messages import (
     ANY_CLOCK,
+    ClockQuery,
+    Clocks,
     Done,
     Epoch,
     ErrorCode,
@@ -261,8 +263,6 @@ def test_a_table_of_a_server_that_is_gone_is_lost() -> None:
 
 
 def test_a_restarted_worker_goes_on_at_the_clock_of_its_predecessor() -> None:
-    from kvd.protocol.messages import ClockQuery, Clocks
-
     harness = Harness(servers=2, predecessor="dead")
     call = harness.call(requests.DescribeKey("t"))
     harness.found(TABLE)
@@ -364,7 +364,10 @@ def test_whole_values_do_not_go_to_a_table_nor_rows_to_another_key() -> None:
 def test_the_spec_of_a_table_is_counted_in_a_header() -> None:
     name = "𝄞" * MAX_KEY_CHARS
     table = TableSpec((1 << 40) - 1, Initial("Uniform" + "x" * 9, (1 / 3,) * 4, (1 << 63) - 1), 200)
-    for spec in (KeySpec("float64", (1 << 20,), 16 << 20, "weighted", table), KeySpec("float32", (1,), 4096, "", table)):
+    for spec in (
+        KeySpec("float64", (1 << 20,), 16 << 20, "weighted", table),
+        KeySpec("float32", (1,), 4096, "", table),
+    ):
         key = WorkerKey(name, spec, creation=1 << 61)
         message = Publish(0, (spec,), (NewKey(name, 0),), 1 << 61)
         without = encode(Publish(0, (), (), 0), 1, Epoch(1, 1))
