@@ -46,12 +46,7 @@ def rows_in_parts(pushed: Rows, parts: int, memory: Callable[[int], Array]) -> R
     Args:
         memory: gives so many bytes, as uint8.
     """
-    if len(pushed.ids) and int(pushed.ids.max()) >= _FEW_BITS:
-        distinct, where = distinct_ids(pushed.ids)
-        merged = MergedRows(where, pushed.rows)
-    else:
-        merged = MergedRows(pushed.ids, pushed.rows)
-        distinct = merged.places
+    distinct, merged = added_up(pushed)
     order, ends = _ordered(distinct, parts)
     row_nbytes = pushed.rows.shape[1] * pushed.rows.dtype.itemsize
     ranges, begin = [], 0
@@ -77,6 +72,15 @@ def ids_in_parts(ids: Ids, parts: int) -> IdsInParts:
         [(first * ROW_ID_BYTES, (end - first) * ROW_ID_BYTES) for first, end in zip((0, *ends), ends, strict=False)]
     )
     return IdsInParts(distinct[order], ranges, place[where])
+
+
+def added_up(pushed: Rows) -> tuple[Ids, MergedRows]:
+    """The ids of some rows, ascending and each once, and the rows in their order; those of the same id are added up."""
+    if len(pushed.ids) and int(pushed.ids.max()) >= _FEW_BITS:
+        distinct, where = distinct_ids(pushed.ids)
+        return distinct, MergedRows(where, pushed.rows)
+    merged = MergedRows(pushed.ids, pushed.rows)
+    return merged.places, merged
 
 
 def distinct_ids(ids: Ids) -> tuple[Ids, Places]:

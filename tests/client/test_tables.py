@@ -178,7 +178,7 @@ BAD: list[tuple[Callable[[Any], Any], type[KvdError], str]] = [
     (lambda kv: kv.row_sparse_pull("t", [1], out=np.zeros((1, 2))), DtypeMismatch, "out is float64"),
     (lambda kv: kv.row_sparse_pull("w", [1]), NotAllowed, "'w' is no table"),
     (lambda kv: kv.row_sparse_pull("x", [1]), KeyNotFound, "'x'"),
-    (lambda kv: kv.row_sparse_pull(["t", "t"], [1]), NotAllowed, "as many lists of row ids in a list: 2"),
+    (lambda kv: kv.row_sparse_pull(["t", "t"], [1]), NotAllowed, "as many lists of row ids"),
     (lambda kv: kv.push("t", ([1, 2], rows(3))).wait(), ShapeMismatch, r"\(2, 2\).*\(3, 2\)"),
     (lambda kv: kv.push("t", ([1], np.ones((1, 2)))).wait(), DtypeMismatch, "float64: cast them"),
     (lambda kv: kv.push("t", ([1], np.ones((1, 2), int)), cast=True).wait(), DtypeMismatch, "int64"),

@@ -106,7 +106,7 @@ async def store_states(engine: Engine, path: Path) -> None:
 
 async def try_optimizer(engine: Engine, optimizer: Optimizer, timeout_s: float | None = None) -> None:
     """Raises an error if one of the servers could not use the optimizer: then none is told to. Of most, each can."""
-    if optimizer.needs_whole_keys or optimizer.compensates_delay:
+    if optimizer.needs_whole_keys or optimizer.compensates_delay or not optimizer.updates_rows:
         await engine.call(requests.Control((SetOptimizer(0, to_wire(optimizer), is_trial=True),)), timeout_s)
 
 
