@@ -162,7 +162,7 @@ def keys() -> None:
     rows = [
         [
             key["key"],
-            "×".join(map(str, key["shape"])) or "scalar",
+            _shape(key),
             key["dtype"],
             key["merge"] or "-",
             key["version"],
@@ -174,6 +174,12 @@ def keys() -> None:
         for key in found
     ]
     print_table(columns, rows)
+
+
+def _shape(key: Report) -> str:
+    """Of a table, with the rows that take memory."""
+    text = "×".join("∞" if size is None else str(size) for size in key["shape"]) or "scalar"
+    return text if key["updated_rows"] is None else f"{text} ({key['updated_rows']} rows updated)"
 
 
 @click.command("dead-nodes")

@@ -16,6 +16,7 @@ from kvd.core.principals import HOLDER, Principal
 from kvd.core.requests import Request
 from kvd.errors import KvdError
 from kvd.protocol.messages import NO_RUN, Epoch, Message, PathKind
+from kvd.protocol.specs import KeySpec
 
 Buffer: TypeAlias = Any  # memory that machines pass on and never read
 
@@ -258,16 +259,33 @@ class Extent(NamedTuple):
 
 
 class FirstBytes(NamedTuple):
-    """A slice that is to be made, and the received bytes that it starts with."""
+    """A slice that is to be made, and the received bytes that it starts with; a part of a table has the spec of its key
+    in place of bytes."""
 
     key: str
     slice_index: int
     dtype: str
     source: Span
+    table: KeySpec | None = None
+
+
+class TableVersion(NamedTuple):
+    """A version of a part of a table: what stands in place of the buffer of its bytes.
+
+    Attributes:
+        number: grows by one with each update of the part, from 0 on.
+        rows: those that take memory.
+        nbytes: the memory that the part takes.
+    """
+
+    number: int
+    rows: int
+    nbytes: int
 
 
 class Create(NamedTuple):
-    """Make the first version of each of these slices. Its JobDone has a list of their buffers."""
+    """Make the first version of each of these slices. Its JobDone has a list of their buffers; of a part of a table, a
+    TableVersion."""
 
     job: int
     slices: tuple[FirstBytes, ...]
@@ -285,6 +303,10 @@ class Apply(NamedTuple):
 
     `pulled`: the version that the one contribution was calculated from, where the optimizer compensates for delays.
     What it makes of the contribution is the merged gradient then.
+
+    A part of a table is a group of its own, and its version is a TableVersion. What each contribution has is row ids
+    and rows, see `kvd.protocol.messages.Push`. Its jobs run in the order in which they were started, and the shell
+    keeps what it needs to read the last three versions: the one that is committed next, the current and the previous.
     """
 
     job: int
@@ -300,6 +322,20 @@ class Apply(NamedTuple):
     keeps_merged: bool = False
     is_merged: bool = False  # the one contribution with a span is such a merged gradient, of another server
     pulled: Buffer | ScatterList | None = None
+
+
+class ReadRows(NamedTuple):
+    """Read rows of a part of a table at a version. Its JobDone has a span with the rows, in the order of the ids.
+
+    Attributes:
+        ids: int64, each ≥ 0.
+    """
+
+    job: int
+    key: str
+    slice_index: int
+    version: TableVersion
+    ids: Span
 
 
 class Export(NamedTuple):
@@ -420,7 +456,7 @@ class LogEntry(NamedTuple):
     fields: Mapping[str, object] = {}
 
 
-Job: TypeAlias = Create | Apply | Export | Checksums | Load | Run
+Job: TypeAlias = Create | Apply | ReadRows | Export | Checksums | Load | Run
 Local: TypeAlias = Copy | Census | Complete | Halt | Stop | DropRun | LogEntry
 OfOneRun: TypeAlias = Send | Connect | Disconnect | Job | ResetState | ForgetState | Persist | Local
 

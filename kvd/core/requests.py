@@ -23,7 +23,9 @@ class Item(NamedTuple):
     """One key in a call: the buffer that its bytes are read from, and the one that its value is written to.
 
     A None target: the value is not wanted. A None spec: the shape and dtype are not checked. With `encoded`, the source
-    holds the slices of a value of this spec as a compressor made them.
+    holds the slices of a value of this spec as a compressor made them. With `ranges`, the key is a table, and these are
+    the offset and size in bytes of what goes to each of its parts: the ids and rows that are pushed, or the ids whose
+    rows are wanted. The target takes the rows of all parts, one after the other.
     """
 
     key: str
@@ -31,6 +33,7 @@ class Item(NamedTuple):
     source: Any = None
     target: Any = None
     encoded: Encoded | None = None
+    ranges: tuple[tuple[int, int], ...] | None = None
 
 
 class Versions(NamedTuple):
@@ -100,6 +103,7 @@ class Transfer:
     cast: bool = False  # sources may have other floating dtypes than their keys; targets take the dtypes of the keys
     some_encoded: bool = False  # sources of some items are encoded
     sets_out: Callable[[Sequence[int]], None] | None = None  # gets the clocks of a push, one per item, as it sets out
+    some_rows: bool = False  # some items are rows of tables
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from kvd.core.machine import (
     LogEntry,
     Machine,
     Persist,
+    ReadRows,
     ResetState,
     Run,
     Send,
@@ -49,7 +50,7 @@ from kvd.node.threads import Stepper, report_failed_effect
 from kvd.observe.log import event
 from kvd.transport.base import NOTHING, Transport
 
-_JOBS = frozenset({Create, Apply, Export, Checksums, Load, Run})
+_JOBS = frozenset({Create, Apply, ReadRows, Export, Checksums, Load, Run})
 LONG_COPY_BYTES = 64 << 10
 
 logger = logging.getLogger("kvd.node")

@@ -22,13 +22,16 @@ from kvd.core.machine import (
     Job,
     JobDone,
     Load,
+    ReadRows,
     Run,
     ScatterList,
     Span,
+    TableVersion,
 )
 from kvd.errors import KvdError, NotAllowed, ProtocolError
 from kvd.node.decoding import CodedSlice
 from kvd.node.optimizer_states import OptimizerStates
+from kvd.node.table_parts import TableParts
 from kvd.protocol.specs import padded
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -118,6 +121,7 @@ class JobRunner:
         self._counts: dict[tuple[str, int], int] = {}  # elements of a slice
         self._controllers = controllers
         self._allocate = allocate or _private_memory
+        self._tables = TableParts(self._allocate, view)
 
     def run(self, job: Job) -> JobDone:
         """Run the job. An error comes back as the error of the JobDone."""
@@ -131,21 +135,29 @@ class JobRunner:
     @property
     def slices(self) -> set[tuple[str, int]]:
         """The slices that were made and not forgotten, by key and index."""
-        return set(self._counts)
+        return {*self._counts, *self._tables.ids()}
 
     def reset(self, slices: Sequence[tuple[str, int]]) -> None:
         """Start these slices with a new state, because another optimizer was set for them."""
-        self._states.reset(slices)
+        self._states.reset([slice_id for slice_id in slices if slice_id not in self._tables])
+        for slice_id in slices:
+            if slice_id in self._tables:
+                self._tables.reset(slice_id)
 
     def forget(self, slices: Sequence[tuple[str, int]]) -> None:
         """Forget the states of slices that are deleted."""
         for slice_id in slices:
             self._counts.pop(slice_id, None)
             self._states.drop(slice_id)
+            self._tables.forget(slice_id)
 
     def _result(self, job: Job) -> Any:
         if isinstance(job, Apply):
+            if job.layout and (job.layout[0].key, job.layout[0].slice_index) in self._tables:
+                return self._tables.apply(job)
             return self._apply(job)
+        if isinstance(job, ReadRows):
+            return self._tables.read(job)
         if isinstance(job, Create):
             return self._create(job)
         if isinstance(job, Export):
@@ -156,13 +168,15 @@ class JobRunner:
             return self._load(job)
         return self._run_command(job)
 
-    def _create(self, job: Create) -> list[Array]:
+    def _create(self, job: Create) -> list[Array | TableVersion]:
         return [self._first_version(first) for first in job.slices]
 
-    def _first_version(self, first: FirstBytes) -> Array:
+    def _first_version(self, first: FirstBytes) -> Array | TableVersion:
         slice_id = (first.key, first.slice_index)
+        self.forget([slice_id])
+        if first.table is not None:
+            return self._tables.create(first)
         self._counts[slice_id] = first.source.nbytes // named_dtype(first.dtype).itemsize
-        self._states.drop(slice_id)
         made = self._allocate(first.source.nbytes)
         np.copyto(made, view(first.source, UINT8))
         return made
@@ -235,6 +249,7 @@ class JobRunner:
     # ── optimizer states: on the wire they are the step, then name, dtype and bytes of each array ──
 
     def _export(self, job: Export) -> tuple[int, tuple[tuple[str, str], ...], tuple[Span, ...]]:
+        self._check_no_table(job.key, job.slice_index)
         arrays = self._states.of_slice((job.key, job.slice_index)).export()
         step = int(arrays.pop("step"))
         slots = tuple((name, array.dtype.name) for name, array in arrays.items())
@@ -250,6 +265,7 @@ class JobRunner:
         return tuple(found), nbytes
 
     def _load(self, job: Load) -> None:
+        self._check_no_table(job.key, job.slice_index)
         slice_id = (job.key, job.slice_index)
         arrays: dict[str, Array] = {"step": np.asarray(job.step, np.int64)}
         offset = job.source.offset
@@ -263,6 +279,10 @@ class JobRunner:
             arrays[name] = view(span, np.dtype(dtype))
             offset += padded(span.nbytes)
         self._states.put(slice_id, SliceState.load(arrays), self._counts[slice_id])
+
+    def _check_no_table(self, key: str, index: int) -> None:
+        if (key, index) in self._tables:
+            raise NotAllowed(f"key {key!r} is a table: what the optimizer keeps of its rows cannot be saved", key=key)
 
     # ── commands ──
 

@@ -44,6 +44,7 @@ class DCASGD(SGD):
     wd_mult: Mapping[Any, float] = NO_MULTIPLIERS
 
     compensates_delay: ClassVar[bool] = True
+    updates_rows: ClassVar[bool] = False
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""

@@ -45,3 +45,4 @@ class SGLD(Optimizer):
     wd_mult: Mapping[Any, float] = NO_MULTIPLIERS
 
     is_by_slice: ClassVar[bool] = True
+    updates_rows: ClassVar[bool] = False

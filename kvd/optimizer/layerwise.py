@@ -55,6 +55,7 @@ class LARS(Optimizer):
     decoupled_wd: ClassVar[bool] = True
     is_by_slice: ClassVar[bool] = True
     needs_whole_keys: ClassVar[bool] = True
+    updates_rows: ClassVar[bool] = False
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""
@@ -103,6 +104,7 @@ class LAMB(Optimizer):
     decoupled_wd: ClassVar[bool] = True
     is_by_slice: ClassVar[bool] = True
     needs_whole_keys: ClassVar[bool] = True
+    updates_rows: ClassVar[bool] = False
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""

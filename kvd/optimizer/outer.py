@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from kvd.optimizer.fields import require
 from kvd.optimizer.multipliers import NO_MULTIPLIERS
@@ -52,6 +52,8 @@ class DelayedNesterov(Optimizer):
     clip_gradient: float | None = None
     lr_mult: Mapping[Any, float] = NO_MULTIPLIERS
     wd_mult: Mapping[Any, float] = NO_MULTIPLIERS
+
+    updates_rows: ClassVar[bool] = False
 
     def check(self) -> None:
         """Raise ConfigError if a field of this optimizer is out of its range."""

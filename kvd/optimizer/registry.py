@@ -57,6 +57,15 @@ def known_optimizers() -> dict[str, type[Optimizer]]:
     return _BUILT_IN | _installed()
 
 
+def row_error(optimizer: Optimizer, key: str) -> str:
+    """Why an optimizer cannot update single rows of a table, in the user's words; empty if it can."""
+    kind = type(optimizer)
+    if getattr(optimizer, "kernel", None) is not None or (kind in _BUILT_IN.values() and kind.updates_rows):
+        return ""
+    names = ", ".join([name for name, known in _BUILT_IN.items() if known.updates_rows])
+    return f"{kind.__name__} cannot update single rows of table {key!r}; these can: {names}"
+
+
 @functools.cache
 def _installed() -> dict[str, type[Optimizer]]:
     import importlib.metadata  # takes a while, and most processes decode no optimizer

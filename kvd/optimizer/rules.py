@@ -61,6 +61,10 @@ class Optimizer:
     needs_whole_keys: ClassVar[bool] = False
     """True if a server has to have all elements of a key: it refuses keys with several slices."""
 
+    updates_rows: ClassVar[bool] = True
+    """False if single rows of a table cannot be updated: more than the element itself goes into its update, or all
+    elements are touched by each update."""
+
     def __post_init__(self) -> None:
         normalise(self)
         if not isinstance(self.learning_rate, Schedule):

@@ -899,7 +899,7 @@ class Push:
     With `pull`, Values takes the place of Done. A `probe` has no payload: it asks what became of an earlier push. A
     push of at most SMALL_PUSH_BYTES takes no credit, and only a probe of it is answered with Staged. With
     `coding` the push has one part, which the server decodes. To a part of a table the push has one part as well: its
-    payload is the ids of n ≥ 0 rows, as int64, each once, and then the rows in the same order.
+    payload is the ids of n ≥ 0 rows, as int64, ascending and each once, and then the rows in the same order.
 
     `step` is the sender's step (`kvd.core.worker.steps`); its pushes of steps up to `settled` are committed.
     `place` is where its program is (`kvd.core.places`).

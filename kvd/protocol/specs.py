@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from kvd.errors import DtypeMismatch, MergeMismatch, ShapeMismatch
+from kvd.errors import DtypeMismatch, MergeMismatch, NotAllowed, ShapeMismatch
 
 MAX_KEY_CHARS = 200
 MAX_DIMENSIONS = 32
@@ -51,6 +51,10 @@ class Initial(NamedTuple):
     name: str
     numbers: tuple[float, ...] = ()
     seed: int = 0
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(repr, self.numbers))
+        return f"{self.name}({shown}, seed={self.seed})" if self.seed else f"{self.name}({shown})"
 
 
 class TableSpec(NamedTuple):
@@ -111,11 +115,14 @@ class KeySpec:
         return self.span(index)[1]
 
     def check_same(self, other: KeySpec, key: str | int, node: str = "", *, cast: bool = False) -> None:
-        """Raises ShapeMismatch or DtypeMismatch if `other`, a value for `key`, does not fit this spec.
+        """Raises ShapeMismatch or DtypeMismatch if `other`, a value for `key`, does not fit this spec; NotAllowed if one
+        of the two is a table, or they are tables with different initializers.
 
         Args:
             cast: one floating dtype in place of another fits.
         """
+        if self.table is not None or other.table is not None:
+            self._check_same_table(other, key, node)
         if other.shape != self.shape:
             raise ShapeMismatch(
                 f"key {key!r} has shape {self.shape}, the given value has {other.shape}: reshape the value, "
@@ -135,6 +142,20 @@ class KeySpec:
                 node=node,
             )
 
+    def _check_same_table(self, other: KeySpec, key: str | int, node: str) -> None:
+        """Tables in different numbers of parts are the same: a program does not choose that number."""
+        mine, theirs = self.table, other.table
+        if mine is None:
+            raise NotAllowed(no_table_text(key), key=key, node=node)
+        if theirs is None:
+            raise NotAllowed(table_text(key), key=key, node=node)
+        if theirs.rows != mine.rows or other.shape != self.shape:
+            text = f"table {key!r} has {_in_words(self)}, the given one has {_in_words(other)}: give it the same shape"
+            raise ShapeMismatch(f"{text}, or use another key", key=key, node=node)
+        if theirs.initial != mine.initial:
+            text = f"the rows of table {key!r} begin as {mine.initial}, those of the given one as {theirs.initial}"
+            raise NotAllowed(f"{text}: give it the same initializer, or use another key", key=key, node=node)
+
     def check_merge(self, other: KeySpec, key: str | int, default: str) -> None:
         """Raises MergeMismatch if `other`, with which the key is made again, has another merge.
 
@@ -146,6 +167,29 @@ class KeySpec:
             told = "" if other.merge else ", that of the cluster, as it names none"
             text = f"key {key!r} is merged by {mine!r}, and this init wants {theirs!r}{told}: pass merge={mine!r}"
             raise MergeMismatch(f"{text}, or use another key", key=key)
+
+
+def _in_words(spec: KeySpec) -> str:
+    """The rows of a table."""
+    assert spec.table is not None
+    rows = "any number of" if spec.table.rows == ANY_ROW else spec.table.rows
+    return f"{rows} rows of shape {spec.shape}"
+
+
+def table_text(key: str | int) -> str:
+    """What is wrong with a call on whole values, on a table."""
+    return (
+        f"key {key!r} is a table, of which calls name rows: push kvd.RowSparseArray(ids, rows) to it, "
+        "and read rows with row_sparse_pull(key, row_ids)"
+    )
+
+
+def no_table_text(key: str | int) -> str:
+    """What is wrong with a call on rows, on a key that is no table."""
+    return (
+        f"key {key!r} is no table, so it has no rows to name: push whole arrays to it, and pull it; "
+        "a table is made by init(key, kvd.RowSparse(shape=…))"
+    )
 
 
 def merge_error(key: str | int, dtype: str, merge: str) -> str | None:

@@ -20,29 +20,13 @@ from kvd.compute.merge import TILE
 from kvd.compute.quiet import quietly
 from kvd.compute.scratch import Scratch
 from kvd.errors import NotAllowed
-from kvd.optimizer import (
-    FTML,
-    SGD,
-    AdaDelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Ftrl,
-    Nadam,
-    Optimizer,
-    RMSProp,
-    RowWiseAdagrad,
-    Signum,
-)
+from kvd.optimizer import Optimizer, RowWiseAdagrad
+from kvd.optimizer.registry import row_error
 from kvd.tables.merged_rows import MergedRows
 from kvd.tables.row_arena import RowArena
 
 Array = np.ndarray[Any, Any]
 TileUpdate = Callable[[Array, Array, list[Array]], Array]  # of weights, gradients and slots: the weights afterwards
-
-# They calculate each element by itself: what a kernel does that is not here may depend on the others.
-_LAZY = (SGD, Signum, Adagrad, RMSProp, AdaDelta, Ftrl, Adam, AdamW, Adamax, Nadam, FTML)
 
 
 class LazyRule:
@@ -64,10 +48,8 @@ class LazyRule:
         self._width = width
         self._dtype = dtype
         self._kernel: Any = kernel_of(optimizer)  # of those that are refused below, one of whole slices
-        self._is_ours = type(optimizer) in (*_LAZY, RowWiseAdagrad)
-        if not self._is_ours and getattr(optimizer, "kernel", None) is None:
-            names = ", ".join(kind.__name__ for kind in (*_LAZY, RowWiseAdagrad))
-            text = f"{type(optimizer).__name__} cannot update single rows of table {key!r}; these can: {names}"
+        self._is_ours = getattr(optimizer, "kernel", None) is None
+        if text := row_error(optimizer, key):
             raise NotAllowed(text, key=key)
         self._goes_by_row = type(optimizer) is RowWiseAdagrad
         self.slot_widths: Mapping[str, int] = dict.fromkeys(self._kernel.slot_names, 1 if self._goes_by_row else width)

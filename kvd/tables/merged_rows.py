@@ -63,6 +63,15 @@ class MergedRows:
         out[self._summed[low:high] - part.start] = self._sums[low:high]
         return out
 
+    def take_at(self, which: Places, out: Array) -> Array:
+        """The same for any of the places, ascending: `which` are their numbers."""
+        np.take(self._rows, self._first[which], axis=0, out=out, mode="clip")
+        if len(self._summed):
+            number = np.minimum(np.searchsorted(self._summed, which), len(self._summed) - 1)
+            hit = np.flatnonzero(self._summed[number] == which)
+            out[hit] = self._sums[number[hit]]
+        return out
+
     def _add_up(self, order: Places, is_first: Array, starts: Places) -> None:
         group = np.cumsum(is_first) - 1
         rest = np.flatnonzero(~is_first)

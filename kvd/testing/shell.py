@@ -40,6 +40,7 @@ from kvd.core.machine import (
     Peer,
     Persist,
     Persisted,
+    ReadRows,
     Received,
     ResetState,
     Run,
@@ -171,7 +172,7 @@ class Shell:
                 return
             if isinstance(effect, Send):
                 self._send(process, effect, run, epoch)
-            elif isinstance(effect, Apply | Create | Export | Checksums | Load | Run):
+            elif isinstance(effect, Apply | Create | ReadRows | Export | Checksums | Load | Run):
                 self._start_job(process, effect, run)
             elif isinstance(effect, ResetState):
                 self._reset_state(process, effect, run)
@@ -260,11 +261,24 @@ class Shell:
     def _calculated(self, started: _StartedJob) -> JobDone:
         if started.done is None:
             job, run = started.job, started.run
+            self._calculate_reads_before(started)
             if isinstance(job, Apply) and not job.is_merged and self._settings.failing_updates > self._random.random():
                 started.done = JobDone(job.job, None, NotAllowed(UPDATE_FAILS), run)
             else:
                 started.done = _runner(started.process, run).run(job)._replace(run=run)
         return started.done
+
+    def _calculate_reads_before(self, started: _StartedJob) -> None:
+        """Rows that were to be read before an update began are read before it: jobs of a part keep their order."""
+        if not isinstance(started.job, Apply):
+            return
+        part = started.job.layout[0][:2]
+        for earlier in self._started:
+            if earlier is started:
+                return
+            job = earlier.job
+            if isinstance(job, ReadRows) and (job.key, job.slice_index) == part and earlier.process is started.process:
+                self._calculated(earlier)
 
     def _reset_state(self, process: Process, effect: ResetState, run: int) -> None:
         """As in the driver, jobs that were started before use the states before."""

@@ -7,8 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -161,6 +163,27 @@ def test_keys(ask: Kvd, saved: Callable[[Any], Path]) -> None:
     assert again.exit_code == 1
     assert "key 'listed' is merged by 'sum', and this init wants 'mean': pass merge='sum'" in again.stderr
     assert ask("init", "other", saved(np.zeros(1)), "--merge", "avg").exit_code == 2
+
+
+def test_tables_are_listed_with_their_updated_rows(kvd: Kvd, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = {
+        "dtype": "float32",
+        "merge": "sum",
+        "version": 4,
+        "slices": 2,
+        "bytes": 5000,
+        "shard": 3,
+        "servers": [0, 1],
+    }
+    found = [
+        {"key": "t", "shape": [10, 5], "updated_rows": 7, **common},
+        {"key": "u", "shape": [None, 5], "updated_rows": 0, **common},
+    ]
+    looks = nullcontext(SimpleNamespace(keys=lambda: found))
+    monkeypatch.setattr("kvd_cli.cluster.observer", lambda what: looks)
+    lines = kvd("keys").stdout.splitlines()
+    assert lines[1].split()[:6] == ["t", "10×5", "(7", "rows", "updated)", "float32"]
+    assert lines[2].split()[:6] == ["u", "∞×5", "(0", "rows", "updated)", "float32"]
 
 
 def test_commands_that_are_refused(ask: Kvd, saved: Callable[[Any], Path], tmp_path: Path) -> None:

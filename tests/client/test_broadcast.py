@@ -199,7 +199,8 @@ def test_a_restarted_async_worker_meets_the_others_unless_its_predecessor_has(
 ) -> None:
     engine: Any = RecordingEngine(counted)
     here = Here(Replay.PERHAPS, 0, "kvd:broadcast", "kvd:broadcast read", Deadline(60.0))
-    part = ClusterAssignments(engine, None, UnobservedErrors(), None, rank, sync=False, absence_counts=False)  # type: ignore[arg-type]
+    nothing: Any = None
+    part = ClusterAssignments(engine, nothing, UnobservedErrors(), nothing, rank, False, False, nothing)
     sources = [source_of(ones(), 1 << 20, copy=True)] if rank == 0 else None
     asyncio.run(part._broadcast(["w"], sources, [target_of(ones(), 1 << 20)], 0, here))
     transfers = [request for request in engine.asked if isinstance(request, requests.Transfer)]

@@ -64,7 +64,7 @@ def test_the_number_of_workers_is_that_of_the_newest_round() -> None:
 
 def test_capabilities() -> None:
     answers = {name: kvd.KVStore.is_capable(name) for name in ("optimizer", "compression", "row_sparse", "bind")}
-    assert answers == {"optimizer": True, "compression": True, "row_sparse": False, "bind": True}
+    assert answers == {"optimizer": True, "compression": True, "row_sparse": True, "bind": True}
     with pytest.raises(ValueError, match="no capability is called 'magic'; there are: optimizer, compression"):
         kvd.aio.KVStore.is_capable("magic")
 

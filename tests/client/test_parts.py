@@ -25,8 +25,8 @@ from kvd.client.cluster.rounds import ClusterRounds
 from kvd.core import requests
 from kvd.core.worker.step_loops import StepLoops
 from kvd.errors import KvdError, NotAllowed, RequestTimeout
-from kvd.protocol.messages import KeyEntry, MemberState, Quiet
-from kvd.protocol.specs import KeySpec
+from kvd.protocol.messages import KeyEntry, MemberState, Quiet, TableEntry
+from kvd.protocol.specs import ANY_ROW, KeySpec
 
 
 def failed(error: KvdError) -> Handle:
@@ -187,9 +187,18 @@ def test_the_version_of_a_key_on_several_servers_is_the_smallest() -> None:
         "version": 2,
         "slices": 3,
         "bytes": 40,
+        "updated_rows": None,
         "shard": 0,
         "servers": [0, 1, 2],
     }
+    for rank, updated in ((0, 3), (1, 4)):
+        for name, bound in (("t", 10), ("u", ANY_ROW)):
+            entry = KeyEntry(name, "float32", (5,), 1, 100 * updated, 1, True, "", TableEntry(bound, updated))
+            observer._add_entry(rows, rank, entry)
+    assert [rows[name]["shape"] for name in "tu"] == [[10, 5], [None, 5]]
+    assert [(rows[name]["updated_rows"], rows[name]["bytes"], rows[name]["slices"]) for name in "tu"] == [
+        (7, 700, 2)
+    ] * 2
 
 
 @pytest.mark.parametrize("mixed", [0, 1, SAME_VERSION_TRIES])

@@ -1,4 +1,4 @@
-"""Tables in a store of this process, and the refusals of a cluster, which has none yet."""
+"""Tables in a store of this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 import kvd
 from kvd.errors import DtypeMismatch, KeyExists, KeyNotFound, KvdError, NotAllowed, ShapeMismatch
-from kvd.testing.cluster import LocalCluster
 
 FLOAT = np.float32
 ROW_SPARSE: Any = kvd.RowSparse  # with arguments that are wrong
@@ -179,7 +178,7 @@ BAD: list[tuple[Callable[[Any], Any], type[KvdError], str]] = [
     (lambda kv: kv.row_sparse_pull("t", [1], out=np.zeros((1, 2))), DtypeMismatch, "out is float64"),
     (lambda kv: kv.row_sparse_pull("w", [1]), NotAllowed, "'w' is no table"),
     (lambda kv: kv.row_sparse_pull("x", [1]), KeyNotFound, "'x'"),
-    (lambda kv: kv.row_sparse_pull(["t", "t"], [1]), NotAllowed, "2 lists of row ids"),
+    (lambda kv: kv.row_sparse_pull(["t", "t"], [1]), NotAllowed, "as many lists of row ids"),
     (lambda kv: kv.push("t", ([1, 2], rows(3))).wait(), ShapeMismatch, r"\(2, 2\).*\(3, 2\)"),
     (lambda kv: kv.push("t", ([1], np.ones((1, 2)))).wait(), DtypeMismatch, "float64: cast them"),
     (lambda kv: kv.push("t", ([1], np.ones((1, 2), int)), cast=True).wait(), DtypeMismatch, "int64"),
@@ -261,23 +260,6 @@ def test_an_updater_is_not_called_with_rows() -> None:
 def test_descriptions_out_of_range_are_refused(make: Callable[[], Any], kind: type[KvdError], text: str) -> None:
     with pytest.raises(kind, match=text):
         make()
-
-
-def test_a_cluster_says_that_it_has_no_tables_yet() -> None:
-    with LocalCluster(1, 1) as cluster, cluster.open_stores()[0] as kv:
-        kv.init("w", np.zeros(3, FLOAT))
-        for call in (
-            lambda: kv.init("t", kvd.RowSparse(shape=(10, 2))),
-            lambda: kv.push("w", kvd.RowSparseArray([1], rows(1))),
-            lambda: kv.pushpull(["w"], [kvd.RowSparseArray([1], rows(1))], out=[rows(1)]),
-            lambda: kv.broadcast("w", kvd.RowSparseArray([1], rows(1)), out=rows(1)),
-            lambda: kv.row_sparse_pull("w", [1]),
-        ):
-            for compressor in ("none", "fp16"):
-                kv.set_gradient_compression({"type": compressor})
-                with pytest.raises(NotAllowed, match="a cluster has no tables yet"):
-                    call()
-        assert kv.pushpull("w", np.ones(3, FLOAT)).tolist() == [1, 1, 1]
 
 
 def test_an_outer_optimizer_does_not_update_rows() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvd.core.machine import Apply, ScatterList, Span
-from kvd.core.server.key_creation import COPIES
+from kvd.core.server.memory_use import COPIES
 from kvd.optimizer import DCASGD, SGD, Optimizer, to_wire
 from kvd.protocol.messages import NO_RANK, Attach, SetOptimizer
 from kvd.protocol.specs import KeySpec

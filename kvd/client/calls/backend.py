@@ -161,6 +161,10 @@ class Tables(Protocol):
 
     def row_sparse_pull(self, key: Any, row_ids: Any, out: Any, priority: int) -> Handle: ...
 
+    def unknown(self, key: Any, value: Any) -> Handle | None:
+        """Finds out which keys of a call are tables, if that matters for a push of this value (None: for a pull of
+        rows), so that the call does not wait for it. None: it is known."""
+
 
 class Assignments(Protocol):
     """Values that one worker has and all take."""

@@ -10,7 +10,7 @@ import numpy as np
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.values import Array, Target, fresh_target, on_devices, paired, spec_of, target_of
 from kvd.errors import DtypeMismatch, NotAllowed, ShapeMismatch
-from kvd.protocol.specs import MAX_SLICE_BYTES
+from kvd.protocol.specs import MAX_SLICE_BYTES, no_table_text, table_text
 from kvd.tables.description import RowSparse
 from kvd.tables.row_values import Ids, is_row_sparse, row_ids
 
@@ -52,10 +52,20 @@ def has_tables(keys: KeyList, value: Any) -> bool:
     return is_for_table(value)
 
 
+def may_be_pairs(keys: KeyList, value: Any) -> bool:
+    """Whether a value of the call may be a pair of ids and rows, though it may be two arrays of two devices as well."""
+    return any(map(_may_be_pair, value)) if keys.many and isinstance(value, list | tuple) else _may_be_pair(value)
+
+
+def _may_be_pair(value: object) -> bool:
+    if type(value) is list:
+        return len(value) > 0 and all(map(_may_be_pair, value))
+    return type(value) is tuple and len(value) == 2
+
+
 def table_error(key: str | int) -> NotAllowed:
     """The error of a call that takes no tables."""
-    text = f"key {key!r} is a table, of which calls name rows: push kvd.RowSparseArray(ids, rows) to it, "
-    return NotAllowed(text + "and read rows with row_sparse_pull(key, row_ids)", key=key)
+    return NotAllowed(table_text(key), key=key)
 
 
 def check_descriptions(tables: Sequence[tuple[str, Any]]) -> None:
@@ -79,8 +89,13 @@ def check_whole(keys: KeyList, value: Any, call: str, is_table: Callable[[str], 
 
 def no_table_error(key: str | int) -> NotAllowed:
     """The error of a call that is for tables, on another key."""
-    text = f"key {key!r} is no table, so it has no rows to name: push whole arrays to it, and pull it; "
-    return NotAllowed(text + "a table is made by init(key, kvd.RowSparse(shape=…))", key=key)
+    return NotAllowed(no_table_text(key), key=key)
+
+
+def unsupported_error(key: str | int, what: str) -> NotAllowed:
+    """The error of a call that cannot be made while there are tables. Its text begins with `what`."""
+    text = f"{what} tables yet, and key {key!r} is one: read its rows with row_sparse_pull, or delete it"
+    return NotAllowed(text, key=key)
 
 
 def rows_target(table: RowSparse, key: str | int, count: int, out: Any) -> Target:

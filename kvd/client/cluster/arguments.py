@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from kvd.client.calls.keys import KeyList, key_list
 from kvd.client.calls.memory_budget import MemoryBudget, Reservation
 from kvd.client.calls.unobserved_errors import UnobservedErrors
@@ -12,7 +14,8 @@ from kvd.client.calls.values import Array, Source, Target, source_of, targets_by
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.compression import Compressing, Room
 from kvd.client.cluster.engine import Engine
-from kvd.client.cluster.tables import check_no_tables
+from kvd.tables.description import RowSparse
+from kvd.tables.wire import spec_of_table
 
 
 class Arguments:
@@ -42,29 +45,46 @@ class Arguments:
         self._unobserved.raise_for(keys.names)
         return keys
 
-    def sources(self, keys: KeyList, value: Any, *, copy: bool, reservation: Reservation | None = None) -> list[Source]:
-        """The bytes to send. Copies count against the memory budget, see `MemoryBudget.take`."""
-        check_no_tables(keys, value)
-        sources, copies = [], []
+    def sources(
+        self,
+        keys: KeyList,
+        value: Any,
+        *,
+        copy: bool,
+        reservation: Reservation | None = None,
+        rows: Sequence[Source] = (),
+    ) -> list[Source]:
+        """The bytes to send. Copies count against the memory budget, see `MemoryBudget.take`.
+
+        Args:
+            rows: of the tables of the same push, which count as well.
+        """
+        sources, copies = [], list(rows)
         for name, entry in zip(keys.names, values_by_name(keys, value), strict=True):
             source = self._bound.source(name, entry, self._slice_bytes)
             if source is None:
                 source = source_of(entry, self._slice_bytes, copy=copy, memory=self._engine.memory)
                 copies.append(source)
             sources.append(source)
-        if copy and copies:
+        if copies and (copy or rows):
             self._budget.take(copies, reservation)
         return sources
 
     def rooms(
-        self, keys: KeyList, value: Any, compressing: Compressing, *, copy: bool, reservation: Reservation | None = None
+        self,
+        keys: KeyList,
+        value: Any,
+        compressing: Compressing,
+        *,
+        copy: bool,
+        reservation: Reservation | None = None,
+        rows: Sequence[Source] = (),
     ) -> tuple[list[Source], list[Room | None]]:
         """The same for values that are compressed: those with a room are to be encoded into it, and are no copies. The
         rooms count as copies do."""
-        check_no_tables(keys, value)
         sources: list[Source] = []
         rooms: list[Room | None] = []
-        taken = []
+        taken = list(rows)
         for name, entry in zip(keys.names, values_by_name(keys, value), strict=True):
             source = self._bound.source(name, entry, self._slice_bytes)
             is_bound = source is not None
@@ -83,7 +103,6 @@ class Arguments:
 
     def init_sources(self, keys: KeyList, value: Any, *, copy: bool) -> list[Source]:
         """The values to init keys with: copies of them do not count against the budget."""
-        check_no_tables(keys, value)
         return [source_of(entry, self._slice_bytes, copy=copy) for entry in values_by_name(keys, value)]
 
     def given_sources(self, values: Sequence[Array]) -> list[Source]:
@@ -92,6 +111,12 @@ class Arguments:
         for source in sources:
             self._budget.take([source])
         return sources
+
+    def new_table(self, description: RowSparse, merge: str) -> Source:
+        """What makes a table: its spec, with a part for each server, and no bytes."""
+        parts = self._engine.machine.view.settings.num_servers
+        spec = spec_of_table(description, parts=parts, slice_bytes=self._slice_bytes, merge=merge)
+        return Source(np.zeros(0, np.uint8), spec)
 
     def targets(self, keys: KeyList, out: Any) -> list[Target]:
         """The memory to write to."""

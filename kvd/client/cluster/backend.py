@@ -20,7 +20,7 @@ from kvd.client.cluster.nodes import ClusterNodes
 from kvd.client.cluster.rounds import ClusterRounds
 from kvd.client.cluster.snapshots import ClusterSnapshots
 from kvd.client.cluster.steps import program_steps
-from kvd.client.cluster.tables import NoTables
+from kvd.client.cluster.tables import ClusterTables
 from kvd.client.cluster.updates import ClusterUpdates
 from kvd.client.cluster.values import ClusterValues
 from kvd.config import Config, Loaded
@@ -96,9 +96,9 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
     budget = MemoryBudget(config.memory_bound_bytes(), config.request_timeout_s)
     arguments = Arguments(engine, bound, budget, unobserved, settings.slice_bytes)
     steps = program_steps(engine, is_sync=sync)
-    assignments = ClusterAssignments(
-        engine, arguments, unobserved, steps, facts.rank, sync, absence_counts=sync or settings.staleness >= 0
-    )
+    tables = ClusterTables(engine, arguments)
+    absence_counts = sync or settings.staleness >= 0
+    assignments = ClusterAssignments(engine, arguments, unobserved, steps, facts.rank, sync, absence_counts, tables)
     restored = RestoredKeys()
     compression = GradientCompression(
         facts.rank, facts.restarted, lambda name: int(engine.submit(requests.ClockOf(name)).result())
@@ -107,11 +107,11 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
     return Backend(
         facts=facts,
         values=ClusterValues(
-            engine, arguments, bound, unobserved, steps, restored, facts.rank, config.check_bound, compression
+            engine, arguments, bound, unobserved, steps, restored, facts.rank, config.check_bound, compression, tables
         ),
-        tables=NoTables(),
+        tables=tables,
         assignments=assignments,
-        deletion=ClusterDeletion(engine, arguments, bound, assignments, restored, unobserved, compression),
+        deletion=ClusterDeletion(engine, arguments, bound, assignments, restored, unobserved, compression, tables),
         binding=ClusterBinding(engine, arguments, bound),
         rounds=ClusterRounds(engine, unobserved, steps),
         steps=steps,

@@ -7,6 +7,7 @@ from typing import Any
 from kvd.client.calls.bound_arrays import BoundArrays, bind_result
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList
+from kvd.client.calls.tables import table_error
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.engine import Engine
@@ -28,6 +29,9 @@ class ClusterBinding:
 
     async def _bind(self, names: list[str]) -> list[BoundArrays]:
         specs = {name: await self._engine.call(requests.DescribeKey(name)) for name in names}
+        for name, spec in specs.items():
+            if spec.table is not None:
+                raise table_error(self._engine.written.of(name))
         made = self._bound.add(specs, self._engine.memory)
         if made:
             weights = [arrays.weight for arrays in made.values()]

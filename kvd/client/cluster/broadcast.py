@@ -11,10 +11,12 @@ from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.program_steps import ProgramSteps
+from kvd.client.calls.tables import check_whole
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Array, Source, Target
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.tables import ClusterTables
 from kvd.client.cluster.transfers import absence, assignment, nothing, pull_into, pulled
 from kvd.core import requests
 from kvd.core.membership import in_words, name_of
@@ -56,6 +58,7 @@ class ClusterAssignments:
         rank: int,
         sync: bool,
         absence_counts: bool,
+        tables: ClusterTables,
     ) -> None:
         self._engine = engine
         self._arguments = arguments
@@ -64,6 +67,7 @@ class ClusterAssignments:
         self._rank = rank
         self._sync = sync
         self._absence_counts = absence_counts
+        self._tables = tables
         self._replays: dict[str, int] = {}  # by key: how many broadcasts this process has made there
 
     def assign(self, values: Mapping[str, Array], absent: Sequence[str]) -> None:
@@ -87,6 +91,7 @@ class ClusterAssignments:
     def broadcast(self, key: Any, value: Any, out: Any, priority: int, reservation: Reservation | None) -> Handle:
         keys = self._arguments.named(key)
         keys.check_distinct("broadcast")
+        check_whole(keys, value, "broadcast", self._tables.is_table)
         names, out = keys.names, value if out is None else out
         priority, _ = checks.priority_and_samples(priority)
         targets = self._arguments.targets(keys, out)

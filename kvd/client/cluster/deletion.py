@@ -12,6 +12,7 @@ from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.broadcast import ClusterAssignments
 from kvd.client.cluster.compression import GradientCompression
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.tables import ClusterTables
 from kvd.client.cluster.transfers import nothing
 from kvd.core import requests
 
@@ -28,6 +29,7 @@ class ClusterDeletion:
         restored: RestoredKeys,
         unobserved: UnobservedErrors,
         compression: GradientCompression,
+        tables: ClusterTables,
     ) -> None:
         self._engine = engine
         self._arguments = arguments
@@ -36,6 +38,7 @@ class ClusterDeletion:
         self._restored = restored
         self._watched = unobserved.watch
         self._compression = compression
+        self._tables = tables
 
     def delete(self, key: Any) -> Handle:
         names = self._arguments.named(key).names
@@ -46,4 +49,5 @@ class ClusterDeletion:
         self._assignments.forget(names)
         self._restored.forget(names)
         self._compression.forget(names)
+        self._tables.forget(names)
         return self._watched(names, handle)

@@ -27,7 +27,7 @@ from kvd.core.placement import shard_of
 from kvd.core.requests import Item
 from kvd.errors import ConnectError, KeyNotFound, KvdError, NotAllowed, RequestTimeout
 from kvd.protocol.messages import NO_RUN, Command, EndRun, KeyEntry, MemberState, Shutdown, StatusQuery
-from kvd.protocol.specs import DTYPES, KeySpec
+from kvd.protocol.specs import ANY_ROW, DTYPES, KeySpec
 
 SAME_VERSION_TRIES = 4
 VIEW_PAUSE_S = 0.005
@@ -134,7 +134,9 @@ class Observer:
 
     def keys(self) -> list[dict[str, Any]]:
         """Every key, by name: dtype, shape, merge ("" where there are no rounds), version, slices, bytes, the shard of
-        its first slice, and its servers."""
+        its first slice, and its servers. Of a table, the bytes are those that it takes now; `shape` begins with its
+        rows, None if any row id may come, and `updated_rows` counts those that take memory. Of other keys that is
+        None."""
         rows: dict[str, dict[str, Any]] = {}
         for rank, entry in self._engine.run(list_keys(self._engine)).result():
             self._add_entry(rows, rank, entry)
@@ -142,16 +144,19 @@ class Observer:
 
     def _add_entry(self, rows: dict[str, dict[str, Any]], rank: int, entry: KeyEntry) -> None:
         itemsize, settings = DTYPES[entry.dtype].itemsize, self._engine.machine.view.settings
+        table = entry.table
+        bound = () if table is None else (None if table.rows == ANY_ROW else table.rows,)
         row = rows.setdefault(
             entry.key,
             {
                 "key": entry.key,
                 "dtype": entry.dtype,
-                "shape": list(entry.shape),
+                "shape": [*bound, *entry.shape],
                 "merge": (entry.merge or settings.merge or "sum") if settings.mode == "sync" else "",
                 "version": entry.version,
                 "slices": 0,
-                "bytes": int(np.prod(entry.shape, dtype=np.int64)) * itemsize,
+                "bytes": 0 if table is not None else int(np.prod(entry.shape, dtype=np.int64)) * itemsize,
+                "updated_rows": None if table is None else 0,
                 "shard": shard_of(entry.key, 0, len(self._engine.machine.view.shards)),
                 "servers": [],
             },
@@ -159,6 +164,9 @@ class Observer:
         row["version"] = min(row["version"], entry.version)
         row["slices"] += entry.slices
         row["servers"].append(rank)
+        if table is not None:
+            row["bytes"] += entry.bytes_led
+            row["updated_rows"] += table.updated
 
     # ── values ──
 
@@ -203,6 +211,10 @@ class Observer:
             if self._engine.session.run != NO_RUN or not self._engine.run(self._in_a_run(deadline)).result():
                 raise
             return self._specs(names, deadline)
+        for name, spec in found.items():
+            if spec.table is not None:
+                text = f"key {name!r} is a table, of which only workers read rows, with row_sparse_pull"
+                raise NotAllowed(text, key=name)
         self._known.update(found)
         return [self._known[name] for name in names]
 

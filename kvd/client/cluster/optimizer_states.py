@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvd.client.calls.optimizer_state_file import OptimizerStateFile
-from kvd.client.cluster.answers import list_keys
+from kvd.client.cluster.answers import check_no_tables, list_keys
 from kvd.client.cluster.engine import Engine
 from kvd.core import requests
 from kvd.errors import NotAllowed
@@ -35,7 +35,9 @@ async def fetch_states(engine: Engine, path: Path, dump_optimizer: bool) -> None
         raise NotAllowed("no optimizer is set, so there is no state to save: call set_optimizer first")
     if dump_optimizer:
         content.optimizer = optimizer
-    for key in sorted({entry.key for _, entry in await list_keys(engine)}):
+    entries = [entry for _, entry in await list_keys(engine)]
+    check_no_tables(engine, entries, "the file of optimizer states does not hold those of")
+    for key in sorted({entry.key for entry in entries}):
         content.steps[key], content.arrays[key] = await fetch_state(engine, key)
     await asyncio.to_thread(content.write, path)  # a large file takes a while, and the loop has heartbeats to send
 
@@ -104,7 +106,7 @@ async def store_states(engine: Engine, path: Path) -> None:
 
 async def try_optimizer(engine: Engine, optimizer: Optimizer, timeout_s: float | None = None) -> None:
     """Raises an error if one of the servers could not use the optimizer: then none is told to. Of most, each can."""
-    if optimizer.needs_whole_keys or optimizer.compensates_delay:
+    if optimizer.needs_whole_keys or optimizer.compensates_delay or not optimizer.updates_rows:
         await engine.call(requests.Control((SetOptimizer(0, to_wire(optimizer), is_trial=True),)), timeout_s)
 
 

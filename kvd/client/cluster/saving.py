@@ -14,7 +14,7 @@ import numpy as np
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.values import Array
 from kvd.client.cluster.ahead import one_ahead
-from kvd.client.cluster.answers import list_keys
+from kvd.client.cluster.answers import check_no_tables, list_keys
 from kvd.client.cluster.captures import Captures, Whole
 from kvd.client.cluster.engine import Engine
 from kvd.compute.tensors import named_dtype
@@ -101,7 +101,9 @@ class SnapshotSaver:
 
     async def _specs(self, deadline: Deadline) -> dict[str, KeySpec]:
         """The keys that are live, by name."""
-        names = sorted({entry.key for _, entry in await list_keys(self._engine) if entry.live})
+        entries = [entry for _, entry in await list_keys(self._engine) if entry.live]
+        check_no_tables(self._engine, entries, "a snapshot does not hold")
+        names = sorted({entry.key for entry in entries})
         if not names:
             job = self._engine.config.job
             raise NotAllowed(f"job {job!r} has no keys, so there is nothing to save: kvd jobs lists those that have")

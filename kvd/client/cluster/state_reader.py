@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvd.client.calls.values import fresh_target
-from kvd.client.cluster.answers import list_keys
+from kvd.client.cluster.answers import check_no_tables, list_keys
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.optimizer_states import fetch_optimizer, fetch_state
 from kvd.client.cluster.transfers import pull_into
@@ -48,11 +48,13 @@ class StateReader:
         """Looks up which keys there are.
 
         Raises:
-            NotAllowed: the slices of a key differ: others push.
+            NotAllowed: the slices of a key differ: others push; or a key is a table.
         """
         optimizer = await fetch_optimizer(engine)
         clocks: dict[str, int] = {}
-        for _, entry in sorted(await list_keys(engine), key=lambda found: found[1].key):
+        entries = sorted((entry for _, entry in await list_keys(engine)), key=lambda entry: entry.key)
+        check_no_tables(engine, entries, "a snapshot does not hold")
+        for entry in entries:
             if clocks.setdefault(entry.key, entry.version) != entry.version:
                 raise NotAllowed(CHANGED, key=entry.key)
         looked_up = await some_at_once([partial(engine.call, requests.DescribeKey(name)) for name in clocks])

@@ -1,29 +1,209 @@
-"""Tables in a cluster: there are none yet, and whoever asks for one is told so."""
+"""Tables in a cluster: their rows lie on the servers, each of which has a part of every table."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from kvd.client.calls import checks
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList, key_list
-from kvd.client.calls.tables import has_tables
-from kvd.errors import NotAllowed
+from kvd.client.calls.tables import (
+    WantedRows,
+    has_tables,
+    may_be_pairs,
+    no_table_error,
+    pulled_rows,
+    rows_of,
+    wanted_rows,
+)
+from kvd.client.calls.values import Array, Source
+from kvd.client.cluster.arguments import Arguments
+from kvd.client.cluster.engine import Engine
+from kvd.core import requests
+from kvd.core.requests import Item
+from kvd.errors import NotAllowed, RemoteError
+from kvd.protocol.specs import ROW_ID_BYTES, KeySpec
+from kvd.tables.by_part import ids_in_parts, rows_in_parts
+from kvd.tables.description import RowSparse
+from kvd.tables.row_values import Ids, rows_for
+from kvd.tables.wire import table_of_spec
+from kvd.transport.base import MAX_PAYLOAD_BYTES
 
-_TEXT = "a cluster has no tables yet: make them in a store of type local or device"
+
+class KnownTable(NamedTuple):
+    """What a worker knows of a table."""
+
+    spec: KeySpec
+    description: RowSparse
 
 
-class NoTables:
-    """The part of a store that has no tables."""
+class PushedTable(NamedTuple):
+    """The rows of one table that a push brings, and what goes to each of its parts."""
+
+    name: str
+    source: Source
+    ranges: tuple[tuple[int, int], ...]
+
+    def item(self) -> Item:
+        """The item of the request."""
+        return Item(self.name, self.source.spec, self.source.data, ranges=self.ranges)
+
+
+class ClusterTables:
+    """A worker asks once for a key of which it does not know whether it is a table: that waits for an answer. Later
+    calls do not."""
+
+    def __init__(self, engine: Engine, arguments: Arguments) -> None:
+        self._engine = engine
+        self._arguments = arguments
+        self._tables: dict[str, KnownTable] = {}
+        self._others: set[str] = set()  # keys that are no tables
+        self._inited: set[str] = set()  # keys that this process wanted to make as tables
+
+    # ── which keys are tables ──
+
+    def unknown(self, key: Any, value: Any) -> Handle | None:
+        """See `Tables.unknown`."""
+        keys = key_list(key)
+        if value is not None and not has_tables(keys, value) and not may_be_pairs(keys, value):
+            return None
+        names = [name for name in keys.names if name not in self._tables and name not in self._others]
+        return Handle(self._engine.run(self._ask(names))) if names else None
+
+    async def _ask(self, names: Sequence[str]) -> None:
+        for name in names:
+            with suppress(RemoteError):  # the call that follows meets it again
+                self._note(name, await self._engine.call(requests.DescribeKey(name)))
+
+    def is_table(self, name: str) -> bool:
+        """Whether the key is known to be a table."""
+        return name in self._tables
+
+    def note_init(self, names: Sequence[str]) -> None:
+        """An init makes these keys as tables, if it goes well."""
+        self._inited.update(names)
+
+    def are_pushed(self, keys: KeyList, value: Any) -> bool:
+        """Whether a push of this value goes to tables, among others."""
+        if has_tables(keys, value):
+            return True
+        are_pairs = may_be_pairs(keys, value)
+        for name in keys.names if are_pairs or self._inited else ():
+            if name not in self._tables and name not in self._others and (are_pairs or name in self._inited):
+                with suppress(RemoteError):
+                    self._note(name, self._engine.submit(requests.DescribeKey(name)).result())
+        return bool(self._tables) and any(map(self.is_table, keys.names))
+
+    def forget(self, names: Sequence[str]) -> None:
+        """The keys are deleted: others may get their names."""
+        for name in names:
+            self._tables.pop(name, None)
+            self._others.discard(name)
+            self._inited.discard(name)
+
+    def _known(self, name: str) -> KnownTable:
+        """Raises KeyNotFound, or NotAllowed if the key is no table."""
+        if name not in self._tables:
+            self._note(name, self._engine.submit(requests.DescribeKey(name)).result())
+        if name not in self._tables:
+            raise no_table_error(self._engine.written.of(name))
+        return self._tables[name]
+
+    def _note(self, name: str, spec: KeySpec) -> None:
+        if spec.table is None:
+            self._others.add(name)
+        else:
+            self._tables[name] = KnownTable(spec, table_of_spec(spec))
+
+    # ── rows to push ──
+
+    def rows(self, values: Sequence[tuple[str, Any]], *, cast: bool) -> list[PushedTable]:
+        """The rows that a call pushes to each of these tables, in memory of their own.
+
+        Raises:
+            KeyNotFound: nobody made a table.
+            NotAllowed: a key is no table; or more rows go to a server than a message carries.
+            What `rows_for` raises.
+        """
+        written = self._engine.written
+        checked = [
+            (name, rows_for(self._known(name).description, written.of(name), value, cast=cast))
+            for name, value in values
+        ]
+        pushed = []
+        for name, rows in checked:
+            spec = self._tables[name].spec
+            data, ranges = rows_in_parts(rows, spec.num_slices, self._engine.memory)
+            self._check_size(name, max(nbytes for _, nbytes in ranges), "push")
+            pushed.append(PushedTable(name, Source(data, spec), ranges))
+        return pushed
+
+    def _check_size(self, name: str, nbytes: int, call: str) -> None:
+        if nbytes > MAX_PAYLOAD_BYTES:
+            key = self._engine.written.of(name)
+            text = f"of table {key!r} this {call} has {nbytes >> 20} MiB for one server, and a message carries at most"
+            raise NotAllowed(f"{text} {MAX_PAYLOAD_BYTES >> 20} MiB: {call} the rows in pieces", key=key)
+
+    # ── rows to pull ──
 
     def row_sparse_pull(self, key: Any, row_ids: Any, out: Any, priority: int) -> Handle:
-        """Raises NotAllowed."""
-        key_list(key)
-        checks.priority_and_samples(priority)
-        raise NotAllowed(_TEXT)
+        """See `Tables.row_sparse_pull`."""
+        keys = self._arguments.named(key)
+        priority, _ = checks.priority_and_samples(priority)
+        try:
+            wanted = wanted_rows(
+                keys, row_ids, out, lambda name: self._known(name).description, self._engine.written.of
+            )
+            pulls = [self._pull(name, [entry for entry in wanted if entry.name == name]) for name in keys.names]
+        except RemoteError as error:
+            return Handle.failed(self._engine.written.restored(error))
+        items = tuple([pull.item for pull in pulls])
+        transfer = requests.Transfer(items, push=False, pull=True, priority=priority, some_rows=True)
+
+        def finish(_: Any) -> Any:
+            for pull in pulls:
+                pull.spread()
+            return pulled_rows(keys, wanted, out)
+
+        return Handle(self._engine.submit(transfer), finish, "row_sparse_pull", self._engine.wait)
+
+    def _pull(self, name: str, wanted: Sequence[WantedRows]) -> _Pull:
+        spec, description = self._tables[name]
+        asked = ids_in_parts(_joined([entry.ids for entry in wanted]), spec.num_slices)
+        most = max(nbytes for _, nbytes in asked.ranges) // ROW_ID_BYTES
+        self._check_size(name, most * max(spec.row_nbytes, ROW_ID_BYTES), "pull")
+        ids = self._engine.memory(asked.ids.nbytes)
+        ids.view(np.int64)[:] = asked.ids
+        rows = np.empty(len(asked.ids) * spec.row_nbytes, np.uint8)
+        return _Pull(Item(name, spec, ids, rows, ranges=asked.ranges), description, asked.where, wanted)
 
 
-def check_no_tables(keys: KeyList, value: Any) -> None:
-    """Raises NotAllowed if the call has a value that only a table takes."""
-    if has_tables(keys, value):
-        raise NotAllowed(_TEXT)
+class _Pull(NamedTuple):
+    """The rows of one table that a call pulls.
+
+    Attributes:
+        where: the place of each wanted row among those that are pulled.
+        wanted: for each place of the key in the list.
+    """
+
+    item: Item
+    description: RowSparse
+    where: np.ndarray[Any, np.dtype[np.intp]]
+    wanted: Sequence[WantedRows]
+
+    def spread(self) -> None:
+        """Writes the rows, which have arrived, to where they are wanted."""
+        rows: Array = self.item.target.view(self.description.numpy_dtype).reshape(-1, self.description.width)
+        first = 0
+        for _, ids, target in self.wanted:
+            where = self.where[first : first + len(ids)]
+            np.take(rows, where, axis=0, out=rows_of(target, self.description), mode="clip")
+            first += len(ids)
+
+
+def _joined(lists: Sequence[Ids]) -> Ids:
+    return lists[0] if len(lists) == 1 else np.concatenate(lists)

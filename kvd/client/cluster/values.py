@@ -14,6 +14,7 @@ from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.merging import MergeChoice, own_merges, with_merge
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_keys import RestoredKeys
+from kvd.client.calls.tables import check_descriptions, check_whole, parted
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Array, Target, check_alike, fresh_target, pulled_values
 from kvd.client.cluster.arguments import Arguments
@@ -21,6 +22,7 @@ from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.compression import GradientCompression
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.pushed_values import CompressedValues, PushedValues
+from kvd.client.cluster.tables import ClusterTables, PushedTable
 from kvd.client.cluster.transfers import nothing, pull_into, pulled
 from kvd.core import requests
 from kvd.core.requests import Item
@@ -35,7 +37,7 @@ class ClusterValues:
         restored: the keys that this worker has restored.
         rank: the rank of this worker; rank 0 makes the keys.
         check_bound: whether the end of a push tells if its bound gradients were written to.
-        compression: of what is pushed.
+        compression: of what is pushed, but for rows of tables.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class ClusterValues:
         rank: int,
         check_bound: bool,
         compression: GradientCompression,
+        tables: ClusterTables,
     ) -> None:
         self._engine = engine
         self._arguments = arguments
@@ -57,14 +60,21 @@ class ClusterValues:
         self._restored = restored
         self._rank = rank
         self._compression = compression
+        self._tables = tables
         self._submit_push = bound.verified(engine.submit) if check_bound else engine.submit
 
     def init(self, key: Any, value: Any, merge: MergeChoice = None) -> Handle:
         keys = self._arguments.named(key)
         keys.check_distinct("init")
-        names = keys.names
-        sources = self._arguments.init_sources(keys, value, copy=self._rank == 0)  # only these are sent
-        sources = with_merge(keys, keys.names, sources, own_merges(keys, merge))
+        names, values, tables = parted(keys, value, lambda _: False)
+        merges = own_merges(keys, merge)
+        is_sent = self._rank == 0
+        sources = self._arguments.init_sources(KeyList(names, True), values, copy=is_sent)
+        sources = with_merge(keys, names, sources, merges)
+        check_descriptions(tables)
+        sources += [self._arguments.new_table(description, merges.get(name, "")) for name, description in tables]
+        self._tables.note_init([name for name, _ in tables])
+        names += [name for name, _ in tables]
         try:
             default = self._engine.machine.view.settings.merge
             to_make = self._restored.to_make(names, [spec for _, spec in sources], default)
@@ -79,13 +89,22 @@ class ClusterValues:
         keys = self._arguments.named(key)
         names = keys.names
         priority, samples = checks.priority_and_samples(priority, samples)
-        pushed = self._pushed(keys, value, cast, copy=True, reservation=reservation)
+        rows: Sequence[PushedTable] = ()
+        whole = keys
+        if self._tables.are_pushed(keys, value):
+            whole_names, value, tables = parted(keys, value, self._tables.is_table)
+            whole = KeyList(whole_names, True)
+            try:
+                rows = self._tables.rows(tables, cast=cast)
+            except RemoteError as error:
+                return self._watched(names, Handle.failed(self._engine.written.restored(error)))
+        pushed = self._pushed(whole, value, cast, copy=True, reservation=reservation, rows=rows)
         if not names:
             return Handle.of(None)
         if not self._steps.take_pushes(names):
             return Handle.of(None)
         transfer = requests.Transfer(
-            pushed.items([None] * len(names)),
+            (*pushed.items([None] * len(whole.names)), *(table.item() for table in rows)),
             push=True,
             pull=False,
             priority=priority,
@@ -94,17 +113,28 @@ class ClusterValues:
             place=self._steps.place,
             some_encoded=pushed.some_encoded,
             sets_out=pushed.sets_out,
+            some_rows=bool(rows),
         )
         return self._watched(names, Handle(self._submit_push(transfer), nothing, "push", self._engine.wait))
 
     def _pushed(
-        self, keys: KeyList, value: Any, cast: bool, *, copy: bool, reservation: Reservation | None
+        self,
+        keys: KeyList,
+        value: Any,
+        cast: bool,
+        *,
+        copy: bool,
+        reservation: Reservation | None,
+        rows: Sequence[PushedTable] = (),
     ) -> PushedValues:
-        """What a push brings. With `cast` it travels as the program has it, and is not compressed."""
+        """What a push brings, besides rows of tables. With `cast` it travels as the program has it, and is not
+        compressed."""
         compressing = None if cast else self._compression.current
+        also = [table.source for table in rows]
         if compressing is None:
-            return PushedValues(keys.names, self._arguments.sources(keys, value, copy=copy, reservation=reservation))
-        sources, rooms = self._arguments.rooms(keys, value, compressing, copy=copy, reservation=reservation)
+            sources = self._arguments.sources(keys, value, copy=copy, reservation=reservation, rows=also)
+            return PushedValues(keys.names, sources)
+        sources, rooms = self._arguments.rooms(keys, value, compressing, copy=copy, reservation=reservation, rows=also)
         if not any(rooms):
             return PushedValues(keys.names, sources)
         return CompressedValues(keys.names, sources, rooms, self._compression, compressing)
@@ -152,6 +182,7 @@ class ClusterValues:
         keys = self._arguments.named(key)
         names, out = keys.names, value if out is None else out
         priority, samples = checks.priority_and_samples(priority, samples)
+        check_whole(keys, value, "pushpull", self._tables.is_table)
         outs = CastOuts(keys, out) if cast else None
         targets = [] if cast else self._arguments.targets(keys, out)
         pushed = self._pushed(keys, value, cast, copy=copy, reservation=reservation)

@@ -52,6 +52,7 @@ class KVStore(StoreProperties):
         return self._backend.values.init(key, value, merge)
 
     async def push(self, key: Any, value: Any, priority: int = 0, *, samples: int = 1, cast: bool = False) -> Handle:
+        await self._find_out(key, value)
         return await _when_there_is_room(
             lambda reservation: self._backend.values.push(key, value, priority, samples, reservation, cast)
         )
@@ -70,10 +71,17 @@ class KVStore(StoreProperties):
         return self._backend.values.pull(key, out, priority, cast)
 
     async def row_sparse_pull(self, key: Any, row_ids: Any, out: Any = None, priority: int = 0) -> Any:
+        await self._find_out(key)
         return await self._backend.tables.row_sparse_pull(key, row_ids, out, priority)
 
     def row_sparse_pull_async(self, key: Any, row_ids: Any, out: Any = None, priority: int = 0) -> Handle:
         return self._backend.tables.row_sparse_pull(key, row_ids, out, priority)
+
+    async def _find_out(self, key: Any, value: Any = None) -> None:
+        """Waits until it is known which keys are tables, if a call needs to know."""
+        unknown = self._backend.tables.unknown(key, value)
+        if unknown is not None:
+            await unknown
 
     async def bind(self, key: Any) -> Any:
         return await self._backend.binding.bind(key)

@@ -53,7 +53,8 @@ class KVStore(StoreProperties, KVStoreBase):
         """Makes the key with rank 0's value; returns when every worker may pull it.
 
         In place of an array the value may be a `kvd.RowSparse`, which makes a table: pushes of `kvd.RowSparseArray` and
-        `row_sparse_pull` name its rows. Types `local` and `device` have tables; a cluster has none yet.
+        `row_sparse_pull` name its rows. A cluster keeps a part of its rows on every server; it has tables only with
+        ``replicas=1``.
 
         Args:
             merge: how the pushes of a round become one: ``"sum"``, ``"mean"``, or ``"weighted"`` by their samples;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvd.client.calls.backend import StoreFacts
 
-CAPABILITIES = {"optimizer": True, "compression": True, "row_sparse": False, "bind": True}
+CAPABILITIES = {"optimizer": True, "compression": True, "row_sparse": True, "bind": True}
 
 
 class StoreProperties:

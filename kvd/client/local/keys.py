@@ -15,12 +15,12 @@ from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList, WrittenKeys, key_list, missing
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.restored_keys import RestoredKeys
-from kvd.client.calls.tables import table_error
+from kvd.client.calls.tables import table_error, unsupported_error
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Array, Source
 from kvd.compute.optimizers import SliceState
 from kvd.compute.tensors import named_dtype
-from kvd.errors import KvdError, NotAllowed
+from kvd.errors import KvdError
 from kvd.protocol.specs import KeySpec
 from kvd.tables.table import Table
 
@@ -147,9 +147,7 @@ class LocalKeys:
     def check_no_tables(self, what: str) -> None:
         """Raises NotAllowed, whose text begins with `what`, if there are tables, which this cannot be done with."""
         for name in self.tables:
-            key = self.written.of(name)
-            text = f"{what} tables yet, and key {key!r} is one: read its rows with row_sparse_pull, or delete it"
-            raise NotAllowed(text, key=key)
+            raise unsupported_error(self.written.of(name), what)
 
     def drop(self, name: str) -> None:
         """The key is gone."""

@@ -60,6 +60,9 @@ class LocalTables:
 
         return self._keys.answered(work)
 
+    def unknown(self, key: Any, value: Any) -> None:
+        """See `Tables.unknown`."""
+
     def _entry(self, name: str) -> TableEntry:
         entry = self._keys.tables.get(name)
         if entry is None:

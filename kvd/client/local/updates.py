@@ -22,6 +22,7 @@ from kvd.core.push_policy import is_updated, push_error
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer, with_hyperparameters
 from kvd.protocol.messages import ADD
+from kvd.tables.contributions import Contributed, merged_rows
 from kvd.tables.row_values import Rows
 
 
@@ -79,8 +80,10 @@ class LocalUpdates:
     def apply_rows(self, name: str, entry: TableEntry, pushed: Rows, samples: int) -> None:
         """Updates rows of a table, which was checked."""
         ids, rows = pushed
-        if (entry.merge or self.merge) == "weighted" and samples == 0:  # it does not count, whatever it holds
-            ids, rows = ids[:0], rows[:0]
+        if (entry.merge or self.merge) == "weighted":  # of a sum and of a mean, nothing is left to calculate
+            description = entry.table.description
+            given = Contributed(pushed, samples)
+            ids, rows = merged_rows([given], "weighted", description.width, description.numpy_dtype)
         if self._optimizer is None:
             entry.table.assign(ids, rows)
         else:

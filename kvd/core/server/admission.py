@@ -17,7 +17,17 @@ from kvd.core.push_policy import push_error
 from kvd.core.server.progress import PushRequest, Refusal
 from kvd.core.server.rounds import PushStatus
 from kvd.core.server.targets import PushTarget
-from kvd.protocol.messages import ABSENT, ErrorCode, NotYet, NotYetReason, Push, PushBatch, Refused, Taken
+from kvd.protocol.messages import (
+    ABSENT,
+    MAX_TEXT_CHARS,
+    ErrorCode,
+    NotYet,
+    NotYetReason,
+    Push,
+    PushBatch,
+    Refused,
+    Taken,
+)
 from kvd.protocol.specs import payload_nbytes
 
 
@@ -74,6 +84,7 @@ def admit(
     *,
     is_full: bool,
     is_apart: bool = False,
+    memory_error: str = "",
 ) -> list[Decision] | Answer:
     """A decision for each target if the push is let in; else the answer, and nothing of it is taken.
 
@@ -82,6 +93,7 @@ def admit(
         is_apart: the rounds go on without this worker: of its pushes, those count that were counted before.
         merge: the cluster's setting.
         is_full: whether MAX_PENDING requests wait, or too many of the sender.
+        memory_error: why there is no memory for what it brings; empty if there is.
     """
     brings_bytes = push.how != ABSENT and not push.probe
     expected_nbytes = payload_nbytes([target.nbytes for target in targets]) if brings_bytes else 0
@@ -98,6 +110,9 @@ def admit(
             if answer is not None:
                 return _remembered(answer, request, rank, targets)
         decisions.append(decision)
+    if memory_error and Decision.STAGE in decisions:
+        refused = Refused(push.request, ErrorCode.NOT_ALLOWED, memory_error[:MAX_TEXT_CHARS], targets[0].group.key)
+        return _remembered(refused, request, rank, targets)
     if is_full and not all(target.group.log.committed_clock(rank) >= target.clock for target in targets):
         text = "too many requests wait already: try again"
         if Decision.STAGE not in decisions:

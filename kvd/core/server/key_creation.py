@@ -20,13 +20,11 @@ from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.groups import Slice
 from kvd.core.server.images import install_of, packs
 from kvd.core.server.keys import MAX_SLICES, KeyTable
-from kvd.core.server.memory import ServerMemory
+from kvd.core.server.memory_use import MemoryUse
+from kvd.core.server.optimizer_fit import unfit_error
 from kvd.core.server.records import LED_ELSEWHERE, Records
 from kvd.core.server.rounds import SliceLog
-from kvd.core.server.whole_keys import whole_key_error
 from kvd.core.session import SchedulerSession
-from kvd.errors import NotAllowed
-from kvd.optimizer import Optimizer
 from kvd.protocol.messages import (
     MAX_TEXT_CHARS,
     Done,
@@ -38,9 +36,6 @@ from kvd.protocol.messages import (
     Refused,
 )
 from kvd.protocol.specs import KeySpec, padded
-
-COPIES = 3  # of each slice that a server leads: the version, the one before, and the one that is being made
-HELD_COPIES = 5  # of each slice that it holds for another: the same, and two records
 
 
 class _New(NamedTuple):
@@ -79,7 +74,6 @@ class KeyCreation:
 
     Args:
         take_away: removes the slices of a key that was deleted.
-        held_nbytes: bytes of the slices that this server holds for others.
     """
 
     def __init__(
@@ -90,10 +84,9 @@ class KeyCreation:
         attachments: Attachments,
         control: ServerControl,
         take_away: Callable[[str], list[tuple[int, HoldDropped]]],
-        memory: ServerMemory,
+        memory: MemoryUse,
         records: Records,
         elsewhere: Elsewhere,
-        held_nbytes: Callable[[], int],
     ) -> None:
         self._session = session
         self._view = session.view
@@ -105,10 +98,8 @@ class KeyCreation:
         self._memory = memory
         self._records = records
         self._elsewhere = elsewhere
-        self._held_nbytes = held_nbytes
         self._creating: set[tuple[str, int]] = set()  # slices whose Create is under way
         self._creating_keys = Counter[str]()  # how many of each key
-        self._creating_nbytes = 0
         self._holding: set[tuple[str, int]] = set()  # slices that a backup has yet to hold
 
     def init(self, event: Received, init: Init) -> None:
@@ -151,7 +142,7 @@ class KeyCreation:
         if not wanted:
             self._effects.send(event.peer, refused.answer(init.request))
             return
-        firsts = tuple([FirstBytes(new.key, new.slice_index, new.spec.dtype, new.span) for new in wanted])
+        firsts = tuple([_first_of(new) for new in wanted])
         self._effects.start_job(
             lambda job: Create(job, firsts), lambda done: self._created(event, init, wanted, refused, done)
         )
@@ -187,67 +178,16 @@ class KeyCreation:
         if new.num_slices > MAX_SLICES * settings.num_servers:
             text = f"key {new.key!r} has {new.num_slices} slices: choose a larger slice_bytes"
             return ErrorCode.NOT_ALLOWED, text
-        text = whole_key_error(self._control.optimizer, new.key, new.spec)
+        text = unfit_error(self._control.optimizer, new.key, new.spec)
+        if new.spec.table and settings.replicas > 1:
+            text = f"key {new.key!r} is a table, of which there are no replicas yet: start the cluster with replicas=1"
         if text:
             return ErrorCode.NOT_ALLOWED, text
         old = self._table.slices.get((new.key, new.slice_index))
-        led = self._table.bytes_led + self._creating_nbytes - (0 if old is None else old.nbytes)
-        demand = self._demand(led + self._still_to_come(new), self._held_nbytes())
+        nbytes = self._still_to_come(new) - (0 if old is None else old.nbytes)
         is_full = len(self._table.slices) + len(self._creating) >= MAX_SLICES
-        if is_full or not self._memory.grant(self._session.run, demand):
-            others = self._memory.of_others(self._session.run)
-            held = self._held_nbytes() * HELD_COPIES
-            of_replicas = f", {held >> 20} MiB of replicas" if held else ""
-            of_others = f", besides {others >> 20} MiB of other runs" if others else ""
-            limit = f"{self._memory.limit_bytes >> 20} MiB"
-            return ErrorCode.NOT_ALLOWED, (
-                f"key {new.key!r} would take {self._session.name} to {demand >> 20} MiB ({COPIES} copies, and "
-                f"{self._copies - COPIES} {self._other_copies}{of_replicas}), its limit is {limit}{of_others}: "
-                f"add servers, or raise memory_limit_bytes"
-            )
-        return None
-
-    @property
-    def _copies(self) -> int:
-        """How often a byte that is led may be held, staged contributions included."""
-        return self._copies_with(self._control.optimizer)
-
-    @property
-    def _other_copies(self) -> str:
-        """What all but COPIES of them are, in words."""
-        return "staged" if self._copies == self._copies_with(None) else "staged or pulled"
-
-    def _copies_with(self, optimizer: Optimizer | None) -> int:
-        settings = self._view.settings
-        copies = COPIES + settings.rounds_ahead * settings.most_workers + (settings.replicas - 1)
-        if optimizer is not None and optimizer.compensates_delay and not self._view.is_sync:
-            copies += settings.most_workers  # of what each has pulled
-        return copies
-
-    def _demand(self, led: int, held: int) -> int:
-        """Bytes in all, for so many that this server leads, and so many that it holds for others."""
-        return led * self._copies + held * HELD_COPIES
-
-    def check_memory_for(self, optimizer: Optimizer | None) -> None:
-        """Raises NotAllowed if this server has no memory for what an optimizer makes it keep of each worker."""
-        led = self._table.bytes_led + self._creating_nbytes
-        demand = led * self._copies_with(optimizer) + self._held_nbytes() * HELD_COPIES
-        if self._copies_with(optimizer) > self._copies and not self._memory.grant(self._session.run, demand):
-            raise NotAllowed(
-                f"{type(optimizer).__name__} keeps what each worker has pulled, which would take {self._session.name} "
-                f"to {demand >> 20} MiB; its limit is {self._memory.limit_bytes >> 20} MiB: add servers, raise "
-                f"memory_limit_bytes, or use SGD"
-            )
-
-    def give_back(self) -> None:
-        """Keys were deleted, or are led by another server: other runs may have their memory."""
-        led = self._table.bytes_led + self._creating_nbytes
-        self._memory.grant(self._session.run, self._demand(led, self._held_nbytes()))
-
-    def grant_held(self, nbytes: int) -> bool:
-        """Whether this server has memory to hold so many more bytes for others."""
-        led = self._table.bytes_led + self._creating_nbytes
-        return self._memory.grant(self._session.run, self._demand(led, self._held_nbytes() + nbytes))
+        text = self._memory.key_error(new.key, nbytes, is_full=is_full)
+        return (ErrorCode.NOT_ALLOWED, text) if text else None
 
     def _still_to_come(self, new: _New) -> int:
         """The bytes of this slice, and of the others if it is the first of its key that comes here: a key that does not
@@ -264,14 +204,14 @@ class KeyCreation:
     def _begin(self, new: _New) -> None:
         self._creating.add((new.key, new.slice_index))
         self._creating_keys[new.key] += 1
-        self._creating_nbytes += new.span.nbytes
+        self._memory.creating_nbytes += new.span.nbytes
 
     def _end(self, new: _New) -> None:
         self._creating.discard((new.key, new.slice_index))
         self._creating_keys[new.key] -= 1
         if not self._creating_keys[new.key]:
             del self._creating_keys[new.key]
-        self._creating_nbytes -= new.span.nbytes
+        self._memory.creating_nbytes -= new.span.nbytes
 
     def _created(
         self, event: Received, init: Init, wanted: Sequence[_New], refused: ListRefusals, done: JobDone
@@ -296,7 +236,7 @@ class KeyCreation:
                 refused.add(new.place, error.error, error.text, new.key)
         added: dict[int, list[tuple[_New, Slice]]] = {}
         for new, buffer in zip(wanted, done.result or (), strict=False):
-            unfit = whole_key_error(self._control.optimizer, new.key, new.spec)
+            unfit = unfit_error(self._control.optimizer, new.key, new.spec)
             if self._table.is_in_use(new.key):  # since it was asked
                 refused.add(new.place, *_in_use(new.key), new.key)
             elif unfit:  # it was set since then
@@ -357,7 +297,9 @@ class KeyCreation:
         """Raises AssertionError unless the slices that are being created are counted."""
         counted = Counter(key for key, _ in self._creating)
         assert counted == self._creating_keys, f"{counted} are being created, {self._creating_keys} are counted"
-        assert bool(self._creating) or self._creating_nbytes == 0, f"{self._creating_nbytes} bytes of nothing"
+        assert bool(self._creating) or self._memory.creating_nbytes == 0, (
+            f"{self._memory.creating_nbytes} bytes of nothing"
+        )
 
 
 def _slices_of(event: Received, init: Init) -> list[_New] | str:
@@ -380,6 +322,10 @@ def _slices_of(event: Received, init: Init) -> list[_New] | str:
     if len({(new.key, new.slice_index) for new in slices}) < len(slices):
         return "an init names the same slice twice"
     return slices
+
+
+def _first_of(new: _New) -> FirstBytes:
+    return FirstBytes(new.key, new.slice_index, new.spec.dtype, new.span, new.spec if new.spec.table else None)
 
 
 def _in_use(key: str) -> tuple[ErrorCode, str]:

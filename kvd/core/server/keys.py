@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import count
 
+from kvd.core.machine import TableVersion
 from kvd.core.server.groups import FusedGroup, Slice, fused, parted
 from kvd.core.server.rounds import SliceLog
 from kvd.optimizer import Optimizer
-from kvd.protocol.messages import KeyEntry, KeyId, Made
+from kvd.protocol.messages import KeyEntry, KeyId, Made, TableEntry
 from kvd.protocol.specs import KeySpec
 
 MAX_SLICES = 1 << 20
@@ -37,6 +38,7 @@ class KeyTable:
         self.publishing = Counter[KeyId]()
         self.creation = 0
         self.bytes_led = 0
+        self._parts: set[Slice] = set()  # of tables
         self._indices: dict[str, list[int]] = {}
         self._sorted: list[str] | None = []  # the names of the keys; None if some came or went since the last listing
         self.numbers = count(1) if numbers is None else numbers
@@ -65,8 +67,22 @@ class KeyTable:
         indices.append(index)
         self.slices[key, index] = slice_
         self.groups[group.number] = group
-        self.bytes_led += slice_.nbytes
+        self._count(slice_)
         return slice_
+
+    @property
+    def table_nbytes(self) -> int:
+        """The memory of the parts of tables, which `bytes_led` does not have: it changes with each push."""
+        return sum([_version(slice_).nbytes for slice_ in self._parts]) if self._parts else 0
+
+    def _count(self, slice_: Slice) -> None:
+        self.bytes_led += slice_.nbytes
+        if slice_.spec.table:
+            self._parts.add(slice_)
+
+    def _uncount(self, slice_: Slice) -> None:
+        self.bytes_led -= slice_.nbytes
+        self._parts.discard(slice_)
 
     def _make_room(self, key: str, index: int, spec: KeySpec, creation: int) -> list[int]:
         """Forgets what a new slice replaces. Returns the list of the key's indices, which it is to join."""
@@ -90,7 +106,7 @@ class KeyTable:
         """The group leaves this table, as it is. A key is forgotten with the last of its slices."""
         for slice_ in group.slices:
             del self.slices[slice_.key, slice_.index]
-            self.bytes_led -= slice_.nbytes
+            self._uncount(slice_)
             indices = self._indices[slice_.key]
             indices.remove(slice_.index)
             if not indices:
@@ -104,7 +120,7 @@ class KeyTable:
             indices = self._make_room(slice_.key, slice_.index, slice_.spec, slice_.creation)
             indices.append(slice_.index)
             self.slices[slice_.key, slice_.index] = slice_
-            self.bytes_led += slice_.nbytes
+            self._count(slice_)
         self.groups[group.number] = group
 
     def _forget(self, key: str, index: int) -> None:
@@ -114,7 +130,7 @@ class KeyTable:
         slice_.group.is_gone = True
         del self.groups[slice_.group.number]
         del self.slices[key, index]
-        self.bytes_led -= slice_.nbytes
+        self._uncount(slice_)
 
     def remove(self, key: str) -> list[FusedGroup]:
         """Removes a key, whose groups are quiescent. Returns the groups that it had: some may wait for them."""
@@ -183,7 +199,7 @@ class KeyTable:
         room = PAGE_BYTES
         for key in keys[first : first + PAGE]:
             entry = self._entry(key)
-            room -= 4 * len(key) + 9 * len(entry.shape) + 73  # at most, as msgpack
+            room -= 4 * len(key) + 9 * len(entry.shape) + 92  # at most, as msgpack
             if entries and room < 0:
                 break
             entries.append(entry)
@@ -194,7 +210,11 @@ class KeyTable:
         spec = slices[0].spec
         version = min(slice_.log.version for slice_ in slices)
         nbytes = sum(slice_.nbytes for slice_ in slices)
-        return KeyEntry(key, spec.dtype, spec.shape, len(slices), nbytes, version, key in self.live, spec.merge)
+        table = None
+        if spec.table:
+            nbytes = sum([_version(slice_).nbytes for slice_ in slices])
+            table = TableEntry(spec.table.rows, sum([_version(slice_).rows for slice_ in slices]))
+        return KeyEntry(key, spec.dtype, spec.shape, len(slices), nbytes, version, key in self.live, spec.merge, table)
 
     # ── invariants ──
 
@@ -207,5 +227,14 @@ class KeyTable:
             assert group.slices[slice_.position] is slice_, f"slice {slice_.index} of {slice_.key!r} lies elsewhere"
         assert sum(len(group.slices) for group in self.groups.values()) == len(self.slices), "a slice is in two groups"
         assert sum(slice_.nbytes for slice_ in self.slices.values()) == self.bytes_led, "bytes_led is wrong"
+        parts = {slice_ for slice_ in self.slices.values() if slice_.spec.table}
+        assert parts == self._parts, "the parts of tables are not those that are here"
         for group in self.groups.values():
             group.log.validate()
+
+
+def _version(slice_: Slice) -> TableVersion:
+    """Of a part of a table."""
+    version = slice_.log.current
+    assert isinstance(version, TableVersion)
+    return version

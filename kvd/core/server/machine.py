@@ -45,6 +45,7 @@ from kvd.core.server.keys import KeyTable
 from kvd.core.server.late import LateWorkers
 from kvd.core.server.leadership import Leadership
 from kvd.core.server.memory import ServerMemory
+from kvd.core.server.memory_use import MemoryUse
 from kvd.core.server.optimizer_agreement import OptimizerAgreement
 from kvd.core.server.out_of_step import OutOfStep
 from kvd.core.server.participants import Participants
@@ -140,6 +141,13 @@ class ServerMachine:
         self._effects = effects = ServerEffects()
         batches = BatchTable()
         out_of_step = OutOfStep(session, effects)
+        use = MemoryUse(
+            session,
+            self.table,
+            memory or ServerMemory(settings.memory_limit_bytes),
+            lambda: replicas.nbytes,
+            lambda: self._control.optimizer,
+        )
         self._attachments = attachments = Attachments(session.view, self.table, effects)
         self._waiters = waiters = Waiters(effects)
         self._participants = participants = Participants(waiters, fail_on_loss=settings.fail_on_worker_loss)
@@ -155,7 +163,7 @@ class ServerMachine:
             session,
             self.table,
             effects,
-            lambda nbytes: creation.grant_held(nbytes),
+            use.grant_held,
             lambda partition: no_copy(partition, session.incarnation),
         )
         elsewhere = Elsewhere(session, effects, replicas.is_handing_over)
@@ -176,6 +184,7 @@ class ServerMachine:
             elsewhere.leaving,
             captures,
             LateWorkers(session, effects, participants),
+            use.row_error,
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(
@@ -188,10 +197,10 @@ class ServerMachine:
             elsewhere,
             session,
             pushes.advance,
-            lambda optimizer: creation.check_memory_for(optimizer),
+            use.check_for,
         )
         self._deletions = deletions = Deletions(
-            self.table, effects, attachments, participants, waiters, records, elsewhere, lambda: creation.give_back()
+            self.table, effects, attachments, participants, waiters, records, elsewhere, use.give_back
         )
         creation = KeyCreation(
             session,
@@ -200,10 +209,9 @@ class ServerMachine:
             attachments,
             control,
             deletions.take_away,
-            memory or ServerMemory(settings.memory_limit_bytes),
+            use,
             records,
             elsewhere,
-            lambda: replicas.nbytes,
         )
         keys = KeyRequests(session, self.table, effects, attachments, participants, records, elsewhere)
         pulls = Pulls(effects, attachments, targets, waiters, participants, disputes)

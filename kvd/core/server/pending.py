@@ -29,6 +29,7 @@ class Pending:
     closed: bool = False  # answered, or refused
     asked_first: Peer | None = None  # where it was asked first, if that was elsewhere
     opened_by: Peer | None = None  # whose share it takes, while it is open
+    row_ids: Span | None = None  # of a table: only these rows are wanted
 
     def asked_again(self, peer: Peer) -> None:
         """It came again, perhaps from elsewhere: the sender has a new connection, or somebody repeats its frames. The
@@ -77,7 +78,7 @@ class PendingTable:
 
     def close(self, pending: Pending) -> None:
         pending.closed = True
-        pending.spans = []
+        pending.spans, pending.row_ids = [], None
         peer = pending.opened_by
         if self._open.pop((pending.sender, pending.request), None) is not None and peer is not None:
             self._places.give_back(peer, 1)

@@ -1,8 +1,9 @@
-"""A pull on the server: resolve what it is about, then wait for the version and be answered (`waiting`)."""
+"""A pull on the server: resolve what it is about, then wait for the version and be answered (`waiting`). A pull of rows
+from a part of a table has them read first."""
 
 from __future__ import annotations
 
-from kvd.core.machine import Received
+from kvd.core.machine import Received, Span
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
@@ -52,18 +53,23 @@ class Pulls:
             self._wait_or_answer(event, pull.request, rank, targets)
 
     def pull_rows(self, event: Received, pull: PullRows) -> None:
-        """Tables are made in no cluster yet: whatever the key is, it has no rows."""
-        if self._attachments.rank_of(event, pull.request) is None:
+        rank = self._attachments.rank_of(event, pull.request)
+        if rank is None or self._waiters.joins_open(event, pull.request):
             return
-        text = f"key {pull.part.key!r} is no table, so it has no rows to name"
-        self._effects.refuse(event.peer, pull.request, ErrorCode.NOT_ALLOWED, text, pull.part.key)
+        target = self._targets.of_rows(event, pull)
+        if target is not None:
+            ids = Span(event.payload, 0, event.nbytes)
+            self._wait_or_answer(event, pull.request, rank, [target], ids)
 
-    def _wait_or_answer(self, event: Received, request: int, rank: int, targets: list[PushTarget]) -> None:
+    def _wait_or_answer(
+        self, event: Received, request: int, rank: int, targets: list[PushTarget], row_ids: Span | None = None
+    ) -> None:
         if self._waiters.pending.is_full_for(event.peer):
             text = "too many requests wait already: try again"
             self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, text)
             return
-        self._waiters.wait(Pending(event.peer, event.sender, request, False, True, len(targets)), rank, targets)
+        pending = Pending(event.peer, event.sender, request, False, True, len(targets), row_ids=row_ids)
+        self._waiters.wait(pending, rank, targets)
         for target in targets:
             self._participants.fail_blocked(target.group)
             self._disputes.fail_waiting(target.group)

@@ -16,7 +16,7 @@ job on the optimizer's state.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -69,6 +69,7 @@ class Pushes:
 
     Args:
         leaving: the partitions whose rounds do not close any more.
+        memory_error: why there is no memory for so many bytes of rows of a table; empty if there is.
         small_push_bytes: pushes of up to this many bytes are not answered by Staged.
 
     Attributes:
@@ -90,6 +91,7 @@ class Pushes:
         leaving: Collection[int],
         captures: Captures,
         late: LateWorkers,
+        memory_error: Callable[[str, int], str],
         *,
         small_push_bytes: int,
     ) -> None:
@@ -105,6 +107,7 @@ class Pushes:
         self._leaving = leaving
         self._captures = captures
         self.late = late
+        self._memory_error = memory_error
         self.staleness = SeenStaleness()
         self._small_push_bytes = small_push_bytes
 
@@ -144,7 +147,19 @@ class Pushes:
         request = PushRequest(event.sender, push.request)
         merge, is_full = self._view.settings.merge, self._waiters.pending.is_full_for(event.peer)
         is_apart = self._participants.leaves_out(rank)
-        decisions = admit(push, request, event.nbytes, rank, targets, merge, is_full=is_full, is_apart=is_apart)
+        first = targets[0].slice
+        memory_error = "" if first is None or not first.spec.table else self._memory_error(first.key, event.nbytes)
+        decisions = admit(
+            push,
+            request,
+            event.nbytes,
+            rank,
+            targets,
+            merge,
+            is_full=is_full,
+            is_apart=is_apart,
+            memory_error=memory_error,
+        )
         if not isinstance(decisions, list):
             self._effects.send(event.peer, decisions)
             return

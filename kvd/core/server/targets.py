@@ -15,6 +15,7 @@ from kvd.core.server.keys import KeyTable
 from kvd.core.server.records import Records
 from kvd.core.session import SchedulerSession
 from kvd.protocol.messages import (
+    ADD,
     DeclareBatch,
     Done,
     ErrorCode,
@@ -22,10 +23,12 @@ from kvd.protocol.messages import (
     Part,
     Pull,
     PullBatch,
+    PullRows,
     Push,
     PushBatch,
     SliceId,
 )
+from kvd.protocol.specs import ROW_ID_BYTES, no_table_text, table_text
 
 
 class PushTarget(NamedTuple):
@@ -79,7 +82,40 @@ class TargetResolver:
         if slices is None:
             return None
         clocks = [part.clock for part in message.parts]
+        if any(map(_is_table, slices)):
+            return self._of_rows(event, message, slices, clocks)
         return self.of_slices(event, message.request, slices, clocks, push=isinstance(message, Push))
+
+    def of_rows(self, event: Received, message: PullRows) -> PushTarget | None:
+        """The part of a table whose rows are wanted; None if it was answered here."""
+        slices = self._slices(event, message.request, [message.part])
+        if slices is None:
+            return None
+        slice_ = slices[0]
+        if slice_.spec.table is None:
+            self._effects.refuse(
+                event.peer, message.request, ErrorCode.NOT_ALLOWED, no_table_text(slice_.key), slice_.key
+            )
+        elif event.nbytes % ROW_ID_BYTES:
+            text = f"{event.nbytes} bytes are no row ids"
+            self._effects.refuse(event.peer, message.request, ErrorCode.PROTOCOL_ERROR, text, slice_.key)
+        else:
+            return PushTarget(slice_.group, slice_, message.part.clock, event.nbytes)
+        return None
+
+    def _of_rows(
+        self, event: Received, message: Push | Pull, slices: Sequence[Slice], clocks: Sequence[int]
+    ) -> list[PushTarget] | None:
+        """A push to a part of a table, which is by itself; None if it was answered here."""
+        table = next(filter(_is_table, slices))
+        if not isinstance(message, Push) or message.pull or message.how != ADD:
+            self._effects.refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, table_text(table.key), table.key)
+        elif len(slices) > 1 or message.coding is not None or table.spec.num_rows(event.nbytes) is None:
+            text = f"{event.nbytes} bytes are no row ids and rows of one part of table {table.key!r}"
+            self._effects.refuse(event.peer, message.request, ErrorCode.PROTOCOL_ERROR, text, table.key)
+        else:
+            return [PushTarget(table.group, table, clocks[0], event.nbytes)]
+        return None
 
     def of_batch(self, event: Received, message: PushBatch | PullBatch) -> list[PushTarget] | None:
         """The group of the batch that the message names, or its slices one by one; None if it was answered here."""
@@ -98,6 +134,11 @@ class TargetResolver:
         if slices is None:
             return None
         batch.is_apart = batch.is_apart or batch.group is not None
+        table = next(filter(_is_table, slices), None)
+        if table is not None:
+            text = f"key {table.key!r} is a table, whose parts are pushed and pulled one by one"
+            self._effects.refuse(event.peer, message.request, ErrorCode.PROTOCOL_ERROR, text, table.key)
+            return None
         push = isinstance(message, PushBatch)
         if push and not batch.is_apart and self._records.may_join(slices):
             group = self._table.fuse(slices)
@@ -147,3 +188,7 @@ class TargetResolver:
                 return None
             slices.append(slice_)
         return slices
+
+
+def _is_table(slice_: Slice) -> bool:
+    return slice_.spec.table is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvd.core.refusals import refusal_of
 from kvd.core.server.keys import KeyTable
-from kvd.core.server.whole_keys import check_whole_keys
+from kvd.core.server.optimizer_fit import check_fit
 from kvd.errors import KvdError
 from kvd.optimizer import Optimizer, from_wire
 from kvd.protocol.messages import Done, Refused, SetOptimizer
@@ -28,7 +28,7 @@ class UsableOptimizers:
         """
         optimizer = None if message.optimizer is None else from_wire(message.optimizer)
         self._check_memory(optimizer)
-        check_whole_keys(optimizer, ((slice_.key, slice_.spec) for slice_ in self._table.slices.values()))
+        check_fit(optimizer, ((slice_.key, slice_.spec) for slice_ in self._table.slices.values()))
         return optimizer
 
     def answer(self, message: SetOptimizer) -> Done | Refused:

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
+from typing import Any
 
-from kvd.core.machine import Received, Span, spans_of
+from kvd.core.machine import JobDone, ReadRows, Received, Span, spans_of
+from kvd.core.refusals import code_of
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Waiting
 from kvd.core.server.pending import Pending, PendingTable
 from kvd.core.server.targets import PushTarget
 from kvd.protocol.messages import (
     ANY_CLOCK,
+    MAX_TEXT_CHARS,
     NO_RANK,
     Done,
     ErrorCode,
@@ -35,6 +38,7 @@ class Waiters:
     def __init__(self, effects: ServerEffects) -> None:
         self.pending = PendingTable()
         self._effects = effects
+        self._reading: set[Pending] = set()  # whose rows the shell is reading
 
     def joins_open(self, event: Received, request: int) -> bool:
         """Whether the request is open already: its answer then goes to where it was asked first, and last."""
@@ -102,6 +106,9 @@ class Waiters:
                 self._version_is_gone(group, pending, version)
                 return True
             slice_ = waiting.slice
+            if pending.row_ids is not None:
+                self._read_rows(group, waiting, version, buffer, pending.row_ids)
+                return True
             spans = spans_of(buffer, group.nbytes) if slice_ is None else (slice_.span(buffer),)
             if not log.sync and waiting.rank != NO_RANK:
                 if slice_ is None or len(group.slices) == 1:
@@ -114,6 +121,28 @@ class Waiters:
         if pending.remaining == 0:
             self._answer(pending)
         return True
+
+    def _read_rows(self, group: FusedGroup, waiting: Waiting, version: int, buffer: Any, ids: Span) -> None:
+        """Has rows of a part of a table read. Later updates come after it, so it is the version that is asked for."""
+        pending = waiting.pending
+        key, index = group.slices[0].key, group.slices[0].index
+
+        def done(job: JobDone) -> None:
+            self._reading.discard(pending)
+            if pending.closed:
+                return
+            if job.error is not None:
+                text = str(job.error)[:MAX_TEXT_CHARS]
+                self.fail(pending, Refused(pending.request, code_of(job.error), text, key))
+                return
+            if not group.log.sync:
+                group.log.was_sent(waiting.rank, version)
+            pending.spans[0], pending.versions[0] = (job.result,), version
+            pending.remaining -= 1
+            self._answer(pending)
+
+        self._reading.add(pending)
+        self._effects.start_job(lambda job: ReadRows(job, key, index, buffer, ids), done)
 
     def _version_is_gone(self, group: FusedGroup, pending: Pending, version: int) -> None:
         text = (
@@ -159,7 +188,7 @@ class Waiters:
 
     def validate(self, groups: Iterable[FusedGroup]) -> None:
         """Raises AssertionError unless each open request waits for exactly what its answer lacks."""
-        missing = Counter[tuple[int, int]]()
+        missing = Counter((pending.sender, pending.request) for pending in self._reading if not pending.closed)
         for group in groups:
             for waiting in group.waiting:
                 pending = waiting.pending

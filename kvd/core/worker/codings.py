@@ -21,7 +21,7 @@ def method_of(key: WorkerKey, item: Item) -> Any:
 
 def coding_of(key: WorkerKey, item: Item, plan: MessagePlan) -> Coding | None:
     """What a push of one slice says of its bytes; None: they are those of the key."""
-    if not plan.is_alone:
+    if not plan.is_alone or item.ranges is not None:
         return None
     assert key.spec is not None
     return Coding(method_of(key, item), key.spec.dtype, plan.nbytes // DTYPES[key.spec.dtype].itemsize)

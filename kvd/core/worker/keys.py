@@ -47,6 +47,11 @@ class WorkerKey:
     is_publishing: bool = False  # its Publish was sent: others may use it already
     is_initialised_here: bool = False  # by this incarnation
 
+    @property
+    def is_table(self) -> bool:
+        """Whether calls name rows of it; False while its spec is unknown."""
+        return self.spec is not None and self.spec.table is not None
+
     def move_to(self, state: KeyState) -> None:
         """Changes the state, as KEY_TRANSITIONS allows; to stay is always allowed."""
         if state is not self.state and state not in KEY_TRANSITIONS[self.state]:
@@ -75,6 +80,7 @@ class WorkerKey:
 
         Raises:
             ShapeMismatch, DtypeMismatch: the value is not like the key's.
+            NotAllowed: one of the two is a table, or they are different tables.
         """
         assert self.spec is not None
         self.spec.check_same(spec, self.name, cast=cast)

@@ -14,7 +14,7 @@ from kvd.core.membership import ViewState
 from kvd.core.requests import Item
 from kvd.core.worker.keys import WorkerKey
 from kvd.protocol.messages import MAX_PARTS, SliceId
-from kvd.protocol.specs import DTYPES, KeySpec, padded
+from kvd.protocol.specs import DTYPES, ROW_ID_BYTES, KeySpec, padded
 
 HEADER_BUDGET = 48 << 10  # of the 64 KiB of a header, for the parts
 MAX_PLANS = 256
@@ -30,7 +30,7 @@ class MessagePlan:
     ranges: tuple[tuple[int, int], ...]  # offset and size in bytes of each slice in the value of its item
     rows: tuple[Row, ...]  # from the payload to the values of the items
     nbytes: int  # of the payload, in the dtypes of the keys
-    is_alone: bool = False  # made for one call: its bytes may be in another dtype than the key, or encoded
+    is_alone: bool = False  # made for one call: its bytes are rows, in another dtype than the key, or encoded
     uses: int = 0
     batch: int = 0  # its number as a batch; 0 until it is declared
     declared_to: int = 0  # the incarnation of the server that was told
@@ -153,11 +153,34 @@ def _ranges(spec: KeySpec, item: Item) -> Sequence[tuple[int, int]]:
     return [(offset // itemsize * given, nbytes // itemsize * given) for offset, nbytes in spans]
 
 
+def plan_rows(
+    keys: Sequence[WorkerKey], items: Sequence[Item], tables: Sequence[int], *, is_push: bool
+) -> list[MessagePlan]:
+    """A message per part of the tables in the places `tables`. A push closes a round of every part; a pull asks only
+    those that it wants rows of."""
+    plans = []
+    for item in tables:
+        key, ranges = keys[item], items[item].ranges
+        assert key.spec is not None
+        assert ranges is not None
+        first = 0  # byte of the rows of this part in the target
+        for index, (partition, span) in enumerate(zip(key.partitions, ranges, strict=True)):
+            nbytes = span[1] if is_push else span[1] // ROW_ID_BYTES * key.spec.row_nbytes
+            if nbytes or is_push:
+                slice_id = SliceId(key.name, index, key.creation)
+                row = Row(first, 0, nbytes)
+                plans.append(MessagePlan(partition, (slice_id,), (item,), (span,), (row,), nbytes, is_alone=True))
+            first += nbytes
+    return plans
+
+
 def header_nbytes(key: WorkerKey, *, with_spec: bool = False) -> int:
     """The most that a slice of this key takes in a header: a character is at most 4 bytes in UTF-8."""
     nbytes = 4 * len(key.name) + (29 if key.creation else 21)
     if with_spec and key.spec is not None:
         nbytes += 9 * len(key.spec.shape) + 32
+        if key.spec.table is not None:
+            nbytes += 9 * len(key.spec.table.initial.numbers) + 64
     return nbytes
 
 

@@ -14,7 +14,7 @@ from kvd.core.worker.asking import Asker, is_kept
 from kvd.core.worker.calls import COMPLETED, Call, CallBook
 from kvd.core.worker.codings import coding_of, method_of
 from kvd.core.worker.keys import KeyState, WorkerKey
-from kvd.core.worker.message_plans import MessagePlan, MessagePlans, plan_slices
+from kvd.core.worker.message_plans import MessagePlan, MessagePlans, plan_rows, plan_slices
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.participation import Participation
 from kvd.core.worker.push_window import (
@@ -47,6 +47,7 @@ from kvd.protocol.messages import (
     Part,
     Pull,
     PullBatch,
+    PullRows,
     Push,
     PushBatch,
     Refused,
@@ -54,6 +55,7 @@ from kvd.protocol.messages import (
     Uncounted,
     Values,
 )
+from kvd.protocol.specs import table_text
 
 NO_STEPS = Steps(0, 0)  # of a pull
 
@@ -161,12 +163,19 @@ class Transfer:
         return None
 
     def _plans_of(self, call: Call, transfer: requests.Transfer) -> Sequence[MessagePlan]:
-        """Slices that the server has to decode travel one by one, so that the sizes of others do not matter."""
-        if not transfer.cast and not transfer.some_encoded:
+        """Parts of tables, and slices that the server has to decode, travel one by one, so that the sizes of others do
+        not matter."""
+        if not transfer.cast and not transfer.some_encoded and not transfer.some_rows:
             return self._plans.of(call.keys)
-        pairs = zip(call.keys, transfer.items, strict=True)
-        coded = tuple([place for place, (key, item) in enumerate(pairs) if method_of(key, item) is not None])
-        return [*plan_slices(call.keys, transfer.items, coded), *self._plans.of(call.keys, without=coded)]
+        keys, items = call.keys, transfer.items
+        tables = tuple([place for place, item in enumerate(items) if item.ranges is not None])
+        pairs = enumerate(zip(keys, items, strict=True))
+        coded = [place for place, (key, item) in pairs if item.ranges is None and method_of(key, item) is not None]
+        return [
+            *plan_rows(keys, items, tables, is_push=transfer.push),
+            *plan_slices(keys, items, coded),
+            *self._plans.of(keys, without=(*tables, *coded)),
+        ]
 
     def _error(self, call: Call, transfer: requests.Transfer) -> KvdError | None:
         if transfer.push:
@@ -177,12 +186,14 @@ class Transfer:
                 twice = next(name for name in names if names.count(name) > 1)
                 return NotAllowed(f"key {twice!r} is pushed twice in one call: add the values first", key=twice)
         for key, item in zip(call.keys, transfer.items, strict=True):
-            if item.spec is None or item.spec is key.checked_spec:
-                continue
-            try:
-                key.check_value(item.spec, cast=transfer.cast)
-            except (ShapeMismatch, DtypeMismatch) as error:
-                return error
+            if item.spec is None:
+                if transfer.pull and key.is_table:
+                    return NotAllowed(table_text(key.name), key=key.name)
+            elif item.spec is not key.checked_spec:
+                try:
+                    key.check_value(item.spec, cast=transfer.cast)
+                except (ShapeMismatch, DtypeMismatch, NotAllowed) as error:
+                    return error
         return None
 
     def _send_parts(self, progress: TransferProgress, plan: MessagePlan, clocks: Sequence[int]) -> None:
@@ -208,6 +219,8 @@ class Transfer:
                 place=transfer.place,
             )
             self._send(progress, plan, push)
+        elif transfer.items[plan.items[0]].ranges is not None:
+            self._send(progress, plan, PullRows(number, parts[0]))
         else:
             self._send(progress, plan, Pull(number, parts))
 
@@ -242,23 +255,21 @@ class Transfer:
         self._outbox.add(entry)
 
     def _send(
-        self, progress: TransferProgress, plan: MessagePlan, message: Push | Pull | PushBatch | PullBatch
+        self, progress: TransferProgress, plan: MessagePlan, message: Push | Pull | PullRows | PushBatch | PullBatch
     ) -> None:
-        transfer = progress.transfer
+        transfer, items = progress.transfer, progress.transfer.items
         payload: tuple[Span, ...] = ()
-        if transfer.push and transfer.how != ABSENT:
-            items = transfer.items
-            payload = tuple(
-                [
-                    Span(items[item].source, offset, nbytes)
-                    for item, (offset, nbytes) in zip(plan.items, plan.ranges, strict=True)
-                ]
-            )
+        if isinstance(message, PullRows) or (transfer.push and transfer.how != ABSENT):
+            spans = zip(plan.items, plan.ranges, strict=True)
+            payload = tuple([Span(items[item].source, offset, nbytes) for item, (offset, nbytes) in spans])
+        nbytes = 0  # a pull takes no credit: the push that it waits for may be behind it
+        if payload and transfer.push:
+            nbytes = sum([size for _, size in plan.ranges]) if plan.is_alone else plan.nbytes
         self._outbox.add(
             Entry(
                 Send(self._servers.peer_of(plan.partition), message, payload),
                 partial(self._answered, progress, plan),
-                sum([nbytes for _, nbytes in plan.ranges]) if plan.is_alone else plan.nbytes if payload else 0,
+                nbytes,
                 transfer.priority,
                 plan.slice_ids if transfer.push else (),
                 plan,

@@ -60,6 +60,8 @@ def _name_of(request: requests.Request) -> str:
     if isinstance(request, requests.Transfer):
         if request.how != ADD:
             return "broadcast" if request.pull else "assignment"
+        if request.some_rows and request.pull:
+            return "row_sparse_pull"
         return "pushpull" if request.push and request.pull else "push" if request.push else "pull"
     if isinstance(request, requests.DescribeKey) and request.wait:
         return "broadcast"  # only there, look-ups wait for keys
@@ -91,7 +93,7 @@ def _clock_of(call: Call) -> int | None:
         message: Any = entry.send.message
         if isinstance(message, messages.PushBatch | messages.PullBatch):
             return None if message.clock == ANY_CLOCK else message.clock
-        if isinstance(message, messages.Push | messages.Pull):
-            clock = message.parts[0].clock
+        if isinstance(message, messages.Push | messages.Pull | messages.PullRows):
+            clock = (message.part if isinstance(message, messages.PullRows) else message.parts[0]).clock
             return None if clock == ANY_CLOCK else clock
     return None

@@ -1,4 +1,4 @@
-"""Optimizers that need all elements of a key on one server, which keys of several slices do not give them."""
+"""Which keys an optimizer can update: some need all elements of a key on one server, some update no single rows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ from collections.abc import Iterable
 
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
+from kvd.optimizer.registry import row_error
 from kvd.protocol.specs import DTYPES, MAX_SLICE_BYTES, KeySpec
 
 
-def whole_key_error(optimizer: Optimizer | None, key: str, spec: KeySpec) -> str:
+def unfit_error(optimizer: Optimizer | None, key: str, spec: KeySpec) -> str:
     """Why the optimizer cannot update a key, in the user's words; empty if it can."""
-    if optimizer is None or not optimizer.needs_whole_keys or spec.num_slices == 1 or not DTYPES[spec.dtype].is_float:
+    if optimizer is None:
+        return ""
+    return row_error(optimizer, key) if spec.table else _whole_key_error(optimizer, key, spec)
+
+
+def _whole_key_error(optimizer: Optimizer, key: str, spec: KeySpec) -> str:
+    if not optimizer.needs_whole_keys or spec.num_slices == 1 or not DTYPES[spec.dtype].is_float:
         return ""
     needed = -(-spec.nbytes // 64) * 64
     advice = (
@@ -25,11 +32,11 @@ def whole_key_error(optimizer: Optimizer | None, key: str, spec: KeySpec) -> str
     )
 
 
-def check_whole_keys(optimizer: Optimizer | None, keys: Iterable[tuple[str, KeySpec]]) -> None:
+def check_fit(optimizer: Optimizer | None, keys: Iterable[tuple[str, KeySpec]]) -> None:
     """Raises NotAllowed if the optimizer cannot update one of the keys."""
-    if optimizer is None or not optimizer.needs_whole_keys:
+    if optimizer is None:
         return
     for key, spec in keys:
-        text = whole_key_error(optimizer, key, spec)
+        text = unfit_error(optimizer, key, spec)
         if text:
             raise NotAllowed(text, key=key)
