@@ -43,8 +43,8 @@ class KeptFolder:
             probe.touch()
             probe.unlink(missing_ok=True)
         except OSError as error:
-            text = f"{str(self.path)!r} cannot be written to: {error.strerror or error}"
-            raise ConfigError(f"state_dir: {text}", setting="state_dir") from None
+            text = f"state_dir: {str(self.path)!r} cannot be written to: {error.strerror or error}"
+            raise ConfigError(text, setting="state_dir") from None
         if emptied:
             self.clear()
 
