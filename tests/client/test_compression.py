@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 
 import kvd
+from kvd.client.cluster.kept_folder import KeptFolder
 from kvd.compression import known_compressors
 from kvd.core.machine import Send
 from kvd.errors import ConfigError, NotAllowed, ShapeMismatch
 from kvd.node.sending import MessageSender
 from kvd.protocol.messages import Push, PushBatch
+from kvd.protocol.specs import KeySpec
 from kvd.testing.cluster import LocalCluster
 from tests.client.harness import ONE_PUSH
 
@@ -144,6 +147,26 @@ def test_bytes_on_the_way(sent: list[tuple[Any, int]], cluster_of_one: LocalClus
     assert pushed("half", np.ones(1 << 18, np.float16)) == [(None, 1 << 19)]  # nothing is gained
     kv.set_gradient_compression({"type": "none"})
     assert pushed("w", value) == plain
+    kv.close()
+
+
+def test_the_files_for_a_restart_know_the_clocks(cluster_of_one: LocalCluster, tmp_path: Path) -> None:
+    kv = cluster_of_one.store()
+    kv.init(["v", "w"], [np.zeros(SIZE, np.float32)] * 2)
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5, "state_dir": tmp_path})
+    third = np.full(SIZE, 0.375, np.float32)
+    kv.push("v", third, cast=True).wait()
+    kv.push(["w", "v"], [third, third]).wait()
+    kv.pushpull("w", third, np.empty(SIZE, np.float32))
+    folder, spec = KeptFolder(tmp_path, 0), KeySpec("float32", (SIZE,), 1 << 20)
+    for key, clock, expected in (("w", 2, 0.25), ("w", 1, 0.375), ("v", 2, 0.375)):
+        found = folder.read(key, spec, (SIZE, 0, 0), lambda _, clock=clock: clock)  # type: ignore[misc]
+        assert found is not None
+        (ordinal, (residual, _, _)), of_clock = found
+        assert (ordinal, of_clock) == (2 if (key, clock) == ("w", 2) else 1, clock)
+        assert (residual == expected).all()
+    kv.set_gradient_compression({"type": "none"})
+    assert list((tmp_path / "worker-0").iterdir()) == []
     kv.close()
 
 

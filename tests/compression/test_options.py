@@ -72,6 +72,13 @@ REFUSED: dict[str, tuple[object, str, str]] = {
     ),
     "no momentum": ({"type": "2bit", "mu": 0.9}, "mu", 'mu must be given with momentum "nesterov" only, not 0.9'),
     "too much": ({"type": "2bit", "momentum": "nesterov", "mu": 1}, "mu", "mu must be > 0 and < 1, not 1.0"),
+    "no directory": ({"type": "2bit", "state_dir": ""}, "state_dir", "state_dir must be a directory, not ''"),
+    "a directory for nothing": (
+        {"type": "fp16", "state_dir": "/tmp"},
+        "state_dir",
+        "state_dir must be given with error feedback or momentum only: nothing else is kept, not '/tmp'",
+    ),
+    "no rank": ({"type": "powersgd", "rank": 0}, "rank", "rank must be from 1 to 1024, not 0"),
     "another feedback": ({"type": "2bit", "ef": True}, "ef", 'ef must be "vanilla" or "none", not True'),
 }
 

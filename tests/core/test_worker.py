@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gc
 from weakref import ref
 
@@ -243,6 +245,23 @@ def test_keys_do_not_wait_for_each_other_but_a_call_waits_for_all_of_its_keys() 
     harness.settle()
     assert harness.clocks()[-2:] == [("a", 0, 4), ("b", 0, 1)]
     assert harness.clocks(Pull) == [("b", 0, 1)]
+
+
+def test_a_push_says_under_which_clocks_it_sets_out_and_before_it_does() -> None:
+    harness = ready("a", "b")
+    said: list[tuple[str, list[int], int]] = []
+
+    def says(what: str) -> dict[str, Any]:
+        return {"sets_out": lambda clocks: said.append((what, list(clocks), len(harness.sent)))}
+
+    harness.push("b", **says("one"))
+    harness.push("a", "b", **says("both"))
+    harness.push("b", **says("waits"))
+    harness.push("a", spec=uint8(2), **says("refused"))
+    assert [(what, clocks) for what, clocks, _ in said] == [("one", [1]), ("both", [1, 2])]
+    assert said[0][2] == 0  # nothing had been sent
+    harness.settle()
+    assert [(what, clocks) for what, clocks, _ in said[2:]] == [("waits", [3])]
 
 
 @pytest.mark.parametrize(("keys", "twice"), [("w w", "w"), ("a w w", "w"), ("a w b w c", "w"), ("w a a", "a")])
