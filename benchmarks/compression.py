@@ -1,9 +1,9 @@
 """What compression costs a core, and what it saves on a slow network: ``python -m benchmarks.compression``.
 
-First each compressor with its defaults encodes and decodes one slice of normally distributed gradients, in one thread:
-the best of some tries. Then one worker pushes all keys of a work and waits for the end of that, and pushes and pulls
-them, over a link on which a limited number of bytes leave it per second, as `benchmarks.priority` has it; what it pulls
-is not delayed. All types are done in turn, in one run.
+First each compressor with its defaults, and some with other parameters, encode and decode one slice of normally
+distributed gradients, in one thread: the best of some tries. Then one worker pushes all keys of a work and waits for
+the end of that, and pushes and pulls them, over a link on which a limited number of bytes leave it per second, as
+`benchmarks.priority` has it; what it pulls is not delayed. All types are done in turn, in one run.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ from kvd.testing.slowlink import slow_links
 from kvd_cli.bench_work import WORK
 
 PLAIN: Final = "none"
+VARIANTS: Final[dict[str, dict[str, object]]] = {
+    "2bit, threshold=0.5": {"type": "2bit", "threshold": 0.5},
+    "topk, k=0.1": {"type": "topk", "k": 0.1},
+    "randomk, k=0.1": {"type": "randomk", "k": 0.1},
+}
 CODEC_HEADINGS: Final = ("type", "bytes per element", "encode", "with feedback", "decode")
 STEP_HEADINGS: Final = ("type", "push", "of a plain one", "pushpull", "of a plain one")
 
@@ -135,8 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(warning)
     console = Console()
     found: dict[str, CodecFigures] = {}
-    for name in known_compressors():
-        compression = parse({"type": name})
+    for name, params in {**{name: {"type": name} for name in known_compressors()}, **VARIANTS}.items():
+        compression = parse(params)
         assert compression is not None
         found[name] = codec_figures(compression, round(options.slice_mib * MiB) // 4, options.tries)
     print_table(console, CODEC_HEADINGS, codec_lines(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ DEFAULT_MIN_BYTES = 64 << 10
 
 DEFAULT_MU = 0.9
 
-_OF_ALL = ("min_bytes", "ef", "momentum", "mu")
+_OF_ALL = ("min_bytes", "ef", "momentum", "mu", "state_dir")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,14 @@ class Compression:
         min_bytes: values of fewer bytes are sent plain.
         feeds_back: what compression leaves of a push is added to the next one of the key (error feedback).
         mu: of Nesterov momentum, which every floating value gets first, also one that is sent plain; 0: none.
+        state_dir: where a worker keeps what is left over, and the momentum, for itself after a restart; "": nowhere.
     """
 
     compressor: Compressor
     min_bytes: int = DEFAULT_MIN_BYTES
     feeds_back: bool = True
     mu: float = 0.0
+    state_dir: str = ""
 
 
 def parse(params: object) -> Compression | None:
@@ -57,7 +60,8 @@ def parse(params: object) -> Compression | None:
     require("min_bytes", min_bytes >= 0, "≥ 0", min_bytes)
     feeds_back = _is_chosen("ef", "vanilla", given.pop("ef")) if "ef" in given else cls.feeds_back
     mu = _mu(given)
-    return Compression(cls(**given), min_bytes, feeds_back, mu)
+    state_dir = _state_dir(given, is_kept=feeds_back or mu > 0)
+    return Compression(cls(**given), min_bytes, feeds_back, mu, state_dir)
 
 
 def _is_chosen(option: str, choice: str, value: object) -> bool:
@@ -73,6 +77,17 @@ def _mu(given: dict[object, object]) -> float:
     mu = number("mu", given.pop("mu", DEFAULT_MU))
     require("mu", 0 < mu < 1, "> 0 and < 1", mu)
     return mu
+
+
+def _state_dir(given: dict[object, object], *, is_kept: bool) -> str:
+    """Takes it out of the options that are given."""
+    if "state_dir" not in given:
+        return ""
+    folder = given.pop("state_dir")
+    require("state_dir", isinstance(folder, str | os.PathLike) and bool(os.fspath(folder)), "a directory", folder)
+    require("state_dir", is_kept, "given with error feedback or momentum only: nothing else is kept", folder)
+    assert isinstance(folder, str | os.PathLike)
+    return os.fsdecode(folder)
 
 
 def _check_names(name: str, given: Mapping[object, object], known: tuple[str, ...]) -> None:

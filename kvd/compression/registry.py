@@ -15,6 +15,7 @@ from kvd.compression.rules import (
     Dithering,
     Int8,
     OneBit,
+    PowerSGD,
     RandomK,
     Signs,
     TopK,
@@ -37,6 +38,7 @@ _BUILT_IN: dict[str, type[Compressor]] = {
     "topk": TopK,
     "randomk": RandomK,
     "dithering": Dithering,
+    "powersgd": PowerSGD,
 }
 
 _log = logging.getLogger(__name__)

@@ -60,18 +60,25 @@ class TwoBit(Compressor):
 
     Four elements make a byte, the first in its upper bits.
 
+    Without a threshold, that of each slice follows from its elements, and what is sent is nearest to them (Li, Zhang
+    and Liu, "Ternary Weight Networks", 2016)::
+
+        threshold = 0.7 · mean of |x| over the slice
+        sent:       mean of those |x| that reach it, instead of the threshold
+
     Args:
-        threshold: > 0.
+        threshold: > 0, in MXNet 0.5 if it is not given; None: by the elements of each slice.
 
     Raises:
         ConfigError: a field is out of its range; ``setting`` names it.
     """
 
-    threshold: float = 0.5
+    threshold: float | None = None
 
     def check(self) -> None:
         """Raise ConfigError if a field of this compressor is out of its range."""
-        require("threshold", 2.0**-126 <= self.threshold < 2.0**127, "> 0 in float32", self.threshold)
+        if self.threshold is not None:
+            require("threshold", 2.0**-126 <= self.threshold < 2.0**127, "> 0 in float32", self.threshold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +199,8 @@ class TopK(Compressor):
 class RandomK(Compressor):
     """BytePS's ``randomk``: k elements of each slice that are drawn at random, with replacement. All others are 0.
 
-    They are not scaled up, so without error feedback the mean is k / n of what it should be.
+    They are not scaled up, so without error feedback the mean is k / n of what it should be; with it, what is left over
+    of an element waits for 1 / k pushes on average, so a part smaller than the default wants a smaller learning rate.
 
     Args:
         k: how many, ≥ 1; or which part of them, > 0 and < 1, and at least one.
@@ -202,7 +210,7 @@ class RandomK(Compressor):
         ConfigError: a field is out of its range; ``setting`` names it.
     """
 
-    k: float = 0.01
+    k: float = 0.25
     seed: int = 0
 
     def check(self) -> None:
@@ -246,6 +254,36 @@ class Dithering(Compressor):
         require("normalize", self.normalize in ("max", "l2"), '"max" or "l2"', self.normalize)
         most = 127 if self.partition == "linear" else 31
         require("k", 1 <= self.k <= most, f"from 1 to {most}", self.k)
+        require("seed", self.seed >= 0, "≥ 0", self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class PowerSGD(Compressor):
+    """PowerSGD (Vogels, Karimireddy and Jaggi, 2019): matrices as products of two thin ones.
+
+    ::
+
+        M = the slice, as rows of the value's matrix: its first dimension by all others
+        P = M · Q, its columns made orthonormal     Q: of the last push of the slice, at first drawn at random
+        Q = Mᵀ · P
+        sent: P · Qᵀ
+
+    Each worker sends its own P and Q, and the servers add the products. Values of one dimension are sent plain.
+
+    Args:
+        rank: columns of P and Q, 1 to 1024.
+        seed: ≥ 0; of the first Q.
+
+    Raises:
+        ConfigError: a field is out of its range; ``setting`` names it.
+    """
+
+    rank: int = 4
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise ConfigError if a field of this compressor is out of its range."""
+        require("rank", 1 <= self.rank <= 1024, "from 1 to 1024", self.rank)
         require("seed", self.seed >= 0, "≥ 0", self.seed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
@@ -101,6 +102,7 @@ class Transfer:
     place: int = 0  # where the program is, see `kvd.core.places`
     cast: bool = False  # sources may have other floating dtypes than their keys; targets take the dtypes of the keys
     some_encoded: bool = False  # sources of some items are encoded
+    sets_out: Callable[[Sequence[int]], None] | None = None  # gets the clocks of a push, one per item, as it sets out
     some_rows: bool = False  # some items are rows of tables
 
 

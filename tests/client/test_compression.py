@@ -39,7 +39,7 @@ def test_what_is_left_over_is_counted_in_the_next_push(store_type: str) -> None:
     names = ["w", "small", "n"]
 
     def program(kv: kvd.KVStore) -> Any:
-        kv.set_gradient_compression({"type": "2bit"})
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
         kv.init(names, [np.zeros(SIZE, np.float32), np.zeros(9, np.float32), np.zeros(SIZE, np.int32)])
         kv.set_optimizer(kvd.optimizer.SGD(1.0))
         for step in range(3):
@@ -71,13 +71,30 @@ def test_every_compressor_moves_every_floating_dtype(cluster_of_one: LocalCluste
         key = np.dtype(dtype).name
         kv.init(key, np.zeros((300, 7), dtype))
         for name, compressor in known_compressors().items():
-            kv.set_gradient_compression({"type": name, "min_bytes": 0, "ef": "none"})
+            few = {"k": 0.1} if name == "randomk" else {}  # its default takes 2 bytes per element, so halves are plain
+            kv.set_gradient_compression({"type": name, "min_bytes": 0, "ef": "none", **few})
             kv.push(key, np.full((300, 7), 0.625, dtype))
             pulled = kv.pull(key)
             assert (pulled.dtype, pulled.shape) == (np.dtype(dtype), (300, 7))
             values = set(pulled.astype(np.float64).ravel().tolist())
-            expected = {"2bit": {0.5}, "1bit": {1.0}, "topk": {0, 0.625}, "randomk": {0, 0.625}}.get(name, {0.625})
+            expected = {"1bit": {1.0}, "topk": {0, 0.625}, "randomk": {0, 0.625}}.get(name, {0.625})
             assert {round(value, 3) for value in values} == expected, compressor
+    kv.close()
+
+
+def test_what_is_not_finite_changes_no_other_element_and_is_gone_after_one_push(cluster_of_one: LocalCluster) -> None:
+    kv = cluster_of_one.store()
+    shape, bad = (64, 16), [0, 5, 77]
+    for name in known_compressors():
+        key = f"not finite {name}"
+        kv.init(key, np.zeros(shape, np.float32))
+        kv.set_gradient_compression({"type": name, "min_bytes": 0, "momentum": "nesterov"})
+        gradient_ = np.full(shape, 0.625, np.float32)
+        gradient_.reshape(-1)[bad] = np.nan, np.inf, -np.inf
+        kv.push(key, gradient_).wait()
+        assert np.isfinite(np.delete(kv.pull(key), bad)).all(), name
+        kv.push(key, np.full(shape, 0.625, np.float32)).wait()
+        assert np.isfinite(kv.pull(key)).all(), name
     kv.close()
 
 
@@ -115,7 +132,7 @@ def test_bytes_on_the_way(sent: list[tuple[Any, int]], cluster_of_one: LocalClus
 
     plain = [(None, 1 << 20)]
     assert pushed("w", value) == plain
-    kv.set_gradient_compression({"type": "2bit", "min_bytes": 16384})
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5, "min_bytes": 16384})
     assert pushed("w", value) == [(two, 1 << 16)]
     assert pushed("n", np.ones(1 << 18, np.int32)) == plain  # integers never
     assert pushed("s", value[:4095]) == [(None, 16380)]  # too small
@@ -140,7 +157,7 @@ def test_what_is_left_over_goes_with_the_key_or_the_compression(cluster_of_one: 
         kv.delete("w") if "w" in made else None
         made.add("w")
         kv.init("w", np.zeros(SIZE, np.float32))
-        kv.set_gradient_compression({"type": "2bit"})
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
         kv.push("w", third)
         for change in changes:
             change()
@@ -152,10 +169,10 @@ def test_what_is_left_over_goes_with_the_key_or_the_compression(cluster_of_one: 
     made: set[str] = set()
     assert after() == -0.5
     assert after(lambda: kv.set_gradient_compression({"type": "2bit", "threshold": 0.75})) == -0.75
-    assert after(lambda: kv.set_gradient_compression({"type": "2bit", "ef": "none"})) == 0
+    assert after(lambda: kv.set_gradient_compression({"type": "2bit", "threshold": 0.5, "ef": "none"})) == 0
     off_and_on = [
         lambda: kv.set_gradient_compression({"type": "none"}),
-        lambda: kv.set_gradient_compression({"type": "2bit"}),
+        lambda: kv.set_gradient_compression({"type": "2bit", "threshold": 0.5}),
     ]
     assert after(*off_and_on) == 0
     assert after(lambda: kv.delete("w"), lambda: kv.init("w", np.zeros(SIZE, np.float32))) == 0
@@ -167,7 +184,7 @@ def test_momentum_comes_before_compression_also_in_values_that_are_sent_plain(cl
     names = ["w", "small", "n"]
     kv.init(names, [np.zeros(SIZE, np.float32), np.zeros(3, np.float64), np.zeros(3, np.int32)])
     kv.set_optimizer(kvd.optimizer.SGD(1.0))
-    kv.set_gradient_compression({"type": "2bit", "momentum": "nesterov", "mu": 0.5})
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5, "momentum": "nesterov", "mu": 0.5})
     values: list[np.ndarray[Any, Any]] = [np.full(SIZE, 0.25, np.float32), np.ones(3)]
     gradients = [0.375, 0.4375, 0.46875]  # g + m / 2
     for step in range(3):
@@ -186,6 +203,29 @@ def test_momentum_comes_before_compression_also_in_values_that_are_sent_plain(cl
     kv.set_gradient_compression({"type": "fp16"})
     kv.push("small", np.ones(3))
     assert kv.pull("small").tolist() == [-4 * sum(gradients) - 1] * 3
+    kv.close()
+
+
+def test_matrices_travel_as_products(sent: list[tuple[Any, int]], cluster_of_one: LocalCluster) -> None:
+    """In two slices, of which the second begins within a row: a matrix of one direction has two there."""
+    kv = cluster_of_one.store()
+    shape = (1100, 300)
+    gradient_ = np.outer(np.arange(1100) % 7 - 3, np.arange(300) % 5 - 2).astype(np.float32)
+    kv.init(["w", "bias"], [np.zeros(shape, np.float32), np.zeros(SIZE, np.float32)])
+    kv.set_optimizer(kvd.optimizer.SGD(1.0))
+    kv.set_gradient_compression({"type": "powersgd", "rank": 2})
+    sent.clear()
+    for _ in range(3):
+        kv.push("w", gradient_).wait()
+    first, second = 1 << 18, 1100 * 300 - (1 << 18)
+    rows = [-(-first // 300), -(-(first % 300 + second) // 300)]
+    method = ["powersgd", {"rank": 2, "seed": 0}]
+    assert sorted(nbytes for _, nbytes in sent) == sorted(3 * [8 + 8 * (count + 300) for count in rows])
+    assert all(coding == method for coding, _ in sent)
+    np.testing.assert_allclose(kv.pull("w"), -3 * gradient_, atol=1e-4)
+    sent.clear()
+    kv.push("bias", np.ones(SIZE, np.float32)).wait()
+    assert sent == [(None, 4 * SIZE)]  # it has no columns
     kv.close()
 
 
@@ -214,7 +254,7 @@ def test_bound_gradients_and_lists_of_devices_are_compressed(
 ) -> None:
     kv = cluster_of_one.store()
     kv.init("w", np.zeros(SIZE, np.float32))
-    kv.set_gradient_compression({"type": "2bit"})
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
     bound, _ = kv.bind("w")
     bound[:] = 1
     sent.clear()
@@ -231,7 +271,7 @@ async def test_the_other_facade_waits_for_memory_without_encoding_twice(cluster_
     async with await kvd.aio.create("dist_sync", **settings) as kv:
         await kv.init("w", np.zeros(1 << 22, np.float32))
         await kv.set_optimizer(kvd.optimizer.SGD(1.0))
-        await kv.set_gradient_compression({"type": "2bit"})
+        await kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
         third = np.full(1 << 22, 0.375, np.float32)
         for _ in range(3):  # each takes the whole budget
             await kv.push("w", third)
@@ -267,8 +307,8 @@ def test_a_compressor_that_a_server_does_not_have_is_refused_by_name(
         with pytest.raises(
             NotAllowed, match="server 0: no compressor is called '2bit'; known are fp16: install the same"
         ):
-            kv.set_gradient_compression({"type": "2bit"})
-    kv.set_gradient_compression({"type": "2bit"})
+            kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
     with monkeypatch.context() as patch:
         patch.setattr("kvd.compression.wire.known_compressors", lambda: less)  # it was replaced by an older one
         with pytest.raises(
@@ -287,7 +327,7 @@ def test_a_store_in_one_process_has_none(kind: str) -> None:
     with pytest.raises(ConfigError, match="no compressor is called '3bit'"):
         kv.set_gradient_compression({"type": "3bit"})
     with pytest.raises(NotAllowed, match="this store is within one process: use a dist_ type"):
-        kv.set_gradient_compression({"type": "2bit"})
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
     kv.close()
 
 

@@ -1,4 +1,4 @@
-"""The handwritten digits reach the accuracy of plain gradients with every compressor."""
+"""The handwritten digits reach the accuracy of plain gradients with every compressor at its defaults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from kvd.testing.cluster import LocalCluster
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train.py"
 EPOCHS, BATCH, RATE = 30, 96, 0.1
-LARGER = {"2bit": {"threshold": 2.0}, "randomk": {"k": 0.25}}  # than the defaults, which need more steps
 
 
 def example() -> ModuleType:
@@ -49,4 +48,4 @@ def plain() -> float:
 @pytest.mark.parametrize("name", list(known_compressors()))
 def test_the_accuracy_is_within_a_point(name: str, plain: float) -> None:
     assert plain > 0.95
-    assert accuracy({"type": name, "min_bytes": 0, **LARGER.get(name, {})}) > plain - 0.01
+    assert accuracy({"type": name, "min_bytes": 0}) > plain - 0.01

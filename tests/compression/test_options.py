@@ -15,7 +15,7 @@ from kvd.errors import ConfigError, ProtocolError
 
 def test_a_dict_names_the_compressor_and_its_parameters() -> None:
     assert parse({"type": "none"}) is None
-    assert parse({"type": "2bit"}) == Compression(TwoBit(0.5), 65536, True)
+    assert parse({"type": "2bit"}) == Compression(TwoBit(None), 65536, True)
     said = {"type": "1bit", "threshold": -1, "min_bytes": 0, "ef": "none"}
     assert parse(said) == Compression(OneBit(-1.0), 0, False)
     momentum = {"type": "topk", "momentum": "nesterov"}

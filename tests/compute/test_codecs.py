@@ -60,6 +60,8 @@ GOLDEN: list[tuple[Compressor, Floats, str, list[float]]] = [
     (BF16(), floats(1, -2, 0.1, 1e38), "803f 00c0 cd3d 967e", [1, -2, 0.10009765625, 9.969209968386869e37]),
     (TwoBit(0.5), floats(0.6, -0.7, 0.1, 0.5, -0.5), "e3 80", [0.5, -0.5, 0, 0.5, -0.5]),
     (TwoBit(2), floats(2, 1.9, -1.9, -2, 3), "c2 c0", [2, 0, 0, -2, 2]),
+    (TwoBit(), floats(4, -2, 1, 0, -8), "0000c040 c0 80", [6, 0, 0, 0, -6]),  # from 0.7 · 15/5 on
+    (TwoBit(), floats(0, 0, -0.0, 0, 0), "00000000 00 00", [0, 0, 0, 0, 0]),
     (OneBit(0), floats(1, -1, 0, 0.1, -0.1, 2, -2, 0, 5), "94 80", [1, -1, -1, 1, -1, 1, -1, -1, 1]),
     (OneBit(0.5), floats(0.5, 0.6), "40", [-1, 1]),
     (
@@ -124,6 +126,7 @@ SPECIAL: list[tuple[Compressor, list[float]]] = [
     (FP16(), [NAN, INF, -INF, INF, 1]),
     (BF16(), [NAN, INF, -INF, 99840, 1]),
     (TwoBit(1), [0, 1, -1, 1, 1]),
+    (TwoBit(), [0, 1e5, -1e5, 1e5, 0]),
     (OneBit(0), [-1, 1, -1, 1, 1]),
     (Int8(), [NAN, NAN, NAN, 1e5, 0]),
     (FP8(), [NAN, NAN, NAN, 1e5, float(np.float32(1e5 / 448)) * 2**-8]),
@@ -146,6 +149,18 @@ def test_what_becomes_of_nan_and_infinity(case: tuple[Compressor, list[float]]) 
     assert np.isfinite(residual).all()
 
 
+def test_what_is_not_finite_is_sent_if_it_is_drawn() -> None:
+    values, seen = floats(NAN, INF, -INF, 1e5, 1), set()
+    for nonce in range(20):
+        residual = np.zeros(5, np.float32)
+        result = decoded(RandomK(3), encoded(RandomK(3), values, residual, nonce=nonce), 5)
+        sent = np.isnan(result) | (result != 0)
+        np.testing.assert_array_equal(result, np.where(sent, values, 0))
+        np.testing.assert_array_equal(residual, np.where(sent | ~np.isfinite(values), 0, values))
+        seen |= set(np.flatnonzero(sent).tolist())
+    assert seen == {0, 1, 2, 3, 4}
+
+
 # ── any values ──
 
 
@@ -156,7 +171,7 @@ def everything() -> list[Compressor]:
 SIZES = [0, 1, 2, 3, 4, 5, 7, 8, 9, 1000, 65535, 65536, 65537, 200_001]
 
 
-@pytest.mark.parametrize("compressor", [TwoBit(), OneBit(), FP16(), BF16()], ids=repr)
+@pytest.mark.parametrize("compressor", [TwoBit(0.5), OneBit(), FP16(), BF16()], ids=repr)
 def test_tiles_and_sizes_do_not_matter(compressor: Compressor) -> None:
     """A prefix of the values becomes a prefix of what all of them become."""
     values = np.random.default_rng(3).normal(size=SIZES[-1]).astype(np.float32)
@@ -204,6 +219,23 @@ def test_the_largest_are_sent(size: int, k: float) -> None:
     expected = np.zeros(size)
     expected[largest] = values[largest]
     np.testing.assert_array_equal(result, expected)
+
+
+SAMPLED = {"large": 1000.0, "small": 0.001, "zero": 0.0, "as the others": 1.0}
+
+
+@pytest.mark.parametrize("factor", SAMPLED.values(), ids=SAMPLED.keys())
+@pytest.mark.parametrize("k", [0.001, 0.1, 0.45])
+def test_what_the_sample_of_topk_says_does_not_matter(factor: float, k: float) -> None:
+    """Every 25th of 100 000 elements is in the sample. Many elements are equal, and some are NaN."""
+    values = np.rint(np.random.default_rng(4).normal(size=100_000) * 50).astype(np.float32)
+    values[::25] *= np.float32(factor)
+    values[[7, 50, 99_999]] = NAN
+    order = np.where(np.isnan(values), INF, np.abs(values))
+    places = np.sort(np.argsort(-order, kind="stable")[: int(k * values.size)])
+    data = np.frombuffer(encoded(TopK(k), values), np.uint32).reshape(-1, 2)
+    np.testing.assert_array_equal(data[:, 0], places)
+    np.testing.assert_array_equal(data[:, 1], values[places].view(np.uint32))
 
 
 @pytest.mark.parametrize("ties", [1.0, 0.0])
@@ -269,6 +301,7 @@ def test_dithering_is_right_in_the_mean(compressor: Dithering) -> None:
 def by_rule(compressor: Compressor, values: Any) -> Any:
     """The published rules, in float64."""
     if isinstance(compressor, TwoBit):
+        assert compressor.threshold is not None
         return np.sign(values) * compressor.threshold * (np.abs(values) >= compressor.threshold)
     if isinstance(compressor, OneBit):
         return np.where(values > compressor.threshold, 1.0, -1.0)
@@ -304,11 +337,14 @@ def rule_of_scaled(compressor: Compressor, values: Any) -> Any:
     """The published rules, in float64."""
     if isinstance(compressor, Signs):
         return np.where(values < 0, -1, 1) * np.abs(values).mean()
+    if isinstance(compressor, TwoBit):
+        large = np.abs(values) >= 0.7 * np.abs(values).mean()
+        return np.where(large, np.sign(values) * np.abs(values)[large].mean(), 0)
     assert isinstance(compressor, TopK)
     return np.where(np.abs(values) >= np.sort(np.abs(values))[-int(compressor.k)], values, 0)
 
 
-@pytest.mark.parametrize("compressor", [Signs(), TopK(50)], ids=repr)
+@pytest.mark.parametrize("compressor", [Signs(), TwoBit(), TopK(50)], ids=repr)
 def test_error_feedback_with_scales_over_100_rounds(compressor: Compressor) -> None:
     random = np.random.default_rng(12)
     residual, model = np.zeros(1000, np.float32), np.zeros(1000)

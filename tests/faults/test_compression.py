@@ -39,7 +39,7 @@ def test_a_server_dies_while_compressed_pushes_are_under_way() -> None:
     def program(kv: kvd.KVStore) -> Any:
         kv.init("w", np.zeros(SIZE, np.float32))
         kv.set_optimizer(kvd.optimizer.SGD(1.0))
-        kv.set_gradient_compression({"type": "2bit"})
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
         for step in range(STEPS):
             kv.push("w", gradient(kv.rank, step).astype(np.float32))
             time.sleep(0.02)

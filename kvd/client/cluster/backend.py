@@ -24,6 +24,7 @@ from kvd.client.cluster.tables import ClusterTables
 from kvd.client.cluster.updates import ClusterUpdates
 from kvd.client.cluster.values import ClusterValues
 from kvd.config import Config, Loaded
+from kvd.core import requests
 from kvd.errors import ConfigError
 from kvd.protocol.messages import MemberState, Settings
 
@@ -99,7 +100,9 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
     absence_counts = sync or settings.staleness >= 0
     assignments = ClusterAssignments(engine, arguments, unobserved, steps, facts.rank, sync, absence_counts, tables)
     restored = RestoredKeys()
-    compression = GradientCompression(facts.rank)
+    compression = GradientCompression(
+        facts.rank, facts.restarted, lambda name: int(engine.submit(requests.ClockOf(name)).result())
+    )
     snapshots = ClusterSnapshots(engine, steps, facts, unobserved, restored)
     return Backend(
         facts=facts,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kvd.client.calls.values import Source
@@ -18,6 +19,7 @@ class PushedValues:
     """
 
     some_encoded = False
+    sets_out: Callable[[Sequence[int]], None] | None = None
 
     def __init__(self, names: Sequence[str], sources: Sequence[Source]) -> None:
         self.names = names
@@ -53,10 +55,20 @@ class CompressedValues(PushedValues):
 
     def items(self, targets: Sequence[Any]) -> tuple[Item, ...]:
         """The same. What compression leaves over of the values is counted in the next push: call it once."""
-        items = []
+        items: list[Item] = []
+        notes = []
         for item, source, room in zip(super().items(targets), self.sources, self._rooms, strict=True):
             if room is not None:
-                encoded = self._compression.encode(self._compressing, item.key, source, room)
+                encoded, note = self._compression.encode(self._compressing, item.key, source, room)
                 item = item._replace(source=room.memory, encoded=encoded)
+                if note is not None:
+                    notes.append((len(items), note))
             items.append(item)
+        if notes:
+            self.sets_out = partial(_note_clocks, notes)
         return tuple(items)
+
+
+def _note_clocks(notes: Sequence[tuple[int, Callable[[int], None]]], clocks: Sequence[int]) -> None:
+    for place, note in notes:
+        note(clocks[place])

@@ -112,6 +112,7 @@ class ClusterValues:
             cast=cast,
             place=self._steps.place,
             some_encoded=pushed.some_encoded,
+            sets_out=pushed.sets_out,
             some_rows=bool(rows),
         )
         return self._watched(names, Handle(self._submit_push(transfer), nothing, "push", self._engine.wait))
@@ -210,6 +211,7 @@ class ClusterValues:
             cast=cast,
             place=self._steps.place,
             some_encoded=pushed.some_encoded,
+            sets_out=pushed.sets_out,
         )
         reclaim = None if copy else partial(self._engine.take_back, [data for data, _ in sources])
         handle = Handle(self._submit_push(transfer), finish, "pushpull", self._engine.wait, reclaim)

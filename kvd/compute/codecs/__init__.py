@@ -4,8 +4,8 @@ Everything here is NumPy in float32, vectorised; the bytes do not depend on the 
 little-endian.
 """
 
-from kvd.compute.codecs.base import Codec, codec_of
+from kvd.compute.codecs.base import Codec, RememberingCodec, ShapedCodec, codec_of
 from kvd.compute.codecs.feedback import encode, encode_fed_back
 from kvd.compute.codecs.momentum import with_momentum
 
-__all__ = ["Codec", "codec_of", "encode", "encode_fed_back", "with_momentum"]
+__all__ = ["Codec", "RememberingCodec", "ShapedCodec", "codec_of", "encode", "encode_fed_back", "with_momentum"]

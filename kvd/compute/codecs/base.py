@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,14 +17,16 @@ from kvd.compression import (
     Dithering,
     Int8,
     OneBit,
+    PowerSGD,
     RandomK,
     Signs,
     TopK,
     TwoBit,
 )
-from kvd.compute.codecs.bits import OneBitCodec, TwoBitCodec
+from kvd.compute.codecs.bits import OneBitCodec, ScaledTwoBitCodec, TwoBitCodec
 from kvd.compute.codecs.blocks import FP8Codec, Int8Codec
 from kvd.compute.codecs.dithering import DitheringCodec
+from kvd.compute.codecs.matrices import LowRankCodec
 from kvd.compute.codecs.pairs import RandomKCodec, TopKCodec
 from kvd.compute.codecs.rounded import RoundedCodec
 from kvd.compute.codecs.signs import SignCodec
@@ -64,16 +66,41 @@ class Codec(Protocol):
         """Decode what was checked."""
 
 
+@runtime_checkable
+class RememberingCodec(Codec, Protocol):
+    """Encodes one slice, and keeps something from push to push."""
+
+    @property
+    def memory_size(self) -> int:
+        """How many float32 are kept."""
+
+    def remembering(self, memory: Floats) -> Codec:
+        """The same codec with what it keeps: zeros at first. ``encode`` reads and changes it."""
+
+
+@runtime_checkable
+class ShapedCodec(Codec, Protocol):
+    """A codec whose bytes depend on the shape of the value, and on the pushes before. It decodes what its codecs of
+    slices have encoded."""
+
+    def of_slice(self, shape: Sequence[int], start: int, size: int) -> RememberingCodec | None:
+        """What encodes ``size`` elements from ``start`` on of a value of this shape; None: such are sent plain."""
+
+
 def _dithering(compressor: Dithering) -> Codec:
     natural, by_norm = compressor.partition == "natural", compressor.normalize == "l2"
     return DitheringCodec(compressor.k, natural=natural, by_norm=by_norm, seed=compressor.seed)
+
+
+def _two_bit(compressor: TwoBit) -> Codec:
+    return ScaledTwoBitCodec() if compressor.threshold is None else TwoBitCodec(compressor.threshold)
 
 
 # Each maker gets an instance of its class.
 _CODECS: dict[type[Compressor], Callable[[Any], Codec]] = {
     FP16: lambda _: RoundedCodec(np.dtype("<f2")),
     BF16: lambda _: RoundedCodec(BFLOAT16),
-    TwoBit: lambda compressor: TwoBitCodec(compressor.threshold),
+    TwoBit: _two_bit,
     OneBit: lambda compressor: OneBitCodec(compressor.threshold),
     FP8: lambda compressor: FP8Codec(compressor.block),
     Int8: lambda compressor: Int8Codec(compressor.block),
@@ -81,6 +108,7 @@ _CODECS: dict[type[Compressor], Callable[[Any], Codec]] = {
     TopK: lambda compressor: TopKCodec(compressor.k),
     RandomK: lambda compressor: RandomKCodec(compressor.k, compressor.seed),
     Dithering: _dithering,
+    PowerSGD: lambda compressor: LowRankCodec(compressor.rank, compressor.seed),
 }
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvd.compute.codecs.lengths import TILE, check_length
+from kvd.compute.codecs.magnitudes import mean, mean_from
+
+_SMALLEST = np.finfo(np.float32).tiny
 
 
 class TwoBitCodec:
@@ -15,30 +20,67 @@ class TwoBitCodec:
 
     def __init__(self, threshold: float) -> None:
         self._threshold = np.float32(threshold)
-        upper, lower = bits_of_bytes()[:, 0::2], bits_of_bytes()[:, 1::2]
-        signs = np.where(lower == 1, np.float32(1), np.float32(-1))
-        self._table = np.where(upper == 1, signs * self._threshold, np.float32(0))
+        self._table = _signs_of_pairs() * self._threshold
 
     def max_nbytes(self, size: int) -> int:
         return -(-size // 4)
 
     def encode(self, values: NDArray[np.float32], out: NDArray[np.uint8], nonce: int) -> int:
-        bits = np.empty((min(TILE, values.size), 2), np.bool_)
-        for start in range(0, values.size, TILE):
-            tile = values[start : start + TILE]
-            upper, lower = bits[: tile.size, 0], bits[: tile.size, 1]
-            np.greater_equal(tile, self._threshold, out=lower)
-            np.less_equal(tile, -self._threshold, out=upper)
-            upper |= lower
-            packed = np.packbits(bits[: tile.size].reshape(-1))
-            out[start // 4 : start // 4 + packed.size] = packed
-        return self.max_nbytes(values.size)
+        return _write_pairs(values, self._threshold, out)
 
     def check(self, data: NDArray[np.uint8], size: int) -> None:
         check_length(data, self.max_nbytes(size), size)
 
     def decode(self, data: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
         look_up(self._table, data, out)
+
+
+class ScaledTwoBitCodec:
+    """The same with a threshold that follows from the magnitudes of the slice. What 11 stands for comes first, as
+    float32."""
+
+    tile = 0
+
+    def max_nbytes(self, size: int) -> int:
+        return 4 + -(-size // 4)
+
+    def encode(self, values: NDArray[np.float32], out: NDArray[np.uint8], nonce: int) -> int:
+        threshold = np.maximum(np.float32(0.7) * mean(values), _SMALLEST)  # so 0 stays 0
+        out[:4].view("<f4")[0] = mean_from(values, threshold)
+        return 4 + _write_pairs(values, threshold, out[4:])
+
+    def check(self, data: NDArray[np.uint8], size: int) -> None:
+        check_length(data, self.max_nbytes(size), size)
+
+    def decode(self, data: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
+        look_up(_signs_of_pairs() * data[:4].view("<f4")[0], data[4:], out)
+
+
+def _write_pairs(values: NDArray[np.float32], threshold: np.float32, out: NDArray[np.uint8]) -> int:
+    """Two bits for each element, and how many bytes they take."""
+    for start in range(0, values.size, TILE):
+        tile = values[start : start + TILE]
+        lower, upper = tile >= threshold, tile <= -threshold
+        upper |= lower
+        pairs = _spread().take(np.packbits(upper)) << np.uint16(1)
+        pairs |= _spread().take(np.packbits(lower))
+        nbytes = -(-tile.size // 4)
+        out[start // 4 : start // 4 + nbytes] = pairs.astype(">u2").view(np.uint8)[:nbytes]
+    return -(-values.size // 4)
+
+
+@cache
+def _spread() -> NDArray[np.uint16]:
+    """The eight bits of each byte, with a 0 ahead of each."""
+    return bits_of_bytes().astype(np.uint16) @ (np.uint16(1) << np.arange(14, -2, -2, dtype=np.uint16))
+
+
+@cache
+def _signs_of_pairs() -> NDArray[np.float32]:
+    """What the four pairs of bits of each byte say: 1, −1 or 0."""
+    upper, lower = bits_of_bytes()[:, 0::2], bits_of_bytes()[:, 1::2]
+    signs = np.where(lower == 1, np.float32(1), np.float32(-1))
+    return np.where(upper == 1, signs, np.float32(0))
 
 
 class OneBitCodec:

@@ -7,6 +7,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.compute.codecs.lengths import TILE
+
 Floats = NDArray[np.float32]
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -29,6 +31,22 @@ def mean(values: Floats) -> np.float32:
         finite = np.abs(values[np.isfinite(values)])
         total, size = float(np.add.reduce(finite, dtype=np.float64)), finite.size
     return np.float32(total / size) if size else np.float32(0)
+
+
+def mean_from(values: Floats, least: np.float32) -> np.float32:
+    """The mean of the finite magnitudes that are ``least`` or more, summed in float64; 0 if there are none."""
+    total, count = 0.0, 0
+    for start in range(0, values.size, TILE):
+        magnitudes = np.abs(values[start : start + TILE])
+        chosen = magnitudes >= least
+        magnitudes *= chosen
+        part = float(np.add.reduce(magnitudes, dtype=np.float64))
+        if not math.isfinite(part):
+            chosen &= np.isfinite(magnitudes)
+            part = float(np.add.reduce(magnitudes[chosen], dtype=np.float64))
+        total += part
+        count += int(np.count_nonzero(chosen))
+    return np.float32(total / count) if count else np.float32(0)
 
 
 def norm(values: Floats) -> np.float32:

@@ -5,6 +5,7 @@ A pair is the index as uint32 and the value as float32; the pairs are in the ord
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 import numpy as np
@@ -74,23 +75,29 @@ class TopKCodec(PairsCodec):
     def _chosen(self, values: Floats, k: int, nonce: int) -> Indices:
         magnitudes = values.view(np.uint32) & np.uint32(0x7FFFFFFF)  # in the order of the magnitudes, and NaN on top
         candidates = self._candidates(magnitudes, k)
-        found = magnitudes[candidates]
+        found = magnitudes if candidates is None else magnitudes.take(candidates)
         least = np.partition(found, found.size - k)[found.size - k]
-        above, equal = candidates[found > least], candidates[found == least]
-        return np.sort(np.concatenate((above, equal[: k - above.size])))
+        kept = found >= least
+        surplus = np.count_nonzero(kept) - k
+        if surplus:
+            kept[np.flatnonzero(found == least)[-surplus:]] = False
+        places = np.flatnonzero(kept)
+        return places if candidates is None else candidates.take(places)
 
     @staticmethod
-    def _candidates(magnitudes: NDArray[np.uint32], k: int) -> Indices:
-        """Indices, growing, among which are those of the k largest: a sample says which ones need not be looked at."""
-        step = magnitudes.size // _SAMPLE
-        if step > 1:
-            sample = np.sort(magnitudes[::step])
-            kept = 2 * k // step + 64
-            if kept < sample.size:
-                candidates = np.flatnonzero(magnitudes >= sample[-kept])
-                if candidates.size >= k:
-                    return candidates
-        return np.arange(magnitudes.size)
+    def _candidates(magnitudes: NDArray[np.uint32], k: int) -> Indices | None:
+        """Indices, growing, among which are those of the k largest; None: all. A sample says which ones need not be
+        looked at: those below the element of the sample that lies four standard deviations behind the k-th largest."""
+        step = magnitudes.size // _SAMPLE | 1  # odd: values often repeat a pattern whose length is even
+        if step == 1:
+            return None
+        sample = np.sort(magnitudes[::step])
+        expected = k / step
+        kept = int(expected + 4 * math.sqrt(expected)) + 16
+        if kept >= sample.size:
+            return None
+        candidates = np.flatnonzero(magnitudes >= sample[-kept])
+        return candidates if candidates.size >= k else None
 
 
 class RandomKCodec(PairsCodec):
@@ -101,5 +108,9 @@ class RandomKCodec(PairsCodec):
         self._seed = seed
 
     def _chosen(self, values: Floats, k: int, nonce: int) -> Indices:
-        drawn = draws(self._seed, nonce, 0, k).astype(np.uint64) * np.uint64(values.size) >> np.uint64(32)
-        return np.unique(drawn).astype(np.intp)
+        drawn = draws(self._seed, nonce, 0, k).astype(np.uint64)
+        drawn *= np.uint64(values.size)
+        drawn >>= np.uint64(32)
+        marks = np.zeros(values.size, np.bool_)
+        marks[drawn] = True
+        return np.flatnonzero(marks)

@@ -137,6 +137,8 @@ class Transfer:
         if transfer.push:
             clocks = begin_pushes(windows)
             progress.steps = self._steps.begin(call, clocks)
+            if transfer.sets_out is not None:
+                transfer.sets_out(clocks)
         elif takes_newest:
             clocks = [ANY_CLOCK] * len(windows)
         else:
