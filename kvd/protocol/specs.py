@@ -115,8 +115,8 @@ class KeySpec:
         return self.span(index)[1]
 
     def check_same(self, other: KeySpec, key: str | int, node: str = "", *, cast: bool = False) -> None:
-        """Raises ShapeMismatch or DtypeMismatch if `other`, a value for `key`, does not fit this spec; NotAllowed if one
-        of the two is a table, or they are tables with different initializers.
+        """Raises ShapeMismatch or DtypeMismatch if `other`, a value for `key`, does not fit this spec; NotAllowed if
+        one of the two is a table, or they are tables with different initializers.
 
         Args:
             cast: one floating dtype in place of another fits.

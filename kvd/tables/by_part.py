@@ -20,7 +20,7 @@ _FEW_BITS = 1 << 31  # ids below this are sorted together with their places
 
 
 class RowsInParts(NamedTuple):
-    """Rows to push: for each part, from a multiple of 8 on, the ids as int64, ascending, then the rows in that order."""
+    """Rows to push: for each part, at a multiple of 8, the ids as int64, ascending, then the rows in that order."""
 
     data: Array
     ranges: Ranges
