@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import gc
+from typing import Any
 from weakref import ref
 
 import pytest

@@ -155,7 +155,7 @@ def read(path: Path, identity: bytes, sizes: Sequence[int], clock: int) -> tuple
     head = _MAGIC + struct.pack("<I", len(identity)) + identity
     nbytes = _nbytes(sizes)
     if not data.startswith(head) or len(data) != _DATA_AT + 2 * nbytes:
-        raise Unusable("it was written for another key, shape or compression")
+        raise Unusable("it was written for a compression with another momentum or rank, or not to its end")
     marks = [_Mark.at(data, index) for index in (0, 1)]
     usable = [(mark, index) for index, mark in enumerate(marks) if mark is not None and 0 < mark.clock <= clock]
     if not usable:
