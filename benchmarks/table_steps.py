@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -170,8 +170,9 @@ class Side:
         """The times of the steps of one worker."""
         for worker in self.workers:
             assert worker.stdin is not None
-            worker.stdin.write(f"{count}\n".encode())
-            worker.stdin.flush()
+            with suppress(BrokenPipeError):  # what it has said tells why
+                worker.stdin.write(f"{count}\n".encode())
+                worker.stdin.flush()
         lines = [self._line(worker) for worker in self.workers]
         return [float(word) for word in lines[0].split()]
 
@@ -263,7 +264,7 @@ def _start(command: list[str], environment: Mapping[str, str]) -> subprocess.Pop
         env=child_environment(dict(environment)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL if "DMLC_ROLE" in environment else subprocess.STDOUT,
+        stderr=subprocess.STDOUT,
     )
 
 
