@@ -54,7 +54,7 @@ from kvd.protocol.messages import (
     Staged,
     Taken,
 )
-from kvd.protocol.specs import accumulator_scale, padded
+from kvd.protocol.specs import padded
 
 
 class _Use(NamedTuple):
@@ -247,8 +247,7 @@ class Pushes:
             pulled = group.log.progress_of(record.contributions[0].rank).kept
         keeps_merged = (
             bool(self._records.holders)
-            and optimizer is not None
-            and not record.assign
+            and (group.is_of_table or (optimizer is not None and not record.assign))
             and self._records.is_held(group.partition)
         )
         self._effects.start_job(
@@ -294,13 +293,13 @@ class Pushes:
         group: FusedGroup,
         record: Record,
         buffer: Buffer | ScatterList,
-        merged: Buffer | None,
+        merged: Span | None,
         use: _Use,
     ) -> None:
         """The backup holds the record before the round is a version: it is the new value, or a merged gradient."""
         payload: tuple[Span, ...] = ()
         if merged is not None:
-            payload = (Span(merged, 0, group.nbytes * accumulator_scale(group.dtype)),)
+            payload = (merged,)
         elif record.contributions:
             payload = spans_of(buffer, group.nbytes)
         optimizer = None if use.optimizer is None else to_wire(use.optimizer)
@@ -312,7 +311,7 @@ class Pushes:
             slice_ids,
             record.number,
             tuple(given),
-            merged is not None,
+            merged is not None and optimizer is not None,
             optimizer,
             use.generation,
         )
