@@ -32,7 +32,7 @@ from kvd.errors import KvdError, NotAllowed, ProtocolError
 from kvd.node.decoding import CodedSlice
 from kvd.node.optimizer_states import OptimizerStates
 from kvd.node.table_parts import TableParts
-from kvd.protocol.specs import padded
+from kvd.protocol.specs import padded, state_of_table_text
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Controller: TypeAlias = Callable[[bytes], bytes]
@@ -282,7 +282,7 @@ class JobRunner:
 
     def _check_no_table(self, key: str, index: int) -> None:
         if (key, index) in self._tables:
-            raise NotAllowed(f"key {key!r} is a table: what the optimizer keeps of its rows cannot be saved", key=key)
+            raise NotAllowed(state_of_table_text(key), key=key)
 
     # ── commands ──
 
