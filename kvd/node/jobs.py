@@ -153,9 +153,7 @@ class JobRunner:
 
     def _result(self, job: Job) -> Any:
         if isinstance(job, Apply):
-            if job.layout and (job.layout[0].key, job.layout[0].slice_index) in self._tables:
-                return self._tables.apply(job)
-            return self._apply(job)
+            return self._tables.apply(job) if isinstance(job.current, TableVersion) else self._apply(job)
         if isinstance(job, ReadRows):
             return self._tables.read(job)
         if isinstance(job, Create):
