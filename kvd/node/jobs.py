@@ -34,7 +34,7 @@ from kvd.errors import KvdError, NotAllowed, ProtocolError
 from kvd.node.decoding import CodedSlice
 from kvd.node.optimizer_states import OptimizerStates
 from kvd.node.table_parts import TableParts
-from kvd.protocol.specs import padded
+from kvd.protocol.specs import padded, state_of_table_text
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Controller: TypeAlias = Callable[[bytes], bytes]
@@ -155,9 +155,7 @@ class JobRunner:
 
     def _result(self, job: Job) -> Any:
         if isinstance(job, Apply):
-            if job.layout and (job.layout[0].key, job.layout[0].slice_index) in self._tables:
-                return self._tables.apply(job)
-            return self._apply(job)
+            return self._tables.apply(job) if isinstance(job.current, TableVersion) else self._apply(job)
         if isinstance(job, ReadRows):
             return self._tables.read(job)
         if isinstance(job, ReadPart):
@@ -298,7 +296,7 @@ class JobRunner:
 
     def _check_no_table(self, key: str, index: int) -> None:
         if (key, index) in self._tables:
-            raise NotAllowed(f"key {key!r} is a table: what the optimizer keeps of its rows cannot be saved", key=key)
+            raise NotAllowed(state_of_table_text(key), key=key)
 
     # ── commands ──
 
