@@ -19,6 +19,7 @@ from kvd.optimizer import Optimizer
 from kvd.protocol.specs import ROW_ID_BYTES
 from kvd.tables.contributions import Contributed, merged_rows
 from kvd.tables.description import RowSparse
+from kvd.tables.merged_rows import MergedRows
 from kvd.tables.row_index import Ids
 from kvd.tables.row_values import Rows
 from kvd.tables.table import Table
@@ -78,8 +79,8 @@ class TablePart:
 
     # ── updates ──
 
-    def update(self, optimizer: Optimizer | None, contributions: Sequence[Contributed], mode: MergeMode) -> Rows:
-        """Makes the next version, and returns the merged rows that made it.
+    def update(self, optimizer: Optimizer | None, contributions: Sequence[Contributed], mode: MergeMode) -> MergedRows:
+        """Makes the next version, and returns the merged rows that made it: they refer to the contributions.
 
         Args:
             optimizer: None: the merged rows replace those that are there.
@@ -89,12 +90,11 @@ class TablePart:
             MemoryError: there is no memory for new rows. Nothing was changed.
         """
         merged = merged_rows(contributions, mode, self._description.width, self._description.numpy_dtype)
-        before = np.empty_like(merged.rows)
-        self._table.read(merged.ids, before)
+        before = np.empty((merged.num_rows, self._description.width), self._description.numpy_dtype)
         if optimizer is None:
-            self._table.assign(merged.ids, merged.rows)
+            self._table.assign_merged(merged, before)
         else:
-            self._table.update(optimizer, merged.ids, merged.rows)
+            self._table.update_merged(optimizer, merged, before)
         self._before.append(Rows(merged.ids.copy(), before))  # the ids may lie in memory that the sender gets back
         self.version += 1
         return merged
