@@ -490,50 +490,119 @@ _adagrad = _inlined(adagrad)
 
 
 @_inlined
-def _given(number: Any, rows: Any, sums: Any) -> Any:
-    """The gradient of a row: one that was pushed, or with ``~number`` one that was added up."""
-    return rows[number] if number >= 0 else sums[~number]
+def _by_source(numbers: Any) -> Any:
+    """The numbers of an update, and those for a row of the second contribution alone: with its factor in front."""
+    swapped = numbers.copy()
+    swapped[0] = numbers[1]
+    return numbers, swapped
 
 
-def sgd_rows(places: Any, order: Any, rows: Any, sums: Any, weights: Any, numbers: Any, decay: Any) -> None:
-    """``sgd`` of the rows at these places; ``order`` has the number of each one's gradient, see ``_given``."""
-    out = np.empty(weights.shape[1], weights.dtype)
+@_inlined
+def _sources(left: Any, right: Any, first: Any, second: Any, shared: Any) -> Any:
+    """Whether a row has two contributions, these, and the numbers to use. A number below 0: there is none."""
+    if left < 0:
+        return False, second[right], second[right], shared[1]
+    return right >= 0, first[left], second[right] if right >= 0 else first[left], shared[0]
+
+
+@_inlined
+def _put_aside(weight: Any, number: Any, before: Any) -> None:
+    """Copy the weights of a row to its place in ``before``, unless that is empty: nobody wants them."""
+    if number < before.shape[0]:
+        for j in range(weight.size):
+            before[number, j] = weight[j]
+
+
+def sgd_rows(
+    places: Any,
+    left: Any,
+    right: Any,
+    first: Any,
+    second: Any,
+    before: Any,
+    weights: Any,
+    numbers: Any,
+    divide: Any,
+    decay: Any,
+) -> None:
+    """``sgd`` of the rows at these places; ``left`` and ``right`` number the contributions to each, -1 for none."""
+    out, shared = np.empty(weights.shape[1], weights.dtype), _by_source(numbers)
     for k in range(places.size):
-        g, w = _given(order[k], rows, sums), weights[places[k]]
-        _sgd(g, g, False, w, out, numbers, False, decay, None)
+        p = places[k]
+        w = weights[p]
+        _put_aside(w, k, before)
+        pair, a, b, used = _sources(left[k], right[k], first, second, shared)
+        _sgd(a, b, pair, w, out, used, divide, decay, None)
 
 
 def sgd_momentum_rows(
-    places: Any, order: Any, rows: Any, sums: Any, weights: Any, buffers: Any, numbers: Any, decay: Any
+    places: Any,
+    left: Any,
+    right: Any,
+    first: Any,
+    second: Any,
+    before: Any,
+    weights: Any,
+    buffers: Any,
+    numbers: Any,
+    divide: Any,
+    decay: Any,
 ) -> None:
     """``sgd_momentum``, as above."""
-    out = np.empty(weights.shape[1], weights.dtype)
+    out, shared = np.empty(weights.shape[1], weights.dtype), _by_source(numbers)
     for k in range(places.size):
         p = places[k]
-        g, w = _given(order[k], rows, sums), weights[p]
-        _sgd_momentum(g, g, False, w, out, buffers[p], numbers, False, decay, None)
+        w = weights[p]
+        _put_aside(w, k, before)
+        pair, a, b, used = _sources(left[k], right[k], first, second, shared)
+        _sgd_momentum(a, b, pair, w, out, buffers[p], used, divide, decay, None)
 
 
 def adam_rows(
-    places: Any, order: Any, rows: Any, sums: Any, weights: Any, means: Any, variances: Any, numbers: Any, decay: Any
+    places: Any,
+    left: Any,
+    right: Any,
+    first: Any,
+    second: Any,
+    before: Any,
+    weights: Any,
+    means: Any,
+    variances: Any,
+    numbers: Any,
+    divide: Any,
+    decay: Any,
 ) -> None:
     """``adam``, as above."""
-    out = np.empty(weights.shape[1], weights.dtype)
+    out, shared = np.empty(weights.shape[1], weights.dtype), _by_source(numbers)
     for k in range(places.size):
         p = places[k]
-        g, w = _given(order[k], rows, sums), weights[p]
-        _adam(g, g, False, w, out, means[p], variances[p], numbers, False, decay, None)
+        w = weights[p]
+        _put_aside(w, k, before)
+        pair, a, b, used = _sources(left[k], right[k], first, second, shared)
+        _adam(a, b, pair, w, out, means[p], variances[p], used, divide, decay, None)
 
 
 def adagrad_rows(
-    places: Any, order: Any, rows: Any, sums: Any, weights: Any, totals: Any, numbers: Any, decay: Any
+    places: Any,
+    left: Any,
+    right: Any,
+    first: Any,
+    second: Any,
+    before: Any,
+    weights: Any,
+    totals: Any,
+    numbers: Any,
+    divide: Any,
+    decay: Any,
 ) -> None:
     """``adagrad``, as above."""
-    out = np.empty(weights.shape[1], weights.dtype)
+    out, shared = np.empty(weights.shape[1], weights.dtype), _by_source(numbers)
     for k in range(places.size):
         p = places[k]
-        g, w = _given(order[k], rows, sums), weights[p]
-        _adagrad(g, g, False, w, out, totals[p], numbers, False, decay, None)
+        w = weights[p]
+        _put_aside(w, k, before)
+        pair, a, b, used = _sources(left[k], right[k], first, second, shared)
+        _adagrad(a, b, pair, w, out, totals[p], used, divide, decay, None)
 
 
 # --- Compilation ----------------------------------------------------------------------------------------------------
@@ -619,7 +688,8 @@ def _row_signature(slots: int, target: str) -> tuple[Any, ...]:
     compute = _TYPES[target]
     whole = _array(types.int64, readonly=True)
     given, kept = _array(compute, readonly=True, ndim=2), _array(compute, readonly=False, ndim=2)
-    return whole, whole, given, given, kept, *[kept] * slots, _array(compute, readonly=True), types.boolean
+    numbers = _array(compute, readonly=False)
+    return whole, whole, whole, given, given, kept, kept, *[kept] * slots, numbers, types.boolean, types.boolean
 
 
 def _array(dtype: Any, readonly: bool, ndim: int = 1) -> Any:

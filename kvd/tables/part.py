@@ -19,6 +19,7 @@ from kvd.optimizer import Optimizer
 from kvd.protocol.specs import ROW_ID_BYTES
 from kvd.tables.contributions import Contributed, merged_rows
 from kvd.tables.description import RowSparse
+from kvd.tables.merged_rows import MergedRows
 from kvd.tables.row_index import Ids
 from kvd.tables.row_values import Rows
 from kvd.tables.table import Table
@@ -91,21 +92,23 @@ class TablePart:
         rows = payload[count * ROW_ID_BYTES :].view(self.description.numpy_dtype)
         return Contributed(Rows(ids, rows.reshape(count, self.description.width)), samples)
 
-    def payload_of(self, rows: Rows, allocate: Callable[[int], Array]) -> Array:
-        """Rows as `pushed` takes them, in memory of its own.
+    def payload_of(self, merged: MergedRows, allocate: Callable[[int], Array]) -> Array:
+        """Merged rows as `pushed` takes them.
 
         Args:
             allocate: gives so many bytes, as uint8.
         """
-        made = allocate(rows.ids.nbytes + rows.rows.nbytes)
-        made[: rows.ids.nbytes] = rows.ids.view(np.uint8)
-        made[rows.ids.nbytes :] = rows.rows.reshape(-1).view(np.uint8)
+        dtype, width = self.description.numpy_dtype, self.description.width
+        rows_at = merged.ids.nbytes
+        made = allocate(rows_at + merged.num_rows * width * dtype.itemsize)
+        made[:rows_at] = merged.ids.view(np.uint8)
+        merged.rows(made[rows_at:].view(dtype).reshape(merged.num_rows, width))
         return made
 
     # ── updates ──
 
-    def update(self, optimizer: Optimizer | None, contributions: Sequence[Contributed], mode: MergeMode) -> Rows:
-        """Makes the next version, and returns the merged rows that made it.
+    def update(self, optimizer: Optimizer | None, contributions: Sequence[Contributed], mode: MergeMode) -> MergedRows:
+        """Makes the next version, and returns the merged rows that made it: they refer to the contributions.
 
         Args:
             optimizer: None: the merged rows replace those that are there.
@@ -115,12 +118,11 @@ class TablePart:
             MemoryError: there is no memory for new rows. Nothing was changed.
         """
         merged = merged_rows(contributions, mode, self.description.width, self.description.numpy_dtype)
-        before = np.empty_like(merged.rows)
-        self.table.read(merged.ids, before)
+        before = np.empty((merged.num_rows, self.description.width), self.description.numpy_dtype)
         if optimizer is None:
-            self.table.assign(merged.ids, merged.rows)
+            self.table.assign_merged(merged, before)
         else:
-            self.table.update(optimizer, merged.ids, merged.rows)
+            self.table.update_merged(optimizer, merged, before)
         self._before.append(Rows(merged.ids.copy(), before))  # the ids may lie in memory that the sender gets back
         self.version += 1
         return merged

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.tables.merged_rows import MergedRows
+from kvd.tables.duplicates import added_up
 from kvd.tables.row_arena import RowArena
 from kvd.tables.row_index import RowIndex
 
@@ -62,12 +62,12 @@ def test_rows_of_the_same_place_are_added_in_order(pushed: list[tuple[int, float
     expected: dict[int, np.ndarray] = {}
     for place, row in zip(places.tolist(), rows, strict=True):
         expected[place] = expected[place] + row if place in expected else row
-    merged = MergedRows(places, rows)
-    assert merged.places.tolist() == sorted(expected)
-    for first in range(0, len(merged), tile):
-        part = slice(first, min(first + tile, len(merged)))
+    merged = added_up(places, rows)
+    assert merged.ids.tolist() == sorted(expected)
+    for first in range(0, merged.num_rows, tile):
+        part = slice(first, min(first + tile, merged.num_rows))
         taken = merged.take(part, np.empty((part.stop - part.start, 2), np.float32))
-        assert [row.tobytes() for row in taken] == [expected[place].tobytes() for place in merged.places[part].tolist()]
+        assert [row.tobytes() for row in taken] == [expected[place].tobytes() for place in merged.ids[part].tolist()]
 
 
 def test_an_arena_grows_in_small_steps_and_keeps_its_rows() -> None:
