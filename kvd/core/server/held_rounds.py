@@ -96,9 +96,8 @@ class HeldRounds:
         if is_late or held.row_records.add(message.part, message.version, message.place, piece):
             self._answers.confirm(event)  # a copy is known by its place in the round
         else:
-            self._answers.refuse(
-                event, f"a round of table {message.part.key!r} has too many rows", key=message.part.key
-            )
+            text = f"a round of table {message.part.key!r} has too many rows"
+            self._answers.refuse(event, text, key=message.part.key)
 
     def _slices(self, event: Received, message: Hold, held: HeldPartition) -> list[Slice] | None:
         slices = []

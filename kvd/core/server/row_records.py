@@ -22,7 +22,7 @@ def pieces_of(spec: KeySpec, merged: Span) -> list[Piece]:
     if num_rows <= step:
         return [(merged,)]
     rows_at = merged.offset + num_rows * ROW_ID_BYTES
-    pieces = []
+    pieces: list[Piece] = []
     for first in range(0, num_rows, step):
         count = min(step, num_rows - first)
         ids = Span(merged.buffer, merged.offset + first * ROW_ID_BYTES, count * ROW_ID_BYTES)
