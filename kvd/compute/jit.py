@@ -36,8 +36,10 @@ from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.extending import overload
+from numba.core import cgutils as _cgutils
+from numba.extending import intrinsic, overload
 
 from kvd.compute.kernels import KEEPING, ROWS
 
@@ -46,6 +48,8 @@ DISABLED: bool = bool(getattr(numba.config, "DISABLE_JIT", False))
 
 _njit: Any = numba.njit  # with types in some versions, and without in others
 _overload: Any = overload
+_intrinsic: Any = intrinsic
+cgutils: Any = _cgutils
 _OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": False, "parallel": False}
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -480,37 +484,67 @@ def rmsprop_centered_momentum(
 
 # --- Rows of tables -------------------------------------------------------------------------------------------------
 
-# The loops above, row by row, for the optimizers of embeddings. Here the weights may be written, and so they are, as
-# the master of a half is (`_keep`); what is written to ``out`` is thrown away.
+# The loops above, row by row, for the optimizers of embeddings. The rows lie anywhere in memory, so the processor is
+# told some rows ahead which ones come. All arrays have two dimensions and are indexed as such: a view of a row would
+# have its references counted.
 
-_sgd = _inlined(sgd)
-_sgd_momentum = _inlined(sgd_momentum)
-_adam = _inlined(adam)
-_adagrad = _inlined(adagrad)
+_AHEAD = 4  # rows that are on their way while one is updated
 
 
-@_inlined
-def _by_source(numbers: Any) -> Any:
-    """The numbers of an update, and those for a row of the second contribution alone: with its factor in front."""
-    swapped = numbers.copy()
-    swapped[0] = numbers[1]
-    return numbers, swapped
+def _pasted(function: F) -> F:
+    """A part of the loops below that takes arrays: a call would count the references to them."""
+    return cast(F, _njit(**_OPTIONS, inline="always")(function))
 
 
-@_inlined
-def _sources(left: Any, right: Any, first: Any, second: Any, shared: Any) -> Any:
-    """Whether a row has two contributions, these, and the numbers to use. A number below 0: there is none."""
-    if left < 0:
-        return False, second[right], second[right], shared[1]
-    return right >= 0, first[left], second[right] if right >= 0 else first[left], shared[0]
+def _prefetching(context: Any, array: Any, row: Any, offset: Any) -> Any:
+    """Have the processor fetch what lies ``offset`` bytes behind the beginning of a row."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0])
+        stride = cgutils.unpack_tuple(builder, data.strides)[0]
+        start = builder.add(builder.ptrtoint(data.data, stride.type), builder.mul(arguments[1], stride))
+        pointer = builder.inttoptr(builder.add(start, arguments[2]), cgutils.voidptr_t)
+        flags = [cgutils.int32_t(flag) for flag in (0, 3, 1)]  # to be read, to be kept near, data
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[cgutils.int32_t] * 3])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0"), [pointer, *flags])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64), generate
 
 
-@_inlined
-def _put_aside(weight: Any, number: Any, before: Any) -> None:
-    """Copy the weights of a row to its place in ``before``, unless that is empty: nobody wants them."""
+_prefetch = _intrinsic(_prefetching)
+
+
+@_pasted
+def _fetch(rows: Any, number: Any) -> None:
+    """Have the processor fetch a row, in lines of 64 bytes."""
+    for line in range((rows.shape[1] * rows.itemsize + 63) >> 6):
+        _prefetch(rows, number, line << 6)
+
+
+@_pasted
+def _merge_row(merged: Any, a: Any, b: Any, first: Any, second: Any, shared: Any, divide: Any) -> None:
+    """Merge row ``a`` of the first and row ``b`` of the second contributions; a number below 0: there is none."""
+    if b < 0:
+        for j in range(merged.size):
+            merged[j] = first[a, j] * shared[0]
+    elif a < 0:
+        for j in range(merged.size):
+            merged[j] = second[b, j] * shared[1]
+    else:
+        for j in range(merged.size):
+            merged[j] = first[a, j] * shared[0] + second[b, j] * shared[1]
+    if divide:
+        for j in range(merged.size):
+            merged[j] = merged[j] / shared[2]
+
+
+@_pasted
+def _put_aside(before: Any, number: Any, weights: Any, place: Any) -> None:
+    """Copy the weights of a row to ``before``, unless that is empty: nobody wants them."""
     if number < before.shape[0]:
-        for j in range(weight.size):
-            before[number, j] = weight[j]
+        for j in range(weights.shape[1]):
+            before[number, j] = weights[place, j]
 
 
 def sgd_rows(
@@ -526,13 +560,17 @@ def sgd_rows(
     decay: Any,
 ) -> None:
     """``sgd`` of the rows at these places; ``left`` and ``right`` number the contributions to each, -1 for none."""
-    out, shared = np.empty(weights.shape[1], weights.dtype), _by_source(numbers)
+    rate = numbers[7]
+    shared, merged = _first_numbers(numbers), np.empty(weights.shape[1], weights.dtype)
     for k in range(places.size):
+        if k + _AHEAD < places.size:
+            _fetch(weights, places[k + _AHEAD])
         p = places[k]
-        w = weights[p]
-        _put_aside(w, k, before)
-        pair, a, b, used = _sources(left[k], right[k], first, second, shared)
-        _sgd(a, b, pair, w, out, used, divide, decay, None)
+        _merge_row(merged, left[k], right[k], first, second, shared, divide)
+        _put_aside(before, k, weights, p)
+        for j in range(merged.size):
+            g = _gradient(merged[j], weights[p, j], shared, decay)
+            weights[p, j] = weights[p, j] - g * rate
 
 
 def sgd_momentum_rows(
@@ -549,13 +587,20 @@ def sgd_momentum_rows(
     decay: Any,
 ) -> None:
     """``sgd_momentum``, as above."""
-    out, shared = np.empty(weights.shape[1], weights.dtype), _by_source(numbers)
+    rate, momentum = numbers[7], numbers[8]
+    shared, merged = _first_numbers(numbers), np.empty(weights.shape[1], weights.dtype)
     for k in range(places.size):
+        if k + _AHEAD < places.size:
+            _fetch(weights, places[k + _AHEAD])
+            _fetch(buffers, places[k + _AHEAD])
         p = places[k]
-        w = weights[p]
-        _put_aside(w, k, before)
-        pair, a, b, used = _sources(left[k], right[k], first, second, shared)
-        _sgd_momentum(a, b, pair, w, out, buffers[p], used, divide, decay, None)
+        _merge_row(merged, left[k], right[k], first, second, shared, divide)
+        _put_aside(before, k, weights, p)
+        for j in range(merged.size):
+            g = _gradient(merged[j], weights[p, j], shared, decay)
+            b = buffers[p, j] * momentum + g
+            buffers[p, j] = b
+            weights[p, j] = weights[p, j] - b * rate
 
 
 def adam_rows(
@@ -573,13 +618,24 @@ def adam_rows(
     decay: Any,
 ) -> None:
     """``adam``, as above."""
-    out, shared = np.empty(weights.shape[1], weights.dtype), _by_source(numbers)
+    beta1, rest1, beta2, rest2 = numbers[7], numbers[8], numbers[9], numbers[10]
+    step_size, epsilon, rest = numbers[11], numbers[12], numbers[13]
+    shared, merged = _first_numbers(numbers), np.empty(weights.shape[1], weights.dtype)
     for k in range(places.size):
+        if k + _AHEAD < places.size:
+            _fetch(weights, places[k + _AHEAD])
+            _fetch(means, places[k + _AHEAD])
+            _fetch(variances, places[k + _AHEAD])
         p = places[k]
-        w = weights[p]
-        _put_aside(w, k, before)
-        pair, a, b, used = _sources(left[k], right[k], first, second, shared)
-        _adam(a, b, pair, w, out, means[p], variances[p], used, divide, decay, None)
+        _merge_row(merged, left[k], right[k], first, second, shared, divide)
+        _put_aside(before, k, weights, p)
+        for j in range(merged.size):
+            g = _gradient(merged[j], weights[p, j], shared, decay)
+            m = means[p, j] * beta1 + g * rest1
+            v = variances[p, j] * beta2 + g * g * rest2
+            means[p, j] = m
+            variances[p, j] = v
+            weights[p, j] = weights[p, j] * rest - m / (math.sqrt(v) + epsilon) * step_size
 
 
 def adagrad_rows(
@@ -596,13 +652,20 @@ def adagrad_rows(
     decay: Any,
 ) -> None:
     """``adagrad``, as above."""
-    out, shared = np.empty(weights.shape[1], weights.dtype), _by_source(numbers)
+    rate, epsilon = numbers[7], numbers[8]
+    shared, merged = _first_numbers(numbers), np.empty(weights.shape[1], weights.dtype)
     for k in range(places.size):
+        if k + _AHEAD < places.size:
+            _fetch(weights, places[k + _AHEAD])
+            _fetch(totals, places[k + _AHEAD])
         p = places[k]
-        w = weights[p]
-        _put_aside(w, k, before)
-        pair, a, b, used = _sources(left[k], right[k], first, second, shared)
-        _adagrad(a, b, pair, w, out, totals[p], used, divide, decay, None)
+        _merge_row(merged, left[k], right[k], first, second, shared, divide)
+        _put_aside(before, k, weights, p)
+        for j in range(merged.size):
+            g = _gradient(merged[j], weights[p, j], shared, decay)
+            s = totals[p, j] + g * g
+            totals[p, j] = s
+            weights[p, j] = weights[p, j] - g / (math.sqrt(s) + epsilon) * rate
 
 
 # --- Compilation ----------------------------------------------------------------------------------------------------
@@ -688,8 +751,8 @@ def _row_signature(slots: int, target: str) -> tuple[Any, ...]:
     compute = _TYPES[target]
     whole = _array(types.int64, readonly=True)
     given, kept = _array(compute, readonly=True, ndim=2), _array(compute, readonly=False, ndim=2)
-    numbers = _array(compute, readonly=False)
-    return whole, whole, whole, given, given, kept, kept, *[kept] * slots, numbers, types.boolean, types.boolean
+    numbers, flag = _array(compute, readonly=True), types.boolean
+    return whole, whole, whole, given, given, kept, kept, *[kept] * slots, numbers, flag, flag
 
 
 def _array(dtype: Any, readonly: bool, ndim: int = 1) -> Any:

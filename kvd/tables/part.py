@@ -7,7 +7,6 @@ taking the rows as they are and laying over them what was put aside since, the n
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvd.optimizer import Optimizer
 from kvd.protocol.specs import ROW_ID_BYTES
 from kvd.tables.contributions import Contributed, merged_rows
 from kvd.tables.description import RowSparse
+from kvd.tables.earlier_rows import EarlierRows
 from kvd.tables.merged_rows import MergedRows
 from kvd.tables.row_index import Ids
 from kvd.tables.row_values import Rows
@@ -45,7 +45,7 @@ class TablePart:
         self._key = key
         self._description = description
         self._table = Table(description, key)
-        self._before: deque[Rows] = deque(maxlen=UPDATES_KEPT)  # rows as they were before an update; ids ascending
+        self._earlier = EarlierRows(description.width, description.numpy_dtype, UPDATES_KEPT)
 
     @property
     def num_rows(self) -> int:
@@ -55,7 +55,7 @@ class TablePart:
     @property
     def nbytes(self) -> int:
         """The memory of the rows, and of those that were put aside."""
-        return self._table.nbytes + sum([before.ids.nbytes + before.rows.nbytes for before in self._before])
+        return self._table.nbytes + self._earlier.nbytes
 
     # ── what arrives ──
 
@@ -90,12 +90,12 @@ class TablePart:
             MemoryError: there is no memory for new rows. Nothing was changed.
         """
         merged = merged_rows(contributions, mode, self._description.width, self._description.numpy_dtype)
-        before = np.empty((merged.num_rows, self._description.width), self._description.numpy_dtype)
+        before = self._earlier.room(merged.num_rows)
         if optimizer is None:
             self._table.assign_merged(merged, before)
         else:
             self._table.update_merged(optimizer, merged, before)
-        self._before.append(Rows(merged.ids.copy(), before))  # the ids may lie in memory that the sender gets back
+        self._earlier.put_aside(merged.ids.copy())  # they may lie in memory that the sender gets back
         self.version += 1
         return merged
 
@@ -116,14 +116,13 @@ class TablePart:
         """
         self._check(ids)
         newer = self.version - version
-        if not 0 <= newer <= len(self._before):
+        if not 0 <= newer <= len(self._earlier):
             raise NotAllowed(f"version {version} of table {self._key!r} is not kept any more", key=self._key)
         dtype, width = self._description.numpy_dtype, self._description.width
         made = allocate(len(ids) * width * dtype.itemsize)
         out = made.view(dtype).reshape(len(ids), width)
         self._table.read(ids, out)
-        for number in range(newer):
-            _lay_over(out, ids, self._before[-1 - number])
+        self._earlier.lay_over(out, ids, newer)
         return made
 
     def _check(self, ids: Ids) -> None:
@@ -134,12 +133,3 @@ class TablePart:
             has = "" if self._description.rows is None else f": it has {self._description.rows}"
             wrong = low if low < 0 else high
             raise NotAllowed(f"table {self._key!r} has no row {wrong}{has}", key=self._key)
-
-
-def _lay_over(out: Array, ids: Ids, before: Rows) -> None:
-    """Writes the rows that were put aside over those of the same ids."""
-    if not len(before.ids):
-        return
-    at = np.minimum(np.searchsorted(before.ids, ids), len(before.ids) - 1)
-    hit = np.flatnonzero(before.ids[at] == ids)
-    out[hit] = before.rows[at[hit]]

@@ -80,3 +80,26 @@ def test_an_arena_grows_in_small_steps_and_keeps_its_rows() -> None:
         assert arena.nbytes <= count * 64 * 17 / 16 + (64 << 10)
     found = arena.take(np.arange(count), np.empty((count, 8)))
     assert np.array_equal(found, expected[:count])
+
+
+def test_a_large_arena_grows_in_small_steps_and_keeps_its_rows() -> None:
+    arena = RowArena(1 << 17, np.dtype(np.float64))  # rows of 1 MiB, in large pages from the 33rd on
+    for count in range(20, 61, 8):
+        arena.require(count)
+        arena.put(np.array([count - 1]), np.full((1, arena.width), float(count)))
+        assert arena.nbytes <= count * 17 / 16 * (1 << 20) + (3 << 20)
+    found = arena.where_they_lie()
+    assert np.flatnonzero(found[:, 7]).tolist() == list(range(19, 60, 8))
+    assert (found[19::8] == np.arange(20, len(found) + 1, 8)[:, None])[:6].all()
+
+
+def test_an_arena_that_gets_no_memory_is_as_it_was() -> None:
+    arena = RowArena(1 << 17, np.dtype(np.float64))
+    for count in (2, 40):
+        arena.require(count)
+        arena.put(np.array([1]), np.full((1, arena.width), 7.0))
+        nbytes = arena.nbytes
+        with pytest.raises(MemoryError):
+            arena.require(1 << 40)
+        assert arena.nbytes == nbytes
+        assert arena.where_they_lie()[1, 0] == 7
