@@ -3,10 +3,10 @@
 Over 400 lines because numba's cache on disk notices changes of the file that defines a loop, and of no other file: the
 loops and the functions that they inline belong together.
 
-This is the only module that imports numba, and only :mod:`kvd.compute.compiled` imports it, when a loop is worth its
-compilation. The formulas stand in :mod:`kvd.optimizer.rules`; the order of the roundings is that of
-:mod:`kvd.compute.kernels` and :mod:`kvd.compute.merge`, operation by operation, so that both give the same bits.
-LLVM keeps it: without fast-math flags it neither reorders nor contracts to fused multiply-adds. (Which of two
+This module, `jit_ids` and `jit_prefetch` are all that import numba, and only :mod:`kvd.compute.compiled` imports them,
+when a loop is worth its compilation. The formulas stand in :mod:`kvd.optimizer.rules`; the order of the roundings is
+that of :mod:`kvd.compute.kernels` and :mod:`kvd.compute.merge`, operation by operation, so that both give the same
+bits. LLVM keeps it: without fast-math flags it neither reorders nor contracts to fused multiply-adds. (Which of two
 NaNs survives an addition is left open, here as there: no promise is made about their payloads.)
 
 Every loop but ``merge`` takes, in this order:
@@ -36,11 +36,11 @@ from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.core import cgutils as _cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 
+from kvd.compute.jit_ids import LOOPS as ID_LOOPS
+from kvd.compute.jit_prefetch import prefetch
 from kvd.compute.kernels import KEEPING, ROWS
 
 DISABLED: bool = bool(getattr(numba.config, "DISABLE_JIT", False))
@@ -48,8 +48,6 @@ DISABLED: bool = bool(getattr(numba.config, "DISABLE_JIT", False))
 
 _njit: Any = numba.njit  # with types in some versions, and without in others
 _overload: Any = overload
-_intrinsic: Any = intrinsic
-cgutils: Any = _cgutils
 _OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": False, "parallel": False}
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -496,30 +494,11 @@ def _pasted(function: F) -> F:
     return cast(F, _njit(**_OPTIONS, inline="always")(function))
 
 
-def _prefetching(context: Any, array: Any, row: Any, offset: Any) -> Any:
-    """Have the processor fetch what lies ``offset`` bytes behind the beginning of a row."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0])
-        stride = cgutils.unpack_tuple(builder, data.strides)[0]
-        start = builder.add(builder.ptrtoint(data.data, stride.type), builder.mul(arguments[1], stride))
-        pointer = builder.inttoptr(builder.add(start, arguments[2]), cgutils.voidptr_t)
-        flags = [cgutils.int32_t(flag) for flag in (0, 3, 1)]  # to be read, to be kept near, data
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[cgutils.int32_t] * 3])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0"), [pointer, *flags])
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, types.int64), generate
-
-
-_prefetch = _intrinsic(_prefetching)
-
-
 @_pasted
 def _fetch(rows: Any, number: Any) -> None:
     """Have the processor fetch a row, in lines of 64 bytes."""
     for line in range((rows.shape[1] * rows.itemsize + 63) >> 6):
-        _prefetch(rows, number, line << 6)
+        prefetch(rows, number, line << 6)
 
 
 @_pasted
@@ -708,13 +687,15 @@ def compile_loop(name: str, source: str, target: str) -> Callable[..., None]:
     of these can be written, or what is there cannot be read, the loop is compiled without one.
 
     Args:
-        name: one of the loops above, or that with ``KEEPING`` or ``ROWS`` behind it.
+        name: one of the loops above, or that with ``KEEPING`` or ``ROWS`` behind it; or a loop on row ids.
         source, target: the names of the dtypes of the contributions and of ``out``.
 
     Returns:
         The loop. It takes arrays that are C-contiguous, of any alignment; those that it only reads may be read-only.
     """
-    if name.endswith(ROWS):
+    if name in ID_LOOPS:
+        loop, signature = ID_LOOPS[name]
+    elif name.endswith(ROWS):
         loop, slots = _ROW_LOOPS[name.removesuffix(ROWS)]
         signature = _row_signature(slots, target)
     else:
