@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from kvd.compute.compiled import id_loop
 from kvd.compute.quiet import quietly
 from kvd.tables.merged_rows import Array, Ids, MergedRows, Places
 
@@ -43,6 +44,13 @@ def added_up(ids: Ids, rows: Array) -> MergedRows:
 
 def of_both(first: Ids, second: Ids) -> tuple[Ids, Places, Places]:
     """The ids of two lists, ascending as both are, and the place of each in either list; -1: it is not there."""
+    total = len(first) + len(second)
+    loop = id_loop("merge_ids", total)
+    if loop is not None:
+        found, count = np.empty((3, total), np.int64), np.zeros(1, np.int64)
+        loop(first, second, *found, count)
+        ids, left, right = found[:, : count[0]]
+        return ids, left, right
     ordered, order = in_order(np.concatenate((first, second)))
     is_first = _firsts(ordered)
     group = np.cumsum(is_first) - 1
@@ -55,6 +63,11 @@ def of_both(first: Ids, second: Ids) -> tuple[Ids, Places, Places]:
 
 def in_order(ids: Ids) -> tuple[Ids, Places]:
     """The ids, ascending, and the place of each of them in `ids`; those of the same id in the order of their places."""
+    loop = id_loop("sort_ids", len(ids))
+    if loop is not None:
+        ordered, order = np.empty((2, len(ids)), np.int64)
+        loop(ids, ordered, order)
+        return ordered, order
     if len(ids) and int(ids.max()) >= _FEW_BITS:
         order = np.argsort(ids, kind="stable")
         return ids[order], order

@@ -7,7 +7,6 @@ taking the rows as they are and laying over them what was put aside since, the n
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvd.optimizer import Optimizer
 from kvd.protocol.specs import ROW_ID_BYTES
 from kvd.tables.contributions import Contributed, merged_rows
 from kvd.tables.description import RowSparse
+from kvd.tables.earlier_rows import EarlierRows
 from kvd.tables.merged_rows import MergedRows
 from kvd.tables.row_index import Ids
 from kvd.tables.row_values import Rows
@@ -55,7 +55,9 @@ class TablePart:
         self.description = description
         self.table = Table(description, key) if table is None else table
         self._key = key
-        self._before: deque[Rows] = deque(put_aside, maxlen=UPDATES_KEPT)
+        self._earlier = EarlierRows(description.width, description.numpy_dtype, UPDATES_KEPT)
+        for rows in put_aside:
+            self._earlier.add(rows)
 
     @property
     def num_rows(self) -> int:
@@ -65,12 +67,12 @@ class TablePart:
     @property
     def put_aside(self) -> Sequence[Rows]:
         """Of the last updates, the oldest first: the rows as they were before it, their ids ascending."""
-        return self._before
+        return self._earlier.kept()
 
     @property
     def nbytes(self) -> int:
         """The memory of the rows, and of those that were put aside."""
-        return self.table.nbytes + sum([before.ids.nbytes + before.rows.nbytes for before in self._before])
+        return self.table.nbytes + self._earlier.nbytes
 
     # ── what arrives ──
 
@@ -118,12 +120,12 @@ class TablePart:
             MemoryError: there is no memory for new rows. Nothing was changed.
         """
         merged = merged_rows(contributions, mode, self.description.width, self.description.numpy_dtype)
-        before = np.empty((merged.num_rows, self.description.width), self.description.numpy_dtype)
+        before = self._earlier.room(merged.num_rows)
         if optimizer is None:
             self.table.assign_merged(merged, before)
         else:
             self.table.update_merged(optimizer, merged, before)
-        self._before.append(Rows(merged.ids.copy(), before))  # the ids may lie in memory that the sender gets back
+        self._earlier.put_aside(merged.ids.copy())  # they may lie in memory that the sender gets back
         self.version += 1
         return merged
 
@@ -144,14 +146,13 @@ class TablePart:
         """
         self._check(ids)
         newer = self.version - version
-        if not 0 <= newer <= len(self._before):
+        if not 0 <= newer <= len(self._earlier):
             raise NotAllowed(f"version {version} of table {self._key!r} is not kept any more", key=self._key)
         dtype, width = self.description.numpy_dtype, self.description.width
         made = allocate(len(ids) * width * dtype.itemsize)
         out = made.view(dtype).reshape(len(ids), width)
         self.table.read(ids, out)
-        for number in range(newer):
-            _lay_over(out, ids, self._before[-1 - number])
+        self._earlier.lay_over(out, ids, newer)
         return made
 
     def _check(self, ids: Ids) -> None:
@@ -162,12 +163,3 @@ class TablePart:
             has = "" if self.description.rows is None else f": it has {self.description.rows}"
             wrong = low if low < 0 else high
             raise NotAllowed(f"table {self._key!r} has no row {wrong}{has}", key=self._key)
-
-
-def _lay_over(out: Array, ids: Ids, before: Rows) -> None:
-    """Writes the rows that were put aside over those of the same ids."""
-    if not len(before.ids):
-        return
-    at = np.minimum(np.searchsorted(before.ids, ids), len(before.ids) - 1)
-    hit = np.flatnonzero(before.ids[at] == ids)
-    out[hit] = before.rows[at[hit]]

@@ -137,3 +137,16 @@ def test_compiled_loops_give_the_same_bits(rule: Optimizer, mode: Any, workers: 
     assert warm_up(rule, of_rows=True)
     with only_compiled():
         assert bits_of_rounds(rule, mode, workers) == by_numpy
+
+
+def test_the_memory_of_what_is_forgotten_is_used_again_unless_far_too_large() -> None:
+    part = new_part(1000)
+    for number in range(6):
+        part.update(SGD(1.0), [contributed(range(200), number, 1, width=1000)], "sum")
+        if number == 3:
+            full = part.nbytes
+    assert part.nbytes == full
+    for number in range(4):
+        part.update(SGD(1.0), [contributed([number], number, 1, width=1000)], "sum")
+    assert part.nbytes < full - 2 * 200 * 1000 * FLOAT.itemsize
+    assert read(part, part.version - 2, [2, 3]).tobytes() != read(part, part.version, [2, 3]).tobytes()
