@@ -43,7 +43,9 @@ class TableParts:
             ProtocolError: no table has such a spec.
         """
         assert first.table is not None
-        part = self._parts[first.key, first.slice_index] = TablePart(table_of_spec(first.table), first.key)
+        part = self._parts[first.key, first.slice_index] = TablePart(
+            table_of_spec(first.table), first.key, first.table.num_slices
+        )
         return _version_of(part)
 
     def apply(self, job: Apply) -> TableVersion:

@@ -34,16 +34,17 @@ class TablePart:
 
     Args:
         key: the name of the table.
+        parts: of the table, of which this is one.
 
     Attributes:
         version: how many updates were made.
     """
 
-    def __init__(self, description: RowSparse, key: str) -> None:
+    def __init__(self, description: RowSparse, key: str, parts: int = 1) -> None:
         self.version = 0
         self._key = key
         self._description = description
-        self._table = Table(description, key)
+        self._table = Table(description, key, parts)
         self._before: deque[Rows] = deque(maxlen=UPDATES_KEPT)  # rows as they were before an update; ids ascending
 
     @property
@@ -95,7 +96,8 @@ class TablePart:
             self._table.assign(merged.ids, merged.rows)
         else:
             self._table.update(optimizer, merged.ids, merged.rows)
-        self._before.append(Rows(merged.ids.copy(), before))  # the ids may lie in memory that the sender gets back
+        # The ids may lie in memory that the sender gets back.
+        self._before.append(_together(Rows(merged.ids.copy(), before), self._table.evict()))
         self.version += 1
         return merged
 
@@ -134,6 +136,16 @@ class TablePart:
             has = "" if self._description.rows is None else f": it has {self._description.rows}"
             wrong = low if low < 0 else high
             raise NotAllowed(f"table {self._key!r} has no row {wrong}{has}", key=self._key)
+
+
+def _together(changed: Rows, evicted: Rows) -> Rows:
+    """The rows as they were before an update that has changed these, after which those were evicted."""
+    at = np.searchsorted(changed.ids, evicted.ids)
+    only_evicted = ~np.isin(evicted.ids, changed.ids, assume_unique=True)
+    if not only_evicted.any():
+        return changed
+    at, ids, rows = at[only_evicted], evicted.ids[only_evicted], evicted.rows[only_evicted]
+    return Rows(np.insert(changed.ids, at, ids), np.insert(changed.rows, at, rows, axis=0))
 
 
 def _lay_over(out: Array, ids: Ids, before: Rows) -> None:

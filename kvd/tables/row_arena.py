@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,20 @@ Places = np.ndarray[Any, np.dtype[np.intp]]
 
 _GROWTH = 16  # by one part in so many
 _BLOCK_NBYTES = 64 << 10
+
+
+class Moves(NamedTuple):
+    """What becomes of places when some are taken back, so that none is free among them.
+
+    Attributes:
+        sources, holes: what is at the first ones moves to the others, each of which is there once.
+        left, was: how many places there are now, and how many there were.
+    """
+
+    sources: Places
+    holes: Places
+    left: int
+    was: int
 
 
 class RowArena:
@@ -55,3 +69,14 @@ class RowArena:
     def put(self, places: Places, rows: Array) -> None:
         """Write the rows at these places, each of which is named once."""
         self._rows[places] = rows
+
+    def close_up(self, moves: Moves) -> None:
+        """Move rows to the places that were taken back; those behind the last row are zeros again.
+
+        Memory is given back when more than a half of it is unused.
+        """
+        self._rows[moves.holes] = self._rows[moves.sources]
+        room, width = self._rows.shape
+        if room > 2 * (moves.left + self._block):
+            self._rows.resize((moves.left + moves.left // _GROWTH + self._block, width), refcheck=False)
+        self._rows[moves.left : moves.was] = 0

@@ -7,12 +7,15 @@ from typing import Any
 import numpy as np
 
 from kvd.optimizer import Optimizer
+from kvd.protocol.specs import Keeping
 from kvd.tables.description import RowSparse
 from kvd.tables.initial_rows import InitialRows
+from kvd.tables.keeper import Keeper, distinct, may_evict
 from kvd.tables.lazy import LazyRule
 from kvd.tables.merged_rows import MergedRows
 from kvd.tables.row_arena import RowArena
 from kvd.tables.row_index import Ids, Places, RowIndex
+from kvd.tables.row_values import Rows
 
 Array = np.ndarray[Any, Any]
 
@@ -24,31 +27,35 @@ class Table:
 
     Args:
         key: the name of the table, on which the initial rows depend.
+        parts: of the table, of which this is one. They share its limits.
 
     Attributes:
         description: what the program said of it.
         step: the updates that an optimizer made.
     """
 
-    def __init__(self, description: RowSparse, key: str) -> None:
+    def __init__(self, description: RowSparse, key: str, parts: int = 1) -> None:
         self.description = description
         self.step = 0
         self._key = key
         self._dtype = description.numpy_dtype
         self._initial = InitialRows(description.initializer, key, description.width, self._dtype)
-        self._index = RowIndex()
+        keeping = description.keeping
+        self._index = RowIndex(removable=may_evict(keeping))
+        self._keeper = None if keeping == Keeping() else Keeper(keeping, parts, self._index)
         self._weights = RowArena(description.width, self._dtype)
         self._slots: dict[str, RowArena] = {}
 
     def __len__(self) -> int:
-        """How many rows were updated."""
+        """How many rows take memory: those that were updated, and are kept."""
         return len(self._index)
 
     @property
     def nbytes(self) -> int:
         """The memory that it takes."""
         arenas = (self._weights, *self._slots.values())
-        return self._index.nbytes + sum(arena.nbytes for arena in arenas)
+        kept = 0 if self._keeper is None else self._keeper.nbytes
+        return self._index.nbytes + sum(arena.nbytes for arena in arenas) + kept
 
     def read(self, ids: Ids, out: Array) -> None:
         """Write the rows of these ids, in this order, into ``out``, of shape (ids, width)."""
@@ -80,10 +87,17 @@ class Table:
             MemoryError: there is no memory for new rows.
         """
         rule = LazyRule(optimizer, self._key, self.description.width, self._dtype)
-        places = self._places(ids, rule)
+        ids, rows = self._admitted(ids, rows)
+        count = len(self)
+        merged = MergedRows(self._places(ids, rule), rows)
         slots = [self._slots[name] for name in rule.slot_widths]
-        rule.apply(self.step + 1, MergedRows(places, rows), self._weights, slots)
+        try:
+            rule.apply(self.step + 1, merged, self._weights, slots)
+        except BaseException:
+            self._forget_new(count)
+            raise
         self.step += 1
+        self._note(merged)
 
     def assign(self, ids: Ids, rows: Array) -> None:
         """Replace the rows of these ids by these; of the same id, by their sum. The others stay.
@@ -92,12 +106,30 @@ class Table:
             NotAllowed: there would be too many rows.
             MemoryError: there is no memory for new rows.
         """
+        ids, rows = self._admitted(ids, rows)
         merged = MergedRows(self._places(ids), rows)
         if len(merged):
             everything = slice(0, len(merged))
             self._weights.put(
                 merged.places, merged.take(everything, np.empty((len(merged), rows.shape[1]), self._dtype))
             )
+        self._note(merged)
+
+    def evict(self) -> Rows:
+        """Remove the rows that the table does not keep after the last update, which is asked after each one. They begin
+        again as the initializer says, and with new state.
+
+        Returns:
+            What they were, with their ids ascending.
+        """
+        ids = np.zeros(0, np.int64) if self._keeper is None else self._keeper.to_evict(self._row_nbytes)
+        rows = np.empty((len(ids), self.description.width), self._dtype)
+        if self._keeper is not None and len(ids):
+            places = self._index.find(ids)
+            self._weights.take(places, rows)
+            self._remove(places)
+            self._keeper.evicted(ids)
+        return Rows(ids, rows)
 
     def forget_optimizer(self) -> None:
         """The next optimizer begins with new state."""
@@ -105,7 +137,7 @@ class Table:
         self.step = 0
 
     def ids(self) -> Ids:
-        """The rows that were updated, ascending."""
+        """The rows that take memory, ascending."""
         return np.sort(self._index.ids())
 
     def slot(self, name: str, ids: Ids) -> Array:
@@ -117,8 +149,10 @@ class Table:
         """The places of these ids; new ones get theirs, and their initial rows."""
         places = self._index.find(ids)
         absent = np.flatnonzero(places < 0)
-        fresh = _distinct(ids[absent])
+        fresh = distinct(ids[absent])
         self._require(len(self) + len(fresh), rule)  # memory first: an error leaves all as it was
+        if self._keeper is not None:
+            self._keeper.reserve(len(self) + len(fresh), len(ids))
         if absent.size:
             rows = np.zeros((0, 0), self._dtype)
             if not self._initial.are_zeros:  # which they are already
@@ -138,10 +172,29 @@ class Table:
         for arena in self._slots.values():
             arena.require(count)
 
+    @property
+    def _row_nbytes(self) -> int:
+        """Of a row with the optimizer's state."""
+        return sum(arena.width for arena in (self._weights, *self._slots.values())) * self._dtype.itemsize
 
-def _distinct(ids: Ids) -> Ids:
-    """Each of them once, ascending. `numpy.unique` hashes them, which takes ten times as long for many."""
-    ordered = np.sort(ids)
-    is_first = np.ones(len(ids), bool)
-    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
-    return ordered[is_first]
+    def _admitted(self, ids: Ids, rows: Array) -> Rows:
+        """Those that an update may change."""
+        mask = None if self._keeper is None else self._keeper.admitted(ids)
+        return Rows(ids, rows) if mask is None else Rows(ids[mask], rows[mask])
+
+    def _note(self, merged: MergedRows) -> None:
+        if self._keeper is not None:
+            self._keeper.note(merged.places)
+
+    def _forget_new(self, count: int) -> None:
+        """The update failed that has made the rows behind so many. A table that evicts none keeps them: they read as
+        before."""
+        if may_evict(self.description.keeping):
+            self._remove(np.arange(count, len(self)))
+
+    def _remove(self, places: Places) -> None:
+        moves = self._index.remove(places)
+        for arena in (self._weights, *self._slots.values()):
+            arena.close_up(moves)
+        if self._keeper is not None:
+            self._keeper.moved(moves)
