@@ -11,6 +11,7 @@ from kvd.compute.by_key import optimizer_for
 from kvd.core.machine import Apply, FirstBytes, ReadRows, Span, TableVersion
 from kvd.errors import NotAllowed
 from kvd.tables.part import TablePart
+from kvd.tables.table import Table
 from kvd.tables.wire import table_of_spec
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -43,9 +44,9 @@ class TableParts:
             ProtocolError: no table has such a spec.
         """
         assert first.table is not None
-        part = self._parts[first.key, first.slice_index] = TablePart(
-            table_of_spec(first.table), first.key, first.table.num_slices
-        )
+        description = table_of_spec(first.table)
+        table = Table(description, first.key, first.table.num_slices)
+        part = self._parts[first.key, first.slice_index] = TablePart(description, first.key, table)
         return _version_of(part)
 
     def apply(self, job: Apply) -> TableVersion:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,49 @@ class Table:
         """What the optimizer keeps under this name of rows that were updated, shape (ids, numbers of a row)."""
         arena = self._slots[name]
         return arena.take(self._index.find(ids), np.empty((len(ids), arena.width), self._dtype))
+
+    # ── as they lie ──
+
+    @property
+    def slot_widths(self) -> dict[str, int]:
+        """What the optimizer keeps of each row: names, and numbers per row."""
+        return {name: arena.width for name, arena in self._slots.items()}
+
+    def ids_by_place(self) -> Ids:
+        """The rows that were updated, in the order in which they lie in memory."""
+        return self._index.ids()
+
+    def rows_at(self, places: Places | slice) -> list[Array]:
+        """Copies of the rows at these places, and of what the optimizer keeps of them, in the order of
+        `slot_widths`."""
+        if isinstance(places, slice):
+            places = np.arange(len(self))[places]
+        arenas = (self._weights, *self._slots.values())
+        return [arena.take(places, np.empty((len(places), arena.width), self._dtype)) for arena in arenas]
+
+    def load(self, ids: Ids, rows: Array, slots: Mapping[str, Array]) -> bool:
+        """Adds rows behind the others, with what the optimizer keeps of them. False, and nothing was changed, if one of
+        them is there.
+
+        Args:
+            ids: each once.
+            slots: the same names and widths in each call.
+
+        Raises:
+            NotAllowed: there would be too many rows.
+            MemoryError: there is no memory for new rows.
+        """
+        if bool((self._index.find(ids) >= 0).any()):
+            return False
+        for name, array in slots.items():
+            if name not in self._slots:
+                self._slots[name] = RowArena(array.shape[1], self._dtype)
+        self._require(len(self) + len(ids), None)
+        places = self._index.insert(ids)
+        self._weights.put(places, rows)
+        for name, array in slots.items():
+            self._slots[name].put(places, array)
+        return True
 
     def _places(self, ids: Ids, rule: LazyRule | None = None) -> Places:
         """The places of these ids; new ones get theirs, and their initial rows."""
