@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
 from kvd.protocol.specs import Keeping
 from kvd.tables.description import RowSparse
@@ -145,6 +146,33 @@ class Table:
         """What the optimizer keeps under this name of rows that were updated, shape (ids, numbers of a row)."""
         arena = self._slots[name]
         return arena.take(self._index.find(ids), np.empty((len(ids), arena.width), self._dtype))
+
+    # ── what has changed, and copies ──
+
+    def updated_since(self, number: int) -> Ids:
+        """The rows that were changed after this update and are there, ascending.
+
+        Raises:
+            NotAllowed: the table does not track updates, or has not had so many.
+        """
+        return self._tracked_by(number).updated_since(number)
+
+    def evicted_since(self, number: int) -> Ids:
+        """The rows that were evicted after this update and are not there, ascending.
+
+        Raises:
+            NotAllowed: the same, or there were too many evictions since.
+        """
+        return self._tracked_by(number).evicted_since(number)
+
+    def _tracked_by(self, number: int) -> Keeper:
+        if self._keeper is None or not self.description.keeping.track_updates:
+            text = f"table {self._key!r} does not track updates: make it with track_updates=True, or export all of it"
+            raise NotAllowed(text, key=self._key)
+        if number > self._keeper.number:
+            text = f"table {self._key!r} is at version {self._keeper.number}, before {number}: export all of it"
+            raise NotAllowed(text, key=self._key)
+        return self._keeper
 
     # ── as they lie ──
 
