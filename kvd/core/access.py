@@ -123,6 +123,7 @@ _ASKED_OF_A_SERVER = (
         (
             m.StartHolding,
             m.Install,
+            m.InstallRows,
             m.Hold,
             m.HoldPublished,
             m.HoldDropped,

@@ -14,6 +14,7 @@ MAX_DIMENSIONS = 32
 MAX_KEY_NBYTES = 1 << 40
 MIN_SLICE_BYTES = 4 << 10
 MAX_SLICE_BYTES = 16 << 20
+MAX_PAYLOAD_BYTES = 128 << 20  # of one message
 MERGES = ("sum", "mean", "weighted")  # how the contributions of a round become one
 ANY_ROW = -1  # in place of the number of a table's rows: row ids are any whole numbers from 0 to 2⁶³ - 1
 ROW_ID_BYTES = 8
@@ -210,6 +211,11 @@ def no_table_text(key: str | int) -> str:
         f"key {key!r} is no table, so it has no rows to name: push whole arrays to it, and pull it; "
         "a table is made by init(key, kvd.RowSparse(shape=…))"
     )
+
+
+def state_of_table_text(key: str | int) -> str:
+    """What is wrong with a call that saves or restores the optimizer's state, on a table."""
+    return f"key {key!r} is a table: what the optimizer keeps of its rows cannot be saved"
 
 
 def merge_error(key: str | int, dtype: str, merge: str) -> str | None:

@@ -91,6 +91,17 @@ class TablePart:
         rows = payload[count * ROW_ID_BYTES :].view(self.description.numpy_dtype)
         return Contributed(Rows(ids, rows.reshape(count, self.description.width)), samples)
 
+    def payload_of(self, rows: Rows, allocate: Callable[[int], Array]) -> Array:
+        """Rows as `pushed` takes them, in memory of its own.
+
+        Args:
+            allocate: gives so many bytes, as uint8.
+        """
+        made = allocate(rows.ids.nbytes + rows.rows.nbytes)
+        made[: rows.ids.nbytes] = rows.ids.view(np.uint8)
+        made[rows.ids.nbytes :] = rows.rows.reshape(-1).view(np.uint8)
+        return made
+
     # ── updates ──
 
     def update(self, optimizer: Optimizer | None, contributions: Sequence[Contributed], mode: MergeMode) -> Rows:

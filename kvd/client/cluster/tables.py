@@ -26,12 +26,11 @@ from kvd.client.cluster.engine import Engine
 from kvd.core import requests
 from kvd.core.requests import Item
 from kvd.errors import NotAllowed, RemoteError
-from kvd.protocol.specs import ROW_ID_BYTES, KeySpec
+from kvd.protocol.specs import MAX_PAYLOAD_BYTES, ROW_ID_BYTES, KeySpec
 from kvd.tables.by_part import ids_in_parts, rows_in_parts
 from kvd.tables.description import RowSparse
 from kvd.tables.row_values import Ids, rows_for
 from kvd.tables.wire import table_of_spec
-from kvd.transport.base import MAX_PAYLOAD_BYTES
 
 
 class KnownTable(NamedTuple):

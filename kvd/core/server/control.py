@@ -42,6 +42,7 @@ from kvd.protocol.messages import (
     StoreState,
     UpdateOptimizer,
 )
+from kvd.protocol.specs import state_of_table_text
 
 
 class ServerControl:
@@ -257,13 +258,16 @@ class ServerControl:
     # ── its state ──
 
     def _slice(self, event: Received, request: int, key: str, index: int) -> Slice | None:
+        """None if there is none whose state can be read or stored, and the sender was told."""
         slice_ = self._table.slices.get((key, index))
         if slice_ is not None and self._elsewhere.leaves((slice_,)):
             slice_ = None
         if slice_ is None and not self._elsewhere.has(event, request, key, index):
-            self._effects.send(
-                event.peer, Refused(request, ErrorCode.KEY_NOT_FOUND, f"no slice {index} of {key!r} is here", key)
-            )
+            text = f"no slice {index} of {key!r} is here"
+            self._effects.refuse(event.peer, request, ErrorCode.KEY_NOT_FOUND, text, key)
+        if slice_ is not None and slice_.spec.table:
+            self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, state_of_table_text(key), key)
+            return None
         return slice_
 
     def _between_updates(

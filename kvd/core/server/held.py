@@ -21,6 +21,7 @@ class HeldPartition:
     Attributes:
         leader: the incarnation whose records made it so.
         table: the slices; keys are live in it as they are at the leader.
+        rows: bytes of the parts of tables whose pieces have come, and that are not in the table yet; by key and index.
         loops: by their first step: the newest HoldLoop.
         optimizer, as_set, generation: the newest that was set there, with all changes, and as it was set.
         handled: requests of the leader that need not be carried out again.
@@ -30,6 +31,7 @@ class HeldPartition:
 
     leader: int
     table: KeyTable
+    rows: dict[tuple[str, int], int] = field(default_factory=dict)
     loops: dict[int, HoldLoop] = field(default_factory=dict)
     optimizer: Optimizer | None = None
     as_set: Optimizer | None = None
@@ -37,6 +39,11 @@ class HeldPartition:
     handled: Handled = field(default_factory=Handled)
     since: Epoch = NO_VIEW
     is_broken: bool = False
+
+    @property
+    def table_nbytes(self) -> int:
+        """The memory of parts of tables."""
+        return self.table.table_nbytes + sum(self.rows.values())
 
     def find(self, slice_id: SliceId) -> Slice | None:
         """The slice of this creation, if it is here."""

@@ -146,6 +146,7 @@ class ServerMachine:
             self.table,
             memory or ServerMemory(settings.memory_limit_bytes),
             lambda: replicas.nbytes,
+            lambda: replicas.table_nbytes,
             lambda: self._control.optimizer,
         )
         self._attachments = attachments = Attachments(session.view, self.table, effects)
@@ -164,6 +165,7 @@ class ServerMachine:
             self.table,
             effects,
             use.grant_held,
+            use.grant_held_rows,
             lambda partition: no_copy(partition, session.incarnation),
         )
         elsewhere = Elsewhere(session, effects, replicas.is_handing_over)
@@ -184,7 +186,7 @@ class ServerMachine:
             elsewhere.leaving,
             captures,
             LateWorkers(session, effects, participants),
-            use.row_error,
+            use,
             small_push_bytes=settings.small_push_bytes,
         )
         self._control = control = ServerControl(
@@ -214,7 +216,7 @@ class ServerMachine:
             elsewhere,
         )
         keys = KeyRequests(session, self.table, effects, attachments, participants, records, elsewhere)
-        pulls = Pulls(effects, attachments, targets, waiters, participants, disputes)
+        pulls = Pulls(effects, attachments, targets, waiters, participants, disputes, use.ids_error)
         shared = SharedSteps(session.view, effects, attachments, participants, records, self._advance_all)
         handovers = Handovers(
             session, self.table, effects, records, control.held, elsewhere, replicas.is_handing_over, self._woken
@@ -370,8 +372,8 @@ class ServerMachine:
             "view": list(self.epoch),
             "keys": len({slice_.key for slice_ in self.table.slices.values()}),
             "slices": len(self.table.slices),
-            "bytes_led": self.table.bytes_led,
-            "bytes_staged": sum(group.log.staged_bytes(group.nbytes) for group in groups),
+            "bytes_led": self.table.bytes_led + self.table.table_nbytes,
+            "bytes_staged": sum(group.log.staged_nbytes for group in groups),
             "bytes_held_by_readers": self._readers.readings.held_nbytes,
             "bytes_captured": self._readers.captures.kept_nbytes,
             "requests_waiting": len(self._waiters.pending),
