@@ -92,7 +92,7 @@ class TableParts:
     def load(self, job: LoadRows) -> int:
         """Takes a piece that another server has sent. Returns the memory of those that are here."""
         slice_id = (job.key, job.slice_index)
-        writer = self._writers.get(slice_id) or PartWriter(table_of_spec(job.spec), job.key)
+        writer = self._writers.get(slice_id) or PartWriter(table_of_spec(job.spec), job.key, job.spec.num_slices)
         writer.add(self._view(job.piece, np.dtype(np.uint8)))
         self._writers[slice_id] = writer
         return writer.nbytes

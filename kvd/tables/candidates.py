@@ -6,6 +6,7 @@ that was old is forgotten. A candidate that is named again moves to the young on
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ class Candidates:
         young, old = self._young.items(), self._old.items()
         return {"young_ids": young[0], "young_counts": young[1], "old_ids": old[0], "old_counts": old[1]}
 
-    def restore(self, state: dict[str, Ids]) -> None:
+    def restore(self, state: Mapping[str, Ids]) -> None:
         """Be those of this state."""
         self._young, self._old = _Generation(), _Generation()
         self._young.set(state["young_ids"], state["young_counts"])

@@ -6,6 +6,7 @@ part in it. So servers that get the same pushes keep the same rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -174,9 +175,9 @@ class Keeper:
 
     # ── copies ──
 
-    def state(self) -> dict[str, Array]:
+    def state(self) -> dict[str, Ids]:
         """All there is to know, as arrays of int64, for a keeper of a table with the same rows."""
-        state: dict[str, Array] = {"number": np.array([self.number, self._forgotten])}
+        state: dict[str, Ids] = {"number": np.array([self.number, self._forgotten])}
         if self._recency is not None:
             ids = np.sort(self._index.ids())
             state |= {"ids": ids, "last": self._recency.last(ids)}
@@ -186,8 +187,14 @@ class Keeper:
             state |= {"evicted_ids": self._evicted.ids.copy(), "evicted_at": self._evicted.numbers.copy()}
         return state
 
-    def restore(self, state: dict[str, Array]) -> None:
-        """Go on where the keeper was whose `state` this is. The rows of the table are there already."""
+    def restore(self, state: Mapping[str, Ids]) -> bool:
+        """Go on where the keeper was whose `state` this is. The rows of the table are there already.
+
+        Returns:
+            False, and nothing was changed, if it is no state of a keeper like this with these rows.
+        """
+        if not self._fits(state):
+            return False
         self.number, self._forgotten = state["number"].tolist()
         self._naming = None
         if self._recency is not None:
@@ -196,6 +203,35 @@ class Keeper:
             self._candidates.restore(state)
         if self._evicted is not None:
             self._evicted.replace(state["evicted_ids"], state["evicted_at"])
+        return True
+
+    def marks(self, ids: Ids) -> list[Ids]:
+        """What is the same in keepers that keep the same: some numbers, and the last updates of these rows."""
+        candidates = 0 if self._candidates is None else len(self._candidates)
+        evicted = 0 if self._evicted is None else len(self._evicted)
+        found = np.array([self.number, self._forgotten, candidates, evicted])
+        return [found] if self._recency is None else [found, self._recency.last(ids)]
+
+    def _fits(self, state: Mapping[str, Ids]) -> bool:
+        owners = (("ids", self._recency), ("young_ids", self._candidates), ("old_ids", self._candidates))
+        has = {ids for ids, owner in (*owners, ("evicted_ids", self._evicted)) if owner is not None}
+        names = {name for pair in _PAIRS if pair[0] in has for name in pair}
+        if state.keys() != {"number", *names} or len(state["number"]) != 2:
+            return False
+        for ids, numbers in _PAIRS:
+            if ids in state and (len(state[ids]) != len(state[numbers]) or not _is_ordered(state, ids, numbers)):
+                return False
+        return "ids" not in state or np.array_equal(state["ids"], np.sort(self._index.ids()))
+
+
+_PAIRS = (("ids", "last"), ("young_ids", "young_counts"), ("old_ids", "old_counts"), ("evicted_ids", "evicted_at"))
+
+
+def _is_ordered(state: Mapping[str, Ids], ids: str, numbers: str) -> bool:
+    """Evictions are in the order of their updates, all others in that of their ids, each of which is there once."""
+    if ids == "evicted_ids":
+        return bool((state[numbers][1:] >= state[numbers][:-1]).all())
+    return bool((state[ids][1:] > state[ids][:-1]).all() and (state[ids][:1] >= 0).all())
 
 
 def may_evict(keeping: Keeping) -> bool:

@@ -174,6 +174,22 @@ class Table:
             raise NotAllowed(text, key=self._key)
         return self._keeper
 
+    def keeping_state(self) -> dict[str, Ids]:
+        """All that says which rows are kept, for a table with the same rows."""
+        return {} if self._keeper is None else self._keeper.state()
+
+    def restore_keeping(self, state: Mapping[str, Ids]) -> bool:
+        """Go on to keep rows as the table does whose `keeping_state` this is. The rows are there already.
+
+        Returns:
+            False, and nothing was changed, if it is none of a table like this with these rows.
+        """
+        return not state if self._keeper is None else self._keeper.restore(state)
+
+    def keeping_marks(self, ids: Ids) -> list[Array]:
+        """What is the same in tables that keep the same rows: some numbers of all, and of these rows."""
+        return [] if self._keeper is None else self._keeper.marks(ids)
+
     # ── as they lie ──
 
     @property

@@ -291,7 +291,7 @@ def test_changes_since_an_update_and_a_copy_of_the_state(updates: Any, keeping: 
             assert noted(copy, copy_index, ids) == gone
         if number == copied_at + 1:
             copy_index.insert(np.sort(index.ids())[::-1])  # at other places
-            copy.restore({name: array.copy() for name, array in keeper.state().items()})
+            assert copy.restore({name: array.copy() for name, array in keeper.state().items()})
         if number > copied_at:
             mine, theirs = keeper.state(), copy.state()
             assert mine.keys() == theirs.keys()
@@ -314,8 +314,7 @@ def test_evictions_that_are_too_long_ago_are_not_known() -> None:
     assert keeper.evicted_since(4).tolist() == [2, 3, 4]
     with pytest.raises(NotAllowed, match="after update 3 is not known any more, only after 4: export the whole"):
         keeper.evicted_since(3)
-    state = keeper.state()
-    keeper.restore(state)
+    assert keeper.restore(keeper.state())
     with pytest.raises(NotAllowed, match="export the whole table"):
         keeper.evicted_since(3)
 
