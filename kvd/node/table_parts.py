@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvd.compute.by_key import optimizer_for
-from kvd.core.machine import Apply, FirstBytes, LoadRows, ReadPart, ReadRows, Span, TableVersion
+from kvd.core.machine import Apply, FirstBytes, ListRows, LoadRows, ReadPart, ReadRows, Span, TableVersion
 from kvd.errors import NotAllowed, ProtocolError
+from kvd.protocol.messages import ALL_ROWS
 from kvd.tables.copies import PartReader, PartWriter, checksum_of
 from kvd.tables.part import TablePart
 from kvd.tables.table import Table
@@ -75,6 +76,23 @@ class TableParts:
         part = self._part(job.key, job.slice_index)
         rows = part.read(job.version.number, self._view(job.ids, np.dtype(np.int64)), self._allocate)
         return Span(rows, 0, rows.nbytes)
+
+    def list_rows(self, job: ListRows) -> tuple[int, bool, Span]:
+        """Which rows there are, or have changed: the version, whether there are more, and their ids.
+
+        Raises:
+            NotAllowed: the table does not know what has changed since.
+        """
+        part = self._part(job.key, job.slice_index)
+        if job.since == ALL_ROWS:
+            ids = part.table.ids_by_place()
+        else:
+            ids = part.table.evicted_since(job.since) if job.evicted else part.table.updated_since(job.since)
+        rest = ids[ids > job.after]
+        page = np.sort(rest if len(rest) <= job.most else np.partition(rest, job.most - 1)[: job.most])
+        made = self._allocate(page.nbytes)
+        made.view(np.int64)[:] = page
+        return part.version, len(rest) > job.most, Span(made, 0, made.nbytes)
 
     # ── copies on other servers ──
 

@@ -15,13 +15,10 @@ from safetensors.numpy import load_file
 import kvd
 from kvd.client.calls import tables as tables_module
 from kvd.errors import KeyNotFound, KvdError, NotAllowed
+from kvd.testing.cluster import LocalCluster
 from tests.client.test_tables import FLOAT
 
 WIDTH = 3
-
-
-def new_store() -> kvd.KVStore:
-    return kvd.create("local")
 
 
 def table(**more: Any) -> kvd.RowSparse:
@@ -29,10 +26,30 @@ def table(**more: Any) -> kvd.RowSparse:
     return kvd.RowSparse(row_shape=(WIDTH,), initializer=initializer, track_updates=True, **more)
 
 
-@pytest.fixture(params=["local"])
+@pytest.fixture(scope="module")
+def one_worker() -> Iterator[kvd.KVStore]:
+    """In a cluster with three servers."""
+    with LocalCluster(1, 3) as cluster:
+        yield cluster.open_stores()[0]
+
+
+@pytest.fixture(params=["local", "cluster"])
 def kv(request: pytest.FixtureRequest) -> Iterator[kvd.KVStore]:
-    with new_store() as store:
+    if request.param == "cluster":
+        store = request.getfixturevalue("one_worker")
         yield store
+        store.delete([key for key in "tuw" if _is_live(store, key)])
+    else:
+        with kvd.create("local") as store:
+            yield store
+
+
+def _is_live(store: kvd.KVStore, key: str) -> bool:
+    try:
+        store.version(key)
+    except KeyNotFound:
+        return False
+    return True
 
 
 def pushed(kv: kvd.KVStore, ids: Any, value: float) -> None:
