@@ -90,6 +90,7 @@ _ASKED_OF_A_SERVER = (
         WORKERS,
         Standing.ATTACHED,
     ),
+    Row("list the rows of a table", (m.ListRows,), WORKERS, Standing.ATTACHED),
     Row(
         "go on after a predecessor, or after a loss",
         (m.ClockQuery, m.Activate, m.ComeTo, m.WhereAre, m.StepInto),

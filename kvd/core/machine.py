@@ -339,6 +339,26 @@ class ReadRows(NamedTuple):
     ids: Span
 
 
+class ListRows(NamedTuple):
+    """List rows of a part of a table. Its JobDone has (version, more, span): a number, whether there are more rows than
+    those of the span, and ids as int64, ascending.
+
+    Attributes:
+        since: those that were updated after this update; ALL_ROWS: those that take memory.
+        after: only ids above this one.
+        evicted: those that were evicted after `since` instead.
+        most: so many at most.
+    """
+
+    job: int
+    key: str
+    slice_index: int
+    since: int
+    after: int
+    evicted: bool
+    most: int
+
+
 class ReadPart(NamedTuple):
     """Read a piece of a part of a table that rests, to send it to another server. Its JobDone has a span, and where the
     next piece begins; None: this was the last.
@@ -488,7 +508,7 @@ class LogEntry(NamedTuple):
     fields: Mapping[str, object] = {}
 
 
-Job: TypeAlias = Create | Apply | ReadRows | ReadPart | LoadRows | Export | Checksums | Load | Run
+Job: TypeAlias = Create | Apply | ReadRows | ListRows | ReadPart | LoadRows | Export | Checksums | Load | Run
 Local: TypeAlias = Copy | Census | Complete | Halt | Stop | DropRun | LogEntry
 OfOneRun: TypeAlias = Send | Connect | Disconnect | Job | ResetState | ForgetState | Persist | Local
 

@@ -21,6 +21,7 @@ from kvd.core.machine import (
     FirstBytes,
     Job,
     JobDone,
+    ListRows,
     Load,
     LoadRows,
     ReadPart,
@@ -158,6 +159,8 @@ class JobRunner:
             return self._tables.apply(job) if isinstance(job.current, TableVersion) else self._apply(job)
         if isinstance(job, ReadRows):
             return self._tables.read(job)
+        if isinstance(job, ListRows):
+            return self._tables.list_rows(job)
         if isinstance(job, ReadPart):
             return self._tables.piece(job)
         if isinstance(job, LoadRows):

@@ -8,10 +8,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvd.compute.by_key import optimizer_for
-from kvd.core.machine import Apply, FirstBytes, LoadRows, ReadPart, ReadRows, Span, TableVersion
+from kvd.core.machine import Apply, FirstBytes, ListRows, LoadRows, ReadPart, ReadRows, Span, TableVersion
 from kvd.errors import NotAllowed, ProtocolError
+from kvd.protocol.messages import ALL_ROWS
 from kvd.tables.copies import PartReader, PartWriter, checksum_of
 from kvd.tables.part import TablePart
+from kvd.tables.table import Table
 from kvd.tables.wire import table_of_spec
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -46,7 +48,9 @@ class TableParts:
             ProtocolError: no table has such a spec.
         """
         assert first.table is not None
-        part = self._parts[first.key, first.slice_index] = TablePart(table_of_spec(first.table), first.key)
+        description = table_of_spec(first.table)
+        table = Table(description, first.key, first.table.num_slices)
+        part = self._parts[first.key, first.slice_index] = TablePart(description, first.key, table)
         return _version_of(part)
 
     def apply(self, job: Apply) -> TableVersion | tuple[TableVersion, Span]:
@@ -73,6 +77,23 @@ class TableParts:
         rows = part.read(job.version.number, self._view(job.ids, np.dtype(np.int64)), self._allocate)
         return Span(rows, 0, rows.nbytes)
 
+    def list_rows(self, job: ListRows) -> tuple[int, bool, Span]:
+        """Which rows there are, or have changed: the version, whether there are more, and their ids.
+
+        Raises:
+            NotAllowed: the table does not know what has changed since.
+        """
+        part = self._part(job.key, job.slice_index)
+        if job.since == ALL_ROWS:
+            ids = part.table.ids_by_place()
+        else:
+            ids = part.table.evicted_since(job.since) if job.evicted else part.table.updated_since(job.since)
+        rest = ids[ids > job.after]
+        page = np.sort(rest if len(rest) <= job.most else np.partition(rest, job.most - 1)[: job.most])
+        made = self._allocate(page.nbytes)
+        made.view(np.int64)[:] = page
+        return part.version, len(rest) > job.most, Span(made, 0, made.nbytes)
+
     # ── copies on other servers ──
 
     def piece(self, job: ReadPart) -> tuple[Span, int | None]:
@@ -89,7 +110,7 @@ class TableParts:
     def load(self, job: LoadRows) -> int:
         """Takes a piece that another server has sent. Returns the memory of those that are here."""
         slice_id = (job.key, job.slice_index)
-        writer = self._writers.get(slice_id) or PartWriter(table_of_spec(job.spec), job.key)
+        writer = self._writers.get(slice_id) or PartWriter(table_of_spec(job.spec), job.key, job.spec.num_slices)
         writer.add(self._view(job.piece, np.dtype(np.uint8)))
         self._writers[slice_id] = writer
         return writer.nbytes

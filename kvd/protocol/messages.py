@@ -26,6 +26,8 @@ class Limit(NamedTuple):
 
 
 BIGGEST = (1 << 62) - 1
+ALL_ROWS = -1  # in place of the number of an update
+LAST_ROW = (1 << 63) - 1
 MOST_COUNTED = 1 << 61  # that a peer may claim: who counts on from there always finds a number that a header can carry
 MOST_PID = (1 << 31) - 1
 MAX_PARTS = 1024
@@ -946,6 +948,30 @@ class PullRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ListRows:
+    """Say which rows of a part of a table were updated after an update, or with ALL_ROWS, which ones take memory; with
+    `evicted`, which were evicted after it. In order, from the first one after `after`. Answered with RowList."""
+
+    KIND: ClassVar[int] = 126
+    request: Number
+    key: Key
+    index: Number
+    since: Clock
+    after: Annotated[int, Limit(-1, LAST_ROW)]
+    evicted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowList:
+    """Row ids as payload, int64 and ascending, and the version of the part; `more`: there are more of them."""
+
+    KIND: ClassVar[int] = 127
+    request: Number
+    version: Number
+    more: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Values:
     """The requested slices, in order, as payload, and their versions; a batch may have one version for all slices."""
 
@@ -1720,6 +1746,8 @@ Message: TypeAlias = (
     | Staged
     | Pull
     | PullRows
+    | ListRows
+    | RowList
     | Values
     | Uncounted
     | DeclareBatch

@@ -21,6 +21,8 @@ ROW_ID_BYTES = 8
 TABLE_DTYPES = ("float32", "float64")
 MAX_ROW_BYTES = 32 << 20
 MAX_TABLE_PARTS = 200  # one for each server
+MAX_KEPT_BYTES = (1 << 62) - 1
+MAX_UPDATES = (1 << 31) - 1  # that name a row before it is admitted, or after which it is evicted
 
 
 class Dtype(NamedTuple):
@@ -58,6 +60,20 @@ class Initial(NamedTuple):
         return f"{self.name}({shown}, seed={self.seed})" if self.seed else f"{self.name}({shown})"
 
 
+class Keeping(NamedTuple):
+    """Which rows a table keeps; as it is without arguments, all that were updated (`kvd.tables.keeper`)."""
+
+    admit_after: int = 1  # updates that name a row before it is made
+    ttl_updates: int = 0  # without the row, after which it is evicted; 0: never
+    max_rows: int = 0  # of the whole table; 0: no limit
+    max_bytes: int = 0  # of the whole table; 0: no limit
+    track_updates: bool = False
+
+    def __str__(self) -> str:
+        chosen = [f"{name}={value}" for name, value in self._asdict().items() if value != self._field_defaults[name]]
+        return ", ".join(chosen) or "all that were updated"
+
+
 class TableSpec(NamedTuple):
     """What makes a key a table, of which pushes and pulls name rows.
 
@@ -67,6 +83,7 @@ class TableSpec(NamedTuple):
     rows: int  # ANY_ROW: as many as there are ids
     initial: Initial
     parts: int
+    keeping: Keeping = Keeping()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +134,7 @@ class KeySpec:
 
     def check_same(self, other: KeySpec, key: str | int, node: str = "", *, cast: bool = False) -> None:
         """Raises ShapeMismatch or DtypeMismatch if `other`, a value for `key`, does not fit this spec; NotAllowed if
-        one of the two is a table, or they are tables with different initializers.
+        one of the two is a table, or they are tables with different initializers or rows to keep.
 
         Args:
             cast: one floating dtype in place of another fits.
@@ -156,6 +173,9 @@ class KeySpec:
         if theirs.initial != mine.initial:
             text = f"the rows of table {key!r} begin as {mine.initial}, those of the given one as {theirs.initial}"
             raise NotAllowed(f"{text}: give it the same initializer, or use another key", key=key, node=node)
+        if theirs.keeping != mine.keeping:
+            text = f"table {key!r} keeps these rows: {mine.keeping}; the given one: {theirs.keeping}. Give it the same"
+            raise NotAllowed(f"{text} options, or use another key", key=key, node=node)
 
     def check_merge(self, other: KeySpec, key: str | int, default: str) -> None:
         """Raises MergeMismatch if `other`, with which the key is made again, has another merge.

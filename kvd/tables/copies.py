@@ -1,12 +1,14 @@
 """Parts of tables in pieces: as one server sends a part to another, which makes the same part of them.
 
 A piece has some of the rows that were put aside before an update, the oldest update first; or, after all of those, some
-of the rows as they are, with what the optimizer keeps of them, in the order of their places. Each piece says in its
-head how much there is in all, so what comes can be checked. A piece is::
+of the rows as they are, with what the optimizer keeps of them, in the order of their places; or, last of all, some of
+the numbers that say which rows are kept (`kvd.tables.keeper`). Each piece says in its head how much there is in all, so
+what comes can be checked. A piece is::
 
     length of the head, as int64 | head, as msgpack | ids, as int64 | rows | the rows of each slot
 
-each at a multiple of 8 bytes. Positions count rows through all of that, from 0 on.
+each at a multiple of 8 bytes; numbers stand in the place of the ids. Positions count rows and numbers through all of
+that, from 0 on.
 """
 
 from __future__ import annotations
@@ -40,15 +42,18 @@ class _Head(NamedTuple):
 
     Attributes:
         version, step: the updates of the part, and those of them that an optimizer made.
-        counts: the rows of each update that were put aside, then those of the part.
+        counts: the rows of each update that were put aside, then those of the part, then how many numbers there are
+            under each of the names.
         slots: what the optimizer keeps of each row: names, and numbers per row.
-        position, num_rows: the rows of this piece.
+        keeping: the names of the numbers.
+        position, num_rows: the rows of this piece, or its numbers.
     """
 
     version: int
     step: int
     counts: tuple[int, ...]
     slots: tuple[tuple[str, int], ...]
+    keeping: tuple[str, ...]
     position: int
     num_rows: int
 
@@ -59,9 +64,19 @@ class _Head(NamedTuple):
         return min(bisect_right(ends, self.position), len(ends) - 1)
 
     @property
+    def num_aside(self) -> int:
+        """Of how many updates rows were put aside."""
+        return len(self.counts) - 1 - len(self.keeping)
+
+    @property
     def is_of_part(self) -> bool:
         """Whether these are rows as they are."""
-        return self.section == len(self.counts) - 1
+        return self.section == self.num_aside
+
+    @property
+    def is_of_keeping(self) -> bool:
+        """Whether these are numbers."""
+        return self.section > self.num_aside
 
 
 class PartReader:
@@ -70,6 +85,7 @@ class PartReader:
     def __init__(self, part: TablePart) -> None:
         self._part = part
         self._ids = part.table.ids_by_place()
+        self._keeping = part.table.keeping_state()
 
     def piece(self, position: int, most_nbytes: int, allocate: Callable[[int], Array]) -> tuple[Array, int | None]:
         """The piece that begins at a position, and where the next begins; None: this was the last. There is always a
@@ -81,15 +97,17 @@ class PartReader:
         """
         part, table = self._part, self._part.table
         aside = part.put_aside
-        counts = (*[len(before.ids) for before in aside], len(table))
+        counts = (*[len(before.ids) for before in aside], len(table), *map(len, self._keeping.values()))
         slots = tuple(table.slot_widths.items())
-        head = _Head(part.version, table.step, counts, slots, position, 0)
+        head = _Head(part.version, table.step, counts, slots, tuple(self._keeping), position, 0)
         first = position - sum(counts[: head.section])
         count = min(counts[head.section] - first, max(1, most_nbytes // _nbytes_per_row(head, part.description)))
         head = head._replace(num_rows=count)
         where = slice(first, first + count)
         if head.is_of_part:
             arrays = [self._ids[where], *table.rows_at(where)]
+        elif head.is_of_keeping:
+            arrays = [self._keeping[head.keeping[head.section - head.num_aside - 1]][where]]
         else:
             arrays = [aside[head.section].ids[where], aside[head.section].rows[where]]
         end = position + count
@@ -97,20 +115,26 @@ class PartReader:
 
 
 class PartWriter:
-    """Makes a part of its pieces, which come in their order; one that came before changes nothing."""
+    """Makes a part of its pieces, which come in their order; one that came before changes nothing.
 
-    def __init__(self, description: RowSparse, key: str) -> None:
+    Args:
+        parts: of the table, of which this is one.
+    """
+
+    def __init__(self, description: RowSparse, key: str, parts: int = 1) -> None:
         self._description = description
         self._key = key
-        self._table = Table(description, key)
+        self._table = Table(description, key, parts)
         self._aside: list[list[Rows]] = []
+        self._keeping: dict[str, list[Ids]] = {}
         self._head: _Head | None = None
         self._position = 0
 
     @property
     def nbytes(self) -> int:
         """The memory that it takes so far."""
-        return self._table.nbytes + sum([r.ids.nbytes + r.rows.nbytes for pieces in self._aside for r in pieces])
+        aside = sum([r.ids.nbytes + r.rows.nbytes for pieces in self._aside for r in pieces])
+        return self._table.nbytes + aside + sum([each.nbytes for pieces in self._keeping.values() for each in pieces])
 
     def add(self, piece: Array) -> None:
         """Takes a piece, as uint8.
@@ -131,6 +155,8 @@ class PartWriter:
         ids, *arrays = self._arrays(head, body)
         if head.is_of_part:
             self._add_rows(head, ids, arrays)
+        elif head.is_of_keeping:
+            self._keeping.setdefault(head.keeping[head.section - head.num_aside - 1], []).append(ids.copy())
         else:
             self._aside += [[] for _ in range(len(self._aside), head.section + 1)]
             self._aside[head.section].append(Rows(ids.copy(), arrays[0].copy()))
@@ -141,13 +167,17 @@ class PartWriter:
         """The part, when all pieces are there.
 
         Raises:
-            ProtocolError: some are missing.
+            ProtocolError: some are missing, or do not say which rows are kept.
         """
         head = self._head
         if head is None or self._position != sum(head.counts):
             raise ProtocolError(f"pieces of table {self._key!r} are missing: row {self._position} is the next")
         self._table.step = head.step
-        self._aside += [[] for _ in range(len(self._aside), len(head.counts) - 1)]
+        dtype = self._description.numpy_dtype
+        slots = {name: np.empty((0, width), dtype) for name, width in head.slots}  # also those of a table without rows
+        self._table.load(np.zeros(0, np.int64), np.empty((0, self._description.width), dtype), slots)
+        self._restore_keeping(head)
+        self._aside += [[] for _ in range(len(self._aside), head.num_aside)]
         aside = [_joined(pieces, self._description) for pieces in self._aside]
         return TablePart(self._description, self._key, self._table, aside, head.version)
 
@@ -155,6 +185,7 @@ class PartWriter:
         """The ids, rows and slots of a piece, as they arrived."""
         dtype = self._description.numpy_dtype
         widths = [self._description.width, *([width for _, width in head.slots] if head.is_of_part else ())]
+        widths = [] if head.is_of_keeping else widths
         sizes = [head.num_rows * ROW_ID_BYTES, *[head.num_rows * width * dtype.itemsize for width in widths]]
         if body.nbytes != sum(map(padded, sizes)):
             raise self._error(f"has {body.nbytes} bytes for {head.num_rows} rows")
@@ -172,6 +203,12 @@ class PartWriter:
         slots = dict(zip([name for name, _ in head.slots], arrays[1:], strict=True))
         if not self._table.load(ids, arrays[0], slots):
             raise self._error("has rows of a piece before")
+
+    def _restore_keeping(self, head: _Head) -> None:
+        none = np.zeros(0, np.int64)
+        state = {name: np.concatenate([none, *self._keeping.get(name, ())]) for name in head.keeping}
+        if not self._table.restore_keeping(state):
+            raise self._error("does not say which rows are kept")
 
     def _error(self, what: str) -> ProtocolError:
         return ProtocolError(f"a piece of table {self._key!r} {what}")
@@ -191,7 +228,7 @@ def checksum_of(part: TablePart) -> tuple[int, int]:
     places = places[np.argsort(ids[places])]
     found = crc32(msgpack.packb([part.version, table.step, len(table), sorted(table.slot_widths.items())]))
     nbytes = ids.nbytes
-    for array in (ids[places], *table.rows_at(places)):
+    for array in (ids[places], *table.rows_at(places), *table.keeping_marks(ids[places])):
         found = crc32(np.ascontiguousarray(array).view(np.uint8).data, found)
         nbytes += array.nbytes
     return found, nbytes
@@ -203,6 +240,8 @@ def _rows_nbytes(table: Table) -> int:
 
 
 def _nbytes_per_row(head: _Head, description: RowSparse) -> int:
+    if head.is_of_keeping:
+        return ROW_ID_BYTES
     width = description.width + (sum([width for _, width in head.slots]) if head.is_of_part else 0)
     return ROW_ID_BYTES + width * description.numpy_dtype.itemsize
 
@@ -236,9 +275,10 @@ def _unpacked(piece: Array, key: str) -> tuple[_Head, Array]:
         end = _LENGTH_NBYTES + length
         if not 0 < length <= piece.nbytes:
             raise ValueError(length)
-        version, step, counts, slots, position, count = msgpack.unpackb(piece[_LENGTH_NBYTES:end].tobytes())
+        version, step, counts, slots, keeping, position, count = msgpack.unpackb(piece[_LENGTH_NBYTES:end].tobytes())
         named = tuple([(str(name), int(width)) for name, width in slots])
-        head = _Head(int(version), int(step), tuple(map(int, counts)), named, int(position), int(count))
+        kept = tuple(map(str, keeping))
+        head = _Head(int(version), int(step), tuple(map(int, counts)), named, kept, int(position), int(count))
         _check(head)
     except KvdError:
         raise
@@ -249,10 +289,12 @@ def _unpacked(piece: Array, key: str) -> tuple[_Head, Array]:
 
 def _check(head: _Head) -> None:
     numbers = (head.version, head.step, *head.counts, head.position, head.num_rows, *dict(head.slots).values())
+    if not 0 <= head.num_aside <= UPDATES_KEPT:
+        raise ValueError(head)
     begin = sum(head.counts[: head.section])
     if (
         min(numbers) < 0
-        or not 1 <= len(head.counts) <= UPDATES_KEPT + 1
+        or len(set(head.keeping)) < len(head.keeping)
         or len(head.slots) > MOST_SLOTS
         or head.position + head.num_rows > begin + head.counts[head.section]
     ):

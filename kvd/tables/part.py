@@ -122,10 +122,10 @@ class TablePart:
         merged = merged_rows(contributions, mode, self.description.width, self.description.numpy_dtype)
         before = self._earlier.room(merged.num_rows)
         if optimizer is None:
-            self.table.assign_merged(merged, before)
+            changed = self.table.assign_merged(merged, before)
         else:
-            self.table.update_merged(optimizer, merged, before)
-        self._earlier.put_aside(merged.ids.copy())  # they may lie in memory that the sender gets back
+            changed = self.table.update_merged(optimizer, merged, before)
+        self._earlier.put_aside(changed.copy(), self.table.evict())  # ids may lie in memory that the sender gets back
         self.version += 1
         return merged
 

@@ -18,34 +18,27 @@ import numpy as np
 from kvd.core.machine import (
     Apply,
     Census,
-    Checksums,
     Complete,
     Connect,
     Copy,
-    Create,
     Disconnect,
     DropRun,
     Effect,
     Event,
-    Export,
     ForgetState,
     Halt,
     InRun,
     Job,
     JobDone,
-    Load,
-    LoadRows,
     LogEntry,
     Machine,
     OfOneRun,
     Peer,
     Persist,
     Persisted,
-    ReadPart,
     ReadRows,
     Received,
     ResetState,
-    Run,
     Send,
     Stop,
     Tick,
@@ -174,7 +167,7 @@ class Shell:
                 return
             if isinstance(effect, Send):
                 self._send(process, effect, run, epoch)
-            elif isinstance(effect, Apply | Create | ReadRows | ReadPart | LoadRows | Export | Checksums | Load | Run):
+            elif isinstance(effect, Job):
                 self._start_job(process, effect, run)
             elif isinstance(effect, ResetState):
                 self._reset_state(process, effect, run)

@@ -163,6 +163,8 @@ SAMPLES: dict[type[Any], Any] = {
         m.Staged(30),
         m.Pull(30, (m.Part("w", 0, m.ANY_CLOCK),)),
         m.PullRows(30, m.Part("w", 0, m.ANY_CLOCK)),
+        m.ListRows(30, "w", 0, m.ALL_ROWS, -1, False),
+        m.RowList(30, 1, False),
         m.Values(30, (1,)),
         m.Uncounted(30),
         m.DeclareBatch(30, 1, (m.SliceId("w", 0),)),

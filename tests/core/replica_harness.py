@@ -22,6 +22,7 @@ from kvd.core.machine import (
     Effect,
     Export,
     ForgetState,
+    ListRows,
     Load,
     LoadRows,
     LogEntry,
@@ -65,7 +66,7 @@ from kvd.protocol.specs import KeySpec
 from tests.core.fakes import NodePeer, cluster, from_scheduler, member, of, server_id, session, view, welcome, worker_id
 from tests.core.slice_pictures import bytes_of, picture_of
 
-JOBS = (Create, Apply, ReadRows, ReadPart, LoadRows, Export, Checksums, Load, Run)
+JOBS = (Create, Apply, ReadRows, ListRows, ReadPart, LoadRows, Export, Checksums, Load, Run)
 A, B, C = range(3)  # the ranks of the servers
 FLOATS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 ANY_SIZE = 1 << 30

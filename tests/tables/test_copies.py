@@ -82,6 +82,70 @@ def test_a_copy_goes_on_as_the_original_does(optimizer: Optimizer | None, most_n
         push(other, optimizer, seed)
 
 
+KEEPINGS: list[dict[str, Any]] = [
+    {"admit_after": 2},
+    {"ttl_updates": 3, "track_updates": True},
+    {"admit_after": 2, "max_rows": 9, "track_updates": True},
+    {"track_updates": True},
+]
+
+
+@pytest.mark.parametrize("keeping", KEEPINGS, ids=str)
+@pytest.mark.parametrize("most_nbytes", [1, 1 << 20])
+@pytest.mark.parametrize("updates", [0, 1, 9])
+def test_a_copy_keeps_the_rows_that_the_original_keeps(keeping: dict[str, Any], most_nbytes: int, updates: int) -> None:
+    kept = kvd.RowSparse(row_shape=(WIDTH,), initializer=kvd.initializer.Normal(0.1, seed=3), **keeping)
+    part = TablePart(kept, "t", Table(kept, "t", 2))
+    optimizer = OPTIMIZERS[2]
+    for seed in range(updates):
+        push(part, optimizer, seed, most=300)
+    writer = PartWriter(kept, "t", 2)
+    for piece in pieces_of(part, most_nbytes):
+        writer.add(piece)
+        writer.add(piece)
+    other = writer.part()
+    for seed in range(100, 106):
+        for back in range(min(part.version, 2) + 1):
+            assert everything(other, other.version - back) == everything(part, part.version - back)
+        assert checksum_of(other) == checksum_of(part)
+        mine, theirs = part.table.keeping_state(), other.table.keeping_state()
+        assert mine.keys() == theirs.keys()
+        assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
+        push(part, optimizer, seed, most=300)
+        push(other, optimizer, seed, most=300)
+
+
+@pytest.mark.parametrize("name", ["number", "ids", "last", "young_ids", "evicted_at", "missing"])
+def test_numbers_that_cannot_be_those_of_the_rows(name: str) -> None:
+    kept = kvd.RowSparse(row_shape=(WIDTH,), admit_after=2, max_rows=9, track_updates=True)
+    part = TablePart(kept, "t")
+    for seed in range(9):
+        push(part, None, seed, most=300)
+    state = part.table.keeping_state()
+    if name == "missing":
+        del state["last"]
+    elif name in ("last", "number"):
+        state[name] = state[name][1:]
+    else:
+        state[name] = state[name][::-1]
+    assert not part.table.restore_keeping(state)
+    assert part.table.restore_keeping(part.table.keeping_state())
+    assert not TablePart(description(), "t").table.restore_keeping(state)
+
+
+def test_the_checksum_shows_that_other_rows_will_be_kept() -> None:
+    kept = kvd.RowSparse(row_shape=(WIDTH,), ttl_updates=5)
+    part, other = TablePart(kept, "t"), TablePart(kept, "t")
+    for ids in ([1], [2]):
+        for each in (part, other):
+            each.update(None, [Contributed(Rows(np.array(ids), np.ones((1, WIDTH), np.float32)), 1)], "sum")
+    assert checksum_of(other) == checksum_of(part)
+    state = other.table.keeping_state()
+    state["last"] = state["last"][::-1].copy()
+    assert other.table.restore_keeping(state)
+    assert checksum_of(other) != checksum_of(part)
+
+
 def test_pieces_have_the_size_that_was_asked_for() -> None:
     part = trained(OPTIMIZERS[2], 9, "float64")
     sizes = [piece.nbytes for piece in pieces_of(part, 1000)]
@@ -179,9 +243,11 @@ def test_pieces_that_are_missing_or_of_another_version() -> None:
         (2, [-5, 1]),
         (3, [["m", -1]]),
         (3, 7),
-        (4, -1),
-        (5, 10**6),
+        (4, 5),
+        (4, ["a", "b", "c"]),
         (5, -1),
+        (6, 10**6),
+        (6, -1),
     ],
 )
 def test_heads_that_say_what_cannot_be(place: int, value: Any) -> None:
@@ -213,6 +279,6 @@ def test_rows_twice_below_zero_or_cut_short() -> None:
     half, both = PartWriter(description(), "t"), list(head)
     both[2] = [2 * head[2][0]]
     half.add(with_head(both, body))
-    both[4] = head[5]
+    both[5] = head[6]
     with pytest.raises(ProtocolError, match="rows of a piece before"):
         half.add(with_head(both, body))

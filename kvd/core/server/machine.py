@@ -56,7 +56,9 @@ from kvd.core.server.records import Records
 from kvd.core.server.replicas import Replicas
 from kvd.core.server.replication import Replication
 from kvd.core.server.resume import OF_RESUMPTION, Resumption
+from kvd.core.server.row_lists import RowLists
 from kvd.core.server.shared_steps import SharedSteps
+from kvd.core.server.slice_jobs import SliceJobs
 from kvd.core.server.syncing import Syncing
 from kvd.core.server.targets import TargetResolver
 from kvd.core.server.wait_answers import WaitAnswers
@@ -76,6 +78,7 @@ from kvd.protocol.messages import (
     Init,
     Leave,
     ListKeys,
+    ListRows,
     Lookup,
     NotYet,
     Publish,
@@ -189,6 +192,7 @@ class ServerMachine:
             use,
             small_push_bytes=settings.small_push_bytes,
         )
+        slice_jobs = SliceJobs(self.table, effects, elsewhere, pushes.advance)
         self._control = control = ServerControl(
             self.table,
             effects,
@@ -196,7 +200,7 @@ class ServerMachine:
             agreement,
             disputes,
             records,
-            elsewhere,
+            slice_jobs,
             session,
             pushes.advance,
             use.check_for,
@@ -280,6 +284,7 @@ class ServerMachine:
             Push: pushes.push,
             Pull: pulls.pull,
             PullRows: pulls.pull_rows,
+            ListRows: RowLists(effects, attachments, slice_jobs).list,
             DeclareBatch: targets.declare,
             Attach: attachments.attach,
             Init: creation.init,
