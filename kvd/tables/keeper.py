@@ -111,6 +111,11 @@ class Keeper:
             self._candidates.set(self._naming.waiting, self._naming.counts, len(self._index))
         self._naming = None
 
+    def stored(self, places: Places) -> None:
+        """The rows at these places, for which room was reserved, were stored: they are as old as the newest update."""
+        if self._recency is not None:
+            self._recency.note(places, self.number)
+
     # ── evictions ──
 
     def to_evict(self, row_nbytes: int) -> Ids:

@@ -59,6 +59,7 @@ from kvd.core.server.resume import OF_RESUMPTION, Resumption
 from kvd.core.server.row_lists import RowLists
 from kvd.core.server.shared_steps import SharedSteps
 from kvd.core.server.slice_jobs import SliceJobs
+from kvd.core.server.slice_states import SliceStates
 from kvd.core.server.syncing import Syncing
 from kvd.core.server.targets import TargetResolver
 from kvd.core.server.wait_answers import WaitAnswers
@@ -200,7 +201,7 @@ class ServerMachine:
             agreement,
             disputes,
             records,
-            slice_jobs,
+            SliceStates(effects, records, slice_jobs, use.row_error, lambda: self._control.held.is_open),
             session,
             pushes.advance,
             use.check_for,
