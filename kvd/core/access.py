@@ -123,7 +123,9 @@ _ASKED_OF_A_SERVER = (
         (
             m.StartHolding,
             m.Install,
+            m.InstallRows,
             m.Hold,
+            m.HoldRows,
             m.HoldPublished,
             m.HoldDropped,
             m.HoldActivated,

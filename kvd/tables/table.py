@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from kvd.optimizer import Optimizer
 from kvd.tables.description import RowSparse
+from kvd.tables.duplicates import added_up
 from kvd.tables.initial_rows import InitialRows
 from kvd.tables.lazy import LazyRule
 from kvd.tables.merged_rows import MergedRows
@@ -79,10 +81,18 @@ class Table:
             NotAllowed: the optimizer cannot update single rows; or there would be too many rows.
             MemoryError: there is no memory for new rows.
         """
+        self.update_merged(optimizer, added_up(ids, rows))
+
+    def update_merged(self, optimizer: Optimizer, merged: MergedRows, before: Array | None = None) -> None:
+        """The same with rows that are merged already.
+
+        Args:
+            before: receives the rows as they were, in the order of the ids.
+        """
         rule = LazyRule(optimizer, self._key, self.description.width, self._dtype)
-        places = self._places(ids, rule)
+        places = self._places(merged.ids, rule)
         slots = [self._slots[name] for name in rule.slot_widths]
-        rule.apply(self.step + 1, MergedRows(places, rows), self._weights, slots)
+        rule.apply(self.step + 1, places, merged, self._weights, slots, before)
         self.step += 1
 
     def assign(self, ids: Ids, rows: Array) -> None:
@@ -92,12 +102,15 @@ class Table:
             NotAllowed: there would be too many rows.
             MemoryError: there is no memory for new rows.
         """
-        merged = MergedRows(self._places(ids), rows)
-        if len(merged):
-            everything = slice(0, len(merged))
-            self._weights.put(
-                merged.places, merged.take(everything, np.empty((len(merged), rows.shape[1]), self._dtype))
-            )
+        self.assign_merged(added_up(ids, rows))
+
+    def assign_merged(self, merged: MergedRows, before: Array | None = None) -> None:
+        """The same with rows that are merged already; `before` as above."""
+        places = self._places(merged.ids)
+        if merged.num_rows:
+            if before is not None:
+                self._weights.take(places, before)
+            self._weights.put(places, merged.rows())
 
     def forget_optimizer(self) -> None:
         """The next optimizer begins with new state."""
@@ -113,21 +126,63 @@ class Table:
         arena = self._slots[name]
         return arena.take(self._index.find(ids), np.empty((len(ids), arena.width), self._dtype))
 
+    # ── as they lie ──
+
+    @property
+    def slot_widths(self) -> dict[str, int]:
+        """What the optimizer keeps of each row: names, and numbers per row."""
+        return {name: arena.width for name, arena in self._slots.items()}
+
+    def ids_by_place(self) -> Ids:
+        """The rows that were updated, in the order in which they lie in memory."""
+        return self._index.ids()
+
+    def rows_at(self, places: Places | slice) -> list[Array]:
+        """Copies of the rows at these places, and of what the optimizer keeps of them, in the order of
+        `slot_widths`."""
+        if isinstance(places, slice):
+            places = np.arange(len(self))[places]
+        arenas = (self._weights, *self._slots.values())
+        return [arena.take(places, np.empty((len(places), arena.width), self._dtype)) for arena in arenas]
+
+    def load(self, ids: Ids, rows: Array, slots: Mapping[str, Array]) -> bool:
+        """Adds rows behind the others, with what the optimizer keeps of them. False, and nothing was changed, if one of
+        them is there.
+
+        Args:
+            ids: each once.
+            slots: the same names and widths in each call.
+
+        Raises:
+            NotAllowed: there would be too many rows.
+            MemoryError: there is no memory for new rows.
+        """
+        if bool((self._index.find(ids) >= 0).any()):
+            return False
+        for name, array in slots.items():
+            if name not in self._slots:
+                self._slots[name] = RowArena(array.shape[1], self._dtype)
+        self._require(len(self) + len(ids), None)
+        places = self._index.insert(ids)
+        self._weights.put(places, rows)
+        for name, array in slots.items():
+            self._slots[name].put(places, array)
+        return True
+
     def _places(self, ids: Ids, rule: LazyRule | None = None) -> Places:
-        """The places of these ids; new ones get theirs, and their initial rows."""
+        """The places of these ids, each of which is there once; new ones get theirs, and their initial rows."""
         places = self._index.find(ids)
         absent = np.flatnonzero(places < 0)
-        fresh = _distinct(ids[absent])
-        self._require(len(self) + len(fresh), rule)  # memory first: an error leaves all as it was
+        self._require(len(self) + absent.size, rule)  # memory first: an error leaves all as it was
         if absent.size:
+            fresh = ids[absent]
             rows = np.zeros((0, 0), self._dtype)
             if not self._initial.are_zeros:  # which they are already
                 rows = np.empty((len(fresh), self.description.width), self._dtype)
                 self._initial.fill(fresh, rows)
-            new = self._index.insert(fresh)
+            places[absent] = new = self._index.insert(fresh)
             if rows.size:
                 self._weights.put(new, rows)
-            places[absent] = self._index.find(ids[absent])
         return places
 
     def _require(self, count: int, rule: LazyRule | None) -> None:
@@ -137,11 +192,3 @@ class Table:
                 self._slots[name] = RowArena(width, self._dtype)
         for arena in self._slots.values():
             arena.require(count)
-
-
-def _distinct(ids: Ids) -> Ids:
-    """Each of them once, ascending. `numpy.unique` hashes them, which takes ten times as long for many."""
-    ordered = np.sort(ids)
-    is_first = np.ones(len(ids), bool)
-    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
-    return ordered[is_first]

@@ -34,12 +34,14 @@ from kvd.core.machine import (
     Job,
     JobDone,
     Load,
+    LoadRows,
     LogEntry,
     Machine,
     OfOneRun,
     Peer,
     Persist,
     Persisted,
+    ReadPart,
     ReadRows,
     Received,
     ResetState,
@@ -172,7 +174,7 @@ class Shell:
                 return
             if isinstance(effect, Send):
                 self._send(process, effect, run, epoch)
-            elif isinstance(effect, Apply | Create | ReadRows | Export | Checksums | Load | Run):
+            elif isinstance(effect, Apply | Create | ReadRows | ReadPart | LoadRows | Export | Checksums | Load | Run):
                 self._start_job(process, effect, run)
             elif isinstance(effect, ResetState):
                 self._reset_state(process, effect, run)

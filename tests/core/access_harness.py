@@ -31,7 +31,7 @@ from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.server.router import ServerRouter, ServerSettings
 from kvd.protocol import messages as m
 from kvd.protocol.messages import NO_RUN, NO_VIEW, Epoch, ErrorCode, NotYet, NotYetReason, Refused
-from kvd.protocol.specs import KeySpec
+from kvd.protocol.specs import Initial, KeySpec, TableSpec
 from tests.core.fakes import OPEN, cluster, members, read, server_id, session, view, worker_id
 
 JOB, TOKEN = "train-7", "secret-token"
@@ -111,6 +111,8 @@ def install_of(request: int, key: str) -> m.Install:
     image = m.SliceImage(key, 0, 0, 0, m.Origin(worker_id(0), 2, 0, 0), use, 0, 0, 0, False, (), (), (0, 0))
     return m.Install(request, 1, (SPEC,), (None,), (image,))
 
+
+TABLE = KeySpec("float32", (1,), 4096, table=TableSpec(10, Initial("Zeros"), 8))
 
 SAMPLES: dict[type[Any], Any] = {
     type(message): message
@@ -192,6 +194,8 @@ SAMPLES: dict[type[Any], Any] = {
         m.CaptureDone(30, 1),
         m.StartHolding(30, 1, 0),
         install_of(30, "s"),
+        m.HoldRows(30, 1, m.SliceId("r", 0, 0), 1, 0),
+        m.InstallRows(30, 1, m.SliceId("t", 0, 0), TABLE),
         m.Hold(30, 1, (m.SliceId("r", 0),), 1, (m.Given(0, 1, 1, m.ADD, 0, 0),), False, None, 0),
         m.HoldPublished(30, 1, (m.KeyId("r", 0),)),
         m.HoldDropped(30, 1, (m.KeyId("r", 0),)),

@@ -146,6 +146,7 @@ class ServerMachine:
             self.table,
             memory or ServerMemory(settings.memory_limit_bytes),
             lambda: replicas.nbytes,
+            lambda: replicas.table_nbytes,
             lambda: self._control.optimizer,
         )
         self._attachments = attachments = Attachments(session.view, self.table, effects)
@@ -164,6 +165,7 @@ class ServerMachine:
             self.table,
             effects,
             use.grant_held,
+            use.grant_held_rows,
             lambda partition: no_copy(partition, session.incarnation),
         )
         elsewhere = Elsewhere(session, effects, replicas.is_handing_over)

@@ -20,6 +20,7 @@ class MemoryUse:
 
     Args:
         held_nbytes: bytes of the slices that this server holds for others.
+        held_table_nbytes: the memory of parts of tables that it holds for others.
         optimizer: the one that is set.
 
     Attributes:
@@ -32,6 +33,7 @@ class MemoryUse:
         table: KeyTable,
         memory: ServerMemory,
         held_nbytes: Callable[[], int],
+        held_table_nbytes: Callable[[], int],
         optimizer: Callable[[], Optimizer | None],
     ) -> None:
         self._session = session
@@ -39,6 +41,7 @@ class MemoryUse:
         self._table = table
         self._memory = memory
         self._held_nbytes = held_nbytes
+        self._held_table_nbytes = held_table_nbytes
         self._optimizer = optimizer
         self.creating_nbytes = 0
 
@@ -104,6 +107,10 @@ class MemoryUse:
         """Whether this server has memory to hold so many more bytes for others."""
         return self._memory.grant(self._session.run, self._demand() + nbytes * HELD_COPIES)
 
+    def grant_held_rows(self, nbytes: int) -> bool:
+        """Whether this server has memory for so many more bytes of parts of tables that it holds for others."""
+        return self._memory.grant(self._session.run, self._demand() + nbytes)
+
     # ── how much it is ──
 
     @property
@@ -119,6 +126,7 @@ class MemoryUse:
         led = (self._led + more) * self._copies_with(self._optimizer())
         table = self._table
         of_tables = table.table_nbytes + table.pushed_rows_nbytes * ROW_COPIES + table.wanted_ids_nbytes
+        of_tables += self._held_table_nbytes()
         return led + self._held_nbytes() * HELD_COPIES + of_tables
 
     def _copies_with(self, optimizer: Optimizer | None) -> int:
