@@ -141,6 +141,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
         parts=campaign.servers,
         sync=campaign.mode == "sync",
         updates_fail=campaign.shell.failing_updates > 0,
+        has_copies=campaign.replicas > 1,
     ),
     "tangles": lambda campaign, seed: tangled(WORKERS, STEPS, seed, max(campaign.staleness, 0)),
     "training": lambda campaign, seed: Training(STEPS, expected=undisturbed_weights("training")),
@@ -260,13 +261,6 @@ CAMPAIGNS: dict[str, Campaign] = {
     "tables, async, nasty": Campaign(
         "tables", mode="async", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.5))
     ),
-    "tables, async, refusals": Campaign(
-        "tables",
-        mode="async",
-        mishaps=LASTING,
-        faults=NASTY,
-        shell=ShellSettings(job_s=(0.0, 0.5), failing_updates=0.2),
-    ),
     "tangles": Campaign("tangles", mishaps=Mishaps()),
     "tangles, bumpy": Campaign("tangles", mishaps=BUMPY, notice_s=0.3),
     "tangles, nasty": Campaign(
@@ -330,5 +324,13 @@ FAILOVERS: dict[str, Campaign] = {
     "meetings, servers die": Campaign("meetings", mishaps=SERVERS_DIE, replicas=2),
     "watched, servers die": Campaign("watched", mishaps=SERVERS_DIE, servers=3, replicas=2),
     "captured, servers die": Campaign("captured", mishaps=SERVERS_DIE, servers=3, replicas=2),
+    "tables, servers die": Campaign("tables", mishaps=SERVERS_DIE, replicas=2),
+    "tables, async, refusals, servers die": Campaign(
+        "tables",
+        mode="async",
+        mishaps=SERVERS_DIE,
+        replicas=2,
+        shell=ShellSettings(job_s=(0.0, 0.2), failing_updates=0.2),
+    ),
     "tangles, servers die": Campaign("tangles", mishaps=replace(BUMPY, server_crashes=2), notice_s=0.3, replicas=2),
 }

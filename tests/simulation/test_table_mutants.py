@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.core.machine import Apply, TableVersion
+from kvd.core.machine import Apply
 from kvd.core.server.rounds import SliceLog
 from kvd.core.worker.push_window import PushWindow
 from kvd.node.table_parts import TableParts
-from kvd.tables import by_part, part
+from kvd.tables import by_part
+from kvd.tables.duplicates import added_up
+from kvd.tables.earlier_rows import EarlierRows
+from kvd.tables.merged_rows import MergedRows
 from kvd.tables.part import TablePart
-from kvd.tables.row_values import Rows
 from kvd.tables.table import Table
 from kvd.testing.campaign import CAMPAIGNS
 from tests.simulation.mutants_harness import check_caught
@@ -28,23 +30,23 @@ def the_newest_rows(patch: pytest.MonkeyPatch) -> None:
 
 def rows_in_two_versions(patch: pytest.MonkeyPatch) -> None:
     """Of the rows that were put aside, half are forgotten."""
-    lay_over = part._lay_over
+    lay_over = EarlierRows.lay_over
 
-    def forgetful(out: Any, ids: Any, before: Rows) -> None:
-        half = len(before.ids) // 2
-        lay_over(out, ids, Rows(before.ids[:half], before.rows[:half]))
+    def forgetful(earlier: EarlierRows, out: Any, ids: Any, updates: int) -> None:
+        newest, is_forgotten = out.copy(), ids % 2 == 0
+        lay_over(earlier, out, ids, updates)
+        out[is_forgotten] = newest[is_forgotten]
 
-    patch.setattr(part, "_lay_over", forgetful)
+    patch.setattr(EarlierRows, "lay_over", forgetful)
 
 
 def twice_the_same_row(patch: pytest.MonkeyPatch) -> None:
     """Of the rows that one worker pushes of one id, only the first leaves it."""
 
-    def first_only(pushed: Rows) -> Any:
-        ids, places = np.unique(pushed.ids, return_index=True)
-        return added_up(Rows(ids, pushed.rows[places]))
+    def first_only(ids: Any, rows: Any) -> MergedRows:
+        distinct, places = np.unique(ids, return_index=True)
+        return added_up(distinct, rows[places])
 
-    added_up = by_part.added_up
     patch.setattr(by_part, "added_up", first_only)
 
 
@@ -52,7 +54,7 @@ def without_the_others(patch: pytest.MonkeyPatch) -> None:
     """If a worker has pushed no row, the round has no rows of the later ones."""
     apply = TableParts.apply
 
-    def hasty(parts: TableParts, job: Apply) -> TableVersion:
+    def hasty(parts: TableParts, job: Apply) -> Any:
         given = job.contributions
         empty = [place for place, each in enumerate(given) if each.span is not None and not each.span.nbytes]
         return apply(parts, job._replace(contributions=given[: empty[0]] if empty else given))

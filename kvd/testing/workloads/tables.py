@@ -307,7 +307,10 @@ def _copied(ids: Any) -> Any:
     return data
 
 
-def table_rounds(workers: int, steps: int, seed: int, *, parts: int, sync: bool, updates_fail: bool) -> TableRounds:
-    """In sync mode, every second seed trains without an optimizer."""
-    replaces = sync and seed % 2 == 1
+def table_rounds(
+    workers: int, steps: int, seed: int, *, parts: int, sync: bool, updates_fail: bool, has_copies: bool
+) -> TableRounds:
+    """In sync mode, every second seed trains without an optimizer; but the shell takes the copy of a round without one
+    for an update, and would let it fail."""
+    replaces = sync and seed % 2 == 1 and not (updates_fail and has_copies)
     return TableRounds(workers, steps, seed, parts, sync, replaces, updates_fail, mostly_together(seed))
