@@ -69,7 +69,7 @@ def counted_twice(patch: pytest.MonkeyPatch) -> None:
     def again(log: SliceLog, contribution: Any, push: Any) -> None:
         stage(log, contribution, push)
         if not log.sync and contribution.clock == 3 and contribution.rank == 1 and contribution.span is not None:
-            log._arrived.append(contribution)
+            log._staging.arrived.append(contribution)
 
     patch.setattr(SliceLog, "stage", again)
     patch.setattr(SliceLog, "validate", lambda log: None)
