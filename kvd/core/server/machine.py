@@ -151,6 +151,7 @@ class ServerMachine:
             memory or ServerMemory(settings.memory_limit_bytes),
             lambda: replicas.nbytes,
             lambda: replicas.table_nbytes,
+            lambda: waiters.pending.row_ids_nbytes,
             lambda: self._control.optimizer,
         )
         self._attachments = attachments = Attachments(session.view, self.table, effects)
