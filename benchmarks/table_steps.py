@@ -37,7 +37,7 @@ from benchmarks.report import print_table
 from kvd.config import child_environment
 from kvd.testing.cluster import PATHS, LocalCluster, PathName
 
-WARM_UP_STEPS: Final = 5
+WARM_UP_STEPS: Final = 25  # until the loops of servers and workers are compiled
 DTYPE_BYTES: Final = 4
 MXNET_PYTHON: Final = Path(os.environ.get("KVD_PEERS", Path.home() / ".cache/kvd-peers")) / "mxnet/bin/python"
 HEADINGS: Final = ("work", "system", "step, ms", "rows/s", "of kvd's step", "bytes of a step", "of the rows")

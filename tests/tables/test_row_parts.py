@@ -90,7 +90,8 @@ def test_the_index_takes_48_bytes_a_row_at_most() -> None:
         assert index.nbytes <= max(48 * len(index), 12 * 1024)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.usefixtures("_either_way")
+@EITHER_WAY
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.floats(-1e6, 1e6, width=32)), max_size=60),
     st.integers(1, 7),

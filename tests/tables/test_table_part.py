@@ -109,6 +109,11 @@ def test_a_push_of_something_else_is_refused(payload: Any, error: type[Exception
         new_part().pushed(payload, 1)
 
 
+def without_payloads(rows: Any) -> bytes:
+    """The bits, but for those of NaNs, of which nothing is promised."""
+    return bytes(np.where(np.isnan(rows), FLOAT.type(7), rows).tobytes())
+
+
 def bits_of_rounds(rule: Optimizer, mode: Any, workers: int) -> bytes:
     """Some rounds with rows of one worker, of several and of none before them; every version that is kept."""
     part, random = new_part(17), np.random.default_rng(workers)
@@ -121,9 +126,10 @@ def bits_of_rounds(rule: Optimizer, mode: Any, workers: int) -> bytes:
             rows.flags.writeable = False
             given.append(Contributed(Rows(ids, rows), int(random.integers(0, 3))))
         part.update(rule, given, mode)
+        found += without_payloads(merged_rows(given, mode, 17, FLOAT).rows())
         for version in range(max(0, number - 1), number + 2):
             some = read(part, version, [*range(300), LAST, LAST - 3])
-            found += np.where(np.isnan(some), FLOAT.type(7), some).tobytes()  # nothing is promised of payloads
+            found += without_payloads(some)
     return found
 
 
