@@ -16,6 +16,7 @@ import numpy as np
 
 from kvd.compute.catalogue import kernel_of
 from kvd.compute.compiled import loop_for
+from kvd.compute.halves import in_halves
 from kvd.compute.kernels import ROW_LOOPS, ROWS, Shared, loop_name, prepare_gradient, shared_scalars
 from kvd.compute.merge import TILE
 from kvd.compute.quiet import quietly
@@ -109,9 +110,13 @@ class LazyRule:
         numbers[:2], numbers[2] = merged.factors, merged.divisor
         kept = np.empty((0, self._width), self._dtype) if before is None else before
         arenas = [arena.where_they_lie() for arena in (weights, *slots)]
-        given = [merged.left, merged.right, merged.first, merged.second]
-        arguments: list[Any] = [places, *given, kept, *arenas, numbers, merged.divisor != 1, decay]
-        quietly(function, *arguments)
+
+        def update(part: slice) -> None:
+            given = [places[part], merged.left[part], merged.right[part], merged.first, merged.second]
+            arguments: list[Any] = [*given, kept[part], *arenas, numbers, merged.divisor != 1, decay]
+            quietly(function, *arguments)
+
+        in_halves(update, merged.num_rows, merged.num_rows * self._width)
         return True
 
     def _numbers(self, step: int) -> tuple[Array, bool]:

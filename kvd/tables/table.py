@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from kvd.compute.halves import in_halves
 from kvd.optimizer import Optimizer
 from kvd.tables.description import RowSparse
 from kvd.tables.duplicates import added_up
@@ -53,6 +54,9 @@ class Table:
 
     def read(self, ids: Ids, out: Array) -> None:
         """Write the rows of these ids, in this order, into ``out``, of shape (ids, width)."""
+        in_halves(lambda part: self._read(ids[part], out[part]), len(ids), out.size)
+
+    def _read(self, ids: Ids, out: Array) -> None:
         places = self._index.find(ids)
         absent = np.flatnonzero(places < 0)
         if not len(self):

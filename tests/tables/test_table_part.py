@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd.compute import halves
 from kvd.compute.compiled import warm_up
 from kvd.errors import NotAllowed, ProtocolError
 from kvd.initializer import Constant
@@ -143,6 +145,17 @@ def test_compiled_loops_give_the_same_bits(rule: Optimizer, mode: Any, workers: 
     assert warm_up(rule, of_rows=True)
     with only_compiled():
         assert bits_of_rounds(rule, mode, workers) == by_numpy
+
+
+def test_large_updates_and_reads_on_two_processors_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = bits_of_rounds(Adagrad(0.1), "mean", 2)
+    started: list[str] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(halves, "WORTH_A_THREAD", 1)
+    monkeypatch.setattr(halves, "_processors", lambda: 2)
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread.name), start(thread)))
+    assert bits_of_rounds(Adagrad(0.1), "mean", 2) == alone
+    assert "kvd-half" in started
 
 
 def test_the_memory_of_what_is_forgotten_is_used_again_unless_far_too_large() -> None:
