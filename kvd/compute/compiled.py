@@ -29,7 +29,7 @@ Function: TypeAlias = Callable[..., None]
 ENOUGH = 2**26
 """Elements after which a loop is worth its compilation: NumPy takes some tenths of a second for them."""
 
-_WORK_OF_ID = 32  # what NumPy takes for an id, in elements
+_WORK_OF_ID, _WORK_OF_IDS = 32, 2**14  # what NumPy takes for an id, and for a call, in elements
 _CALL = 2**12  # what a call costs beside its elements, in elements
 
 BITS: dict[np.dtype[Any], np.dtype[Any]] = {np.dtype(np.float16): np.dtype(np.int16), BFLOAT16: np.dtype(np.uint16)}
@@ -152,7 +152,7 @@ def loop_for(name: str, source: np.dtype[Any], target: np.dtype[Any]) -> Loop:
 
 def id_loop(name: str, count: int) -> Function | None:
     """The loop of `ID_LOOPS` for so many row ids, or None if NumPy has to calculate this time."""
-    return loop_for(name, _INT64, _INT64).ready(count * _WORK_OF_ID)
+    return loop_for(name, _INT64, _INT64).ready(count * _WORK_OF_ID + _WORK_OF_IDS)
 
 
 def warm_up(

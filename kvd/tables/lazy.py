@@ -28,6 +28,7 @@ from kvd.tables.merged_rows import MergedRows
 from kvd.tables.row_arena import Places, RowArena
 
 Array = np.ndarray[Any, Any]
+_MOVES = 4  # NumPy gathers and scatters the rows as well, which takes several times as long as the rule itself
 TileUpdate = Callable[[Array, Array, list[Array]], Array]  # of weights, gradients and slots: the weights afterwards
 
 
@@ -103,7 +104,7 @@ class LazyRule:
         name = loop_name(self._kernel)
         if name not in ROW_LOOPS or self._goes_by_row or not merged.are_contiguous:
             return False
-        function = loop_for(name + ROWS, self._dtype, self._dtype).ready(merged.num_rows * self._width)
+        function = loop_for(name + ROWS, self._dtype, self._dtype).ready(_MOVES * merged.num_rows * self._width)
         if function is None:
             return False
         numbers, decay = self._numbers(step)
