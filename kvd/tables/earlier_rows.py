@@ -11,7 +11,7 @@ from kvd.tables.row_values import Ids
 
 Array = np.ndarray[Any, Any]
 
-_TOO_LARGE = 4  # times the memory that is needed: it is not kept for the next update
+_TOO_LARGE = 2  # times the memory that is needed: it is not kept for the next update
 
 
 class _Aside(NamedTuple):
@@ -34,9 +34,10 @@ class EarlierRows:
     """
 
     def __init__(self, width: int, dtype: np.dtype[Any], updates: int) -> None:
+        self._width = width
+        self._dtype = dtype
         self._updates = updates
         self._kept: deque[_Aside] = deque()
-        self._spare: Array = np.empty((0, width), dtype)
 
     def __len__(self) -> int:
         """The updates before which there are rows."""
@@ -44,20 +45,22 @@ class EarlierRows:
 
     @property
     def nbytes(self) -> int:
-        """The memory of all, and of what waits to be used again."""
-        return self._spare.nbytes + sum([each.ids.nbytes + each.memory.nbytes for each in self._kept])
+        """The memory of all."""
+        return sum([each.ids.nbytes + each.memory.nbytes for each in self._kept])
 
     def room(self, count: int) -> Array:
-        """Memory for the rows of the next update, so many. Nothing is forgotten until they are put aside."""
-        if not count <= len(self._spare) <= _TOO_LARGE * count:
-            self._spare = np.empty((count, self._spare.shape[1]), self._spare.dtype)
-        return self._spare[:count]
-
-    def put_aside(self, ids: Ids) -> None:
-        """An update of these ids, ascending, was made: what is in the room that was asked for are the rows before."""
-        memory, self._spare = self._spare, self._spare[:0].copy()
+        """Memory for the rows of the next update: room for at least so many. It may be that of the rows which that
+        update makes nobody ask for, so write to it only when the update cannot fail any more."""
         if len(self._kept) == self._updates:
-            self._spare = self._kept.popleft().memory
+            oldest = self._kept[0].memory
+            if count <= len(oldest) <= _TOO_LARGE * count:
+                return oldest
+        return np.empty((count, self._width), self._dtype)
+
+    def put_aside(self, ids: Ids, memory: Array) -> None:
+        """An update of these ids, ascending, was made, and the memory begins with their rows as they were before."""
+        if len(self._kept) == self._updates:
+            self._kept.popleft()
         self._kept.append(_Aside(ids, memory))
 
     def lay_over(self, out: Array, ids: Ids, updates: int) -> None:

@@ -70,7 +70,7 @@ class LazyRule:
 
         Args:
             places: of each of the rows in the arenas; each is named once.
-            before: receives the weights of the rows as they were, shape (rows, width).
+            before: receives the weights of the rows as they were, shape (rows, width); is as it was if a kernel raises.
         """
         if not merged.num_rows or self._made_in_place(step, places, merged, weights, slots, before):
             return
@@ -82,11 +82,11 @@ class LazyRule:
             part = slice(first, min(first + rows, merged.num_rows))
             at, count = places[part], part.stop - part.start
             weight = weights.take(at, buffers[0][:count])
-            if before is not None:
-                before[part] = weight
             gradient = merged.take(part, buffers[1][:count])
             taken = [slot.take(at, buffer[:count]) for slot, buffer in zip(slots, kept, strict=True)]
             after = self._after(update, weight, gradient, taken)
+            if before is not None:
+                weights.take(at, before[part])
             weights.put(at, after)
             for slot, buffer in zip(slots, taken, strict=True):
                 slot.put(at, buffer)

@@ -90,12 +90,13 @@ class TablePart:
             MemoryError: there is no memory for new rows. Nothing was changed.
         """
         merged = merged_rows(contributions, mode, self._description.width, self._description.numpy_dtype)
-        before = self._earlier.room(merged.num_rows)
+        memory = self._earlier.room(merged.num_rows)
+        before = memory[: merged.num_rows]
         if optimizer is None:
             self._table.assign_merged(merged, before)
         else:
             self._table.update_merged(optimizer, merged, before)
-        self._earlier.put_aside(merged.ids.copy())  # they may lie in memory that the sender gets back
+        self._earlier.put_aside(merged.ids.copy(), memory)  # they may lie in memory that the sender gets back
         self.version += 1
         return merged
 

@@ -90,7 +90,7 @@ class Table:
         """The same with rows that are merged already.
 
         Args:
-            before: receives the rows as they were, in the order of the ids.
+            before: receives the rows as they were, in the order of the ids; nothing if an error is raised.
         """
         rule = LazyRule(optimizer, self._key, self.description.width, self._dtype)
         places = self._places(merged.ids, rule)
@@ -111,9 +111,10 @@ class Table:
         """The same with rows that are merged already; `before` as above."""
         places = self._places(merged.ids)
         if merged.num_rows:
+            rows = merged.rows()
             if before is not None:
                 self._weights.take(places, before)
-            self._weights.put(places, merged.rows())
+            self._weights.put(places, rows)
 
     def forget_optimizer(self) -> None:
         """The next optimizer begins with new state."""
