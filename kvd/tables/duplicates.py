@@ -36,7 +36,7 @@ def of_both(first: Ids, second: Ids) -> tuple[Ids, Places, Places]:
     loop = id_loop("merge_ids", total)
     if loop is not None:
         found, count = np.empty((3, total), np.int64), np.zeros(1, np.int64)
-        loop(first, second, *found, count)
+        loop(np.ascontiguousarray(first), np.ascontiguousarray(second), *found, count)
         ids, left, right = found[:, : count[0]]
         return ids, left, right
     ordered, order = in_order(np.concatenate((first, second)))
@@ -54,7 +54,7 @@ def in_order(ids: Ids) -> tuple[Ids, Places]:
     loop = id_loop("sort_ids", len(ids))
     if loop is not None:
         ordered, order = np.empty((2, len(ids)), np.int64)
-        loop(ids, ordered, order)
+        loop(np.ascontiguousarray(ids), ordered, order)
         return ordered, order
     if len(ids) and int(ids.max()) >= _FEW_BITS:
         order = np.argsort(ids, kind="stable")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvd.tables.row_values import Ids
+from kvd.tables.row_values import Ids, Rows
 
 Array = np.ndarray[Any, Any]
 
@@ -49,19 +49,35 @@ class EarlierRows:
         return sum([each.ids.nbytes + each.memory.nbytes for each in self._kept])
 
     def room(self, count: int) -> Array:
-        """Memory for the rows of the next update: room for at least so many. It may be that of the rows which that
-        update makes nobody ask for, so write to it only when the update cannot fail any more."""
+        """Memory for the rows of the next update: room for at least so many. It may be that of the rows which nobody
+        asks for after that update, so write to it only when the update cannot fail any more."""
         if len(self._kept) == self._updates:
             oldest = self._kept[0].memory
             if count <= len(oldest) <= _TOO_LARGE * count:
                 return oldest
         return np.empty((count, self._width), self._dtype)
 
-    def put_aside(self, ids: Ids, memory: Array) -> None:
-        """An update of these ids, ascending, was made, and the memory begins with their rows as they were before."""
+    def put_aside(self, ids: Ids, memory: Array, evicted: Rows) -> None:
+        """An update of these ids, ascending, was made, and the memory begins with their rows as they were before.
+
+        Args:
+            evicted: rows that have gone after the update, and what they were by then.
+        """
+        aside = _Aside(ids, memory)
+        self._append(_with(aside, evicted) if len(evicted.ids) else aside)
+
+    def kept(self) -> list[Rows]:
+        """What was put aside, the oldest first."""
+        return [Rows(each.ids, each.memory[: len(each.ids)]) for each in self._kept]
+
+    def add(self, rows: Rows) -> None:
+        """Rows that another node has put aside, ids ascending: after those that are here. They are copied."""
+        self._append(_Aside(rows.ids.copy(), rows.rows.copy()))
+
+    def _append(self, aside: _Aside) -> None:
         if len(self._kept) == self._updates:
             self._kept.popleft()
-        self._kept.append(_Aside(ids, memory))
+        self._kept.append(aside)
 
     def lay_over(self, out: Array, ids: Ids, updates: int) -> None:
         """Make of the newest rows of some ids those before the last updates, the newest of which is undone first."""
@@ -71,3 +87,12 @@ class EarlierRows:
                 at = np.minimum(np.searchsorted(before.ids, ids), len(before.ids) - 1)
                 hit = np.flatnonzero(before.ids[at] == ids)
                 out[hit] = before.memory[at[hit]]
+
+
+def _with(aside: _Aside, rows: Rows) -> _Aside:
+    """Others put among them, but those that are there."""
+    is_new = ~np.isin(rows.ids, aside.ids, assume_unique=True)
+    ids = rows.ids[is_new]
+    at = np.searchsorted(aside.ids, ids)
+    before = aside.memory[: len(aside.ids)]
+    return _Aside(np.insert(aside.ids, at, ids), np.insert(before, at, rows.rows[is_new], axis=0))

@@ -46,9 +46,14 @@ class MergedRows(NamedTuple):
         """Whether compiled loops take the rows as they are."""
         return bool(self.first.flags.c_contiguous and self.second.flags.c_contiguous)
 
-    def rows(self) -> Array:
-        """All of them, shape (ids, width)."""
-        out = np.empty((self.num_rows, self.first.shape[1]), self.first.dtype)
+    def only(self, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> MergedRows:
+        """Some of them."""
+        return self._replace(ids=self.ids[mask], left=self.left[mask], right=self.right[mask])
+
+    def rows(self, out: Array | None = None) -> Array:
+        """All of them, in memory of their own, or in ``out``; shape (ids, width)."""
+        if out is None:
+            out = np.empty((self.num_rows, self.first.shape[1]), self.first.dtype)
         step = max(1, TILE // max(1, out.shape[1]))
         for begin in range(0, self.num_rows, step):
             part = slice(begin, min(begin + step, self.num_rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,20 @@ _GROWTH = 16  # by one part in so many
 _BLOCK_NBYTES = 64 << 10
 _LARGE_PAGE_NBYTES = 2 << 20
 _LARGE_FROM_NBYTES = 16 * _LARGE_PAGE_NBYTES  # less of it is unused than the arena grows by
+
+
+class Moves(NamedTuple):
+    """What becomes of places when some are taken back, so that none is free among them.
+
+    Attributes:
+        sources, holes: what is at the first ones moves to the others, each of which is there once.
+        left, was: how many places there are now, and how many there were.
+    """
+
+    sources: Places
+    holes: Places
+    left: int
+    was: int
 
 
 class RowArena:
@@ -45,18 +59,21 @@ class RowArena:
 
     def require(self, count: int) -> None:
         """Have room for so many rows. Raises MemoryError, and is as it was then."""
-        room, width = self._rows.shape
-        if count <= room:
-            return
-        room = max(count, room + room // _GROWTH + self._block)
-        if room * self._row_nbytes >= _LARGE_FROM_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            self._enlarge(room)
+        room = len(self._rows)
+        if count > room:
+            self._resize(max(count, room + room // _GROWTH + self._block))
+
+    def _resize(self, room: int) -> None:
+        """Have room for so many rows; the first ones stay."""
+        is_large = room * self._row_nbytes >= _LARGE_FROM_NBYTES and hasattr(mmap, "MADV_HUGEPAGE")
+        if self._pages is not None or is_large:
+            self._resize_pages(room)
         else:
             # Nobody keeps a view of the rows, so nobody can see the memory move.
-            self._rows.resize((room, width), refcheck=False)
+            self._rows.resize((room, self.width), refcheck=False)
 
-    def _enlarge(self, room: int) -> None:
-        """Have room for so many rows in large pages."""
+    def _resize_pages(self, room: int) -> None:
+        """The same in large pages."""
         nbytes = -(-room * self._row_nbytes // _LARGE_PAGE_NBYTES) * _LARGE_PAGE_NBYTES
         rows = self._rows
         width, dtype = rows.shape[1], rows.dtype
@@ -88,6 +105,16 @@ class RowArena:
     def put(self, places: Places, rows: Array) -> None:
         """Write the rows at these places, each of which is named once."""
         self._rows[places] = rows
+
+    def close_up(self, moves: Moves) -> None:
+        """Move rows to the places that were taken back; those behind the last row are zeros again.
+
+        Memory is given back when more than a half of it is unused.
+        """
+        self._rows[moves.holes] = self._rows[moves.sources]
+        if len(self._rows) > 2 * (moves.left + self._block):
+            self._resize(moves.left + moves.left // _GROWTH + self._block)
+        self._rows[moves.left : moves.was] = 0
 
 
 def _rows_of(pages: mmap.mmap, width: int, dtype: np.dtype[Any]) -> Array:

@@ -70,6 +70,40 @@ def test_the_index_is_a_dict(batches: list[list[int]]) -> None:
         assert len(index) == len(model)
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.lists(IDS, max_size=200), st.lists(st.integers(0, 200), max_size=200)), max_size=10))
+def test_the_index_is_a_dict_also_when_ids_are_removed(batches: list[tuple[list[int], list[int]]]) -> None:
+    """Places are those from 0 to n - 1 all the time, and the arena has each row at its place."""
+    index, arena, known = RowIndex(removable=True), RowArena(1, np.dtype(np.int64)), set[int]()
+    for batch, removed in batches:
+        fresh = [number for number in dict.fromkeys(batch) if number not in known]
+        arena.require(len(known) + len(fresh))
+        assert not arena.where_they_lie()[len(known) : len(known) + len(fresh)].any()
+        arena.put(index.insert(int64(fresh)), int64(fresh)[:, None])
+        known |= set(fresh)
+        places = int64([place for place in dict.fromkeys(removed) if place < len(known)])
+        known -= set(index.ids_at(places).tolist())
+        arena.close_up(index.remove(places))
+        asked = int64([*batch, *known, 5, 1 << 40])
+        found = index.find(asked)
+        assert (found >= 0).tolist() == [number in known for number in asked.tolist()]
+        assert sorted(index.find(int64(sorted(known))).tolist()) == list(range(len(known)))
+        there = asked[found >= 0]
+        assert index.ids_at(index.find(there)).tolist() == there.tolist()
+        assert arena.where_they_lie()[index.find(there), 0].tolist() == there.tolist()
+        assert (len(index), set(index.ids().tolist())) == (len(known), known)
+
+
+def test_an_index_whose_ids_come_and_go_stays_as_large_as_it_is() -> None:
+    index = RowIndex(removable=True)
+    index.insert(np.arange(500, dtype=np.int64))
+    for first in range(500, 40_500, 100):
+        index.remove(index.find(np.arange(first - 500, first - 400, dtype=np.int64)))
+        index.insert(np.arange(first, first + 100, dtype=np.int64))
+    assert len(index._ids) == 1024
+    assert np.sort(index.ids()).tolist() == list(range(40_000, 40_500))
+
+
 @pytest.mark.usefixtures("_either_way")
 @pytest.mark.parametrize("step", [1, 2, 1024, 1 << 20, 1 << 40])
 def test_ids_in_regular_steps_are_found_in_few_rounds(step: int) -> None:
@@ -143,3 +177,13 @@ def test_an_arena_that_gets_no_memory_is_as_it_was() -> None:
             arena.require(1 << 40)
         assert arena.nbytes == nbytes
         assert arena.where_they_lie()[1, 0] == 7
+
+
+@pytest.mark.usefixtures("_either_way")
+def test_ids_may_lie_anywhere_in_memory() -> None:
+    spread = np.arange(400).reshape(200, 2)[:, 0]
+    index = RowIndex()
+    index.insert(spread)
+    assert index.find(spread[::-2]).tolist() == list(range(199, -1, -2))
+    assert in_order(spread[::-1])[1].tolist() == list(range(199, -1, -1))
+    assert of_both(spread[::2], spread[1::2])[0].tolist() == spread.tolist()
