@@ -939,8 +939,8 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class PullRows:
-    """Send these rows of a part of a table. The payload is their ids, as int64, each once. It waits for its version as
-    Pull does, and is answered with Values: the rows in the order of the ids."""
+    """Send these rows of a part of a table. The payload is their ids, as int64, in any order. It waits for its version
+    as Pull does, and is answered with Values: the rows in the order of the ids."""
 
     KIND: ClassVar[int] = 120
     request: Number

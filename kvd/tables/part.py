@@ -126,7 +126,8 @@ class TablePart:
             changed = self.table.assign_merged(merged, before)
         else:
             changed = self.table.update_merged(optimizer, merged, before)
-        self._earlier.put_aside(changed.copy(), self.table.evict())  # ids may lie in memory that the sender gets back
+        ids = changed.copy()  # they may lie in memory that the sender gets back
+        self._earlier.put_aside(ids, before, self.table.evict())
         self.version += 1
         return merged
 

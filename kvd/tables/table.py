@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvd.compute.halves import in_halves
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
 from kvd.protocol.specs import Keeping
@@ -62,6 +63,9 @@ class Table:
 
     def read(self, ids: Ids, out: Array) -> None:
         """Write the rows of these ids, in this order, into ``out``, of shape (ids, width)."""
+        in_halves(lambda part: self._read(ids[part], out[part]), len(ids), out.size)
+
+    def _read(self, ids: Ids, out: Array) -> None:
         places = self._index.find(ids)
         absent = np.flatnonzero(places < 0)
         if not len(self):
@@ -95,7 +99,8 @@ class Table:
         """The same with rows that are merged already.
 
         Args:
-            before: begins afterwards with the rows as they were, in the order of the ids.
+            before: begins afterwards with the rows as they were, in the order of the ids; is as it was if an error is
+                raised.
 
         Returns:
             The rows that were changed: those that the table admits, ascending.
@@ -128,9 +133,10 @@ class Table:
         merged = self._admitted(merged)
         places = self._places(merged.ids)
         if merged.num_rows:
+            rows = merged.rows()
             if before is not None:
                 self._weights.take(places, before[: merged.num_rows])
-            self._weights.put(places, merged.rows())
+            self._weights.put(places, rows)
         self._note(places)
         return merged.ids
 

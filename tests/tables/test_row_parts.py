@@ -124,7 +124,8 @@ def test_the_index_takes_48_bytes_a_row_at_most() -> None:
         assert index.nbytes <= max(48 * len(index), 12 * 1024)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.usefixtures("_either_way")
+@EITHER_WAY
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.floats(-1e6, 1e6, width=32)), max_size=60),
     st.integers(1, 7),
@@ -176,3 +177,13 @@ def test_an_arena_that_gets_no_memory_is_as_it_was() -> None:
             arena.require(1 << 40)
         assert arena.nbytes == nbytes
         assert arena.where_they_lie()[1, 0] == 7
+
+
+@pytest.mark.usefixtures("_either_way")
+def test_ids_may_lie_anywhere_in_memory() -> None:
+    spread = np.arange(400).reshape(200, 2)[:, 0]
+    index = RowIndex()
+    index.insert(spread)
+    assert index.find(spread[::-2]).tolist() == list(range(199, -1, -2))
+    assert in_order(spread[::-1])[1].tolist() == list(range(199, -1, -1))
+    assert of_both(spread[::2], spread[1::2])[0].tolist() == spread.tolist()
