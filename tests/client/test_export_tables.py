@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 import kvd
 from kvd.client.calls import tables as tables_module
 from kvd.errors import KeyNotFound, KvdError, NotAllowed
+from kvd.tables.parts import parts_of
 from kvd.testing.cluster import LocalCluster
 from tests.client.test_tables import FLOAT
 
@@ -154,11 +155,51 @@ def test_a_file_that_cannot_be_written_leaves_the_older_one(kv: kvd.KVStore, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_asynchronous_program_exports_as_well(tmp_path: Path) -> None:
-    async def program() -> int:
-        async with await kvd.aio.create("local") as kv:
+def test_many_rows_come_in_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of each part; the last page is full."""
+    monkeypatch.setattr("kvd.core.server.row_lists.IDS_AT_ONCE", 10)
+    description = kvd.RowSparse(row_shape=(1,))
+    with LocalCluster(1, 2) as cluster:
+        kv = cluster.open_stores("dist_async")[0]
+        kv.init("t", description)
+        ids = np.arange(0, 400, 3)
+        counts = np.bincount(parts_of(ids, 2)) // 10 * 10
+        ids = np.sort(np.concatenate([ids[parts_of(ids, 2) == part][: counts[part]] for part in (0, 1)]))
+        kv.push("t", (ids, ids[:, None].astype(FLOAT)))
+        assert kv.export_table("t", tmp_path / "file") == 1
+    found = load_file(tmp_path / "file")
+    assert found["ids"].tolist() == ids.tolist()
+    assert found["rows"][:, 0].tolist() == ids.tolist()
+
+
+def test_each_of_two_workers_exports_the_same(tmp_path: Path) -> None:
+    """Also a worker that did not make the table, and whose pushes are under way when it asks."""
+    with LocalCluster(2, 2) as cluster:
+        stores = cluster.open_stores()
+        stores[0].init(7, table())
+        for _ in range(3):
+            for kv in stores:
+                kv.push(7, (np.arange(20), np.full((20, WIDTH), kv.rank + 1, FLOAT)))
+        for kv in stores:
+            assert kv.export_table(7, tmp_path / str(kv.rank)) == 3
+            with pytest.raises(NotAllowed, match="table 7 is at version 3, before 4"):
+                kv.export_table(7, tmp_path / "none", since=4)
+        found = [load_file(tmp_path / rank) for rank in "01"]
+    assert [file["rows"].tolist() for file in found] == [np.full((20, WIDTH), 3).tolist()] * 2
+    assert metadata(tmp_path / "0")["key"] == "7"
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_async"])
+def test_an_asynchronous_program_exports_as_well(kind: str, tmp_path: Path) -> None:
+    async def program(**settings: Any) -> int:
+        async with await kvd.aio.create(kind, **settings) as kv:
             await kv.init("t", table())
+            await kv.push("t", ([3, 4], np.ones((2, WIDTH), FLOAT)))
             return int(await kv.export_table("t", tmp_path / "file"))
 
-    assert asyncio.run(program()) == 0
-    assert (tmp_path / "file").exists()
+    if kind == "local":
+        assert asyncio.run(program()) == 1
+    else:
+        with LocalCluster(1, 2) as cluster:
+            assert asyncio.run(program(**cluster.settings, scheduler=cluster.address)) == 1
+    assert load_file(tmp_path / "file")["ids"].tolist() == [3, 4]
