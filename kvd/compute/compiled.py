@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvd.compute.catalogue import kernel_of
-from kvd.compute.kernels import KEEPING, ROW_LOOPS, ROWS, loop_name
+from kvd.compute.kernels import ID_LOOPS, KEEPING, ROW_LOOPS, ROWS, loop_name
 from kvd.compute.tensors import BFLOAT16, dtype_name
 from kvd.optimizer import Optimizer
 
@@ -29,11 +29,13 @@ Function: TypeAlias = Callable[..., None]
 ENOUGH = 2**26
 """Elements after which a loop is worth its compilation: NumPy takes some tenths of a second for them."""
 
+_WORK_OF_ID = 32  # what NumPy takes for an id, in elements
 _CALL = 2**12  # what a call costs beside its elements, in elements
 
 BITS: dict[np.dtype[Any], np.dtype[Any]] = {np.dtype(np.float16): np.dtype(np.int16), BFLOAT16: np.dtype(np.uint16)}
 """The dtypes as which the loops take the halves, which numba does not know: their bits."""
 
+_INT64: np.dtype[Any] = np.dtype(np.int64)
 _MISSING = "numba is not installed (pip install 'kvd-ps[fast]')"
 
 _log = logging.getLogger(__name__)
@@ -148,6 +150,11 @@ def loop_for(name: str, source: np.dtype[Any], target: np.dtype[Any]) -> Loop:
     return loop
 
 
+def id_loop(name: str, count: int) -> Function | None:
+    """The loop of `ID_LOOPS` for so many row ids, or None if NumPy has to calculate this time."""
+    return loop_for(name, _INT64, _INT64).ready(count * _WORK_OF_ID)
+
+
 def warm_up(
     optimizer: Optimizer | None, dtype: object = np.float32, *, keeps_merged: bool = False, of_rows: bool = False
 ) -> bool:
@@ -157,7 +164,7 @@ def warm_up(
         optimizer: the rule, or None for a merge alone.
         dtype: a dtype that NumPy or ml_dtypes knows.
         keeps_merged: for updates that keep the merged gradient, too.
-        of_rows: for updates of rows of tables, too, if there are loops for these.
+        of_rows: for tables, too: the loops on row ids, and for updates of rows if there is one.
 
     Returns:
         Whether compiled loops will be used; if not, ``kernels_in_use`` says why.
@@ -173,8 +180,9 @@ def warm_up(
         wanted.append(loop_for(name, np.dtype(np.float32), target))
     if keeps_merged:
         wanted.append(loop_for(name + KEEPING, target, target))
-    if of_rows and name in ROW_LOOPS:
-        wanted.append(loop_for(name + ROWS, target, target))
+    if of_rows:
+        wanted += [loop_for(each, _INT64, _INT64) for each in ID_LOOPS]
+        wanted += [loop_for(name + ROWS, target, target)] if name in ROW_LOOPS else []
     for loop in wanted:
         _compiler.compile(loop)
     return all(loop.is_ready for loop in wanted)

@@ -126,6 +126,7 @@ _ASKED_OF_A_SERVER = (
             m.Install,
             m.InstallRows,
             m.Hold,
+            m.HoldRows,
             m.HoldPublished,
             m.HoldDropped,
             m.HoldActivated,

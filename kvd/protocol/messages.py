@@ -1523,8 +1523,8 @@ class Hold:
 
     The payload is the merged gradient in the dtype in which it was summed (`is_gradient`), which the optimizer is
     applied to; or the new value; or nothing, if the bytes stay as they are. Of a part of a table it is the merged rows,
-    as in a Push. `generation` counts the optimizers that
-    were set: with another one than before, the optimizer's state starts over.
+    as in a Push; those of so many HoldRows belong to the round as well (`rows_before`). `generation` counts the
+    optimizers that were set: with another one than before, the optimizer's state starts over.
     """
 
     KIND: ClassVar[int] = 81
@@ -1536,6 +1536,24 @@ class Hold:
     is_gradient: bool
     optimizer: Plain
     generation: Count
+    rows_before: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HoldRows:
+    """Keep these merged rows of a round of a part of a table until the Hold comes that makes this version. The payload
+    is as in a Push. Answered with Done.
+
+    Attributes:
+        place: among those of the round, from 0 on.
+    """
+
+    KIND: ClassVar[int] = 122
+    request: Number
+    partition: Number
+    part: SliceId
+    version: Count
+    place: Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -1767,6 +1785,7 @@ Message: TypeAlias = (
     | Install
     | InstallRows
     | Hold
+    | HoldRows
     | HoldPublished
     | HoldDropped
     | HoldActivated

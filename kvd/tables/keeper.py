@@ -79,7 +79,7 @@ class Keeper:
         """Which of the rows that an update names it may change, as a mask; None: all. Nothing is noted yet.
 
         Args:
-            ids: in any order, each any number of times.
+            ids: ascending, each once.
         """
         self._naming = None
         if self._candidates is None:
@@ -87,13 +87,13 @@ class Keeper:
         absent = np.flatnonzero(self._index.find(ids) < 0)
         if not absent.size:
             return None
-        named = distinct(ids[absent])
+        named = ids[absent]
         counts = self._candidates.counts(named) + 1
         enough = counts >= self._keeping.admit_after
         self._naming = _Naming(named[~enough], counts[~enough], named[enough])
         self._candidates.reserve(len(self._naming.waiting))
         mask = np.ones(len(ids), bool)
-        mask[absent] = enough[np.searchsorted(named, ids[absent])]
+        mask[absent] = enough
         return mask
 
     def reserve(self, count: int, touched: int) -> None:
@@ -170,7 +170,7 @@ class Keeper:
         if number < self._forgotten:
             text = f"which rows were evicted after update {number} is not known any more, only after {self._forgotten}"
             raise NotAllowed(f"{text}: export the whole table, without since")
-        ids = distinct(self._evicted.ids[self._evicted.end_of(number) :])
+        ids = np.unique(self._evicted.ids[self._evicted.end_of(number) :])
         return ids[self._index.find(ids) < 0]
 
     # ── copies ──
@@ -237,11 +237,3 @@ def _is_ordered(state: Mapping[str, Ids], ids: str, numbers: str) -> bool:
 def may_evict(keeping: Keeping) -> bool:
     """Whether rows may be evicted."""
     return bool(keeping.ttl_updates or keeping.max_rows or keeping.max_bytes)
-
-
-def distinct(ids: Ids) -> Ids:
-    """Each of them once, ascending. `numpy.unique` hashes them, which takes ten times as long for many."""
-    ordered = np.sort(ids)
-    is_first = np.ones(len(ids), bool)
-    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
-    return ordered[is_first]

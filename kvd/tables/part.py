@@ -7,7 +7,6 @@ taking the rows as they are and laying over them what was put aside since, the n
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,6 +18,8 @@ from kvd.optimizer import Optimizer
 from kvd.protocol.specs import ROW_ID_BYTES
 from kvd.tables.contributions import Contributed, merged_rows
 from kvd.tables.description import RowSparse
+from kvd.tables.earlier_rows import EarlierRows
+from kvd.tables.merged_rows import MergedRows
 from kvd.tables.row_index import Ids
 from kvd.tables.row_values import Rows
 from kvd.tables.table import Table
@@ -54,7 +55,9 @@ class TablePart:
         self.description = description
         self.table = Table(description, key) if table is None else table
         self._key = key
-        self._before: deque[Rows] = deque(put_aside, maxlen=UPDATES_KEPT)
+        self._earlier = EarlierRows(description.width, description.numpy_dtype, UPDATES_KEPT)
+        for rows in put_aside:
+            self._earlier.add(rows)
 
     @property
     def num_rows(self) -> int:
@@ -64,12 +67,12 @@ class TablePart:
     @property
     def put_aside(self) -> Sequence[Rows]:
         """Of the last updates, the oldest first: the rows as they were before it, their ids ascending."""
-        return self._before
+        return self._earlier.kept()
 
     @property
     def nbytes(self) -> int:
         """The memory of the rows, and of those that were put aside."""
-        return self.table.nbytes + sum([before.ids.nbytes + before.rows.nbytes for before in self._before])
+        return self.table.nbytes + self._earlier.nbytes
 
     # ── what arrives ──
 
@@ -91,21 +94,23 @@ class TablePart:
         rows = payload[count * ROW_ID_BYTES :].view(self.description.numpy_dtype)
         return Contributed(Rows(ids, rows.reshape(count, self.description.width)), samples)
 
-    def payload_of(self, rows: Rows, allocate: Callable[[int], Array]) -> Array:
-        """Rows as `pushed` takes them, in memory of its own.
+    def payload_of(self, merged: MergedRows, allocate: Callable[[int], Array]) -> Array:
+        """Merged rows as `pushed` takes them.
 
         Args:
             allocate: gives so many bytes, as uint8.
         """
-        made = allocate(rows.ids.nbytes + rows.rows.nbytes)
-        made[: rows.ids.nbytes] = rows.ids.view(np.uint8)
-        made[rows.ids.nbytes :] = rows.rows.reshape(-1).view(np.uint8)
+        dtype, width = self.description.numpy_dtype, self.description.width
+        rows_at = merged.ids.nbytes
+        made = allocate(rows_at + merged.num_rows * width * dtype.itemsize)
+        made[:rows_at] = merged.ids.view(np.uint8)
+        merged.rows(made[rows_at:].view(dtype).reshape(merged.num_rows, width))
         return made
 
     # ── updates ──
 
-    def update(self, optimizer: Optimizer | None, contributions: Sequence[Contributed], mode: MergeMode) -> Rows:
-        """Makes the next version, and returns the merged rows that made it.
+    def update(self, optimizer: Optimizer | None, contributions: Sequence[Contributed], mode: MergeMode) -> MergedRows:
+        """Makes the next version, and returns the merged rows that made it: they refer to the contributions.
 
         Args:
             optimizer: None: the merged rows replace those that are there.
@@ -115,14 +120,12 @@ class TablePart:
             MemoryError: there is no memory for new rows. Nothing was changed.
         """
         merged = merged_rows(contributions, mode, self.description.width, self.description.numpy_dtype)
-        before = np.empty_like(merged.rows)
-        self.table.read(merged.ids, before)
+        before = self._earlier.room(merged.num_rows)
         if optimizer is None:
-            self.table.assign(merged.ids, merged.rows)
+            changed = self.table.assign_merged(merged, before)
         else:
-            self.table.update(optimizer, merged.ids, merged.rows)
-        # The ids may lie in memory that the sender gets back.
-        self._before.append(_together(Rows(merged.ids.copy(), before), self.table.evict()))
+            changed = self.table.update_merged(optimizer, merged, before)
+        self._put_aside(changed.copy(), before, self.table.evict())  # the ids may lie in memory of the sender
         self.version += 1
         return merged
 
@@ -143,14 +146,13 @@ class TablePart:
         """
         self._check(ids)
         newer = self.version - version
-        if not 0 <= newer <= len(self._before):
+        if not 0 <= newer <= len(self._earlier):
             raise NotAllowed(f"version {version} of table {self._key!r} is not kept any more", key=self._key)
         dtype, width = self.description.numpy_dtype, self.description.width
         made = allocate(len(ids) * width * dtype.itemsize)
         out = made.view(dtype).reshape(len(ids), width)
         self.table.read(ids, out)
-        for number in range(newer):
-            _lay_over(out, ids, self._before[-1 - number])
+        self._earlier.lay_over(out, ids, newer)
         return made
 
     def _check(self, ids: Ids) -> None:
@@ -162,21 +164,13 @@ class TablePart:
             wrong = low if low < 0 else high
             raise NotAllowed(f"table {self._key!r} has no row {wrong}{has}", key=self._key)
 
-
-def _together(changed: Rows, evicted: Rows) -> Rows:
-    """The rows as they were before an update that has changed these, after which those were evicted."""
-    at = np.searchsorted(changed.ids, evicted.ids)
-    only_evicted = ~np.isin(evicted.ids, changed.ids, assume_unique=True)
-    if not only_evicted.any():
-        return changed
-    at, ids, rows = at[only_evicted], evicted.ids[only_evicted], evicted.rows[only_evicted]
-    return Rows(np.insert(changed.ids, at, ids), np.insert(changed.rows, at, rows, axis=0))
-
-
-def _lay_over(out: Array, ids: Ids, before: Rows) -> None:
-    """Writes the rows that were put aside over those of the same ids."""
-    if not len(before.ids):
-        return
-    at = np.minimum(np.searchsorted(before.ids, ids), len(before.ids) - 1)
-    hit = np.flatnonzero(before.ids[at] == ids)
-    out[hit] = before.rows[at[hit]]
+    def _put_aside(self, changed: Ids, before: Array, evicted: Rows) -> None:
+        """Keeps the rows as they were before an update that has changed these, after which those were evicted."""
+        only_evicted = ~np.isin(evicted.ids, changed, assume_unique=True)
+        if not only_evicted.any():
+            self._earlier.put_aside(changed)
+            return
+        ids, rows = evicted.ids[only_evicted], evicted.rows[only_evicted]
+        at = np.searchsorted(changed, ids)
+        together = np.insert(before[: len(changed)], at, rows, axis=0)
+        self._earlier.add(Rows(np.insert(changed, at, ids), together))

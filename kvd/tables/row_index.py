@@ -2,6 +2,7 @@
 
 Open addressing with linear probing. A look-up goes in rounds: in each round every id that is still open looks at one
 more slot. At most half of the slots are taken, so most ids end in the first round, and the last few rounds are short.
+Compiled loops (`kvd.compute.jit_ids`) look ids up one by one, in the same slots.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvd.compute.compiled import id_loop
 from kvd.errors import NotAllowed
 from kvd.tables.counted_bits import mix
 from kvd.tables.row_arena import Moves, RowArena
@@ -47,6 +49,14 @@ class RowIndex:
 
     def find(self, ids: Ids) -> Places:
         """The place of each id; -1 for those that have none."""
+        loop = id_loop("find_ids", len(ids))
+        if loop is None:
+            return self._find(ids)
+        found: Places = np.empty(len(ids), np.intp)
+        loop(ids, self._ids, self._places, found)
+        return found
+
+    def _find(self, ids: Ids) -> Places:
         at = self._home(ids)
         there = self._ids.take(at)
         found: Places = np.where(there == ids, self._places.take(at), -1).astype(np.intp)
@@ -144,6 +154,13 @@ class RowIndex:
         return at
 
     def _put(self, ids: Ids, places: Places) -> None:
+        loop = id_loop("put_ids", len(ids))
+        if loop is None:
+            self._put_in_rounds(ids, places)
+        else:
+            loop(ids, places, self._ids, self._places)
+
+    def _put_in_rounds(self, ids: Ids, places: Places) -> None:
         """In each round every open id writes itself into its slot if that is free; the one that can be read there
         afterwards has got it, and the others go on to the next slot."""
         at = self._home(ids)

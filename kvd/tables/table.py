@@ -11,8 +11,9 @@ from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
 from kvd.protocol.specs import Keeping
 from kvd.tables.description import RowSparse
+from kvd.tables.duplicates import added_up
 from kvd.tables.initial_rows import InitialRows
-from kvd.tables.keeper import Keeper, distinct, may_evict
+from kvd.tables.keeper import Keeper, may_evict
 from kvd.tables.lazy import LazyRule
 from kvd.tables.merged_rows import MergedRows
 from kvd.tables.row_arena import RowArena
@@ -88,18 +89,28 @@ class Table:
             NotAllowed: the optimizer cannot update single rows; or there would be too many rows.
             MemoryError: there is no memory for new rows.
         """
+        self.update_merged(optimizer, added_up(ids, rows))
+
+    def update_merged(self, optimizer: Optimizer, merged: MergedRows, before: Array | None = None) -> Ids:
+        """The same with rows that are merged already. Returns the rows that it has changed, ascending.
+
+        Args:
+            before: receives these rows as they were, in this order; it has room for all rows that are given.
+        """
         rule = LazyRule(optimizer, self._key, self.description.width, self._dtype)
-        ids, rows = self._admitted(ids, rows)
+        merged = self._admitted(merged)
         count = len(self)
-        merged = MergedRows(self._places(ids, rule), rows)
+        places = self._places(merged.ids, rule)
         slots = [self._slots[name] for name in rule.slot_widths]
+        kept = None if before is None else before[: merged.num_rows]
         try:
-            rule.apply(self.step + 1, merged, self._weights, slots)
+            rule.apply(self.step + 1, places, merged, self._weights, slots, kept)
         except BaseException:
             self._forget_new(count)
             raise
         self.step += 1
-        self._note(merged)
+        self._note(places)
+        return merged.ids
 
     def assign(self, ids: Ids, rows: Array) -> None:
         """Replace the rows of these ids by these; of the same id, by their sum. The others stay.
@@ -108,18 +119,22 @@ class Table:
             NotAllowed: there would be too many rows.
             MemoryError: there is no memory for new rows.
         """
-        ids, rows = self._admitted(ids, rows)
-        merged = MergedRows(self._places(ids), rows)
-        if len(merged):
-            everything = slice(0, len(merged))
-            self._weights.put(
-                merged.places, merged.take(everything, np.empty((len(merged), rows.shape[1]), self._dtype))
-            )
-        self._note(merged)
+        self.assign_merged(added_up(ids, rows))
+
+    def assign_merged(self, merged: MergedRows, before: Array | None = None) -> Ids:
+        """The same with rows that are merged already; `before` and the result as above."""
+        merged = self._admitted(merged)
+        places = self._places(merged.ids)
+        if merged.num_rows:
+            if before is not None:
+                self._weights.take(places, before[: merged.num_rows])
+            self._weights.put(places, merged.rows())
+        self._note(places)
+        return merged.ids
 
     def evict(self) -> Rows:
-        """Remove the rows that the table does not keep after the last update, which is asked after each one. They begin
-        again as the initializer says, and with new state.
+        """Remove the rows that the table does not keep after the last update: called after each one. They begin again
+        as the initializer says, and with new state.
 
         Returns:
             What they were, with their ids ascending.
@@ -234,22 +249,21 @@ class Table:
         return True
 
     def _places(self, ids: Ids, rule: LazyRule | None = None) -> Places:
-        """The places of these ids; new ones get theirs, and their initial rows."""
+        """The places of these ids, each of which is there once; new ones get theirs, and their initial rows."""
         places = self._index.find(ids)
         absent = np.flatnonzero(places < 0)
-        fresh = distinct(ids[absent])
-        self._require(len(self) + len(fresh), rule)  # memory first: an error leaves all as it was
+        self._require(len(self) + absent.size, rule)  # memory first: an error leaves all as it was
         if self._keeper is not None:
-            self._keeper.reserve(len(self) + len(fresh), len(ids))
+            self._keeper.reserve(len(self) + absent.size, len(ids))
         if absent.size:
+            fresh = ids[absent]
             rows = np.zeros((0, 0), self._dtype)
             if not self._initial.are_zeros:  # which they are already
                 rows = np.empty((len(fresh), self.description.width), self._dtype)
                 self._initial.fill(fresh, rows)
-            new = self._index.insert(fresh)
+            places[absent] = new = self._index.insert(fresh)
             if rows.size:
                 self._weights.put(new, rows)
-            places[absent] = self._index.find(ids[absent])
         return places
 
     def _require(self, count: int, rule: LazyRule | None) -> None:
@@ -265,14 +279,14 @@ class Table:
         """Of a row with the optimizer's state."""
         return sum(arena.width for arena in (self._weights, *self._slots.values())) * self._dtype.itemsize
 
-    def _admitted(self, ids: Ids, rows: Array) -> Rows:
+    def _admitted(self, merged: MergedRows) -> MergedRows:
         """Those that an update may change."""
-        mask = None if self._keeper is None else self._keeper.admitted(ids)
-        return Rows(ids, rows) if mask is None else Rows(ids[mask], rows[mask])
+        which = None if self._keeper is None else self._keeper.admitted(merged.ids)
+        return merged if which is None else merged.some(which)
 
-    def _note(self, merged: MergedRows) -> None:
+    def _note(self, places: Places) -> None:
         if self._keeper is not None:
-            self._keeper.note(merged.places)
+            self._keeper.note(places)
 
     def _forget_new(self, count: int) -> None:
         """The update failed that has made the rows behind so many. A table that evicts none keeps them: they read as

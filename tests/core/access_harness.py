@@ -196,6 +196,7 @@ SAMPLES: dict[type[Any], Any] = {
         m.CaptureDone(30, 1),
         m.StartHolding(30, 1, 0),
         install_of(30, "s"),
+        m.HoldRows(30, 1, m.SliceId("r", 0, 0), 1, 0),
         m.InstallRows(30, 1, m.SliceId("t", 0, 0), TABLE),
         m.Hold(30, 1, (m.SliceId("r", 0),), 1, (m.Given(0, 1, 1, m.ADD, 0, 0),), False, None, 0),
         m.HoldPublished(30, 1, (m.KeyId("r", 0),)),

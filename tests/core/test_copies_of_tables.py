@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from kvd.core.machine import ReadPart, Received
-from kvd.core.server import copied_rows
+from kvd.core.server import copied_rows, row_records
 from kvd.optimizer import SGD, Adam, RowWiseAdagrad, to_wire
 from kvd.protocol.messages import (
     NO_RANK,
     Delete,
     Done,
     Hold,
+    HoldRows,
     Init,
     Install,
     InstallRows,
@@ -140,6 +141,37 @@ def test_a_round_counts_when_the_backup_has_it() -> None:
     run.settle()
     assert run.picture(A) == run.picture(B)
     np.testing.assert_array_equal(read(run, 1), after(1))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("optimizer", [None, SGD(0.5)], ids=repr)
+def test_a_record_with_many_rows_comes_in_pieces(optimizer: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order, and each of them twice; the round counts when all are there."""
+    monkeypatch.setattr(row_records, "PIECE_NBYTES", 100)
+    run = with_table(HELD, optimizer)
+    random = np.random.default_rng(seed)
+    for clock in (1, 2):
+        run.auto = False
+        both_push(run, clock)
+        wires = run.to(B)
+        kinds = [type(wire.message) for wire in wires]
+        assert kinds.count(HoldRows) > 1
+        assert kinds.count(Hold) == 1
+        for number in random.permutation(len(wires)):
+            first = len(run.answers)
+            run.arrive(wires[number])
+            run.arrive(wires[number])
+            assert not run.told_since(first)
+        run.auto = True
+        run.settle()
+        assert run.picture(A) == run.picture(B)
+        assert run.nodes[B].held().row_records.nbytes == 0
+    newest = read(run, 2)
+    if optimizer is not None:
+        np.testing.assert_array_equal(newest, after(2))
+    run.kill(A)
+    run.look([(B, NO_RANK, NO_RANK), *OTHERS])
+    np.testing.assert_array_equal(read(run, 2, at=B), newest)
 
 
 @pytest.mark.parametrize("optimizer", [None, SGD(0.5), Adam(0.1)], ids=repr)

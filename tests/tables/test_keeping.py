@@ -257,11 +257,12 @@ def test_a_large_table_remembers_more_candidates() -> None:
 
 def noted(keeper: Keeper, index: RowIndex, ids: list[int]) -> Any:
     """One update; the rows that go."""
-    mask = keeper.admitted(int64(ids))
-    changed = int64(ids)[mask] if mask is not None else int64(ids)
-    index.insert(np.unique(changed[index.find(changed) < 0]))
-    keeper.reserve(len(index), len(ids))
-    keeper.note(np.unique(index.find(changed)))
+    named = int64(sorted(set(ids)))
+    mask = keeper.admitted(named)
+    changed = named[mask] if mask is not None else named
+    index.insert(changed[index.find(changed) < 0])
+    keeper.reserve(len(index), len(changed))
+    keeper.note(index.find(changed))
     gone = keeper.to_evict(8)
     keeper.moved(index.remove(index.find(gone)))
     keeper.evicted(gone)
@@ -284,8 +285,9 @@ def test_changes_since_an_update_and_a_copy_of_the_state(updates: Any, keeping: 
     rows: list[set[int]] = [set()]
     last: dict[int, int] = {}
     for number, ids in enumerate(updates, 1):
-        is_known = keeper.admitted(int64(ids))
-        last |= {row: number for place, row in enumerate(ids) if is_known is None or is_known[place]}
+        distinct = sorted(set(ids))
+        is_known = keeper.admitted(int64(distinct))
+        last |= {row: number for place, row in enumerate(distinct) if is_known is None or is_known[place]}
         gone = noted(keeper, index, ids)
         if number > copied_at + 1:
             assert noted(copy, copy_index, ids) == gone

@@ -38,6 +38,7 @@ from kvd.core.server.progress import PushRequest, Refusal
 from kvd.core.server.readings import Readings
 from kvd.core.server.records import Records
 from kvd.core.server.rounds import Record
+from kvd.core.server.row_records import Piece, pieces_of
 from kvd.core.server.staleness import SeenStaleness
 from kvd.core.server.targets import PushTarget, TargetResolver
 from kvd.core.server.waiting import Waiters
@@ -49,6 +50,7 @@ from kvd.protocol.messages import (
     ErrorCode,
     Given,
     Hold,
+    HoldRows,
     Push,
     PushBatch,
     Refused,
@@ -301,7 +303,10 @@ class Pushes:
     ) -> None:
         """The backup holds the record before the round is a version: it is the new value, or a merged gradient."""
         payload: tuple[Span, ...] = ()
-        if merged is not None:
+        before: list[Piece] = []  # rows that are sent ahead
+        if merged is not None and group.is_of_table:
+            *before, payload = pieces_of(group.slices[0].spec, merged)
+        elif merged is not None:
             payload = (merged,)
         elif record.contributions:
             payload = spans_of(buffer, group.nbytes)
@@ -317,8 +322,20 @@ class Pushes:
             merged is not None and optimizer is not None,
             optimizer,
             use.generation,
+            len(before),
         )
-        self._records.hold_round(group.partition, message, lambda _: self._held(group, buffer), payload, slice_ids[0])
+        remaining = len(before) + 1
+
+        def held(_: Refused | None) -> None:
+            nonlocal remaining
+            remaining -= 1
+            if not remaining:
+                self._held(group, buffer)
+
+        for place, piece in enumerate(before):
+            rows = HoldRows(0, group.partition, slice_ids[0], record.number, place)
+            self._records.hold_round(group.partition, rows, held, piece, slice_ids[0])
+        self._records.hold_round(group.partition, message, held, payload, slice_ids[0])
 
     def _held(self, group: FusedGroup, buffer: Buffer | ScatterList) -> None:
         if group.is_gone:

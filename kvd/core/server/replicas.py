@@ -24,7 +24,7 @@ from kvd.core.server.installs import Installs
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.optimizer_names import OptimizerNames
 from kvd.core.session import SchedulerSession
-from kvd.protocol.messages import Compare, Hold, HoldReady, Install, InstallRows, NotYetReason, StartHolding
+from kvd.protocol.messages import Compare, Hold, HoldReady, HoldRows, Install, InstallRows, NotYetReason, StartHolding
 
 
 class Replicas:
@@ -64,6 +64,7 @@ class Replicas:
             Install: self._install,
             InstallRows: self._install_rows,
             Hold: self._rounds.hold,
+            HoldRows: self._rounds.hold_rows,
             HoldReady: self._ready,
             Compare: checks.compare,
         }
@@ -114,7 +115,7 @@ class Replicas:
             self._start(event, message, Handled() if held is None else held.handled)
         elif held is None:
             self._elsewhere(event, message.request, message.partition)  # what begins it is on its way
-        elif message.request <= held.handled.floor and not isinstance(message, Hold | Compare):
+        elif message.request <= held.handled.floor and not isinstance(message, Hold | HoldRows | Compare):
             text = "this record comes so late that it may have been held: the partition has to be sent again"
             self._answers.refuse(event, text)
         else:
