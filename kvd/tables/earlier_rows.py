@@ -53,12 +53,20 @@ class EarlierRows:
             self._spare = np.empty((count, self._spare.shape[1]), self._spare.dtype)
         return self._spare[:count]
 
-    def put_aside(self, ids: Ids) -> None:
-        """An update of these ids, ascending, was made: what is in the room that was asked for are the rows before."""
-        memory, self._spare = self._spare, self._spare[:0].copy()
+    def put_aside(self, ids: Ids, evicted: Rows) -> None:
+        """An update of these ids, ascending, was made: the room that was asked for begins with the rows before.
+
+        Args:
+            evicted: rows that have gone after the update, and what they were by then.
+        """
+        aside = _Aside(ids, self._spare)
+        if len(evicted.ids):
+            aside = _with(aside, evicted)
+        else:
+            self._spare = self._spare[:0].copy()
         if len(self._kept) == self._updates:
             self._spare = self._kept.popleft().memory
-        self._kept.append(_Aside(ids, memory))
+        self._kept.append(aside)
 
     def kept(self) -> list[Rows]:
         """What was put aside, the oldest first."""
@@ -78,3 +86,12 @@ class EarlierRows:
                 at = np.minimum(np.searchsorted(before.ids, ids), len(before.ids) - 1)
                 hit = np.flatnonzero(before.ids[at] == ids)
                 out[hit] = before.memory[at[hit]]
+
+
+def _with(aside: _Aside, rows: Rows) -> _Aside:
+    """Others put among them, but those that are there."""
+    is_new = ~np.isin(rows.ids, aside.ids, assume_unique=True)
+    ids = rows.ids[is_new]
+    at = np.searchsorted(aside.ids, ids)
+    before = aside.memory[: len(aside.ids)]
+    return _Aside(np.insert(aside.ids, at, ids), np.insert(before, at, rows.rows[is_new], axis=0))

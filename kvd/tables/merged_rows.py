@@ -45,6 +45,10 @@ class MergedRows(NamedTuple):
         """Whether compiled loops take the rows as they are."""
         return bool(self.first.flags.c_contiguous and self.second.flags.c_contiguous)
 
+    def only(self, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> MergedRows:
+        """Some of them."""
+        return self._replace(ids=self.ids[mask], left=self.left[mask], right=self.right[mask])
+
     def rows(self, out: Array | None = None) -> Array:
         """All of them, in memory of their own, or in ``out``; shape (ids, width)."""
         if out is None:
@@ -54,10 +58,6 @@ class MergedRows(NamedTuple):
             part = slice(begin, min(begin + step, self.num_rows))
             self.take(part, out[part])
         return out
-
-    def some(self, which: Array) -> MergedRows:
-        """Those of a mask."""
-        return self._replace(ids=self.ids[which], left=self.left[which], right=self.right[which])
 
     def take(self, which: slice | Places, out: Array) -> Array:
         """Write some of the rows, by their numbers, into ``out``, and return it."""

@@ -125,7 +125,7 @@ class TablePart:
             changed = self.table.assign_merged(merged, before)
         else:
             changed = self.table.update_merged(optimizer, merged, before)
-        self._put_aside(changed.copy(), before, self.table.evict())  # the ids may lie in memory of the sender
+        self._earlier.put_aside(changed.copy(), self.table.evict())  # ids may lie in memory that the sender gets back
         self.version += 1
         return merged
 
@@ -163,14 +163,3 @@ class TablePart:
             has = "" if self.description.rows is None else f": it has {self.description.rows}"
             wrong = low if low < 0 else high
             raise NotAllowed(f"table {self._key!r} has no row {wrong}{has}", key=self._key)
-
-    def _put_aside(self, changed: Ids, before: Array, evicted: Rows) -> None:
-        """Keeps the rows as they were before an update that has changed these, after which those were evicted."""
-        only_evicted = ~np.isin(evicted.ids, changed, assume_unique=True)
-        if not only_evicted.any():
-            self._earlier.put_aside(changed)
-            return
-        ids, rows = evicted.ids[only_evicted], evicted.rows[only_evicted]
-        at = np.searchsorted(changed, ids)
-        together = np.insert(before[: len(changed)], at, rows, axis=0)
-        self._earlier.add(Rows(np.insert(changed, at, ids), together))

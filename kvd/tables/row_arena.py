@@ -64,15 +64,16 @@ class RowArena:
             self._resize(max(count, room + room // _GROWTH + self._block))
 
     def _resize(self, room: int) -> None:
+        """Have room for so many rows; the first ones stay."""
         is_large = room * self._row_nbytes >= _LARGE_FROM_NBYTES and hasattr(mmap, "MADV_HUGEPAGE")
-        if is_large or self._pages is not None:
+        if self._pages is not None or is_large:
             self._resize_pages(room)
         else:
             # Nobody keeps a view of the rows, so nobody can see the memory move.
             self._rows.resize((room, self.width), refcheck=False)
 
     def _resize_pages(self, room: int) -> None:
-        """Have room for so many rows in large pages."""
+        """The same in large pages."""
         nbytes = -(-room * self._row_nbytes // _LARGE_PAGE_NBYTES) * _LARGE_PAGE_NBYTES
         rows = self._rows
         width, dtype = rows.shape[1], rows.dtype

@@ -92,19 +92,21 @@ class Table:
         self.update_merged(optimizer, added_up(ids, rows))
 
     def update_merged(self, optimizer: Optimizer, merged: MergedRows, before: Array | None = None) -> Ids:
-        """The same with rows that are merged already. Returns the rows that it has changed, ascending.
+        """The same with rows that are merged already.
 
         Args:
-            before: receives these rows as they were, in this order; it has room for all rows that are given.
+            before: begins afterwards with the rows as they were, in the order of the ids.
+
+        Returns:
+            The rows that were changed: those that the table admits, ascending.
         """
         rule = LazyRule(optimizer, self._key, self.description.width, self._dtype)
         merged = self._admitted(merged)
         count = len(self)
         places = self._places(merged.ids, rule)
         slots = [self._slots[name] for name in rule.slot_widths]
-        kept = None if before is None else before[: merged.num_rows]
         try:
-            rule.apply(self.step + 1, places, merged, self._weights, slots, kept)
+            rule.apply(self.step + 1, places, merged, self._weights, slots, _first(before, merged))
         except BaseException:
             self._forget_new(count)
             raise
@@ -122,7 +124,7 @@ class Table:
         self.assign_merged(added_up(ids, rows))
 
     def assign_merged(self, merged: MergedRows, before: Array | None = None) -> Ids:
-        """The same with rows that are merged already; `before` and the result as above."""
+        """The same with rows that are merged already; `before`, and what is returned, as above."""
         merged = self._admitted(merged)
         places = self._places(merged.ids)
         if merged.num_rows:
@@ -133,8 +135,8 @@ class Table:
         return merged.ids
 
     def evict(self) -> Rows:
-        """Remove the rows that the table does not keep after the last update: called after each one. They begin again
-        as the initializer says, and with new state.
+        """Remove the rows that the table does not keep after the last update, which is asked after each one. They begin
+        again as the initializer says, and with new state.
 
         Returns:
             What they were, with their ids ascending.
@@ -281,8 +283,8 @@ class Table:
 
     def _admitted(self, merged: MergedRows) -> MergedRows:
         """Those that an update may change."""
-        which = None if self._keeper is None else self._keeper.admitted(merged.ids)
-        return merged if which is None else merged.some(which)
+        mask = None if self._keeper is None else self._keeper.admitted(merged.ids)
+        return merged if mask is None else merged.only(mask)
 
     def _note(self, places: Places) -> None:
         if self._keeper is not None:
@@ -300,3 +302,7 @@ class Table:
             arena.close_up(moves)
         if self._keeper is not None:
             self._keeper.moved(moves)
+
+
+def _first(before: Array | None, merged: MergedRows) -> Array | None:
+    return None if before is None else before[: merged.num_rows]

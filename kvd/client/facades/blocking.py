@@ -146,7 +146,7 @@ class KVStore(StoreProperties, KVStoreBase):
         "kvd-table", `key`, `shape`, `initializer` and `version`. An older file is replaced when all was written.
 
         Args:
-            since: what an earlier export returned: only rows that were updated after it are written, and ``evicted``, the
+            since: what an earlier export returned: only rows that were updated after it are written, and "evicted", the
                 ids of those that were evicted after it and are not there, ascending. The table was made with
                 ``track_updates=True``. None: all rows.
 
