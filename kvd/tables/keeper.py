@@ -118,12 +118,18 @@ class Keeper:
 
         Args:
             row_nbytes: of a row with the optimizer's state.
+
+        Raises:
+            MemoryError: there is no memory to remember them. Nothing was changed.
         """
         keeping = self._keeping
         if self._recency is None or not may_evict(keeping):
             return np.zeros(0, np.int64)
         until = self.number - keeping.ttl_updates if keeping.ttl_updates else 0
-        return np.sort(self._recency.oldest(until, self._most(row_nbytes)))
+        ids = np.sort(self._recency.oldest(until, self._most(row_nbytes)))
+        if self._evicted is not None:
+            self._evicted.reserve(len(ids))
+        return ids
 
     def evicted(self, ids: Ids) -> None:
         """These rows, which `to_evict` has just said, were removed."""

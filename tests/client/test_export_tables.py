@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 import kvd
 from kvd.client.calls import tables as tables_module
 from kvd.errors import KeyNotFound, KvdError, NotAllowed
+from kvd.protocol.messages import BIGGEST
 from kvd.tables.parts import parts_of
 from kvd.testing.cluster import LocalCluster
 from tests.client.test_tables import FLOAT
@@ -139,6 +140,7 @@ def test_a_list_of_keys_and_other_mistakes_are_refused(kv: kvd.KVStore, tmp_path
         (lambda: kv.export_table("w", path), NotAllowed, "'w' is no table"),
         (lambda: kv.export_table("u", path, since=0), NotAllowed, "'u' does not track updates: make it with track_u"),
         (lambda: kv.export_table("t", path, since=2), NotAllowed, "'t' is at version 1, before 2: export all of it"),
+        (lambda: kv.export_table("t", path, since=BIGGEST), NotAllowed, "'t' is at version 1, before 46116"),
         (lambda: kv.export_table("t", path, since=-1), NotAllowed, "since is a whole number from 0"),
         (lambda: kv.export_table("t", ""), NotAllowed, "the path of a file"),
     ]

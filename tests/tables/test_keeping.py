@@ -166,6 +166,25 @@ def test_many_rows_that_come_and_go_take_no_more_memory_than_those_that_are_ther
     assert table.nbytes < 400_000  # of which two arenas have 64 KiB to spare each, and the queue 80 KiB
 
 
+def test_an_update_looks_at_few_rows_besides_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if none is evicted for long, and hot rows are named again and again."""
+    table = new_table(ttl_updates=5, max_rows=10_000)
+    table.update(SGD(1.0), np.arange(10_000), np.zeros((10_000, WIDTH)))
+    looked_at = []
+    find = RowIndex.find
+
+    def counted(index: RowIndex, ids: Any) -> Any:
+        looked_at.append(len(ids))
+        return find(index, ids)
+
+    monkeypatch.setattr(RowIndex, "find", counted)
+    for _ in range(500):
+        table.update(SGD(1.0), np.arange(20), np.zeros((20, WIDTH)))
+        table.evict()
+    assert len(table) == 20
+    assert sum(looked_at) < 500 * 20 * 4 + 3 * 10_000
+
+
 def test_memory_is_given_back_after_a_crowd() -> None:
     table = new_table(ttl_updates=2)
     table.update(SGD(1.0, momentum=0.9), np.arange(200_000), np.ones((200_000, WIDTH)))
