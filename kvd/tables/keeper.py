@@ -22,6 +22,7 @@ from kvd.tables.row_index import Ids, Places, RowIndex
 Array = np.ndarray[Any, Any]
 
 ROW_OVERHEAD_NBYTES = 96  # of a row, besides the row and the optimizer's state, as `max_bytes` counts it
+_BEFORE_ALL = -1  # of a row that no update has named, but that was there, the last update is 0
 LEAST_EVICTIONS = 1 << 20  # of those that were evicted last; as many as there are rows, if that is more
 
 
@@ -125,7 +126,7 @@ class Keeper:
         keeping = self._keeping
         if self._recency is None or not may_evict(keeping):
             return np.zeros(0, np.int64)
-        until = self.number - keeping.ttl_updates if keeping.ttl_updates else 0
+        until = self.number - keeping.ttl_updates if keeping.ttl_updates else _BEFORE_ALL
         ids = np.sort(self._recency.oldest(until, self._most(row_nbytes)))
         if self._evicted is not None:
             self._evicted.reserve(len(ids))

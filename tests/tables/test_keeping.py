@@ -327,6 +327,18 @@ def test_changes_since_an_update_and_a_copy_of_the_state(updates: Any, keeping: 
             assert rows[-1] == (rows[since] - evicted) | changed
 
 
+@pytest.mark.parametrize(
+    ("keeping", "expected"), [(Keeping(max_rows=3), [[], [1], [2]]), (Keeping(ttl_updates=2), [[], [1, 2], [5]])]
+)
+def test_rows_that_were_there_before_the_first_update_are_the_oldest(keeping: Keeping, expected: Any) -> None:
+    index = RowIndex(removable=True)
+    keeper = Keeper(keeping, 1, index)
+    index.insert(int64([2, 1]))
+    assert keeper.restore({"number": int64([0, 0]), "ids": int64([1, 2]), "last": int64([0, 0])})
+    assert keeper.to_evict(8).tolist() == []
+    assert [noted(keeper, index, [row]) for row in (5, 6, 7)] == expected
+
+
 def test_evictions_that_are_too_long_ago_are_not_known() -> None:
     index = RowIndex(removable=True)
     keeper = Keeper(Keeping(max_rows=2, track_updates=True), 1, index, evictions=3)
