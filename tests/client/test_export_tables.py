@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +191,41 @@ def test_each_of_two_workers_exports_the_same(tmp_path: Path) -> None:
         found = [load_file(tmp_path / rank) for rank in "01"]
     assert [file["rows"].tolist() for file in found] == [np.full((20, WIDTH), 3).tolist()] * 2
     assert metadata(tmp_path / "0")["key"] == "7"
+
+
+def test_changes_are_complete_while_another_worker_pushes(tmp_path: Path) -> None:
+    """A row that changes while it is exported is in the next file, or is evicted by it."""
+    description = table(admit_after=2, ttl_updates=12, max_rows=60)
+    with LocalCluster(2, 2) as cluster:
+        one, other = cluster.open_stores("dist_async")
+        one.init("t", description)
+        ended = threading.Event()
+
+        def push() -> None:
+            chance = np.random.default_rng(1)
+            while not ended.is_set():
+                ids = np.unique(chance.zipf(1.3, 40) % 300)
+                other.push("t", (ids, chance.standard_normal((len(ids), WIDTH)).astype(FLOAT))).wait()
+
+        rows: dict[int, list[float]] = {}
+        since = None
+        with ThreadPoolExecutor(1) as pool:
+            pushing = pool.submit(push)
+            try:
+                for number in range(12):
+                    if number == 11:
+                        ended.set()
+                        pushing.result()
+                    since = one.export_table("t", tmp_path / "changes", since=since)
+                    changes = load_file(tmp_path / "changes")
+                    rows = {row: value for row, value in rows.items() if row not in changes.get("evicted", ())}
+                    rows |= dict(zip(changes["ids"].tolist(), changes["rows"].tolist(), strict=True))
+            finally:
+                ended.set()
+        assert one.export_table("t", tmp_path / "all") == since == other.version("t")
+    everything = load_file(tmp_path / "all")
+    assert rows == dict(zip(everything["ids"].tolist(), everything["rows"].tolist(), strict=True))
+    assert 0 < len(rows) <= 60
 
 
 @pytest.mark.parametrize("kind", ["local", "dist_async"])

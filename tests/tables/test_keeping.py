@@ -86,7 +86,7 @@ PUSHES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     PUSHES,
     st.sampled_from([1, 2, 3]),
@@ -235,7 +235,7 @@ def test_evicted_rows_can_be_read_as_long_as_their_version_is_kept() -> None:
 # ── candidates ──
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 25), max_size=12), max_size=12), st.integers(1, 6))
 def test_the_candidates_that_were_named_last_are_remembered(updates: list[list[int]], remembered: int) -> None:
     candidates = Candidates(remembered)
@@ -294,7 +294,7 @@ KEEPINGS = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 12), max_size=8), max_size=14), st.sampled_from(KEEPINGS), st.integers(0, 13))
 def test_changes_since_an_update_and_a_copy_of_the_state(updates: Any, keeping: Keeping, copied_at: int) -> None:
     index = RowIndex(removable=True)
