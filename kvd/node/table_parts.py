@@ -105,7 +105,8 @@ class TableParts:
         page = np.sort(rest if len(rest) <= job.most else np.partition(rest, job.most - 1)[: job.most])
         made = self._allocate(page.nbytes)
         made.view(np.int64)[:] = page
-        return part.version, len(rest) > job.most, Span(made, 0, made.nbytes)
+        version = part.version if part.table.tracked is None else part.table.tracked
+        return version, len(rest) > job.most, Span(made, 0, made.nbytes)
 
     # ── copies on other servers ──
 

@@ -956,7 +956,7 @@ class ListRows:
     request: Number
     key: Key
     index: Number
-    since: Clock
+    since: Annotated[int, Limit(ALL_ROWS, BIGGEST)]
     after: Annotated[int, Limit(-1, LAST_ROW)]
     evicted: bool
 

@@ -172,6 +172,11 @@ class Table:
 
     # ── what has changed, and copies ──
 
+    @property
+    def tracked(self) -> int | None:
+        """The number of the last update, if the table tracks updates."""
+        return self._keeper.number if self._keeper is not None and self.description.keeping.track_updates else None
+
     def updated_since(self, number: int) -> Ids:
         """The rows that were changed after this update and are there, ascending.
 
