@@ -375,11 +375,32 @@ class ReadPart(NamedTuple):
     nbytes: int
 
 
+class KeepRows(NamedTuple):
+    """Copy the rows of a part of a table, with what the optimizer keeps of them. Its JobDone has a KeptRows."""
+
+    job: int
+    key: str
+    slice_index: int
+
+
+class KeptRows(NamedTuple):
+    """Rows of a table as they were.
+
+    Attributes:
+        rows: what the shell knows them by; they are forgotten with it.
+        nbytes: their memory.
+    """
+
+    rows: Buffer
+    nbytes: int
+
+
 class ReadStored(NamedTuple):
     """Read rows of a part of a table, with what the optimizer keeps of them. Its JobDone has a span: a piece
     (`kvd.tables.stored_rows`), which says how many rows come after it.
 
     Attributes:
+        kept: rows as they were; None: those that there are.
         first: the first of them, counted in the order in which they lie.
         nbytes: of the rows, about.
     """
@@ -389,6 +410,7 @@ class ReadStored(NamedTuple):
     slice_index: int
     first: int
     nbytes: int
+    kept: KeptRows | None = None
 
 
 class LoadRows(NamedTuple):
@@ -526,7 +548,7 @@ class LogEntry(NamedTuple):
 
 
 Job: TypeAlias = (
-    Create | Apply | ReadRows | ListRows | ReadPart | ReadStored | LoadRows | Export | Checksums | Load | Run
+    Create | Apply | ReadRows | ListRows | ReadPart | KeepRows | ReadStored | LoadRows | Export | Checksums | Load | Run
 )
 Local: TypeAlias = Copy | Census | Complete | Halt | Stop | DropRun | LogEntry
 OfOneRun: TypeAlias = Send | Connect | Disconnect | Job | ResetState | ForgetState | Persist | Local

@@ -21,6 +21,7 @@ from kvd.core.machine import (
     FirstBytes,
     Job,
     JobDone,
+    KeepRows,
     ListRows,
     Load,
     LoadRows,
@@ -164,6 +165,8 @@ class JobRunner:
             return self._tables.list_rows(job)
         if isinstance(job, ReadPart):
             return self._tables.piece(job)
+        if isinstance(job, KeepRows):
+            return self._tables.keep(job)
         if isinstance(job, ReadStored):
             return self._tables.stored(job)
         if isinstance(job, LoadRows):

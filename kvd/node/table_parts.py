@@ -11,6 +11,8 @@ from kvd.compute.by_key import optimizer_for
 from kvd.core.machine import (
     Apply,
     FirstBytes,
+    KeepRows,
+    KeptRows,
     ListRows,
     Load,
     LoadRows,
@@ -150,11 +152,22 @@ class TableParts:
 
     def stored(self, job: ReadStored) -> Span:
         """Some rows of a part, with what the optimizer keeps of them."""
+        if job.kept is not None:
+            return self._page(job.kept.rows, job)
         slice_id = (job.key, job.slice_index)
         if not job.first or slice_id not in self._pages:
             part = self._part(*slice_id)
             self._pages[slice_id] = RowPages(part.table, part.version)
-        page = self._pages[slice_id].page(job.first, job.nbytes, self._allocate)
+        return self._page(self._pages[slice_id], job)
+
+    def keep(self, job: KeepRows) -> KeptRows:
+        """A copy of all rows, which later updates do not change."""
+        part = self._part(job.key, job.slice_index)
+        pages = RowPages(part.table, part.version, keeps=True)
+        return KeptRows(pages, pages.nbytes)
+
+    def _page(self, pages: RowPages, job: ReadStored) -> Span:
+        page = pages.page(job.first, job.nbytes, self._allocate)
         return Span(page, 0, page.nbytes)
 
     def store(self, job: Load) -> TableVersion:

@@ -1354,13 +1354,15 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class FetchCaptured:
-    """Send these slices of my capture: for each its bytes, and then the arrays of its state. Answered with Values, or
-    with Surveyed if they are not kept here."""
+    """Send these slices of my capture: for each its bytes, and then the arrays of its state; of one part of a table its
+    rows from this one on (`kvd.tables.stored_rows`). Answered with Values, or with Surveyed if they are not kept
+    here."""
 
     KIND: ClassVar[int] = 97
     request: Number
     number: Count
     slice_ids: SliceIds
+    first: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

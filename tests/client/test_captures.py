@@ -47,6 +47,20 @@ def working(cluster: LocalCluster, program: Callable[[kvd.KVStore], Any], type: 
     assert not failed
 
 
+def row_ids(rank: int, step: int) -> Any:
+    """The rows of the table that a worker names in a step."""
+    return np.random.default_rng([step, rank, 1]).choice(50, 10, replace=False)
+
+
+def rows_of(rank: int, step: int) -> kvd.RowSparseArray:
+    rng = np.random.default_rng([step, rank, 2])
+    return kvd.RowSparseArray(row_ids(rank, step), rng.standard_normal((10, 3)).astype(np.float32))
+
+
+def table() -> kvd.RowSparse:
+    return kvd.RowSparse((50, 3), initializer=kvd.initializer.Constant(0.5))
+
+
 def gradients(rank: int, step: int) -> list[Any]:
     rng = np.random.default_rng([step, rank])
     return [rng.standard_normal(shape).astype(np.float32) for shape in SHAPES]
@@ -62,7 +76,7 @@ class Training:
         self.is_over = threading.Event()
 
     def __call__(self, kv: kvd.KVStore) -> None:
-        kv.init(KEYS, [np.full(shape, 0.5, np.float32) for shape in SHAPES])
+        kv.init([*KEYS, "table"], [*[np.full(shape, 0.5, np.float32) for shape in SHAPES], table()])
         kv.set_optimizer(self.optimizer)
         self.make(kv, TOTAL)
 
@@ -70,7 +84,7 @@ class Training:
         """Makes steps, and returns the values."""
         stops = np.zeros(1, np.float32)
         for step in kv.steps(total):
-            kv.push(KEYS, gradients(kv.rank, step))
+            kv.push([*KEYS, "table"], [*gradients(kv.rank, step), rows_of(kv.rank, step)])
             if kv.rank == 0:
                 self.step = step
             if self.changes_rate:
@@ -80,7 +94,7 @@ class Training:
                 kv.broadcast("stops", stops, out=stops)
                 if stops[0]:
                     break
-        return [value.tobytes() for value in kv.pull(KEYS)]
+        return [value.tobytes() for value in [*kv.pull(KEYS), kv.row_sparse_pull("table", np.arange(50))]]
 
     def _change_rate(self, kv: kvd.KVStore, step: int) -> None:
         """After the pushes of the step, and not made again by who goes on after it."""
@@ -112,7 +126,7 @@ def test_a_snapshot_of_a_training_goes_on_with_the_same_bits(tmp_path: Path) -> 
     assert (origin.type, origin.num_workers, origin.optimizer, origin.steps) == ("dist_sync", 2, optimizer, saved.steps)
 
     def undisturbed(kv: kvd.KVStore) -> list[bytes]:
-        kv.init(KEYS, [np.full(shape, 0.5, np.float32) for shape in SHAPES])
+        kv.init([*KEYS, "table"], [*[np.full(shape, 0.5, np.float32) for shape in SHAPES], table()])
         kv.set_optimizer(optimizer)
         return Training(optimizer).make(kv, saved.steps + AFTER)
 
@@ -162,10 +176,10 @@ def test_a_job_that_stands_still_and_one_that_has_ended(tmp_path: Path) -> None:
     goes_on = threading.Event()
 
     def program(kv: kvd.KVStore) -> None:
-        kv.init(KEYS, [np.full(shape, 0.5, np.float32) for shape in SHAPES])
+        kv.init([*KEYS, "table"], [*[np.full(shape, 0.5, np.float32) for shape in SHAPES], table()])
         kv.set_optimizer(Adam(0.01))
         for step in kv.steps(3):
-            kv.push(KEYS, gradients(kv.rank, step))
+            kv.push([*KEYS, "table"], [*gradients(kv.rank, step), rows_of(kv.rank, step)])
         kv.flush()
         if kv.rank == 0:
             stands.set()
@@ -229,7 +243,7 @@ def test_a_server_dies_and_the_snapshot_is_of_its_backup(tmp_path: Path) -> None
     values = {key.key: StoredSnapshot.open(path).value(key) for key in StoredSnapshot.open(path).manifest.keys}
 
     def undisturbed(kv: kvd.KVStore) -> list[bytes]:
-        kv.init(KEYS, [np.full(shape, 0.5, np.float32) for shape in SHAPES])
+        kv.init([*KEYS, "table"], [*[np.full(shape, 0.5, np.float32) for shape in SHAPES], table()])
         kv.set_optimizer(training.optimizer)
         return training.make(kv, saved.steps)
 

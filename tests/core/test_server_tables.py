@@ -13,8 +13,6 @@ from kvd.protocol.messages import (
     ABSENT,
     ANY_CLOCK,
     ASSIGN,
-    Capture,
-    CaptureWhen,
     Coding,
     DeclareBatch,
     Done,
@@ -73,9 +71,6 @@ def whole(request: int) -> list[Any]:
         PullBatch(request, 1, 0),
         ReadSlices(request, 1, 0, False, (T,)),
         ReadSlices(request, 1, 0, False, (SliceId("w", 0), T)),
-        Survey(request, (T,)),
-        Capture(request, 1, 0, CaptureWhen.AS_IT_IS, (T,)),
-        Capture(request, 1, 0, CaptureWhen.COMPLETE, (SliceId("w", 0), T)),
     ]
 
 

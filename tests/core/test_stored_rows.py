@@ -8,7 +8,21 @@ import numpy as np
 import pytest
 
 from kvd.optimizer import SGD, Adam
-from kvd.protocol.messages import Done, ErrorCode, FetchState, Refused, State, StoreState
+from kvd.protocol.messages import (
+    Capture,
+    Captured,
+    CaptureDone,
+    CaptureWhen,
+    Done,
+    ErrorCode,
+    FetchCaptured,
+    FetchState,
+    Refused,
+    SliceId,
+    State,
+    StoreState,
+    Values,
+)
 from kvd.tables.stored_rows import StoredRows, page_of
 from kvd.tables.wire import table_of_spec
 from tests.core.replica_harness import A, B, Cluster
@@ -148,6 +162,32 @@ def test_a_server_without_memory_for_the_rows_refuses_them() -> None:
     assert error == ErrorCode.NOT_ALLOWED
     assert "has no memory for these rows of table 't'" in text
     assert len(fetch(run).stored.ids) == 0
+
+
+def test_captured_rows_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.core.server.captured.PAGE_NBYTES", 200)
+    run = with_table(HELD, SGD(0.5))
+    both_push(run, 1)
+    before = read(run, 1)
+    said = run.say(0, Capture(run.request(), 1, 1, CaptureWhen.AS_IT_IS, (SliceId("t", 0),)))
+    assert isinstance(said[-1], Captured)
+    assert run.nodes[A].machine._readers.captures.kept_nbytes > 0
+    both_push(run, 2)
+    found, first, left = np.full((1000, WIDTH), np.float32(0.5)), 0, 1
+    while left:
+        place = len(run.answers)
+        run.say(0, FetchCaptured(run.request(), 1, (SliceId("t", 0),), first))
+        _, message, payload = run.answers[place]
+        assert isinstance(message, Values)
+        page = page_of(np.frombuffer(payload, np.uint8), table_of_spec(TABLE), "t")
+        found[page.stored.ids] = page.stored.rows
+        first, left = first + len(page.stored.ids), page.rows_after
+    assert first > 5
+    np.testing.assert_array_equal(found, before)
+    twice = run.say(0, FetchCaptured(run.request(), 1, (SliceId("t", 0), SliceId("t", 0))))
+    assert refusal(twice[-1]) == (ErrorCode.PROTOCOL_ERROR, "the rows of a table are fetched one part at a time")
+    run.say(0, CaptureDone(run.request(), 1))
+    assert run.nodes[A].machine._readers.captures.kept_nbytes == 0
 
 
 def test_other_keys_are_asked_as_before() -> None:

@@ -10,7 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.core.machine import Apply, Contribution, Create, Export, Extent, FirstBytes, Load, ReadRows, Span, TableVersion
+from kvd.core.machine import (
+    Apply,
+    Contribution,
+    Create,
+    Export,
+    Extent,
+    FirstBytes,
+    Load,
+    ReadRows,
+    ReadStored,
+    Span,
+    TableVersion,
+)
 from kvd.errors import KvdError, NotAllowed, ProtocolError
 from kvd.node.jobs import JobRunner, view
 from kvd.optimizer import LAMB, SGD, Adagrad, Adam
@@ -284,8 +296,12 @@ def test_a_name_is_that_of_a_table_or_of_a_value() -> None:
     assert Part(part.runner).read([1]) == [[0.25] * WIDTH]
 
 
-def test_states_of_a_table_are_neither_read_nor_stored() -> None:
+def test_the_state_of_a_table_is_its_rows() -> None:
     part = Part()
-    part.push(({1: [1.0] * WIDTH}, 1), optimizer=Adagrad(0.5))
+    part.push(({1: [1.0] * WIDTH, 7: [2.0] * WIDTH}, 1), optimizer=Adagrad(0.5))
     assert isinstance(part.runner.run(Export(3, "t", 1)).error, NotAllowed)
-    assert isinstance(part.runner.run(Load(3, "t", 1, 1, (), Span(None, 0, 0))).error, NotAllowed)
+    assert isinstance(part.runner.run(Load(3, "t", 1, 1, (), Span(b"", 0, 0))).error, ProtocolError)
+    page = part.runner.run(ReadStored(4, "t", 1, 0, 1 << 20)).result
+    other = Part(part.runner)
+    stored = other.runner.run(Load(5, "t", 1, 0, (), page)).result
+    assert (stored.number, stored.rows) == (1, 2)

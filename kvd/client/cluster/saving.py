@@ -14,7 +14,7 @@ import numpy as np
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.values import Array
 from kvd.client.cluster.ahead import one_ahead
-from kvd.client.cluster.answers import check_no_tables, list_keys
+from kvd.client.cluster.answers import list_keys
 from kvd.client.cluster.captures import Captures, Whole
 from kvd.client.cluster.engine import Engine
 from kvd.compute.tensors import named_dtype
@@ -28,7 +28,10 @@ from kvd.protocol.specs import DTYPES, KeySpec, padded
 from kvd.snapshots.folder import is_taken
 from kvd.snapshots.layout import KeyMark, Layout
 from kvd.snapshots.manifest import Origin
-from kvd.snapshots.writer import PART_BYTES, SnapshotWriter
+from kvd.snapshots.writer import PART_BYTES, KeyContent, SnapshotWriter, table_content
+from kvd.tables.description import RowSparse
+from kvd.tables.stored_rows import StoredRows, joined, page_of
+from kvd.tables.wire import table_of_spec
 
 MESSAGE_BYTES = 4 << 20  # of the values in one answer
 MOST_SLICES = 256  # in one answer
@@ -102,7 +105,6 @@ class SnapshotSaver:
     async def _specs(self, deadline: Deadline) -> dict[str, KeySpec]:
         """The keys that are live, by name."""
         entries = [entry for _, entry in await list_keys(self._engine) if entry.live]
-        check_no_tables(self._engine, entries, "a snapshot does not hold")
         names = sorted({entry.key for entry in entries})
         if not names:
             job = self._engine.config.job
@@ -120,18 +122,28 @@ class SnapshotSaver:
         for own in pieces.values():
             own.sort(key=lambda piece: piece.slice_id.slice_index)
         writer = await asyncio.to_thread(SnapshotWriter, folder, origin)
-        batches = Layout(PART_BYTES).next({name: KeyMark(spec.nbytes, 0) for name, spec in specs.items()})
+        values_only = {name: spec for name, spec in specs.items() if spec.table is None}
+        batches = Layout(PART_BYTES).next({name: KeyMark(spec.nbytes, 0) for name, spec in values_only.items()})
         work = [partial(self._fetch, whole.number, specs, pieces, names) for names in batches]
+        tables = [
+            partial(self._fetch_table, whole.number, name, spec, pieces[name])
+            for name, spec in specs.items()
+            if spec.table is not None
+        ]
+        nbytes = sum(spec.nbytes for spec in specs.values())
         try:
             async with one_ahead(work) as fetched:  # the next keys come while these are written
                 async for values in fetched:
                     await asyncio.to_thread(_add, writer, values, pieces, specs)
+            async with one_ahead(tables) as contents:
+                async for content in contents:
+                    await asyncio.to_thread(writer.add, *content)
+                    nbytes += content.value.nbytes
             await asyncio.to_thread(writer.finish)
         except BaseException:
             await asyncio.shield(asyncio.to_thread(writer.abort))
             raise
         versions = [piece.found.version for own in pieces.values() for piece in own]
-        nbytes = sum(spec.nbytes for spec in specs.values())
         return Saved(len(specs), nbytes, origin.steps, origin.one_step, min(versions), max(versions))
 
     def _origin(self, whole: Whole) -> Origin:
@@ -146,6 +158,29 @@ class SnapshotSaver:
             _optimizer(whole),
             whole.is_one_step,
         )
+
+    # ── tables ──
+
+    async def _fetch_table(self, number: int, name: str, spec: KeySpec, pieces: Sequence[_Piece]) -> KeyContent:
+        """All rows of a table, as they are kept."""
+        description = table_of_spec(spec)
+        found = await asyncio.gather(*[self._fetch_part(number, description, piece) for piece in pieces])
+        stored = joined([rows for part in found for rows in part], description)
+        return table_content(name, spec, stored, max(piece.found.version for piece in pieces))
+
+    async def _fetch_part(self, number: int, description: RowSparse, piece: _Piece) -> list[StoredRows]:
+        pages: list[StoredRows] = []
+        first, left = 0, 1
+        while left:
+            message = FetchCaptured(0, number, (piece.slice_id,), first)
+            asked = requests.Control((message,), partitions=(piece.partition,))
+            ((answer, payload, nbytes),) = await self._engine.call(asked)
+            if not isinstance(answer, Values):
+                raise _Lost
+            page = page_of(np.frombuffer(payload, np.uint8, nbytes), description, piece.slice_id.key)
+            pages.append(page.stored)
+            first, left = first + len(page.stored.ids), page.rows_after
+        return pages
 
     # ── values and states ──
 

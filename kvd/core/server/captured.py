@@ -6,20 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvd.core.machine import Peer, Span
+from kvd.core.machine import Export, KeepRows, KeptRows, Peer, ReadStored, Span
 from kvd.core.places import PlaceKind, kind_of, place_of, step_of
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.images import OptimizerState
 from kvd.core.server.rounds import Record, SliceLog
+from kvd.core.server.slice_states import PAGE_NBYTES
 from kvd.optimizer import Optimizer, to_wire
-from kvd.protocol.messages import Capture, Captured, CapturedSlice, CaptureWhen, Reached, SliceId
+from kvd.protocol.messages import Capture, Captured, CapturedSlice, CaptureWhen, FetchCaptured, Reached, SliceId
 
 
 class KeptSlice(NamedTuple):
     """A slice as it was.
 
     Attributes:
-        spans: its bytes, and the arrays of its optimizer's state.
+        spans: its bytes, and the arrays of its optimizer's state; of a part of a table none.
+        rows: those of a part of a table.
         asked: the step of the request.
         optimizer: with which it would have been updated next.
         reached: how far the ranks had come whose pushes are in it.
@@ -33,13 +35,39 @@ class KeptSlice(NamedTuple):
     slots: tuple[tuple[str, str], ...]
     optimizer: Optimizer | None
     reached: tuple[Reached, ...]
+    rows: KeptRows | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that it takes, as far as it is not the present version."""
+        return sum([span.nbytes for span in self.spans]) + (0 if self.rows is None else self.rows.nbytes)
 
 
-def kept_slice(asked: int, slice_: Slice, state: OptimizerState, optimizer: Optimizer | None) -> KeptSlice:
-    """The slice as it is; no round of it is being applied."""
+def kept_slice(
+    asked: int, slice_: Slice, state: OptimizerState, optimizer: Optimizer | None, rows: KeptRows | None
+) -> KeptSlice:
+    """The slice as it is; no round of it is being applied.
+
+    Args:
+        rows: of a part of a table.
+    """
     log = slice_.log
-    spans = (slice_.span(log.current), *state.spans)
-    return KeptSlice(asked, spans, log.version, log.step, state.step, tuple(state.slots), optimizer, _reached(log))
+    spans = (slice_.span(log.current), *state.spans) if rows is None else ()
+    slots = tuple(state.slots)
+    return KeptSlice(asked, spans, log.version, log.step, state.step, slots, optimizer, _reached(log), rows)
+
+
+def copy_of(slice_: Slice, job: int) -> Export | KeepRows:
+    """The job that copies what the next update of a slice changes in place."""
+    if slice_.spec.table is not None:
+        return KeepRows(job, slice_.key, slice_.index)
+    return Export(job, slice_.key, slice_.index)
+
+
+def page_of(kept: KeptSlice, message: FetchCaptured, job: int) -> ReadStored:
+    """The job that reads some rows of a part of a table, as they are kept."""
+    key, index, _ = message.slice_ids[0]
+    return ReadStored(job, key, index, message.first, PAGE_NBYTES, kept.rows)
 
 
 @dataclass(slots=True, eq=False)

@@ -2,27 +2,37 @@
 
 An operator takes a snapshot from the command line in this way: no worker is asked. It names a step (asynchronous: a
 version), and each slice is kept as it was after that: its bytes, which never change, by reference; its optimizer's
-state as a copy, which is made between two rounds of the slice. The training is held up for that copy alone. Then the
-operator fetches what was kept, and says when it is done.
+state, and the rows of tables, as a copy, which is made between two rounds of the slice. The training is held up for
+that copy alone. Then the operator fetches what was kept, and says when it is done.
 
-A slice is at the wanted moment as long as no round of a later step has closed. So a slice that is behind is waited for;
-one that is past it is answered at once with the steps that there are, and the operator names a later one. Only
-committed rounds count: nothing is captured while one is being applied, or held.
+A slice is at the wanted moment as long as no round of a later step has closed. One that is behind is waited for; one
+that is past it is answered at once with the steps that there are, and the operator names a later one. Only committed
+rounds count: nothing is captured while one is being applied, or held.
 
-One operator at a time has a capture, and one capture has each slice once: it takes at most the memory of all values and
-states that this server leads. It is forgotten when its operator says so, begins another one, or is silent for too long.
+One operator at a time has a capture, which takes at most the memory of all values and states that this server leads. It
+is forgotten when its operator says so, begins another one, or is silent for too long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvd.core.machine import Export, JobDone, Received
+from kvd.core.machine import JobDone, KeptRows, Received
 from kvd.core.membership import ViewState
 from kvd.core.refusals import refusal_of
-from kvd.core.server.captured import CaptureRequest, OpenCapture, captured, is_past, kept_slice, next_moment
+from kvd.core.server.captured import (
+    CaptureRequest,
+    KeptSlice,
+    OpenCapture,
+    captured,
+    copy_of,
+    is_past,
+    kept_slice,
+    next_moment,
+    page_of,
+)
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.images import OptimizerState
@@ -157,7 +167,7 @@ class Captures:
             self._look(own, group)
 
     def fetch(self, event: Received, message: FetchCaptured) -> None:
-        """What is kept of some slices."""
+        """What is kept of some slices; of a part of a table, some of its rows."""
         own = self._open
         if own is None or own.sender != event.sender or own.number != message.number:
             own = None
@@ -168,8 +178,25 @@ class Captures:
         if len(found) < len(message.slice_ids):
             self._effects.send(event.peer, self._readings.surveyed(message.request, ()))
             return
+        if any(each.rows is not None for each in found):
+            self._fetch_rows(event, message, found)
+            return
         spans = tuple([span for each in found for span in each.spans])
         self._effects.send(event.peer, Values(message.request, tuple([each.version for each in found])), spans)
+
+    def _fetch_rows(self, event: Received, message: FetchCaptured, found: Sequence[KeptSlice]) -> None:
+        if len(found) > 1:
+            text, key = "the rows of a table are fetched one part at a time", message.slice_ids[0].key
+            self._effects.refuse(event.peer, message.request, ErrorCode.PROTOCOL_ERROR, text, key)
+            return
+
+        def read(job: JobDone) -> None:
+            if job.error is not None:
+                self._effects.send(event.peer, refusal_of(message.request, job.error))
+            else:
+                self._effects.send(event.peer, Values(message.request, (found[0].version,)), (job.result,))
+
+        self._effects.start_job(partial(page_of, found[0], message), read)
 
     def done(self, event: Received, message: CaptureDone) -> None:
         """The operator needs this capture no more, and those before it."""
@@ -191,7 +218,7 @@ class Captures:
     def kept_nbytes(self) -> int:
         """Bytes that are kept, as far as they are not the present versions."""
         own = self._open
-        return 0 if own is None else sum(span.nbytes for kept in own.kept.values() for span in kept.spans)
+        return 0 if own is None else sum(kept.nbytes for kept in own.kept.values())
 
     def before_apply(self, group: FusedGroup, record: Record, then: Callable[[], None]) -> None:
         """A round has closed, and will be applied when `then` is called: what it would replace is kept first."""
@@ -280,7 +307,7 @@ class Captures:
         then: Callable[[], None],
     ) -> None:
         """Keeps these slices for the requests that wait for them, and calls `then` when all states are copied."""
-        if optimizer is None:
+        if optimizer is None and not group.is_of_table:
             for slice_, request in due.items():
                 self._kept(own, slice_, request, OptimizerState(), None)
             then()
@@ -293,12 +320,13 @@ class Captures:
             if done.error is not None:
                 self._fail(own, slice_, done.error)
             elif not group.is_gone:
-                self._kept(own, slice_, request, OptimizerState(*done.result), optimizer)
+                rows = done.result if isinstance(done.result, KeptRows) else None
+                self._kept(own, slice_, request, OptimizerState(*(() if rows else done.result)), optimizer, rows)
             if not remaining:
                 then()
 
         for slice_, request in due.items():
-            self._effects.start_job(partial(_export, slice_), partial(exported, slice_, request))
+            self._effects.start_job(partial(copy_of, slice_), partial(exported, slice_, request))
 
     def _kept(
         self,
@@ -307,11 +335,12 @@ class Captures:
         request: CaptureRequest,
         state: OptimizerState,
         optimizer: Optimizer | None,
+        rows: KeptRows | None = None,
     ) -> None:
         if own.wanted.get(slice_) is not request:
             return  # it was given up meanwhile
         del own.wanted[slice_]
-        own.kept[slice_.slice_id] = kept_slice(request.message.step, slice_, state, optimizer)
+        own.kept[slice_.slice_id] = kept_slice(request.message.step, slice_, state, optimizer, rows)
         request.remaining -= 1
         if not request.remaining:
             self._end(own, request)
@@ -371,7 +400,3 @@ class Captures:
                 gone = slice_.group.is_gone
                 assert gone or not is_past(request.message, slice_.log), f"{slice_.key!r} is past its moment"
         assert sum(request.remaining for request in own.waiting.values()) == len(own.wanted), "a capture that has ended"
-
-
-def _export(slice_: Slice, job: int) -> Export:
-    return Export(job, slice_.key, slice_.index)

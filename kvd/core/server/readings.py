@@ -137,6 +137,10 @@ class Readings:
         slices = self.find_slices(event, message.request, message.slice_ids)
         if slices is None:
             return
+        table = next((slice_ for slice_ in slices if slice_.spec.table), None)
+        if table is not None:
+            self._effects.refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, table_text(table.key), table.key)
+            return
         if reader is not None and message.number < reader.number:  # of a read that has ended
             self._effects.send(event.peer, self.surveyed(message.request, slices))
             return
@@ -176,15 +180,11 @@ class Readings:
         return slice_
 
     def find_slices(self, event: Received, request: int, slice_ids: tuple[SliceId, ...]) -> tuple[Slice, ...] | None:
-        """The slices that a reader names; None if one is not here or is a table's, and the sender was told."""
+        """The slices that a reader names; None if one is not here, and the sender was told."""
         found = [self._find(slice_id) for slice_id in slice_ids]
         if len(set(slice_ids)) < len(slice_ids):
             text = "a reader names the same slice twice"
             self._effects.refuse(event.peer, request, ErrorCode.PROTOCOL_ERROR, text, slice_ids[0].key)
-            return None
-        table = next((slice_ for slice_ in found if slice_ is not None and slice_.spec.table), None)
-        if table is not None:
-            self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, table_text(table.key), table.key)
             return None
         if None not in found:
             return tuple([slice_ for slice_ in found if slice_ is not None])
