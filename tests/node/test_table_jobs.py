@@ -284,8 +284,10 @@ def test_a_name_is_that_of_a_table_or_of_a_value() -> None:
     assert Part(part.runner).read([1]) == [[0.25] * WIDTH]
 
 
-def test_states_of_a_table_are_neither_read_nor_stored() -> None:
+def test_what_is_no_state_and_no_piece_of_a_table_changes_nothing() -> None:
     part = Part()
     part.push(({1: [1.0] * WIDTH}, 1), optimizer=Adagrad(0.5))
+    rows = part.read([1, 2])
     assert isinstance(part.runner.run(Export(3, "t", 1)).error, NotAllowed)
-    assert isinstance(part.runner.run(Load(3, "t", 1, 1, (), Span(None, 0, 0))).error, NotAllowed)
+    assert isinstance(part.runner.run(Load(3, "t", 1, 1, (), Span(None, 0, 0))).error, ProtocolError)
+    assert part.read([1, 2]) == rows
