@@ -305,3 +305,12 @@ def test_the_state_of_a_table_is_its_rows() -> None:
     other = Part(part.runner)
     stored = other.runner.run(Load(5, "t", 1, 0, (), page)).result
     assert (stored.number, stored.rows) == (1, 2)
+
+
+def test_what_is_no_state_and_no_piece_of_a_table_changes_nothing() -> None:
+    part = Part()
+    part.push(({1: [1.0] * WIDTH}, 1), optimizer=Adagrad(0.5))
+    rows = part.read([1, 2])
+    assert isinstance(part.runner.run(Export(3, "t", 1)).error, NotAllowed)
+    assert isinstance(part.runner.run(Load(3, "t", 1, 1, (), Span(None, 0, 0))).error, ProtocolError)
+    assert part.read([1, 2]) == rows

@@ -180,9 +180,9 @@ class Captures:
             return
         if any(each.rows is not None for each in found):
             self._fetch_rows(event, message, found)
-            return
-        spans = tuple([span for each in found for span in each.spans])
-        self._effects.send(event.peer, Values(message.request, tuple([each.version for each in found])), spans)
+        else:
+            spans = tuple([span for each in found for span in each.spans])
+            self._effects.send(event.peer, Values(message.request, tuple([each.version for each in found])), spans)
 
     def _fetch_rows(self, event: Received, message: FetchCaptured, found: Sequence[KeptSlice]) -> None:
         if len(found) > 1:
