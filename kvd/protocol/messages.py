@@ -956,7 +956,7 @@ class ListRows:
     request: Number
     key: Key
     index: Number
-    since: Clock
+    since: Annotated[int, Limit(ALL_ROWS, BIGGEST)]
     after: Annotated[int, Limit(-1, LAST_ROW)]
     evicted: bool
 
@@ -1071,17 +1071,20 @@ class OptimizerIs:
 
 @dataclass(frozen=True, slots=True)
 class FetchState:
-    """Send the optimizer's state for one slice. Answered with State."""
+    """Send the optimizer's state for one slice; of a part of a table its rows from this one on, with what the optimizer
+    keeps of them. Answered with State."""
 
     KIND: ClassVar[int] = 52
     request: Number
     key: Key
     index: Number
+    first: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How many updates were made, and the (name, dtype) of each array of the state; the arrays follow as payload."""
+    """How many updates were made, and the (name, dtype) of each array of the state; the arrays follow as payload. Of a
+    part of a table all is in the payload, a piece (`kvd.tables.stored_rows`)."""
 
     KIND: ClassVar[int] = 53
     request: Number
@@ -1091,7 +1094,8 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class StoreState:
-    """Replace the optimizer's state for one slice. The payload is as in State."""
+    """Replace the optimizer's state for one slice; in a part of a table, which nobody has pushed to, put rows. The
+    payload is as in State."""
 
     KIND: ClassVar[int] = 54
     request: Number

@@ -172,6 +172,11 @@ class Table:
 
     # ── what has changed, and copies ──
 
+    @property
+    def tracked(self) -> int | None:
+        """The number of the last update, if the table tracks updates."""
+        return self._keeper.number if self._keeper is not None and self.description.keeping.track_updates else None
+
     def updated_since(self, number: int) -> Ids:
         """The rows that were changed after this update and are there, ascending.
 
@@ -255,6 +260,28 @@ class Table:
         for name, array in slots.items():
             self._slots[name].put(places, array)
         return True
+
+    def store(self, ids: Ids, rows: Array, slots: Mapping[str, Array]) -> None:
+        """Puts rows in place of those of these ids, with what the optimizer keeps of them: it is no update. The table
+        admits them all, as rows of the newest update.
+
+        Args:
+            ids: each once.
+            slots: shape (ids, numbers of a row) each.
+
+        Raises:
+            NotAllowed: there would be too many rows.
+            MemoryError: there is no memory for them.
+        """
+        for name, array in slots.items():
+            if name not in self._slots or self._slots[name].width != array.shape[1]:
+                self._slots[name] = RowArena(array.shape[1], self._dtype)
+        places = self._places(ids)
+        self._weights.put(places, rows)
+        for name, array in slots.items():
+            self._slots[name].put(places, array)
+        if self._keeper is not None:
+            self._keeper.stored(places)
 
     def _places(self, ids: Ids, rule: LazyRule | None = None) -> Places:
         """The places of these ids, each of which is there once; new ones get theirs, and their initial rows."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvd.compute.compiled import warm_up
 from kvd.optimizer import SGD
 from kvd.tables.duplicates import added_up, in_order, of_both
-from kvd.tables.row_arena import RowArena
+from kvd.tables.row_arena import Moves, RowArena
 from kvd.tables.row_index import RowIndex
 from tests.compute.compiled_harness import needs_numba, only_compiled, only_numpy
 
@@ -187,3 +187,22 @@ def test_ids_may_lie_anywhere_in_memory() -> None:
     assert index.find(spread[::-2]).tolist() == list(range(199, -1, -2))
     assert in_order(spread[::-1])[1].tolist() == list(range(199, -1, -1))
     assert of_both(spread[::2], spread[1::2])[0].tolist() == spread.tolist()
+
+
+@pytest.mark.parametrize("large_from", [1 << 20, 1 << 40])
+def test_an_arena_gives_memory_back_and_grows_again(large_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In large pages and without."""
+    monkeypatch.setattr("kvd.tables.row_arena._LARGE_FROM_NBYTES", large_from)
+    arena = RowArena(8, np.dtype(np.float64))
+    arena.require(100_000)
+    arena.put(np.arange(100_000), np.arange(100_000.0)[:, None].repeat(8, axis=1))
+    arena.close_up(Moves(np.array([99_998, 99_999]), np.array([3, 7]), 99_000, 100_000))
+    arena.close_up(Moves(np.zeros(0, np.intp), np.zeros(0, np.intp), 10, 99_000))
+    assert arena.nbytes <= 2 << 20
+    expected = np.array([0, 1, 2, 99_998, 4, 5, 6, 99_999, 8, 9])
+    for count in (10, 50_000, 100_000):
+        arena.require(count)
+        rows = arena.where_they_lie()[:count, 0]
+        assert rows[:10].tolist() == expected.tolist()
+        assert not rows[10:].any()
+        del rows
