@@ -377,6 +377,7 @@ def _picture_of(node: Node, slice_: Any) -> dict[str, Any]:
         "changes": changes,
         "log": (log.version, log.closed, log.step, log.previous_step, log.newest),
         "current": bytes_of(slice_.span(log.current)),
+        "encoded": {version: (each.method, bytes_of(each.span)) for version, each in slice_.encoded.items()},
         "previous": None if log.previous is None else bytes_of(slice_.span(log.previous)),
         "state": (step, slots, [bytes_of(span) for span in spans]),
         "shared": (list(log.shared.starts), list(log.shared.ends)),

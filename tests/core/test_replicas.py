@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvd.compression import TwoBit
+from kvd.compression import to_wire as to_wire_compressor
 from kvd.core.machine import Apply, Received
 from kvd.optimizer import SGD, Adam, to_wire
 from kvd.protocol.messages import (
     NO_RANK,
     Activate,
+    Coding,
     Done,
     Given,
     Hold,
@@ -21,6 +24,7 @@ from kvd.protocol.messages import (
     HoldOptimizer,
     HoldPlace,
     LaterSlice,
+    MergedForm,
     NotYet,
     NotYetReason,
     Refused,
@@ -54,6 +58,40 @@ def test_a_replica_is_the_same_as_its_slice_after_anything(mode: str, dtype: str
     run.kill(A)
     run.look([(B, NO_RANK, NO_RANK), *OTHERS])
     assert run.picture(B) == before
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_replica_encodes_what_its_leader_encodes(dtype: str, seed: int) -> None:
+    """And the server that becomes the backup after that goes on with the same values, and with what was left over."""
+    run = Cluster([HELD, *OTHERS])
+    program = Program(run, Random(seed), dtype, [None, None, SGD(0.5, momentum=0.5)])
+    encoded = 0
+    for number in range(40):
+        program.step()
+        run.settle()
+        encoded += any(slice_["encoded"] for slice_ in run.picture(A)["slices"].values())
+        assert run.picture(A) == run.picture(B), (number, program.clocks)
+    assert encoded > 5
+    assert run.nodes[B].errors() == []
+    run.kill(A)
+    run.look([(B, NO_RANK, C), *OTHERS])
+    run.look([(B, C, NO_RANK), *OTHERS])
+    assert _without_bytes_of_before(run.picture(C)) == _without_bytes_of_before(run.picture(B))
+    for _ in range(10):
+        key = program.random.choice(program.keys)
+        program.clocks[key] += 1
+        coding = Coding(to_wire_compressor(TwoBit()), dtype, 5, MergedForm.FED_BACK)
+        for rank in (0, 1):
+            creation = program.creations[key]
+            run.push(rank, program.clocks[key], program.value(), key=key, at=B, creation=creation, coding=coding)
+        assert _without_bytes_of_before(run.picture(C)) == _without_bytes_of_before(run.picture(B))
+
+
+def _without_bytes_of_before(picture: dict[str, Any]) -> dict[str, Any]:
+    """A server that was sent a slice does not know what its versions were decoded from: it sends them as they are."""
+    slices = {name: {**slice_, "encoded": None} for name, slice_ in picture["slices"].items()}
+    return {**picture, "slices": slices}
 
 
 @pytest.mark.parametrize("seed", range(8))

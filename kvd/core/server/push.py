@@ -18,9 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
 
-from kvd.core.machine import Apply, Buffer, Contribution, JobDone, LogEntry, Received, ScatterList, Span, spans_of
+from kvd.core.machine import (
+    Apply,
+    Contribution,
+    Encoding,
+    JobDone,
+    LogEntry,
+    Received,
+    Span,
+    spans_of,
+)
 from kvd.core.membership import ViewState
 from kvd.core.push_policy import is_updated
 from kvd.core.refusals import code_of
@@ -31,6 +39,8 @@ from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.late import LateWorkers
+from kvd.core.server.made import Made, Use, given_by, unchanged
+from kvd.core.server.merged_codings import asked_by, merged_coding, taken_by
 from kvd.core.server.participants import Participants
 from kvd.core.server.pending import Pending
 from kvd.core.server.progress import PushRequest, Refusal
@@ -41,12 +51,11 @@ from kvd.core.server.staleness import SeenStaleness
 from kvd.core.server.targets import PushTarget, TargetResolver
 from kvd.core.server.waiting import Waiters
 from kvd.errors import KvdError
-from kvd.optimizer import Optimizer, to_wire
+from kvd.optimizer import to_wire
 from kvd.protocol.messages import (
     ABSENT,
     MAX_TEXT_CHARS,
     ErrorCode,
-    Given,
     Hold,
     Push,
     PushBatch,
@@ -55,13 +64,6 @@ from kvd.protocol.messages import (
     Taken,
 )
 from kvd.protocol.specs import accumulator_scale, padded
-
-
-class _Use(NamedTuple):
-    """The optimizer of a round."""
-
-    optimizer: Optimizer | None
-    generation: int
 
 
 class Pushes:
@@ -170,7 +172,8 @@ class Pushes:
         self._readings.step_is_over(push.settled)
         if self._captures.is_waiting:
             self._captures.step_is_over()
-        pending = Pending(event.peer, event.sender, push.request, True, push.pull, len(targets))
+        takes = taken_by(push) if push.pull and isinstance(push, Push) else ""
+        pending = Pending(event.peer, event.sender, push.request, True, push.pull, len(targets), takes=takes)
         self._waiters.wait(pending, rank, targets, _uncounted(decisions) if is_apart else ())
         for target in targets:
             self.advance(target.group)
@@ -200,11 +203,12 @@ class Pushes:
     ) -> None:
         """Each part of the payload starts at a multiple of 8."""
         self._participants.wake(rank)
+        coding = asked_by(push) if isinstance(push, Push) else None
         offset = 0
         for target, decision in zip(targets, decisions, strict=True):
             if decision is Decision.STAGE:
                 span = None if push.how == ABSENT else Span(event.payload, offset, target.nbytes)
-                given = Contribution(rank, target.clock, span, push.samples, push.how, push.step, push.place)
+                given = Contribution(rank, target.clock, span, push.samples, push.how, push.step, push.place, coding)
                 target.group.log.stage(given, request)
                 if not self._view.is_sync:
                     self._participants.pushed(rank, target.group.log)
@@ -225,9 +229,9 @@ class Pushes:
         record = group.log.close_next(self._participants.awaited)
         while record is not None and not record.contributions:  # all who owed it a push have left: no bytes change
             if self._records.holders and self._records.is_held(group.partition):
-                self._hold(group, record, group.log.current, None, _Use(group.optimizer, group.generation))
+                self._hold(group, record, unchanged(group), Use(group.optimizer, group.generation))
                 return
-            self._commit(group, group.log.current)
+            self._commit(group, unchanged(group))
             record = group.log.close_next(self._participants.awaited)
         if record is not None and self._captures.is_waiting:
             self._captures.before_apply(group, record, partial(self._apply, group, record))
@@ -238,16 +242,19 @@ class Pushes:
 
     def _apply(self, group: FusedGroup, record: Record) -> None:
         optimizer = group.optimizer_for(record.number)
-        use = _Use(optimizer, group.generation)  # another one may be set while the job runs
+        merge = group.merge or self._view.settings.merge or "sum"
+        coding = None
+        if optimizer is None and self._view.is_sync and not record.assign:
+            coding = merged_coding(group, record, merge)
+        use = Use(optimizer, group.generation, coding)  # another one may be set while the job runs
         if not is_updated(group.dtype):
             optimizer = None
-        merge = group.merge or self._view.settings.merge or "sum"
         pulled = None
         if group.keeps_pulled and not (self._view.is_sync or record.assign) and optimizer is not None:
             pulled = group.log.progress_of(record.contributions[0].rank).kept
         keeps_merged = (
             bool(self._records.holders)
-            and optimizer is not None
+            and (optimizer is not None or coding is not None)
             and not record.assign
             and self._records.is_held(group.partition)
         )
@@ -265,21 +272,24 @@ class Pushes:
                 optimizer,
                 keeps_merged=keeps_merged,
                 pulled=pulled,
+                encoding=None if coding is None else Encoding(coding, record.number),
             ),
-            partial(self._applied, group, record, use, keeps_merged=keeps_merged),
+            partial(self._applied, group, record, use, is_tuple=keeps_merged or coding is not None),
         )
 
-    def _applied(self, group: FusedGroup, record: Record, use: _Use, done: JobDone, *, keeps_merged: bool) -> None:
+    def _applied(self, group: FusedGroup, record: Record, use: Use, done: JobDone, *, is_tuple: bool) -> None:
         if group.is_gone:  # another server leads it: what was made here counts for nobody
             group.log.give_up()
-        elif done.error is not None:
+            return
+        if done.error is not None:
             self._not_applied(group, done.error)
             self._go_on(group)
-        elif self._records.holders and self._records.is_held(group.partition):
-            buffer, merged = done.result if keeps_merged else (done.result, None)
-            self._hold(group, record, buffer, merged, use)
+            return
+        made = Made(*done.result) if is_tuple else Made(done.result)
+        if self._records.holders and self._records.is_held(group.partition):
+            self._hold(group, record, made, use)
         else:
-            self._commit(group, done.result[0] if keeps_merged else done.result)
+            self._commit(group, made)
             self._go_on(group)
 
     def _go_on(self, group: FusedGroup) -> None:
@@ -289,20 +299,13 @@ class Pushes:
 
     # ── hold ──
 
-    def _hold(
-        self,
-        group: FusedGroup,
-        record: Record,
-        buffer: Buffer | ScatterList,
-        merged: Buffer | None,
-        use: _Use,
-    ) -> None:
+    def _hold(self, group: FusedGroup, record: Record, made: Made, use: Use) -> None:
         """The backup holds the record before the round is a version: it is the new value, or a merged gradient."""
         payload: tuple[Span, ...] = ()
-        if merged is not None:
-            payload = (Span(merged, 0, group.nbytes * accumulator_scale(group.dtype)),)
+        if made.merged is not None:
+            payload = (Span(made.merged, 0, group.nbytes * accumulator_scale(group.dtype)),)
         elif record.contributions:
-            payload = spans_of(buffer, group.nbytes)
+            payload = spans_of(made.buffer, group.nbytes)
         optimizer = None if use.optimizer is None else to_wire(use.optimizer)
         given = [given_by(contribution) for contribution in (*record.contributions, *record.repeated)]
         slice_ids = tuple([slice_.slice_id for slice_ in group.slices])
@@ -312,24 +315,25 @@ class Pushes:
             slice_ids,
             record.number,
             tuple(given),
-            merged is not None,
+            made.merged is not None,
             optimizer,
             use.generation,
+            use.coding if made.merged is not None else None,
         )
-        self._records.hold_round(group.partition, message, lambda _: self._held(group, buffer), payload, slice_ids[0])
+        self._records.hold_round(group.partition, message, lambda _: self._held(group, made), payload, slice_ids[0])
 
-    def _held(self, group: FusedGroup, buffer: Buffer | ScatterList) -> None:
+    def _held(self, group: FusedGroup, made: Made) -> None:
         if group.is_gone:
             group.log.give_up()
             return
-        self._commit(group, buffer)
+        self._commit(group, made)
         self._go_on(group)
 
     # ── commit, answer ──
 
-    def _commit(self, group: FusedGroup, buffer: Buffer | ScatterList) -> None:
+    def _commit(self, group: FusedGroup, made: Made) -> None:
         """The closed round becomes a version, and those who waited for it are answered."""
-        record = group.log.commit(buffer)
+        record = group.commit(made.buffer, made.encoded)
         if not self._view.is_sync:
             self.staleness.committed(group, record)
         self._waiters.settle(group)
@@ -370,9 +374,3 @@ class Pushes:
 
 def _uncounted(decisions: Sequence[Decision]) -> list[int]:
     return [position for position, decision in enumerate(decisions) if decision is Decision.UNCOUNTED]
-
-
-def given_by(contribution: Contribution) -> Given:
-    """What a record says of a contribution."""
-    rank, clock, _, samples, how, step, place = contribution
-    return Given(rank, clock, samples, how, step, place)
