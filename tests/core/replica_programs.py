@@ -26,7 +26,7 @@ from kvd.protocol.messages import (
 )
 from tests.core.replica_harness import FLOATS, A, Cluster
 
-OPTIMIZERS: list[Optimizer] = [SGD(0.5, momentum=0.5), Adam(0.1), RMSProp(0.05), SGD(0.25)]
+OPTIMIZERS: list[Optimizer | None] = [SGD(0.5, momentum=0.5), Adam(0.1), RMSProp(0.05), SGD(0.25)]
 
 
 class Program:
