@@ -2,8 +2,8 @@
 
 First each compressor with its defaults, and some with other parameters, encode and decode one slice of normally
 distributed gradients, in one thread: the best of some tries. Then one worker pushes all keys of a work and waits for
-the end of that, and pushes and pulls them, over a link on which a limited number of bytes leave it per second, as
-`benchmarks.priority` has it; what it pulls is not delayed. All types are done in turn, in one run.
+the end of that, and pushes and pulls them, over a link of limited bandwidth: as many bytes per second leave it as
+arrive, at the same time. All types are done in turn, in one run.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ def steps(types: Sequence[str], sizes: Sequence[int], bytes_per_s: float, rounds
 
     Args:
         sizes: elements of each key.
-        bytes_per_s: what the link lets through.
+        bytes_per_s: what the link lets through, each way.
     """
     found: dict[str, list[Step]] = {name: [] for name in types}
     with LocalCluster(1, processes=True, shared_memory="off") as cluster:  # the server counts as far away
-        with slow_links(bytes_per_s):
+        with slow_links(bytes_per_s, both_ways=True):
             kv = cluster.store()
         keys = [f"key{number}" for number in range(len(sizes))]
         random = np.random.default_rng(2)

@@ -15,7 +15,7 @@ DEFAULT_MIN_BYTES = 64 << 10
 
 DEFAULT_MU = 0.9
 
-_OF_ALL = ("min_bytes", "ef", "momentum", "mu", "state_dir")
+_OF_ALL = ("min_bytes", "ef", "momentum", "mu", "state_dir", "pull")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Compression:
         feeds_back: what compression leaves of a push is added to the next one of the key (error feedback).
         mu: of Nesterov momentum, which every floating value gets first, also one that is sent plain; 0: none.
         state_dir: where a worker keeps what is left over, and the momentum, for itself after a restart; "": nowhere.
+        pulls_encoded: the servers may encode what they merge of these pushes, too.
     """
 
     compressor: Compressor
@@ -34,6 +35,7 @@ class Compression:
     feeds_back: bool = True
     mu: float = 0.0
     state_dir: str = ""
+    pulls_encoded: bool = True
 
 
 def parse(params: object) -> Compression | None:
@@ -61,11 +63,12 @@ def parse(params: object) -> Compression | None:
     feeds_back = _is_chosen("ef", "vanilla", given.pop("ef")) if "ef" in given else cls.feeds_back
     mu = _mu(given)
     state_dir = _state_dir(given, is_kept=feeds_back or mu > 0)
-    return Compression(cls(**given), min_bytes, feeds_back, mu, state_dir)
+    pulls_encoded = _is_chosen("pull", "encoded", given.pop("pull", "encoded"), "plain")
+    return Compression(cls(**given), min_bytes, feeds_back, mu, state_dir, pulls_encoded)
 
 
-def _is_chosen(option: str, choice: str, value: object) -> bool:
-    require(option, value in (choice, "none"), f'"{choice}" or "none"', value)
+def _is_chosen(option: str, choice: str, value: object, other: str = "none") -> bool:
+    require(option, value in (choice, other), f'"{choice}" or "{other}"', value)
     return value == choice
 
 

@@ -33,6 +33,15 @@ class Compressor:
     def check(self) -> None:
         """Raise ConfigError if a field of this compressor is out of its range."""
 
+    def of_merged(self, count: int) -> Compressor | None:
+        """What servers encode the sum of ``count`` pushed values with; 1 if they are averaged. None: workers pull it
+        plain.
+
+        Raises:
+            ConfigError: a field of that compressor is out of its range.
+        """
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class FP16(Compressor):
@@ -80,6 +89,10 @@ class TwoBit(Compressor):
         if self.threshold is not None:
             require("threshold", 2.0**-126 <= self.threshold < 2.0**127, "> 0 in float32", self.threshold)
 
+    def of_merged(self, count: int) -> TwoBit:
+        """A threshold as much larger as the sum may be: what is left over stays below it then, in every round."""
+        return self if self.threshold is None else TwoBit(self.threshold * count)
+
 
 @dataclass(frozen=True, slots=True)
 class OneBit(Compressor):
@@ -104,6 +117,10 @@ class OneBit(Compressor):
     def check(self) -> None:
         """Raise ConfigError if a field of this compressor is out of its range."""
         require("threshold", abs(self.threshold) < 2.0**127, "a number of float32", self.threshold)
+
+    def of_merged(self, count: int) -> OneBit | None:
+        """Of the mean: 1 and −1 cannot say a sum of several, and what is left over would grow from round to round."""
+        return self if count == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +192,10 @@ class Signs(Compressor):
     """
 
     scaling: bool = True
+
+    def of_merged(self, count: int) -> Signs | None:
+        """Without scaling, of the mean only: 1 and −1 cannot say a sum of several."""
+        return self if self.scaling or count == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +306,10 @@ class PowerSGD(Compressor):
         """Raise ConfigError if a field of this compressor is out of its range."""
         require("rank", 1 <= self.rank <= 1024, "from 1 to 1024", self.rank)
         require("seed", self.seed >= 0, "≥ 0", self.seed)
+
+    def of_merged(self, count: int) -> None:
+        """A server has slices of values, and not their shapes."""
+        return
 
 
 def _check_block(block: int) -> None:

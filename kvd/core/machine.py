@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 from kvd.core.principals import HOLDER, Principal
 from kvd.core.requests import Request
 from kvd.errors import KvdError
-from kvd.protocol.messages import NO_RUN, Epoch, Message, PathKind
+from kvd.protocol.messages import NO_RUN, Epoch, MergedCoding, Message, PathKind
 from kvd.protocol.specs import KeySpec
 
 Buffer: TypeAlias = Any  # memory that machines pass on and never read
@@ -241,6 +241,7 @@ class Contribution(NamedTuple):
     how: int
     step: int = 0  # of the worker, when it pushed this
     place: int = 0  # where the program of the worker is, see `kvd.core.places`
+    coding: MergedCoding | None = None  # how it travelled, if what it is merged into may become that as well
 
     def part(self, offset: int, nbytes: int) -> Contribution:
         """The contribution to `nbytes` of its bytes, from `offset` on."""
@@ -284,6 +285,21 @@ class TableVersion(NamedTuple):
     nbytes: int
 
 
+class Encoding(NamedTuple):
+    """How the merged gradient that makes this version is encoded."""
+
+    coding: MergedCoding
+    version: int
+
+
+class EncodedValue(NamedTuple):
+    """The bytes that the value of a slice was decoded from, and the compressor (`kvd.compression.to_wire`) that made
+    them."""
+
+    method: Any
+    span: Span
+
+
 class Create(NamedTuple):
     """Make the first version of each of these slices. Its JobDone has a list of their buffers; of a part of a table, a
     TableVersion."""
@@ -301,6 +317,11 @@ class Apply(NamedTuple):
     A merged gradient is in the dtype that contributions are summed in, float32 for float16 and bfloat16, element by
     element as in the group; what lies between two slices there does not matter. There is one only with an optimizer,
     and without `assign`; of a part of a table always, which is its merged rows with their ids.
+
+    With `encoding` there is no optimizer, and the group is one slice. The merged gradient is encoded, and the new
+    version is what that decodes into. The JobDone has a triple, those two and an EncodedValue; None for the last one:
+    this compressor encodes no merged values. What is left over belongs to the state of the slice, for the next version
+    that is merged, with or without `encoding`.
 
     `pulled`: the version that the one contribution was calculated from, where the optimizer compensates for delays.
     What it makes of the contribution is the merged gradient then.
@@ -323,6 +344,8 @@ class Apply(NamedTuple):
     keeps_merged: bool = False
     is_merged: bool = False  # the one contribution with a span is such a merged gradient, of another server
     pulled: Buffer | ScatterList | None = None
+    encoding: Encoding | None = None
+    is_final: bool = False  # the one contribution is the new version, of another server: nothing is left over to add
 
 
 class ReadRows(NamedTuple):

@@ -7,16 +7,24 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
-from kvd.protocol.messages import Captured, CaptureWhen, Departure, SliceId, Surveyed
+from kvd.protocol.messages import Captured, CaptureWhen, Departure, MergedForm, SliceId, Surveyed
 from kvd.protocol.specs import KeySpec
 
 
 class Encoded(NamedTuple):
-    """The encoded slices of a value: what decodes them (`kvd.protocol.messages.Coding`), and the offset and size in
-    bytes of each."""
+    """The encoded slices of a value: what decodes them (`kvd.protocol.messages.Coding`), the offset and size in bytes
+    of each, and what may become of the values that they are merged into."""
 
     method: Any
     ranges: tuple[tuple[int, int], ...]
+    merged: MergedForm = MergedForm.PLAIN
+
+
+class TakenForm(NamedTuple):
+    """The form in which pulled values may come: the name of a compressor, and the keys of which specs."""
+
+    compressor: str
+    fits: Callable[[KeySpec], bool]
 
 
 class Item(NamedTuple):
@@ -104,6 +112,7 @@ class Transfer:
     some_encoded: bool = False  # sources of some items are encoded
     sets_out: Callable[[Sequence[int]], None] | None = None  # gets the clocks of a push, one per item, as it sets out
     some_rows: bool = False  # some items are rows of tables
+    takes: TakenForm | None = None  # without a push
 
 
 @dataclass(frozen=True, slots=True)

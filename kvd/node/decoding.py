@@ -1,7 +1,7 @@
-"""Pushed slices that travel in another form than their key has: in another dtype, or compressed.
+"""Slices that travel in another form than their key has: in another dtype, or compressed.
 
-What a peer sent is checked when it arrives, so that decoding it cannot fail; it is decoded when it is merged. So a push
-that the machine does not admit costs little, however many elements it says it has.
+What a peer sent is checked when it arrives, so that decoding it cannot fail; it is decoded when it is merged, or copied
+to where a call wants it. So what the machine does not admit costs little, however many elements it says it has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvd.compute.quiet import quietly
 from kvd.compute.tensors import named_dtype
 from kvd.core.machine import Buffer
 from kvd.errors import ProtocolError
-from kvd.protocol.messages import Coding, Message, Push
+from kvd.protocol.messages import Coding, Message, Push, Values
 from kvd.protocol.specs import DTYPES, MAX_SLICE_BYTES
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -29,20 +29,31 @@ FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 class CodedSlice:
     """The bytes of a slice as they travelled, checked. In a Span it stands for what they decode into."""
 
-    __slots__ = ("_decode",)
+    __slots__ = ("_decode", "_dtype", "_size")
 
-    def __init__(self, decode: Callable[[], Array]) -> None:
+    def __init__(self, decode: Callable[[Array | None], Array], size: int, dtype: np.dtype[Any]) -> None:
         self._decode = decode
+        self._size = size
+        self._dtype = dtype
 
     def decoded(self) -> Array:
-        """The elements of the slice, in the dtype of its key."""
-        return quietly(self._decode)
+        """The elements of the slice, in the dtype of its key, in memory of their own."""
+        return quietly(self._decode, None)
+
+    def decode_into(self, target: Any, start: int) -> None:
+        """Write the elements into a buffer, from byte `start` on."""
+        if not self._size:
+            return
+        out = np.frombuffer(target, self._dtype, self._size, start)
+        made = quietly(self._decode, out)
+        if made is not out:
+            np.copyto(out, made)
 
 
 def arrived(message: Message, payload: memoryview | None) -> tuple[Buffer, int, str]:
     """The payload, for how many bytes of its key it stands, and why it cannot be decoded ("": it can)."""
     nbytes = 0 if payload is None else payload.nbytes
-    if type(message) is not Push or message.coding is None or payload is None:
+    if not isinstance(message, Push | Values) or message.coding is None or payload is None:
         return payload, nbytes, ""
     data = np.frombuffer(payload, np.uint8) if nbytes else np.empty(0, np.uint8)
     try:
@@ -55,15 +66,15 @@ def _checked(coding: Coding, data: Array) -> tuple[CodedSlice, int]:
     wanted = DTYPES.get(coding.wanted)
     if wanted is None or not wanted.is_float:
         raise ProtocolError(f"nothing becomes {coding.wanted!r}: it is no floating dtype")
-    nbytes = coding.size * wanted.itemsize
+    dtype, nbytes = named_dtype(coding.wanted), coding.size * wanted.itemsize
     if nbytes > MAX_SLICE_BYTES:
         raise ProtocolError(f"a slice has at most {MAX_SLICE_BYTES} bytes, not {nbytes}")
     if isinstance(coding.method, str):
         decode = _cast(coding.method, data, coding)
     else:
         codec = _codec_for(coding, data)
-        decode = partial(_decompressed, codec, data, coding.size, named_dtype(coding.wanted))
-    return CodedSlice(decode), nbytes
+        decode = partial(_decompressed, codec, data, coding.size, dtype)
+    return CodedSlice(decode, coding.size, dtype), nbytes
 
 
 def _codec_for(coding: Coding, data: Array) -> Codec:
@@ -80,16 +91,18 @@ def _codec_for(coding: Coding, data: Array) -> Codec:
     return codec
 
 
-def _cast(name: str, data: Array, coding: Coding) -> Callable[[], Array]:
+def _cast(name: str, data: Array, coding: Coding) -> Callable[[Array | None], Array]:
     given = DTYPES.get(name)
     if given is None or not given.is_float:
         raise ProtocolError(f"nothing is made of {name!r:.40}: it is no floating dtype")
     if data.size != coding.size * given.itemsize:
         raise ProtocolError(f"{coding.size} elements of {name} have {coding.size * given.itemsize} bytes")
-    return partial(data.view(named_dtype(name)).astype, named_dtype(coding.wanted))
+    values, dtype = data.view(named_dtype(name)), named_dtype(coding.wanted)
+    return lambda _: values.astype(dtype)
 
 
-def _decompressed(codec: Codec, data: Array, size: int, dtype: np.dtype[Any]) -> Array:
-    values = np.empty(size, FLOAT32)
+def _decompressed(codec: Codec, data: Array, size: int, dtype: np.dtype[Any], out: Array | None) -> Array:
+    """The elements: in `out`, if they need not be converted and it is given."""
+    values = out if out is not None and dtype == FLOAT32 else np.empty(size, FLOAT32)
     codec.decode(data, values)
     return values if dtype == FLOAT32 else values.astype(dtype)

@@ -47,6 +47,7 @@ from kvd.core.machine import (
 )
 from kvd.errors import ConnectError, KvdError
 from kvd.node.background import Background
+from kvd.node.decoding import CodedSlice
 from kvd.node.jobs import JobRunner
 from kvd.node.reassembly import ReassemblyBuffer
 from kvd.node.receiving import MessageReceiver
@@ -187,6 +188,9 @@ class Driver:
 
 def copy_rows(effect: Copy) -> None:
     """Copies received bytes to the memory that a call named."""
+    if isinstance(effect.source, CodedSlice):
+        _decode_row(effect.source, effect)
+        return
     source = memoryview(effect.source) if effect.source is not None else NOTHING
     for target, (start, offset, nbytes) in zip(effect.targets, effect.rows, strict=True):
         if target is None or not nbytes:
@@ -197,6 +201,15 @@ def copy_rows(effect: Copy) -> None:
             memoryview(target)[start : start + nbytes] = source[offset : offset + nbytes]
         else:  # NumPy lets other threads run meanwhile, which costs more than a short copy
             np.frombuffer(target, np.uint8)[start : start + nbytes] = np.frombuffer(source, np.uint8, nbytes, offset)
+
+
+def _decode_row(coded: CodedSlice, effect: Copy) -> None:
+    """The one row of a copy is a slice that travelled encoded."""
+    ((start, _, nbytes),), (target,) = effect.rows, effect.targets
+    if type(target) is ReassemblyBuffer:
+        target.add(start, Span(coded, 0, nbytes))
+    elif target is not None:
+        coded.decode_into(target, start)
 
 
 def _log(effect: LogEntry) -> None:

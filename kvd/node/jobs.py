@@ -8,15 +8,19 @@ from zlib import crc32
 
 import numpy as np
 
+from kvd.compression import from_wire
+from kvd.compute.codecs import ShapedCodec, add_left_over, codec_of, encode_merged
 from kvd.compute.delays import compensated
-from kvd.compute.merge import accumulator_dtype
+from kvd.compute.merge import accumulator_dtype, merge
 from kvd.compute.optimizers import SliceState, apply_update
+from kvd.compute.quiet import quietly
 from kvd.compute.tensors import named_dtype
 from kvd.core.machine import (
     Apply,
     Buffer,
     Checksums,
     Create,
+    EncodedValue,
     Export,
     FirstBytes,
     Job,
@@ -54,11 +58,28 @@ def view(span: Span, dtype: np.dtype[Any]) -> Array:
 
 
 def _pushed(span: Span, dtype: np.dtype[Any]) -> Array:
-    """What was pushed as a 1-D array."""
+    """What was pushed as a 1-D array, which may be written to if it was encoded."""
     if not isinstance(span.buffer, CodedSlice):
         return view(span, dtype)
-    start = span.offset // dtype.itemsize
-    return span.buffer.decoded()[start : start + span.nbytes // dtype.itemsize]
+    return span.buffer.decoded()  # it is all of one slice
+
+
+def _merged(job: Apply, given: Sequence[tuple[int, Array]], memory: Array) -> Array:
+    """What was merged, in an array that may be written to: `memory`, or what was decoded."""
+    arrays = [array for _, array in given]
+    if job.is_merged:
+        return arrays[0].copy()
+    mode: Any = job.merge
+    out = arrays[0] if arrays[0].flags.owndata and arrays[0].flags.writeable else memory
+    merge(arrays, out, mode, [number for number, _ in given])
+    return out
+
+
+def _use_up(state: SliceState, value: Array | None) -> None:
+    """What encoding has left over belongs to this value, which is not encoded; None: to none."""
+    if state.residual is not None and value is not None:
+        add_left_over(value, state.residual)
+    state.residual = None
 
 
 def gathered(buffer: Buffer | ScatterList, nbytes: int) -> Array:
@@ -199,7 +220,7 @@ class JobRunner:
         np.copyto(made, view(first.source, UINT8))
         return made
 
-    def _apply(self, job: Apply) -> Array | tuple[Array, Span]:
+    def _apply(self, job: Apply) -> Array | tuple[Array, Span] | tuple[Array, Span | None, EncodedValue | None]:
         dtype = named_dtype(job.dtype)
         current = gathered(job.current, job.nbytes).view(dtype)
         given_dtype = accumulator_dtype(dtype) if job.is_merged else dtype
@@ -210,6 +231,8 @@ class JobRunner:
             np.copyto(out, given[0][1] if given else current)
             self._states.renew(job.group, job.layout, dtype.itemsize)
             return made
+        if job.encoding is not None:
+            return self._encoded(job, current.size, given, made)
         if job.pulled is not None:
             arrays, samples = [array for _, array in given], [number for number, _ in given]
             mode: Any = job.merge
@@ -223,6 +246,32 @@ class JobRunner:
         merged = self._allocate(current.size * accumulator_dtype(dtype).itemsize)
         self._update(job, current, given, out, merged.view(accumulator_dtype(dtype)))
         return made, Span(merged, 0, merged.nbytes)
+
+    def _encoded(
+        self, job: Apply, size: int, given: Sequence[tuple[int, Array]], made: Array
+    ) -> tuple[Array, Span | None, EncodedValue | None]:
+        """Encodes what is merged; the new version is what that decodes into."""
+        assert job.encoding is not None
+        (method, feeds_back), version = job.encoding
+        dtype, (key, index, *_) = named_dtype(job.dtype), job.layout[0]
+        codec = codec_of(from_wire(method))
+        state = self._states.of_group(job.group, job.layout, dtype.itemsize)[0].state
+        sums = _merged(job, given, np.empty(size, dtype))
+        merged = None
+        if job.keeps_merged:
+            kept = self._allocate(size * accumulator_dtype(dtype).itemsize)
+            kept.view(accumulator_dtype(dtype))[:] = sums
+            merged = Span(kept, 0, kept.nbytes)
+        if isinstance(codec, ShapedCodec):
+            np.copyto(made.view(dtype), sums, casting="unsafe")
+            _use_up(state, made.view(dtype))
+            return made, merged, None
+        out = self._allocate(codec.max_nbytes(size))
+        left_over = sums if sums.dtype == np.float32 else quietly(sums.astype, np.float32)
+        nonce = crc32(f"merged {index} {version} {key}".encode())
+        nbytes = encode_merged(codec, left_over, state.residual, out, made.view(dtype), nonce)
+        state.residual = left_over if feeds_back else None
+        return made, merged, EncodedValue(method, Span(out, 0, nbytes))
 
     def _update(
         self, job: Apply, current: Array, given: Sequence[tuple[int, Array]], out: Array, merged: Array | None
@@ -245,6 +294,7 @@ class JobRunner:
                 is_merged=job.is_merged,
                 slice_id=ranges[0].first,
             )
+            _use_up(ranges[0].state, None if optimizer is not None or job.is_final else out)
             return
         after = [each._replace(state=each.state.copy()) for each in ranges]  # if one update fails, none has changed
         for array in (out,) if merged is None else (out, merged):
@@ -262,6 +312,7 @@ class JobRunner:
                 is_merged=job.is_merged,
                 slice_id=first,
             )
+            _use_up(state, None if optimizer is not None or job.is_final else out[start:stop])
         self._states.keep(job.group, after)
 
     # ── optimizer states: on the wire they are the step, then name, dtype and bytes of each array ──

@@ -191,7 +191,8 @@ def _part(whole: StateRange, start: int, stop: int) -> StateRange:
     state, low, high = whole.state, start - whole.start, stop - whole.start
     master = None if state.master is None else state.master[low:high]
     slots = {name: slot[low:high] for name, slot in state.slots.items()}
-    return StateRange(start, stop, SliceState(state.step, master, slots))
+    residual = None if state.residual is None else state.residual[low:high]
+    return StateRange(start, stop, SliceState(state.step, master, slots, residual))
 
 
 def _joined(ranges: list[StateRange]) -> list[StateRange]:
@@ -204,13 +205,16 @@ def _joined(ranges: list[StateRange]) -> list[StateRange]:
     state = SliceState(first.step)
     if first.master is not None:
         state.master = _side_by_side(total, [(each, each.state.master) for each in ranges])
+    if first.residual is not None:
+        state.residual = _side_by_side(total, [(each, each.state.residual) for each in ranges])
     for name in first.slots:
         state.slots[name] = _side_by_side(total, [(each, each.state.slots[name]) for each in ranges])
     return [StateRange(0, total, state)]
 
 
-def _kind(state: SliceState) -> tuple[int, bool, dict[str, np.dtype[Any]]]:
-    return state.step, state.master is None, {name: slot.dtype for name, slot in state.slots.items()}
+def _kind(state: SliceState) -> tuple[int, bool, bool, dict[str, np.dtype[Any]]]:
+    slots = {name: slot.dtype for name, slot in state.slots.items()}
+    return state.step, state.master is None, state.residual is None, slots
 
 
 def _side_by_side(total: int, parts: Sequence[tuple[StateRange, Array | None]]) -> Array:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from kvd.core.machine import Span
+from kvd.node.decoding import CodedSlice
 
 
 class ReassemblyBuffer:
-    """Keeps received bytes where they arrived, without a copy, until they are put into an array."""
+    """Keeps received bytes where they arrived, without a copy and as they travelled, until they are put into an
+    array."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[int, Span]] = []
@@ -21,7 +23,9 @@ class ReassemblyBuffer:
         """Copy all bytes into the target, a contiguous writable buffer, and forget them."""
         whole = memoryview(target).cast("B")
         for offset, span in self._parts:
-            if span.nbytes:
+            if isinstance(span.buffer, CodedSlice):
+                span.buffer.decode_into(whole, offset)
+            elif span.nbytes:
                 part = memoryview(span.buffer).cast("B")[span.offset : span.offset + span.nbytes]
                 whole[offset : offset + span.nbytes] = part
         self._parts = []

@@ -35,6 +35,7 @@ MAX_MEMBERS = 200
 MAX_CLAIMED = 1 << 16  # workers or servers that a message may claim; a scheduler says what is wrong from MAX_MEMBERS on
 MAX_REPLICAS = 2
 MAX_TEXT_CHARS = 1000
+MAX_COMPRESSOR_CHARS = 80
 SMALL_PUSH_BYTES = 16 << 10
 MAX_HELD = 4096  # requests in one Waits
 MAX_WAITS = 64  # of them with details
@@ -823,16 +824,28 @@ class StepInto:
     is_past_loop: bool = False
 
 
+class MergedForm(Enum):
+    """What may become of a round's merged value, where no optimizer is applied to it."""
+
+    PLAIN = 0  # it is the new value
+    ENCODED = 1  # it is encoded, and the new value is what that decodes into
+    FED_BACK = 2  # the same, and what is left over is added to that of the next round
+
+
 class Coding(NamedTuple):
     """What the bytes of a slice are on their way: its elements in another dtype, or what a compressor made of them.
 
     `method` is the name of that dtype, or what `kvd.compression.to_wire` gives. The receiver makes `size` elements of
     the dtype `wanted` of it, which is that of the key.
+
+    Of a push, `merged` says whether the server may encode what it merges of the round, too. Such a push takes the value
+    in that form.
     """
 
     method: Plain
     wanted: Annotated[str, Limit(1, 16)]
     size: Annotated[int, Limit(0, MAX_SLICE_BYTES)]
+    merged: MergedForm = MergedForm.PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -930,11 +943,14 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Send these slices: exactly version `clock` in sync mode, not before my push `clock` in async, or ANY_CLOCK."""
+    """Send these slices: exactly version `clock` in sync mode, not before my push `clock` in async, or ANY_CLOCK.
+
+    With `takes`, the name of a compressor, there is one part, and its value may come as such a compressor made it."""
 
     KIND: ClassVar[int] = 42
     request: Number
     parts: Parts
+    takes: Annotated[str, Limit(0, MAX_COMPRESSOR_CHARS)] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -973,11 +989,14 @@ class RowList:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The requested slices, in order, as payload, and their versions; a batch may have one version for all slices."""
+    """The requested slices, in order, as payload, and their versions; a batch may have one version for all slices.
+
+    With `coding` it is one slice, which the receiver decodes."""
 
     KIND: ClassVar[int] = 43
     request: Number
     versions: Annotated[tuple[Number, ...], Limit(1, MAX_PARTS)]
+    coding: Coding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -1511,6 +1530,14 @@ class Install:
     images: Annotated[tuple[SliceImage, ...], Limit(1, MAX_PARTS)]
 
 
+class MergedCoding(NamedTuple):
+    """How a merged value is encoded: by what `kvd.compression.to_wire` gives, and whether what is left over of it is
+    added to that of the next round."""
+
+    method: Plain
+    feeds_back: bool
+
+
 @dataclass(frozen=True, slots=True)
 class InstallRows:
     """Keep this piece of a part of a table, the payload (`kvd.tables.copies`), until an Install makes the part of all
@@ -1528,9 +1555,10 @@ class Hold:
     """Hold the record that makes this version of these slices, which are updated as one. Answered with Done.
 
     The payload is the merged gradient in the dtype in which it was summed (`is_gradient`), which the optimizer is
-    applied to; or the new value; or nothing, if the bytes stay as they are. Of a part of a table it is the merged rows,
-    as in a Push; those of so many HoldRows belong to the round as well (`rows_before`). `generation` counts the
-    optimizers that were set: with another one than before, the optimizer's state starts over.
+    applied to, or which is encoded as `coding` says; or the new value; or nothing, if the bytes stay as they are. Of a
+    part of a table it is the merged rows, as in a Push; those of so many HoldRows belong to the round as well
+    (`rows_before`). `generation` counts the optimizers that were set: with another one than before, the optimizer's
+    state starts over.
     """
 
     KIND: ClassVar[int] = 81
@@ -1542,6 +1570,7 @@ class Hold:
     is_gradient: bool
     optimizer: Plain
     generation: Count
+    coding: MergedCoding | None = None
     rows_before: Count = 0
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 import numpy as np
 
+from kvd.compression import known_compressors
+from kvd.compression import to_wire as to_wire_compressor
 from kvd.optimizer import SGD, Adam, Optimizer, RMSProp, to_wire
 from kvd.protocol.messages import (
     NO_STEP,
+    Coding,
     ComeTo,
     Delete,
     Done,
     KeyId,
+    MergedForm,
     SetOptimizer,
     StoreState,
     TakeStep,
@@ -21,13 +26,20 @@ from kvd.protocol.messages import (
 )
 from tests.core.replica_harness import FLOATS, A, Cluster
 
-OPTIMIZERS: list[Optimizer] = [SGD(0.5, momentum=0.5), Adam(0.1), RMSProp(0.05), SGD(0.25)]
+OPTIMIZERS: list[Optimizer | None] = [SGD(0.5, momentum=0.5), Adam(0.1), RMSProp(0.05), SGD(0.25)]
 
 
 class Program:
-    """Two workers that do anything, with one key of each kind, and a batch of three."""
+    """Two workers that do anything, with one key of each kind, and a batch of three.
 
-    def __init__(self, run: Cluster, random: Random, dtype: str) -> None:
+    Args:
+        optimizers: those that they set; with None first, they compress, too.
+    """
+
+    def __init__(
+        self, run: Cluster, random: Random, dtype: str, optimizers: Sequence[Optimizer | None] = OPTIMIZERS
+    ) -> None:
+        self.optimizers = optimizers
         self.run, self.random, self.dtype = run, random, dtype
         self.keys = ["a", "b", "c"]
         self.clocks = dict.fromkeys(self.keys, 0)
@@ -46,6 +58,8 @@ class Program:
     def step(self) -> None:
         does = [self.push, self.push, self.push_together, self.push_together, self.broadcast]
         does += [self.set_optimizer, self.change, self.store, self.come, self.remake, self.loops]
+        if not self.optimizers[0]:
+            does += [self.push_encoded] * 6
         self.random.choice(does)()
 
     def push(self) -> None:
@@ -54,6 +68,19 @@ class Program:
         self.is_apart = True
         for rank in self.random.sample((0, 1), 2):
             self.run.push(rank, self.clocks[key], self.value(), key=key, creation=self.creations[key], step=rank)
+
+    def push_encoded(self) -> None:
+        """Without an optimizer, the servers encode what they merge of it; one worker may ask for something else."""
+        key = self.random.choice(self.keys)
+        self.clocks[key] += 1
+        self.is_apart = True
+        name = self.random.choice(["2bit", "topk", "int8", "randomk", "1bit"])
+        method = to_wire_compressor(known_compressors()[name]())
+        forms = [MergedForm.FED_BACK, self.random.choice([*MergedForm, MergedForm.FED_BACK])]
+        for rank in self.random.sample((0, 1), 2):
+            coding = Coding(method, self.dtype, 5, forms[rank])
+            creation = self.creations[key]
+            self.run.push(rank, self.clocks[key], self.value(), key=key, creation=creation, coding=coding)
 
     def push_together(self) -> None:
         if len(set(self.clocks.values())) > 1 or any(self.creations.values()):
@@ -74,9 +101,11 @@ class Program:
         return None
 
     def set_optimizer(self) -> None:
-        self.optimizer = self.random.choice(OPTIMIZERS)
+        self.optimizer = self.random.choice(self.optimizers)
         for rank in (0, 1):
-            self.run.say(rank, SetOptimizer(self.run.request(), to_wire(self.optimizer)))
+            self.run.say(
+                rank, SetOptimizer(self.run.request(), None if self.optimizer is None else to_wire(self.optimizer))
+            )
 
     def change(self) -> None:
         if self.optimizer is not None:

@@ -47,6 +47,7 @@ def picture_of(runner: JobRunner, slice_: Any) -> dict[str, Any]:
         "changes": changes,
         "log": (log.version, log.closed, log.step, log.previous_step, log.newest),
         "current": _version_of(slice_, log.current),
+        "encoded": {version: (each.method, bytes_of(each.span)) for version, each in slice_.encoded.items()},
         "previous": None if log.previous is None else _version_of(slice_, log.previous),
         "state": (step, slots, [bytes_of(span) for span in spans]),
         "shared": (list(log.shared.starts), list(log.shared.ends)),

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvd.compression import TwoBit
+from kvd.compression import to_wire as to_wire_compressor
 from kvd.core.machine import Apply, Received
 from kvd.optimizer import SGD, Adam, to_wire
 from kvd.protocol.messages import (
     NO_RANK,
     Activate,
+    Coding,
     Done,
     Given,
     Hold,
@@ -21,6 +24,7 @@ from kvd.protocol.messages import (
     HoldOptimizer,
     HoldPlace,
     LaterSlice,
+    MergedForm,
     NotYet,
     NotYetReason,
     Refused,
@@ -30,7 +34,7 @@ from kvd.protocol.messages import (
 )
 from tests.core.fakes import NodePeer, member
 from tests.core.replica_harness import FLOATS, A, B, C, Cluster, Wire
-from tests.core.replica_programs import Program
+from tests.core.replica_programs import OPTIMIZERS, Program
 from tests.core.test_promotion import OTHERS, ready
 from tests.core.test_records import HELD, ONE
 
@@ -56,20 +60,57 @@ def test_a_replica_is_the_same_as_its_slice_after_anything(mode: str, dtype: str
     assert run.picture(B) == before
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_replica_encodes_what_its_leader_encodes(dtype: str, seed: int) -> None:
+    """And the server that becomes the backup after that goes on with the same values, and with what was left over."""
+    run = Cluster([HELD, *OTHERS])
+    program = Program(run, Random(seed), dtype, [None, None, SGD(0.5, momentum=0.5)])
+    encoded = 0
+    for number in range(40):
+        program.step()
+        run.settle()
+        encoded += any(slice_["encoded"] for slice_ in run.picture(A)["slices"].values())
+        assert run.picture(A) == run.picture(B), (number, program.clocks)
+    assert encoded > 5
+    assert run.nodes[B].errors() == []
+    run.kill(A)
+    run.look([(B, NO_RANK, C), *OTHERS])
+    run.look([(B, C, NO_RANK), *OTHERS])
+    assert _without_bytes_of_before(run.picture(C)) == _without_bytes_of_before(run.picture(B))
+    for _ in range(10):
+        key = program.random.choice(program.keys)
+        program.clocks[key] += 1
+        coding = Coding(to_wire_compressor(TwoBit()), dtype, 5, MergedForm.FED_BACK)
+        for rank in (0, 1):
+            creation = program.creations[key]
+            run.push(rank, program.clocks[key], program.value(), key=key, at=B, creation=creation, coding=coding)
+        assert _without_bytes_of_before(run.picture(C)) == _without_bytes_of_before(run.picture(B))
+
+
+def _without_bytes_of_before(picture: dict[str, Any]) -> dict[str, Any]:
+    """A server that was sent a slice does not know what its versions were decoded from: it sends them as they are."""
+    slices = {name: {**slice_, "encoded": None} for name, slice_ in picture["slices"].items()}
+    return {**picture, "slices": slices}
+
+
+@pytest.mark.parametrize("seed", range(16))
 def test_records_that_overtake_each_other_lead_to_the_same_replica(seed: int) -> None:
     """Messages between the servers arrive in any order, twice, or only after they were sent again."""
     random = Random(seed)
-    run = Cluster([HELD, *OTHERS], auto=True, mode=random.choice(["sync", "async"]))
-    program = Program(run, random, "float32")
+    compresses = seed >= 8
+    mode = "sync" if compresses else random.choice(["sync", "async"])
+    run = Cluster([HELD, *OTHERS], auto=True, mode=mode)
+    program = Program(run, random, "float32", [None, SGD(0.5, momentum=0.5)] if compresses else OPTIMIZERS)
+    push = program.push_encoded if compresses else program.push
     run.auto = False
     for _ in range(12):
-        program.push() if random.random() < 0.6 else program.set_optimizer()
+        push() if random.random() < 0.6 else program.set_optimizer()
         if random.random() < 0.3:
             program.change()
         for _ in range(random.randrange(4)):
             _shuffle(run, random)
-    for _ in range(300):
+    for _ in range(600):
         _shuffle(run, random)
         run.tick(0.2)
         if not run.wires and not run.nodes[A].machine.explain(0.0)["records_waiting"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -50,3 +51,26 @@ def test_a_server_dies_while_compressed_pushes_are_under_way() -> None:
     with LocalCluster(2, 2, processes=True, replicas=2, slice_bytes="64KiB") as cluster:
         for weight in cluster.run(program):
             np.testing.assert_array_equal(weight, expected())
+
+
+@pytest.mark.soak
+def test_a_server_dies_while_what_it_has_merged_is_pulled_encoded() -> None:
+    """Every value is that of a run in which nobody dies, at both workers, so the backup had the same left over."""
+
+    def program(kv: kvd.KVStore) -> Any:
+        kv.init("w", np.zeros(SIZE, np.float32))
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        value, digests = np.empty(SIZE, np.float32), []
+        for step in range(STEPS):
+            kv.pushpull("w", gradient(kv.rank, step).astype(np.float32), out=value)
+            digests.append(crc32(value.tobytes()))
+            if kv.rank == 0 and step == STEPS // 3 and dies[0]:
+                cluster.kill_server(0)
+        return digests
+
+    found = []
+    for dying in (False, True):
+        dies = [dying]
+        with LocalCluster(2, 2, processes=True, replicas=2, slice_bytes="64KiB") as cluster:
+            found += cluster.run(program)
+    assert found[1:] == found[:1] * 3

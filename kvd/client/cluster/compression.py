@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from kvd.client.calls.values import Array, Source
 from kvd.client.cluster.kept_files import Kept, KeptFile
 from kvd.client.cluster.kept_folder import KeptFolder
-from kvd.compression import Compression, to_wire
+from kvd.compression import Compression, name_of, to_wire
 from kvd.compute import codecs
 from kvd.compute.quiet import quietly
 from kvd.compute.tensors import named_dtype
-from kvd.core.requests import Encoded
+from kvd.core.requests import Encoded, TakenForm
+from kvd.protocol.messages import MAX_COMPRESSOR_CHARS, MergedForm
 from kvd.protocol.specs import DTYPES, KeySpec, padded
 
 _LAYOUTS_KEPT = 4096
@@ -57,13 +58,26 @@ class Room(NamedTuple):
 
 
 class Compressing:
-    """One way to compress, as it is in use."""
+    """One way to compress, as it is in use.
+
+    Attributes:
+        codec: what encodes.
+        method: the compressor as servers are told of it.
+        feeds_back: what is left over of a push is added to the next one.
+        mu: of the momentum; 0: none.
+        merged: what may become of the values that the pushes are merged into.
+        takes: the form in which they may come back; None: as they are.
+    """
 
     def __init__(self, compression: Compression) -> None:
         self.codec = codecs.codec_of(compression.compressor)
         self.method = to_wire(compression.compressor)
         self.feeds_back = compression.feeds_back
         self.mu = compression.mu
+        self.merged = _merged_form(compression)
+        name = name_of(compression.compressor)
+        are_taken = self.merged is not MergedForm.PLAIN and len(name) <= MAX_COMPRESSOR_CHARS
+        self.takes = TakenForm(name, self._is_encoded) if are_taken else None
         self._min_bytes = compression.min_bytes
         self._layouts: dict[KeySpec, Layout | None] = {}
 
@@ -76,6 +90,10 @@ class Compressing:
                 self._layouts.clear()
             made = self._layouts[spec] = self._layout(spec)
             return made
+
+    def _is_encoded(self, spec: KeySpec) -> bool:
+        layout = self.layout(spec)
+        return layout is not None and not layout.is_plain
 
     def _layout(self, spec: KeySpec) -> Layout | None:
         dtype = DTYPES[spec.dtype]
@@ -202,7 +220,8 @@ class GradientCompression:
                 note = partial(state.file.set_clock, state.count)
         if room.layout.is_plain:
             return None, note
-        return Encoded(compressing.method, tuple(zip(room.layout.offsets, nbytes, strict=True))), note
+        ranges = tuple(zip(room.layout.offsets, nbytes, strict=True))
+        return Encoded(compressing.method, ranges, compressing.merged), note
 
     def _prepare(
         self, compressing: Compressing, name: str, spec: KeySpec, state: _KeyState, layout: Layout, size: int
@@ -268,6 +287,13 @@ class GradientCompression:
     def _nonce(self, name: str, index: int, count: int) -> int:
         """Differs from push to push, slice to slice, key to key and worker to worker; the same in every run."""
         return crc32(f"{self._rank} {index} {count} {name}".encode())
+
+
+def _merged_form(compression: Compression) -> MergedForm:
+    """What may become of the values that the pushes are merged into."""
+    if not compression.pulls_encoded or compression.compressor.of_merged(1) is None:
+        return MergedForm.PLAIN
+    return MergedForm.FED_BACK if compression.feeds_back else MergedForm.ENCODED
 
 
 def _remembering(layout: Layout, memory: NDArray[np.float32]) -> Sequence[codecs.Codec]:

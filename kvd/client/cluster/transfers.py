@@ -7,14 +7,16 @@ from typing import Any
 
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.values import Source, Target, pulled_values
-from kvd.core.requests import Item, Transfer
+from kvd.core.requests import Item, TakenForm, Transfer
 from kvd.protocol.messages import ABSENT, ASSIGN
 
 
-def pull_into(names: Sequence[str], targets: Sequence[Target], priority: int) -> Transfer:
-    """Pulls the values into the targets."""
+def pull_into(
+    names: Sequence[str], targets: Sequence[Target], priority: int, takes: TakenForm | None = None
+) -> Transfer:
+    """Pulls the values into the targets; `takes`: the form in which they may come."""
     items = tuple(Item(name, spec, None, data) for name, (data, spec, _) in zip(names, targets, strict=True))
-    return Transfer(items, push=False, pull=True, priority=priority)
+    return Transfer(items, push=False, pull=True, priority=priority, takes=takes)
 
 
 def assignment(

@@ -25,7 +25,7 @@ from kvd.client.cluster.pushed_values import CompressedValues, PushedValues
 from kvd.client.cluster.tables import ClusterTables, PushedTable
 from kvd.client.cluster.transfers import nothing, pull_into, pulled
 from kvd.core import requests
-from kvd.core.requests import Item
+from kvd.core.requests import Item, TakenForm
 from kvd.errors import RemoteError
 from kvd.node.reassembly import ReassemblyBuffer
 
@@ -139,6 +139,12 @@ class ClusterValues:
             return PushedValues(keys.names, sources)
         return CompressedValues(keys.names, sources, rooms, self._compression, compressing)
 
+    @property
+    def _taken(self) -> TakenForm | None:
+        """The form in which pulled values may come."""
+        compressing = self._compression.current
+        return None if compressing is None else compressing.takes
+
     def pull(self, key: Any, out: Any, priority: int, cast: bool = False) -> Handle:
         keys = self._arguments.named(key)
         priority, _ = checks.priority_and_samples(priority)
@@ -149,7 +155,7 @@ class ClusterValues:
         return self._pull_into(keys, self._arguments.targets(keys, out), out, priority)
 
     def _pull_into(self, keys: KeyList, targets: list[Target], out: Any, priority: int) -> Handle:
-        promise = self._engine.submit(pull_into(keys.names, targets, priority))
+        promise = self._engine.submit(pull_into(keys.names, targets, priority, self._taken))
         return Handle(promise, pulled(keys, targets, out), "pull", self._engine.wait)
 
     def _pull_fresh(self, keys: KeyList, priority: int, outs: CastOuts | None = None) -> Handle:
@@ -161,7 +167,7 @@ class ClusterValues:
             return Handle.of([])
         pieces = NewValues(self._engine, names)
         items = tuple(Item(name, None, None, piece) for name, piece in zip(names, pieces.buffers, strict=True))
-        transfer = requests.Transfer(items, push=False, pull=True, priority=priority)
+        transfer = requests.Transfer(items, push=False, pull=True, priority=priority, takes=self._taken)
 
         def finish(_: Any) -> Any:
             return pieces.given(keys) if outs is None else outs.fill(pieces.arrays())

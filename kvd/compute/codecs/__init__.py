@@ -6,6 +6,17 @@ little-endian.
 
 from kvd.compute.codecs.base import Codec, RememberingCodec, ShapedCodec, codec_of
 from kvd.compute.codecs.feedback import encode, encode_fed_back
+from kvd.compute.codecs.merged import add_left_over, encode_merged
 from kvd.compute.codecs.momentum import with_momentum
 
-__all__ = ["Codec", "RememberingCodec", "ShapedCodec", "codec_of", "encode", "encode_fed_back", "with_momentum"]
+__all__ = [
+    "Codec",
+    "RememberingCodec",
+    "ShapedCodec",
+    "codec_of",
+    "encode",
+    "encode_fed_back",
+    "encode_merged",
+    "add_left_over",
+    "with_momentum",
+]

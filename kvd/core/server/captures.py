@@ -2,15 +2,13 @@
 
 An operator takes a snapshot from the command line in this way: no worker is asked. It names a step (asynchronous: a
 version), and each slice is kept as it was after that: its bytes, which never change, by reference; its optimizer's
-state, and the rows of tables, as a copy, which is made between two rounds of the slice. The training is held up for
-that copy alone. Then the operator fetches what was kept, and says when it is done.
+state, and the rows of tables, as a copy, which is made between two rounds of the slice and alone holds the training up.
+Then the operator fetches what was kept, and says when it is done.
 
 A slice is at the wanted moment as long as no round of a later step has closed. One that is behind is waited for; one
 that is past it is answered at once with the steps that there are, and the operator names a later one. Only committed
-rounds count: nothing is captured while one is being applied, or held.
-
-One operator at a time has a capture, which takes at most the memory of all values and states that this server leads. It
-is forgotten when its operator says so, begins another one, or is silent for too long.
+rounds count: nothing is captured while one is being applied, or held. One operator at a time has a capture, which takes
+at most the memory of all values and states that this server leads, and is forgotten when the operator is silent.
 """
 
 from __future__ import annotations

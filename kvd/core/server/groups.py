@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvd.core.machine import Buffer, Extent, ForgetState, ResetState, ScatterList, Span
+from kvd.core.machine import Buffer, EncodedValue, Extent, ForgetState, ResetState, ScatterList, Span
 from kvd.core.server.pending import Pending
-from kvd.core.server.rounds import SliceLog
+from kvd.core.server.rounds import Record, SliceLog
 from kvd.optimizer import Optimizer, with_hyperparameters
 from kvd.protocol.messages import SliceId
 from kvd.protocol.specs import KeySpec, padded
@@ -53,6 +53,7 @@ class Slice:
     loaded: tuple[int, int] = (0, 0)  # who stored optimizer state of it last, and the request
     is_loading: bool = False  # that request is under way
     partition: int = 0
+    encoded: dict[int, EncodedValue] = field(default_factory=dict)  # what versions that are kept were decoded from
 
     @property
     def slice_id(self) -> SliceId:
@@ -133,15 +134,34 @@ class FusedGroup:
         return not (self.is_quiescent or self.is_resting or self.is_compared)
 
     def take(self, slices: Sequence[Slice]) -> None:
-        """Takes these slices, in order. The bytes of each start at a multiple of 8."""
+        """Takes these slices, in order. The bytes of each start at a multiple of 8. What the versions of several were
+        decoded from is forgotten: they are sent together, as they are."""
         offset = 0
         for position, slice_ in enumerate(slices):
             offset = padded(offset)
             slice_.group, slice_.position, slice_.offset = self, position, offset
             offset += slice_.nbytes
+            if len(slices) > 1:
+                slice_.encoded.clear()
         self.slices = tuple(slices)
         self.layout = tuple([Extent(entry.key, entry.index, entry.offset, entry.nbytes) for entry in slices])
         self.nbytes = offset
+
+    def commit(self, buffer: Buffer | ScatterList, encoded: EncodedValue | None = None) -> Record:
+        """The closed round is a version: its bytes, and what they were decoded from, if that is so."""
+        record = self.log.commit(buffer)
+        if len(self.slices) == 1:
+            only, version = self.slices[0], self.log.version
+            if encoded is not None:
+                only.encoded[version] = encoded
+            if only.encoded:
+                only.encoded = {number: each for number, each in only.encoded.items() if number >= version - 1}
+        return record
+
+    @property
+    def encoded(self) -> EncodedValue | None:
+        """What the current version was decoded from."""
+        return self.slices[0].encoded.get(self.log.version) if len(self.slices) == 1 else None
 
     def renew(self, optimizer: Optimizer | None, generation: int) -> ResetState:
         """Another optimizer was set. Returns the effect by which its state starts over."""

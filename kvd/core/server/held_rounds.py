@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvd.core.machine import Apply, Contribution, JobDone, LogEntry, Received, Span
+from kvd.core.machine import Apply, Contribution, Encoding, JobDone, LogEntry, Received, Span
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.held import HeldPartition, RecordAnswers
@@ -165,7 +165,7 @@ class HeldRounds:
         group.optimizer_for(message.version)  # changes that took effect before
         group.optimizer = optimizer if message.generation == group.generation else group.optimizer
         if not record.contributions:
-            log.commit(log.current)
+            group.commit(log.current, group.encoded)
             return
         how = record.contributions[0].how
         merged = tuple([Contribution(place, 1, span, 1, how) for place, span in enumerate(spans)])
@@ -182,18 +182,23 @@ class HeldRounds:
                 "sum",
                 optimizer if message.is_gradient else None,
                 is_merged=message.is_gradient,
+                encoding=None if message.coding is None else Encoding(message.coding, message.version),
+                is_final=not message.is_gradient,
             ),
-            partial(self._applied, group),
+            partial(self._applied, group, is_coded=message.coding is not None),
         )
 
-    def _applied(self, group: FusedGroup, done: JobDone) -> None:
+    def _applied(self, group: FusedGroup, done: JobDone, *, is_coded: bool) -> None:
         if done.error is not None:
             text = f"{group.description} could not be updated as its leader has updated it: {done.error}"
             self._effects.emit(LogEntry("error", text))
             group.log.give_up()
             self._broken(group.partition)
+        elif is_coded:
+            value, _, encoded = done.result
+            group.commit(value, encoded)
         else:
-            group.log.commit(done.result)
+            group.commit(done.result)
         self.go_on(group)
 
     def forget_waiting(self, partition: int) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvd.core.machine import Peer, Span
 from kvd.core.shares import Shares
+from kvd.protocol.messages import Coding
 
 MAX_PENDING = 1 << 18
 FEW = 256  # requests that each peer may have open, as long as there is room at all
@@ -30,6 +31,8 @@ class Pending:
     asked_first: Peer | None = None  # where it was asked first, if that was elsewhere
     opened_by: Peer | None = None  # whose share it takes, while it is open
     row_ids: Span | None = None  # of a table: only these rows are wanted
+    takes: str = ""  # the value of its one slice may come as a compressor of this name made it
+    coding: Coding | None = None  # it comes so
 
     def asked_again(self, peer: Peer) -> None:
         """It came again, perhaps from elsewhere: the sender has a new connection, or somebody repeats its frames. The

@@ -50,7 +50,7 @@ class Pulls:
             return
         targets = self._targets.of_parts(event, pull)
         if targets is not None:
-            self._wait_or_answer(event, pull.request, NO_RANK if rank is None else rank, targets)
+            self._wait_or_answer(event, pull.request, NO_RANK if rank is None else rank, targets, takes=pull.takes)
 
     def pull_batch(self, event: Received, pull: PullBatch) -> None:
         rank = self._attachments.rank_of(event, pull.request)
@@ -75,13 +75,19 @@ class Pulls:
             self._wait_or_answer(event, pull.request, rank, [target], Span(event.payload, 0, event.nbytes))
 
     def _wait_or_answer(
-        self, event: Received, request: int, rank: int, targets: list[PushTarget], row_ids: Span | None = None
+        self,
+        event: Received,
+        request: int,
+        rank: int,
+        targets: list[PushTarget],
+        row_ids: Span | None = None,
+        takes: str = "",
     ) -> None:
         if self._waiters.pending.is_full_for(event.peer):
             text = "too many requests wait already: try again"
             self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, text)
             return
-        pending = Pending(event.peer, event.sender, request, False, True, len(targets), row_ids=row_ids)
+        pending = Pending(event.peer, event.sender, request, False, True, len(targets), row_ids=row_ids, takes=takes)
         self._waiters.wait(pending, rank, targets)
         for target in targets:
             self._participants.fail_blocked(target.group)

@@ -18,9 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
 
-from kvd.core.machine import Apply, Buffer, Contribution, JobDone, LogEntry, Received, ScatterList, Span, spans_of
+from kvd.core.machine import (
+    Apply,
+    Contribution,
+    Encoding,
+    JobDone,
+    LogEntry,
+    Received,
+    Span,
+)
 from kvd.core.membership import ViewState
 from kvd.core.push_policy import is_updated
 from kvd.core.refusals import code_of
@@ -31,26 +38,24 @@ from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.late import LateWorkers
+from kvd.core.server.made import Made, Use, unchanged
 from kvd.core.server.memory_use import MemoryUse
+from kvd.core.server.merged_codings import asked_by, merged_coding, taken_by
 from kvd.core.server.participants import Participants
 from kvd.core.server.pending import Pending
 from kvd.core.server.progress import PushRequest, Refusal
 from kvd.core.server.readings import Readings
 from kvd.core.server.records import Records
+from kvd.core.server.round_records import record_of
 from kvd.core.server.rounds import Record
-from kvd.core.server.row_records import Piece, pieces_of
 from kvd.core.server.staleness import SeenStaleness
 from kvd.core.server.targets import PushTarget, TargetResolver
 from kvd.core.server.waiting import Waiters
 from kvd.errors import KvdError
-from kvd.optimizer import Optimizer, to_wire
 from kvd.protocol.messages import (
     ABSENT,
     MAX_TEXT_CHARS,
     ErrorCode,
-    Given,
-    Hold,
-    HoldRows,
     Push,
     PushBatch,
     Refused,
@@ -58,13 +63,6 @@ from kvd.protocol.messages import (
     Taken,
 )
 from kvd.protocol.specs import padded
-
-
-class _Use(NamedTuple):
-    """The optimizer of a round."""
-
-    optimizer: Optimizer | None
-    generation: int
 
 
 class Pushes:
@@ -175,7 +173,8 @@ class Pushes:
         self._readings.step_is_over(push.settled)
         if self._captures.is_waiting:
             self._captures.step_is_over()
-        pending = Pending(event.peer, event.sender, push.request, True, push.pull, len(targets))
+        takes = taken_by(push) if push.pull and isinstance(push, Push) else ""
+        pending = Pending(event.peer, event.sender, push.request, True, push.pull, len(targets), takes=takes)
         self._waiters.wait(pending, rank, targets, _uncounted(decisions) if is_apart else ())
         for target in targets:
             self.advance(target.group)
@@ -205,11 +204,12 @@ class Pushes:
     ) -> None:
         """Each part of the payload starts at a multiple of 8."""
         self._participants.wake(rank)
+        coding = asked_by(push) if isinstance(push, Push) else None
         offset = 0
         for target, decision in zip(targets, decisions, strict=True):
             if decision is Decision.STAGE:
                 span = None if push.how == ABSENT else Span(event.payload, offset, target.nbytes)
-                given = Contribution(rank, target.clock, span, push.samples, push.how, push.step, push.place)
+                given = Contribution(rank, target.clock, span, push.samples, push.how, push.step, push.place, coding)
                 target.group.log.stage(given, request)
                 if not self._view.is_sync:
                     self._participants.pushed(rank, target.group.log)
@@ -230,9 +230,9 @@ class Pushes:
         record = group.log.close_next(self._participants.awaited)
         while record is not None and not record.contributions:  # all who owed it a push have left: no bytes change
             if self._records.holders and self._records.is_held(group.partition):
-                self._hold(group, record, group.log.current, None, _Use(group.optimizer, group.generation))
+                self._hold(group, record, unchanged(group), Use(group.optimizer, group.generation))
                 return
-            self._commit(group, group.log.current)
+            self._commit(group, unchanged(group))
             record = group.log.close_next(self._participants.awaited)
         if record is not None and self._captures.is_waiting:
             self._captures.before_apply(group, record, partial(self._apply, group, record))
@@ -243,16 +243,19 @@ class Pushes:
 
     def _apply(self, group: FusedGroup, record: Record) -> None:
         optimizer = group.optimizer_for(record.number)
-        use = _Use(optimizer, group.generation)  # another one may be set while the job runs
+        merge = group.merge or self._view.settings.merge or "sum"
+        coding = None
+        if optimizer is None and self._view.is_sync and not record.assign:
+            coding = merged_coding(group, record, merge)
+        use = Use(optimizer, group.generation, coding)  # another one may be set while the job runs
         if not is_updated(group.dtype):
             optimizer = None
-        merge = group.merge or self._view.settings.merge or "sum"
         pulled = None
         if group.keeps_pulled and not (self._view.is_sync or record.assign) and optimizer is not None:
             pulled = group.log.progress_of(record.contributions[0].rank).kept
         keeps_merged = (
             bool(self._records.holders)
-            and (group.is_of_table or (optimizer is not None and not record.assign))
+            and (group.is_of_table or ((optimizer is not None or coding is not None) and not record.assign))
             and self._records.is_held(group.partition)
         )
         self._effects.start_job(
@@ -269,21 +272,24 @@ class Pushes:
                 optimizer,
                 keeps_merged=keeps_merged,
                 pulled=pulled,
+                encoding=None if coding is None else Encoding(coding, record.number),
             ),
-            partial(self._applied, group, record, use, keeps_merged=keeps_merged),
+            partial(self._applied, group, record, use, is_tuple=keeps_merged or coding is not None),
         )
 
-    def _applied(self, group: FusedGroup, record: Record, use: _Use, done: JobDone, *, keeps_merged: bool) -> None:
+    def _applied(self, group: FusedGroup, record: Record, use: Use, done: JobDone, *, is_tuple: bool) -> None:
         if group.is_gone:  # another server leads it: what was made here counts for nobody
             group.log.give_up()
-        elif done.error is not None:
+            return
+        if done.error is not None:
             self._not_applied(group, done.error)
             self._go_on(group)
-        elif self._records.holders and self._records.is_held(group.partition):
-            buffer, merged = done.result if keeps_merged else (done.result, None)
-            self._hold(group, record, buffer, merged, use)
+            return
+        made = Made(*done.result) if is_tuple else Made(done.result)
+        if self._records.holders and self._records.is_held(group.partition):
+            self._hold(group, record, made, use)
         else:
-            self._commit(group, done.result[0] if keeps_merged else done.result)
+            self._commit(group, made)
             self._go_on(group)
 
     def _go_on(self, group: FusedGroup) -> None:
@@ -293,62 +299,32 @@ class Pushes:
 
     # ── hold ──
 
-    def _hold(
-        self,
-        group: FusedGroup,
-        record: Record,
-        buffer: Buffer | ScatterList,
-        merged: Span | None,
-        use: _Use,
-    ) -> None:
-        """The backup holds the record before the round is a version: it is the new value, or a merged gradient."""
-        payload: tuple[Span, ...] = ()
-        before: list[Piece] = []  # rows that are sent ahead
-        if merged is not None and group.is_of_table:
-            *before, payload = pieces_of(group.slices[0].spec, merged)
-        elif merged is not None:
-            payload = (merged,)
-        elif record.contributions:
-            payload = spans_of(buffer, group.nbytes)
-        optimizer = None if use.optimizer is None else to_wire(use.optimizer)
-        given = [given_by(contribution) for contribution in (*record.contributions, *record.repeated)]
-        slice_ids = tuple([slice_.slice_id for slice_ in group.slices])
-        message = Hold(
-            0,
-            group.partition,
-            slice_ids,
-            record.number,
-            tuple(given),
-            merged is not None and optimizer is not None,
-            optimizer,
-            use.generation,
-            len(before),
-        )
-        remaining = len(before) + 1
+    def _hold(self, group: FusedGroup, record: Record, made: Made, use: Use) -> None:
+        """The backup holds the record before the round is a version."""
+        messages = record_of(group, record, made, use)
+        remaining = len(messages)
 
         def held(_: Refused | None) -> None:
             nonlocal remaining
             remaining -= 1
             if not remaining:
-                self._held(group, buffer)
+                self._held(group, made)
 
-        for place, piece in enumerate(before):
-            rows = HoldRows(0, group.partition, slice_ids[0], record.number, place)
-            self._records.hold_round(group.partition, rows, held, piece, slice_ids[0])
-        self._records.hold_round(group.partition, message, held, payload, slice_ids[0])
+        for message, payload in messages:
+            self._records.hold_round(group.partition, message, held, payload, group.slices[0].slice_id)
 
-    def _held(self, group: FusedGroup, buffer: Buffer | ScatterList) -> None:
+    def _held(self, group: FusedGroup, made: Made) -> None:
         if group.is_gone:
             group.log.give_up()
             return
-        self._commit(group, buffer)
+        self._commit(group, made)
         self._go_on(group)
 
     # ── commit, answer ──
 
-    def _commit(self, group: FusedGroup, buffer: Buffer | ScatterList) -> None:
+    def _commit(self, group: FusedGroup, made: Made) -> None:
         """The closed round becomes a version, and those who waited for it are answered."""
-        record = group.log.commit(buffer)
+        record = group.commit(made.buffer, made.encoded)
         if group.is_of_table:
             self._memory.give_back()
         if not self._view.is_sync:
@@ -391,9 +367,3 @@ class Pushes:
 
 def _uncounted(decisions: Sequence[Decision]) -> list[int]:
     return [position for position, decision in enumerate(decisions) if decision is Decision.UNCOUNTED]
-
-
-def given_by(contribution: Contribution) -> Given:
-    """What a record says of a contribution."""
-    rank, clock, _, samples, how, step, place = contribution
-    return Given(rank, clock, samples, how, step, place)

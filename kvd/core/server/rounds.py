@@ -23,7 +23,7 @@ from kvd.core.places import START, PlaceKind, kind_of, place_of, step_of
 from kvd.core.server.counted_steps import CountedSteps
 from kvd.core.server.progress import NEVER_PULLED, NO_PROGRESS, PushRequest, Refusal, WorkerProgress
 from kvd.core.server.staging import Staging, nbytes_of
-from kvd.protocol.messages import ADD, NO_PLACE
+from kvd.protocol.messages import ADD, NO_PLACE, MergedCoding
 
 
 class PushStatus(Enum):
@@ -51,6 +51,14 @@ class Record(NamedTuple):
     @property
     def assign(self) -> bool:
         return any(contribution.how != ADD for contribution in self.contributions)
+
+    @property
+    def coding(self) -> MergedCoding | None:
+        """How all contributions ask for their merged value to be encoded; None if they do not, or differ."""
+        first = self.contributions[0].coding if self.contributions else None
+        if first is None or any(contribution.coding != first for contribution in self.contributions[1:]):
+            return None
+        return first
 
 
 @dataclass(slots=True)

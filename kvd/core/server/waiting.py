@@ -15,6 +15,7 @@ from kvd.core.machine import JobDone, ReadRows, Received, Span, spans_of
 from kvd.core.refusals import code_of
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Waiting
+from kvd.core.server.merged_codings import coding_of, is_taken
 from kvd.core.server.pending import Pending, PendingTable
 from kvd.core.server.targets import PushTarget
 from kvd.protocol.messages import (
@@ -110,6 +111,9 @@ class Waiters:
                 self._read_rows(group, waiting, version, buffer, pending.row_ids)
                 return True
             spans = spans_of(buffer, group.nbytes) if slice_ is None else (slice_.span(buffer),)
+            encoded = slice_.encoded.get(version) if pending.takes and slice_ is not None else None
+            if encoded is not None and is_taken(pending, encoded.method):
+                spans, pending.coding = (encoded.span,), coding_of(group, encoded.method)
             if not log.sync and waiting.rank != NO_RANK:
                 if slice_ is None or len(group.slices) == 1:
                     log.was_sent(waiting.rank, version, buffer if group.keeps_pulled else None)
@@ -157,7 +161,7 @@ class Waiters:
         answer: Message = Done(pending.request)
         if pending.pull:
             spans = pending.spans[0] if len(pending.spans) == 1 else tuple(chain.from_iterable(pending.spans))
-            answer = Values(pending.request, tuple(pending.versions))
+            answer = Values(pending.request, tuple(pending.versions), pending.coding)
         if not pending.counts:
             answer = Uncounted(pending.request, tuple(pending.versions) if pending.pull else ())
         for peer in pending.peers():

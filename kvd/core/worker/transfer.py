@@ -12,11 +12,12 @@ from kvd.core.membership import ViewState
 from kvd.core.outbox import Entry, Outbox
 from kvd.core.worker.asking import Asker, is_kept
 from kvd.core.worker.calls import COMPLETED, Call, CallBook
-from kvd.core.worker.codings import coding_of, method_of
+from kvd.core.worker.codings import coding_of, comes_encoded, fits, method_of
 from kvd.core.worker.keys import KeyState, WorkerKey
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans, plan_rows, plan_slices
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.participation import Participation
+from kvd.core.worker.pulled_versions import note_versions
 from kvd.core.worker.push_window import (
     PushWindow,
     begin_pulls,
@@ -163,14 +164,17 @@ class Transfer:
         return None
 
     def _plans_of(self, call: Call, transfer: requests.Transfer) -> Sequence[MessagePlan]:
-        """Parts of tables, and slices that the server has to decode, travel one by one, so that the sizes of others do
+        """Parts of tables, and slices that are decoded on one side, travel one by one, so that the sizes of others do
         not matter."""
-        if not transfer.cast and not transfer.some_encoded and not transfer.some_rows:
+        if not transfer.cast and not transfer.some_encoded and not transfer.some_rows and transfer.takes is None:
             return self._plans.of(call.keys)
         keys, items = call.keys, transfer.items
         tables = tuple([place for place, item in enumerate(items) if item.ranges is not None])
-        pairs = enumerate(zip(keys, items, strict=True))
-        coded = [place for place, (key, item) in pairs if item.ranges is None and method_of(key, item) is not None]
+        coded = [
+            place
+            for place, (key, item) in enumerate(zip(keys, items, strict=True))
+            if item.ranges is None and (method_of(key, item) is not None or comes_encoded(key, transfer))
+        ]
         return [
             *plan_rows(keys, items, tables, is_push=transfer.push),
             *plan_slices(keys, items, coded),
@@ -222,7 +226,8 @@ class Transfer:
         elif transfer.items[plan.items[0]].ranges is not None:
             self._send(progress, plan, PullRows(number, parts[0]))
         else:
-            self._send(progress, plan, Pull(number, parts))
+            takes = transfer.takes.compressor if transfer.takes is not None and plan.is_alone else ""
+            self._send(progress, plan, Pull(number, parts, takes))
 
     def _send_batch(self, progress: TransferProgress, plan: MessagePlan, clock: int) -> None:
         transfer = progress.transfer
@@ -289,7 +294,9 @@ class Transfer:
         if (
             isinstance(message, Values | Uncounted)
             and transfer.pull
+            and not event.fault
             and event.nbytes == plan.nbytes
+            and (isinstance(message, Uncounted) or fits(call.keys[plan.items[0]], plan, message.coding))
             and len(message.versions) in (1, len(plan.slice_ids))
         ):
             self._copy_values(progress, plan, message, event)
@@ -322,20 +329,7 @@ class Transfer:
     ) -> None:
         """Notes the versions, and copies the values to where the call wants them. Once the call is completed, that
         memory is the program's again."""
-        seen = progress.versions
-        if len(values.versions) == 1:
-            version = values.versions[0]
-            only = requests.Versions(version, version)
-            for item in plan.items:
-                before = seen[item]
-                if before is None:
-                    seen[item] = only
-                elif before != only:
-                    seen[item] = requests.Versions(min(before.oldest, version), max(before.newest, version))
-        else:
-            for item, version in zip(plan.items, values.versions, strict=True):
-                oldest, newest = seen[item] or (version, version)
-                seen[item] = requests.Versions(min(oldest, version), max(newest, version))
+        note_versions(progress.versions, plan, values.versions)
         if progress.call.state is not COMPLETED:
             items = progress.transfer.items
             targets = tuple([items[item].target for item in plan.items])
