@@ -128,8 +128,8 @@ def test_what_is_no_snapshot(tmp_path: Path) -> None:
 
 def test_a_newer_version_says_so(tmp_path: Path) -> None:
     write(tmp_path / "taken")
-    rewritten(tmp_path / "taken", lambda plain: plain.update(version=2, keys="in another form"))
-    with pytest.raises(SnapshotError, match="newer kvd: it has version 2"):
+    rewritten(tmp_path / "taken", lambda plain: plain.update(version=3, keys="in another form"))
+    with pytest.raises(SnapshotError, match="newer kvd: it has version 3"):
         StoredSnapshot.open(tmp_path / "taken")
 
 
