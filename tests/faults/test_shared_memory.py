@@ -207,7 +207,7 @@ def kill_workers(seed: int, kills: int, undisturbed: str) -> None:
         wait_until(lambda: all(held(pid) == owned(pid) for pid in servers), "the servers have only their own memory")
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_worker_is_killed_while_servers_read_its_memory(seed: int, undisturbed: str) -> None:
     kill_workers(seed, kills=3, undisturbed=undisturbed)
 
@@ -241,7 +241,7 @@ def kill_a_server(seed: int) -> None:
         assert disturbed.end(*workers) == [{"lost": f"server {rank}"}] * 2
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_server_is_killed_while_workers_read_its_memory(seed: int) -> None:
     kill_a_server(seed)
 
