@@ -26,7 +26,6 @@ from kvd.protocol.messages import (
     BIGGEST,
     MAX_PARTS,
     MOST_COUNTED,
-    Coding,
     Delete,
     Departure,
     Done,
@@ -34,7 +33,6 @@ from kvd.protocol.messages import (
     Epoch,
     ErrorCode,
     HeartbeatAck,
-    Hold,
     Init,
     Join,
     KeyId,
@@ -44,8 +42,6 @@ from kvd.protocol.messages import (
     Lookup,
     Made,
     MemberState,
-    MergedCoding,
-    MergedForm,
     NewKey,
     NewSlice,
     NodeName,
@@ -60,11 +56,9 @@ from kvd.protocol.messages import (
     Refused,
     SetOptimizer,
     Settings,
-    SliceId,
     State,
     StatusQuery,
     Taken,
-    Values,
     View,
     Welcome,
 )
@@ -103,30 +97,6 @@ def test_named_tuples_come_back_as_named_tuples() -> None:
     message = decode(encode(Pull(1, (Part("w", 2, 3),)), 7, VIEW)).message
     assert isinstance(message, Pull)
     assert message.parts[0].slice_index == 2
-
-
-def test_the_bytes_of_a_message_are_fixed() -> None:
-    assert encode(Done(5), 7, VIEW, 2) == bytes([0x97, VERSION, 16, 7, 3, 9, 2, 5])
-    spec = KeySpec("int8", (2, 3), 4096)
-    assert msgpack.unpackb(encode(Init(5, (spec,), (NewSlice("w", 1, 0),)), 7, VIEW)) == [
-        VERSION, 33, 7, 3, 9, 0, 5, [["int8", [2, 3], 4096, "", None]], [["w", 1, 0]], 0,
-    ]  # fmt: skip
-
-
-def test_the_bytes_of_what_is_said_of_encoded_values_are_fixed() -> None:
-    method = ["2bit", {"threshold": 1.0}]
-    part, head = Part("w", 0, 3), [VERSION, 42, 7, 3, 9, 0]
-    assert fields_of(Pull(5, (part,), "2bit")) == [*head, 5, [["w", 0, 3, 0]], "2bit"]
-    said = Coding(method, "float32", 4, MergedForm.FED_BACK)
-    push = Push(5, (part,), 0, 1, True, coding=said)
-    head[1] = 40
-    wire = [method, "float32", 4, 2]
-    assert fields_of(push) == [*head, 5, [["w", 0, 3, 0]], 0, 1, True, False, wire, 0, 0, 0]
-    head[1] = 43
-    assert fields_of(Values(5, (3,), said._replace(merged=MergedForm.PLAIN))) == [*head, 5, [3], [*wire[:3], 0]]
-    head[1] = 81
-    hold = Hold(5, 1, (SliceId("w", 0),), 3, (), True, None, 2, MergedCoding(method, True))
-    assert fields_of(hold) == [*head, 5, 1, [["w", 0, 0]], 3, [], True, None, 2, [method, True]]
 
 
 # ── limits, and one beyond ──
