@@ -24,10 +24,15 @@ from kvd.compute.tensors import BFLOAT16, dtype_name
 from kvd.optimizer import Optimizer
 
 Array: TypeAlias = np.ndarray[Any, Any]
-Function: TypeAlias = Callable[..., None]
+Function: TypeAlias = Callable[..., Any]
+
+CODEC_LOOPS = ("magnitudes", "two_bit")
+"""Those of compressors, of float32."""
 
 ENOUGH = 2**26
 """Elements after which a loop is worth its compilation: NumPy takes some tenths of a second for them."""
+
+_FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 
 _CALL = 2**12  # what a call costs beside its elements, in elements
 
@@ -106,7 +111,7 @@ class _Compiler:
             try:
                 jit = self._module()
                 if jit is not None:
-                    loop.use(jit.compile_loop(*loop.key))
+                    loop.use(_compiled(jit, *loop.key))
             except Exception as error:  # noqa: BLE001 - importing and compiling raise all sorts of things
                 self.failure = f"numba failed: {type(error).__name__}: {error}".split("\n")[0][:200]
                 _log.warning("merges and updates are calculated by NumPy: %s", self.failure)
@@ -133,6 +138,15 @@ class _Compiler:
                     return
                 loop = self._waiting.popleft()
             self.compile(loop)
+
+
+def _compiled(jit: ModuleType, name: str, source: str, target: str) -> Function:
+    if name in CODEC_LOOPS:
+        from kvd.compute import codec_loops
+
+        return codec_loops.compile_loop(name)
+    loop: Function = jit.compile_loop(name, source, target)
+    return loop
 
 
 _compiler = _Compiler()
@@ -178,6 +192,19 @@ def warm_up(
     for loop in wanted:
         _compiler.compile(loop)
     return all(loop.is_ready for loop in wanted)
+
+
+def warm_up_codecs() -> bool:
+    """The same for the loops of compressors."""
+    loops = [codec_loop(name) for name in CODEC_LOOPS]
+    for loop in loops:
+        _compiler.compile(loop)
+    return all(loop.is_ready for loop in loops)
+
+
+def codec_loop(name: str) -> Loop:
+    """Return the loop of compressors that is called ``name``."""
+    return loop_for(name, _FLOAT32, _FLOAT32)
 
 
 def kernels_in_use() -> str:

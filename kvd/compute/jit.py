@@ -3,9 +3,10 @@
 Over 400 lines because numba's cache on disk notices changes of the file that defines a loop, and of no other file: the
 loops and the functions that they inline belong together.
 
-This is the only module that imports numba, and only :mod:`kvd.compute.compiled` imports it, when a loop is worth its
-compilation. The formulas stand in :mod:`kvd.optimizer.rules`; the order of the roundings is that of
-:mod:`kvd.compute.kernels` and :mod:`kvd.compute.merge`, operation by operation, so that both give the same bits.
+This module and :mod:`kvd.compute.codec_loops` are the only ones that import numba, and only
+:mod:`kvd.compute.compiled` imports them, when a loop is worth its compilation. The formulas stand in
+:mod:`kvd.optimizer.rules`; the order of the roundings is that of :mod:`kvd.compute.kernels` and
+:mod:`kvd.compute.merge`, operation by operation, so that both give the same bits.
 LLVM keeps it: without fast-math flags it neither reorders nor contracts to fused multiply-adds. (Which of two
 NaNs survives an addition is left open, here as there: no promise is made about their payloads.)
 
@@ -51,7 +52,7 @@ _OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": False, "parallel"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _inlined(function: F) -> F:
+def inlined(function: F) -> F:
     """A part of the loops below."""
     return cast(F, _njit(**_OPTIONS)(function))
 
@@ -64,13 +65,13 @@ def _implement(stub: Callable[..., Any], choose: Callable[..., Any], inline: str
 # --- Bits of halves -------------------------------------------------------------------------------------------------
 
 
-@_inlined
+@inlined
 def wide_bfloat16(bits: Any) -> Any:
     """The float32 of the bits of a bfloat16: they are its upper half."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
-@_inlined
+@inlined
 def narrow_bfloat16(value: Any) -> Any:
     """The bits of the bfloat16 that is nearest to a float32, ties to even; NaN keeps its sign and loses its payload.
 
@@ -82,7 +83,7 @@ def narrow_bfloat16(value: Any) -> Any:
     return np.uint16((nan if value != value else rounded) >> np.uint32(16))
 
 
-@_inlined
+@inlined
 def wide_float16(bits: Any) -> Any:
     """The float32 of the bits of a float16: exponent and fraction are moved, and the exponent gets the bias of float32.
 
@@ -100,7 +101,7 @@ def wide_float16(bits: Any) -> Any:
     return np.uint32((special if exponent == np.uint32(0x0F800000) else finite) | sign).view(np.float32)
 
 
-@_inlined
+@inlined
 def narrow_float16(value: Any) -> Any:
     """The bits of the float16 that is nearest to a float32, ties to even; infinity from 65520 on.
 
@@ -187,7 +188,7 @@ def _choose_keep(value: Any, index: Any, array: Any) -> Any:
 _implement(_keep, _choose_keep, inline="always")
 
 
-@_inlined
+@inlined
 def _first_numbers(numbers: Any) -> Any:
     """The numbers that all optimizers share, as a tuple: what is called for each element takes no arrays.
 
@@ -196,7 +197,7 @@ def _first_numbers(numbers: Any) -> Any:
     return numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]
 
 
-@_inlined
+@inlined
 def _merged(first: Any, second: Any, shared: Any, pair: Any, divide: Any) -> Any:
     """One element of the merge, in the compute dtype."""
     value = _wide(first) * shared[0]
@@ -207,7 +208,7 @@ def _merged(first: Any, second: Any, shared: Any, pair: Any, divide: Any) -> Any
     return value
 
 
-@_inlined
+@inlined
 def _gradient(merged: Any, weight: Any, shared: Any, decay: Any) -> Any:
     """One element of ``clip(rescale · merged) + wd · w``; NaN stays NaN."""
     value = merged * shared[3]
@@ -406,7 +407,7 @@ def rmsprop_momentum(
         out[i] = _rounded(w, out)
 
 
-@_inlined
+@inlined
 def _spread(square: Any, mean: Any, zero: Any) -> Any:
     """``max(v − a², 0)`` of one element; the zero is of its dtype, since a literal would make it a float64."""
     spread = square - mean * mean
@@ -483,13 +484,13 @@ def rmsprop_centered_momentum(
 # The loops above, row by row, for the optimizers of embeddings. Here the weights may be written, and so they are, as
 # the master of a half is (`_keep`); what is written to ``out`` is thrown away.
 
-_sgd = _inlined(sgd)
-_sgd_momentum = _inlined(sgd_momentum)
-_adam = _inlined(adam)
-_adagrad = _inlined(adagrad)
+_sgd = inlined(sgd)
+_sgd_momentum = inlined(sgd_momentum)
+_adam = inlined(adam)
+_adagrad = inlined(adagrad)
 
 
-@_inlined
+@inlined
 def _given(number: Any, rows: Any, sums: Any) -> Any:
     """The gradient of a row: one that was pushed, or with ``~number`` one that was added up."""
     return rows[number] if number >= 0 else sums[~number]
@@ -588,40 +589,45 @@ def compile_loop(name: str, source: str, target: str) -> Callable[..., None]:
     else:
         loop, slots_or_none = _LOOPS[name.removesuffix(KEEPING)]
         signature = _signature(slots_or_none, source, target, name.endswith(KEEPING))
+    return compiled(loop, signature)
+
+
+def compiled(function: Callable[..., Any], signature: tuple[Any, ...]) -> Callable[..., Any]:
+    """The function for arguments of these types, from the cache on disk if there is one."""
     try:
-        return _compiled(loop, signature, cache=True)
+        return _compiled(function, signature, cache=True)
     except Exception:  # noqa: BLE001 - a cache on disk fails in many ways, and a second failure is no fault of it
-        return _compiled(loop, signature, cache=False)
+        return _compiled(function, signature, cache=False)
 
 
-def _compiled(function: Callable[..., None], signature: tuple[Any, ...], cache: bool) -> Callable[..., None]:
+def _compiled(function: Callable[..., Any], signature: tuple[Any, ...], cache: bool) -> Callable[..., Any]:
     dispatcher = _njit(**_OPTIONS, cache=cache)(function)
     dispatcher.compile(signature)
     dispatcher.disable_compile()  # a call with other types must fail, not compile
-    return cast(Callable[..., None], dispatcher)
+    return cast(Callable[..., Any], dispatcher)
 
 
 def _signature(slots: int | None, source: str, target: str, keeps: bool) -> tuple[Any, ...]:
     compute = types.float64 if target == "float64" else types.float32
     half = target in ("float16", "bfloat16")
-    given = _array(_TYPES[source], readonly=True)
+    given = array_of(_TYPES[source], readonly=True)
     sources = (given, given, types.boolean)
-    out, numbers = _array(_TYPES[target], readonly=False), _array(compute, readonly=True)
+    out, numbers = array_of(_TYPES[target], readonly=False), array_of(compute, readonly=True)
     if slots is None:
         return *sources, out, numbers, types.boolean
-    weight = _array(compute, readonly=not half)
-    writable = _array(compute, readonly=False)
+    weight = array_of(compute, readonly=not half)
+    writable = array_of(compute, readonly=False)
     kept = writable if keeps else types.none
     return *sources, weight, out, *[writable] * slots, numbers, types.boolean, types.boolean, kept
 
 
 def _row_signature(slots: int, target: str) -> tuple[Any, ...]:
     compute = _TYPES[target]
-    whole = _array(types.int64, readonly=True)
-    given, kept = _array(compute, readonly=True, ndim=2), _array(compute, readonly=False, ndim=2)
-    return whole, whole, given, given, kept, *[kept] * slots, _array(compute, readonly=True), types.boolean
+    whole = array_of(types.int64, readonly=True)
+    given, kept = array_of(compute, readonly=True, ndim=2), array_of(compute, readonly=False, ndim=2)
+    return whole, whole, given, given, kept, *[kept] * slots, array_of(compute, readonly=True), types.boolean
 
 
-def _array(dtype: Any, readonly: bool, ndim: int = 1) -> Any:
-    # A read-only, unaligned signature also takes arrays that are writable or aligned.
+def array_of(dtype: Any, readonly: bool, ndim: int = 1) -> Any:
+    """The type of C-contiguous arrays. A read-only, unaligned one also takes arrays that are writable or aligned."""
     return types.Array(dtype, ndim, "C", readonly=readonly, aligned=False)

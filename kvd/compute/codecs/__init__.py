@@ -4,13 +4,14 @@ Everything here is NumPy in float32, vectorised; the bytes do not depend on the 
 little-endian.
 """
 
-from kvd.compute.codecs.base import Codec, RememberingCodec, ShapedCodec, codec_of
+from kvd.compute.codecs.base import Codec, KeepingCodec, RememberingCodec, ShapedCodec, codec_of
 from kvd.compute.codecs.feedback import encode, encode_fed_back
 from kvd.compute.codecs.merged import add_left_over, encode_merged
 from kvd.compute.codecs.momentum import with_momentum
 
 __all__ = [
     "Codec",
+    "KeepingCodec",
     "RememberingCodec",
     "ShapedCodec",
     "codec_of",

@@ -67,6 +67,15 @@ class Codec(Protocol):
 
 
 @runtime_checkable
+class KeepingCodec(Codec, Protocol):
+    """Encodes for error feedback in one go."""
+
+    def encode_keeping(self, kept: Floats, out: Bytes, nonce: int) -> int | None:
+        """The same as ``encode``; and ``kept`` becomes what was left over, 0 where that is no finite number. None: not
+        this time, and nothing was done."""
+
+
+@runtime_checkable
 class RememberingCodec(Codec, Protocol):
     """Encodes one slice, and keeps something from push to push."""
 

@@ -1,0 +1,97 @@
+"""The loops of codecs that numba compiles: what :mod:`kvd.compute.codecs` does with NumPy, with the same bits.
+
+See :mod:`kvd.compute.jit`. The bodies of loops stand in functions of their own, which get parts of arrays: LLVM knows
+then that no index is negative, and works on several elements at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from kvd.compute.jit import array_of, compiled, inlined
+
+_TILE = 1 << 15  # of kvd.compute.codecs.lengths, LANES of kvd.compute.codecs.magnitudes: a loop needs them as constants
+_LANES = 1 << 10
+_ROW = 1 << 12  # elements whose codes lie in the cache
+_LARGEST = np.float32(np.finfo(np.float32).max)
+_NOTHING = np.float32(0)
+
+
+@inlined
+def _add_magnitudes(lanes: Any, row: Any, least: Any) -> Any:
+    count = 0
+    for j in range(row.size):
+        magnitude = abs(row[j])
+        lanes[j] += _NOTHING if magnitude < least else magnitude
+        count += magnitude >= least
+    return count
+
+
+def magnitudes(values: Any, least: Any, sums: Any) -> Any:
+    """Add the magnitudes that are not below ``least`` up, lane by lane, and return how many there are.
+
+    Args:
+        values: shape (n,), float32.
+        sums: shape (1024,), float64: receives them.
+    """
+    count = 0
+    lanes = np.empty(_LANES, np.float32)
+    for start in range(0, values.size, _TILE):
+        stop = min(start + _TILE, values.size)
+        lanes[:] = _NOTHING
+        for row in range(start, stop, _LANES):
+            count += _add_magnitudes(lanes, values[row : min(row + _LANES, stop)], least)
+        for j in range(_LANES):
+            sums[j] += lanes[j]
+    return count
+
+
+@inlined
+def _code(row: Any, codes: Any, threshold: Any, sent: Any) -> None:
+    for j in range(row.size):
+        value = row[j]
+        codes[j] = np.uint8(3 * np.int32(value >= threshold) + 2 * np.int32(value <= -threshold))
+        rest = value - (sent if value >= threshold else (-sent if value <= -threshold else _NOTHING))
+        row[j] = rest if abs(rest) <= _LARGEST else _NOTHING
+
+
+@inlined
+def _pack(codes: Any, out: Any) -> None:
+    """Four codes, of which the first is the lowest byte of a word, in one byte, the first in its upper bits."""
+    for j in range(out.size):
+        word = codes[j]
+        out[j] = np.uint8((word & 3) << 6 | (word >> 8 & 3) << 4 | (word >> 16 & 3) << 2 | (word >> 24 & 3))
+
+
+def two_bit(kept: Any, out: Any, threshold: Any, sent: Any) -> None:
+    """Write two bits for each element, and leave what they do not say.
+
+    Args:
+        kept: shape (n,), float32.
+        out: shape (at least n / 4,), uint8.
+        threshold, sent: float32: from where on an element is sent, and as what.
+    """
+    codes = np.zeros(_ROW, np.uint8)
+    for start in range(0, kept.size, _ROW):
+        size = min(_ROW, kept.size - start)
+        if size < _ROW:
+            codes[:] = np.uint8(0)
+        _code(kept[start : start + size], codes, threshold, sent)
+        first = start // 4
+        _pack(codes.view(np.uint32), out[first : first + (size + 3) // 4])
+
+
+_FLOATS, _KEPT = array_of(types.float32, readonly=True), array_of(types.float32, readonly=False)
+_LOOPS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "magnitudes": (magnitudes, (_FLOATS, types.float32, array_of(types.float64, readonly=False))),
+    "two_bit": (two_bit, (_KEPT, array_of(types.uint8, readonly=False), types.float32, types.float32)),
+}
+
+
+def compile_loop(name: str) -> Callable[..., Any]:
+    """Compile the loop of this name, or take it from the cache on disk."""
+    return compiled(*_LOOPS[name])
