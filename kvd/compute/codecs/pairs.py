@@ -79,8 +79,9 @@ class TopKCodec(PairsCodec):
             return _with_zeros(magnitudes, k - candidates.size)
         found = magnitudes if candidates is None else magnitudes.take(candidates)
         least = found.min()
-        if np.count_nonzero(found > least) >= k:  # else many are equal, for which a partition takes long
-            least = np.partition(found, found.size - k)[found.size - k]
+        above = found[found > least]  # often many are the least: with them, a partition would take long
+        if above.size >= k:
+            least = np.partition(above, above.size - k)[above.size - k]
         kept = found >= least
         surplus = np.count_nonzero(kept) - k
         if surplus:
