@@ -60,6 +60,13 @@ def _code(row: Any, codes: Any, threshold: Any, sent: Any) -> None:
 
 
 @inlined
+def _decode(row: Any, threshold: Any, sent: Any, decoded: Any) -> None:
+    for j in range(row.size):
+        value = row[j]
+        decoded[j] = sent if value >= threshold else (-sent if value <= -threshold else _NOTHING)
+
+
+@inlined
 def _pack(codes: Any, out: Any) -> None:
     """Four codes, of which the first is the lowest byte of a word, in one byte, the first in its upper bits."""
     for j in range(out.size):
@@ -67,19 +74,22 @@ def _pack(codes: Any, out: Any) -> None:
         out[j] = np.uint8((word & 3) << 6 | (word >> 8 & 3) << 4 | (word >> 16 & 3) << 2 | (word >> 24 & 3))
 
 
-def two_bit(kept: Any, out: Any, threshold: Any, sent: Any) -> None:
+def two_bit(kept: Any, out: Any, threshold: Any, sent: Any, decoded: Any) -> None:
     """Write two bits for each element, and leave what they do not say.
 
     Args:
         kept: shape (n,), float32.
         out: shape (at least n / 4,), uint8.
         threshold, sent: float32: from where on an element is sent, and as what.
+        decoded: shape (n,), float32: receives what is sent; or (0,): nobody wants it.
     """
     codes = np.zeros(_ROW, np.uint8)
     for start in range(0, kept.size, _ROW):
         size = min(_ROW, kept.size - start)
         if size < _ROW:
             codes[:] = np.uint8(0)
+        if decoded.size:
+            _decode(kept[start : start + size], threshold, sent, decoded[start : start + size])
         _code(kept[start : start + size], codes, threshold, sent)
         first = start // 4
         _pack(codes.view(np.uint32), out[first : first + (size + 3) // 4])
@@ -88,7 +98,7 @@ def two_bit(kept: Any, out: Any, threshold: Any, sent: Any) -> None:
 _FLOATS, _KEPT = array_of(types.float32, readonly=True), array_of(types.float32, readonly=False)
 _LOOPS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "magnitudes": (magnitudes, (_FLOATS, types.float32, array_of(types.float64, readonly=False))),
-    "two_bit": (two_bit, (_KEPT, array_of(types.uint8, readonly=False), types.float32, types.float32)),
+    "two_bit": (two_bit, (_KEPT, array_of(types.uint8, readonly=False), types.float32, types.float32, _KEPT)),
 }
 
 

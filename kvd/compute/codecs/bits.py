@@ -11,6 +11,7 @@ from kvd.compute.codecs.lengths import TILE, check_length
 from kvd.compute.codecs.magnitudes import mean, mean_from
 from kvd.compute.compiled import codec_loop
 
+_NOWHERE = np.empty(0, np.float32)
 _SMALLEST = np.finfo(np.float32).tiny
 
 
@@ -29,11 +30,13 @@ class TwoBitCodec:
     def encode(self, values: NDArray[np.float32], out: NDArray[np.uint8], nonce: int) -> int:
         return _write_pairs(values, self._threshold, out)
 
-    def encode_keeping(self, kept: NDArray[np.float32], out: NDArray[np.uint8], nonce: int) -> int | None:
+    def encode_keeping(
+        self, kept: NDArray[np.float32], out: NDArray[np.uint8], nonce: int, sent: NDArray[np.float32] | None
+    ) -> int | None:
         loop = codec_loop("two_bit").ready(kept.size)
         if loop is None:
             return None
-        loop(kept, out, self._threshold, self._threshold)
+        loop(kept, out, self._threshold, self._threshold, _NOWHERE if sent is None else sent)
         return self.max_nbytes(kept.size)
 
     def check(self, data: NDArray[np.uint8], size: int) -> None:
@@ -56,11 +59,13 @@ class ScaledTwoBitCodec:
         threshold, _ = _write_scale(values, out)
         return 4 + _write_pairs(values, threshold, out[4:])
 
-    def encode_keeping(self, kept: NDArray[np.float32], out: NDArray[np.uint8], nonce: int) -> int | None:
+    def encode_keeping(
+        self, kept: NDArray[np.float32], out: NDArray[np.uint8], nonce: int, sent: NDArray[np.float32] | None
+    ) -> int | None:
         loop = codec_loop("two_bit").ready(kept.size)
         if loop is None:
             return None
-        loop(kept, out[4:], *_write_scale(kept, out))
+        loop(kept, out[4:], *_write_scale(kept, out), _NOWHERE if sent is None else sent)
         return self.max_nbytes(kept.size)
 
     def check(self, data: NDArray[np.uint8], size: int) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.compute.codecs.base import Codec, KeepingCodec
+from kvd.compute.codecs.base import Codec, keeping
 from kvd.compute.quiet import quietly
 from kvd.compute.scratch import Scratch
 
@@ -54,10 +54,9 @@ def encode_keeping(
     Args:
         sent: shape (n,): receives what the bytes decode into; None: nobody wants it.
     """
-    nbytes = codec.encode_keeping(kept, out, nonce) if isinstance(codec, KeepingCodec) else None
+    at_once = keeping(codec)
+    nbytes = None if at_once is None else at_once.encode_keeping(kept, out, nonce, sent)
     if nbytes is not None:
-        if sent is not None:
-            codec.decode(out[:nbytes], sent)
         return nbytes
     nbytes = codec.encode(kept, out, nonce)
     if sent is None:
