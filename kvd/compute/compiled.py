@@ -19,26 +19,24 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvd.compute.catalogue import kernel_of
-from kvd.compute.kernels import KEEPING, ROW_LOOPS, ROWS, loop_name
+from kvd.compute.kernels import ID_LOOPS, KEEPING, ROW_LOOPS, ROWS, loop_name
 from kvd.compute.tensors import BFLOAT16, dtype_name
 from kvd.optimizer import Optimizer
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Function: TypeAlias = Callable[..., Any]
 
-CODEC_LOOPS = ("magnitudes", "two_bit")
-"""Those of compressors, of float32."""
-
 ENOUGH = 2**26
 """Elements after which a loop is worth its compilation: NumPy takes some tenths of a second for them."""
 
 _FLOAT32: np.dtype[Any] = np.dtype(np.float32)
-
+_WORK_OF_ID = 32  # what NumPy takes for an id, in elements
 _CALL = 2**12  # what a call costs beside its elements, in elements
 
 BITS: dict[np.dtype[Any], np.dtype[Any]] = {np.dtype(np.float16): np.dtype(np.int16), BFLOAT16: np.dtype(np.uint16)}
 """The dtypes as which the loops take the halves, which numba does not know: their bits."""
 
+_INT64: np.dtype[Any] = np.dtype(np.int64)
 _MISSING = "numba is not installed (pip install 'kvd-ps[fast]')"
 
 _log = logging.getLogger(__name__)
@@ -111,7 +109,7 @@ class _Compiler:
             try:
                 jit = self._module()
                 if jit is not None:
-                    loop.use(_compiled(jit, *loop.key))
+                    loop.use(jit.compile_loop(*loop.key))
             except Exception as error:  # noqa: BLE001 - importing and compiling raise all sorts of things
                 self.failure = f"numba failed: {type(error).__name__}: {error}".split("\n")[0][:200]
                 _log.warning("merges and updates are calculated by NumPy: %s", self.failure)
@@ -140,15 +138,6 @@ class _Compiler:
             self.compile(loop)
 
 
-def _compiled(jit: ModuleType, name: str, source: str, target: str) -> Function:
-    if name in CODEC_LOOPS:
-        from kvd.compute import codec_loops
-
-        return codec_loops.compile_loop(name)
-    loop: Function = jit.compile_loop(name, source, target)
-    return loop
-
-
 _compiler = _Compiler()
 _loops: dict[tuple[str, np.dtype[Any], np.dtype[Any]], Loop] = {}
 
@@ -162,6 +151,11 @@ def loop_for(name: str, source: np.dtype[Any], target: np.dtype[Any]) -> Loop:
     return loop
 
 
+def id_loop(name: str, count: int) -> Function | None:
+    """The loop of `ID_LOOPS` for so many row ids, or None if NumPy has to calculate this time."""
+    return loop_for(name, _INT64, _INT64).ready(count * _WORK_OF_ID)
+
+
 def warm_up(
     optimizer: Optimizer | None, dtype: object = np.float32, *, keeps_merged: bool = False, of_rows: bool = False
 ) -> bool:
@@ -171,7 +165,7 @@ def warm_up(
         optimizer: the rule, or None for a merge alone.
         dtype: a dtype that NumPy or ml_dtypes knows.
         keeps_merged: for updates that keep the merged gradient, too.
-        of_rows: for updates of rows of tables, too, if there are loops for these.
+        of_rows: for tables, too: the loops on row ids, and for updates of rows if there is one.
 
     Returns:
         Whether compiled loops will be used; if not, ``kernels_in_use`` says why.
@@ -187,8 +181,9 @@ def warm_up(
         wanted.append(loop_for(name, np.dtype(np.float32), target))
     if keeps_merged:
         wanted.append(loop_for(name + KEEPING, target, target))
-    if of_rows and name in ROW_LOOPS:
-        wanted.append(loop_for(name + ROWS, target, target))
+    if of_rows:
+        wanted += [loop_for(each, _INT64, _INT64) for each in ID_LOOPS]
+        wanted += [loop_for(name + ROWS, target, target)] if name in ROW_LOOPS else []
     for loop in wanted:
         _compiler.compile(loop)
     return all(loop.is_ready for loop in wanted)
@@ -196,7 +191,7 @@ def warm_up(
 
 def warm_up_codecs() -> bool:
     """The same for the loops of compressors."""
-    loops = [codec_loop(name) for name in CODEC_LOOPS]
+    loops = [codec_loop(name) for name in ("magnitudes", "two_bit")]
     for loop in loops:
         _compiler.compile(loop)
     return all(loop.is_ready for loop in loops)

@@ -3,11 +3,11 @@
 Over 400 lines because numba's cache on disk notices changes of the file that defines a loop, and of no other file: the
 loops and the functions that they inline belong together.
 
-This module and :mod:`kvd.compute.codec_loops` are the only ones that import numba, and only
+This module, `jit_codecs`, `jit_ids` and `jit_prefetch` are all that import numba, and only
 :mod:`kvd.compute.compiled` imports them, when a loop is worth its compilation. The formulas stand in
 :mod:`kvd.optimizer.rules`; the order of the roundings is that of :mod:`kvd.compute.kernels` and
-:mod:`kvd.compute.merge`, operation by operation, so that both give the same bits.
-LLVM keeps it: without fast-math flags it neither reorders nor contracts to fused multiply-adds. (Which of two
+:mod:`kvd.compute.merge`, operation by operation, so that both give the same bits. LLVM keeps it: without fast-math
+flags it neither reorders nor contracts to fused multiply-adds. (Which of two
 NaNs survives an addition is left open, here as there: no promise is made about their payloads.)
 
 Every loop but ``merge`` takes, in this order:
@@ -40,6 +40,9 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from kvd.compute.jit_codecs import LOOPS as CODEC_LOOPS
+from kvd.compute.jit_ids import LOOPS as ID_LOOPS
+from kvd.compute.jit_prefetch import prefetch
 from kvd.compute.kernels import KEEPING, ROWS
 
 DISABLED: bool = bool(getattr(numba.config, "DISABLE_JIT", False))
@@ -52,7 +55,7 @@ _OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": False, "parallel"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def inlined(function: F) -> F:
+def _inlined(function: F) -> F:
     """A part of the loops below."""
     return cast(F, _njit(**_OPTIONS)(function))
 
@@ -65,13 +68,13 @@ def _implement(stub: Callable[..., Any], choose: Callable[..., Any], inline: str
 # --- Bits of halves -------------------------------------------------------------------------------------------------
 
 
-@inlined
+@_inlined
 def wide_bfloat16(bits: Any) -> Any:
     """The float32 of the bits of a bfloat16: they are its upper half."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
-@inlined
+@_inlined
 def narrow_bfloat16(value: Any) -> Any:
     """The bits of the bfloat16 that is nearest to a float32, ties to even; NaN keeps its sign and loses its payload.
 
@@ -83,7 +86,7 @@ def narrow_bfloat16(value: Any) -> Any:
     return np.uint16((nan if value != value else rounded) >> np.uint32(16))
 
 
-@inlined
+@_inlined
 def wide_float16(bits: Any) -> Any:
     """The float32 of the bits of a float16: exponent and fraction are moved, and the exponent gets the bias of float32.
 
@@ -101,7 +104,7 @@ def wide_float16(bits: Any) -> Any:
     return np.uint32((special if exponent == np.uint32(0x0F800000) else finite) | sign).view(np.float32)
 
 
-@inlined
+@_inlined
 def narrow_float16(value: Any) -> Any:
     """The bits of the float16 that is nearest to a float32, ties to even; infinity from 65520 on.
 
@@ -188,7 +191,7 @@ def _choose_keep(value: Any, index: Any, array: Any) -> Any:
 _implement(_keep, _choose_keep, inline="always")
 
 
-@inlined
+@_inlined
 def _first_numbers(numbers: Any) -> Any:
     """The numbers that all optimizers share, as a tuple: what is called for each element takes no arrays.
 
@@ -197,7 +200,7 @@ def _first_numbers(numbers: Any) -> Any:
     return numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]
 
 
-@inlined
+@_inlined
 def _merged(first: Any, second: Any, shared: Any, pair: Any, divide: Any) -> Any:
     """One element of the merge, in the compute dtype."""
     value = _wide(first) * shared[0]
@@ -208,7 +211,7 @@ def _merged(first: Any, second: Any, shared: Any, pair: Any, divide: Any) -> Any
     return value
 
 
-@inlined
+@_inlined
 def _gradient(merged: Any, weight: Any, shared: Any, decay: Any) -> Any:
     """One element of ``clip(rescale · merged) + wd · w``; NaN stays NaN."""
     value = merged * shared[3]
@@ -407,7 +410,7 @@ def rmsprop_momentum(
         out[i] = _rounded(w, out)
 
 
-@inlined
+@_inlined
 def _spread(square: Any, mean: Any, zero: Any) -> Any:
     """``max(v − a², 0)`` of one element; the zero is of its dtype, since a literal would make it a float64."""
     spread = square - mean * mean
@@ -481,60 +484,169 @@ def rmsprop_centered_momentum(
 
 # --- Rows of tables -------------------------------------------------------------------------------------------------
 
-# The loops above, row by row, for the optimizers of embeddings. Here the weights may be written, and so they are, as
-# the master of a half is (`_keep`); what is written to ``out`` is thrown away.
+# The loops above, row by row, for the optimizers of embeddings. The rows lie anywhere in memory, so the processor is
+# told some rows ahead which ones come. All arrays have two dimensions and are indexed as such: a view of a row would
+# have its references counted.
 
-_sgd = inlined(sgd)
-_sgd_momentum = inlined(sgd_momentum)
-_adam = inlined(adam)
-_adagrad = inlined(adagrad)
+_AHEAD = 4  # rows that are on their way while one is updated
 
 
-@inlined
-def _given(number: Any, rows: Any, sums: Any) -> Any:
-    """The gradient of a row: one that was pushed, or with ``~number`` one that was added up."""
-    return rows[number] if number >= 0 else sums[~number]
+def _pasted(function: F) -> F:
+    """A part of the loops below that takes arrays: a call would count the references to them."""
+    return cast(F, _njit(**_OPTIONS, inline="always")(function))
 
 
-def sgd_rows(places: Any, order: Any, rows: Any, sums: Any, weights: Any, numbers: Any, decay: Any) -> None:
-    """``sgd`` of the rows at these places; ``order`` has the number of each one's gradient, see ``_given``."""
-    out = np.empty(weights.shape[1], weights.dtype)
+@_pasted
+def _fetch(rows: Any, number: Any) -> None:
+    """Have the processor fetch a row, in lines of 64 bytes."""
+    for line in range((rows.shape[1] * rows.itemsize + 63) >> 6):
+        prefetch(rows, number, line << 6)
+
+
+@_pasted
+def _merge_row(merged: Any, a: Any, b: Any, first: Any, second: Any, shared: Any, divide: Any) -> None:
+    """Merge row ``a`` of the first and row ``b`` of the second contributions; a number below 0: there is none."""
+    if b < 0:
+        for j in range(merged.size):
+            merged[j] = first[a, j] * shared[0]
+    elif a < 0:
+        for j in range(merged.size):
+            merged[j] = second[b, j] * shared[1]
+    else:
+        for j in range(merged.size):
+            merged[j] = first[a, j] * shared[0] + second[b, j] * shared[1]
+    if divide:
+        for j in range(merged.size):
+            merged[j] = merged[j] / shared[2]
+
+
+@_pasted
+def _put_aside(before: Any, number: Any, weights: Any, place: Any) -> None:
+    """Copy the weights of a row to ``before``, unless that is empty: nobody wants them."""
+    if number < before.shape[0]:
+        for j in range(weights.shape[1]):
+            before[number, j] = weights[place, j]
+
+
+def sgd_rows(
+    places: Any,
+    left: Any,
+    right: Any,
+    first: Any,
+    second: Any,
+    before: Any,
+    weights: Any,
+    numbers: Any,
+    divide: Any,
+    decay: Any,
+) -> None:
+    """``sgd`` of the rows at these places; ``left`` and ``right`` number the contributions to each, -1 for none."""
+    rate = numbers[7]
+    shared, merged = _first_numbers(numbers), np.empty(weights.shape[1], weights.dtype)
     for k in range(places.size):
-        g, w = _given(order[k], rows, sums), weights[places[k]]
-        _sgd(g, g, False, w, out, numbers, False, decay, None)
+        if k + _AHEAD < places.size:
+            _fetch(weights, places[k + _AHEAD])
+        p = places[k]
+        _merge_row(merged, left[k], right[k], first, second, shared, divide)
+        _put_aside(before, k, weights, p)
+        for j in range(merged.size):
+            g = _gradient(merged[j], weights[p, j], shared, decay)
+            weights[p, j] = weights[p, j] - g * rate
 
 
 def sgd_momentum_rows(
-    places: Any, order: Any, rows: Any, sums: Any, weights: Any, buffers: Any, numbers: Any, decay: Any
+    places: Any,
+    left: Any,
+    right: Any,
+    first: Any,
+    second: Any,
+    before: Any,
+    weights: Any,
+    buffers: Any,
+    numbers: Any,
+    divide: Any,
+    decay: Any,
 ) -> None:
     """``sgd_momentum``, as above."""
-    out = np.empty(weights.shape[1], weights.dtype)
+    rate, momentum = numbers[7], numbers[8]
+    shared, merged = _first_numbers(numbers), np.empty(weights.shape[1], weights.dtype)
     for k in range(places.size):
+        if k + _AHEAD < places.size:
+            _fetch(weights, places[k + _AHEAD])
+            _fetch(buffers, places[k + _AHEAD])
         p = places[k]
-        g, w = _given(order[k], rows, sums), weights[p]
-        _sgd_momentum(g, g, False, w, out, buffers[p], numbers, False, decay, None)
+        _merge_row(merged, left[k], right[k], first, second, shared, divide)
+        _put_aside(before, k, weights, p)
+        for j in range(merged.size):
+            g = _gradient(merged[j], weights[p, j], shared, decay)
+            b = buffers[p, j] * momentum + g
+            buffers[p, j] = b
+            weights[p, j] = weights[p, j] - b * rate
 
 
 def adam_rows(
-    places: Any, order: Any, rows: Any, sums: Any, weights: Any, means: Any, variances: Any, numbers: Any, decay: Any
+    places: Any,
+    left: Any,
+    right: Any,
+    first: Any,
+    second: Any,
+    before: Any,
+    weights: Any,
+    means: Any,
+    variances: Any,
+    numbers: Any,
+    divide: Any,
+    decay: Any,
 ) -> None:
     """``adam``, as above."""
-    out = np.empty(weights.shape[1], weights.dtype)
+    beta1, rest1, beta2, rest2 = numbers[7], numbers[8], numbers[9], numbers[10]
+    step_size, epsilon, rest = numbers[11], numbers[12], numbers[13]
+    shared, merged = _first_numbers(numbers), np.empty(weights.shape[1], weights.dtype)
     for k in range(places.size):
+        if k + _AHEAD < places.size:
+            _fetch(weights, places[k + _AHEAD])
+            _fetch(means, places[k + _AHEAD])
+            _fetch(variances, places[k + _AHEAD])
         p = places[k]
-        g, w = _given(order[k], rows, sums), weights[p]
-        _adam(g, g, False, w, out, means[p], variances[p], numbers, False, decay, None)
+        _merge_row(merged, left[k], right[k], first, second, shared, divide)
+        _put_aside(before, k, weights, p)
+        for j in range(merged.size):
+            g = _gradient(merged[j], weights[p, j], shared, decay)
+            m = means[p, j] * beta1 + g * rest1
+            v = variances[p, j] * beta2 + g * g * rest2
+            means[p, j] = m
+            variances[p, j] = v
+            weights[p, j] = weights[p, j] * rest - m / (math.sqrt(v) + epsilon) * step_size
 
 
 def adagrad_rows(
-    places: Any, order: Any, rows: Any, sums: Any, weights: Any, totals: Any, numbers: Any, decay: Any
+    places: Any,
+    left: Any,
+    right: Any,
+    first: Any,
+    second: Any,
+    before: Any,
+    weights: Any,
+    totals: Any,
+    numbers: Any,
+    divide: Any,
+    decay: Any,
 ) -> None:
     """``adagrad``, as above."""
-    out = np.empty(weights.shape[1], weights.dtype)
+    rate, epsilon = numbers[7], numbers[8]
+    shared, merged = _first_numbers(numbers), np.empty(weights.shape[1], weights.dtype)
     for k in range(places.size):
+        if k + _AHEAD < places.size:
+            _fetch(weights, places[k + _AHEAD])
+            _fetch(totals, places[k + _AHEAD])
         p = places[k]
-        g, w = _given(order[k], rows, sums), weights[p]
-        _adagrad(g, g, False, w, out, totals[p], numbers, False, decay, None)
+        _merge_row(merged, left[k], right[k], first, second, shared, divide)
+        _put_aside(before, k, weights, p)
+        for j in range(merged.size):
+            g = _gradient(merged[j], weights[p, j], shared, decay)
+            s = totals[p, j] + g * g
+            totals[p, j] = s
+            weights[p, j] = weights[p, j] - g / (math.sqrt(s) + epsilon) * rate
 
 
 # --- Compilation ----------------------------------------------------------------------------------------------------
@@ -570,6 +682,9 @@ _ROW_LOOPS: dict[str, tuple[Callable[..., None], int]] = {
 }
 
 
+_WITH_TYPES = {**CODEC_LOOPS, **ID_LOOPS}
+
+
 def compile_loop(name: str, source: str, target: str) -> Callable[..., None]:
     """Compile one loop for one combination of dtypes, or take it from the cache on disk; this takes up to seconds.
 
@@ -577,57 +692,55 @@ def compile_loop(name: str, source: str, target: str) -> Callable[..., None]:
     of these can be written, or what is there cannot be read, the loop is compiled without one.
 
     Args:
-        name: one of the loops above, or that with ``KEEPING`` or ``ROWS`` behind it.
+        name: one of the loops above, or that with ``KEEPING`` or ``ROWS`` behind it; or one of codecs, or on row ids.
         source, target: the names of the dtypes of the contributions and of ``out``.
 
     Returns:
         The loop. It takes arrays that are C-contiguous, of any alignment; those that it only reads may be read-only.
     """
-    if name.endswith(ROWS):
+    if name in _WITH_TYPES:
+        loop, signature = _WITH_TYPES[name]
+    elif name.endswith(ROWS):
         loop, slots = _ROW_LOOPS[name.removesuffix(ROWS)]
         signature = _row_signature(slots, target)
     else:
         loop, slots_or_none = _LOOPS[name.removesuffix(KEEPING)]
         signature = _signature(slots_or_none, source, target, name.endswith(KEEPING))
-    return compiled(loop, signature)
-
-
-def compiled(function: Callable[..., Any], signature: tuple[Any, ...]) -> Callable[..., Any]:
-    """The function for arguments of these types, from the cache on disk if there is one."""
     try:
-        return _compiled(function, signature, cache=True)
+        return _compiled(loop, signature, cache=True)
     except Exception:  # noqa: BLE001 - a cache on disk fails in many ways, and a second failure is no fault of it
-        return _compiled(function, signature, cache=False)
+        return _compiled(loop, signature, cache=False)
 
 
-def _compiled(function: Callable[..., Any], signature: tuple[Any, ...], cache: bool) -> Callable[..., Any]:
+def _compiled(function: Callable[..., None], signature: tuple[Any, ...], cache: bool) -> Callable[..., None]:
     dispatcher = _njit(**_OPTIONS, cache=cache)(function)
     dispatcher.compile(signature)
     dispatcher.disable_compile()  # a call with other types must fail, not compile
-    return cast(Callable[..., Any], dispatcher)
+    return cast(Callable[..., None], dispatcher)
 
 
 def _signature(slots: int | None, source: str, target: str, keeps: bool) -> tuple[Any, ...]:
     compute = types.float64 if target == "float64" else types.float32
     half = target in ("float16", "bfloat16")
-    given = array_of(_TYPES[source], readonly=True)
+    given = _array(_TYPES[source], readonly=True)
     sources = (given, given, types.boolean)
-    out, numbers = array_of(_TYPES[target], readonly=False), array_of(compute, readonly=True)
+    out, numbers = _array(_TYPES[target], readonly=False), _array(compute, readonly=True)
     if slots is None:
         return *sources, out, numbers, types.boolean
-    weight = array_of(compute, readonly=not half)
-    writable = array_of(compute, readonly=False)
+    weight = _array(compute, readonly=not half)
+    writable = _array(compute, readonly=False)
     kept = writable if keeps else types.none
     return *sources, weight, out, *[writable] * slots, numbers, types.boolean, types.boolean, kept
 
 
 def _row_signature(slots: int, target: str) -> tuple[Any, ...]:
     compute = _TYPES[target]
-    whole = array_of(types.int64, readonly=True)
-    given, kept = array_of(compute, readonly=True, ndim=2), array_of(compute, readonly=False, ndim=2)
-    return whole, whole, given, given, kept, *[kept] * slots, array_of(compute, readonly=True), types.boolean
+    whole = _array(types.int64, readonly=True)
+    given, kept = _array(compute, readonly=True, ndim=2), _array(compute, readonly=False, ndim=2)
+    numbers, flag = _array(compute, readonly=True), types.boolean
+    return whole, whole, whole, given, given, kept, kept, *[kept] * slots, numbers, flag, flag
 
 
-def array_of(dtype: Any, readonly: bool, ndim: int = 1) -> Any:
-    """The type of C-contiguous arrays. A read-only, unaligned one also takes arrays that are writable or aligned."""
+def _array(dtype: Any, readonly: bool, ndim: int = 1) -> Any:
+    # A read-only, unaligned signature also takes arrays that are writable or aligned.
     return types.Array(dtype, ndim, "C", readonly=readonly, aligned=False)

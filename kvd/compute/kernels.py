@@ -27,6 +27,9 @@ ROWS = "_rows"
 ROW_LOOPS = frozenset({"sgd", "sgd_momentum", "adam", "adagrad"})
 """The compiled loops that there are for rows as well."""
 
+ID_LOOPS = ("find_ids", "put_ids", "sort_ids", "merge_ids")
+"""The compiled loops on row ids."""
+
 
 class Kernel(Protocol):
     """The arithmetic of one optimizer with its fields; what ``kernel()`` of a custom optimizer returns."""

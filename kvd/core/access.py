@@ -90,6 +90,7 @@ _ASKED_OF_A_SERVER = (
         WORKERS,
         Standing.ATTACHED,
     ),
+    Row("list the rows of a table", (m.ListRows,), WORKERS, Standing.ATTACHED),
     Row(
         "go on after a predecessor, or after a loss",
         (m.ClockQuery, m.Activate, m.ComeTo, m.WhereAre, m.StepInto),
@@ -123,7 +124,9 @@ _ASKED_OF_A_SERVER = (
         (
             m.StartHolding,
             m.Install,
+            m.InstallRows,
             m.Hold,
+            m.HoldRows,
             m.HoldPublished,
             m.HoldDropped,
             m.HoldActivated,

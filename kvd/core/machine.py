@@ -261,13 +261,14 @@ class Extent(NamedTuple):
 
 class FirstBytes(NamedTuple):
     """A slice that is to be made, and the received bytes that it starts with; a part of a table has the spec of its key
-    in place of bytes."""
+    in place of bytes. `is_copied`: it is made of the rows that LoadRows has loaded."""
 
     key: str
     slice_index: int
     dtype: str
     source: Span
     table: KeySpec | None = None
+    is_copied: bool = False
 
 
 class TableVersion(NamedTuple):
@@ -310,12 +311,12 @@ class Create(NamedTuple):
 class Apply(NamedTuple):
     """Merge the contributions in their order and update a group: slices that lie side by side, alike in every buffer.
 
-    Its JobDone has the buffer of the new version; with `keeps_merged` a pair, that buffer and one of the merged
+    Its JobDone has the buffer of the new version; with `keeps_merged` a pair, that buffer and a span of the merged
     gradient. The number and layout of a group never change.
 
     A merged gradient is in the dtype that contributions are summed in, float32 for float16 and bfloat16, element by
-    element as in the group; what lies between two slices there does not matter. There is one only with an optimizer,
-    and without `assign`.
+    element as in the group; what lies between two slices there does not matter. There is one only with an optimizer
+    or an `encoding`, and without `assign`; of a part of a table always, which is its merged rows with their ids.
 
     With `encoding` there is no optimizer, and the group is one slice. The merged gradient is encoded, and the new
     version is what that decodes into. The JobDone has a triple, those two and an EncodedValue; None for the last one:
@@ -361,6 +362,57 @@ class ReadRows(NamedTuple):
     ids: Span
 
 
+class ListRows(NamedTuple):
+    """List rows of a part of a table. Its JobDone has (version, more, span): a number, whether there are more rows than
+    those of the span, and ids as int64, ascending.
+
+    Attributes:
+        since: those that were updated after this update; ALL_ROWS: those that take memory.
+        after: only ids above this one.
+        evicted: those that were evicted after `since` instead.
+        most: so many at most.
+    """
+
+    job: int
+    key: str
+    slice_index: int
+    since: int
+    after: int
+    evicted: bool
+    most: int
+
+
+class ReadPart(NamedTuple):
+    """Read a piece of a part of a table that rests, to send it to another server. Its JobDone has a span, and where the
+    next piece begins; None: this was the last.
+
+    Attributes:
+        position: where it begins: 0, or what the job before has said.
+        nbytes: its size, about.
+    """
+
+    job: int
+    key: str
+    slice_index: int
+    position: int
+    nbytes: int
+
+
+class LoadRows(NamedTuple):
+    """Take a piece of a part of a table, from which Create makes the part when all are here. Pieces come in their
+    order; one that came before changes nothing. Its JobDone has the bytes that they take so far.
+
+    Attributes:
+        spec: of the key.
+    """
+
+    job: int
+    key: str
+    slice_index: int
+    spec: KeySpec
+    piece: Span
+
+
 class Export(NamedTuple):
     """Read the optimizer's state of a slice. Its JobDone has (step, ((name, dtype), …), (span, …))."""
 
@@ -404,8 +456,8 @@ class ResetState(NamedTuple):
 
 
 class ForgetState(NamedTuple):
-    """Forget what is kept besides the bytes of these slices (key and index): they are deleted. Takes effect at once,
-    without JobDone."""
+    """Forget what is kept besides the bytes of these slices (key and index), and what was loaded to make them: they are
+    deleted. Takes effect at once, without JobDone."""
 
     slices: tuple[tuple[str, int], ...]
 
@@ -479,7 +531,7 @@ class LogEntry(NamedTuple):
     fields: Mapping[str, object] = {}
 
 
-Job: TypeAlias = Create | Apply | ReadRows | Export | Checksums | Load | Run
+Job: TypeAlias = Create | Apply | ReadRows | ListRows | ReadPart | LoadRows | Export | Checksums | Load | Run
 Local: TypeAlias = Copy | Census | Complete | Halt | Stop | DropRun | LogEntry
 OfOneRun: TypeAlias = Send | Connect | Disconnect | Job | ResetState | ForgetState | Persist | Local
 

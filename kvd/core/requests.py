@@ -346,7 +346,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class SliceControl:
-    """One message per slice of a key, to the servers that lead them. The result is like Control's, in slice order."""
+    """Messages that name slices of a key by `index`, to the servers that lead them. The result is like Control's."""
 
     key: str
     messages: tuple[Any, ...]

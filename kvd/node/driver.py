@@ -29,10 +29,13 @@ from kvd.core.machine import (
     ForgetState,
     Halt,
     InRun,
+    ListRows,
     Load,
+    LoadRows,
     LogEntry,
     Machine,
     Persist,
+    ReadPart,
     ReadRows,
     ResetState,
     Run,
@@ -51,7 +54,7 @@ from kvd.node.threads import Stepper, report_failed_effect
 from kvd.observe.log import event
 from kvd.transport.base import NOTHING, Transport
 
-_JOBS = frozenset({Create, Apply, ReadRows, Export, Checksums, Load, Run})
+_JOBS = frozenset({Create, Apply, ReadRows, ListRows, ReadPart, LoadRows, Export, Checksums, Load, Run})
 LONG_COPY_BYTES = 64 << 10
 
 logger = logging.getLogger("kvd.node")

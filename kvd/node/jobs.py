@@ -25,7 +25,10 @@ from kvd.core.machine import (
     FirstBytes,
     Job,
     JobDone,
+    ListRows,
     Load,
+    LoadRows,
+    ReadPart,
     ReadRows,
     Run,
     ScatterList,
@@ -36,7 +39,7 @@ from kvd.errors import KvdError, NotAllowed, ProtocolError
 from kvd.node.decoding import CodedSlice
 from kvd.node.optimizer_states import OptimizerStates
 from kvd.node.table_parts import TableParts
-from kvd.protocol.specs import padded
+from kvd.protocol.specs import padded, state_of_table_text
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Controller: TypeAlias = Callable[[bytes], bytes]
@@ -174,11 +177,15 @@ class JobRunner:
 
     def _result(self, job: Job) -> Any:
         if isinstance(job, Apply):
-            if job.layout and (job.layout[0].key, job.layout[0].slice_index) in self._tables:
-                return self._tables.apply(job)
-            return self._apply(job)
+            return self._tables.apply(job) if isinstance(job.current, TableVersion) else self._apply(job)
         if isinstance(job, ReadRows):
             return self._tables.read(job)
+        if isinstance(job, ListRows):
+            return self._tables.list_rows(job)
+        if isinstance(job, ReadPart):
+            return self._tables.piece(job)
+        if isinstance(job, LoadRows):
+            return self._tables.load(job)
         if isinstance(job, Create):
             return self._create(job)
         if isinstance(job, Export):
@@ -194,6 +201,11 @@ class JobRunner:
 
     def _first_version(self, first: FirstBytes) -> Array | TableVersion:
         slice_id = (first.key, first.slice_index)
+        if first.is_copied:
+            copied = self._tables.adopt(first)
+            self._counts.pop(slice_id, None)
+            self._states.drop(slice_id)
+            return copied
         self.forget([slice_id])
         if first.table is not None:
             return self._tables.create(first)
@@ -202,7 +214,7 @@ class JobRunner:
         np.copyto(made, view(first.source, UINT8))
         return made
 
-    def _apply(self, job: Apply) -> Array | tuple[Array, Array] | tuple[Array, Array | None, EncodedValue | None]:
+    def _apply(self, job: Apply) -> Array | tuple[Array, Span] | tuple[Array, Span | None, EncodedValue | None]:
         dtype = named_dtype(job.dtype)
         current = gathered(job.current, job.nbytes).view(dtype)
         given_dtype = accumulator_dtype(dtype) if job.is_merged else dtype
@@ -227,11 +239,11 @@ class JobRunner:
             return made
         merged = self._allocate(current.size * accumulator_dtype(dtype).itemsize)
         self._update(job, current, given, out, merged.view(accumulator_dtype(dtype)))
-        return made, merged
+        return made, Span(merged, 0, merged.nbytes)
 
     def _encoded(
         self, job: Apply, size: int, given: Sequence[tuple[int, Array]], made: Array
-    ) -> tuple[Array, Array | None, EncodedValue | None]:
+    ) -> tuple[Array, Span | None, EncodedValue | None]:
         """Encodes what is merged; the new version is what that decodes into."""
         assert job.encoding is not None
         (method, feeds_back), version = job.encoding
@@ -241,8 +253,9 @@ class JobRunner:
         sums = _merged(job, given, np.empty(size, dtype))
         merged = None
         if job.keeps_merged:
-            merged = self._allocate(size * accumulator_dtype(dtype).itemsize)
-            merged.view(accumulator_dtype(dtype))[:] = sums
+            kept = self._allocate(size * accumulator_dtype(dtype).itemsize)
+            kept.view(accumulator_dtype(dtype))[:] = sums
+            merged = Span(kept, 0, kept.nbytes)
         if hasattr(codec, "of_slice"):  # a ShapedCodec; to ask whether it follows that protocol takes long
             np.copyto(made.view(dtype), sums, casting="unsafe")
             _use_up(state, made.view(dtype))
@@ -309,6 +322,11 @@ class JobRunner:
     def _checksums(self, job: Checksums) -> tuple[tuple[int, ...], int]:
         found, nbytes = [], 0
         for key, index, span in job.slices:
+            if (key, index) in self._tables:
+                checksum, read = self._tables.checksum((key, index))
+                found.append(checksum)
+                nbytes += read
+                continue
             state = self._states.of_slice((key, index))
             found.append(state.checksum(crc32(view(span, UINT8).data)))
             nbytes += span.nbytes + state.nbytes
@@ -332,7 +350,7 @@ class JobRunner:
 
     def _check_no_table(self, key: str, index: int) -> None:
         if (key, index) in self._tables:
-            raise NotAllowed(f"key {key!r} is a table: what the optimizer keeps of its rows cannot be saved", key=key)
+            raise NotAllowed(state_of_table_text(key), key=key)
 
     # ── commands ──
 

@@ -13,7 +13,8 @@ from kvd.node.threads import Stepper
 from kvd.observe.log import event
 from kvd.protocol.codec import encode
 from kvd.protocol.messages import MAX_TEXT_CHARS, WITHIN_HOST, Attach, Epoch, ErrorCode, Message, Refused, StatusReport
-from kvd.transport.base import MAX_PAYLOAD_BYTES, Transport
+from kvd.protocol.specs import MAX_PAYLOAD_BYTES
+from kvd.transport.base import Transport
 
 STATUS_PAUSE = 10  # times what it took to make a report, until another one is made
 QUICK_REPORT_S = 0.005  # reports that take less are made each time

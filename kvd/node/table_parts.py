@@ -8,9 +8,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvd.compute.by_key import optimizer_for
-from kvd.core.machine import Apply, FirstBytes, ReadRows, Span, TableVersion
-from kvd.errors import NotAllowed
+from kvd.core.machine import Apply, FirstBytes, ListRows, LoadRows, ReadPart, ReadRows, Span, TableVersion
+from kvd.errors import NotAllowed, ProtocolError
+from kvd.protocol.messages import ALL_ROWS
+from kvd.tables.copies import PartReader, PartWriter, checksum_of
 from kvd.tables.part import TablePart
+from kvd.tables.table import Table
 from kvd.tables.wire import table_of_spec
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -28,6 +31,8 @@ class TableParts:
         self._allocate = allocate
         self._view = view
         self._parts: dict[tuple[str, int], TablePart] = {}
+        self._readers: dict[tuple[str, int], PartReader] = {}  # of parts that are sent to another server
+        self._writers: dict[tuple[str, int], PartWriter] = {}  # of parts that come from another server
 
     def __contains__(self, slice_id: tuple[str, int]) -> bool:
         return slice_id in self._parts
@@ -43,10 +48,12 @@ class TableParts:
             ProtocolError: no table has such a spec.
         """
         assert first.table is not None
-        part = self._parts[first.key, first.slice_index] = TablePart(table_of_spec(first.table), first.key)
+        description = table_of_spec(first.table)
+        table = Table(description, first.key, first.table.num_slices)
+        part = self._parts[first.key, first.slice_index] = TablePart(description, first.key, table)
         return _version_of(part)
 
-    def apply(self, job: Apply) -> TableVersion:
+    def apply(self, job: Apply) -> TableVersion | tuple[TableVersion, Span]:
         """Merges the contributions, and makes the next version."""
         extent = job.layout[0]
         part = self._part(extent.key, extent.slice_index)
@@ -57,8 +64,12 @@ class TableParts:
             for each in job.contributions
             if each.span is not None
         ]
-        part.update(None if optimizer is None else optimizer_for(optimizer, extent.key), given, mode)
-        return _version_of(part)
+        self._readers.pop((extent.key, extent.slice_index), None)  # nobody goes on with it
+        merged = part.update(None if optimizer is None else optimizer_for(optimizer, extent.key), given, mode)
+        if not job.keeps_merged:
+            return _version_of(part)
+        made = part.payload_of(merged, self._allocate)
+        return _version_of(part), Span(made, 0, made.nbytes)
 
     def read(self, job: ReadRows) -> Span:
         """The rows that a worker wants."""
@@ -66,13 +77,71 @@ class TableParts:
         rows = part.read(job.version.number, self._view(job.ids, np.dtype(np.int64)), self._allocate)
         return Span(rows, 0, rows.nbytes)
 
+    def list_rows(self, job: ListRows) -> tuple[int, bool, Span]:
+        """Which rows there are, or have changed: the version, whether there are more, and their ids.
+
+        Raises:
+            NotAllowed: the table does not know what has changed since.
+        """
+        part = self._part(job.key, job.slice_index)
+        if job.since == ALL_ROWS:
+            ids = part.table.ids_by_place()
+        else:
+            ids = part.table.evicted_since(job.since) if job.evicted else part.table.updated_since(job.since)
+        rest = ids[ids > job.after]
+        page = np.sort(rest if len(rest) <= job.most else np.partition(rest, job.most - 1)[: job.most])
+        made = self._allocate(page.nbytes)
+        made.view(np.int64)[:] = page
+        return part.version, len(rest) > job.most, Span(made, 0, made.nbytes)
+
+    # ── copies on other servers ──
+
+    def piece(self, job: ReadPart) -> tuple[Span, int | None]:
+        """A piece of a part, for another server, and where the next one begins."""
+        slice_id = (job.key, job.slice_index)
+        part = self._part(*slice_id)
+        if not job.position:
+            self._readers[slice_id] = PartReader(part)
+        piece, following = self._readers[slice_id].piece(job.position, job.nbytes, self._allocate)
+        if following is None:
+            del self._readers[slice_id]
+        return Span(piece, 0, piece.nbytes), following
+
+    def load(self, job: LoadRows) -> int:
+        """Takes a piece that another server has sent. Returns the memory of those that are here."""
+        slice_id = (job.key, job.slice_index)
+        writer = self._writers.get(slice_id) or PartWriter(table_of_spec(job.spec), job.key, job.spec.num_slices)
+        writer.add(self._view(job.piece, np.dtype(np.uint8)))
+        self._writers[slice_id] = writer
+        return writer.nbytes
+
+    def adopt(self, first: FirstBytes) -> TableVersion:
+        """Makes a part of the pieces that were loaded.
+
+        Raises:
+            ProtocolError: some are missing, or all.
+        """
+        slice_id = (first.key, first.slice_index)
+        writer = self._writers.pop(slice_id, None)
+        if writer is None:
+            raise ProtocolError(f"pieces of table {first.key!r} are missing: none came before it was made")
+        part = self._parts[slice_id] = writer.part()
+        return _version_of(part)
+
+    def checksum(self, slice_id: tuple[str, int]) -> tuple[int, int]:
+        """See `kvd.tables.copies.checksum_of`."""
+        return checksum_of(self._parts[slice_id])
+
+    # ── what becomes of them ──
+
     def reset(self, slice_id: tuple[str, int]) -> None:
         """Another optimizer is set."""
         self._parts[slice_id].forget_optimizer()
 
     def forget(self, slice_id: tuple[str, int]) -> None:
         """The slice is deleted, or made again as something else."""
-        self._parts.pop(slice_id, None)
+        for of_slice in (self._parts, self._readers, self._writers):
+            of_slice.pop(slice_id, None)
 
     def _part(self, key: str, index: int) -> TablePart:
         part = self._parts.get((key, index))

@@ -35,15 +35,18 @@ from kvd.protocol.specs import (
     ANY_ROW,
     DTYPES,
     MAX_DIMENSIONS,
+    MAX_KEPT_BYTES,
     MAX_KEY_CHARS,
     MAX_KEY_NBYTES,
     MAX_ROW_BYTES,
     MAX_SLICE_BYTES,
     MAX_TABLE_PARTS,
+    MAX_UPDATES,
     MERGES,
     MIN_SLICE_BYTES,
     TABLE_DTYPES,
     Initial,
+    Keeping,
     KeySpec,
     TableSpec,
 )
@@ -211,6 +214,16 @@ _table = _record_of(
         _whole(Limit(ANY_ROW, MAX_KEY_NBYTES)),
         _record_of(Initial, [_text(Limit(1, 16)), _list_of(_real, Limit(0, 4)), _whole(Limit(0, BIGGEST))]),
         _whole(Limit(1, MAX_TABLE_PARTS)),
+        _record_of(
+            Keeping,
+            [
+                _whole(Limit(1, MAX_UPDATES)),
+                _whole(Limit(0, MAX_UPDATES)),
+                _whole(Limit(0, MAX_KEY_NBYTES)),
+                _whole(Limit(0, MAX_KEPT_BYTES)),
+                _flag,
+            ],
+        ),
     ],
 )
 _spec_fields = _record_of(

@@ -26,6 +26,8 @@ class Limit(NamedTuple):
 
 
 BIGGEST = (1 << 62) - 1
+ALL_ROWS = -1  # in place of the number of an update
+LAST_ROW = (1 << 63) - 1
 MOST_COUNTED = 1 << 61  # that a peer may claim: who counts on from there always finds a number that a header can carry
 MOST_PID = (1 << 31) - 1
 MAX_PARTS = 1024
@@ -962,6 +964,30 @@ class PullRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ListRows:
+    """Say which rows of a part of a table were updated after an update, or with ALL_ROWS, which ones take memory; with
+    `evicted`, which were evicted after it. In order, from the first one after `after`. Answered with RowList."""
+
+    KIND: ClassVar[int] = 126
+    request: Number
+    key: Key
+    index: Number
+    since: Clock
+    after: Annotated[int, Limit(-1, LAST_ROW)]
+    evicted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowList:
+    """Row ids as payload, int64 and ascending, and the version of the part; `more`: there are more of them."""
+
+    KIND: ClassVar[int] = 127
+    request: Number
+    version: Number
+    more: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Values:
     """The requested slices, in order, as payload, and their versions; a batch may have one version for all slices.
 
@@ -1431,6 +1457,8 @@ class SliceImage(NamedTuple):
         version, step, previous_step, newest: see `kvd.core.server.rounds.SliceLog`.
         has_previous: whether the version before is kept.
         counted_steps: the ranges, from a step to before another, of shared steps that have counted.
+        updates: of a part of a table: those that were made.
+        updates_before: those of the version before.
     """
 
     key: Key
@@ -1446,6 +1474,8 @@ class SliceImage(NamedTuple):
     progress: Annotated[tuple[RankProgress, ...], Limit(0, MAX_MEMBERS)]
     counted_steps: Annotated[tuple[tuple[Count, Count], ...], Limit(0, MAX_COUNTED_RANGES)]
     newest: tuple[Count, Count]
+    updates: Count = 0
+    updates_before: Count = 0
 
 
 class LaterSlice(NamedTuple):
@@ -1482,7 +1512,8 @@ class Install:
     """Hold these slices as they are: new ones, or those of a partition that you are to hold from now on.
 
     The payload has, for each image, the bytes of its version, of the one before if there is one, and the arrays of its
-    optimizer's state. Answered with Done, or Refused with the places of those that do not fit.
+    optimizer's state; of a part of a table nothing: its rows came before, with InstallRows, if it was ever updated.
+    Answered with Done, or Refused with the places of those that do not fit.
     """
 
     KIND: ClassVar[int] = 80
@@ -1502,12 +1533,26 @@ class MergedCoding(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class InstallRows:
+    """Keep this piece of a part of a table, the payload (`kvd.tables.copies`), until an Install makes the part of all
+    its pieces. They come in their order. Answered with Done."""
+
+    KIND: ClassVar[int] = 121
+    request: Number
+    partition: Number
+    part: SliceId
+    spec: KeySpec
+
+
+@dataclass(frozen=True, slots=True)
 class Hold:
     """Hold the record that makes this version of these slices, which are updated as one. Answered with Done.
 
     The payload is the merged gradient in the dtype in which it was summed (`is_gradient`), which the optimizer is
-    applied to, or which is encoded as `coding` says; or the new value; or nothing, if the bytes stay as they are.
-    `generation` counts the optimizers that were set: with another one than before, the optimizer's state starts over.
+    applied to, or which is encoded as `coding` says; or the new value; or nothing, if the bytes stay as they are. Of a
+    part of a table it is the merged rows, as in a Push; those of so many HoldRows belong to the round as well
+    (`rows_before`). `generation` counts the optimizers that were set: with another one than before, the optimizer's
+    state starts over.
     """
 
     KIND: ClassVar[int] = 81
@@ -1519,7 +1564,25 @@ class Hold:
     is_gradient: bool
     optimizer: Plain
     generation: Count
+    rows_before: Count = 0
     coding: MergedCoding | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HoldRows:
+    """Keep these merged rows of a round of a part of a table until the Hold comes that makes this version. The payload
+    is as in a Push. Answered with Done.
+
+    Attributes:
+        place: among those of the round, from 0 on.
+    """
+
+    KIND: ClassVar[int] = 122
+    request: Number
+    partition: Number
+    part: SliceId
+    version: Count
+    place: Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -1712,6 +1775,8 @@ Message: TypeAlias = (
     | Staged
     | Pull
     | PullRows
+    | ListRows
+    | RowList
     | Values
     | Uncounted
     | DeclareBatch
@@ -1747,7 +1812,9 @@ Message: TypeAlias = (
     | Late
     | StartHolding
     | Install
+    | InstallRows
     | Hold
+    | HoldRows
     | HoldPublished
     | HoldDropped
     | HoldActivated

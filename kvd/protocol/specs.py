@@ -14,12 +14,15 @@ MAX_DIMENSIONS = 32
 MAX_KEY_NBYTES = 1 << 40
 MIN_SLICE_BYTES = 4 << 10
 MAX_SLICE_BYTES = 16 << 20
+MAX_PAYLOAD_BYTES = 128 << 20  # of one message
 MERGES = ("sum", "mean", "weighted")  # how the contributions of a round become one
 ANY_ROW = -1  # in place of the number of a table's rows: row ids are any whole numbers from 0 to 2⁶³ - 1
 ROW_ID_BYTES = 8
 TABLE_DTYPES = ("float32", "float64")
 MAX_ROW_BYTES = 32 << 20
 MAX_TABLE_PARTS = 200  # one for each server
+MAX_KEPT_BYTES = (1 << 62) - 1
+MAX_UPDATES = (1 << 31) - 1  # that name a row before it is admitted, or after which it is evicted
 
 
 class Dtype(NamedTuple):
@@ -57,6 +60,20 @@ class Initial(NamedTuple):
         return f"{self.name}({shown}, seed={self.seed})" if self.seed else f"{self.name}({shown})"
 
 
+class Keeping(NamedTuple):
+    """Which rows a table keeps; as it is without arguments, all that were updated (`kvd.tables.keeper`)."""
+
+    admit_after: int = 1  # updates that name a row before it is made
+    ttl_updates: int = 0  # without the row, after which it is evicted; 0: never
+    max_rows: int = 0  # of the whole table; 0: no limit
+    max_bytes: int = 0  # of the whole table; 0: no limit
+    track_updates: bool = False
+
+    def __str__(self) -> str:
+        chosen = [f"{name}={value}" for name, value in self._asdict().items() if value != self._field_defaults[name]]
+        return ", ".join(chosen) or "all that were updated"
+
+
 class TableSpec(NamedTuple):
     """What makes a key a table, of which pushes and pulls name rows.
 
@@ -66,6 +83,7 @@ class TableSpec(NamedTuple):
     rows: int  # ANY_ROW: as many as there are ids
     initial: Initial
     parts: int
+    keeping: Keeping = Keeping()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +134,7 @@ class KeySpec:
 
     def check_same(self, other: KeySpec, key: str | int, node: str = "", *, cast: bool = False) -> None:
         """Raises ShapeMismatch or DtypeMismatch if `other`, a value for `key`, does not fit this spec; NotAllowed if
-        one of the two is a table, or they are tables with different initializers.
+        one of the two is a table, or they are tables with different initializers or rows to keep.
 
         Args:
             cast: one floating dtype in place of another fits.
@@ -155,6 +173,9 @@ class KeySpec:
         if theirs.initial != mine.initial:
             text = f"the rows of table {key!r} begin as {mine.initial}, those of the given one as {theirs.initial}"
             raise NotAllowed(f"{text}: give it the same initializer, or use another key", key=key, node=node)
+        if theirs.keeping != mine.keeping:
+            text = f"table {key!r} keeps these rows: {mine.keeping}; the given one: {theirs.keeping}. Give it the same"
+            raise NotAllowed(f"{text} options, or use another key", key=key, node=node)
 
     def check_merge(self, other: KeySpec, key: str | int, default: str) -> None:
         """Raises MergeMismatch if `other`, with which the key is made again, has another merge.
@@ -190,6 +211,11 @@ def no_table_text(key: str | int) -> str:
         f"key {key!r} is no table, so it has no rows to name: push whole arrays to it, and pull it; "
         "a table is made by init(key, kvd.RowSparse(shape=…))"
     )
+
+
+def state_of_table_text(key: str | int) -> str:
+    """What is wrong with a call that saves or restores the optimizer's state, on a table."""
+    return f"key {key!r} is a table: what the optimizer keeps of its rows cannot be saved"
 
 
 def merge_error(key: str | int, dtype: str, merge: str) -> str | None:

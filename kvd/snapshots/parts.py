@@ -35,17 +35,29 @@ def packed(arrays: Mapping[str, Array]) -> Sequence[memoryview]:
 
     Wide elements come first, so that each array lies at a multiple of its element's size.
     """
-    header: dict[str, Any] = {}
-    content = []
+    ordered = sorted(arrays.items(), key=lambda entry: (-entry[1].itemsize, entry[0]))
+    tensors = {name: Tensor(dtype_name(array.dtype), array.shape) for name, array in ordered}
+    return [memoryview(header(tensors)), *[array.reshape(-1).view(np.uint8).data for _, array in ordered]]
+
+
+class Tensor(NamedTuple):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The beginning of a safetensors file, which the bytes of these tensors follow in this order."""
+    found: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     offset = 0
-    for name, array in sorted(arrays.items(), key=lambda entry: (-entry[1].itemsize, entry[0])):
-        end = offset + array.nbytes
-        header[name] = {"dtype": _CODES[dtype_name(array.dtype)], "shape": array.shape, "data_offsets": (offset, end)}
-        content.append(array.reshape(-1).view(np.uint8).data)
+    for name, (dtype, shape) in tensors.items():
+        end = offset + prod(shape) * named_dtype(dtype).itemsize
+        found[name] = {"dtype": _CODES[dtype], "shape": shape, "data_offsets": (offset, end)}
         offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(found, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    return [memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text), *content]
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 class Place(NamedTuple):

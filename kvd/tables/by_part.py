@@ -8,15 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvd.protocol.specs import ROW_ID_BYTES, padded
-from kvd.tables.merged_rows import MergedRows
+from kvd.tables.duplicates import added_up, distinct_ids
 from kvd.tables.parts import parts_of
 from kvd.tables.row_values import Ids, Rows
 
 Array = np.ndarray[Any, Any]
 Places = np.ndarray[Any, np.dtype[np.intp]]
 Ranges = tuple[tuple[int, int], ...]  # offset and size in bytes of what goes to each part
-
-_FEW_BITS = 1 << 31  # ids below this are sorted together with their places
 
 
 class RowsInParts(NamedTuple):
@@ -46,8 +44,8 @@ def rows_in_parts(pushed: Rows, parts: int, memory: Callable[[int], Array]) -> R
     Args:
         memory: gives so many bytes, as uint8.
     """
-    distinct, merged = added_up(pushed)
-    order, ends = _ordered(distinct, parts)
+    merged = added_up(pushed.ids, pushed.rows)
+    order, ends = _ordered(merged.ids, parts)
     row_nbytes = pushed.rows.shape[1] * pushed.rows.dtype.itemsize
     ranges, begin = [], 0
     for first, end in zip((0, *ends), ends, strict=False):
@@ -56,9 +54,9 @@ def rows_in_parts(pushed: Rows, parts: int, memory: Callable[[int], Array]) -> R
     data = memory(sum(ranges[-1]))
     for first, end, (offset, nbytes) in zip((0, *ends), ends, ranges, strict=False):
         rows_at = offset + (end - first) * ROW_ID_BYTES
-        np.take(distinct, order[first:end], out=data[offset:rows_at].view(np.int64), mode="clip")
+        np.take(merged.ids, order[first:end], out=data[offset:rows_at].view(np.int64), mode="clip")
         rows = data[rows_at : offset + nbytes].view(pushed.rows.dtype).reshape(end - first, pushed.rows.shape[1])
-        merged.take_at(order[first:end], rows)
+        merged.take(order[first:end], rows)
     return RowsInParts(data, tuple(ranges))
 
 
@@ -72,36 +70,6 @@ def ids_in_parts(ids: Ids, parts: int) -> IdsInParts:
         [(first * ROW_ID_BYTES, (end - first) * ROW_ID_BYTES) for first, end in zip((0, *ends), ends, strict=False)]
     )
     return IdsInParts(distinct[order], ranges, place[where])
-
-
-def added_up(pushed: Rows) -> tuple[Ids, MergedRows]:
-    """The ids of some rows, ascending and each once, and the rows in their order; those of the same id are added up."""
-    if len(pushed.ids) and int(pushed.ids.max()) >= _FEW_BITS:
-        distinct, where = distinct_ids(pushed.ids)
-        return distinct, MergedRows(where, pushed.rows)
-    merged = MergedRows(pushed.ids, pushed.rows)
-    return merged.places, merged
-
-
-def distinct_ids(ids: Ids) -> tuple[Ids, Places]:
-    """Each id once, ascending, and the place among these of each of `ids`."""
-    if len(ids) and int(ids.max()) >= _FEW_BITS:
-        ordered = np.sort(ids)
-        distinct = ordered[_firsts(ordered)]
-        return distinct, np.searchsorted(distinct, ids)
-    keyed = (ids << 32) | np.arange(len(ids))  # one sort of these takes a tenth of the time of an argsort
-    keyed.sort()
-    every = keyed >> 32
-    is_first = _firsts(every)
-    where = np.empty(len(ids), np.intp)
-    where[keyed & 0xFFFFFFFF] = np.cumsum(is_first) - 1
-    return every[is_first], where
-
-
-def _firsts(ordered: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    is_first = np.ones(len(ordered), np.bool_)
-    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
-    return is_first
 
 
 def _ordered(distinct: Ids, parts: int) -> tuple[Places, list[int]]:

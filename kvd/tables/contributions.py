@@ -2,7 +2,8 @@
 
 The arithmetic of a row is that of an element of any other key (`kvd.compute.merge`), where a worker that has not pushed
 the row has pushed zeros: so the divisors count all workers of the round. Nothing is divided or multiplied where there
-is nothing to it, so the bits of a row depend on the contributions to it and these numbers alone.
+is nothing to it, so the bits of a row depend on the contributions to it and these numbers alone. The sum with the last
+worker and the division are left to what takes the rows: they are made where the rows are used.
 
 =========  ==================================================================
 sum        ``Σ rows``
@@ -19,11 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvd.compute.merge import MergeMode
-from kvd.compute.quiet import quietly
-from kvd.tables.by_part import added_up
+from kvd.tables.duplicates import added_up, of_both
+from kvd.tables.merged_rows import MergedRows, plain
 from kvd.tables.row_values import Rows
-
-Array = np.ndarray[Any, Any]
 
 
 class Contributed(NamedTuple):
@@ -38,8 +37,8 @@ class Contributed(NamedTuple):
     samples: int
 
 
-def merged_rows(contributions: Sequence[Contributed], mode: MergeMode, width: int, dtype: np.dtype[Any]) -> Rows:
-    """The merged rows: ids ascending and each once, in memory of their own or that of the only contribution.
+def merged_rows(contributions: Sequence[Contributed], mode: MergeMode, width: int, dtype: np.dtype[Any]) -> MergedRows:
+    """The merged rows. They refer to the memory of the contributions.
 
     Args:
         width, dtype: of a row.
@@ -47,32 +46,27 @@ def merged_rows(contributions: Sequence[Contributed], mode: MergeMode, width: in
     weighs = mode == "weighted"
     counted = [each for each in contributions if each.samples > 0 or not weighs]
     if not counted:
-        return Rows(np.zeros(0, np.int64), np.zeros((0, width), dtype))
+        return plain(np.zeros(0, np.int64), np.zeros((0, width), dtype))
     parts = [_distinct(each.rows) for each in counted]
-    if weighs:
-        parts = [_times(part, each.samples) for part, each in zip(parts, counted, strict=True)]
-    divisor = sum([each.samples for each in counted]) if weighs else len(counted) if mode == "mean" else 1
-    merged = parts[0] if len(parts) == 1 else _sum_of(parts)
-    if divisor == 1:
-        return merged
-    return Rows(merged.ids, quietly(np.divide, merged.rows, np.asarray(divisor, dtype)))
+    factors = [each.samples if weighs else 1 for each in counted]
+    divisor = sum(factors) if weighs else len(counted) if mode == "mean" else 1
+    merged = parts[0]._replace(factors=(factors[0], 1))
+    for part, factor in zip(parts[1:], factors[1:], strict=True):
+        merged = _sum_of(merged, part, factor)
+    return merged._replace(divisor=divisor)
 
 
-def _times(rows: Rows, number: int) -> Rows:
-    return Rows(rows.ids, quietly(np.multiply, rows.rows, np.asarray(number, rows.rows.dtype)))
-
-
-def _distinct(rows: Rows) -> Rows:
+def _distinct(rows: Rows) -> MergedRows:
     """Those of one worker, added up. There is nothing to do when they come from another process."""
     if bool((rows.ids[1:] > rows.ids[:-1]).all()):
-        return rows
-    return _sum_of([rows])
+        return plain(rows.ids, rows.rows)
+    merged = added_up(rows.ids, rows.rows)
+    return plain(merged.ids, merged.rows())
 
 
-def _sum_of(parts: Sequence[Rows]) -> Rows:
-    ids = np.concatenate([part.ids for part in parts])
-    distinct, merged = added_up(Rows(ids, np.concatenate([part.rows for part in parts])))
-    out = np.empty((len(distinct), parts[0].rows.shape[1]), parts[0].rows.dtype)
-    if len(distinct):
-        merged.take(slice(0, len(distinct)), out)
-    return Rows(distinct, out)
+def _sum_of(merged: MergedRows, part: MergedRows, factor: int) -> MergedRows:
+    """What is merged so far, and the rows of one more worker, which are plain."""
+    if len(merged.second):  # two lists are added at a time
+        merged = plain(merged.ids, merged.rows())
+    ids, left, right = of_both(merged.ids, part.ids)
+    return MergedRows(ids, left, right, merged.first, part.first, (merged.factors[0], factor))

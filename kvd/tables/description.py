@@ -14,7 +14,7 @@ from kvd.compute.tensors import dtype_name, named_dtype
 from kvd.errors import ConfigError, DtypeMismatch, NotAllowed
 from kvd.initializer import Initializer, Zeros
 from kvd.optimizer.fields import shown
-from kvd.protocol.specs import MAX_DIMENSIONS, MAX_KEY_NBYTES, TABLE_DTYPES
+from kvd.protocol.specs import MAX_DIMENSIONS, MAX_KEPT_BYTES, MAX_KEY_NBYTES, MAX_UPDATES, TABLE_DTYPES, Keeping
 
 MOST_ROW_ELEMENTS = 1 << 22
 
@@ -33,9 +33,17 @@ class RowSparse:
         row_shape: in place of `shape`, if any row id may come.
         dtype: float32 or float64.
         initializer: what rows are before their first update; None: zeros.
+        admit_after: a row is made by the update that is the `admit_after`-th one to name it; what was pushed to it
+            before is dropped. An update is a round, or a push where there are no rounds.
+        ttl_updates: a row that none of the last `ttl_updates` updates has named is evicted: it reads as the initializer
+            says, and takes no memory, until it is admitted again. None: never.
+        max_rows: the rows that the table keeps after an update: those that were updated longest ago are evicted, of
+            several the smallest ids. Every server of a cluster keeps an equal share. None: no limit.
+        max_bytes: the same in bytes of rows and optimizer state, and 96 for each row; a server keeps one row at least.
+        track_updates: remember the last update of each row, and which ones were evicted, for `export_table(since=…)`.
 
     Raises:
-        NotAllowed: a shape is none, or both or none of the two are given.
+        NotAllowed: a shape is none, or both or none of the two are given; a number is out of its range.
         DtypeMismatch: a table cannot have the dtype.
         ConfigError: the initializer is none.
 
@@ -44,12 +52,14 @@ class RowSparse:
         row_shape: the shape of a row.
         dtype: its name.
         initializer: as given.
+        keeping: which rows are kept: the other arguments, as numbers (0: None).
     """
 
     rows: int | None
     row_shape: tuple[int, ...]
     dtype: str
     initializer: Initializer
+    keeping: Keeping
 
     def __init__(
         self,
@@ -58,6 +68,11 @@ class RowSparse:
         initializer: Initializer | None = None,
         *,
         row_shape: Iterable[int] | None = None,
+        admit_after: int = 1,
+        ttl_updates: int | None = None,
+        max_rows: int | None = None,
+        max_bytes: int | None = None,
+        track_updates: bool = False,
     ) -> None:
         if (shape is None) == (row_shape is None):
             text = "a table has a shape=(rows, …), or for any row id a row_shape=(…): pass one of the two"
@@ -72,6 +87,14 @@ class RowSparse:
         object.__setattr__(self, "row_shape", of_row)
         object.__setattr__(self, "dtype", _table_dtype(dtype))
         object.__setattr__(self, "initializer", Zeros() if initializer is None else initializer)
+        keeping = Keeping(
+            _number("admit_after", admit_after, MAX_UPDATES),
+            _number("ttl_updates", ttl_updates, MAX_UPDATES),
+            _number("max_rows", max_rows, MAX_KEY_NBYTES),
+            _number("max_bytes", max_bytes, MAX_KEPT_BYTES),
+            bool(track_updates),
+        )
+        object.__setattr__(self, "keeping", keeping)
 
     @property
     def width(self) -> int:
@@ -100,6 +123,19 @@ def _dimensions(name: str, shape: object) -> tuple[int, ...]:
     if any(not 0 <= size <= MAX_KEY_NBYTES for size in dimensions):
         raise NotAllowed(f"{name} is a tuple of numbers from 0 to {MAX_KEY_NBYTES}, not {shown(dimensions)}")
     return dimensions
+
+
+def _number(name: str, value: object, most: int) -> int:
+    """An argument that may be None; 0 stands for that."""
+    if value is None and name != "admit_after":
+        return 0
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if not 1 <= number <= most or isinstance(value, bool):
+        raise NotAllowed(f"{name} of a table is a whole number from 1 to {most}, not {shown(value)}")
+    return number
 
 
 def _table_dtype(dtype: Any) -> str:

@@ -1,7 +1,8 @@
 """Updates of a few rows of a table: only these are read and written, and only they decay.
 
-The rows are gathered tile by tile, with what the optimizer keeps of them, updated by the kernels that update other
-keys, and scattered: so the formulas and the bits are those of a key that has just these rows. What an optimizer
+A compiled loop updates them where they lie. Without one the rows are gathered tile by tile, with what the optimizer
+keeps of them, updated by the kernels that update other keys, and scattered. Either way the formulas and the bits are
+those of a key that has just these rows. What an optimizer
 computes of the number of an update (the bias correction of Adam, schedules) goes by the updates of the table, not of
 the row.
 """
@@ -23,7 +24,7 @@ from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer, RowWiseAdagrad
 from kvd.optimizer.registry import row_error
 from kvd.tables.merged_rows import MergedRows
-from kvd.tables.row_arena import RowArena
+from kvd.tables.row_arena import Places, RowArena
 
 Array = np.ndarray[Any, Any]
 TileUpdate = Callable[[Array, Array, list[Array]], Array]  # of weights, gradients and slots: the weights afterwards
@@ -54,36 +55,62 @@ class LazyRule:
         self._goes_by_row = type(optimizer) is RowWiseAdagrad
         self.slot_widths: Mapping[str, int] = dict.fromkeys(self._kernel.slot_names, 1 if self._goes_by_row else width)
 
-    def apply(self, step: int, merged: MergedRows, weights: RowArena, slots: list[RowArena]) -> None:
-        """Make update ``step``, counted from 1. If a custom kernel raises, nothing was changed."""
-        if not len(merged) or self._made_in_place(step, merged, weights, slots):
+    def apply(
+        self,
+        step: int,
+        places: Places,
+        merged: MergedRows,
+        weights: RowArena,
+        slots: list[RowArena],
+        before: Array | None = None,
+    ) -> None:
+        """Make update ``step``, counted from 1. If a custom kernel raises, nothing was changed.
+
+        Args:
+            places: of each of the rows in the arenas; each is named once.
+            before: receives the weights of the rows as they were, shape (rows, width).
+        """
+        if not merged.num_rows or self._made_in_place(step, places, merged, weights, slots, before):
             return
-        rows = min(max(1, TILE // self._width), len(merged)) if self._is_ours else len(merged)
+        rows = min(max(1, TILE // self._width), merged.num_rows) if self._is_ours else merged.num_rows
         update = self._tile_update(step)
         buffers = [np.empty((rows, self._width), self._dtype) for _ in range(2)]
         kept = [np.empty((rows, width), self._dtype) for width in self.slot_widths.values()]
-        for first in range(0, len(merged), rows):
-            part = slice(first, min(first + rows, len(merged)))
-            places, count = merged.places[part], part.stop - part.start
-            weight = weights.take(places, buffers[0][:count])
+        for first in range(0, merged.num_rows, rows):
+            part = slice(first, min(first + rows, merged.num_rows))
+            at, count = places[part], part.stop - part.start
+            weight = weights.take(at, buffers[0][:count])
+            if before is not None:
+                before[part] = weight
             gradient = merged.take(part, buffers[1][:count])
-            taken = [slot.take(places, buffer[:count]) for slot, buffer in zip(slots, kept, strict=True)]
+            taken = [slot.take(at, buffer[:count]) for slot, buffer in zip(slots, kept, strict=True)]
             after = self._after(update, weight, gradient, taken)
-            weights.put(places, after)
+            weights.put(at, after)
             for slot, buffer in zip(slots, taken, strict=True):
-                slot.put(places, buffer)
+                slot.put(at, buffer)
 
-    def _made_in_place(self, step: int, merged: MergedRows, weights: RowArena, slots: list[RowArena]) -> bool:
+    def _made_in_place(
+        self,
+        step: int,
+        places: Places,
+        merged: MergedRows,
+        weights: RowArena,
+        slots: list[RowArena],
+        before: Array | None,
+    ) -> bool:
         """Makes the update where the rows lie, with a compiled loop that does the same; False if none is ready."""
         name = loop_name(self._kernel)
-        if name not in ROW_LOOPS or self._goes_by_row or not merged.is_contiguous:
+        if name not in ROW_LOOPS or self._goes_by_row or not merged.are_contiguous:
             return False
-        function = loop_for(name + ROWS, self._dtype, self._dtype).ready(len(merged) * self._width)
+        function = loop_for(name + ROWS, self._dtype, self._dtype).ready(merged.num_rows * self._width)
         if function is None:
             return False
         numbers, decay = self._numbers(step)
+        numbers[:2], numbers[2] = merged.factors, merged.divisor
+        kept = np.empty((0, self._width), self._dtype) if before is None else before
         arenas = [arena.where_they_lie() for arena in (weights, *slots)]
-        arguments: list[Any] = [merged.places, *merged.sources(), *arenas, numbers, decay]
+        given = [merged.left, merged.right, merged.first, merged.second]
+        arguments: list[Any] = [places, *given, kept, *arenas, numbers, merged.divisor != 1, decay]
         quietly(function, *arguments)
         return True
 

@@ -1,90 +1,91 @@
-"""Rows that were pushed, one for each row id: those of the same id are added up, in the order in which they came."""
+"""Rows to update, one for each row id: what is left to add up and to divide is done when they are taken."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvd.compute.quiet import quietly
 
 Array = np.ndarray[Any, Any]
+Ids = np.ndarray[Any, np.dtype[np.int64]]
 Places = np.ndarray[Any, np.dtype[np.intp]]
 
-_ROUNDS = 8  # of additions of whole arrays; what comes up more often is added one by one
+TILE = 1 << 15  # elements that are calculated at a time, so that they stay in the cache
 
 
-class MergedRows:
-    """Rows in the order of their places, which is that of memory.
+class MergedRows(NamedTuple):
+    """Each row is one of ``first``, one of ``second``, or the sum of both: ``(f₁·first + f₂·second) / divisor``.
 
-    Args:
-        places: of each row, < 2³¹; any number of times.
-        rows: shape (places, width).
+    Nothing is multiplied by 1, nor divided by it, so the bits of a row that nothing is done with stay as they are.
 
     Attributes:
-        places: each one once, ascending.
+        ids: ascending, each one once.
+        left, right: the number of each row in `first` and in `second`; -1: it has none there.
+        first, second: shape (any number, width).
+        factors: f₁ and f₂.
     """
 
-    def __init__(self, places: Places, rows: Array) -> None:
-        # One sort of numbers that hold the place and the order takes a tenth of the time of a stable argsort.
-        sorted_ = (places.astype(np.int64) << 32) | np.arange(len(places))
-        sorted_.sort()
-        every, order = sorted_ >> 32, sorted_ & 0xFFFFFFFF
-        is_first = np.ones(len(places), bool)
-        np.not_equal(every[1:], every[:-1], out=is_first[1:])
-        starts = np.flatnonzero(is_first)
-        self._rows = rows
-        self._first = order[starts]
-        self.places: Places = every[starts]
-        self._summed: Places = np.zeros(0, np.intp)  # which of them are sums
-        self._sums: Array = rows[:0]
-        if len(starts) < len(places):
-            self._add_up(order, is_first, starts)
-
-    def __len__(self) -> int:
-        return len(self.places)
+    ids: Ids
+    left: Places
+    right: Places
+    first: Array
+    second: Array
+    factors: tuple[int, int] = (1, 1)
+    divisor: int = 1
 
     @property
-    def is_contiguous(self) -> bool:
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        return len(self.ids)
+
+    @property
+    def are_contiguous(self) -> bool:
         """Whether compiled loops take the rows as they are."""
-        return bool(self._rows.flags.c_contiguous)
+        return bool(self.first.flags.c_contiguous and self.second.flags.c_contiguous)
 
-    def sources(self) -> tuple[Places, Array, Array]:
-        """Where each of the rows is: its number among those that were pushed, or ``~number`` among the sums; these, and
-        the sums."""
-        order = self._first.copy()
-        order[self._summed] = ~np.arange(len(self._summed))
-        return order, self._rows, self._sums
+    def only(self, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> MergedRows:
+        """Some of them."""
+        return self._replace(ids=self.ids[mask], left=self.left[mask], right=self.right[mask])
 
-    def take(self, part: slice, out: Array) -> Array:
-        """Copy the rows at these of the places into ``out``, and return it."""
-        np.take(self._rows, self._first[part], axis=0, out=out, mode="clip")
-        low, high = np.searchsorted(self._summed, (part.start, part.stop))
-        out[self._summed[low:high] - part.start] = self._sums[low:high]
+    def rows(self, out: Array | None = None) -> Array:
+        """All of them, in memory of their own, or in ``out``; shape (ids, width)."""
+        if out is None:
+            out = np.empty((self.num_rows, self.first.shape[1]), self.first.dtype)
+        step = max(1, TILE // max(1, out.shape[1]))
+        for begin in range(0, self.num_rows, step):
+            part = slice(begin, min(begin + step, self.num_rows))
+            self.take(part, out[part])
         return out
 
-    def take_at(self, which: Places, out: Array) -> Array:
-        """The same for any of the places, ascending: `which` are their numbers."""
-        np.take(self._rows, self._first[which], axis=0, out=out, mode="clip")
-        if len(self._summed):
-            number = np.minimum(np.searchsorted(self._summed, which), len(self._summed) - 1)
-            hit = np.flatnonzero(self._summed[number] == which)
-            out[hit] = self._sums[number[hit]]
+    def take(self, which: slice | Places, out: Array) -> Array:
+        """Write some of the rows, by their numbers, into ``out``, and return it."""
+        left, right = self.left[which], self.right[which]
+        if left.size:
+            quietly(self._take, left, right, out)
         return out
 
-    def _add_up(self, order: Places, is_first: Array, starts: Places) -> None:
-        group = np.cumsum(is_first) - 1
-        rest = np.flatnonzero(~is_first)
-        self._summed = np.unique(group[rest])
-        number = np.searchsorted(self._summed, group[rest])  # of the sum that a row goes into
-        turn = rest - starts[group[rest]]  # 1 for the second of its id
-        self._sums = self._rows[self._first[self._summed]]
-        quietly(self._add_in_turn, order[rest], number, turn)
+    def _take(self, left: Places, right: Places, out: Array) -> None:
+        if len(self.first):
+            np.take(self.first, left, axis=0, out=out, mode="clip")
+            _multiply(out, self.factors[0])
+        if len(self.second):
+            second = np.flatnonzero(right >= 0)
+            rows = self.second[right[second]]
+            _multiply(rows, self.factors[1])
+            is_sum = left[second] >= 0
+            out[second[~is_sum]] = rows[~is_sum]
+            out[second[is_sum]] += rows[is_sum]
+        if self.divisor != 1:
+            np.divide(out, np.asarray(self.divisor, out.dtype), out=out)
 
-    def _add_in_turn(self, order: Places, number: Places, turn: Places) -> None:
-        for current in range(1, min(_ROUNDS, int(turn.max())) + 1):
-            now = np.flatnonzero(turn == current)
-            self._sums[number[now]] += self._rows[order[now]]
-        later = np.flatnonzero(turn > _ROUNDS)
-        if later.size:  # ascending, so each sum gets its rows in order
-            np.add.at(self._sums, number[later], self._rows[order[later]])
+
+def plain(ids: Ids, rows: Array) -> MergedRows:
+    """Rows with which nothing is to be done."""
+    return MergedRows(ids, np.arange(len(ids)), np.full(len(ids), -1), rows, rows[:0])
+
+
+def _multiply(rows: Array, factor: int) -> None:
+    if factor != 1:
+        np.multiply(rows, np.asarray(factor, rows.dtype), out=rows)

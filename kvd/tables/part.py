@@ -7,8 +7,7 @@ taking the rows as they are and laying over them what was put aside since, the n
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,8 @@ from kvd.optimizer import Optimizer
 from kvd.protocol.specs import ROW_ID_BYTES
 from kvd.tables.contributions import Contributed, merged_rows
 from kvd.tables.description import RowSparse
+from kvd.tables.earlier_rows import EarlierRows
+from kvd.tables.merged_rows import MergedRows
 from kvd.tables.row_index import Ids
 from kvd.tables.row_values import Rows
 from kvd.tables.table import Table
@@ -34,27 +35,44 @@ class TablePart:
 
     Args:
         key: the name of the table.
+        table: its rows; None: there are none yet.
+        put_aside: of the last updates, the oldest first: the rows as they were before it, their ids ascending.
+        version: how many updates were made.
 
     Attributes:
-        version: how many updates were made.
+        description, table, version: as given.
     """
 
-    def __init__(self, description: RowSparse, key: str) -> None:
-        self.version = 0
+    def __init__(
+        self,
+        description: RowSparse,
+        key: str,
+        table: Table | None = None,
+        put_aside: Iterable[Rows] = (),
+        version: int = 0,
+    ) -> None:
+        self.version = version
+        self.description = description
+        self.table = Table(description, key) if table is None else table
         self._key = key
-        self._description = description
-        self._table = Table(description, key)
-        self._before: deque[Rows] = deque(maxlen=UPDATES_KEPT)  # rows as they were before an update; ids ascending
+        self._earlier = EarlierRows(description.width, description.numpy_dtype, UPDATES_KEPT)
+        for rows in put_aside:
+            self._earlier.add(rows)
 
     @property
     def num_rows(self) -> int:
         """The rows that take memory."""
-        return len(self._table)
+        return len(self.table)
+
+    @property
+    def put_aside(self) -> Sequence[Rows]:
+        """Of the last updates, the oldest first: the rows as they were before it, their ids ascending."""
+        return self._earlier.kept()
 
     @property
     def nbytes(self) -> int:
         """The memory of the rows, and of those that were put aside."""
-        return self._table.nbytes + sum([before.ids.nbytes + before.rows.nbytes for before in self._before])
+        return self.table.nbytes + self._earlier.nbytes
 
     # ── what arrives ──
 
@@ -65,7 +83,7 @@ class TablePart:
             ProtocolError: it is nothing of the kind.
             NotAllowed: there is no such row.
         """
-        row_nbytes = self._description.width * self._description.numpy_dtype.itemsize
+        row_nbytes = self.description.width * self.description.numpy_dtype.itemsize
         count, rest = divmod(payload.nbytes, ROW_ID_BYTES + row_nbytes)
         if rest:
             raise ProtocolError(f"{payload.nbytes} bytes are no rows of table {self._key!r} with their ids")
@@ -73,13 +91,26 @@ class TablePart:
         if not bool((ids[1:] > ids[:-1]).all()):
             raise ProtocolError(f"the row ids of a push to table {self._key!r} are not in ascending order")
         self._check(ids)
-        rows = payload[count * ROW_ID_BYTES :].view(self._description.numpy_dtype)
-        return Contributed(Rows(ids, rows.reshape(count, self._description.width)), samples)
+        rows = payload[count * ROW_ID_BYTES :].view(self.description.numpy_dtype)
+        return Contributed(Rows(ids, rows.reshape(count, self.description.width)), samples)
+
+    def payload_of(self, merged: MergedRows, allocate: Callable[[int], Array]) -> Array:
+        """Merged rows as `pushed` takes them.
+
+        Args:
+            allocate: gives so many bytes, as uint8.
+        """
+        dtype, width = self.description.numpy_dtype, self.description.width
+        rows_at = merged.ids.nbytes
+        made = allocate(rows_at + merged.num_rows * width * dtype.itemsize)
+        made[:rows_at] = merged.ids.view(np.uint8)
+        merged.rows(made[rows_at:].view(dtype).reshape(merged.num_rows, width))
+        return made
 
     # ── updates ──
 
-    def update(self, optimizer: Optimizer | None, contributions: Sequence[Contributed], mode: MergeMode) -> Rows:
-        """Makes the next version, and returns the merged rows that made it.
+    def update(self, optimizer: Optimizer | None, contributions: Sequence[Contributed], mode: MergeMode) -> MergedRows:
+        """Makes the next version, and returns the merged rows that made it: they refer to the contributions.
 
         Args:
             optimizer: None: the merged rows replace those that are there.
@@ -88,20 +119,19 @@ class TablePart:
             NotAllowed: the optimizer updates no single rows, or there would be too many rows. Nothing was changed.
             MemoryError: there is no memory for new rows. Nothing was changed.
         """
-        merged = merged_rows(contributions, mode, self._description.width, self._description.numpy_dtype)
-        before = np.empty_like(merged.rows)
-        self._table.read(merged.ids, before)
+        merged = merged_rows(contributions, mode, self.description.width, self.description.numpy_dtype)
+        before = self._earlier.room(merged.num_rows)
         if optimizer is None:
-            self._table.assign(merged.ids, merged.rows)
+            changed = self.table.assign_merged(merged, before)
         else:
-            self._table.update(optimizer, merged.ids, merged.rows)
-        self._before.append(Rows(merged.ids.copy(), before))  # the ids may lie in memory that the sender gets back
+            changed = self.table.update_merged(optimizer, merged, before)
+        self._earlier.put_aside(changed.copy(), self.table.evict())  # ids may lie in memory that the sender gets back
         self.version += 1
         return merged
 
     def forget_optimizer(self) -> None:
         """The next optimizer begins with new state."""
-        self._table.forget_optimizer()
+        self.table.forget_optimizer()
 
     # ── reading ──
 
@@ -116,30 +146,20 @@ class TablePart:
         """
         self._check(ids)
         newer = self.version - version
-        if not 0 <= newer <= len(self._before):
+        if not 0 <= newer <= len(self._earlier):
             raise NotAllowed(f"version {version} of table {self._key!r} is not kept any more", key=self._key)
-        dtype, width = self._description.numpy_dtype, self._description.width
+        dtype, width = self.description.numpy_dtype, self.description.width
         made = allocate(len(ids) * width * dtype.itemsize)
         out = made.view(dtype).reshape(len(ids), width)
-        self._table.read(ids, out)
-        for number in range(newer):
-            _lay_over(out, ids, self._before[-1 - number])
+        self.table.read(ids, out)
+        self._earlier.lay_over(out, ids, newer)
         return made
 
     def _check(self, ids: Ids) -> None:
         if not len(ids):
             return
         low, high = int(ids.min()), int(ids.max())
-        if low < 0 or (self._description.rows is not None and high >= self._description.rows):
-            has = "" if self._description.rows is None else f": it has {self._description.rows}"
+        if low < 0 or (self.description.rows is not None and high >= self.description.rows):
+            has = "" if self.description.rows is None else f": it has {self.description.rows}"
             wrong = low if low < 0 else high
             raise NotAllowed(f"table {self._key!r} has no row {wrong}{has}", key=self._key)
-
-
-def _lay_over(out: Array, ids: Ids, before: Rows) -> None:
-    """Writes the rows that were put aside over those of the same ids."""
-    if not len(before.ids):
-        return
-    at = np.minimum(np.searchsorted(before.ids, ids), len(before.ids) - 1)
-    hit = np.flatnonzero(before.ids[at] == ids)
-    out[hit] = before.rows[at[hit]]

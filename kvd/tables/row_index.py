@@ -2,6 +2,7 @@
 
 Open addressing with linear probing. A look-up goes in rounds: in each round every id that is still open looks at one
 more slot. At most half of the slots are taken, so most ids end in the first round, and the last few rounds are short.
+Compiled loops (`kvd.compute.jit_ids`) look ids up one by one, in the same slots.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from kvd.compute.compiled import id_loop
 from kvd.errors import NotAllowed
 from kvd.tables.counted_bits import mix
+from kvd.tables.row_arena import Moves, RowArena
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 Places = np.ndarray[Any, np.dtype[np.intp]]
@@ -19,13 +22,20 @@ Places = np.ndarray[Any, np.dtype[np.intp]]
 MOST_ROWS = (1 << 31) - 1  # places take 32 bits here
 _LEAST_SLOTS = 1024
 _FREE = -1  # row ids are ≥ 0
+_GONE = -2  # of an id that was removed: look-ups go on to the next slot
 
 
 class RowIndex:
-    """Places are given in the order 0, 1, 2 …; none is ever taken back."""
+    """Places are given in the order 0, 1, 2 …, without a hole: if ids are removed, the last ones get their places.
 
-    def __init__(self) -> None:
+    Args:
+        removable: whether ids can be removed, which takes 8 bytes more for each.
+    """
+
+    def __init__(self, *, removable: bool = False) -> None:
         self._count = 0
+        self._gone = 0  # slots of ids that were removed
+        self._by_place = RowArena(1, np.dtype(np.int64)) if removable else None
         self._make_slots(_LEAST_SLOTS)
 
     def __len__(self) -> int:
@@ -35,10 +45,18 @@ class RowIndex:
     @property
     def nbytes(self) -> int:
         """The memory of the slots: 12 bytes each, two to four slots per id."""
-        return self._ids.nbytes + self._places.nbytes
+        return self._ids.nbytes + self._places.nbytes + (0 if self._by_place is None else self._by_place.nbytes)
 
     def find(self, ids: Ids) -> Places:
         """The place of each id; -1 for those that have none."""
+        loop = id_loop("find_ids", len(ids))
+        if loop is None:
+            return self._find(ids)
+        found: Places = np.empty(len(ids), np.intp)
+        loop(ids, self._ids, self._places, found)
+        return found
+
+    def _find(self, ids: Ids) -> Places:
         at = self._home(ids)
         there = self._ids.take(at)
         found: Places = np.where(there == ids, self._places.take(at), -1).astype(np.intp)
@@ -53,31 +71,62 @@ class RowIndex:
             rest, at = rest[still], at[still]
         return found
 
-    def insert(self, ids: Ids) -> Places:
-        """Give places to ids that have none, each of which is there once.
+    def reserve(self, more: int) -> None:
+        """Have slots for so many more ids.
 
         Raises:
             NotAllowed: the table would have too many rows. Nothing was changed.
             MemoryError: there is no memory for more slots. Nothing was changed.
         """
-        count = self._count + len(ids)
+        count = self._count + more
         if count > MOST_ROWS:
             raise NotAllowed(f"a table has at most {MOST_ROWS} rows that were updated, on each server")
-        slots = len(self._ids)
-        while slots < 2 * count:
-            slots *= 2
-        if slots > len(self._ids):
-            self._grow(slots)
-        places = np.arange(self._count, count)
+        if self._by_place is not None:
+            self._by_place.require(count)
+        if 2 * count > len(self._ids) or 8 * (count + self._gone) > 5 * len(self._ids):
+            slots = _LEAST_SLOTS
+            while slots < 2 * count:
+                slots *= 2
+            self._make_again(slots)
+
+    def insert(self, ids: Ids) -> Places:
+        """Give places to ids that have none, each of which is there once. Raises what `reserve` does."""
+        self.reserve(len(ids))
+        places = np.arange(self._count, self._count + len(ids))
         self._put(ids, places)
-        self._count = count
+        if self._by_place is not None:
+            self._by_place.put(places, ids[:, None])
+        self._count += len(ids)
         return places
+
+    def remove(self, places: Places) -> Moves:
+        """Take these places, each of which is there once, from their ids; the last ids get them."""
+        assert self._by_place is not None
+        ids, count = self._by_place.where_they_lie()[:, 0], self._count - len(places)
+        stays = np.ones(len(places), bool)
+        stays[places[places >= count] - count] = False
+        moves = Moves(np.flatnonzero(stays) + count, np.sort(places[places < count]), count, self._count)
+        self._ids[self._slots_of(ids[places])] = _GONE
+        self._places[self._slots_of(ids[moves.sources])] = moves.holes
+        self._gone += len(places)
+        del ids  # the memory may move
+        self._by_place.close_up(moves)
+        self._count = count
+        return moves
 
     def ids(self) -> Ids:
         """The ids in the order of their places."""
+        if self._by_place is not None:
+            return self._by_place.where_they_lie()[: self._count, 0].copy()
         taken = np.flatnonzero(self._ids != _FREE)
         ids = np.empty(self._count, np.int64)
         ids[self._places[taken]] = self._ids[taken]
+        return ids
+
+    def ids_at(self, places: Places) -> Ids:
+        """The ids at these places, of an index from which ids can be removed."""
+        assert self._by_place is not None
+        ids: Ids = self._by_place.where_they_lie()[places, 0]
         return ids
 
     def _make_slots(self, slots: int) -> None:
@@ -86,15 +135,32 @@ class RowIndex:
         self._ids: Ids = ids
         self._places = places
 
-    def _grow(self, slots: int) -> None:
+    def _make_again(self, slots: int) -> None:
         ids = self.ids()
         self._make_slots(slots)
         self._put(ids, np.arange(len(ids)))
+        self._gone = 0
 
     def _home(self, ids: Ids) -> Places:
         return (mix(ids.view(np.uint64)) & np.uint64(self._mask)).astype(np.intp)
 
+    def _slots_of(self, ids: Ids) -> Places:
+        """Where these ids are, which all have a place."""
+        at = self._home(ids)
+        rest = np.flatnonzero(self._ids[at] != ids)
+        while rest.size:
+            at[rest] = (at[rest] + 1) & self._mask
+            rest = rest[self._ids[at[rest]] != ids[rest]]
+        return at
+
     def _put(self, ids: Ids, places: Places) -> None:
+        loop = id_loop("put_ids", len(ids))
+        if loop is None:
+            self._put_in_rounds(ids, places)
+        else:
+            loop(ids, places, self._ids, self._places)
+
+    def _put_in_rounds(self, ids: Ids, places: Places) -> None:
         """In each round every open id writes itself into its slot if that is free; the one that can be read there
         afterwards has got it, and the others go on to the next slot."""
         at = self._home(ids)

@@ -11,9 +11,8 @@ from kvd.tables.description import RowSparse
 def spec_of_table(table: RowSparse, *, parts: int, slice_bytes: int, merge: str = "") -> KeySpec:
     """The spec of a key that is this table, in so many parts."""
     rows = ANY_ROW if table.rows is None else table.rows
-    return KeySpec(
-        table.dtype, table.row_shape, slice_bytes, merge, TableSpec(rows, _initial_of(table.initializer), parts)
-    )
+    as_spec = TableSpec(rows, _initial_of(table.initializer), parts, table.keeping)
+    return KeySpec(table.dtype, table.row_shape, slice_bytes, merge, as_spec)
 
 
 def table_of_spec(spec: KeySpec) -> RowSparse:
@@ -26,10 +25,18 @@ def table_of_spec(spec: KeySpec) -> RowSparse:
     if table is None:
         raise ProtocolError(f"a key of {spec} is no table")
     try:
-        initializer = _initializer_of(table.initial)
-        if table.rows == ANY_ROW:
-            return RowSparse(row_shape=spec.shape, dtype=spec.dtype, initializer=initializer)
-        return RowSparse((table.rows, *spec.shape), spec.dtype, initializer)
+        is_bounded = table.rows != ANY_ROW
+        return RowSparse(
+            (table.rows, *spec.shape) if is_bounded else None,
+            spec.dtype,
+            _initializer_of(table.initial),
+            row_shape=None if is_bounded else spec.shape,
+            admit_after=table.keeping.admit_after,
+            ttl_updates=table.keeping.ttl_updates or None,
+            max_rows=table.keeping.max_rows or None,
+            max_bytes=table.keeping.max_bytes or None,
+            track_updates=table.keeping.track_updates,
+        )
     except ProtocolError:
         raise
     except KvdError as error:

@@ -15,14 +15,14 @@ def watch_everything(world: World) -> None:
 
 
 def check_staging(world: World, process: Process) -> None:
-    """Staging is bounded by `rounds_ahead` × workers × the bytes led."""
+    """Staging is bounded by `rounds_ahead` × workers × the bytes led; that of tables by the limit of the memory."""
     router = process.machine
     if not isinstance(router, ServerRouter):
         return
     machine = router.latest()
-    slices = slices_of(machine)
-    staged = sum(slice_.log.staged_bytes(slice_.nbytes) for slice_ in slices)
-    bound = world.cluster.rounds_ahead * world.cluster.wire().most_workers * sum(slice_.nbytes for slice_ in slices)
+    groups = [group for group in machine.table.groups.values() if not group.slices[0].spec.table]
+    staged = sum(group.log.staged_nbytes for group in groups)
+    bound = world.cluster.rounds_ahead * world.cluster.wire().most_workers * sum(group.nbytes for group in groups)
     if staged > bound:
         world.fail(f"{process.name} holds {staged} staged bytes, its bound is {bound}")
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvd.core.machine import Export, Span
+from kvd.core.machine import Export, ReadPart, Span
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.server.groups import Slice
 from kvd.core.server.images import OptimizerState, image_of
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.machine import ServerMachine
 from kvd.core.server.router import ServerRouter
-from kvd.node.jobs import view
+from kvd.node.jobs import JobRunner, view
 from kvd.protocol.messages import View
 from kvd.testing.process import Process
 from kvd.testing.simulator import World
@@ -148,6 +148,16 @@ def check_copies(world: World) -> None:
             world.fail(f"{text} at {leader.process.name}, and {held.get(name)} at {backup.process.name}")
 
 
+def _pieces(runner: JobRunner, slice_: Slice) -> list[Span]:
+    """All of a part of a table: its rows as they are and as they were, and what the optimizer keeps of them."""
+    pieces: list[Span] = []
+    position: int | None = 0
+    while position is not None:
+        piece, position = runner.run(ReadPart(0, slice_.key, slice_.index, position, 1 << 20)).result
+        pieces.append(piece)
+    return pieces
+
+
 def _is_at_rest(world: World) -> bool:
     found = pairs(world)
     if not found or any(copy is None for pair in found for copy in (pair.leader, pair.backup)):
@@ -174,7 +184,9 @@ def _described(copy: Copy, partition: int) -> dict[Any, Any]:
         step: int = 0
         slots: tuple[tuple[str, str], ...] = ()
         state: tuple[Span, ...] = ()
-        if runner is not None:
+        if runner is not None and slice_.spec.table is not None:
+            state = tuple(_pieces(runner, slice_))
+        elif runner is not None:
             step, slots, state = runner.run(Export(0, slice_.key, slice_.index)).result
         image = image_of(slice_, 0, 0, OptimizerState(step, slots))
         found[name] = image._replace(use=image.use._replace(generation=0, changes=()), progress=())
@@ -184,9 +196,10 @@ def _described(copy: Copy, partition: int) -> dict[Any, Any]:
             if place[-1]:  # a contribution has counted there; that of a push that was only staged says nothing
                 found["place", name, rank] = tuple(place)
         found["optimizer", name] = slice_.group.optimizer
-        found["value", name] = _values(slice_, np.uint8).tobytes()
+        if slice_.spec.table is None:
+            found["value", name] = _values(slice_, np.uint8).tobytes()
         found["state", name] = tuple([bytes(view(span, np.dtype(np.uint8))) for span in state])
-        if slice_.log.previous is not None:
+        if slice_.log.previous is not None and slice_.spec.table is None:
             found["previous", name] = view(slice_.span(slice_.log.previous), np.dtype(np.uint8)).tobytes()
         found["live", name] = copy.table.live.get(slice_.key) if slice_.index == 0 else None
     return found

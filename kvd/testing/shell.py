@@ -18,22 +18,18 @@ import numpy as np
 from kvd.core.machine import (
     Apply,
     Census,
-    Checksums,
     Complete,
     Connect,
     Copy,
-    Create,
     Disconnect,
     DropRun,
     Effect,
     Event,
-    Export,
     ForgetState,
     Halt,
     InRun,
     Job,
     JobDone,
-    Load,
     LogEntry,
     Machine,
     OfOneRun,
@@ -43,7 +39,6 @@ from kvd.core.machine import (
     ReadRows,
     Received,
     ResetState,
-    Run,
     Send,
     Stop,
     Tick,
@@ -172,7 +167,7 @@ class Shell:
                 return
             if isinstance(effect, Send):
                 self._send(process, effect, run, epoch)
-            elif isinstance(effect, Apply | Create | ReadRows | Export | Checksums | Load | Run):
+            elif isinstance(effect, Job):
                 self._start_job(process, effect, run)
             elif isinstance(effect, ResetState):
                 self._reset_state(process, effect, run)

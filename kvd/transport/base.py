@@ -25,7 +25,6 @@ NOTHING = memoryview(b"")
 UNKNOWN_PATH = PeerPath(PathKind.UNKNOWN)
 _PADDING = [bytes(-rest % 8) for rest in range(8)]
 
-MAX_PAYLOAD_BYTES = 128 << 20
 DRAIN_LIMIT = 64  # messages taken from a socket before the loop runs other callbacks
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvd.transport.base import MAX_PAYLOAD_BYTES
+from kvd.protocol.specs import MAX_PAYLOAD_BYTES
 from kvd.transport.frames import (
     GOODBYE,
     HELLO,

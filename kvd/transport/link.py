@@ -16,7 +16,8 @@ from contextlib import suppress
 
 from kvd.core.machine import Peer, Span
 from kvd.core.principals import Principal
-from kvd.transport.base import MAX_PAYLOAD_BYTES, OnGarbage, OnMessage, padded, pieces_of
+from kvd.protocol.specs import MAX_PAYLOAD_BYTES
+from kvd.transport.base import OnGarbage, OnMessage, padded, pieces_of
 from kvd.transport.frames import (
     GOODBYE,
     HELLO,

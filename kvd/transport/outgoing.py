@@ -9,7 +9,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Protocol, TypeAlias
 
-from kvd.transport.base import MAX_PAYLOAD_BYTES
+from kvd.protocol.specs import MAX_PAYLOAD_BYTES
 
 QUEUE_LIMIT_BYTES = 2 * MAX_PAYLOAD_BYTES
 COST_OF_ENTRY_BYTES = 256  # memory that a queued piece takes besides its bytes

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvd.transport.base import MAX_PAYLOAD_BYTES
+from kvd.protocol.specs import MAX_PAYLOAD_BYTES
 from kvd.transport.connections import ConnectionState, accepted_at, cut_off, look_at
 from kvd.transport.memory_watch import MemoryWatch
 

@@ -21,9 +21,9 @@ import zmq
 from kvd.core.machine import CallerPeer, Peer, PeerKind, PeerPath, Span
 from kvd.core.principals import HOLDER
 from kvd.errors import ConnectError
+from kvd.protocol.specs import MAX_PAYLOAD_BYTES
 from kvd.transport.base import (
     DRAIN_LIMIT,
-    MAX_PAYLOAD_BYTES,
     UNKNOWN_PATH,
     HeaderOfPath,
     OnGarbage,

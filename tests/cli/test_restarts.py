@@ -60,8 +60,8 @@ class Output:
         return code
 
     def results(self) -> list[str]:
-        """What the workers printed, in the order of their ranks."""
-        return [line.partition(" | ")[2] for line in sorted(self.lines) if re.match(r"worker-\d+ +\| ", line)]
+        """What the workers' programs printed, in the order of their ranks. kvd may say besides that it waits."""
+        return [line.partition(" | ")[2] for line in sorted(self.lines) if re.match(r"worker-\d+ +\| worker ", line)]
 
 
 def launched(spawn: Spawn, hold: Hold, program: str, folder: Path, *flags: str) -> Output:

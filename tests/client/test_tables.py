@@ -111,6 +111,17 @@ def test_another_optimizer_starts_with_new_state_and_a_changed_rate_keeps_it() -
         assert kv.row_sparse_pull("t", [0])[0, 0] == pytest.approx(-0.5 - 2 / 8**0.5)
 
 
+def test_a_row_that_is_evicted_begins_again_with_new_state() -> None:
+    with new_store() as kv:
+        kv.init("u", kvd.RowSparse(row_shape=(2,), ttl_updates=1))
+        kv.set_optimizer(kvd.optimizer.SGD(1.0, momentum=0.5))
+        found = []
+        for row in (1, 1, 2, 1):
+            kv.push("u", ([row], rows(1)))
+            found.append(kv.row_sparse_pull("u", [1, 2])[:, 0].tolist())
+        assert found == [[-1, 0], [-2.5, 0], [0, -1], [-1, 0]]
+
+
 def test_a_table_has_the_factors_of_its_key() -> None:
     with new_store() as kv:
         kv.set_optimizer(kvd.optimizer.SGD(0.5, wd=1.0, lr_mult={"t": 0.5}, wd_mult={"t": 0.0}))

@@ -279,6 +279,7 @@ OTHERS: list[tuple[Any, type[KvdError], str]] = [
     (kvd.RowSparse(shape=(ROWS, 1)), ShapeMismatch, r"\(1,\)"),
     (table(dtype="float64"), DtypeMismatch, "float64"),
     (kvd.RowSparse(shape=(ROWS, WIDTH)), NotAllowed, "'t' begin as Normal"),
+    (table(max_rows=9), NotAllowed, "table 't' keeps these rows: all that were updated; the given one: max_rows=9"),
     (np.zeros((ROWS, WIDTH), FLOAT), NotAllowed, "'t' is a table"),
 ]
 

@@ -31,7 +31,7 @@ from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.server.router import ServerRouter, ServerSettings
 from kvd.protocol import messages as m
 from kvd.protocol.messages import NO_RUN, NO_VIEW, Epoch, ErrorCode, NotYet, NotYetReason, Refused
-from kvd.protocol.specs import KeySpec
+from kvd.protocol.specs import Initial, KeySpec, TableSpec
 from tests.core.fakes import OPEN, cluster, members, read, server_id, session, view, worker_id
 
 JOB, TOKEN = "train-7", "secret-token"
@@ -112,6 +112,8 @@ def install_of(request: int, key: str) -> m.Install:
     return m.Install(request, 1, (SPEC,), (None,), (image,))
 
 
+TABLE = KeySpec("float32", (1,), 4096, table=TableSpec(10, Initial("Zeros"), 8))
+
 SAMPLES: dict[type[Any], Any] = {
     type(message): message
     for message in (
@@ -161,6 +163,8 @@ SAMPLES: dict[type[Any], Any] = {
         m.Staged(30),
         m.Pull(30, (m.Part("w", 0, m.ANY_CLOCK),)),
         m.PullRows(30, m.Part("w", 0, m.ANY_CLOCK)),
+        m.ListRows(30, "w", 0, m.ALL_ROWS, -1, False),
+        m.RowList(30, 1, False),
         m.Values(30, (1,)),
         m.Uncounted(30),
         m.DeclareBatch(30, 1, (m.SliceId("w", 0),)),
@@ -192,6 +196,8 @@ SAMPLES: dict[type[Any], Any] = {
         m.CaptureDone(30, 1),
         m.StartHolding(30, 1, 0),
         install_of(30, "s"),
+        m.HoldRows(30, 1, m.SliceId("r", 0, 0), 1, 0),
+        m.InstallRows(30, 1, m.SliceId("t", 0, 0), TABLE),
         m.Hold(30, 1, (m.SliceId("r", 0),), 1, (m.Given(0, 1, 1, m.ADD, 0, 0),), False, None, 0),
         m.HoldPublished(30, 1, (m.KeyId("r", 0),)),
         m.HoldDropped(30, 1, (m.KeyId("r", 0),)),

@@ -22,9 +22,13 @@ from kvd.core.machine import (
     Effect,
     Export,
     ForgetState,
+    ListRows,
     Load,
+    LoadRows,
     LogEntry,
     PeerKind,
+    ReadPart,
+    ReadRows,
     Received,
     ResetState,
     Run,
@@ -36,7 +40,7 @@ from kvd.core.machine import (
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.core.server.memory import ServerMemory
 from kvd.node.jobs import JobRunner
-from kvd.optimizer import to_wire, with_hyperparameters
+from kvd.optimizer import to_wire
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import (
     NO_RANK,
@@ -60,8 +64,9 @@ from kvd.protocol.messages import (
 )
 from kvd.protocol.specs import KeySpec
 from tests.core.fakes import NodePeer, cluster, from_scheduler, member, of, server_id, session, view, welcome, worker_id
+from tests.core.slice_pictures import bytes_of, picture_of
 
-JOBS = (Create, Apply, Export, Checksums, Load, Run)
+JOBS = (Create, Apply, ReadRows, ListRows, ReadPart, LoadRows, Export, Checksums, Load, Run)
 A, B, C = range(3)  # the ranks of the servers
 FLOATS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 ANY_SIZE = 1 << 30
@@ -77,11 +82,6 @@ class Wire(NamedTuple):
     @property
     def message(self) -> Any:
         return self.event.message
-
-
-def bytes_of(span: Span) -> bytes:
-    whole = memoryview(span.buffer).cast("B") if span.nbytes else b""
-    return bytes(whole[span.offset : span.offset + span.nbytes])
 
 
 def payload_of(spans: Sequence[Span]) -> bytes:
@@ -359,39 +359,5 @@ class Cluster:
             "optimizer": None if setting.optimizer is None else to_wire(setting.optimizer),
             "generation": setting.generation,
             "loops": sorted([replace(loop, request=0) for loop in loops], key=lambda loop: loop.first),
-            "slices": {name: _picture_of(node, slice_) for name, slice_ in sorted(table.slices.items())},
+            "slices": {name: picture_of(node.runner, slice_) for name, slice_ in sorted(table.slices.items())},
         }
-
-
-def _picture_of(node: Node, slice_: Any) -> dict[str, Any]:
-    group, log = slice_.group, slice_.log
-    step, slots, spans = node.runner.run(Export(0, slice_.key, slice_.index)).result
-    optimizer, changes = group.optimizer, list(group.changes)
-    while changes and changes[0].from_round <= log.closed + 1 and optimizer is not None:
-        optimizer = with_hyperparameters(optimizer, changes.pop(0).changes)
-    generation = group.generation
-    return {
-        "origin": (slice_.creation, slice_.creator, slice_.request, slice_.spec, slice_.loaded, slice_.partition),
-        "optimizer": None if optimizer is None else to_wire(optimizer),
-        "generation": generation,
-        "changes": changes,
-        "log": (log.version, log.closed, log.step, log.previous_step, log.newest),
-        "current": bytes_of(slice_.span(log.current)),
-        "encoded": {version: (each.method, bytes_of(each.span)) for version, each in slice_.encoded.items()},
-        "previous": None if log.previous is None else bytes_of(slice_.span(log.previous)),
-        "state": (step, slots, [bytes_of(span) for span in spans]),
-        "shared": (list(log.shared.starts), list(log.shared.ends)),
-        "progress": {
-            rank: (
-                log.own_clock(rank),
-                log.counted_clock(rank),
-                log.committed_clock(rank),
-                log.resume_clock(rank),
-                at.skipped,
-                at.place,
-                min(at.begun, log.resume_clock(rank)),
-                at.trained if at.trained <= log.resume_clock(rank) else 0,
-            )
-            for rank, at in sorted(log.progress.items())
-        },
-    }

@@ -6,7 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvd.core.machine import Apply, Checksums, Create, Effect, Export, JobDone, Load, Received, Run, Send, Span, Tick
+from kvd.core.machine import (
+    Apply,
+    Checksums,
+    Create,
+    Effect,
+    Export,
+    JobDone,
+    Load,
+    ReadRows,
+    Received,
+    Run,
+    Send,
+    Span,
+    TableVersion,
+    Tick,
+)
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.core.server.memory import ServerMemory
 from kvd.errors import KvdError
@@ -27,6 +42,7 @@ from kvd.protocol.messages import (
     Values,
 )
 from kvd.protocol.specs import KeySpec
+from tests.core.fake_tables import next_version, rows_at
 from tests.core.fakes import (
     NodePeer,
     cluster,
@@ -46,7 +62,7 @@ from tests.core.fakes import (
     worker_id,
 )
 
-JOBS = (Create, Apply, Export, Checksums, Load, Run)
+JOBS = (Create, Apply, ReadRows, Export, Checksums, Load, Run)
 
 
 class Harness:
@@ -113,7 +129,11 @@ class Harness:
 
     def _result(self, job: Any) -> Any:
         if isinstance(job, Create):
-            return [read(first.source) for first in job.slices]
+            return [TableVersion(0, 0, 0) if first.table else read(first.source) for first in job.slices]
+        if isinstance(job, ReadRows):
+            return rows_at(job)
+        if isinstance(job, Apply) and isinstance(job.current, TableVersion):
+            return next_version(job)
         if isinstance(job, Apply):
             values = [read(given.span) for given in job.contributions if given.span is not None]
             return values[0] if job.assign else bytes(sum(column) % 256 for column in zip(*values, strict=True))

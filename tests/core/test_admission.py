@@ -64,9 +64,9 @@ def test_a_push_is_answered_as_its_row_says(status: PushStatus, probe: bool, ref
     row = one(matching(status, probe, refused, outdated))
     harness, clock = prepared(status, refused, outdated)
     log = harness.machine.table.slices["w", 0].log
-    before = (log.staged_bytes(1), log.version)
+    before = (log.staged_nbytes, log.version)
     answers = said(push(harness, clock, probe), worker_id(1))
-    assert ((log.staged_bytes(1), log.version) != before) is (row.decision is Decision.STAGE)
+    assert ((log.staged_nbytes, log.version) != before) is (row.decision is Decision.STAGE)
     check: Any = {
         Decision.STAGE: lambda: isinstance(answers[-1], Done | Staged),
         Decision.TAKEN_BEFORE: lambda: answers == [Done(50)],

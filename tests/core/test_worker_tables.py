@@ -33,7 +33,16 @@ from kvd.protocol.messages import (
     Uncounted,
     Values,
 )
-from kvd.protocol.specs import MAX_KEY_CHARS, Initial, KeySpec, TableSpec
+from kvd.protocol.specs import (
+    MAX_KEPT_BYTES,
+    MAX_KEY_CHARS,
+    MAX_KEY_NBYTES,
+    MAX_UPDATES,
+    Initial,
+    Keeping,
+    KeySpec,
+    TableSpec,
+)
 from tests.core.fakes import copies, of, server_id, uint8
 from tests.core.worker_harness import Harness, replicated
 
@@ -297,6 +306,7 @@ def test_worker_0_makes_a_part_on_each_server_and_publishes_the_table() -> None:
     assert isinstance(harness.error(again), KeyExists)
 
 
+FULL = Keeping(MAX_UPDATES, MAX_UPDATES, MAX_KEY_NBYTES, MAX_KEPT_BYTES, True)
 OTHERS: list[tuple[KeySpec, type[KvdError], str]] = [
     (KeySpec("float32", (2,), 4096, table=TableSpec(11, Initial("Zeros"), 2)), ShapeMismatch, "10 rows.*11 rows"),
     (KeySpec("float32", (2,), 4096, table=TableSpec(-1, Initial("Zeros"), 2)), ShapeMismatch, "any number of rows"),
@@ -306,6 +316,11 @@ OTHERS: list[tuple[KeySpec, type[KvdError], str]] = [
         KeySpec("float32", (2,), 4096, table=TableSpec(10, Initial("Normal", (0.5,), 7), 2)),
         NotAllowed,
         r"begin as Zeros\(\), those of the given one as Normal\(0.5, seed=7\)",
+    ),
+    (
+        KeySpec("float32", (2,), 4096, table=TableSpec(10, Initial("Zeros"), 2, Keeping(3, max_rows=9))),
+        NotAllowed,
+        "'t' keeps these rows: all that were updated; the given one: admit_after=3, max_rows=9. Give it the same",
     ),
     (KeySpec("float32", (2,), 4096), NotAllowed, "'t' is a table, of which calls name rows"),
 ]
@@ -363,7 +378,7 @@ def test_whole_values_do_not_go_to_a_table_nor_rows_to_another_key() -> None:
 
 def test_the_spec_of_a_table_is_counted_in_a_header() -> None:
     name = "𝄞" * MAX_KEY_CHARS
-    table = TableSpec((1 << 40) - 1, Initial("Uniform" + "x" * 9, (1 / 3,) * 4, (1 << 63) - 1), 200)
+    table = TableSpec((1 << 40) - 1, Initial("Uniform" + "x" * 9, (1 / 3,) * 4, (1 << 63) - 1), 200, FULL)
     for spec in (
         KeySpec("float64", (1 << 20,), 16 << 20, "weighted", table),
         KeySpec("float32", (1,), 4096, "", table),

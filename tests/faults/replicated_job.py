@@ -24,6 +24,7 @@ NODES: Final = 2  # servers, and workers
 RATE: Final = 0.05
 MOMENTUM: Final = 0.9
 SHAPES: Final = {"a": (90, 70), "b": (5,), "c": (40, 40), "d": (60, 60)}
+TABLE: Final = (40, 3)  # rows, and their width
 DEADLINE_S: Final = 60.0
 SETTINGS: Final[dict[str, Any]] = {
     "replicas": 2,
@@ -36,19 +37,24 @@ TRAINS: Final = """
 import hashlib, json, os, sys, time
 import numpy as np
 import kvd
-from tests.faults.replicated_job import MOMENTUM, RATE, first_weights, gradients
+from tests.faults.replicated_job import MOMENTUM, RATE, TABLE, first_weights, gradients, row_gradients, row_ids
 last = sys.argv[1]
 with kvd.create("dist_sync") as kv:
     names, weights = list(first_weights()), list(first_weights().values())
     kv.set_optimizer(kvd.optimizer.SGD(RATE, momentum=MOMENTUM))
     kv.init(names, weights)
+    kv.init("table", kvd.RowSparse(TABLE, initializer=kvd.initializer.Constant(0.5)))
     for step in kv.steps(1_000_000):
         if os.path.exists(last) and step >= int(open(last).read()):
             break
         kv.pull(names, out=weights)
+        ids = row_ids(kv.rank, step)
+        rows = kv.row_sparse_pull("table", ids)
+        kv.push("table", kvd.RowSparseArray(ids, row_gradients(rows, kv.rank, step)))
         kv.pushpull(names, gradients(weights, kv.rank, step), out=weights)
         print("step", step, flush=True)
         time.sleep(0.002)
+    weights.append(kv.row_sparse_pull("table", np.arange(TABLE[0])))
     digest = hashlib.sha256(b"".join(weight.tobytes() for weight in weights)).hexdigest()
     kv.barrier()
 print(json.dumps({"steps": step, "digest": digest}), flush=True)
@@ -68,8 +74,36 @@ def gradients(weights: list[Floats], rank: int, step: int) -> list[Floats]:
     return [weight * np.float32(0.1) + rng.standard_normal(weight.shape, np.float32) for weight in weights]
 
 
+def row_ids(rank: int, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The rows of the table that a worker pulls and pushes in a step; in some there are none."""
+    rng = np.random.default_rng([step, rank, 1])
+    return np.flatnonzero(rng.random(TABLE[0]) < (0.0, 0.2, 0.5)[step % 3])
+
+
+def row_gradients(rows: Floats, rank: int, step: int) -> Floats:
+    """What it pushes for them."""
+    rng = np.random.default_rng([step, rank, 2])
+    return rows * np.float32(0.1) + rng.standard_normal(rows.shape, np.float32)
+
+
+def table_after(steps: int) -> Floats:
+    """The rows of the table after so many steps: rows that no worker names rest."""
+    table, velocities = np.full(TABLE, 0.5, np.float32), np.zeros(TABLE, np.float32)
+    for step in range(steps):
+        merged: dict[int, Floats] = {}
+        for rank in range(2):
+            ids = row_ids(rank, step)
+            for row, gradient in zip(ids.tolist(), row_gradients(table[ids], rank, step), strict=True):
+                merged[row] = merged[row] + gradient if row in merged else gradient
+        for row, gradient in merged.items():
+            velocities[row] = np.float32(MOMENTUM) * velocities[row] + gradient
+            table[row] -= np.float32(RATE) * velocities[row]
+    return table
+
+
 def digest_after(steps: int) -> str:
-    """Of the weights after so many steps: the gradients of the workers added in their order, and SGD with momentum."""
+    """Of the weights after so many steps: the gradients of the workers added in their order, and SGD with momentum.
+    The table comes last."""
     weights = list(first_weights().values())
     velocities = [np.zeros_like(weight) for weight in weights]
     for step in range(steps):
@@ -78,6 +112,7 @@ def digest_after(steps: int) -> str:
         ]
         velocities = [np.float32(MOMENTUM) * v + g for v, g in zip(velocities, merged, strict=True)]
         weights = [w - np.float32(RATE) * v for w, v in zip(weights, velocities, strict=True)]
+    weights.append(table_after(steps))
     return hashlib.sha256(b"".join(weight.tobytes() for weight in weights)).hexdigest()
 
 

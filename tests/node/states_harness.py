@@ -133,7 +133,8 @@ class Server:
         )
         done = self.runner.run(job)
         if done.error is None:
-            made, self.merged = done.result if keeps_merged else (done.result, None)
+            made, merged = done.result if keeps_merged else (done.result, None)
+            self.merged = None if merged is None else merged.buffer
             for entry in layout:
                 self.current[entry.key] = Span(made, entry.offset, entry.nbytes)
         return done.error

@@ -158,7 +158,7 @@ def test_a_replica_that_is_sent_what_was_merged_has_the_same_bits(name: str, dty
         else:
             _, merged, encoded = done.result
             wide = np.float32 if dtype == "float16" else named_dtype(dtype)
-            held = backup.apply([merged.view(wide)], method, is_merged=True).result[2]
+            held = backup.apply([merged.buffer.view(wide)], method, is_merged=True).result[2]
             assert decoded(held, SIZE).tobytes() == decoded(encoded, SIZE).tobytes()
         assert (backup.value.tobytes(), backup.state) == (leader.value.tobytes(), leader.state)
         if step == 2:

@@ -209,7 +209,7 @@ def test_the_memory_of_what_was_merged_comes_from_where_versions_are_made() -> N
     job = Apply(2, 1, layout, "bfloat16", 16, current, (given,), False, "sum", MOMENTUM, keeps_merged=True)
     made, merged = server.runner.run(job).result
     assert asked == [16, 16, 32]
-    assert (made.tobytes(), merged.tobytes()) == (bytes(16), bytes(32))
+    assert (made.tobytes(), merged.buffer.tobytes(), merged.nbytes) == (bytes(16), bytes(32), 32)
 
 
 # ── slices that move ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,10 +14,13 @@ from kvd.protocol.messages import BIGGEST, Limit, Message
 from kvd.protocol.specs import (
     ANY_ROW,
     DTYPES,
+    MAX_KEPT_BYTES,
     MAX_KEY_NBYTES,
     MAX_TABLE_PARTS,
+    MAX_UPDATES,
     TABLE_DTYPES,
     Initial,
+    Keeping,
     KeySpec,
     TableSpec,
 )
@@ -47,7 +50,19 @@ _tables = st.builds(
     _slice_bytes,
     st.sampled_from(["", "mean"]),
     st.builds(
-        TableSpec, st.sampled_from([ANY_ROW, 0, MAX_KEY_NBYTES]), _initials, st.sampled_from([1, 3, MAX_TABLE_PARTS])
+        TableSpec,
+        st.sampled_from([ANY_ROW, 0, MAX_KEY_NBYTES]),
+        _initials,
+        st.sampled_from([1, 3, MAX_TABLE_PARTS]),
+        st.just(Keeping())
+        | st.builds(
+            Keeping,
+            st.sampled_from([1, 3, MAX_UPDATES]),
+            st.sampled_from([0, MAX_UPDATES]),
+            st.sampled_from([0, MAX_KEY_NBYTES]),
+            st.sampled_from([0, 1, MAX_KEPT_BYTES]),
+            st.booleans(),
+        ),
     ),
 )
 _specs = _values | _tables

@@ -56,5 +56,5 @@ def test_the_bytes_of_what_is_said_of_encoded_values_are_fixed() -> None:
     head[1] = 43
     assert body_of(Values(5, (3,), said._replace(merged=MergedForm.PLAIN))) == [*head, 5, [3], [*wire[:3], 0]]
     head[1] = 81
-    hold = Hold(5, 1, (SliceId("w", 0),), 3, (), True, None, 2, MergedCoding(method, True))
-    assert body_of(hold) == [*head, 5, 1, [["w", 0, 0]], 3, [], True, None, 2, [method, True]]
+    hold = Hold(5, 1, (SliceId("w", 0),), 3, (), True, None, 2, 0, MergedCoding(method, True))
+    assert body_of(hold) == [*head, 5, 1, [["w", 0, 0]], 3, [], True, None, 2, 0, [method, True]]

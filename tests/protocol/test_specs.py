@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvd.errors import DtypeMismatch, MergeMismatch, ProtocolError, ShapeMismatch
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import NO_VIEW, NewKey, Publish
-from kvd.protocol.specs import DTYPES, MERGES, Initial, KeySpec, TableSpec, padded, payload_nbytes
+from kvd.protocol.specs import DTYPES, MERGES, Initial, Keeping, KeySpec, TableSpec, padded, payload_nbytes
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,10 @@ def test_a_table_has_a_slice_for_each_part_and_no_bytes() -> None:
         ({"table": TableSpec(-2, Initial("Zeros"), 1)}, "a whole number from -1"),
         ({"table": TableSpec(1, Initial("Zeros"), 0)}, "a whole number from 1"),
         ({"table": TableSpec(1, Initial("", (), 0), 1)}, "a text of 1"),
+        ({"table": TableSpec(1, Initial("Zeros"), 1, Keeping(0))}, "a whole number from 1"),
+        ({"table": TableSpec(1, Initial("Zeros"), 1, Keeping(ttl_updates=-1))}, "a whole number from 0"),
+        ({"table": TableSpec(1, Initial("Zeros"), 1, Keeping(max_rows=(1 << 40) + 1))}, "a whole number from 0"),
+        ({"table": TableSpec(1, Initial("Zeros"), 1, Keeping(max_bytes=-1))}, "a whole number from 0"),
         ({"table": TableSpec(1, Initial("Zeros", (math.nan,), 0), 1)}, "a finite number"),
     ],
 )

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.tables.by_part import distinct_ids, ids_in_parts, rows_in_parts
+from kvd.tables.by_part import ids_in_parts, rows_in_parts
+from kvd.tables.duplicates import distinct_ids
 from kvd.tables.parts import parts_of
 from kvd.tables.row_values import Rows
 

@@ -48,6 +48,8 @@ def test_rows_in_any_stride_lie_on_all_parts(stride: int) -> None:
         RowSparse((10, 2, 3)),
         RowSparse((0, 4), "float64"),
         RowSparse(row_shape=()),
+        RowSparse((10, 2), admit_after=3, ttl_updates=100, max_rows=5, track_updates=True),
+        RowSparse(row_shape=(2,), max_bytes=1 << 40),
         RowSparse(row_shape=(64,), initializer=initializer.Constant(0.1)),
         RowSparse((10, 2), initializer=initializer.Uniform(-0.5, 0.25, seed=7)),
         RowSparse((10, 2), initializer=initializer.Normal(0.01, seed=1 << 53)),

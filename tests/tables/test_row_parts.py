@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvd.tables.merged_rows import MergedRows
+from kvd.compute.compiled import warm_up
+from kvd.optimizer import SGD
+from kvd.tables.duplicates import added_up, in_order, of_both
 from kvd.tables.row_arena import RowArena
 from kvd.tables.row_index import RowIndex
+from tests.compute.compiled_harness import needs_numba, only_compiled, only_numpy
 
 IDS = st.integers(0, 20) | st.integers(0, (1 << 63) - 1)
 
@@ -18,7 +23,40 @@ def int64(numbers: list[int]) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.fixture(params=["numpy", pytest.param("compiled", marks=needs_numba)])
+def _either_way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Once with NumPy, and once with compiled loops."""
+    if request.param == "compiled":
+        assert warm_up(SGD(0.1), of_rows=True)
+    with only_numpy() if request.param == "numpy" else only_compiled():
+        yield
+
+
+EITHER_WAY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+LISTS = st.lists(IDS, max_size=60)
+
+
+@pytest.mark.usefixtures("_either_way")
+@EITHER_WAY
+@given(LISTS)
+def test_ids_are_sorted_with_equal_ones_in_their_order(ids: list[int]) -> None:
+    ordered, order = in_order(int64(ids))
+    assert list(zip(ordered.tolist(), order.tolist(), strict=True)) == sorted(zip(ids, range(len(ids)), strict=True))
+
+
+@pytest.mark.usefixtures("_either_way")
+@EITHER_WAY
+@given(LISTS, LISTS)
+def test_two_lists_become_one(first: list[int], second: list[int]) -> None:
+    lists = [sorted(set(first)), sorted(set(second))]
+    ids, left, right = of_both(int64(lists[0]), int64(lists[1]))
+    assert ids.tolist() == sorted({*first, *second})
+    for places, among in zip((left, right), lists, strict=True):
+        assert places.tolist() == [among.index(id_) if id_ in among else -1 for id_ in ids.tolist()]
+
+
+@pytest.mark.usefixtures("_either_way")
+@EITHER_WAY
 @given(st.lists(st.lists(IDS, max_size=300), max_size=8))
 def test_the_index_is_a_dict(batches: list[list[int]]) -> None:
     index, model = RowIndex(), dict[int, int]()
@@ -32,6 +70,41 @@ def test_the_index_is_a_dict(batches: list[list[int]]) -> None:
         assert len(index) == len(model)
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.lists(IDS, max_size=200), st.lists(st.integers(0, 200), max_size=200)), max_size=10))
+def test_the_index_is_a_dict_also_when_ids_are_removed(batches: list[tuple[list[int], list[int]]]) -> None:
+    """Places are those from 0 to n - 1 all the time, and the arena has each row at its place."""
+    index, arena, known = RowIndex(removable=True), RowArena(1, np.dtype(np.int64)), set[int]()
+    for batch, removed in batches:
+        fresh = [number for number in dict.fromkeys(batch) if number not in known]
+        arena.require(len(known) + len(fresh))
+        assert not arena.where_they_lie()[len(known) : len(known) + len(fresh)].any()
+        arena.put(index.insert(int64(fresh)), int64(fresh)[:, None])
+        known |= set(fresh)
+        places = int64([place for place in dict.fromkeys(removed) if place < len(known)])
+        known -= set(index.ids_at(places).tolist())
+        arena.close_up(index.remove(places))
+        asked = int64([*batch, *known, 5, 1 << 40])
+        found = index.find(asked)
+        assert (found >= 0).tolist() == [number in known for number in asked.tolist()]
+        assert sorted(index.find(int64(sorted(known))).tolist()) == list(range(len(known)))
+        there = asked[found >= 0]
+        assert index.ids_at(index.find(there)).tolist() == there.tolist()
+        assert arena.where_they_lie()[index.find(there), 0].tolist() == there.tolist()
+        assert (len(index), set(index.ids().tolist())) == (len(known), known)
+
+
+def test_an_index_whose_ids_come_and_go_stays_as_large_as_it_is() -> None:
+    index = RowIndex(removable=True)
+    index.insert(np.arange(500, dtype=np.int64))
+    for first in range(500, 40_500, 100):
+        index.remove(index.find(np.arange(first - 500, first - 400, dtype=np.int64)))
+        index.insert(np.arange(first, first + 100, dtype=np.int64))
+    assert len(index._ids) == 1024
+    assert np.sort(index.ids()).tolist() == list(range(40_000, 40_500))
+
+
+@pytest.mark.usefixtures("_either_way")
 @pytest.mark.parametrize("step", [1, 2, 1024, 1 << 20, 1 << 40])
 def test_ids_in_regular_steps_are_found_in_few_rounds(step: int) -> None:
     """With ids of a pattern, a poor hash would put many into few slots; here each look-up ends soon."""
@@ -62,12 +135,12 @@ def test_rows_of_the_same_place_are_added_in_order(pushed: list[tuple[int, float
     expected: dict[int, np.ndarray] = {}
     for place, row in zip(places.tolist(), rows, strict=True):
         expected[place] = expected[place] + row if place in expected else row
-    merged = MergedRows(places, rows)
-    assert merged.places.tolist() == sorted(expected)
-    for first in range(0, len(merged), tile):
-        part = slice(first, min(first + tile, len(merged)))
+    merged = added_up(places, rows)
+    assert merged.ids.tolist() == sorted(expected)
+    for first in range(0, merged.num_rows, tile):
+        part = slice(first, min(first + tile, merged.num_rows))
         taken = merged.take(part, np.empty((part.stop - part.start, 2), np.float32))
-        assert [row.tobytes() for row in taken] == [expected[place].tobytes() for place in merged.places[part].tolist()]
+        assert [row.tobytes() for row in taken] == [expected[place].tobytes() for place in merged.ids[part].tolist()]
 
 
 def test_an_arena_grows_in_small_steps_and_keeps_its_rows() -> None:
@@ -80,3 +153,26 @@ def test_an_arena_grows_in_small_steps_and_keeps_its_rows() -> None:
         assert arena.nbytes <= count * 64 * 17 / 16 + (64 << 10)
     found = arena.take(np.arange(count), np.empty((count, 8)))
     assert np.array_equal(found, expected[:count])
+
+
+def test_a_large_arena_grows_in_small_steps_and_keeps_its_rows() -> None:
+    arena = RowArena(1 << 17, np.dtype(np.float64))  # rows of 1 MiB, in large pages from the 33rd on
+    for count in range(20, 61, 8):
+        arena.require(count)
+        arena.put(np.array([count - 1]), np.full((1, arena.width), float(count)))
+        assert arena.nbytes <= count * 17 / 16 * (1 << 20) + (3 << 20)
+    found = arena.where_they_lie()
+    assert np.flatnonzero(found[:, 7]).tolist() == list(range(19, 60, 8))
+    assert (found[19::8] == np.arange(20, len(found) + 1, 8)[:, None])[:6].all()
+
+
+def test_an_arena_that_gets_no_memory_is_as_it_was() -> None:
+    arena = RowArena(1 << 17, np.dtype(np.float64))
+    for count in (2, 40):
+        arena.require(count)
+        arena.put(np.array([1]), np.full((1, arena.width), 7.0))
+        nbytes = arena.nbytes
+        with pytest.raises(MemoryError):
+            arena.require(1 << 40)
+        assert arena.nbytes == nbytes
+        assert arena.where_they_lie()[1, 0] == 7

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvd.compute.catalogue import kernel_of
 from kvd.compute.compiled import warm_up
-from kvd.compute.kernels import ROW_LOOPS, ROWS, loop_name
+from kvd.compute.kernels import ID_LOOPS, ROW_LOOPS, ROWS, loop_name
 from kvd.errors import NotAllowed
 from kvd.initializer import Constant, Normal
 from kvd.optimizer import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp, RowWiseAdagrad, schedule
@@ -161,12 +161,13 @@ def test_compiled_loops_give_the_same_bits(rule: Optimizer) -> None:
         assert trained_bits(rule, contiguous=False) == by_numpy
         assert trained_bits(rule, contiguous=True) == by_numpy
     name = loop_name(kernel_of(rule))
-    assert set(used) == {name, f"{name}{ROWS}"}
+    assert set(used) == {name, f"{name}{ROWS}", "find_ids", "put_ids", "sort_ids"}
 
 
 def test_the_names_of_the_loops_for_rows_are_those_that_there_are() -> None:
     jit = pytest.importorskip("kvd.compute.jit")
     assert jit._ROW_LOOPS.keys() == ROW_LOOPS
+    assert tuple(jit.ID_LOOPS) == ID_LOOPS
 
 
 @settings(max_examples=30, deadline=None)

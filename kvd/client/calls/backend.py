@@ -161,6 +161,8 @@ class Tables(Protocol):
 
     def row_sparse_pull(self, key: Any, row_ids: Any, out: Any, priority: int) -> Handle: ...
 
+    def export_table(self, key: Any, path: Any, since: Any) -> Handle: ...
+
     def unknown(self, key: Any, value: Any) -> Handle | None:
         """Finds out which keys of a call are tables, if that matters for a push of this value (None: for a pull of
         rows), so that the call does not wait for it. None: it is known."""

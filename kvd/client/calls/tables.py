@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvd.client.calls.checks import whole
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.values import Array, Target, fresh_target, on_devices, paired, spec_of, target_of
 from kvd.errors import DtypeMismatch, NotAllowed, ShapeMismatch
 from kvd.protocol.specs import MAX_SLICE_BYTES, no_table_text, table_text
 from kvd.tables.description import RowSparse
 from kvd.tables.row_values import Ids, is_row_sparse, row_ids
+
+_EXPORTED_AT_ONCE_NBYTES = 16 << 20
 
 
 class Parted(NamedTuple):
@@ -163,6 +166,22 @@ def pulled_rows(keys: KeyList, wanted: Sequence[WantedRows], out: Any) -> Any:
     if out is not None:
         return list(out) if keys.many else out
     return arrays if keys.many else arrays[0]
+
+
+def check_export(keys: KeyList, since: object) -> int | None:
+    """The number of an update, of a call to export what has changed since.
+
+    Raises:
+        NotAllowed: it is none, or the call names a list of keys.
+    """
+    if keys.many:
+        raise NotAllowed("export_table takes one key, and a file for it: call it for each key")
+    return None if since is None else whole("since", since, 0)
+
+
+def rows_at_once(table: RowSparse) -> int:
+    """How many rows are exported at a time."""
+    return max(1, _EXPORTED_AT_ONCE_NBYTES // (table.width * table.numpy_dtype.itemsize))
 
 
 def _one_after_the_other(entries: Sequence[Any]) -> list[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -13,25 +14,28 @@ from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList, key_list
 from kvd.client.calls.tables import (
     WantedRows,
+    check_export,
     has_tables,
     may_be_pairs,
     no_table_error,
     pulled_rows,
+    rows_at_once,
     rows_of,
     wanted_rows,
 )
 from kvd.client.calls.values import Array, Source
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.table_export import listed
 from kvd.core import requests
 from kvd.core.requests import Item
 from kvd.errors import NotAllowed, RemoteError
-from kvd.protocol.specs import ROW_ID_BYTES, KeySpec
+from kvd.node.table_file import write_table
+from kvd.protocol.specs import MAX_PAYLOAD_BYTES, ROW_ID_BYTES, KeySpec
 from kvd.tables.by_part import ids_in_parts, rows_in_parts
 from kvd.tables.description import RowSparse
 from kvd.tables.row_values import Ids, rows_for
 from kvd.tables.wire import table_of_spec
-from kvd.transport.base import MAX_PAYLOAD_BYTES
 
 
 class KnownTable(NamedTuple):
@@ -170,6 +174,31 @@ class ClusterTables:
             return pulled_rows(keys, wanted, out)
 
         return Handle(self._engine.submit(transfer), finish, "row_sparse_pull", self._engine.wait)
+
+    def export_table(self, key: Any, path: Any, since: Any) -> Handle:
+        """See `Tables.export_table`."""
+        keys = self._arguments.named(key)
+        file, since = checks.file_path(path), check_export(keys, since)
+
+        async def work() -> int:
+            await self._engine.call(requests.Flush())
+            name = keys.names[0]
+            self._note(name, await self._engine.call(requests.DescribeKey(name)))
+            if name not in self._tables:
+                raise no_table_error(self._engine.written.of(name))
+            spec, description = self._tables[name]
+            exported = await listed(self._engine, name, spec.num_slices, since)
+            pieces = self._pieces(key, description, exported.ids)
+            await asyncio.to_thread(write_table, file, name, description, exported, pieces)
+            return exported.version
+
+        return Handle(self._engine.run(work()), what="export_table")
+
+    def _pieces(self, key: Any, description: RowSparse, ids: Ids) -> Iterator[Array]:
+        """Rows of these ids, for a thread that may wait."""
+        step = rows_at_once(description)
+        for first in range(0, len(ids), step):
+            yield self.row_sparse_pull(key, ids[first : first + step], None, 0).wait()
 
     def _pull(self, name: str, wanted: Sequence[WantedRows]) -> _Pull:
         spec, description = self._tables[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -76,6 +77,10 @@ class KVStore(StoreProperties):
 
     def row_sparse_pull_async(self, key: Any, row_ids: Any, out: Any = None, priority: int = 0) -> Handle:
         return self._backend.tables.row_sparse_pull(key, row_ids, out, priority)
+
+    async def export_table(self, key: Any, path: str | os.PathLike[str], since: int | None = None) -> int:
+        await self._find_out(key)
+        return int(await self._backend.tables.export_table(key, path, since))
 
     async def _find_out(self, key: Any, value: Any = None) -> None:
         """Waits until it is known which keys are tables, if a call needs to know."""

@@ -6,6 +6,7 @@ Over 400 lines because every method of a store stands on one page, with what it 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -137,6 +138,24 @@ class KVStore(StoreProperties, KVStoreBase):
     def row_sparse_pull_async(self, key: Key, row_ids: Value, out: Value = None, priority: int = 0) -> Handle:
         """As `row_sparse_pull`; `out` is filled when the handle is done."""
         return self._blocking().tables.row_sparse_pull(key, row_ids, out, priority)
+
+    def export_table(self, key: Key, path: str | os.PathLike[str], since: int | None = None) -> int:
+        """Writes the rows of a table to a safetensors file, and returns a version of the table to give as `since`.
+
+        The file has `ids`, int64 and ascending, and `rows`, those that take memory; its metadata are `format`, which is
+        "kvd-table", `key`, `shape`, `initializer` and `version`. An older file is replaced when all was written.
+
+        Args:
+            since: what an earlier export returned: only rows that were updated after it are written, and "evicted", the
+                ids of those that were evicted after it and are not there, ascending. The table was made with
+                ``track_updates=True``. None: all rows.
+
+        Raises:
+            KeyNotFound: nobody made the key.
+            NotAllowed: it is no table, or does not track updates; or not all that has changed since is known.
+            OSError: the file cannot be written. What was there is there still.
+        """
+        return int(self._blocking().tables.export_table(key, path, since).wait())
 
     def bind(self, key: Key) -> Any:
         """Arrays to keep for a key: `(gradient, weight)`, the same in each call; of a list of keys, two lists.

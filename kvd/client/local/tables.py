@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from kvd.client.calls import checks
 from kvd.client.calls.handle import Handle
-from kvd.client.calls.tables import no_table_error, pulled_rows, rows_of, wanted_rows
+from kvd.client.calls.tables import check_export, no_table_error, pulled_rows, rows_at_once, rows_of, wanted_rows
+from kvd.client.calls.values import Array
 from kvd.client.local.keys import LocalKeys, TableEntry
 from kvd.client.local.updates import LocalUpdates
+from kvd.node.table_file import Exported, write_table
 from kvd.tables.description import RowSparse
-from kvd.tables.row_values import Rows, rows_for
+from kvd.tables.row_values import Ids, Rows, rows_for
 from kvd.tables.table import Table
 
 
@@ -60,6 +64,26 @@ class LocalTables:
 
         return self._keys.answered(work)
 
+    def export_table(self, key: Any, path: Any, since: Any) -> Handle:
+        """See `Tables.export_table`."""
+        keys = self._keys.named(key)
+        file, since = checks.file_path(path), check_export(keys, since)
+
+        def work() -> int:
+            name = keys.names[0]
+            entry = self._entry(name)
+            table, evicted = entry.table, None
+            if since is None:
+                ids = table.ids()
+            else:
+                ids, evicted = table.updated_since(since), table.evicted_since(since)
+            write_table(
+                file, name, table.description, Exported(ids, evicted, since, entry.version), _pieces(table, ids)
+            )
+            return entry.version
+
+        return self._keys.answered(work)
+
     def unknown(self, key: Any, value: Any) -> None:
         """See `Tables.unknown`."""
 
@@ -72,3 +96,12 @@ class LocalTables:
 
     def _key(self, name: str) -> str | int:
         return self._keys.written.of(name)
+
+
+def _pieces(table: Table, ids: Ids) -> Iterator[Array]:
+    step = rows_at_once(table.description)
+    for first in range(0, len(ids), step):
+        part = ids[first : first + step]
+        rows = np.empty((len(part), table.description.width), table.description.numpy_dtype)
+        table.read(part, rows)
+        yield rows

@@ -83,11 +83,13 @@ class LocalUpdates:
         if (entry.merge or self.merge) == "weighted":  # of a sum and of a mean, nothing is left to calculate
             description = entry.table.description
             given = Contributed(pushed, samples)
-            ids, rows = merged_rows([given], "weighted", description.width, description.numpy_dtype)
+            merged = merged_rows([given], "weighted", description.width, description.numpy_dtype)
+            ids, rows = merged.ids, merged.rows()
         if self._optimizer is None:
             entry.table.assign(ids, rows)
         else:
             entry.table.update(optimizer_for(self._optimizer, name), ids, rows)
+        entry.table.evict()
 
     # ── the calls of a program ──
 

@@ -7,7 +7,7 @@ before, and is answered when it commits (`kvd.core.server.waiting`). docs/archit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 from itertools import product
@@ -84,7 +84,7 @@ def admit(
     *,
     is_full: bool,
     is_apart: bool = False,
-    memory_error: str = "",
+    memory_error: Callable[[], str] | None = None,
 ) -> list[Decision] | Answer:
     """A decision for each target if the push is let in; else the answer, and nothing of it is taken.
 
@@ -93,7 +93,7 @@ def admit(
         is_apart: the rounds go on without this worker: of its pushes, those count that were counted before.
         merge: the cluster's setting.
         is_full: whether MAX_PENDING requests wait, or too many of the sender.
-        memory_error: why there is no memory for what it brings; empty if there is.
+        memory_error: why there is no memory for what it brings; empty if there is. None: it was granted before.
     """
     brings_bytes = push.how != ABSENT and not push.probe
     expected_nbytes = payload_nbytes([target.nbytes for target in targets]) if brings_bytes else 0
@@ -110,8 +110,8 @@ def admit(
             if answer is not None:
                 return _remembered(answer, request, rank, targets)
         decisions.append(decision)
-    if memory_error and Decision.STAGE in decisions:
-        refused = Refused(push.request, ErrorCode.NOT_ALLOWED, memory_error[:MAX_TEXT_CHARS], targets[0].group.key)
+    if memory_error is not None and Decision.STAGE in decisions and (text := memory_error()):
+        refused = Refused(push.request, ErrorCode.NOT_ALLOWED, text[:MAX_TEXT_CHARS], targets[0].group.key)
         return _remembered(refused, request, rank, targets)
     if is_full and not all(target.group.log.committed_clock(rank) >= target.clock for target in targets):
         text = "too many requests wait already: try again"

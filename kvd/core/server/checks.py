@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import NamedTuple
 
-from kvd.core.machine import Checksums, JobDone, LogEntry, ServerPeer, Whole
+from kvd.core.machine import Checksums, JobDone, LogEntry, ServerPeer, TableVersion, Whole
 from kvd.core.membership import name_of
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Slice
@@ -100,7 +100,7 @@ class Checks:
                 group = slices[0].group
                 group.tasks.append(partial(self._read, group, slices))
                 self._advance(group)
-                nbytes += sum([slice_.nbytes for slice_ in slices])
+                nbytes += sum(map(_nbytes_read, slices))
             groups += 1
 
     def _next(self) -> list[Slice]:
@@ -112,12 +112,12 @@ class Checks:
             if slice_ is not None and slices and slice_.group is not slices[0].group:
                 break
             self._left.popleft()
-            if slice_ is None or not slice_.nbytes:
+            if slice_ is None or not _nbytes_read(slice_):
                 continue
             if slice_.group.tasks or slice_.partition in self._leaving or self._backup(slice_.partition) is None:
                 break  # in the next rotation
             slices.append(slice_)
-            nbytes += slice_.nbytes
+            nbytes += _nbytes_read(slice_)
         return slices
 
     def _backup(self, partition: int) -> Holder | None:
@@ -187,3 +187,9 @@ class Checks:
         if self.last is not None:
             found["last_difference"] = self.last._asdict()
         return found
+
+
+def _nbytes_read(slice_: Slice) -> int:
+    """About what is read of a slice; of a part of a table it is some of its rows."""
+    version = slice_.log.current
+    return min(version.nbytes, MOST_BYTES) if isinstance(version, TableVersion) else slice_.nbytes

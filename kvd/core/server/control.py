@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvd.core.access import may_operate
-from kvd.core.machine import Export, Job, JobDone, Load, LogEntry, Received, Run, Send, Span
+from kvd.core.machine import Export, JobDone, Load, LogEntry, Received, Run, Send, Span
 from kvd.core.membership import name_of
 from kvd.core.refusals import refusal_of
 from kvd.core.server.attachments import Attachments
@@ -13,13 +13,13 @@ from kvd.core.server.command_answers import CommandAnswers
 from kvd.core.server.compressors import compressor_answer
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
-from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.optimizer_agreement import OptimizerAgreement
 from kvd.core.server.optimizer_records import OptimizerRecords, change_records
 from kvd.core.server.pace import Pace
 from kvd.core.server.records import LED_ELSEWHERE, Records
+from kvd.core.server.slice_jobs import SliceJobs
 from kvd.core.server.usable_optimizers import UsableOptimizers
 from kvd.core.session import SchedulerSession
 from kvd.errors import KvdError, NotAllowed
@@ -42,6 +42,7 @@ from kvd.protocol.messages import (
     StoreState,
     UpdateOptimizer,
 )
+from kvd.protocol.specs import state_of_table_text
 
 
 class ServerControl:
@@ -56,7 +57,7 @@ class ServerControl:
         agreement: OptimizerAgreement,
         disputes: Disputes,
         records: Records,
-        elsewhere: Elsewhere,
+        jobs: SliceJobs,
         session: SchedulerSession,
         advance: Callable[[FusedGroup], None],
         check_memory: Callable[[Optimizer | None], None],
@@ -69,7 +70,7 @@ class ServerControl:
         self._agreement = agreement
         self._disputes = disputes
         self._records = records
-        self._elsewhere = elsewhere
+        self._jobs = jobs
         self._session = session
         self._advance = advance
         self._usable = UsableOptimizers(table, check_memory)
@@ -257,34 +258,12 @@ class ServerControl:
     # ── its state ──
 
     def _slice(self, event: Received, request: int, key: str, index: int) -> Slice | None:
-        slice_ = self._table.slices.get((key, index))
-        if slice_ is not None and self._elsewhere.leaves((slice_,)):
-            slice_ = None
-        if slice_ is None and not self._elsewhere.has(event, request, key, index):
-            self._effects.send(
-                event.peer, Refused(request, ErrorCode.KEY_NOT_FOUND, f"no slice {index} of {key!r} is here", key)
-            )
+        """None if there is none whose state can be read or stored, and the sender was told."""
+        slice_ = self._jobs.find(event, request, key, index)
+        if slice_ is not None and slice_.spec.table:
+            self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, state_of_table_text(key), key)
+            return None
         return slice_
-
-    def _between_updates(
-        self, slice_: Slice, make: Callable[[int], Job], done: Callable[[JobDone, Callable[[], None]], None]
-    ) -> None:
-        """Starts the job when no update of the slice runs. None begins before `done`, which gets its end, has called
-        what it gets besides."""
-        group = slice_.group  # a group with tasks is not parted
-
-        def go_on() -> None:
-            group.working = False
-            self._advance(group)
-
-        def ended(job: JobDone) -> None:
-            if group.is_gone:  # another server leads it, and is asked now
-                go_on()
-            else:
-                done(job, go_on)
-
-        group.tasks.append(lambda: self._effects.start_job(make, ended))
-        self._advance(group)
 
     def _fetch_state(self, event: Received, message: FetchState) -> None:
         slice_ = self._slice(event, message.request, message.key, message.index)
@@ -299,7 +278,7 @@ class ServerControl:
                 self._effects.send(event.peer, State(message.request, step, slots), spans)
             go_on()
 
-        self._between_updates(slice_, lambda job: Export(job, message.key, message.index), done)
+        self._jobs.between_updates(slice_, lambda job: Export(job, message.key, message.index), done)
 
     def _store_state(self, event: Received, message: StoreState) -> None:
         slice_ = self._slice(event, message.request, message.key, message.index)
@@ -354,7 +333,7 @@ class ServerControl:
         def load(job: int) -> Load:
             return Load(job, message.key, message.index, message.step, message.slots, source)
 
-        self._between_updates(slice_, load, done)
+        self._jobs.between_updates(slice_, load, done)
 
     # ── commands ──
 

@@ -97,6 +97,11 @@ class FusedGroup:
         return self.slices[0].partition
 
     @property
+    def is_of_table(self) -> bool:
+        """Whether it is a part of a table, which is a group of its own."""
+        return self.slices[0].spec.table is not None
+
+    @property
     def merge(self) -> str:
         """That of all its keys; "": the cluster's."""
         return self.slices[0].spec.merge

@@ -10,6 +10,7 @@ from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import Slice
 from kvd.core.server.handled import Handled
 from kvd.core.server.keys import KeyTable
+from kvd.core.server.row_records import RowRecords
 from kvd.optimizer import Optimizer
 from kvd.protocol.messages import NO_VIEW, Done, Epoch, ErrorCode, HoldLoop, NotYetReason, SliceId
 
@@ -21,6 +22,8 @@ class HeldPartition:
     Attributes:
         leader: the incarnation whose records made it so.
         table: the slices; keys are live in it as they are at the leader.
+        rows: bytes of the parts of tables whose pieces have come, and that are not in the table yet; by key and index.
+        row_records: merged rows that have come before the record of their round.
         loops: by their first step: the newest HoldLoop.
         optimizer, as_set, generation: the newest that was set there, with all changes, and as it was set.
         handled: requests of the leader that need not be carried out again.
@@ -30,6 +33,8 @@ class HeldPartition:
 
     leader: int
     table: KeyTable
+    rows: dict[tuple[str, int], int] = field(default_factory=dict)
+    row_records: RowRecords = field(default_factory=RowRecords)
     loops: dict[int, HoldLoop] = field(default_factory=dict)
     optimizer: Optimizer | None = None
     as_set: Optimizer | None = None
@@ -37,6 +42,11 @@ class HeldPartition:
     handled: Handled = field(default_factory=Handled)
     since: Epoch = NO_VIEW
     is_broken: bool = False
+
+    @property
+    def table_nbytes(self) -> int:
+        """The memory of parts of tables."""
+        return self.table.table_nbytes + sum(self.rows.values()) + self.row_records.nbytes
 
     def find(self, slice_id: SliceId) -> Slice | None:
         """The slice of this creation, if it is here."""

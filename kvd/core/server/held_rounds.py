@@ -20,7 +20,7 @@ from kvd.core.server.optimizer_names import OptimizerNames
 from kvd.core.server.progress import PushRequest
 from kvd.errors import KvdError
 from kvd.optimizer import Optimizer
-from kvd.protocol.messages import ErrorCode, Hold
+from kvd.protocol.messages import ErrorCode, Hold, HoldRows
 from kvd.protocol.specs import accumulator_scale, padded
 
 _NO_PUSH = PushRequest(0, 0)
@@ -77,8 +77,27 @@ class HeldRounds:
             self._answers.refuse(event, text, key=slices[0].key)
             return
         if message.version == version + 1:
-            self._begin(event, message, held, slices, optimizer)
+            rows = held.row_records.take(slices[0].slice_id, message.version, message.rows_before)
+            if rows is None:
+                self._answers.later(event, "rows of this round are on their way")
+                return
+            self._begin(event, message, held, slices, optimizer, rows)
         self._answers.confirm(event)  # a copy is known by the version that it makes
+
+    def hold_rows(self, event: Received, message: HoldRows, held: HeldPartition) -> None:
+        """Takes rows of a round whose record comes later."""
+        slice_ = held.find(message.part)
+        if slice_ is None or not slice_.group.is_of_table:
+            text = f"this server does not hold part {message.part.slice_index} of a table {message.part.key!r}"
+            self._answers.refuse(event, text, ErrorCode.KEY_NOT_FOUND, message.part.key)
+            return
+        piece = Span(event.payload, 0, event.nbytes)
+        is_late = message.version <= slice_.log.closed
+        if is_late or held.row_records.add(message.part, message.version, message.place, piece):
+            self._answers.confirm(event)  # a copy is known by its place in the round
+        else:
+            text = f"a round of table {message.part.key!r} has too many rows"
+            self._answers.refuse(event, text, key=message.part.key)
 
     def _slices(self, event: Received, message: Hold, held: HeldPartition) -> list[Slice] | None:
         slices = []
@@ -112,8 +131,13 @@ class HeldRounds:
         held: HeldPartition,
         slices: list[Slice],
         optimizer: Optimizer | None,
+        rows: list[Span],
     ) -> None:
-        """Closes the round as the leader has closed it, for all slices as one, or for each if they differ here."""
+        """Closes the round as the leader has closed it, for all slices as one, or for each if they differ here.
+
+        Args:
+            rows: of a table, those that came before.
+        """
         group = slices[0].group if slices[0].group.slices == tuple(slices) else None
         if group is None:
             for slice_ in slices:
@@ -121,12 +145,12 @@ class HeldRounds:
                     held.table.part(slice_.group)
             group = held.table.fuse(slices)
         if group is not None:
-            self._close(group, message, Span(event.payload, 0, event.nbytes), optimizer)
+            self._close(group, message, [*rows, Span(event.payload, 0, event.nbytes)], optimizer)
         else:
             for slice_, span in zip(slices, _spans(event, message, slices), strict=True):
-                self._close(slice_.group, message, span, optimizer)
+                self._close(slice_.group, message, [span], optimizer)
 
-    def _close(self, group: FusedGroup, message: Hold, span: Span, optimizer: Optimizer | None) -> None:
+    def _close(self, group: FusedGroup, message: Hold, spans: Sequence[Span], optimizer: Optimizer | None) -> None:
         log = group.log
         for rank, clock, samples, how, step, place in message.given:
             log.stage(Contribution(rank, clock, None, samples, how, step, place), _NO_PUSH)
@@ -143,7 +167,8 @@ class HeldRounds:
         if not record.contributions:
             group.commit(log.current, group.encoded)
             return
-        merged = Contribution(0, 1, span, 1, record.contributions[0].how)
+        how = record.contributions[0].how
+        merged = tuple([Contribution(place, 1, span, 1, how) for place, span in enumerate(spans)])
         self._effects.start_job(
             lambda job: Apply(
                 job,
@@ -152,7 +177,7 @@ class HeldRounds:
                 group.dtype,
                 group.nbytes,
                 log.current,
-                (merged,),
+                merged,
                 record.assign,
                 "sum",
                 optimizer if message.is_gradient else None,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvd.core.machine import Buffer, Span
+from kvd.core.machine import Buffer, Span, TableVersion
 from kvd.core.membership import ViewState
 from kvd.core.server.counted_steps import CountedSteps
 from kvd.core.server.groups import Change, Slice
@@ -78,7 +78,14 @@ def image_of(slice_: Slice, spec: int, optimizer: int, state: OptimizerState) ->
         tuple([_progress_image(log, rank) for rank in sorted(log.progress)]),
         tuple(zip(shared.starts, shared.ends, strict=True)),
         log.newest,
+        *_updates_of(log),
     )
+
+
+def _updates_of(log: SliceLog) -> tuple[int, int]:
+    """Of a part of a table: in its version, and in the one before."""
+    numbers = [version.number if isinstance(version, TableVersion) else 0 for version in (log.current, log.previous)]
+    return numbers[0], numbers[1]
 
 
 def _progress_image(log: SliceLog, rank: int) -> RankProgress:

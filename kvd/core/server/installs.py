@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from kvd.core.machine import Buffer, Create, FirstBytes, JobDone, Load, Received, Span
+from kvd.core.machine import Buffer, Create, FirstBytes, JobDone, Load, LoadRows, Received, Span, TableVersion
 from kvd.core.refusals import refusal_of
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import Change, Slice
@@ -18,7 +18,7 @@ from kvd.core.server.optimizer_names import OptimizerNames
 from kvd.core.session import SchedulerSession
 from kvd.errors import KvdError, ProtocolError
 from kvd.optimizer import Optimizer, changes_from_wire
-from kvd.protocol.messages import ErrorCode, HoldState, Install, NotYetReason, SliceImage
+from kvd.protocol.messages import ErrorCode, HoldState, Install, InstallRows, NotYetReason, SliceImage
 from kvd.protocol.specs import DTYPES, KeySpec, padded
 
 
@@ -59,6 +59,7 @@ class Installs:
 
     Args:
         grant: whether there is memory for so many more bytes of slices.
+        grant_rows: whether there is for so many more of rows of tables.
         ended: a job for this partition has ended.
     """
 
@@ -68,6 +69,7 @@ class Installs:
         effects: ServerEffects,
         optimizers: OptimizerNames,
         grant: Callable[[int], bool],
+        grant_rows: Callable[[int], bool],
         ended: Callable[[int], None],
     ) -> None:
         self._view = session.view
@@ -75,6 +77,7 @@ class Installs:
         self._effects = effects
         self._optimizers = optimizers
         self._grant = grant
+        self._grant_rows = grant_rows
         self._ended = ended
         self._busy = Counter[int]()  # jobs by partition
 
@@ -95,13 +98,11 @@ class Installs:
             self._effects.send(event.peer, refusal_of(message.request, error))
             return
         if not self._grant(sum(new.current.nbytes for new in slices)):
-            text = f"{self._session.name} has no memory to hold key {slices[0].image.key!r}: raise memory_limit_bytes"
-            self._effects.refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, text, slices[0].image.key)
+            self._refuse_memory(event, message.request, slices[0].image.key)
             return
         firsts = []
         for new in slices:
-            spans = [span for span in (new.previous, new.current) if span is not None]
-            firsts += [FirstBytes(new.image.key, new.image.slice_index, new.spec.dtype, span) for span in spans]
+            firsts += _firsts_of(new)
         self._busy[message.partition] += 1
         making = _Making(event, message.request, message.partition, table, then, deque(slices))
         self._effects.start_job(lambda job: Create(job, tuple(firsts)), partial(self._created, making))
@@ -124,11 +125,7 @@ class Installs:
             if image.spec >= len(message.specs) or image.use.optimizer >= len(message.optimizers):
                 raise ProtocolError(f"an image names spec {image.spec}, or optimizer {image.use.optimizer}: too large")
             spec = message.specs[image.spec]
-            if (
-                image.slice_index >= spec.num_slices
-                or self._view.partition_of(image.key, image.slice_index) != message.partition
-            ):
-                raise ProtocolError(f"slice {image.slice_index} of {image.key!r} is not in {message.partition}")
+            self._check_place(image.key, image.slice_index, spec, message.partition)
             optimizer = self._optimizers.find(message.optimizers[image.use.optimizer])
             if isinstance(optimizer, KvdError):
                 raise optimizer
@@ -147,6 +144,10 @@ class Installs:
         last = slices[-1].state
         slices[-1] = slices[-1]._replace(state=last._replace(nbytes=last.nbytes - (offset - event.nbytes)))
         return slices
+
+    def _check_place(self, key: str, index: int, spec: KeySpec, partition: int) -> None:
+        if index >= spec.num_slices or self._view.partition_of(key, index) != partition:
+            raise ProtocolError(f"slice {index} of {key!r} is not in {partition}")
 
     def _created(self, making: _Making, done: JobDone) -> None:
         if done.error is not None:
@@ -179,12 +180,11 @@ class Installs:
 
     def _add(self, making: _Making, new: _New) -> None:
         image = new.image
-        previous = None if new.previous is None else making.buffers.popleft()
         slice_ = making.table.add(
             image.key,
             image.slice_index,
             new.spec,
-            log_of(image, self._view, making.buffers.popleft(), previous),
+            log_of(image, self._view, *self._versions(making, new)),
             image.origin.creator,
             new.optimizer,
             image.origin.init,
@@ -195,10 +195,54 @@ class Installs:
         slice_.loaded = image.origin.loaded_by, image.origin.loaded
         slice_.group.changes = list(new.changes)
 
+    def _versions(self, making: _Making, new: _New) -> tuple[Buffer, Buffer | None]:
+        """The newest version, and the one before, of a slice whose bytes are here."""
+        if new.spec.table is not None:
+            current: TableVersion = making.buffers.popleft()
+            return current, None if new.previous is None else current._replace(number=new.image.updates_before)
+        previous = None if new.previous is None else making.buffers.popleft()
+        return making.buffers.popleft(), previous
+
     def _fail(self, making: _Making, error: KvdError) -> None:
         self._busy[making.partition] -= 1
         self._effects.send(making.event.peer, refusal_of(making.request, error))
         self._ended(making.partition)
+
+    # ── rows of tables ──
+
+    def take_rows(self, event: Received, message: InstallRows, table: KeyTable, then: Callable[[int], None]) -> None:
+        """Keeps a piece of a part of a table, and calls `then` with the memory of those that are here; or tells the
+        sender why not."""
+        key, index, partition = message.part.key, message.part.slice_index, message.partition
+        if self._busy[partition]:
+            self._effects.not_yet(event.peer, message.request, NotYetReason.UPDATING, "slices are being made")
+            return
+        try:
+            self._check_place(key, index, message.spec, partition)
+            if message.spec.table is None or (key, index) in table.slices:
+                raise ProtocolError(f"slice {index} of {key!r} is no table whose rows are to come")
+        except KvdError as error:
+            self._effects.send(event.peer, refusal_of(message.request, error))
+            return
+        if not self._grant_rows(event.nbytes):
+            self._refuse_memory(event, message.request, key)
+            return
+        self._busy[partition] += 1
+
+        def done(job: JobDone) -> None:
+            self._busy[partition] -= 1
+            if job.error is not None:
+                self._effects.send(event.peer, refusal_of(message.request, job.error))
+            else:
+                then(job.result)
+            self._ended(partition)
+
+        piece = Span(event.payload, 0, event.nbytes)
+        self._effects.start_job(lambda job: LoadRows(job, key, index, message.spec, piece), done)
+
+    def _refuse_memory(self, event: Received, request: int, key: str) -> None:
+        text = f"{self._session.name} has no memory to hold key {key!r}: raise memory_limit_bytes"
+        self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, text, key)
 
     # ── the state of one slice ──
 
@@ -220,6 +264,14 @@ class Installs:
         self._effects.start_job(
             lambda job: Load(job, slice_.key, slice_.index, message.step, message.slots, source), done
         )
+
+
+def _firsts_of(new: _New) -> list[FirstBytes]:
+    """What makes the versions of a slice, the older one first; of a part of a table, all versions are one thing."""
+    key, index, dtype = new.image.key, new.image.slice_index, new.spec.dtype
+    if new.spec.table is not None:
+        return [FirstBytes(key, index, dtype, new.current, new.spec, is_copied=new.image.updates > 0)]
+    return [FirstBytes(key, index, dtype, span) for span in (new.previous, new.current) if span is not None]
 
 
 def _load(job: int, image: SliceImage, source: Span) -> Load:

@@ -179,8 +179,6 @@ class KeyCreation:
             text = f"key {new.key!r} has {new.num_slices} slices: choose a larger slice_bytes"
             return ErrorCode.NOT_ALLOWED, text
         text = unfit_error(self._control.optimizer, new.key, new.spec)
-        if new.spec.table and settings.replicas > 1:
-            text = f"key {new.key!r} is a table, of which there are no replicas yet: start the cluster with replicas=1"
         if text:
             return ErrorCode.NOT_ALLOWED, text
         old = self._table.slices.get((new.key, new.slice_index))

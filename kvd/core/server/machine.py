@@ -56,7 +56,9 @@ from kvd.core.server.records import Records
 from kvd.core.server.replicas import Replicas
 from kvd.core.server.replication import Replication
 from kvd.core.server.resume import OF_RESUMPTION, Resumption
+from kvd.core.server.row_lists import RowLists
 from kvd.core.server.shared_steps import SharedSteps
+from kvd.core.server.slice_jobs import SliceJobs
 from kvd.core.server.syncing import Syncing
 from kvd.core.server.targets import TargetResolver
 from kvd.core.server.wait_answers import WaitAnswers
@@ -76,6 +78,7 @@ from kvd.protocol.messages import (
     Init,
     Leave,
     ListKeys,
+    ListRows,
     Lookup,
     NotYet,
     Publish,
@@ -146,6 +149,7 @@ class ServerMachine:
             self.table,
             memory or ServerMemory(settings.memory_limit_bytes),
             lambda: replicas.nbytes,
+            lambda: replicas.table_nbytes,
             lambda: self._control.optimizer,
         )
         self._attachments = attachments = Attachments(session.view, self.table, effects)
@@ -164,6 +168,7 @@ class ServerMachine:
             self.table,
             effects,
             use.grant_held,
+            use.grant_held_rows,
             lambda partition: no_copy(partition, session.incarnation),
         )
         elsewhere = Elsewhere(session, effects, replicas.is_handing_over)
@@ -184,9 +189,10 @@ class ServerMachine:
             elsewhere.leaving,
             captures,
             LateWorkers(session, effects, participants),
-            use.row_error,
+            use,
             small_push_bytes=settings.small_push_bytes,
         )
+        slice_jobs = SliceJobs(self.table, effects, elsewhere, pushes.advance)
         self._control = control = ServerControl(
             self.table,
             effects,
@@ -194,7 +200,7 @@ class ServerMachine:
             agreement,
             disputes,
             records,
-            elsewhere,
+            slice_jobs,
             session,
             pushes.advance,
             use.check_for,
@@ -214,7 +220,7 @@ class ServerMachine:
             elsewhere,
         )
         keys = KeyRequests(session, self.table, effects, attachments, participants, records, elsewhere)
-        pulls = Pulls(effects, attachments, targets, waiters, participants, disputes)
+        pulls = Pulls(effects, attachments, targets, waiters, participants, disputes, use.ids_error)
         shared = SharedSteps(session.view, effects, attachments, participants, records, self._advance_all)
         handovers = Handovers(
             session, self.table, effects, records, control.held, elsewhere, replicas.is_handing_over, self._woken
@@ -278,6 +284,7 @@ class ServerMachine:
             Push: pushes.push,
             Pull: pulls.pull,
             PullRows: pulls.pull_rows,
+            ListRows: RowLists(effects, attachments, slice_jobs).list,
             DeclareBatch: targets.declare,
             Attach: attachments.attach,
             Init: creation.init,
@@ -370,8 +377,8 @@ class ServerMachine:
             "view": list(self.epoch),
             "keys": len({slice_.key for slice_ in self.table.slices.values()}),
             "slices": len(self.table.slices),
-            "bytes_led": self.table.bytes_led,
-            "bytes_staged": sum(group.log.staged_bytes(group.nbytes) for group in groups),
+            "bytes_led": self.table.bytes_led + self.table.table_nbytes,
+            "bytes_staged": sum(group.log.staged_nbytes for group in groups),
             "bytes_held_by_readers": self._readers.readings.held_nbytes,
             "bytes_captured": self._readers.captures.kept_nbytes,
             "requests_waiting": len(self._waiters.pending),

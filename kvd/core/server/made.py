@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvd.core.machine import Buffer, Contribution, EncodedValue, ScatterList
+from kvd.core.machine import Buffer, Contribution, EncodedValue, ScatterList, Span
 from kvd.core.server.groups import FusedGroup
 from kvd.optimizer import Optimizer
 from kvd.protocol.messages import Given, MergedCoding
@@ -22,7 +22,7 @@ class Made(NamedTuple):
     """The new version; the merged gradient, if it is kept; and what the version was decoded from, if it was encoded."""
 
     buffer: Buffer | ScatterList
-    merged: Buffer | None = None
+    merged: Span | None = None
     encoded: EncodedValue | None = None
 
 

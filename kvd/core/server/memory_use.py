@@ -20,6 +20,7 @@ class MemoryUse:
 
     Args:
         held_nbytes: bytes of the slices that this server holds for others.
+        held_table_nbytes: the memory of parts of tables that it holds for others.
         optimizer: the one that is set.
 
     Attributes:
@@ -32,6 +33,7 @@ class MemoryUse:
         table: KeyTable,
         memory: ServerMemory,
         held_nbytes: Callable[[], int],
+        held_table_nbytes: Callable[[], int],
         optimizer: Callable[[], Optimizer | None],
     ) -> None:
         self._session = session
@@ -39,6 +41,7 @@ class MemoryUse:
         self._table = table
         self._memory = memory
         self._held_nbytes = held_nbytes
+        self._held_table_nbytes = held_table_nbytes
         self._optimizer = optimizer
         self.creating_nbytes = 0
 
@@ -77,24 +80,36 @@ class MemoryUse:
             )
 
     def give_back(self) -> None:
-        """Keys were deleted, or are led by another server: other runs may have their memory."""
+        """Less is needed than before: other runs may have the rest."""
         self._memory.grant(self._session.run, self._demand())
 
     # ── rows, and what is held for others ──
 
     def row_error(self, key: str, nbytes: int) -> str:
-        """Why there is no memory for a push of so many bytes to a table; empty if there is. All its rows may be new."""
-        demand = self._demand() + nbytes * ROW_COPIES
+        """Why there is no memory for a push of so many bytes to a table; empty if there is. All its rows may be new,
+        and those of the pushes that were not applied yet."""
+        return self._table_error(key, "rows", nbytes * ROW_COPIES)
+
+    def ids_error(self, key: str, nbytes: int) -> str:
+        """Why there is no memory for so many bytes of row ids that wait; empty if there is."""
+        return self._table_error(key, "row ids", nbytes)
+
+    def _table_error(self, key: str, what: str, nbytes: int) -> str:
+        demand = self._demand() + nbytes
         if self._memory.grant(self._session.run, demand):
             return ""
         return (
-            f"{self._session.name} has no memory for these rows of table {key!r}: they could take it to "
+            f"{self._session.name} has no memory for these {what} of table {key!r}: they could take it to "
             f"{demand >> 20} MiB, its limit is {self._limit}: add servers, or raise memory_limit_bytes"
         )
 
     def grant_held(self, nbytes: int) -> bool:
         """Whether this server has memory to hold so many more bytes for others."""
         return self._memory.grant(self._session.run, self._demand() + nbytes * HELD_COPIES)
+
+    def grant_held_rows(self, nbytes: int) -> bool:
+        """Whether this server has memory for so many more bytes of parts of tables that it holds for others."""
+        return self._memory.grant(self._session.run, self._demand() + nbytes)
 
     # ── how much it is ──
 
@@ -109,7 +124,10 @@ class MemoryUse:
     def _demand(self, more: int = 0) -> int:
         """Bytes in all, if this server leads so many more than it does."""
         led = (self._led + more) * self._copies_with(self._optimizer())
-        return led + self._held_nbytes() * HELD_COPIES + self._table.table_nbytes
+        table = self._table
+        of_tables = table.table_nbytes + table.pushed_rows_nbytes * ROW_COPIES + table.wanted_ids_nbytes
+        of_tables += self._held_table_nbytes()
+        return led + self._held_nbytes() * HELD_COPIES + of_tables
 
     def _copies_with(self, optimizer: Optimizer | None) -> int:
         """How often a byte that is led may be held, staged contributions included."""

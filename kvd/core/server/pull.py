@@ -3,6 +3,8 @@ from a part of a table has them read first."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvd.core.machine import Received, Span
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.disputes import Disputes
@@ -15,7 +17,11 @@ from kvd.protocol.messages import ANY_CLOCK, NO_RANK, ErrorCode, Pull, PullBatch
 
 
 class Pulls:
-    """The pulls of workers and observers."""
+    """The pulls of workers and observers.
+
+    Args:
+        memory_error: why there is no memory for so many bytes of row ids of a table; empty if there is.
+    """
 
     def __init__(
         self,
@@ -25,6 +31,7 @@ class Pulls:
         waiters: Waiters,
         participants: Participants,
         disputes: Disputes,
+        memory_error: Callable[[str, int], str],
     ) -> None:
         self._effects = effects
         self._attachments = attachments
@@ -32,6 +39,7 @@ class Pulls:
         self._waiters = waiters
         self._participants = participants
         self._disputes = disputes
+        self._memory_error = memory_error
 
     def pull(self, event: Received, pull: Pull) -> None:
         if self._waiters.joins_open(event, pull.request):
@@ -57,9 +65,14 @@ class Pulls:
         if rank is None or self._waiters.joins_open(event, pull.request):
             return
         target = self._targets.of_rows(event, pull)
-        if target is not None:
-            ids = Span(event.payload, 0, event.nbytes)
-            self._wait_or_answer(event, pull.request, rank, [target], ids)
+        if target is None:
+            return
+        group = target.group
+        waits = target.clock != ANY_CLOCK and group.log.committed_clock(rank) < target.clock
+        if waits and (text := self._memory_error(group.key, event.nbytes)):
+            self._effects.refuse(event.peer, pull.request, ErrorCode.NOT_ALLOWED, text, group.key)
+        else:
+            self._wait_or_answer(event, pull.request, rank, [target], Span(event.payload, 0, event.nbytes))
 
     def _wait_or_answer(
         self,

@@ -16,7 +16,7 @@ job on the optimizer's state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 from kvd.core.machine import (
@@ -40,6 +40,7 @@ from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.late import LateWorkers
 from kvd.core.server.made import Made, Use, given_by, unchanged
+from kvd.core.server.memory_use import MemoryUse
 from kvd.core.server.merged_codings import asked_by, merged_coding, taken_by
 from kvd.core.server.participants import Participants
 from kvd.core.server.pending import Pending
@@ -47,6 +48,7 @@ from kvd.core.server.progress import PushRequest, Refusal
 from kvd.core.server.readings import Readings
 from kvd.core.server.records import Records
 from kvd.core.server.rounds import Record
+from kvd.core.server.row_records import Piece, pieces_of
 from kvd.core.server.staleness import SeenStaleness
 from kvd.core.server.targets import PushTarget, TargetResolver
 from kvd.core.server.waiting import Waiters
@@ -57,13 +59,14 @@ from kvd.protocol.messages import (
     MAX_TEXT_CHARS,
     ErrorCode,
     Hold,
+    HoldRows,
     Push,
     PushBatch,
     Refused,
     Staged,
     Taken,
 )
-from kvd.protocol.specs import accumulator_scale, padded
+from kvd.protocol.specs import padded
 
 
 class Pushes:
@@ -71,7 +74,7 @@ class Pushes:
 
     Args:
         leaving: the partitions whose rounds do not close any more.
-        memory_error: why there is no memory for so many bytes of rows of a table; empty if there is.
+        memory: that of the rows of tables; what other keys need was granted when they were made.
         small_push_bytes: pushes of up to this many bytes are not answered by Staged.
 
     Attributes:
@@ -93,7 +96,7 @@ class Pushes:
         leaving: Collection[int],
         captures: Captures,
         late: LateWorkers,
-        memory_error: Callable[[str, int], str],
+        memory: MemoryUse,
         *,
         small_push_bytes: int,
     ) -> None:
@@ -109,7 +112,7 @@ class Pushes:
         self._leaving = leaving
         self._captures = captures
         self.late = late
-        self._memory_error = memory_error
+        self._memory = memory
         self.staleness = SeenStaleness()
         self._small_push_bytes = small_push_bytes
 
@@ -150,7 +153,9 @@ class Pushes:
         merge, is_full = self._view.settings.merge, self._waiters.pending.is_full_for(event.peer)
         is_apart = self._participants.leaves_out(rank)
         first = targets[0].slice
-        memory_error = "" if first is None or not first.spec.table else self._memory_error(first.key, event.nbytes)
+        memory_error = None
+        if first is not None and first.spec.table:
+            memory_error = partial(self._memory.row_error, first.key, event.nbytes)
         decisions = admit(
             push,
             request,
@@ -254,8 +259,7 @@ class Pushes:
             pulled = group.log.progress_of(record.contributions[0].rank).kept
         keeps_merged = (
             bool(self._records.holders)
-            and (optimizer is not None or coding is not None)
-            and not record.assign
+            and (group.is_of_table or ((optimizer is not None or coding is not None) and not record.assign))
             and self._records.is_held(group.partition)
         )
         self._effects.start_job(
@@ -302,8 +306,11 @@ class Pushes:
     def _hold(self, group: FusedGroup, record: Record, made: Made, use: Use) -> None:
         """The backup holds the record before the round is a version: it is the new value, or a merged gradient."""
         payload: tuple[Span, ...] = ()
-        if made.merged is not None:
-            payload = (Span(made.merged, 0, group.nbytes * accumulator_scale(group.dtype)),)
+        before: list[Piece] = []  # rows that are sent ahead
+        if made.merged is not None and group.is_of_table:
+            *before, payload = pieces_of(group.slices[0].spec, made.merged)
+        elif made.merged is not None:
+            payload = (made.merged,)
         elif record.contributions:
             payload = spans_of(made.buffer, group.nbytes)
         optimizer = None if use.optimizer is None else to_wire(use.optimizer)
@@ -315,12 +322,24 @@ class Pushes:
             slice_ids,
             record.number,
             tuple(given),
-            made.merged is not None,
+            made.merged is not None and (optimizer is not None or use.coding is not None),
             optimizer,
             use.generation,
+            len(before),
             use.coding if made.merged is not None else None,
         )
-        self._records.hold_round(group.partition, message, lambda _: self._held(group, made), payload, slice_ids[0])
+        remaining = len(before) + 1
+
+        def held(_: Refused | None) -> None:
+            nonlocal remaining
+            remaining -= 1
+            if not remaining:
+                self._held(group, made)
+
+        for place, piece in enumerate(before):
+            rows = HoldRows(0, group.partition, slice_ids[0], record.number, place)
+            self._records.hold_round(group.partition, rows, held, piece, slice_ids[0])
+        self._records.hold_round(group.partition, message, held, payload, slice_ids[0])
 
     def _held(self, group: FusedGroup, made: Made) -> None:
         if group.is_gone:
@@ -334,6 +353,8 @@ class Pushes:
     def _commit(self, group: FusedGroup, made: Made) -> None:
         """The closed round becomes a version, and those who waited for it are answered."""
         record = group.commit(made.buffer, made.encoded)
+        if group.slices[0].spec.table:
+            self._memory.give_back()
         if not self._view.is_sync:
             self.staleness.committed(group, record)
         self._waiters.settle(group)

@@ -27,6 +27,7 @@ from kvd.core.server.keys import KeyTable
 from kvd.core.server.participants import Participants
 from kvd.core.server.rounds import SliceLog
 from kvd.protocol.messages import Done, ErrorCode, ReadDone, ReadSlices, SliceId, Survey, Surveyed, Values
+from kvd.protocol.specs import table_text
 
 MAX_READERS = 1 << 10  # that hold something
 MAX_CUTS_OF_ONE = 2  # times the bytes that the server leads: what one reader may hold
@@ -175,11 +176,15 @@ class Readings:
         return slice_
 
     def find_slices(self, event: Received, request: int, slice_ids: tuple[SliceId, ...]) -> tuple[Slice, ...] | None:
-        """The slices that a reader names; None if one is not here, and the sender was told."""
+        """The slices that a reader names; None if one is not here or is a table's, and the sender was told."""
         found = [self._find(slice_id) for slice_id in slice_ids]
         if len(set(slice_ids)) < len(slice_ids):
             text = "a reader names the same slice twice"
             self._effects.refuse(event.peer, request, ErrorCode.PROTOCOL_ERROR, text, slice_ids[0].key)
+            return None
+        table = next((slice_ for slice_ in found if slice_ is not None and slice_.spec.table), None)
+        if table is not None:
+            self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, table_text(table.key), table.key)
             return None
         if None not in found:
             return tuple([slice_ for slice_ in found if slice_ is not None])

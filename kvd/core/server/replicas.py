@@ -10,10 +10,9 @@ as soon as its last record is applied.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from kvd.core.machine import Received
+from kvd.core.machine import ForgetState, Received
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, forget_state
 from kvd.core.server.handled import Handled
@@ -25,7 +24,7 @@ from kvd.core.server.installs import Installs
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.optimizer_names import OptimizerNames
 from kvd.core.session import SchedulerSession
-from kvd.protocol.messages import Compare, Hold, HoldReady, Install, NotYetReason, StartHolding
+from kvd.protocol.messages import Compare, Hold, HoldReady, HoldRows, Install, InstallRows, NotYetReason, StartHolding
 
 
 class Replicas:
@@ -34,6 +33,7 @@ class Replicas:
     Args:
         led: the slices that this server leads.
         grant: whether there is memory for so many more bytes of slices.
+        grant_rows: whether there is for so many more of rows of tables.
         broken: a partition cannot be held any more.
     """
 
@@ -43,6 +43,7 @@ class Replicas:
         led: KeyTable,
         effects: ServerEffects,
         grant: Callable[[int], bool],
+        grant_rows: Callable[[int], bool],
         broken: Callable[[int], None],
     ) -> None:
         self._session = session
@@ -54,14 +55,16 @@ class Replicas:
         self._taken: dict[int, Callable[[FusedGroup], None]] = {}  # partitions that this server is to lead
         self._answers = answers = RecordAnswers(effects)
         optimizers = OptimizerNames()
-        self._installs = Installs(session, effects, optimizers, grant, self._hand_over)
+        self._installs = Installs(session, effects, optimizers, grant, grant_rows, self._hand_over)
         self._rounds = HeldRounds(effects, answers, optimizers, self._break, self._hand_over)
         checks = HeldChecks(effects, answers, self._rounds)
         self._broken = broken
         self._handlers: dict[type[Any], Handler] = {
             **HeldChanges(effects, answers, optimizers, self._installs).handlers,
             Install: self._install,
+            InstallRows: self._install_rows,
             Hold: self._rounds.hold,
+            HoldRows: self._rounds.hold_rows,
             HoldReady: self._ready,
             Compare: checks.compare,
         }
@@ -83,8 +86,13 @@ class Replicas:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slices that are held, once each."""
+        """Bytes of the slices that are held, once each; without tables."""
         return sum(held.table.bytes_led for held in self._held.values())
+
+    @property
+    def table_nbytes(self) -> int:
+        """The memory of parts of tables that are held."""
+        return sum(held.table_nbytes for held in self._held.values())
 
     def is_handing_over(self) -> bool:
         """Whether this server is to lead slices whose last records are not applied yet."""
@@ -107,7 +115,7 @@ class Replicas:
             self._start(event, message, Handled() if held is None else held.handled)
         elif held is None:
             self._elsewhere(event, message.request, message.partition)  # what begins it is on its way
-        elif message.request <= held.handled.floor and not isinstance(message, Hold | Compare):
+        elif message.request <= held.handled.floor and not isinstance(message, Hold | HoldRows | Compare):
             text = "this record comes so late that it may have been held: the partition has to be sent again"
             self._answers.refuse(event, text)
         else:
@@ -142,7 +150,19 @@ class Replicas:
         self._held[partition] = held
 
     def _install(self, event: Received, message: Install, held: HeldPartition) -> None:
-        self._installs.take(event, message, held.table, partial(self._answers.done, event, held))
+        def done() -> None:
+            for image in message.images:
+                held.rows.pop((image.key, image.slice_index), None)
+            self._answers.done(event, held)
+
+        self._installs.take(event, message, held.table, done)
+
+    def _install_rows(self, event: Received, message: InstallRows, held: HeldPartition) -> None:
+        def done(nbytes: int) -> None:
+            held.rows[message.part.key, message.part.slice_index] = nbytes
+            self._answers.done(event, held)
+
+        self._installs.take_rows(event, message, held.table, done)
 
     def _ready(self, event: Received, message: HoldReady, held: HeldPartition) -> None:
         if held.is_broken:
@@ -171,6 +191,8 @@ class Replicas:
         del self._held[partition]
         if held.table.slices:
             self._effects.emit(forget_state(held.table.slices.values()))
+        if held.rows:
+            self._effects.emit(ForgetState(tuple(held.rows)))
         return True
 
     # ── the view ──

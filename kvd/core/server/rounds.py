@@ -415,9 +415,15 @@ class SliceLog:
             return self.version
         return self.version - 1 if self.previous is not None and self.previous_step <= step else None
 
-    def staged_bytes(self, nbytes: int) -> int:
+    @property
+    def staged_nbytes(self) -> int:
         """Bytes held for rounds that are open."""
-        return nbytes * (len(self._arrived) + sum(len(contributions) for contributions in self._rounds.values()))
+        return _nbytes(self._arrived) + sum([_nbytes(given.values()) for given in self._rounds.values()])
+
+    @property
+    def unapplied_nbytes(self) -> int:
+        """The same, and those of the round that is being applied."""
+        return self.staged_nbytes + (0 if self.closing is None else _nbytes(self.closing.contributions))
 
     # ── invariants ──
 
@@ -443,3 +449,7 @@ class SliceLog:
             counts[entry.rank] = counts.get(entry.rank, 0) + 1
         assert max(counts.values(), default=0) <= self.rounds_ahead, f"too far ahead: {counts}"
         assert WorkerProgress() == NO_PROGRESS, "somebody wrote to the progress that all new ranks share"
+
+
+def _nbytes(contributions: Iterable[Contribution]) -> int:
+    return sum([given.span.nbytes for given in contributions if given.span is not None])

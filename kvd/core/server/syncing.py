@@ -8,13 +8,14 @@ is told, which makes it the backup.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvd.core.machine import SCHEDULER, Export, JobDone, LogEntry
 from kvd.core.membership import name_of
 from kvd.core.server.control import ServerControl
+from kvd.core.server.copied_rows import CopiedRows
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.images import MOST_BYTES, OptimizerState, install_of, packs
@@ -70,6 +71,7 @@ class Syncing:
         self._control = control
         self._is_handing_over = is_handing_over
         self._advance = advance
+        self._rows = CopiedRows(effects, records, self.fail)
         self._syncs: dict[Holder, _Sync] = {}
         self._failures = SyncFailures()
         self._put_off: list[Holder] = []  # those that have failed before: for a while
@@ -155,6 +157,9 @@ class Syncing:
         def export_next() -> None:
             if slices:
                 slice_ = slices.pop(0)
+                if group.is_of_table:
+                    export_next()  # what the optimizer keeps goes with the rows
+                    return
                 self._effects.start_job(lambda job: Export(job, slice_.key, slice_.index), partial(exported, slice_))
             else:
                 sync.missing -= 1
@@ -195,6 +200,11 @@ class Syncing:
     def _send(self, sync: _Sync) -> None:
         slices = [slice_ for group in sync.resting for slice_ in group.slices]
         slices.sort(key=lambda slice_: (slice_.key, slice_.index))
+        self._rows.send(sync.holder, slices, partial(self._send_slices, sync, slices))
+
+    def _send_slices(self, sync: _Sync, slices: Sequence[Slice]) -> None:
+        if sync.is_failed:
+            return
         messages = packs(slices)
         remaining = len(messages)
 

@@ -28,7 +28,7 @@ from kvd.protocol.messages import (
     PushBatch,
     SliceId,
 )
-from kvd.protocol.specs import ROW_ID_BYTES, no_table_text, table_text
+from kvd.protocol.specs import MAX_PAYLOAD_BYTES, ROW_ID_BYTES, no_table_text, table_text
 
 
 class PushTarget(NamedTuple):
@@ -72,7 +72,9 @@ class TargetResolver:
         if len(set(message.slice_ids)) < len(message.slice_ids):
             text = "a batch names the same slice twice: name it once"
             self._effects.refuse(event.peer, message.request, ErrorCode.PROTOCOL_ERROR, text, message.slice_ids[0].key)
-        else:
+            return
+        known = [self._table.slices.get((slice_id.key, slice_id.slice_index)) for slice_id in message.slice_ids]
+        if not self._refuses_table(event, message.request, [slice_ for slice_ in known if slice_ is not None]):
             self._batches.declare(event.sender, message.batch, message.slice_ids)
             self._effects.send(event.peer, Done(message.request))
 
@@ -99,6 +101,12 @@ class TargetResolver:
         elif event.nbytes % ROW_ID_BYTES:
             text = f"{event.nbytes} bytes are no row ids"
             self._effects.refuse(event.peer, message.request, ErrorCode.PROTOCOL_ERROR, text, slice_.key)
+        elif (nbytes := event.nbytes // ROW_ID_BYTES * slice_.spec.row_nbytes) > MAX_PAYLOAD_BYTES:
+            text = (
+                f"this pull wants {nbytes >> 20} MiB of rows of table {slice_.key!r} from one server, and a message "
+                f"carries at most {MAX_PAYLOAD_BYTES >> 20} MiB: pull the rows in pieces"
+            )
+            self._effects.refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, text, slice_.key)
         else:
             return PushTarget(slice_.group, slice_, message.part.clock, event.nbytes)
         return None
@@ -134,10 +142,7 @@ class TargetResolver:
         if slices is None:
             return None
         batch.is_apart = batch.is_apart or batch.group is not None
-        table = next(filter(_is_table, slices), None)
-        if table is not None:
-            text = f"key {table.key!r} is a table, whose parts are pushed and pulled one by one"
-            self._effects.refuse(event.peer, message.request, ErrorCode.PROTOCOL_ERROR, text, table.key)
+        if self._refuses_table(event, message.request, slices):
             return None
         push = isinstance(message, PushBatch)
         if push and not batch.is_apart and self._records.may_join(slices):
@@ -146,6 +151,13 @@ class TargetResolver:
                 batch.group = group.number
                 return [PushTarget(group, None, message.clock, group.nbytes)]
         return self.of_slices(event, message.request, slices, [message.clock] * len(slices), push=push)
+
+    def _refuses_table(self, event: Received, request: int, slices: Sequence[Slice]) -> bool:
+        """Whether one of these is a part of a table, which is in no batch. The sender is told."""
+        table = next(filter(_is_table, slices), None)
+        if table is not None:
+            self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, table_text(table.key), table.key)
+        return table is not None
 
     def of_slices(
         self, event: Received, request: int, slices: Sequence[Slice], clocks: Sequence[int], *, push: bool

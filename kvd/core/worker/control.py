@@ -134,10 +134,10 @@ class ControlCalls:
         """Asks the servers that lead the slices of the call's key."""
         (key,) = call.keys
         questions = []
-        for index, given in enumerate(request.messages):
+        for place, given in enumerate(request.messages):
             message = replace(given, creation=key.creation) if isinstance(given, StoreState) else given
-            payload = (Span(request.payloads[index], 0, request.nbytes[index]),) if request.payloads else ()
-            questions.append(self._asker.to_leader(key.partitions[index], message, payload))
+            payload = (Span(request.payloads[place], 0, request.nbytes[place]),) if request.payloads else ()
+            questions.append(self._asker.to_leader(key.partitions[given.index], message, payload))
         self._asker.gather(call, questions)
 
     # ── the scheduler ──

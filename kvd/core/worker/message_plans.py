@@ -180,7 +180,7 @@ def header_nbytes(key: WorkerKey, *, with_spec: bool = False) -> int:
     if with_spec and key.spec is not None:
         nbytes += 9 * len(key.spec.shape) + 32
         if key.spec.table is not None:
-            nbytes += 9 * len(key.spec.table.initial.numbers) + 64
+            nbytes += 9 * len(key.spec.table.initial.numbers) + 96
     return nbytes
 
 

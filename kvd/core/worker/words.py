@@ -32,6 +32,7 @@ _OF_MESSAGE: dict[type[Any], str] = {
     messages.OptimizerQuery: "save_optimizer_states",
     messages.FetchState: "save_optimizer_states",
     messages.StoreState: "load_optimizer_states",
+    messages.ListRows: "export_table",
     messages.Command: "send_command_to_servers",
     messages.ListKeys: "keys",
     messages.ClockQuery: "version",

@@ -1,18 +1,26 @@
 """The loops of codecs that numba compiles: what :mod:`kvd.compute.codecs` does with NumPy, with the same bits.
 
-See :mod:`kvd.compute.jit`. The bodies of loops stand in functions of their own, which get parts of arrays: LLVM knows
-then that no index is negative, and works on several elements at a time.
+Imported by `kvd.compute.jit` alone. The bodies of loops stand in functions of their own, which get parts of arrays:
+LLVM knows then that no index is negative, and works on several elements at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import numba
 import numpy as np
 from numba import types
 
-from kvd.compute.jit import array_of, compiled, inlined
+_njit: Any = numba.njit
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _inlined(function: F) -> F:
+    """A part of the loops below."""
+    return cast(F, _njit(nogil=True, error_model="numpy", fastmath=False)(function))
+
 
 _TILE = 1 << 15  # of kvd.compute.codecs.lengths, LANES of kvd.compute.codecs.magnitudes: a loop needs them as constants
 _LANES = 1 << 10
@@ -21,7 +29,7 @@ _LARGEST = np.float32(np.finfo(np.float32).max)
 _NOTHING = np.float32(0)
 
 
-@inlined
+@_inlined
 def _add_magnitudes(lanes: Any, row: Any, least: Any) -> Any:
     count = 0
     for j in range(row.size):
@@ -50,7 +58,7 @@ def magnitudes(values: Any, least: Any, sums: Any) -> Any:
     return count
 
 
-@inlined
+@_inlined
 def _code(row: Any, codes: Any, threshold: Any, sent: Any) -> None:
     for j in range(row.size):
         value = row[j]
@@ -59,14 +67,14 @@ def _code(row: Any, codes: Any, threshold: Any, sent: Any) -> None:
         row[j] = rest if abs(rest) <= _LARGEST else _NOTHING
 
 
-@inlined
+@_inlined
 def _decode(row: Any, threshold: Any, sent: Any, decoded: Any) -> None:
     for j in range(row.size):
         value = row[j]
         decoded[j] = sent if value >= threshold else (-sent if value <= -threshold else _NOTHING)
 
 
-@inlined
+@_inlined
 def _pack(codes: Any, out: Any) -> None:
     """Four codes, of which the first is the lowest byte of a word, in one byte, the first in its upper bits."""
     for j in range(out.size):
@@ -95,13 +103,13 @@ def two_bit(kept: Any, out: Any, threshold: Any, sent: Any, decoded: Any) -> Non
         _pack(codes.view(np.uint32), out[first : first + (size + 3) // 4])
 
 
-_FLOATS, _KEPT = array_of(types.float32, readonly=True), array_of(types.float32, readonly=False)
-_LOOPS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "magnitudes": (magnitudes, (_FLOATS, types.float32, array_of(types.float64, readonly=False))),
-    "two_bit": (two_bit, (_KEPT, array_of(types.uint8, readonly=False), types.float32, types.float32, _KEPT)),
+def _array(dtype: Any, readonly: bool) -> Any:
+    return types.Array(dtype, 1, "C", readonly=readonly, aligned=False)
+
+
+_FLOATS, _KEPT = _array(types.float32, readonly=True), _array(types.float32, readonly=False)
+LOOPS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "magnitudes": (magnitudes, (_FLOATS, types.float32, _array(types.float64, readonly=False))),
+    "two_bit": (two_bit, (_KEPT, _array(types.uint8, readonly=False), types.float32, types.float32, _KEPT)),
 }
-
-
-def compile_loop(name: str) -> Callable[..., Any]:
-    """Compile the loop of this name, or take it from the cache on disk."""
-    return compiled(*_LOOPS[name])
+"""Each with the types of its arguments."""

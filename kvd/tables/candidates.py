@@ -1,0 +1,119 @@
+"""How often rows that a table does not have yet were named: they are admitted when it is often enough.
+
+Two generations bound the memory: counts go into the young one; when that is full, it becomes the old one, and the one
+that was old is forgotten. A candidate that is named again moves to the young one with its count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvd.tables.row_arena import RowArena
+from kvd.tables.row_index import Ids, RowIndex
+
+Counts = np.ndarray[Any, np.dtype[np.int64]]
+
+LEAST_REMEMBERED = 1 << 18  # of the candidates that were named last; at most four times as many
+
+
+class Candidates:
+    """Not safe to use from several threads. Ids that come in are ascending, and each is there once.
+
+    Args:
+        remembered: how many of the candidates that were named last are surely remembered.
+    """
+
+    def __init__(self, remembered: int = LEAST_REMEMBERED) -> None:
+        self._remembered = remembered
+        self._young, self._old = _Generation(), _Generation()
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that they take."""
+        return self._young.nbytes + self._old.nbytes
+
+    def counts(self, ids: Ids) -> Counts:
+        """How often each was named; 0 for those that are no candidates."""
+        counts = self._young.counts(ids)
+        rest = np.flatnonzero(counts < 0)
+        counts[rest] = np.maximum(self._old.counts(ids[rest]), 0)
+        return counts
+
+    def reserve(self, more: int) -> None:
+        """Have room for so many to come. Raises MemoryError, and is as it was then."""
+        self._young.reserve(min(more, self._remembered))
+
+    def set(self, ids: Ids, counts: Counts, rows: int) -> None:
+        """These were named so often.
+
+        Args:
+            rows: of the table: a fourth of as many candidates are remembered, if that is more.
+        """
+        full = max(self._remembered, rows // 4)
+        for first in range(0, len(ids), full):
+            part = slice(first, first + full)
+            self._young.set(ids[part], counts[part])
+            if len(self._young) >= full:
+                self._young, self._old = _Generation(), self._young
+
+    def forget(self, ids: Ids) -> None:
+        """These begin with 0."""
+        self._young.set_to_zero(ids)
+        self._old.set_to_zero(ids)
+
+    def state(self) -> dict[str, Ids]:
+        """All there is to know of them: for each generation, ids ascending, and their counts."""
+        young, old = self._young.items(), self._old.items()
+        return {"young_ids": young[0], "young_counts": young[1], "old_ids": old[0], "old_counts": old[1]}
+
+    def restore(self, state: Mapping[str, Ids]) -> None:
+        """Be those of this state."""
+        self._young, self._old = _Generation(), _Generation()
+        self._young.set(state["young_ids"], state["young_counts"])
+        self._old.set(state["old_ids"], state["old_counts"])
+
+
+class _Generation:
+    def __init__(self) -> None:
+        self._index = RowIndex()
+        self._counts = RowArena(1, np.dtype(np.int32))
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def nbytes(self) -> int:
+        return self._index.nbytes + self._counts.nbytes
+
+    def counts(self, ids: Ids) -> Counts:
+        """-1 for those that are not in it."""
+        places = self._index.find(ids)
+        counts = np.full(len(ids), -1, np.int64)
+        there = np.flatnonzero(places >= 0)
+        counts[there] = self._counts.where_they_lie()[places[there], 0]
+        return counts
+
+    def reserve(self, more: int) -> None:
+        self._index.reserve(more)
+        self._counts.require(len(self) + more)
+
+    def set(self, ids: Ids, counts: Counts) -> None:
+        places = self._index.find(ids)
+        absent = np.flatnonzero(places < 0)
+        self.reserve(len(absent))
+        places[absent] = self._index.insert(ids[absent])
+        self._counts.where_they_lie()[places, 0] = counts
+
+    def set_to_zero(self, ids: Ids) -> None:
+        places = self._index.find(ids)
+        self._counts.where_they_lie()[places[places >= 0], 0] = 0
+
+    def items(self) -> tuple[Ids, Ids]:
+        ids = np.sort(self._index.ids())
+        return ids, self.counts(ids)

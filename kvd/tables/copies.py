@@ -1,0 +1,301 @@
+"""Parts of tables in pieces: as one server sends a part to another, which makes the same part of them.
+
+A piece has some of the rows that were put aside before an update, the oldest update first; or, after all of those, some
+of the rows as they are, with what the optimizer keeps of them, in the order of their places; or, last of all, some of
+the numbers that say which rows are kept (`kvd.tables.keeper`). Each piece says in its head how much there is in all, so
+what comes can be checked. A piece is::
+
+    length of the head, as int64 | head, as msgpack | ids, as int64 | rows | the rows of each slot
+
+each at a multiple of 8 bytes; numbers stand in the place of the ids. Positions count rows and numbers through all of
+that, from 0 on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import msgpack
+import numpy as np
+
+from kvd.errors import KvdError, ProtocolError
+from kvd.protocol.specs import ROW_ID_BYTES, padded
+from kvd.tables.counted_bits import mix
+from kvd.tables.description import RowSparse
+from kvd.tables.part import UPDATES_KEPT, TablePart
+from kvd.tables.row_values import Ids, Rows
+from kvd.tables.table import Table
+
+Array = np.ndarray[Any, Any]
+
+CHECKED_NBYTES = 8 << 20  # about so much is read for one checksum
+MOST_SLOTS = 16
+_LENGTH_NBYTES = 8
+
+
+class _Head(NamedTuple):
+    """What a piece says of its part.
+
+    Attributes:
+        version, step: the updates of the part, and those of them that an optimizer made.
+        counts: the rows of each update that were put aside, then those of the part, then how many numbers there are
+            under each of the names.
+        slots: what the optimizer keeps of each row: names, and numbers per row.
+        keeping: the names of the numbers.
+        position, num_rows: the rows of this piece, or its numbers.
+    """
+
+    version: int
+    step: int
+    counts: tuple[int, ...]
+    slots: tuple[tuple[str, int], ...]
+    keeping: tuple[str, ...]
+    position: int
+    num_rows: int
+
+    @property
+    def section(self) -> int:
+        """Which of the counts has these rows."""
+        ends = list(accumulate(self.counts))
+        return min(bisect_right(ends, self.position), len(ends) - 1)
+
+    @property
+    def num_aside(self) -> int:
+        """Of how many updates rows were put aside."""
+        return len(self.counts) - 1 - len(self.keeping)
+
+    @property
+    def is_of_part(self) -> bool:
+        """Whether these are rows as they are."""
+        return self.section == self.num_aside
+
+    @property
+    def is_of_keeping(self) -> bool:
+        """Whether these are numbers."""
+        return self.section > self.num_aside
+
+
+class PartReader:
+    """Reads a part that does not change meanwhile."""
+
+    def __init__(self, part: TablePart) -> None:
+        self._part = part
+        self._ids = part.table.ids_by_place()
+        self._keeping = part.table.keeping_state()
+
+    def piece(self, position: int, most_nbytes: int, allocate: Callable[[int], Array]) -> tuple[Array, int | None]:
+        """The piece that begins at a position, and where the next begins; None: this was the last. There is always a
+        first one.
+
+        Args:
+            most_nbytes: of its rows; there is one row at least.
+            allocate: gives so many bytes, as uint8.
+        """
+        part, table = self._part, self._part.table
+        aside = part.put_aside
+        counts = (*[len(before.ids) for before in aside], len(table), *map(len, self._keeping.values()))
+        slots = tuple(table.slot_widths.items())
+        head = _Head(part.version, table.step, counts, slots, tuple(self._keeping), position, 0)
+        first = position - sum(counts[: head.section])
+        count = min(counts[head.section] - first, max(1, most_nbytes // _nbytes_per_row(head, part.description)))
+        head = head._replace(num_rows=count)
+        where = slice(first, first + count)
+        if head.is_of_part:
+            arrays = [self._ids[where], *table.rows_at(where)]
+        elif head.is_of_keeping:
+            arrays = [self._keeping[head.keeping[head.section - head.num_aside - 1]][where]]
+        else:
+            arrays = [aside[head.section].ids[where], aside[head.section].rows[where]]
+        end = position + count
+        return _packed(head, arrays, allocate), end if end < sum(counts) else None
+
+
+class PartWriter:
+    """Makes a part of its pieces, which come in their order; one that came before changes nothing.
+
+    Args:
+        parts: of the table, of which this is one.
+    """
+
+    def __init__(self, description: RowSparse, key: str, parts: int = 1) -> None:
+        self._description = description
+        self._key = key
+        self._table = Table(description, key, parts)
+        self._aside: list[list[Rows]] = []
+        self._keeping: dict[str, list[Ids]] = {}
+        self._head: _Head | None = None
+        self._position = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that it takes so far."""
+        aside = sum([r.ids.nbytes + r.rows.nbytes for pieces in self._aside for r in pieces])
+        return self._table.nbytes + aside + sum([each.nbytes for pieces in self._keeping.values() for each in pieces])
+
+    def add(self, piece: Array) -> None:
+        """Takes a piece, as uint8.
+
+        Raises:
+            ProtocolError: it is none of this part, or others are missing before it.
+            NotAllowed: there would be too many rows.
+            MemoryError: there is no memory for them.
+        """
+        head, body = _unpacked(piece, self._key)
+        if head.position + head.num_rows <= self._position and self._head is not None:
+            return
+        expected = self._head or head
+        if head._replace(position=0, num_rows=0) != expected._replace(position=0, num_rows=0):
+            raise self._error("is of another version than the piece before")
+        if head.position != self._position:
+            raise self._error(f"begins at row {head.position}, and those before have {self._position}")
+        ids, *arrays = self._arrays(head, body)
+        if head.is_of_part:
+            self._add_rows(head, ids, arrays)
+        elif head.is_of_keeping:
+            self._keeping.setdefault(head.keeping[head.section - head.num_aside - 1], []).append(ids.copy())
+        else:
+            self._aside += [[] for _ in range(len(self._aside), head.section + 1)]
+            self._aside[head.section].append(Rows(ids.copy(), arrays[0].copy()))
+        self._head = head
+        self._position += head.num_rows
+
+    def part(self) -> TablePart:
+        """The part, when all pieces are there.
+
+        Raises:
+            ProtocolError: some are missing, or do not say which rows are kept.
+        """
+        head = self._head
+        if head is None or self._position != sum(head.counts):
+            raise ProtocolError(f"pieces of table {self._key!r} are missing: row {self._position} is the next")
+        self._table.step = head.step
+        dtype = self._description.numpy_dtype
+        slots = {name: np.empty((0, width), dtype) for name, width in head.slots}  # also those of a table without rows
+        self._table.load(np.zeros(0, np.int64), np.empty((0, self._description.width), dtype), slots)
+        self._restore_keeping(head)
+        self._aside += [[] for _ in range(len(self._aside), head.num_aside)]
+        aside = [_joined(pieces, self._description) for pieces in self._aside]
+        return TablePart(self._description, self._key, self._table, aside, head.version)
+
+    def _arrays(self, head: _Head, body: Array) -> list[Array]:
+        """The ids, rows and slots of a piece, as they arrived."""
+        dtype = self._description.numpy_dtype
+        widths = [self._description.width, *([width for _, width in head.slots] if head.is_of_part else ())]
+        widths = [] if head.is_of_keeping else widths
+        sizes = [head.num_rows * ROW_ID_BYTES, *[head.num_rows * width * dtype.itemsize for width in widths]]
+        if body.nbytes != sum(map(padded, sizes)):
+            raise self._error(f"has {body.nbytes} bytes for {head.num_rows} rows")
+        arrays, offset = [], 0
+        for nbytes in sizes:
+            arrays.append(body[offset : offset + nbytes])
+            offset += padded(nbytes)
+        rows = [array.view(dtype).reshape(head.num_rows, w) for array, w in zip(arrays[1:], widths, strict=True)]
+        return [arrays[0].view(np.int64), *rows]
+
+    def _add_rows(self, head: _Head, ids: Ids, arrays: Sequence[Array]) -> None:
+        ordered = np.sort(ids)
+        if head.num_rows and (int(ordered[0]) < 0 or bool((ordered[1:] == ordered[:-1]).any())):
+            raise self._error("names a row twice, or one below 0")
+        slots = dict(zip([name for name, _ in head.slots], arrays[1:], strict=True))
+        if not self._table.load(ids, arrays[0], slots):
+            raise self._error("has rows of a piece before")
+
+    def _restore_keeping(self, head: _Head) -> None:
+        none = np.zeros(0, np.int64)
+        state = {name: np.concatenate([none, *self._keeping.get(name, ())]) for name in head.keeping}
+        if not self._table.restore_keeping(state):
+            raise self._error("does not say which rows are kept")
+
+    def _error(self, what: str) -> ProtocolError:
+        return ProtocolError(f"a piece of table {self._key!r} {what}")
+
+
+def checksum_of(part: TablePart) -> tuple[int, int]:
+    """A checksum of about `CHECKED_NBYTES` of a part, and how many bytes were read for it.
+
+    It is the same for parts that have the same rows, wherever these lie; so that all rows have their turn, the version
+    says which are looked at.
+    """
+    table = part.table
+    buckets = max(1, -(-_rows_nbytes(table) // CHECKED_NBYTES))
+    ids = table.ids_by_place()
+    turn = int(mix(np.array([part.version], np.uint64))[0] % np.uint64(buckets))
+    places = np.flatnonzero(mix(ids.view(np.uint64)) % np.uint64(buckets) == turn)
+    places = places[np.argsort(ids[places])]
+    found = crc32(msgpack.packb([part.version, table.step, len(table), sorted(table.slot_widths.items())]))
+    nbytes = ids.nbytes
+    for array in (ids[places], *table.rows_at(places), *table.keeping_marks(ids[places])):
+        found = crc32(np.ascontiguousarray(array).view(np.uint8).data, found)
+        nbytes += array.nbytes
+    return found, nbytes
+
+
+def _rows_nbytes(table: Table) -> int:
+    width = table.description.width + sum(table.slot_widths.values())
+    return len(table) * (ROW_ID_BYTES + width * table.description.numpy_dtype.itemsize)
+
+
+def _nbytes_per_row(head: _Head, description: RowSparse) -> int:
+    if head.is_of_keeping:
+        return ROW_ID_BYTES
+    width = description.width + (sum([width for _, width in head.slots]) if head.is_of_part else 0)
+    return ROW_ID_BYTES + width * description.numpy_dtype.itemsize
+
+
+def _joined(pieces: Sequence[Rows], description: RowSparse) -> Rows:
+    if not pieces:
+        return Rows(np.zeros(0, np.int64), np.zeros((0, description.width), description.numpy_dtype))
+    return Rows(np.concatenate([each.ids for each in pieces]), np.concatenate([each.rows for each in pieces]))
+
+
+# ── bytes ──
+
+
+def _packed(head: _Head, arrays: Sequence[Array], allocate: Callable[[int], Array]) -> Array:
+    packed: bytes = msgpack.packb(head)
+    parts: list[Array] = [np.array([len(packed)], np.int64), np.frombuffer(packed, np.uint8), *arrays]
+    made = allocate(sum([padded(array.nbytes) for array in parts]))
+    offset = 0
+    for array in parts:
+        end = offset + array.nbytes
+        made[offset:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        offset = padded(end)
+        made[end:offset] = 0
+    return made
+
+
+def _unpacked(piece: Array, key: str) -> tuple[_Head, Array]:
+    """The head of a piece, and what follows it."""
+    try:
+        length = int(piece[:_LENGTH_NBYTES].view(np.int64)[0])
+        end = _LENGTH_NBYTES + length
+        if not 0 < length <= piece.nbytes:
+            raise ValueError(length)
+        version, step, counts, slots, keeping, position, count = msgpack.unpackb(piece[_LENGTH_NBYTES:end].tobytes())
+        named = tuple([(str(name), int(width)) for name, width in slots])
+        kept = tuple(map(str, keeping))
+        head = _Head(int(version), int(step), tuple(map(int, counts)), named, kept, int(position), int(count))
+        _check(head)
+    except KvdError:
+        raise
+    except Exception:  # noqa: BLE001  msgpack and the conversions raise several kinds
+        raise ProtocolError(f"what came as a piece of table {key!r} is none") from None
+    return head, piece[padded(end) :]
+
+
+def _check(head: _Head) -> None:
+    numbers = (head.version, head.step, *head.counts, head.position, head.num_rows, *dict(head.slots).values())
+    if not 0 <= head.num_aside <= UPDATES_KEPT:
+        raise ValueError(head)
+    begin = sum(head.counts[: head.section])
+    if (
+        min(numbers) < 0
+        or len(set(head.keeping)) < len(head.keeping)
+        or len(head.slots) > MOST_SLOTS
+        or head.position + head.num_rows > begin + head.counts[head.section]
+    ):
+        raise ValueError(head)

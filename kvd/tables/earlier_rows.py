@@ -1,0 +1,97 @@
+"""Rows as they were before the last updates, for those who still ask for an earlier version."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvd.tables.row_values import Ids, Rows
+
+Array = np.ndarray[Any, Any]
+
+_TOO_LARGE = 4  # times the memory that is needed: it is not kept for the next update
+
+
+class _Aside(NamedTuple):
+    """Attributes:
+    ids: ascending.
+    memory: begins with their rows; shape (at least ids, width).
+    """
+
+    ids: Ids
+    memory: Array
+
+
+class EarlierRows:
+    """What was put aside, update by update. The memory of what is forgotten is used again: new memory costs more time
+    than writing the rows.
+
+    Args:
+        width, dtype: of a row.
+        updates: how many are kept.
+    """
+
+    def __init__(self, width: int, dtype: np.dtype[Any], updates: int) -> None:
+        self._updates = updates
+        self._kept: deque[_Aside] = deque()
+        self._spare: Array = np.empty((0, width), dtype)
+
+    def __len__(self) -> int:
+        """The updates before which there are rows."""
+        return len(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of all, and of what waits to be used again."""
+        return self._spare.nbytes + sum([each.ids.nbytes + each.memory.nbytes for each in self._kept])
+
+    def room(self, count: int) -> Array:
+        """Memory for the rows of the next update, so many. Nothing is forgotten until they are put aside."""
+        if not count <= len(self._spare) <= _TOO_LARGE * count:
+            self._spare = np.empty((count, self._spare.shape[1]), self._spare.dtype)
+        return self._spare[:count]
+
+    def put_aside(self, ids: Ids, evicted: Rows) -> None:
+        """An update of these ids, ascending, was made: the room that was asked for begins with the rows before.
+
+        Args:
+            evicted: rows that have gone after the update, and what they were by then.
+        """
+        aside = _Aside(ids, self._spare)
+        if len(evicted.ids):
+            aside = _with(aside, evicted)
+        else:
+            self._spare = self._spare[:0].copy()
+        if len(self._kept) == self._updates:
+            self._spare = self._kept.popleft().memory
+        self._kept.append(aside)
+
+    def kept(self) -> list[Rows]:
+        """What was put aside, the oldest first."""
+        return [Rows(each.ids, each.memory[: len(each.ids)]) for each in self._kept]
+
+    def add(self, rows: Rows) -> None:
+        """Rows that another node has put aside, ids ascending: after those that are here."""
+        if len(self._kept) == self._updates:
+            self._kept.popleft()
+        self._kept.append(_Aside(rows.ids, rows.rows))
+
+    def lay_over(self, out: Array, ids: Ids, updates: int) -> None:
+        """Make of the newest rows of some ids those before the last updates, the newest of which is undone first."""
+        for number in range(updates):
+            before = self._kept[-1 - number]
+            if len(before.ids):
+                at = np.minimum(np.searchsorted(before.ids, ids), len(before.ids) - 1)
+                hit = np.flatnonzero(before.ids[at] == ids)
+                out[hit] = before.memory[at[hit]]
+
+
+def _with(aside: _Aside, rows: Rows) -> _Aside:
+    """Others put among them, but those that are there."""
+    is_new = ~np.isin(rows.ids, aside.ids, assume_unique=True)
+    ids = rows.ids[is_new]
+    at = np.searchsorted(aside.ids, ids)
+    before = aside.memory[: len(aside.ids)]
+    return _Aside(np.insert(aside.ids, at, ids), np.insert(before, at, rows.rows[is_new], axis=0))

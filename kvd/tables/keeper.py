@@ -1,0 +1,247 @@
+"""Which rows a table keeps: which are admitted, and which are evicted.
+
+All of it follows from the pushes that the table got, in their order, and from nothing else: no clock and no read has a
+part in it. So servers that get the same pushes keep the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvd.errors import NotAllowed
+from kvd.protocol.specs import Keeping
+from kvd.tables.candidates import LEAST_REMEMBERED, Candidates
+from kvd.tables.numbered_ids import NumberedIds
+from kvd.tables.recency import Recency
+from kvd.tables.row_arena import Moves
+from kvd.tables.row_index import Ids, Places, RowIndex
+
+Array = np.ndarray[Any, Any]
+
+ROW_OVERHEAD_NBYTES = 96  # of a row, besides the row and the optimizer's state, as `max_bytes` counts it
+LEAST_EVICTIONS = 1 << 20  # of those that were evicted last; as many as there are rows, if that is more
+
+
+class _Naming(NamedTuple):
+    """What an update says to the candidates: ids ascending."""
+
+    waiting: Ids
+    counts: Ids
+    admitted: Ids
+
+
+class Keeper:
+    """Goes with one table, or with one part of it. Not safe to use from several threads.
+
+    Args:
+        keeping: what the program wants.
+        parts: those that share the limits of the table.
+        index: where the rows are. It must be removable if rows are evicted.
+        remembered: how many candidates are, see `Candidates`.
+        evictions: how many of the last evictions are known to `evicted_since`.
+
+    Attributes:
+        number: how many updates were noted.
+    """
+
+    def __init__(
+        self,
+        keeping: Keeping,
+        parts: int,
+        index: RowIndex,
+        *,
+        remembered: int = LEAST_REMEMBERED,
+        evictions: int = LEAST_EVICTIONS,
+    ) -> None:
+        self.number = 0
+        self._keeping = keeping
+        self._parts = parts
+        self._index = index
+        self._candidates = Candidates(remembered) if keeping.admit_after > 1 else None
+        self._naming: _Naming | None = None  # of the update that is being made
+        evicts = may_evict(keeping)
+        self._recency = Recency(index, in_order=evicts) if evicts or keeping.track_updates else None
+        self._evicted = NumberedIds() if evicts and keeping.track_updates else None
+        self._evictions = evictions
+        self._forgotten = 0  # the last update whose evictions are not all known
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that it takes."""
+        return sum(part.nbytes for part in (self._candidates, self._recency, self._evicted) if part is not None)
+
+    # ── an update ──
+
+    def admitted(self, ids: Ids) -> Array | None:
+        """Which of the rows that an update names it may change, as a mask; None: all. Nothing is noted yet.
+
+        Args:
+            ids: in any order, each any number of times.
+        """
+        self._naming = None
+        if self._candidates is None:
+            return None
+        absent = np.flatnonzero(self._index.find(ids) < 0)
+        if not absent.size:
+            return None
+        named = distinct(ids[absent])
+        counts = self._candidates.counts(named) + 1
+        enough = counts >= self._keeping.admit_after
+        self._naming = _Naming(named[~enough], counts[~enough], named[enough])
+        self._candidates.reserve(len(self._naming.waiting))
+        mask = np.ones(len(ids), bool)
+        mask[absent] = enough[np.searchsorted(named, ids[absent])]
+        return mask
+
+    def reserve(self, count: int, touched: int) -> None:
+        """Have room for so many rows, of which an update names so many. Raises MemoryError, and is as it was then."""
+        if self._recency is not None:
+            self._recency.reserve(count, touched)
+
+    def note(self, places: Places) -> None:
+        """An update has changed the rows at these places, each of which is there once; they are the admitted ones."""
+        self.number += 1
+        if self._recency is not None:
+            self._recency.note(places, self.number)
+        if self._candidates is not None and self._naming is not None:
+            self._candidates.forget(self._naming.admitted)
+            self._candidates.set(self._naming.waiting, self._naming.counts, len(self._index))
+        self._naming = None
+
+    # ── evictions ──
+
+    def to_evict(self, row_nbytes: int) -> Ids:
+        """The rows that the table does not keep after this update, ascending.
+
+        Args:
+            row_nbytes: of a row with the optimizer's state.
+        """
+        keeping = self._keeping
+        if self._recency is None or not may_evict(keeping):
+            return np.zeros(0, np.int64)
+        until = self.number - keeping.ttl_updates if keeping.ttl_updates else 0
+        return np.sort(self._recency.oldest(until, self._most(row_nbytes)))
+
+    def evicted(self, ids: Ids) -> None:
+        """These rows, which `to_evict` has just said, were removed."""
+        assert self._recency is not None
+        self._recency.drop_oldest()
+        if self._evicted is None or not len(ids):
+            return
+        self._evicted.append(ids, self.number)
+        excess = len(self._evicted) - max(self._evictions, len(self._index))
+        if excess > 0:
+            self._forgotten = int(self._evicted.numbers[excess - 1])
+            self._evicted.drop(excess)
+
+    def moved(self, moves: Moves) -> None:
+        """Rows were removed, and others have taken their places."""
+        if self._recency is not None:
+            self._recency.moved(moves)
+
+    def _most(self, row_nbytes: int) -> int:
+        """How many rows are kept of this part."""
+        most = len(self._index)
+        if self._keeping.max_rows:
+            most = min(most, -(-self._keeping.max_rows // self._parts))
+        if self._keeping.max_bytes:
+            nbytes = -(-self._keeping.max_bytes // self._parts)
+            most = min(most, max(1, nbytes // (row_nbytes + ROW_OVERHEAD_NBYTES)))
+        return most
+
+    # ── what has changed ──
+
+    def updated_since(self, number: int) -> Ids:
+        """The rows that were changed after this update and are there, ascending. Updates are tracked."""
+        assert self._recency is not None
+        return self._recency.since(number)
+
+    def evicted_since(self, number: int) -> Ids:
+        """The rows that were evicted after this update and are not there, ascending.
+
+        Raises:
+            NotAllowed: there were too many evictions since.
+        """
+        if self._evicted is None:
+            return np.zeros(0, np.int64)
+        if number < self._forgotten:
+            text = f"which rows were evicted after update {number} is not known any more, only after {self._forgotten}"
+            raise NotAllowed(f"{text}: export the whole table, without since")
+        ids = distinct(self._evicted.ids[self._evicted.end_of(number) :])
+        return ids[self._index.find(ids) < 0]
+
+    # ── copies ──
+
+    def state(self) -> dict[str, Ids]:
+        """All there is to know, as arrays of int64, for a keeper of a table with the same rows."""
+        state: dict[str, Ids] = {"number": np.array([self.number, self._forgotten])}
+        if self._recency is not None:
+            ids = np.sort(self._index.ids())
+            state |= {"ids": ids, "last": self._recency.last(ids)}
+        if self._candidates is not None:
+            state |= self._candidates.state()
+        if self._evicted is not None:
+            state |= {"evicted_ids": self._evicted.ids.copy(), "evicted_at": self._evicted.numbers.copy()}
+        return state
+
+    def restore(self, state: Mapping[str, Ids]) -> bool:
+        """Go on where the keeper was whose `state` this is. The rows of the table are there already.
+
+        Returns:
+            False, and nothing was changed, if it is no state of a keeper like this with these rows.
+        """
+        if not self._fits(state):
+            return False
+        self.number, self._forgotten = state["number"].tolist()
+        self._naming = None
+        if self._recency is not None:
+            self._recency.restore(state["ids"], state["last"])
+        if self._candidates is not None:
+            self._candidates.restore(state)
+        if self._evicted is not None:
+            self._evicted.replace(state["evicted_ids"], state["evicted_at"])
+        return True
+
+    def marks(self, ids: Ids) -> list[Ids]:
+        """What is the same in keepers that keep the same: some numbers, and the last updates of these rows."""
+        candidates = 0 if self._candidates is None else len(self._candidates)
+        evicted = 0 if self._evicted is None else len(self._evicted)
+        found = np.array([self.number, self._forgotten, candidates, evicted])
+        return [found] if self._recency is None else [found, self._recency.last(ids)]
+
+    def _fits(self, state: Mapping[str, Ids]) -> bool:
+        owners = (("ids", self._recency), ("young_ids", self._candidates), ("old_ids", self._candidates))
+        has = {ids for ids, owner in (*owners, ("evicted_ids", self._evicted)) if owner is not None}
+        names = {name for pair in _PAIRS if pair[0] in has for name in pair}
+        if state.keys() != {"number", *names} or len(state["number"]) != 2:
+            return False
+        for ids, numbers in _PAIRS:
+            if ids in state and (len(state[ids]) != len(state[numbers]) or not _is_ordered(state, ids, numbers)):
+                return False
+        return "ids" not in state or np.array_equal(state["ids"], np.sort(self._index.ids()))
+
+
+_PAIRS = (("ids", "last"), ("young_ids", "young_counts"), ("old_ids", "old_counts"), ("evicted_ids", "evicted_at"))
+
+
+def _is_ordered(state: Mapping[str, Ids], ids: str, numbers: str) -> bool:
+    """Evictions are in the order of their updates, all others in that of their ids, each of which is there once."""
+    if ids == "evicted_ids":
+        return bool((state[numbers][1:] >= state[numbers][:-1]).all())
+    return bool((state[ids][1:] > state[ids][:-1]).all() and (state[ids][:1] >= 0).all())
+
+
+def may_evict(keeping: Keeping) -> bool:
+    """Whether rows may be evicted."""
+    return bool(keeping.ttl_updates or keeping.max_rows or keeping.max_bytes)
+
+
+def distinct(ids: Ids) -> Ids:
+    """Each of them once, ascending. `numpy.unique` hashes them, which takes ten times as long for many."""
+    ordered = np.sort(ids)
+    is_first = np.ones(len(ids), bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
+    return ordered[is_first]

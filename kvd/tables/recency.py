@@ -1,0 +1,109 @@
+"""Which update was the last one of each row, and which rows were updated longest ago.
+
+The last update of a row is a number at its place. Which rows are the oldest says a queue of all updates of rows: an
+entry counts if it is still the last update of its row. The others are thrown out when there are too many of them, so
+each update costs as much as the rows that it names and those that go, on average.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvd.tables.numbered_ids import Mask, NumberedIds
+from kvd.tables.row_arena import Moves, RowArena
+from kvd.tables.row_index import Ids, Places, RowIndex
+
+_NUMBERS: np.dtype[Any] = np.dtype(np.int64)
+_LEAST_LOOKED_AT = 1024
+_SPARE_ENTRIES = 4096
+
+
+class Recency:
+    """Not safe to use from several threads.
+
+    Args:
+        index: where the rows are. It must be removable if their order is wanted.
+        in_order: whether it is asked which are the oldest.
+    """
+
+    def __init__(self, index: RowIndex, *, in_order: bool) -> None:
+        self._index = index
+        self._last = RowArena(1, _NUMBERS)
+        self._queue = NumberedIds() if in_order else None
+        self._oldest_end = 0  # of the queue: there are all that `oldest` said last
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that it takes."""
+        return self._last.nbytes + (0 if self._queue is None else self._queue.nbytes)
+
+    def reserve(self, count: int, touched: int) -> None:
+        """Have room for so many rows, of which an update names so many. Raises MemoryError, and is as it was then."""
+        self._last.require(count)
+        if self._queue is not None:
+            if len(self._queue) + touched > count + count // 2 + _SPARE_ENTRIES:
+                self._queue.keep(self._counting(slice(None)))
+            self._queue.reserve(touched)
+
+    def note(self, places: Places, number: int) -> None:
+        """The rows at these places were updated. Room was reserved."""
+        self._last.where_they_lie()[places, 0] = number
+        if self._queue is not None:
+            self._queue.append(np.sort(self._index.ids_at(places)), number)
+
+    def moved(self, moves: Moves) -> None:
+        """Rows were removed, and others have taken their places."""
+        self._last.close_up(moves)
+
+    def oldest(self, until: int, most: int) -> Ids:
+        """The rows whose last update was number `until` or before, and of the others the oldest ones that are more
+        than `most` in all. Of rows with the same last update the smaller ids are the older ones. In this order.
+        """
+        assert self._queue is not None
+        end = self._queue.end_of(until)
+        found = [self._queue.ids[:end][self._counting(slice(0, end))]]
+        missing = len(self._index) - most - len(found[0])
+        while missing > 0:
+            part = slice(end, end + max(_LEAST_LOOKED_AT, missing))
+            which = np.flatnonzero(self._counting(part))[:missing]
+            found.append(self._queue.ids[part][which])
+            missing -= len(which)
+            end = part.stop if missing else end + int(which[-1]) + 1
+        self._oldest_end = end
+        return np.concatenate(found)
+
+    def drop_oldest(self) -> None:
+        """Those that `oldest` said last have been removed."""
+        assert self._queue is not None
+        self._queue.drop(self._oldest_end)
+        self._oldest_end = 0
+
+    def since(self, number: int) -> Ids:
+        """The rows that were updated after this update, ascending."""
+        places = np.flatnonzero(self._last.where_they_lie()[: len(self._index), 0] > number)
+        return np.sort(self._index.ids()[places])
+
+    def last(self, ids: Ids) -> Ids:
+        """The last update of each of these rows."""
+        found: Ids = self._last.where_they_lie()[self._index.find(ids), 0]
+        return found
+
+    def restore(self, ids: Ids, last: Ids) -> None:
+        """These are the rows of the index, with the last update of each."""
+        self._last.require(len(self._index))
+        self._last.where_they_lie()[self._index.find(ids), 0] = last
+        if self._queue is not None:
+            order = np.lexsort((ids, last))
+            self._queue.replace(ids[order], last[order])
+
+    def _counting(self, part: slice) -> Mask:
+        """Which of these entries of the queue count."""
+        assert self._queue is not None
+        ids, numbers = self._queue.ids[part], self._queue.numbers[part]
+        places = self._index.find(ids)
+        there = np.flatnonzero(places >= 0)
+        counts = np.zeros(len(ids), np.bool_)
+        counts[there] = self._last.where_they_lie()[places[there], 0] == numbers[there]
+        return counts
