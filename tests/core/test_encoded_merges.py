@@ -18,11 +18,13 @@ from kvd.protocol.messages import (
     NO_RANK,
     Coding,
     Epoch,
+    MemberState,
     MergedForm,
     Part,
     Pull,
     Push,
     SetOptimizer,
+    Uncounted,
     Values,
 )
 from kvd.protocol.specs import KeySpec
@@ -153,6 +155,21 @@ def test_slices_that_are_fused_are_sent_as_they_are() -> None:
     answer, payload = pulled(run, 2, "2bit")
     left_over = FIRST[0] + FIRST[1] - np.array(VALUE, np.float32)
     assert np.frombuffer(payload, np.float32).tolist() == (FIRST[0] + FIRST[1] + left_over).tolist()
+
+
+def test_a_push_that_does_not_count_is_answered_with_the_plain_value() -> None:
+    """The rounds go on without worker 0, which is lost, and comes with a push for a round that is over."""
+    run = ready()
+    pushed(run, 1, [coding(), coding()])
+    run.workers[0] = run.workers[0]._replace(state=MemberState.LOST)
+    run.look()
+    run.push(1, 2, FIRST[1], coding=coding())
+    run.push(0, 2, FIRST[0], coding=coding(), pull=True)
+    rank, answer, payload = run.answers[-1]
+    assert (rank, type(answer)) == (0, Uncounted)
+    value = run.value(0)
+    assert run.nodes[0].table.slices["w", 0].encoded[2]
+    assert np.frombuffer(payload, np.float32).tolist() == value.tolist()
 
 
 # ── the worker ──

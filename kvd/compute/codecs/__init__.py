@@ -1,7 +1,7 @@
 """The arithmetic of compressors: values to bytes and back. ``kvd.compression`` has their parameters and formulas.
 
-Everything here is NumPy in float32, vectorised; the bytes do not depend on the machine. Numbers of several bytes are
-little-endian.
+Everything here is NumPy in float32, vectorised, or a compiled loop with the same bits, which do not depend on the
+machine. Numbers of several bytes are little-endian.
 """
 
 from kvd.compute.codecs.base import Codec, KeepingCodec, RememberingCodec, ShapedCodec, codec_of
