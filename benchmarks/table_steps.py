@@ -38,6 +38,7 @@ from kvd.config import child_environment
 from kvd.testing.cluster import PATHS, LocalCluster, PathName
 
 WARM_UP_STEPS: Final = 5
+WARM_UP_ROWS: Final = 2_500_000  # that a worker of kvd pushes before: its loops are compiled when they are worth it
 DTYPE_BYTES: Final = 4
 MXNET_PYTHON: Final = Path(os.environ.get("KVD_PEERS", Path.home() / ".cache/kvd-peers")) / "mxnet/bin/python"
 HEADINGS: Final = ("work", "system", "step, ms", "rows/s", "of kvd's step", "bytes of a step", "of the rows")
@@ -278,8 +279,8 @@ def measure(work: Work, systems: Sequence[str], options: argparse.Namespace) -> 
             name: stack.enter_context(SIDES[name](work, options.workers, options.servers, options.path))
             for name in systems
         }
-        for side in sides.values():
-            side.steps(WARM_UP_STEPS)
+        for name, side in sides.items():
+            side.steps(WARM_UP_ROWS // work.batch if name == "kvd" else WARM_UP_STEPS)
         for turn in range(options.turns):
             for side in list(sides.values())[:: 1 if turn % 2 else -1]:
                 side.turn(options.steps)

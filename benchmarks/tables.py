@@ -1,8 +1,9 @@
 """How many rows of a table one core updates and reads in a second: ``python -m benchmarks.tables``.
 
 The table alone, without a store: batches of random row ids, updated with Adagrad and read. ``live`` batches hit a table
-whose rows have all been updated before; of ``new`` batches every row is new, in a table without a bound. Rates count
-the rows of the batches by the processor time of this process, medians over the batches.
+whose rows have all been updated before; of ``new`` batches every row is new, in a table without a bound; with
+``evict`` such a table keeps as many rows as five batches have. Rates count the rows of the batches by the processor
+time of this process, medians over the batches.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--batches", type=positive(int), default=10, help="of each work (default: %(default)s)")
     arguments = parser.parse_args()
     warm_up(Adagrad(), of_rows=True)
-    for rates in (live(arguments), new(arguments)):
+    for rates in (live(arguments), new(arguments), evict(arguments)):
         print(json.dumps(rates._asdict()))
     print(kernels_in_use())
 
@@ -67,6 +68,18 @@ def new(arguments: argparse.Namespace) -> Rates:
     return rates_of("new", table, lambda: chance.integers(0, 1 << 62, arguments.batch), arguments.batches)
 
 
+def evict(arguments: argparse.Namespace) -> Rates:
+    """Rows that nobody has updated, in place of which others go."""
+    chance = np.random.default_rng(3)
+    table = Table(RowSparse(row_shape=(arguments.width,), max_rows=5 * arguments.batch), "table")
+    for _ in range(5):
+        table.assign(
+            chance.integers(0, 1 << 62, arguments.batch), np.ones((arguments.batch, arguments.width), np.float32)
+        )
+        table.evict()
+    return rates_of("evict", table, lambda: chance.integers(0, 1 << 62, arguments.batch), arguments.batches)
+
+
 def rates_of(work: str, table: Table, batch: Callable[[], Any], batches: int) -> Rates:
     """What the table does with these batches."""
     updates, reads = [], []
@@ -75,6 +88,7 @@ def rates_of(work: str, table: Table, batch: Callable[[], Any], batches: int) ->
         rows = np.ones((len(ids), table.description.width), np.float32)
         begun = time.process_time()
         table.update(Adagrad(), ids, rows)
+        table.evict()
         updated = time.process_time()
         table.read(ids, rows)
         updates.append(len(ids) / (updated - begun) / 1e6)

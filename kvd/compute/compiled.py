@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvd.compute.catalogue import kernel_of
-from kvd.compute.kernels import ID_LOOPS, KEEPING, ROW_LOOPS, ROWS, loop_name
+from kvd.compute.kernels import ID_LOOPS, KEEPING, MERGE_LOOPS, ROW_LOOPS, ROWS, loop_name
 from kvd.compute.tensors import BFLOAT16, dtype_name
 from kvd.optimizer import Optimizer
 
@@ -30,7 +30,7 @@ ENOUGH = 2**26
 """Elements after which a loop is worth its compilation: NumPy takes some tenths of a second for them."""
 
 _FLOAT32: np.dtype[Any] = np.dtype(np.float32)
-_WORK_OF_ID = 32  # what NumPy takes for an id, in elements
+_WORK_OF_ID, _WORK_OF_IDS = 32, 2**14  # what NumPy takes for an id, and for a call, in elements
 _CALL = 2**12  # what a call costs beside its elements, in elements
 
 BITS: dict[np.dtype[Any], np.dtype[Any]] = {np.dtype(np.float16): np.dtype(np.int16), BFLOAT16: np.dtype(np.uint16)}
@@ -153,7 +153,7 @@ def loop_for(name: str, source: np.dtype[Any], target: np.dtype[Any]) -> Loop:
 
 def id_loop(name: str, count: int) -> Function | None:
     """The loop of `ID_LOOPS` for so many row ids, or None if NumPy has to calculate this time."""
-    return loop_for(name, _INT64, _INT64).ready(count * _WORK_OF_ID)
+    return loop_for(name, _INT64, _INT64).ready(count * _WORK_OF_ID + _WORK_OF_IDS)
 
 
 def warm_up(
@@ -165,7 +165,7 @@ def warm_up(
         optimizer: the rule, or None for a merge alone.
         dtype: a dtype that NumPy or ml_dtypes knows.
         keeps_merged: for updates that keep the merged gradient, too.
-        of_rows: for tables, too: the loops on row ids, and for updates of rows if there is one.
+        of_rows: for tables, too: the loops on row ids, for merged rows, and for updates of rows if there is one.
 
     Returns:
         Whether compiled loops will be used; if not, ``kernels_in_use`` says why.
@@ -183,6 +183,7 @@ def warm_up(
         wanted.append(loop_for(name + KEEPING, target, target))
     if of_rows:
         wanted += [loop_for(each, _INT64, _INT64) for each in ID_LOOPS]
+        wanted += [loop_for(each, target, target) for each in MERGE_LOOPS]
         wanted += [loop_for(name + ROWS, target, target)] if name in ROW_LOOPS else []
     for loop in wanted:
         _compiler.compile(loop)

@@ -504,20 +504,21 @@ def _fetch(rows: Any, number: Any) -> None:
 
 
 @_pasted
-def _merge_row(merged: Any, a: Any, b: Any, first: Any, second: Any, shared: Any, divide: Any) -> None:
-    """Merge row ``a`` of the first and row ``b`` of the second contributions; a number below 0: there is none."""
+def _merge_row(out: Any, k: Any, a: Any, b: Any, first: Any, second: Any, shared: Any, divide: Any) -> None:
+    """Merge row ``a`` of the first and row ``b`` of the second contributions into row ``k`` of ``out``; a number below
+    0: there is none."""
     if b < 0:
-        for j in range(merged.size):
-            merged[j] = first[a, j] * shared[0]
+        for j in range(out.shape[1]):
+            out[k, j] = first[a, j] * shared[0]
     elif a < 0:
-        for j in range(merged.size):
-            merged[j] = second[b, j] * shared[1]
+        for j in range(out.shape[1]):
+            out[k, j] = second[b, j] * shared[1]
     else:
-        for j in range(merged.size):
-            merged[j] = first[a, j] * shared[0] + second[b, j] * shared[1]
+        for j in range(out.shape[1]):
+            out[k, j] = first[a, j] * shared[0] + second[b, j] * shared[1]
     if divide:
-        for j in range(merged.size):
-            merged[j] = merged[j] / shared[2]
+        for j in range(out.shape[1]):
+            out[k, j] = out[k, j] / shared[2]
 
 
 @_pasted
@@ -526,6 +527,25 @@ def _put_aside(before: Any, number: Any, weights: Any, place: Any) -> None:
     if number < before.shape[0]:
         for j in range(weights.shape[1]):
             before[number, j] = weights[place, j]
+
+
+def take_rows(left: Any, right: Any, first: Any, second: Any, out: Any, numbers: Any, divide: Any) -> None:
+    """The merged rows into ``out``. Numbers: the factors of both, and the divisor."""
+    shared = numbers[0], numbers[1], numbers[2]
+    for k in range(left.size):
+        if k + _AHEAD < left.size and left[k + _AHEAD] >= 0:
+            _fetch(first, left[k + _AHEAD])
+        _merge_row(out, k, left[k], right[k], first, second, shared, divide)
+
+
+def add_rows(starts: Any, ends: Any, order: Any, rows: Any, sums: Any) -> None:
+    """Into each row of ``sums`` those of the rows that ``order`` names from a start to an end, in this order."""
+    for k in range(starts.size):
+        for j in range(sums.shape[1]):
+            sums[k, j] = rows[order[starts[k]], j]
+        for n in range(starts[k] + 1, ends[k]):
+            for j in range(sums.shape[1]):
+                sums[k, j] = sums[k, j] + rows[order[n], j]
 
 
 def sgd_rows(
@@ -542,15 +562,15 @@ def sgd_rows(
 ) -> None:
     """``sgd`` of the rows at these places; ``left`` and ``right`` number the contributions to each, -1 for none."""
     rate = numbers[7]
-    shared, merged = _first_numbers(numbers), np.empty(weights.shape[1], weights.dtype)
+    shared, merged = _first_numbers(numbers), np.empty((1, weights.shape[1]), weights.dtype)
     for k in range(places.size):
         if k + _AHEAD < places.size:
             _fetch(weights, places[k + _AHEAD])
         p = places[k]
-        _merge_row(merged, left[k], right[k], first, second, shared, divide)
+        _merge_row(merged, 0, left[k], right[k], first, second, shared, divide)
         _put_aside(before, k, weights, p)
-        for j in range(merged.size):
-            g = _gradient(merged[j], weights[p, j], shared, decay)
+        for j in range(merged.shape[1]):
+            g = _gradient(merged[0, j], weights[p, j], shared, decay)
             weights[p, j] = weights[p, j] - g * rate
 
 
@@ -569,16 +589,16 @@ def sgd_momentum_rows(
 ) -> None:
     """``sgd_momentum``, as above."""
     rate, momentum = numbers[7], numbers[8]
-    shared, merged = _first_numbers(numbers), np.empty(weights.shape[1], weights.dtype)
+    shared, merged = _first_numbers(numbers), np.empty((1, weights.shape[1]), weights.dtype)
     for k in range(places.size):
         if k + _AHEAD < places.size:
             _fetch(weights, places[k + _AHEAD])
             _fetch(buffers, places[k + _AHEAD])
         p = places[k]
-        _merge_row(merged, left[k], right[k], first, second, shared, divide)
+        _merge_row(merged, 0, left[k], right[k], first, second, shared, divide)
         _put_aside(before, k, weights, p)
-        for j in range(merged.size):
-            g = _gradient(merged[j], weights[p, j], shared, decay)
+        for j in range(merged.shape[1]):
+            g = _gradient(merged[0, j], weights[p, j], shared, decay)
             b = buffers[p, j] * momentum + g
             buffers[p, j] = b
             weights[p, j] = weights[p, j] - b * rate
@@ -601,17 +621,17 @@ def adam_rows(
     """``adam``, as above."""
     beta1, rest1, beta2, rest2 = numbers[7], numbers[8], numbers[9], numbers[10]
     step_size, epsilon, rest = numbers[11], numbers[12], numbers[13]
-    shared, merged = _first_numbers(numbers), np.empty(weights.shape[1], weights.dtype)
+    shared, merged = _first_numbers(numbers), np.empty((1, weights.shape[1]), weights.dtype)
     for k in range(places.size):
         if k + _AHEAD < places.size:
             _fetch(weights, places[k + _AHEAD])
             _fetch(means, places[k + _AHEAD])
             _fetch(variances, places[k + _AHEAD])
         p = places[k]
-        _merge_row(merged, left[k], right[k], first, second, shared, divide)
+        _merge_row(merged, 0, left[k], right[k], first, second, shared, divide)
         _put_aside(before, k, weights, p)
-        for j in range(merged.size):
-            g = _gradient(merged[j], weights[p, j], shared, decay)
+        for j in range(merged.shape[1]):
+            g = _gradient(merged[0, j], weights[p, j], shared, decay)
             m = means[p, j] * beta1 + g * rest1
             v = variances[p, j] * beta2 + g * g * rest2
             means[p, j] = m
@@ -634,16 +654,16 @@ def adagrad_rows(
 ) -> None:
     """``adagrad``, as above."""
     rate, epsilon = numbers[7], numbers[8]
-    shared, merged = _first_numbers(numbers), np.empty(weights.shape[1], weights.dtype)
+    shared, merged = _first_numbers(numbers), np.empty((1, weights.shape[1]), weights.dtype)
     for k in range(places.size):
         if k + _AHEAD < places.size:
             _fetch(weights, places[k + _AHEAD])
             _fetch(totals, places[k + _AHEAD])
         p = places[k]
-        _merge_row(merged, left[k], right[k], first, second, shared, divide)
+        _merge_row(merged, 0, left[k], right[k], first, second, shared, divide)
         _put_aside(before, k, weights, p)
-        for j in range(merged.size):
-            g = _gradient(merged[j], weights[p, j], shared, decay)
+        for j in range(merged.shape[1]):
+            g = _gradient(merged[0, j], weights[p, j], shared, decay)
             s = totals[p, j] + g * g
             totals[p, j] = s
             weights[p, j] = weights[p, j] - g / (math.sqrt(s) + epsilon) * rate
@@ -682,6 +702,9 @@ _ROW_LOOPS: dict[str, tuple[Callable[..., None], int]] = {
 }
 
 
+# Those that merge rows: MERGE_LOOPS names them.
+_MERGE_LOOPS: dict[str, Callable[..., None]] = {"take_rows": take_rows, "add_rows": add_rows}
+
 _WITH_TYPES = {**CODEC_LOOPS, **ID_LOOPS}
 
 
@@ -700,6 +723,8 @@ def compile_loop(name: str, source: str, target: str) -> Callable[..., None]:
     """
     if name in _WITH_TYPES:
         loop, signature = _WITH_TYPES[name]
+    elif name in _MERGE_LOOPS:
+        loop, signature = _MERGE_LOOPS[name], _merge_signature(name, target)
     elif name.endswith(ROWS):
         loop, slots = _ROW_LOOPS[name.removesuffix(ROWS)]
         signature = _row_signature(slots, target)
@@ -739,6 +764,15 @@ def _row_signature(slots: int, target: str) -> tuple[Any, ...]:
     given, kept = _array(compute, readonly=True, ndim=2), _array(compute, readonly=False, ndim=2)
     numbers, flag = _array(compute, readonly=True), types.boolean
     return whole, whole, whole, given, given, kept, kept, *[kept] * slots, numbers, flag, flag
+
+
+def _merge_signature(name: str, target: str) -> tuple[Any, ...]:
+    compute = _TYPES[target]
+    whole = _array(types.int64, readonly=True)
+    given, made = _array(compute, readonly=True, ndim=2), _array(compute, readonly=False, ndim=2)
+    if name == "add_rows":
+        return whole, whole, whole, given, made
+    return whole, whole, given, given, made, _array(compute, readonly=True), types.boolean
 
 
 def _array(dtype: Any, readonly: bool, ndim: int = 1) -> Any:

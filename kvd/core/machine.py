@@ -398,6 +398,22 @@ class ReadPart(NamedTuple):
     nbytes: int
 
 
+class ReadStored(NamedTuple):
+    """Read rows of a part of a table, with what the optimizer keeps of them. Its JobDone has a span: a piece
+    (`kvd.tables.stored_rows`), which says how many rows come after it.
+
+    Attributes:
+        first: the first of them, counted in the order in which they lie.
+        nbytes: of the rows, about.
+    """
+
+    job: int
+    key: str
+    slice_index: int
+    first: int
+    nbytes: int
+
+
 class LoadRows(NamedTuple):
     """Take a piece of a part of a table, from which Create makes the part when all are here. Pieces come in their
     order; one that came before changes nothing. Its JobDone has the bytes that they take so far.
@@ -438,7 +454,8 @@ class Checksums(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Replace the optimizer's state of a slice."""
+    """Replace the optimizer's state of a slice. The source of a part of a table is a piece of rows, as ReadStored gives
+    it: these are put in place of those of their ids, and the JobDone has the next TableVersion."""
 
     job: int
     key: str
@@ -531,7 +548,9 @@ class LogEntry(NamedTuple):
     fields: Mapping[str, object] = {}
 
 
-Job: TypeAlias = Create | Apply | ReadRows | ListRows | ReadPart | LoadRows | Export | Checksums | Load | Run
+Job: TypeAlias = (
+    Create | Apply | ReadRows | ListRows | ReadPart | ReadStored | LoadRows | Export | Checksums | Load | Run
+)
 Local: TypeAlias = Copy | Census | Complete | Halt | Stop | DropRun | LogEntry
 OfOneRun: TypeAlias = Send | Connect | Disconnect | Job | ResetState | ForgetState | Persist | Local
 

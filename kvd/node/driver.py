@@ -37,6 +37,7 @@ from kvd.core.machine import (
     Persist,
     ReadPart,
     ReadRows,
+    ReadStored,
     ResetState,
     Run,
     Send,
@@ -54,7 +55,7 @@ from kvd.node.threads import Stepper, report_failed_effect
 from kvd.observe.log import event
 from kvd.transport.base import NOTHING, Transport
 
-_JOBS = frozenset({Create, Apply, ReadRows, ListRows, ReadPart, LoadRows, Export, Checksums, Load, Run})
+_JOBS = frozenset({Create, Apply, ReadRows, ListRows, ReadPart, ReadStored, LoadRows, Export, Checksums, Load, Run})
 LONG_COPY_BYTES = 64 << 10
 
 logger = logging.getLogger("kvd.node")

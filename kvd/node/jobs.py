@@ -30,6 +30,7 @@ from kvd.core.machine import (
     LoadRows,
     ReadPart,
     ReadRows,
+    ReadStored,
     Run,
     ScatterList,
     Span,
@@ -184,6 +185,8 @@ class JobRunner:
             return self._tables.list_rows(job)
         if isinstance(job, ReadPart):
             return self._tables.piece(job)
+        if isinstance(job, ReadStored):
+            return self._tables.stored(job)
         if isinstance(job, LoadRows):
             return self._tables.load(job)
         if isinstance(job, Create):
@@ -332,9 +335,10 @@ class JobRunner:
             nbytes += span.nbytes + state.nbytes
         return tuple(found), nbytes
 
-    def _load(self, job: Load) -> None:
-        self._check_no_table(job.key, job.slice_index)
+    def _load(self, job: Load) -> TableVersion | None:
         slice_id = (job.key, job.slice_index)
+        if slice_id in self._tables:
+            return self._tables.store(job)
         arrays: dict[str, Array] = {"step": np.asarray(job.step, np.int64)}
         offset = job.source.offset
         end = offset + job.source.nbytes
@@ -347,6 +351,7 @@ class JobRunner:
             arrays[name] = view(span, np.dtype(dtype))
             offset += padded(span.nbytes)
         self._states.put(slice_id, SliceState.load(arrays), self._counts[slice_id])
+        return None
 
     def _check_no_table(self, key: str, index: int) -> None:
         if (key, index) in self._tables:

@@ -8,11 +8,23 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvd.compute.by_key import optimizer_for
-from kvd.core.machine import Apply, FirstBytes, ListRows, LoadRows, ReadPart, ReadRows, Span, TableVersion
+from kvd.core.machine import (
+    Apply,
+    FirstBytes,
+    ListRows,
+    Load,
+    LoadRows,
+    ReadPart,
+    ReadRows,
+    ReadStored,
+    Span,
+    TableVersion,
+)
 from kvd.errors import NotAllowed, ProtocolError
 from kvd.protocol.messages import ALL_ROWS
 from kvd.tables.copies import PartReader, PartWriter, checksum_of
 from kvd.tables.part import TablePart
+from kvd.tables.stored_rows import RowPages, page_of
 from kvd.tables.table import Table
 from kvd.tables.wire import table_of_spec
 
@@ -32,6 +44,7 @@ class TableParts:
         self._view = view
         self._parts: dict[tuple[str, int], TablePart] = {}
         self._readers: dict[tuple[str, int], PartReader] = {}  # of parts that are sent to another server
+        self._pages: dict[tuple[str, int], RowPages] = {}  # of parts that are read for a snapshot
         self._writers: dict[tuple[str, int], PartWriter] = {}  # of parts that come from another server
 
     def __contains__(self, slice_id: tuple[str, int]) -> bool:
@@ -64,7 +77,7 @@ class TableParts:
             for each in job.contributions
             if each.span is not None
         ]
-        self._readers.pop((extent.key, extent.slice_index), None)  # nobody goes on with it
+        self._end_reading((extent.key, extent.slice_index))
         merged = part.update(None if optimizer is None else optimizer_for(optimizer, extent.key), given, mode)
         if not job.keeps_merged:
             return _version_of(part)
@@ -92,7 +105,8 @@ class TableParts:
         page = np.sort(rest if len(rest) <= job.most else np.partition(rest, job.most - 1)[: job.most])
         made = self._allocate(page.nbytes)
         made.view(np.int64)[:] = page
-        return part.version, len(rest) > job.most, Span(made, 0, made.nbytes)
+        version = part.version if part.table.tracked is None else part.table.tracked
+        return version, len(rest) > job.most, Span(made, 0, made.nbytes)
 
     # ── copies on other servers ──
 
@@ -132,6 +146,24 @@ class TableParts:
         """See `kvd.tables.copies.checksum_of`."""
         return checksum_of(self._parts[slice_id])
 
+    # ── rows for snapshots ──
+
+    def stored(self, job: ReadStored) -> Span:
+        """Some rows of a part, with what the optimizer keeps of them."""
+        slice_id = (job.key, job.slice_index)
+        if not job.first or slice_id not in self._pages:
+            part = self._part(*slice_id)
+            self._pages[slice_id] = RowPages(part.table, part.version)
+        page = self._pages[slice_id].page(job.first, job.nbytes, self._allocate)
+        return Span(page, 0, page.nbytes)
+
+    def store(self, job: Load) -> TableVersion:
+        """Puts rows of a snapshot into a part."""
+        part = self._part(job.key, job.slice_index)
+        self._end_reading((job.key, job.slice_index))
+        part.store(page_of(self._view(job.source, np.dtype(np.uint8)), part.description, job.key).stored)
+        return _version_of(part)
+
     # ── what becomes of them ──
 
     def reset(self, slice_id: tuple[str, int]) -> None:
@@ -140,7 +172,13 @@ class TableParts:
 
     def forget(self, slice_id: tuple[str, int]) -> None:
         """The slice is deleted, or made again as something else."""
-        for of_slice in (self._parts, self._readers, self._writers):
+        self._end_reading(slice_id)
+        for of_slice in (self._parts, self._writers):
+            of_slice.pop(slice_id, None)
+
+    def _end_reading(self, slice_id: tuple[str, int]) -> None:
+        """The part changes: who was reading it begins again."""
+        for of_slice in (self._readers, self._pages):
             of_slice.pop(slice_id, None)
 
     def _part(self, key: str, index: int) -> TablePart:

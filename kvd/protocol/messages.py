@@ -955,8 +955,8 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class PullRows:
-    """Send these rows of a part of a table. The payload is their ids, as int64, each once. It waits for its version as
-    Pull does, and is answered with Values: the rows in the order of the ids."""
+    """Send these rows of a part of a table. The payload is their ids, as int64, in any order. It waits for its version
+    as Pull does, and is answered with Values: the rows in the order of the ids."""
 
     KIND: ClassVar[int] = 120
     request: Number
@@ -972,7 +972,7 @@ class ListRows:
     request: Number
     key: Key
     index: Number
-    since: Clock
+    since: Annotated[int, Limit(ALL_ROWS, BIGGEST)]
     after: Annotated[int, Limit(-1, LAST_ROW)]
     evicted: bool
 
@@ -1090,17 +1090,20 @@ class OptimizerIs:
 
 @dataclass(frozen=True, slots=True)
 class FetchState:
-    """Send the optimizer's state for one slice. Answered with State."""
+    """Send the optimizer's state for one slice; of a part of a table its rows from this one on, with what the optimizer
+    keeps of them. Answered with State."""
 
     KIND: ClassVar[int] = 52
     request: Number
     key: Key
     index: Number
+    first: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How many updates were made, and the (name, dtype) of each array of the state; the arrays follow as payload."""
+    """How many updates were made, and the (name, dtype) of each array of the state; the arrays follow as payload. Of a
+    part of a table all is in the payload, a piece (`kvd.tables.stored_rows`)."""
 
     KIND: ClassVar[int] = 53
     request: Number
@@ -1110,7 +1113,8 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class StoreState:
-    """Replace the optimizer's state for one slice. The payload is as in State."""
+    """Replace the optimizer's state for one slice; in a part of a table, which nobody has pushed to, put rows. The
+    payload is as in State."""
 
     KIND: ClassVar[int] = 54
     request: Number

@@ -5,7 +5,9 @@
     {"format": "kvd-snapshot", "version": 1, "sha256": of the rest,
      "job", "type", "lineage", "steps", "one_step", "num_workers", "optimizer": [name, {…}] or null,
      "num_keys", "keys": [{"key", "dtype", "shape", "clock", "updates", "weight": [piece, …],
-                           "state": {slot: {"dtype", "pieces": [piece, …]}}, "merge": if it has its own}],
+                           "state": {slot: {"dtype", "pieces": [piece, …]}}, "merge": if it has its own,
+                           "table": if it is one: {"rows": or -1, "initializer": [name, [number, …], seed],
+                                                   "keeping": {…}, "num_rows", "ids": [piece, …]}}],
      "parts": [{"file", "bytes", "sha256"}]}
 
 A piece is [number of the part, name of the tensor in it, elements]; the pieces of an array, in order, are the array.
@@ -24,11 +26,25 @@ from typing import Any, NamedTuple, TypeVar
 from kvd.errors import ProtocolError
 from kvd.optimizer import Optimizer, from_wire, to_wire
 from kvd.protocol.messages import BIGGEST
-from kvd.protocol.specs import DTYPES, MAX_DIMENSIONS, MAX_KEY_CHARS, MAX_KEY_NBYTES, MERGES, merge_error
+from kvd.protocol.specs import (
+    DTYPES,
+    MAX_DIMENSIONS,
+    MAX_KEY_CHARS,
+    MAX_KEY_NBYTES,
+    MERGES,
+    MIN_SLICE_BYTES,
+    Initial,
+    Keeping,
+    KeySpec,
+    TableSpec,
+    merge_error,
+)
+from kvd.tables.wire import table_of_spec
 
 FILE = "manifest.json"
 FORMAT = "kvd-snapshot"
-VERSION = 1
+VERSION = 2
+WITHOUT_TABLES = 1  # the version of a manifest without tables, which an older kvd can read
 MAX_BYTES = 256 << 20  # of a manifest: some hundred thousand keys
 MAX_PART_BYTES = 1 << 30
 MAX_SLOT_CHARS = 64
@@ -59,6 +75,20 @@ class Slot(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
+class StoredTable(NamedTuple):
+    """What makes a key a table.
+
+    Attributes:
+        spec: as in the spec of the key; its parts are those of one server.
+        num_rows: how many rows were stored.
+        ids: of them, ascending.
+    """
+
+    spec: TableSpec
+    num_rows: int
+    ids: tuple[Piece, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredKey:
     """One key.
@@ -67,6 +97,7 @@ class StoredKey:
         clock: how many rounds (asynchronous stores: pushes) its value had taken.
         updates: how many updates the optimizer had made.
         merge: its own merge; "", also in manifests that do not say: that of the cluster.
+        table: None: it is no table. The shape of a table is that of a row; weight and state are those of all rows.
     """
 
     key: str
@@ -77,10 +108,17 @@ class StoredKey:
     weight: tuple[Piece, ...]
     state: Mapping[str, Slot]
     merge: str = ""
+    table: StoredTable | None = None
 
     @property
     def elements(self) -> int:
-        return prod(self.shape)
+        """Of the value; of a table, in all its rows."""
+        return prod(self.shape) * (1 if self.table is None else self.table.num_rows)
+
+    def pieces(self) -> list[tuple[tuple[Piece, ...], str]]:
+        """Those of each of its arrays, and their dtype: what lies in parts of it."""
+        ids = [] if self.table is None else [(self.table.ids, "int64")]
+        return [*ids, (self.weight, self.dtype), *[(slot.pieces, slot.dtype) for slot in self.state.values()]]
 
 
 class StoredPart(NamedTuple):
@@ -125,7 +163,7 @@ class Manifest:
         origin = self.origin
         content: dict[str, Any] = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if any(key.table for key in self.keys) else WITHOUT_TABLES,
             "job": origin.job,
             "type": origin.type,
             "lineage": origin.lineage,
@@ -191,7 +229,34 @@ def _key_to_plain(key: StoredKey) -> dict[str, Any]:
             for name, slot in key.state.items()
         },
     }
-    return {**plain, "merge": key.merge} if key.merge else plain
+    if key.merge:
+        plain["merge"] = key.merge
+    if key.table is not None:
+        plain["table"] = _table_to_plain(key.table)
+    return plain
+
+
+def _table_to_plain(table: StoredTable) -> dict[str, Any]:
+    spec = table.spec
+    return {
+        "rows": spec.rows,
+        "initializer": [spec.initial.name, list(spec.initial.numbers), spec.initial.seed],
+        "keeping": spec.keeping._asdict(),
+        "num_rows": table.num_rows,
+        "ids": [list(piece) for piece in table.ids],
+    }
+
+
+def _table_from_plain(plain: Any, dtype: str, shape: tuple[int, ...]) -> StoredTable:
+    rows, initial, keeping = _field(plain, "rows", int), _list(plain, "initializer"), _field(plain, "keeping", dict)
+    try:
+        name, numbers, seed = initial
+        known = Initial(str(name), tuple(map(float, numbers)), int(seed))
+        spec = TableSpec(rows, known, 1, Keeping(**keeping))
+        table_of_spec(KeySpec(dtype, shape, MIN_SLICE_BYTES, "", spec))
+    except (TypeError, ValueError, ProtocolError) as error:
+        raise ValueError(f"there is no such table: {error}") from None
+    return StoredTable(spec, _whole(plain, "num_rows"), _pieces(plain, "ids"))
 
 
 def _key_from_plain(plain: Any) -> StoredKey:
@@ -213,7 +278,8 @@ def _key_from_plain(plain: Any) -> StoredKey:
             raise ValueError(f"{slot[:80]!r} of key {name!r} is not an array of a state")
         state[slot] = Slot(entry["dtype"], _pieces(entry, "pieces"))
     clock, updates = _whole(plain, "clock"), _whole(plain, "updates")
-    return StoredKey(name, dtype, shape, clock, updates, _pieces(plain, "weight"), state, merge)
+    table = _table_from_plain(plain["table"], dtype, shape) if "table" in plain else None
+    return StoredKey(name, dtype, shape, clock, updates, _pieces(plain, "weight"), state, merge, table)
 
 
 def _origin_from_plain(content: Mapping[str, Any]) -> Origin:
@@ -245,11 +311,25 @@ def _pieces(plain: Any, name: str) -> tuple[Piece, ...]:
 def _check_pieces(keys: Sequence[StoredKey], num_parts: int) -> None:
     """Raises ValueError unless each array has as many elements as its key, in parts that there are."""
     for key in keys:
-        for pieces in (key.weight, *(slot.pieces for slot in key.state.values())):
-            if sum(piece.elements for piece in pieces) != key.elements:
-                raise ValueError(f"an array of key {key.key!r} has not the size of the key")
-            if any(piece.part >= num_parts for piece in pieces):
-                raise ValueError(f"an array of key {key.key!r} lies in a part that is not listed")
+        for slot in key.state.values():
+            _check_size(key, slot.pieces, None if key.table else key.elements)
+        _check_size(key, key.weight, key.elements)
+        if key.table is not None:
+            _check_size(key, key.table.ids, key.table.num_rows)
+        if any(piece.part >= num_parts for pieces, _ in key.pieces() for piece in pieces):
+            raise ValueError(f"an array of key {key.key!r} lies in a part that is not listed")
+
+
+def _check_size(key: StoredKey, pieces: Sequence[Piece], elements: int | None) -> None:
+    """Args:
+    elements: None: as many for each row of a table.
+    """
+    found = sum(piece.elements for piece in pieces)
+    fits = found == elements
+    if elements is None and key.table is not None:
+        fits = found % key.table.num_rows == 0 if key.table.num_rows else found == 0
+    if not fits:
+        raise ValueError(f"an array of key {key.key!r} has not the size of the key")
 
 
 def _field(plain: Any, name: str, kind: type[T]) -> T:

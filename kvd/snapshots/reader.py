@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import file_digest, sha256
 from io import FileIO
+from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,10 +16,13 @@ import numpy as np
 
 from kvd.compute.tensors import named_dtype
 from kvd.errors import SnapshotError
+from kvd.protocol.messages import BIGGEST
+from kvd.protocol.specs import ANY_ROW
 from kvd.snapshots import manifest
 from kvd.snapshots.manifest import Manifest, NewerVersion, Piece, StoredKey
 from kvd.snapshots.part_memory import PartMemory
 from kvd.snapshots.parts import Place, places, tensors
+from kvd.tables.stored_rows import StoredRows
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -88,6 +92,20 @@ class StoredSnapshot:
         """
         return self._array(key.weight, key.dtype, memory).reshape(key.shape)
 
+    def rows(self, key: StoredKey, memory: PartMemory | None = None) -> StoredRows:
+        """The rows of a table; valid as a value is. Raises SnapshotError."""
+        table = key.table
+        assert table is not None
+        count = table.num_rows
+        ids = self._array(table.ids, "int64", memory).reshape(-1)
+        rows = self._array(key.weight, key.dtype, memory).reshape(count, prod(key.shape))
+        slots = {name: array.reshape(count, -1) for name, array in self.state(key, memory).items()} if count else {}
+        limit = BIGGEST + 1 if table.spec.rows == ANY_ROW else table.spec.rows
+        if count and (ids[0] < 0 or int(ids[-1]) >= limit or bool((ids[1:] <= ids[:-1]).any())):
+            text = f"{self.path} names rows of table {key.key!r} that it does not have, or twice: {_EARLIER}"
+            raise SnapshotError(text, path=str(self.path))
+        return StoredRows(ids, rows, slots, key.updates)
+
     def state(self, key: StoredKey, memory: PartMemory | None = None) -> dict[str, Array]:
         """The optimizer's arrays of a key by slot, one-dimensional; valid as a value is. Raises SnapshotError."""
         return {name: self._array(slot.pieces, slot.dtype, memory) for name, slot in key.state.items()}
@@ -152,8 +170,7 @@ class StoredSnapshot:
         """The tensors that each part must have, with their dtypes."""
         found: list[list[tuple[Piece, str]]] = [[] for _ in self.manifest.parts]
         for key in self.manifest.keys:
-            arrays = [(key.weight, key.dtype), *((slot.pieces, slot.dtype) for slot in key.state.values())]
-            for pieces, dtype in arrays:
+            for pieces, dtype in key.pieces():
                 for piece in pieces:
                     found[piece.part].append((piece, dtype))
         return found

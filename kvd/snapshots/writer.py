@@ -12,12 +12,14 @@ import numpy as np
 
 from kvd.compute.tensors import dtype_name
 from kvd.errors import SnapshotError
+from kvd.protocol.specs import KeySpec, TableSpec
 from kvd.snapshots import manifest
 from kvd.snapshots.folder import NewFolder, is_taken
 from kvd.snapshots.hashing import digest_of, hashed_beside
-from kvd.snapshots.manifest import Manifest, Origin, Piece, Slot, StoredKey, StoredPart
+from kvd.snapshots.manifest import Manifest, Origin, Piece, Slot, StoredKey, StoredPart, StoredTable
 from kvd.snapshots.parts import packed
 from kvd.snapshots.reader import StoredSnapshot
+from kvd.tables.stored_rows import StoredRows
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -56,6 +58,13 @@ def is_written(path: Path, origin: Origin, clocks: Mapping[str, int], restored_f
     raise SnapshotError(text, path=str(path))
 
 
+class TableContent(NamedTuple):
+    """What makes a key a table, and the ids of its rows, ascending."""
+
+    spec: TableSpec
+    ids: Array
+
+
 class KeyContent(NamedTuple):
     """One key of a snapshot: what `SnapshotWriter.add` takes."""
 
@@ -65,6 +74,19 @@ class KeyContent(NamedTuple):
     updates: int
     state: Mapping[str, Array]
     merge: str = ""
+    table: TableContent | None = None
+
+
+def table_content(key: str, spec: KeySpec, stored: StoredRows, clock: int) -> KeyContent:
+    """A table as a key of a snapshot.
+
+    Args:
+        stored: all its rows, ids ascending.
+    """
+    assert spec.table is not None
+    content = TableContent(spec.table._replace(parts=1), stored.ids)
+    value = stored.rows.reshape(len(stored.ids), *spec.shape)
+    return KeyContent(key, value, clock, stored.updates, stored.slots, spec.merge, content)
 
 
 class SnapshotWriter:
@@ -98,23 +120,34 @@ class SnapshotWriter:
             self._folder = NewFolder(path)
 
     def add(
-        self, key: str, value: Array, clock: int, updates: int, state: Mapping[str, Array], merge: str = ""
+        self,
+        key: str,
+        value: Array,
+        clock: int,
+        updates: int,
+        state: Mapping[str, Array],
+        merge: str = "",
+        table: TableContent | None = None,
     ) -> None:
         """One key. The arrays must not be changed until `finish`.
 
         Args:
-            value: in the shape of the key.
+            value: in the shape of the key; of a table its rows, shape (rows, …shape of a row).
             clock, updates, merge: see `StoredKey`.
-            state: the optimizer's arrays by slot, each with as many elements as the value.
+            state: the optimizer's arrays by slot, each with as many elements as the value; of a table, some per row.
         """
         with _said(self._path):
+            ids = () if table is None else self._put("ids", key, table.ids)
             weight = self._put("weight", key, value)
             slots = {
                 slot: Slot(dtype_name(array.dtype), self._put(f"state {slot}", key, array))
                 for slot, array in state.items()
             }
         name = dtype_name(value.dtype)
-        self._keys.append(StoredKey(key, name, tuple(value.shape), clock, updates, weight, slots, merge))
+        shape, stored = tuple(value.shape), None
+        if table is not None:
+            shape, stored = shape[1:], StoredTable(table.spec, len(table.ids), ids)
+        self._keys.append(StoredKey(key, name, shape, clock, updates, weight, slots, merge, stored))
 
     def add_group(self, contents: Sequence[KeyContent], *, rests: bool) -> None:
         """Keys in parts of their own.

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvd.protocol.specs import ROW_ID_BYTES, padded
-from kvd.tables.duplicates import added_up, distinct_ids
+from kvd.tables.duplicates import added_up, firsts, in_order
 from kvd.tables.parts import parts_of
 from kvd.tables.row_values import Ids, Rows
 
 Array = np.ndarray[Any, Any]
 Places = np.ndarray[Any, np.dtype[np.intp]]
+_FEW = 1 / 16  # of the rows of a pull may be asked for twice
 Ranges = tuple[tuple[int, int], ...]  # offset and size in bytes of what goes to each part
 
 
@@ -28,14 +29,14 @@ class IdsInParts(NamedTuple):
     """Rows to pull.
 
     Attributes:
-        ids: each one once, in the order of the parts, and ascending within each.
+        ids: in the order of the parts.
         ranges: of them, in bytes.
-        where: the place among them of each id that is asked for.
+        where: the place among them of each id that is asked for; None: they are in the same order.
     """
 
     ids: Ids
     ranges: Ranges
-    where: Places
+    where: Places | None
 
 
 def rows_in_parts(pushed: Rows, parts: int, memory: Callable[[int], Array]) -> RowsInParts:
@@ -61,8 +62,14 @@ def rows_in_parts(pushed: Rows, parts: int, memory: Callable[[int], Array]) -> R
 
 
 def ids_in_parts(ids: Ids, parts: int) -> IdsInParts:
-    """The rows of a pull from a table of so many parts."""
-    distinct, where = distinct_ids(ids)
+    """The rows of a pull from a table of so many parts: each once. From one part, those that come up again are asked
+    for again if they are few: then the rows arrive in the order in which they are wanted."""
+    ordered, places = in_order(ids)
+    is_first = firsts(ordered)
+    if parts == 1 and np.count_nonzero(is_first) >= len(ids) * (1 - _FEW):
+        return IdsInParts(ids, ((0, ids.nbytes),), None)
+    distinct, where = ordered[is_first], np.empty(len(ids), np.intp)
+    where[places] = np.cumsum(is_first) - 1
     order, ends = _ordered(distinct, parts)
     place = np.empty(len(order), np.intp)
     place[order] = np.arange(len(order))
@@ -74,5 +81,7 @@ def ids_in_parts(ids: Ids, parts: int) -> IdsInParts:
 
 def _ordered(distinct: Ids, parts: int) -> tuple[Places, list[int]]:
     """The places of these ids in the order of their parts, and the end of each part in that order."""
+    if parts == 1:
+        return np.arange(len(distinct)), [len(distinct)]
     part = parts_of(distinct, parts).astype(np.uint8)  # MAX_TABLE_PARTS fits; a stable sort of bytes takes linear time
     return np.argsort(part, kind="stable"), np.cumsum(np.bincount(part, minlength=parts)).tolist()

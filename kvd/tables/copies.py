@@ -3,12 +3,8 @@
 A piece has some of the rows that were put aside before an update, the oldest update first; or, after all of those, some
 of the rows as they are, with what the optimizer keeps of them, in the order of their places; or, last of all, some of
 the numbers that say which rows are kept (`kvd.tables.keeper`). Each piece says in its head how much there is in all, so
-what comes can be checked. A piece is::
-
-    length of the head, as int64 | head, as msgpack | ids, as int64 | rows | the rows of each slot
-
-each at a multiple of 8 bytes; numbers stand in the place of the ids. Positions count rows and numbers through all of
-that, from 0 on.
+what comes can be checked. Its arrays (`kvd.tables.pieces`) are ids, rows, and the rows of each slot; numbers stand in
+the place of the ids. Positions count rows and numbers through all of that, from 0 on.
 """
 
 from __future__ import annotations
@@ -22,11 +18,12 @@ from zlib import crc32
 import msgpack
 import numpy as np
 
-from kvd.errors import KvdError, ProtocolError
-from kvd.protocol.specs import ROW_ID_BYTES, padded
+from kvd.errors import ProtocolError
+from kvd.protocol.specs import ROW_ID_BYTES
 from kvd.tables.counted_bits import mix
 from kvd.tables.description import RowSparse
 from kvd.tables.part import UPDATES_KEPT, TablePart
+from kvd.tables.pieces import cut, no_piece_error, packed, unpacked
 from kvd.tables.row_values import Ids, Rows
 from kvd.tables.table import Table
 
@@ -34,7 +31,6 @@ Array = np.ndarray[Any, Any]
 
 CHECKED_NBYTES = 8 << 20  # about so much is read for one checksum
 MOST_SLOTS = 16
-_LENGTH_NBYTES = 8
 
 
 class _Head(NamedTuple):
@@ -111,7 +107,7 @@ class PartReader:
         else:
             arrays = [aside[head.section].ids[where], aside[head.section].rows[where]]
         end = position + count
-        return _packed(head, arrays, allocate), end if end < sum(counts) else None
+        return packed(head, arrays, allocate), end if end < sum(counts) else None
 
 
 class PartWriter:
@@ -144,7 +140,7 @@ class PartWriter:
             NotAllowed: there would be too many rows.
             MemoryError: there is no memory for them.
         """
-        head, body = _unpacked(piece, self._key)
+        head, body = _parsed(piece, self._key)
         if head.position + head.num_rows <= self._position and self._head is not None:
             return
         expected = self._head or head
@@ -184,17 +180,14 @@ class PartWriter:
     def _arrays(self, head: _Head, body: Array) -> list[Array]:
         """The ids, rows and slots of a piece, as they arrived."""
         dtype = self._description.numpy_dtype
-        widths = [self._description.width, *([width for _, width in head.slots] if head.is_of_part else ())]
-        widths = [] if head.is_of_keeping else widths
-        sizes = [head.num_rows * ROW_ID_BYTES, *[head.num_rows * width * dtype.itemsize for width in widths]]
-        if body.nbytes != sum(map(padded, sizes)):
+        kinds = [(1, np.dtype(np.int64))]
+        if not head.is_of_keeping:
+            widths = [width for _, width in head.slots] if head.is_of_part else []
+            kinds += [(width, dtype) for width in (self._description.width, *widths)]
+        arrays = cut(body, kinds, head.num_rows)
+        if arrays is None:
             raise self._error(f"has {body.nbytes} bytes for {head.num_rows} rows")
-        arrays, offset = [], 0
-        for nbytes in sizes:
-            arrays.append(body[offset : offset + nbytes])
-            offset += padded(nbytes)
-        rows = [array.view(dtype).reshape(head.num_rows, w) for array, w in zip(arrays[1:], widths, strict=True)]
-        return [arrays[0].view(np.int64), *rows]
+        return [arrays[0].reshape(-1), *arrays[1:]]
 
     def _add_rows(self, head: _Head, ids: Ids, arrays: Sequence[Array]) -> None:
         ordered = np.sort(ids)
@@ -252,39 +245,18 @@ def _joined(pieces: Sequence[Rows], description: RowSparse) -> Rows:
     return Rows(np.concatenate([each.ids for each in pieces]), np.concatenate([each.rows for each in pieces]))
 
 
-# ── bytes ──
-
-
-def _packed(head: _Head, arrays: Sequence[Array], allocate: Callable[[int], Array]) -> Array:
-    packed: bytes = msgpack.packb(head)
-    parts: list[Array] = [np.array([len(packed)], np.int64), np.frombuffer(packed, np.uint8), *arrays]
-    made = allocate(sum([padded(array.nbytes) for array in parts]))
-    offset = 0
-    for array in parts:
-        end = offset + array.nbytes
-        made[offset:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        offset = padded(end)
-        made[end:offset] = 0
-    return made
-
-
-def _unpacked(piece: Array, key: str) -> tuple[_Head, Array]:
+def _parsed(piece: Array, key: str) -> tuple[_Head, Array]:
     """The head of a piece, and what follows it."""
+    plain, body = unpacked(piece, key)
     try:
-        length = int(piece[:_LENGTH_NBYTES].view(np.int64)[0])
-        end = _LENGTH_NBYTES + length
-        if not 0 < length <= piece.nbytes:
-            raise ValueError(length)
-        version, step, counts, slots, keeping, position, count = msgpack.unpackb(piece[_LENGTH_NBYTES:end].tobytes())
+        version, step, counts, slots, keeping, position, count = plain
         named = tuple([(str(name), int(width)) for name, width in slots])
         kept = tuple(map(str, keeping))
         head = _Head(int(version), int(step), tuple(map(int, counts)), named, kept, int(position), int(count))
         _check(head)
-    except KvdError:
-        raise
-    except Exception:  # noqa: BLE001  msgpack and the conversions raise several kinds
-        raise ProtocolError(f"what came as a piece of table {key!r} is none") from None
-    return head, piece[padded(end) :]
+    except (TypeError, ValueError):
+        raise no_piece_error(key) from None
+    return head, body
 
 
 def _check(head: _Head) -> None:

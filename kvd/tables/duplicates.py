@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvd.compute.compiled import id_loop
+from kvd.compute.compiled import id_loop, loop_for
 from kvd.compute.quiet import quietly
 from kvd.tables.merged_rows import Array, Ids, MergedRows, Places
 
@@ -14,30 +14,18 @@ _FEW_BITS = 1 << 31  # ids below this are sorted together with their places
 _ROUNDS = 8  # of additions of whole arrays; what comes up more often is added one by one
 
 
-def distinct_ids(ids: Ids) -> tuple[Ids, Places]:
-    """Each id once, ascending, and the place among these of each of `ids`."""
-    ordered, order = in_order(ids)
-    is_first = _firsts(ordered)
-    where = np.empty(len(ids), np.intp)
-    where[order] = np.cumsum(is_first) - 1
-    return ordered[is_first], where
-
-
 def added_up(ids: Ids, rows: Array) -> MergedRows:
     """These rows, shape (ids, width); of the same id, their sum."""
     ordered, order = in_order(ids)
-    is_first = _firsts(ordered)
+    is_first = firsts(ordered)
     starts = np.flatnonzero(is_first)
     left, right = order[starts], np.full(len(starts), -1)
     if len(starts) == len(ids):
         return MergedRows(ordered, left, right, rows, rows[:0])
-    group = np.cumsum(is_first) - 1
-    rest = np.flatnonzero(~is_first)
-    summed = np.unique(group[rest])
-    number = np.searchsorted(summed, group[rest])  # of the sum that a row goes into
-    turn = rest - starts[group[rest]]  # 1 for the second of its id
-    sums = rows[left[summed]]
-    quietly(_add_in_turn, sums, rows, order[rest], number, turn)
+    ends = np.append(starts[1:], len(ids))
+    summed = np.flatnonzero(ends - starts > 1)
+    sums = np.empty((len(summed), rows.shape[1]), rows.dtype)
+    quietly(_add_up, starts[summed], ends[summed], order, rows, sums)
     left[summed], right[summed] = -1, np.arange(len(summed))
     return MergedRows(ordered[starts], left, right, rows, sums)
 
@@ -48,11 +36,11 @@ def of_both(first: Ids, second: Ids) -> tuple[Ids, Places, Places]:
     loop = id_loop("merge_ids", total)
     if loop is not None:
         found, count = np.empty((3, total), np.int64), np.zeros(1, np.int64)
-        loop(first, second, *found, count)
+        loop(np.ascontiguousarray(first), np.ascontiguousarray(second), *found, count)
         ids, left, right = found[:, : count[0]]
         return ids, left, right
     ordered, order = in_order(np.concatenate((first, second)))
-    is_first = _firsts(ordered)
+    is_first = firsts(ordered)
     group = np.cumsum(is_first) - 1
     left, right = np.full((2, int(group[-1]) + 1 if len(group) else 0), -1)
     from_second = order >= len(first)
@@ -66,7 +54,7 @@ def in_order(ids: Ids) -> tuple[Ids, Places]:
     loop = id_loop("sort_ids", len(ids))
     if loop is not None:
         ordered, order = np.empty((2, len(ids)), np.int64)
-        loop(ids, ordered, order)
+        loop(np.ascontiguousarray(ids), ordered, order)
         return ordered, order
     if len(ids) and int(ids.max()) >= _FEW_BITS:
         order = np.argsort(ids, kind="stable")
@@ -76,16 +64,23 @@ def in_order(ids: Ids) -> tuple[Ids, Places]:
     return keyed >> 32, keyed & 0xFFFFFFFF
 
 
-def _firsts(ordered: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def firsts(ordered: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which ids of an ascending list are the first of their kind."""
     is_first = np.ones(len(ordered), np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
     return is_first
 
 
-def _add_in_turn(sums: Array, rows: Array, order: Places, number: Places, turn: Places) -> None:
-    for current in range(1, min(_ROUNDS, int(turn.max())) + 1):
-        now = np.flatnonzero(turn == current)
-        sums[number[now]] += rows[order[now]]
-    later = np.flatnonzero(turn > _ROUNDS)
-    if later.size:  # ascending, so each sum gets its rows in order
-        np.add.at(sums, number[later], rows[order[later]])
+def _add_up(starts: Places, ends: Places, order: Places, rows: Array, sums: Array) -> None:
+    """Into each of the sums the rows that `order` names from a start to an end, in this order."""
+    loop = loop_for("add_rows", rows.dtype, rows.dtype).ready(sums.size) if rows.flags.c_contiguous else None
+    if loop is not None:
+        loop(starts, ends, order, rows, sums)
+        return
+    sums[...] = rows[order[starts]]
+    for turn in range(1, min(_ROUNDS, int((ends - starts).max())) + 1):
+        now = np.flatnonzero(ends - starts > turn)
+        sums[now] += rows[order[starts[now] + turn]]
+    for number in np.flatnonzero(ends - starts > _ROUNDS + 1).tolist():
+        later = order[starts[number] + _ROUNDS + 1 : ends[number]]
+        np.add.at(sums, np.full(len(later), number), rows[later])

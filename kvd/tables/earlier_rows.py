@@ -11,7 +11,7 @@ from kvd.tables.row_values import Ids, Rows
 
 Array = np.ndarray[Any, Any]
 
-_TOO_LARGE = 4  # times the memory that is needed: it is not kept for the next update
+_TOO_LARGE = 2  # times the memory that is needed: it is not kept for the next update
 
 
 class _Aside(NamedTuple):
@@ -34,9 +34,10 @@ class EarlierRows:
     """
 
     def __init__(self, width: int, dtype: np.dtype[Any], updates: int) -> None:
+        self._width = width
+        self._dtype = dtype
         self._updates = updates
         self._kept: deque[_Aside] = deque()
-        self._spare: Array = np.empty((0, width), dtype)
 
     def __len__(self) -> int:
         """The updates before which there are rows."""
@@ -44,39 +45,39 @@ class EarlierRows:
 
     @property
     def nbytes(self) -> int:
-        """The memory of all, and of what waits to be used again."""
-        return self._spare.nbytes + sum([each.ids.nbytes + each.memory.nbytes for each in self._kept])
+        """The memory of all."""
+        return sum([each.ids.nbytes + each.memory.nbytes for each in self._kept])
 
     def room(self, count: int) -> Array:
-        """Memory for the rows of the next update, so many. Nothing is forgotten until they are put aside."""
-        if not count <= len(self._spare) <= _TOO_LARGE * count:
-            self._spare = np.empty((count, self._spare.shape[1]), self._spare.dtype)
-        return self._spare[:count]
+        """Memory for the rows of the next update: room for at least so many. It may be that of the rows which nobody
+        asks for after that update, so write to it only when the update cannot fail any more."""
+        if len(self._kept) == self._updates:
+            oldest = self._kept[0].memory
+            if count <= len(oldest) <= _TOO_LARGE * count:
+                return oldest
+        return np.empty((count, self._width), self._dtype)
 
-    def put_aside(self, ids: Ids, evicted: Rows) -> None:
-        """An update of these ids, ascending, was made: the room that was asked for begins with the rows before.
+    def put_aside(self, ids: Ids, memory: Array, evicted: Rows) -> None:
+        """An update of these ids, ascending, was made, and the memory begins with their rows as they were before.
 
         Args:
             evicted: rows that have gone after the update, and what they were by then.
         """
-        aside = _Aside(ids, self._spare)
-        if len(evicted.ids):
-            aside = _with(aside, evicted)
-        else:
-            self._spare = self._spare[:0].copy()
-        if len(self._kept) == self._updates:
-            self._spare = self._kept.popleft().memory
-        self._kept.append(aside)
+        aside = _Aside(ids, memory)
+        self._append(_with(aside, evicted) if len(evicted.ids) else aside)
 
     def kept(self) -> list[Rows]:
         """What was put aside, the oldest first."""
         return [Rows(each.ids, each.memory[: len(each.ids)]) for each in self._kept]
 
     def add(self, rows: Rows) -> None:
-        """Rows that another node has put aside, ids ascending: after those that are here."""
+        """Rows that another node has put aside, ids ascending: after those that are here. They are copied."""
+        self._append(_Aside(rows.ids.copy(), rows.rows.copy()))
+
+    def _append(self, aside: _Aside) -> None:
         if len(self._kept) == self._updates:
             self._kept.popleft()
-        self._kept.append(_Aside(rows.ids, rows.rows))
+        self._kept.append(aside)
 
     def lay_over(self, out: Array, ids: Ids, updates: int) -> None:
         """Make of the newest rows of some ids those before the last updates, the newest of which is undone first."""

@@ -22,6 +22,7 @@ from kvd.tables.row_index import Ids, Places, RowIndex
 Array = np.ndarray[Any, Any]
 
 ROW_OVERHEAD_NBYTES = 96  # of a row, besides the row and the optimizer's state, as `max_bytes` counts it
+_BEFORE_ALL = -1  # of a row that no update has named, but that was there, the last update is 0
 LEAST_EVICTIONS = 1 << 20  # of those that were evicted last; as many as there are rows, if that is more
 
 
@@ -79,7 +80,7 @@ class Keeper:
         """Which of the rows that an update names it may change, as a mask; None: all. Nothing is noted yet.
 
         Args:
-            ids: in any order, each any number of times.
+            ids: ascending, each once.
         """
         self._naming = None
         if self._candidates is None:
@@ -87,13 +88,13 @@ class Keeper:
         absent = np.flatnonzero(self._index.find(ids) < 0)
         if not absent.size:
             return None
-        named = distinct(ids[absent])
+        named = ids[absent]
         counts = self._candidates.counts(named) + 1
         enough = counts >= self._keeping.admit_after
         self._naming = _Naming(named[~enough], counts[~enough], named[enough])
         self._candidates.reserve(len(self._naming.waiting))
         mask = np.ones(len(ids), bool)
-        mask[absent] = enough[np.searchsorted(named, ids[absent])]
+        mask[absent] = enough
         return mask
 
     def reserve(self, count: int, touched: int) -> None:
@@ -111,6 +112,11 @@ class Keeper:
             self._candidates.set(self._naming.waiting, self._naming.counts, len(self._index))
         self._naming = None
 
+    def stored(self, places: Places) -> None:
+        """The rows at these places, for which room was reserved, were stored: they are as old as the newest update."""
+        if self._recency is not None:
+            self._recency.note(places, self.number)
+
     # ── evictions ──
 
     def to_evict(self, row_nbytes: int) -> Ids:
@@ -118,12 +124,18 @@ class Keeper:
 
         Args:
             row_nbytes: of a row with the optimizer's state.
+
+        Raises:
+            MemoryError: there is no memory to remember them. Nothing was changed.
         """
         keeping = self._keeping
         if self._recency is None or not may_evict(keeping):
             return np.zeros(0, np.int64)
-        until = self.number - keeping.ttl_updates if keeping.ttl_updates else 0
-        return np.sort(self._recency.oldest(until, self._most(row_nbytes)))
+        until = self.number - keeping.ttl_updates if keeping.ttl_updates else _BEFORE_ALL
+        ids = np.sort(self._recency.oldest(until, self._most(row_nbytes)))
+        if self._evicted is not None:
+            self._evicted.reserve(len(ids))
+        return ids
 
     def evicted(self, ids: Ids) -> None:
         """These rows, which `to_evict` has just said, were removed."""
@@ -170,7 +182,7 @@ class Keeper:
         if number < self._forgotten:
             text = f"which rows were evicted after update {number} is not known any more, only after {self._forgotten}"
             raise NotAllowed(f"{text}: export the whole table, without since")
-        ids = distinct(self._evicted.ids[self._evicted.end_of(number) :])
+        ids = np.unique(self._evicted.ids[self._evicted.end_of(number) :])
         return ids[self._index.find(ids) < 0]
 
     # ── copies ──
@@ -237,11 +249,3 @@ def _is_ordered(state: Mapping[str, Ids], ids: str, numbers: str) -> bool:
 def may_evict(keeping: Keeping) -> bool:
     """Whether rows may be evicted."""
     return bool(keeping.ttl_updates or keeping.max_rows or keeping.max_bytes)
-
-
-def distinct(ids: Ids) -> Ids:
-    """Each of them once, ascending. `numpy.unique` hashes them, which takes ten times as long for many."""
-    ordered = np.sort(ids)
-    is_first = np.ones(len(ids), bool)
-    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
-    return ordered[is_first]

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvd.compute.catalogue import kernel_of
 from kvd.compute.compiled import loop_for
+from kvd.compute.halves import in_halves
 from kvd.compute.kernels import ROW_LOOPS, ROWS, Shared, loop_name, prepare_gradient, shared_scalars
 from kvd.compute.merge import TILE
 from kvd.compute.quiet import quietly
@@ -27,6 +28,7 @@ from kvd.tables.merged_rows import MergedRows
 from kvd.tables.row_arena import Places, RowArena
 
 Array = np.ndarray[Any, Any]
+_MOVES = 4  # NumPy gathers and scatters the rows as well, which takes several times as long as the rule itself
 TileUpdate = Callable[[Array, Array, list[Array]], Array]  # of weights, gradients and slots: the weights afterwards
 
 
@@ -68,7 +70,7 @@ class LazyRule:
 
         Args:
             places: of each of the rows in the arenas; each is named once.
-            before: receives the weights of the rows as they were, shape (rows, width).
+            before: receives the weights of the rows as they were, shape (rows, width); is as it was if a kernel raises.
         """
         if not merged.num_rows or self._made_in_place(step, places, merged, weights, slots, before):
             return
@@ -80,11 +82,11 @@ class LazyRule:
             part = slice(first, min(first + rows, merged.num_rows))
             at, count = places[part], part.stop - part.start
             weight = weights.take(at, buffers[0][:count])
-            if before is not None:
-                before[part] = weight
             gradient = merged.take(part, buffers[1][:count])
             taken = [slot.take(at, buffer[:count]) for slot, buffer in zip(slots, kept, strict=True)]
             after = self._after(update, weight, gradient, taken)
+            if before is not None:
+                weights.take(at, before[part])
             weights.put(at, after)
             for slot, buffer in zip(slots, taken, strict=True):
                 slot.put(at, buffer)
@@ -102,16 +104,20 @@ class LazyRule:
         name = loop_name(self._kernel)
         if name not in ROW_LOOPS or self._goes_by_row or not merged.are_contiguous:
             return False
-        function = loop_for(name + ROWS, self._dtype, self._dtype).ready(merged.num_rows * self._width)
+        function = loop_for(name + ROWS, self._dtype, self._dtype).ready(_MOVES * merged.num_rows * self._width)
         if function is None:
             return False
         numbers, decay = self._numbers(step)
         numbers[:2], numbers[2] = merged.factors, merged.divisor
         kept = np.empty((0, self._width), self._dtype) if before is None else before
         arenas = [arena.where_they_lie() for arena in (weights, *slots)]
-        given = [merged.left, merged.right, merged.first, merged.second]
-        arguments: list[Any] = [places, *given, kept, *arenas, numbers, merged.divisor != 1, decay]
-        quietly(function, *arguments)
+
+        def update(part: slice) -> None:
+            given = [places[part], merged.left[part], merged.right[part], merged.first, merged.second]
+            arguments: list[Any] = [*given, kept[part], *arenas, numbers, merged.divisor != 1, decay]
+            quietly(function, *arguments)
+
+        in_halves(update, merged.num_rows, merged.num_rows * self._width)
         return True
 
     def _numbers(self, step: int) -> tuple[Array, bool]:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvd.compute.compiled import loop_for
 from kvd.compute.quiet import quietly
 
 Array = np.ndarray[Any, Any]
@@ -67,6 +68,15 @@ class MergedRows(NamedTuple):
         return out
 
     def _take(self, left: Places, right: Places, out: Array) -> None:
+        if self.are_contiguous and out.flags.c_contiguous:
+            loop = loop_for("take_rows", out.dtype, out.dtype).ready(out.size)
+            if loop is not None:
+                numbers = np.array((*self.factors, self.divisor), out.dtype)
+                loop(left, right, self.first, self.second, out, numbers, self.divisor != 1)
+                return
+        self._take_in_passes(left, right, out)
+
+    def _take_in_passes(self, left: Places, right: Places, out: Array) -> None:
         if len(self.first):
             np.take(self.first, left, axis=0, out=out, mode="clip")
             _multiply(out, self.factors[0])

@@ -22,6 +22,7 @@ from kvd.tables.earlier_rows import EarlierRows
 from kvd.tables.merged_rows import MergedRows
 from kvd.tables.row_index import Ids
 from kvd.tables.row_values import Rows
+from kvd.tables.stored_rows import StoredRows
 from kvd.tables.table import Table
 
 Array = np.ndarray[Any, Any]
@@ -125,9 +126,22 @@ class TablePart:
             changed = self.table.assign_merged(merged, before)
         else:
             changed = self.table.update_merged(optimizer, merged, before)
-        self._earlier.put_aside(changed.copy(), self.table.evict())  # ids may lie in memory that the sender gets back
+        ids = changed.copy()  # they may lie in memory that the sender gets back
+        self._earlier.put_aside(ids, before, self.table.evict())
         self.version += 1
         return merged
+
+    def store(self, stored: StoredRows) -> None:
+        """Puts rows in place of those of their ids: the next version, before which there is none.
+
+        Raises:
+            NotAllowed: there would be too many rows.
+            MemoryError: there is no memory for them.
+        """
+        self.table.store(stored.ids, stored.rows, stored.slots)
+        self.table.step = stored.updates
+        self._earlier = EarlierRows(self.description.width, self.description.numpy_dtype, UPDATES_KEPT)
+        self.version += 1
 
     def forget_optimizer(self) -> None:
         """The next optimizer begins with new state."""

@@ -71,11 +71,14 @@ class Recency:
             found.append(self._queue.ids[part][which])
             missing -= len(which)
             end = part.stop if missing else end + int(which[-1]) + 1
+        oldest = np.concatenate(found)
         self._oldest_end = end
-        return np.concatenate(found)
+        if not len(oldest):
+            self.drop_oldest()  # none of these entries counts: they are looked at once
+        return oldest
 
     def drop_oldest(self) -> None:
-        """Those that `oldest` said last have been removed."""
+        """Those that `oldest` said last have been removed, if there were any."""
         assert self._queue is not None
         self._queue.drop(self._oldest_end)
         self._oldest_end = 0

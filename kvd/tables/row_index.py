@@ -53,7 +53,7 @@ class RowIndex:
         if loop is None:
             return self._find(ids)
         found: Places = np.empty(len(ids), np.intp)
-        loop(ids, self._ids, self._places, found)
+        loop(np.ascontiguousarray(ids), self._ids, self._places, found)
         return found
 
     def _find(self, ids: Ids) -> Places:
@@ -158,7 +158,7 @@ class RowIndex:
         if loop is None:
             self._put_in_rounds(ids, places)
         else:
-            loop(ids, places, self._ids, self._places)
+            loop(np.ascontiguousarray(ids), places, self._ids, self._places)
 
     def _put_in_rounds(self, ids: Ids, places: Places) -> None:
         """In each round every open id writes itself into its slot if that is free; the one that can be read there

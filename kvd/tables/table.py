@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvd.compute.halves import in_halves
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
 from kvd.protocol.specs import Keeping
@@ -62,6 +63,9 @@ class Table:
 
     def read(self, ids: Ids, out: Array) -> None:
         """Write the rows of these ids, in this order, into ``out``, of shape (ids, width)."""
+        in_halves(lambda part: self._read(ids[part], out[part]), len(ids), out.size)
+
+    def _read(self, ids: Ids, out: Array) -> None:
         places = self._index.find(ids)
         absent = np.flatnonzero(places < 0)
         if not len(self):
@@ -95,7 +99,8 @@ class Table:
         """The same with rows that are merged already.
 
         Args:
-            before: begins afterwards with the rows as they were, in the order of the ids.
+            before: begins afterwards with the rows as they were, in the order of the ids; is as it was if an error is
+                raised.
 
         Returns:
             The rows that were changed: those that the table admits, ascending.
@@ -128,9 +133,10 @@ class Table:
         merged = self._admitted(merged)
         places = self._places(merged.ids)
         if merged.num_rows:
+            rows = merged.rows()
             if before is not None:
                 self._weights.take(places, before[: merged.num_rows])
-            self._weights.put(places, merged.rows())
+            self._weights.put(places, rows)
         self._note(places)
         return merged.ids
 
@@ -165,6 +171,11 @@ class Table:
         return arena.take(self._index.find(ids), np.empty((len(ids), arena.width), self._dtype))
 
     # ── what has changed, and copies ──
+
+    @property
+    def tracked(self) -> int | None:
+        """The number of the last update, if the table tracks updates."""
+        return self._keeper.number if self._keeper is not None and self.description.keeping.track_updates else None
 
     def updated_since(self, number: int) -> Ids:
         """The rows that were changed after this update and are there, ascending.
@@ -249,6 +260,28 @@ class Table:
         for name, array in slots.items():
             self._slots[name].put(places, array)
         return True
+
+    def store(self, ids: Ids, rows: Array, slots: Mapping[str, Array]) -> None:
+        """Puts rows in place of those of these ids, with what the optimizer keeps of them: it is no update. The table
+        admits them all, as rows of the newest update.
+
+        Args:
+            ids: each once.
+            slots: shape (ids, numbers of a row) each.
+
+        Raises:
+            NotAllowed: there would be too many rows.
+            MemoryError: there is no memory for them.
+        """
+        for name, array in slots.items():
+            if name not in self._slots or self._slots[name].width != array.shape[1]:
+                self._slots[name] = RowArena(array.shape[1], self._dtype)
+        places = self._places(ids)
+        self._weights.put(places, rows)
+        for name, array in slots.items():
+            self._slots[name].put(places, array)
+        if self._keeper is not None:
+            self._keeper.stored(places)
 
     def _places(self, ids: Ids, rule: LazyRule | None = None) -> Places:
         """The places of these ids, each of which is there once; new ones get theirs, and their initial rows."""

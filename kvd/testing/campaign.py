@@ -25,6 +25,7 @@ from kvd.testing.workloads.rounds import Rounds, mixed_rounds
 from kvd.testing.workloads.shared import SharedLedger
 from kvd.testing.workloads.stepped import SteppedLedger, SteppedTraining
 from kvd.testing.workloads.steps import mostly_together, one_by_one
+from kvd.testing.workloads.tables import table_rounds
 from kvd.testing.workloads.tangles import tangled
 from kvd.testing.workloads.training import Training, list_training
 from kvd.testing.workloads.uneven import PER_EPOCH, UnevenLedger
@@ -133,6 +134,15 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "rounds": lambda campaign, seed: Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0),
     "mixed": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0),
     "casts": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0, casts=True),
+    "tables": lambda campaign, seed: table_rounds(
+        WORKERS,
+        STEPS,
+        seed,
+        parts=campaign.servers,
+        sync=campaign.mode == "sync",
+        updates_fail=campaign.shell.failing_updates > 0,
+        has_copies=campaign.replicas > 1,
+    ),
     "tangles": lambda campaign, seed: tangled(WORKERS, STEPS, seed, max(campaign.staleness, 0)),
     "training": lambda campaign, seed: Training(STEPS, expected=undisturbed_weights("training")),
     "watched": lambda campaign, seed: watched_rounds(WORKERS, STEPS, seed),
@@ -244,6 +254,13 @@ CAMPAIGNS: dict[str, Campaign] = {
     "shared, stale by 0, nasty": Campaign("shared", mode="async", staleness=0, mishaps=LASTING, faults=NASTY),
     "shared, stale by 1": Campaign("shared", mode="async", staleness=1),
     "shared, stale by 3": Campaign("shared", mode="async", staleness=3),
+    "tables": Campaign("tables"),
+    "tables, nasty": Campaign("tables", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.5))),
+    "tables, far ahead": Campaign("tables", rounds_ahead=5, shell=ShellSettings(job_s=(0.0, 0.3))),
+    "tables, refusals": Campaign("tables", shell=ShellSettings(job_s=(0.0, 0.2), failing_updates=0.2)),
+    "tables, async, nasty": Campaign(
+        "tables", mode="async", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.5))
+    ),
     "tangles": Campaign("tangles", mishaps=Mishaps()),
     "tangles, bumpy": Campaign("tangles", mishaps=BUMPY, notice_s=0.3),
     "tangles, nasty": Campaign(
@@ -307,5 +324,13 @@ FAILOVERS: dict[str, Campaign] = {
     "meetings, servers die": Campaign("meetings", mishaps=SERVERS_DIE, replicas=2),
     "watched, servers die": Campaign("watched", mishaps=SERVERS_DIE, servers=3, replicas=2),
     "captured, servers die": Campaign("captured", mishaps=SERVERS_DIE, servers=3, replicas=2),
+    "tables, servers die": Campaign("tables", mishaps=SERVERS_DIE, replicas=2),
+    "tables, async, refusals, servers die": Campaign(
+        "tables",
+        mode="async",
+        mishaps=SERVERS_DIE,
+        replicas=2,
+        shell=ShellSettings(job_s=(0.0, 0.2), failing_updates=0.2),
+    ),
     "tangles, servers die": Campaign("tangles", mishaps=replace(BUMPY, server_crashes=2), notice_s=0.3, replicas=2),
 }

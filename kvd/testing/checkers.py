@@ -20,7 +20,7 @@ def check_staging(world: World, process: Process) -> None:
     if not isinstance(router, ServerRouter):
         return
     machine = router.latest()
-    groups = [group for group in machine.table.groups.values() if not group.slices[0].spec.table]
+    groups = [group for group in machine.table.groups.values() if not group.is_of_table]
     staged = sum(group.log.staged_nbytes for group in groups)
     bound = world.cluster.rounds_ahead * world.cluster.wire().most_workers * sum(group.nbytes for group in groups)
     if staged > bound:

@@ -172,7 +172,7 @@ class Shell:
             elif isinstance(effect, ResetState):
                 self._reset_state(process, effect, run)
             elif isinstance(effect, ForgetState):
-                _runner(process, run).forget(effect.slices)
+                self._forget_state(process, effect, run)
             else:
                 self._carry_out[type(effect)](process, effect)
         self._on_step(process)
@@ -281,6 +281,15 @@ class Shell:
             if started.process is process and started.run == run:
                 self._calculated(started)
         _runner(process, run).reset(effect.slices)
+
+    def _forget_state(self, process: Process, effect: ForgetState, run: int) -> None:
+        """As in the driver, rows that were to be read before are read before."""
+        for started in self._started:
+            job = started.job
+            is_of_it = isinstance(job, ReadRows) and (job.key, job.slice_index) in effect.slices
+            if is_of_it and started.process is process and started.run == run:
+                self._calculated(started)
+        _runner(process, run).forget(effect.slices)
 
     def _persist(self, process: Process, effect: Persist) -> None:
         """Writes come one after the other, as in the driver."""

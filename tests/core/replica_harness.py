@@ -15,23 +15,15 @@ import numpy as np
 from kvd.core.machine import (
     SCHEDULER,
     Apply,
-    Checksums,
     Connect,
-    Create,
     Disconnect,
     Effect,
-    Export,
     ForgetState,
-    ListRows,
-    Load,
-    LoadRows,
+    Job,
     LogEntry,
     PeerKind,
-    ReadPart,
-    ReadRows,
     Received,
     ResetState,
-    Run,
     Send,
     ServerPeer,
     Span,
@@ -66,7 +58,6 @@ from kvd.protocol.specs import KeySpec
 from tests.core.fakes import NodePeer, cluster, from_scheduler, member, of, server_id, session, view, welcome, worker_id
 from tests.core.slice_pictures import bytes_of, picture_of
 
-JOBS = (Create, Apply, ReadRows, ListRows, ReadPart, LoadRows, Export, Checksums, Load, Run)
 A, B, C = range(3)  # the ranks of the servers
 FLOATS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 ANY_SIZE = 1 << 30
@@ -176,7 +167,7 @@ class Cluster:
                 node.runner.reset(effect.slices)
             elif isinstance(effect, ForgetState):
                 node.runner.forget(effect.slices)
-            elif isinstance(effect, JOBS):
+            elif isinstance(effect, Job):
                 jobs.append(effect)
         node.applied += of(Apply, jobs)
         if node.holds_jobs:

@@ -13,6 +13,7 @@ from kvd.core.machine import (
     Effect,
     Export,
     JobDone,
+    ListRows,
     Load,
     ReadRows,
     Received,
@@ -42,7 +43,7 @@ from kvd.protocol.messages import (
     Values,
 )
 from kvd.protocol.specs import KeySpec
-from tests.core.fake_tables import next_version, rows_at
+from tests.core.fake_tables import next_version, packed_ids, rows_at
 from tests.core.fakes import (
     NodePeer,
     cluster,
@@ -62,7 +63,7 @@ from tests.core.fakes import (
     worker_id,
 )
 
-JOBS = (Create, Apply, ReadRows, Export, Checksums, Load, Run)
+JOBS = (Create, Apply, ReadRows, ListRows, Export, Checksums, Load, Run)
 
 
 class Harness:
@@ -132,6 +133,8 @@ class Harness:
             return [TableVersion(0, 0, 0) if first.table else read(first.source) for first in job.slices]
         if isinstance(job, ReadRows):
             return rows_at(job)
+        if isinstance(job, ListRows):
+            return 5, True, Span(packed_ids([3, 9]), 0, 16)
         if isinstance(job, Apply) and isinstance(job.current, TableVersion):
             return next_version(job)
         if isinstance(job, Apply):

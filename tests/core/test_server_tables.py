@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import Apply, Effect, Export, Load, ReadRows
+from kvd.core.machine import Apply, Effect, ReadRows
 from kvd.core.server import targets
 from kvd.errors import NotAllowed
 from kvd.protocol.messages import (
@@ -19,7 +19,6 @@ from kvd.protocol.messages import (
     DeclareBatch,
     Done,
     ErrorCode,
-    FetchState,
     NotYet,
     Part,
     Pull,
@@ -30,11 +29,10 @@ from kvd.protocol.messages import (
     ReadSlices,
     Refused,
     SliceId,
-    StoreState,
     Survey,
     Values,
 )
-from kvd.protocol.specs import state_of_table_text, table_text
+from kvd.protocol.specs import table_text
 from tests.core.fake_tables import ROW, packed_ids, pushed, table
 from tests.core.fakes import member, of, said
 from tests.core.server_harness import Harness, kinds, refusal, values
@@ -97,18 +95,6 @@ def test_a_batch_without_the_table_is_declared_and_used() -> None:
     harness = with_a_value()
     assert said(harness.declare(0, 1, "w")) == [Done(harness._request)]
     assert kinds(harness.push_batch(0, 1, b"\1")) == ["Staged"]
-
-
-@pytest.mark.parametrize("kind", [FetchState, StoreState])
-def test_the_states_of_a_table_are_neither_read_nor_stored(kind: Any) -> None:
-    harness = with_table()
-    message = FetchState(9, "t", 0) if kind is FetchState else StoreState(9, "t", 0, 1, ())
-    effects = harness.say(0, message, bytes(8))
-    told = refusal(effects)
-    assert (told.error, told.key, told.text) == (ErrorCode.NOT_ALLOWED, "t", state_of_table_text("t"))
-    assert not of(Export, effects)
-    assert not of(Load, effects)
-    goes_on(harness)
 
 
 def test_a_survey_of_everything_counts_the_rounds_of_tables() -> None:

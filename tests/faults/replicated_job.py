@@ -43,7 +43,7 @@ with kvd.create("dist_sync") as kv:
     names, weights = list(first_weights()), list(first_weights().values())
     kv.set_optimizer(kvd.optimizer.SGD(RATE, momentum=MOMENTUM))
     kv.init(names, weights)
-    kv.init("table", kvd.RowSparse(TABLE, initializer=kvd.initializer.Constant(0.5)))
+    kv.init("table", kvd.RowSparse(TABLE, initializer=kvd.initializer.Constant(0.5), admit_after=2, ttl_updates=4))
     for step in kv.steps(1_000_000):
         if os.path.exists(last) and step >= int(open(last).read()):
             break
@@ -87,8 +87,10 @@ def row_gradients(rows: Floats, rank: int, step: int) -> Floats:
 
 
 def table_after(steps: int) -> Floats:
-    """The rows of the table after so many steps: rows that no worker names rest."""
+    """The rows of the table after so many steps: rows that no worker names rest. A row is made in the second step that
+    names it, and goes when four have not."""
     table, velocities = np.full(TABLE, 0.5, np.float32), np.zeros(TABLE, np.float32)
+    named, last = np.zeros(TABLE[0], int), np.full(TABLE[0], -1)
     for step in range(steps):
         merged: dict[int, Floats] = {}
         for rank in range(2):
@@ -96,8 +98,14 @@ def table_after(steps: int) -> Floats:
             for row, gradient in zip(ids.tolist(), row_gradients(table[ids], rank, step), strict=True):
                 merged[row] = merged[row] + gradient if row in merged else gradient
         for row, gradient in merged.items():
+            named[row] += 1
+            if named[row] < 2:
+                continue
+            last[row] = step
             velocities[row] = np.float32(MOMENTUM) * velocities[row] + gradient
             table[row] -= np.float32(RATE) * velocities[row]
+        gone = (named >= 2) & (last <= step - 4)
+        table[gone], velocities[gone], named[gone] = 0.5, 0.0, 0
     return table
 
 

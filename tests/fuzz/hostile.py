@@ -17,8 +17,8 @@ from kvd.testing.simulator import World
 from tests.fuzz.making import KINDS, TEXTS, Maker
 
 SMALL = (0, 1, 2, 3, 4, 5, 8, 16, 63, 4096, BIGGEST - 1, BIGGEST)
-NAMES = (*TEXTS, "worker-0", "worker-1", "server-0", "program", "kvd:exit", "barrier")
-PAYLOADS = (0, 1, 8, 64, 488, 512, 4096)
+NAMES = (*TEXTS, "t", "u", "worker-0", "worker-1", "server-0", "program", "kvd:exit", "barrier")
+PAYLOADS = (0, 1, 8, 20, 64, 200, 488, 512, 4096)  # some are row ids, and some rows of a table
 
 
 class Deaf:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from kvd.protocol import messages
 from kvd.protocol.messages import BIGGEST, Limit, Message
-from kvd.protocol.specs import DTYPES, MERGES, KeySpec
+from kvd.protocol.specs import ANY_ROW, DTYPES, MERGES, Initial, KeySpec, TableSpec
 
 KINDS: tuple[type[Any], ...] = get_args(Message)
 NUMBERS = (0, 1, 2, 3, 4, 7, 63, 64, 4095, 4096, 1 << 31, 1 << 32, BIGGEST - 1, BIGGEST)
@@ -33,6 +33,15 @@ TEXTS = (
 LETTERS = "abwé \0%@:/\n\u2028\U0001f600"
 SPECS = [KeySpec(dtype, shape, 4096) for dtype in sorted(DTYPES) for shape in ((), (1,), (2, 3), (1500,), (0, 4))]
 SPECS += [KeySpec(dtype, (2, 3), 4096, merge) for dtype in ("float32", "int64") for merge in MERGES]
+SPECS += [
+    KeySpec(dtype, shape, 4096, "", TableSpec(rows, initial, parts))
+    for dtype, shape in (("float32", (3,)), ("float64", ()))
+    for rows, initial, parts in (
+        (95, Initial("Constant", (3.0,)), 2),
+        (ANY_ROW, Initial("Normal", (0.5,), 7), 1),
+        (0, Initial("Ones", (1.0,) * 4), 200),
+    )
+]
 
 
 def _fields_of(kind: Any) -> tuple[tuple[str, Any], ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
 import pytest
 
+from kvd.core.requests import Item, Versions
 from kvd.errors import ProtocolError
 from kvd.protocol.messages import EndRun, Join, Shutdown
 from kvd.testing.checkers import check_everything_ended, watch_everything
@@ -13,10 +15,12 @@ from kvd.testing.settings import ClusterSettings
 from kvd.testing.simulator import Me, World
 from kvd.testing.trace import Violation
 from kvd.testing.workloads.ledger import Ledger
+from kvd.testing.workloads.tables import Pull, TableRounds
 from tests.fuzz.hostile import Hostile
 from tests.fuzz.making import KINDS
 
 SEEDS = 4
+TABLE_SEEDS = 1
 SOAK_SEEDS = 200
 HOLDERS_END_JOBS = (EndRun, Shutdown, Join)  # whoever holds the cluster's key may end a job, or take a place in it
 STRANGE = [kind for kind in KINDS if kind not in HOLDERS_END_JOBS]
@@ -46,12 +50,26 @@ class Unwatched(Ledger):
         pass
 
 
-def harm(seed: int, mode: str, *, to_workers: bool) -> int:
+class UnwatchedTables(TableRounds):
+    """The same of tables."""
+
+    def to_push(self, key: str, rank: int, clock: int) -> Item:
+        return super().to_push(key, rank % self.workers, clock)
+
+    def look(self, me: Me, pull: Pull, versions: Sequence[Versions | None]) -> None:
+        pass
+
+
+def harm(seed: int, mode: str, *, to_workers: bool, tables: bool = False) -> int:
     """Somebody who knows all the incarnations and runs, and speaks in any name: no machine raises, and each stays
     valid, whatever becomes of the job. How much he said."""
     world = World(seed, ClusterSettings(mode=mode))
-    ledger = Unwatched(world.cluster.workers, 6)
-    world.start_all(ledger.program)
+    workers = world.cluster.workers
+    if tables:
+        program = UnwatchedTables(workers, 6, seed, world.cluster.servers, mode == "sync", replaces=False).program
+    else:
+        program = Unwatched(workers, 6).program
+    world.start_all(program)
     hostile = Hostile(world, seed, knows=True, to_workers=to_workers)
     # A worker believes its daemons: lies may spoil what it knows and says, and must not make it raise.
     with suppress(Violation, ProtocolError) if to_workers else nullcontext():
@@ -70,6 +88,13 @@ def test_no_machine_raises_whoever_says_what(mode: str, to_workers: bool) -> Non
     assert sum(harm(seed, mode, to_workers=to_workers) for seed in range(SEEDS)) > 20 * SEEDS
 
 
+@pytest.mark.parametrize("to_workers", [False, True])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_no_machine_raises_that_has_tables(mode: str, to_workers: bool) -> None:
+    said = sum(harm(seed, mode, to_workers=to_workers, tables=True) for seed in range(TABLE_SEEDS))
+    assert said > 20 * TABLE_SEEDS
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -78,3 +103,5 @@ def test_many_seeds(mode: str) -> None:
         honest_work(seed, mode)
         harm(seed, mode, to_workers=False)
         harm(seed, mode, to_workers=True)
+        harm(seed, mode, to_workers=False, tables=True)
+        harm(seed, mode, to_workers=True, tables=True)

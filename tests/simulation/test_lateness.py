@@ -56,7 +56,7 @@ def a_server_decides_by_itself(patch: pytest.MonkeyPatch) -> None:
 def one_is_taken_for_a_quorum(patch: pytest.MonkeyPatch) -> None:
     """A round waits for nobody for more than the time of grace."""
     patch.setattr(Roster, "has_quorum_without", lambda roster, ranks: True)
-    patch.setattr(SliceLog, "has_quorum", lambda log, clock, quorum, required: bool(log._rounds.get(clock)))
+    patch.setattr(SliceLog, "has_quorum", lambda log, clock, quorum, required: bool(log._staging.rounds.get(clock)))
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,10 @@ def order_of_arrival(patch: pytest.MonkeyPatch) -> None:
 
     def take(log: SliceLog, required: Iterable[int]) -> tuple[Contribution, ...] | None:
         clock = log.closed + 1
-        contributions = log._rounds.get(clock)
+        contributions = log._staging.rounds.get(clock)
         if not contributions or log.missing(clock, required):
             return None
-        del log._rounds[clock]
+        del log._staging.rounds[clock]
         return tuple(contributions.values())
 
     patch.setattr(SliceLog, "_take_round", take)

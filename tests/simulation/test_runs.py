@@ -26,7 +26,10 @@ SOAK_SEEDS = 1000  # of each campaign under -m soak
 FAILOVER_SEEDS = 2  # of each campaign in which servers die, in `make test`
 FUSED = ("mixed", "mixed, nasty", "lists", "lists, stale by 1", "list training")
 READ = tuple(name for name in CAMPAIGNS if name.startswith("watched"))
+TABLES = tuple(name for name in CAMPAIGNS if name.startswith("tables"))
+TABLE_SEEDS = 2  # one with an optimizer and one without
 MORE_SEEDS = {**dict.fromkeys(FUSED, 12), **dict.fromkeys(READ, 10), "watched, nasty": 30}  # until rare things happened
+SEEDS_OF = {**MORE_SEEDS, **dict.fromkeys(TABLES, TABLE_SEEDS)}
 
 Check = Callable[[], None]
 
@@ -35,7 +38,7 @@ Check = Callable[[], None]
 def test_campaign(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No checker complains, and what the campaign is about has happened."""
     checks = [watch(monkeypatch) for watch, names in WATCHED if name in names]
-    for seed in range(MORE_SEEDS.get(name, SEEDS)):
+    for seed in range(SEEDS_OF.get(name, SEEDS)):
         CAMPAIGNS[name].run(seed)
     for check in checks:
         check()

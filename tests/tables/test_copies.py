@@ -98,7 +98,7 @@ def test_a_copy_keeps_the_rows_that_the_original_keeps(keeping: dict[str, Any], 
     part = TablePart(kept, "t", Table(kept, "t", 2))
     optimizer = OPTIMIZERS[2]
     for seed in range(updates):
-        push(part, optimizer, seed, most=300)
+        push(part, optimizer, seed, most=80)
     writer = PartWriter(kept, "t", 2)
     for piece in pieces_of(part, most_nbytes):
         writer.add(piece)
@@ -111,8 +111,8 @@ def test_a_copy_keeps_the_rows_that_the_original_keeps(keeping: dict[str, Any], 
         mine, theirs = part.table.keeping_state(), other.table.keeping_state()
         assert mine.keys() == theirs.keys()
         assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
-        push(part, optimizer, seed, most=300)
-        push(other, optimizer, seed, most=300)
+        push(part, optimizer, seed, most=80)
+        push(other, optimizer, seed, most=80)
 
 
 @pytest.mark.parametrize("name", ["number", "ids", "last", "young_ids", "evicted_at", "missing"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvd.compute.compiled import warm_up
 from kvd.optimizer import SGD
 from kvd.tables.duplicates import added_up, in_order, of_both
-from kvd.tables.row_arena import RowArena
+from kvd.tables.row_arena import Moves, RowArena
 from kvd.tables.row_index import RowIndex
 from tests.compute.compiled_harness import needs_numba, only_compiled, only_numpy
 
@@ -124,7 +124,8 @@ def test_the_index_takes_48_bytes_a_row_at_most() -> None:
         assert index.nbytes <= max(48 * len(index), 12 * 1024)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.usefixtures("_either_way")
+@EITHER_WAY
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.floats(-1e6, 1e6, width=32)), max_size=60),
     st.integers(1, 7),
@@ -176,3 +177,32 @@ def test_an_arena_that_gets_no_memory_is_as_it_was() -> None:
             arena.require(1 << 40)
         assert arena.nbytes == nbytes
         assert arena.where_they_lie()[1, 0] == 7
+
+
+@pytest.mark.usefixtures("_either_way")
+def test_ids_may_lie_anywhere_in_memory() -> None:
+    spread = np.arange(400).reshape(200, 2)[:, 0]
+    index = RowIndex()
+    index.insert(spread)
+    assert index.find(spread[::-2]).tolist() == list(range(199, -1, -2))
+    assert in_order(spread[::-1])[1].tolist() == list(range(199, -1, -1))
+    assert of_both(spread[::2], spread[1::2])[0].tolist() == spread.tolist()
+
+
+@pytest.mark.parametrize("large_from", [1 << 20, 1 << 40])
+def test_an_arena_gives_memory_back_and_grows_again(large_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In large pages and without."""
+    monkeypatch.setattr("kvd.tables.row_arena._LARGE_FROM_NBYTES", large_from)
+    arena = RowArena(8, np.dtype(np.float64))
+    arena.require(100_000)
+    arena.put(np.arange(100_000), np.arange(100_000.0)[:, None].repeat(8, axis=1))
+    arena.close_up(Moves(np.array([99_998, 99_999]), np.array([3, 7]), 99_000, 100_000))
+    arena.close_up(Moves(np.zeros(0, np.intp), np.zeros(0, np.intp), 10, 99_000))
+    assert arena.nbytes <= 2 << 20
+    expected = np.array([0, 1, 2, 99_998, 4, 5, 6, 99_999, 8, 9])
+    for count in (10, 50_000, 100_000):
+        arena.require(count)
+        rows = arena.where_they_lie()[:count, 0]
+        assert rows[:10].tolist() == expected.tolist()
+        assert not rows[10:].any()
+        del rows

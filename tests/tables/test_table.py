@@ -161,7 +161,7 @@ def test_compiled_loops_give_the_same_bits(rule: Optimizer) -> None:
         assert trained_bits(rule, contiguous=False) == by_numpy
         assert trained_bits(rule, contiguous=True) == by_numpy
     name = loop_name(kernel_of(rule))
-    assert set(used) == {name, f"{name}{ROWS}", "find_ids", "put_ids", "sort_ids"}
+    assert set(used) == {name, f"{name}{ROWS}", "find_ids", "put_ids", "sort_ids", "add_rows"}
 
 
 def test_the_names_of_the_loops_for_rows_are_those_that_there_are() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
+
+import numpy as np
 
 from kvd.client.calls.values import Array, source_of
 from kvd.client.cluster.ahead import one_ahead
@@ -14,6 +15,7 @@ from kvd.client.cluster.answers import list_keys
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.optimizer_states import store_optimizer, store_state
 from kvd.client.cluster.state_reader import some_at_once
+from kvd.client.cluster.stored_tables import store_table
 from kvd.core import requests
 from kvd.core.requests import Item
 from kvd.errors import NotAllowed
@@ -23,6 +25,7 @@ from kvd.snapshots.manifest import StoredKey
 from kvd.snapshots.part_memory import PartMemory
 from kvd.snapshots.reader import StoredSnapshot
 from kvd.snapshots.writer import PART_BYTES
+from kvd.tables.stored_rows import StoredRows
 
 
 class _Batch(NamedTuple):
@@ -31,6 +34,7 @@ class _Batch(NamedTuple):
     keys: Sequence[StoredKey]
     items: tuple[Item, ...]
     states: Sequence[dict[str, Array]]
+    tables: Sequence[tuple[str, StoredRows]]
 
 
 async def restore_keys(engine: Engine, snapshot: StoredSnapshot) -> Sequence[tuple[str, KeySpec]]:
@@ -41,19 +45,20 @@ async def restore_keys(engine: Engine, snapshot: StoredSnapshot) -> Sequence[tup
     optimizer = snapshot.manifest.origin.optimizer
     if optimizer is not None:
         await store_optimizer(engine, optimizer)
-    slice_bytes = engine.machine.view.settings.slice_bytes
+    settings = engine.machine.view.settings
     keys = snapshot.manifest.keys
+    specs = {key.key: _spec_of(key, settings.slice_bytes, settings.num_servers) for key in keys}
     memory = PartMemory(max((part.nbytes for part in snapshot.manifest.parts), default=0))
     planned = list(_batches(keys))
     last_use = {part: number for number, batch in enumerate(planned) for part in _parts_of(batch)}
-    work = [partial(asyncio.to_thread, _read, snapshot, batch, slice_bytes, memory) for batch in planned]
+    work = [partial(asyncio.to_thread, _read, snapshot, batch, specs, memory) for batch in planned]
     number = 0
     async with one_ahead(work) as batches:
         async for batch in batches:
             await _make_keys(engine, batch)
             memory.give_back([part for part in _parts_of(batch.keys) if last_use[part] == number])
             number += 1
-    return [(key.key, KeySpec(key.dtype, key.shape, slice_bytes, key.merge)) for key in keys]
+    return list(specs.items())
 
 
 async def has_values(engine: Engine) -> bool:
@@ -77,24 +82,38 @@ async def check_is_new(engine: Engine, snapshot: StoredSnapshot) -> None:
         raise NotAllowed(text, key=found[0].key)
 
 
-def _read(snapshot: StoredSnapshot, keys: Sequence[StoredKey], slice_bytes: int, memory: PartMemory) -> _Batch:
-    items, states = [], []
+def _spec_of(key: StoredKey, slice_bytes: int, parts: int) -> KeySpec:
+    table = None if key.table is None else key.table.spec._replace(parts=parts)
+    return KeySpec(key.dtype, key.shape, slice_bytes, key.merge, table)
+
+
+def _read(
+    snapshot: StoredSnapshot, keys: Sequence[StoredKey], specs: Mapping[str, KeySpec], memory: PartMemory
+) -> _Batch:
+    items, states, tables = [], [], []
     for key in keys:  # value and state lie side by side
-        data, spec = source_of(snapshot.value(key, memory), slice_bytes, copy=False)
-        items.append(Item(key.key, replace(spec, merge=key.merge), data))
+        spec = specs[key.key]
+        if key.table is not None:
+            items.append(Item(key.key, spec, np.empty(0, np.uint8)))
+            tables.append((key.key, snapshot.rows(key, memory)))
+            continue
+        data, _ = source_of(snapshot.value(key, memory), spec.slice_bytes, copy=False)
+        items.append(Item(key.key, spec, data))
         states.append(snapshot.state(key, memory))
-    return _Batch(keys, tuple(items), states)
+    return _Batch(keys, tuple(items), states, tables)
 
 
 async def _make_keys(engine: Engine, batch: _Batch) -> None:
     await engine.call(requests.InitKeys(batch.items))
+    values = [key for key in batch.keys if key.table is None]
     await some_at_once(
         [
             partial(store_state, engine, key.key, key.updates, state)
-            for key, state in zip(batch.keys, batch.states, strict=True)
+            for key, state in zip(values, batch.states, strict=True)
             if key.updates or state
         ]
     )
+    await some_at_once([partial(store_table, engine, name, stored) for name, stored in batch.tables])
 
 
 def _batches(keys: Iterable[StoredKey]) -> Iterator[Sequence[StoredKey]]:
@@ -114,11 +133,9 @@ def _batches(keys: Iterable[StoredKey]) -> Iterator[Sequence[StoredKey]]:
 
 def _parts_of(keys: Iterable[StoredKey]) -> set[int]:
     """In which parts values and states of these keys lie."""
-    arrays = [pieces for key in keys for pieces in (key.weight, *(slot.pieces for slot in key.state.values()))]
-    return {piece.part for pieces in arrays for piece in pieces}
+    return {piece.part for key in keys for pieces, _ in key.pieces() for piece in pieces}
 
 
 def _nbytes(key: StoredKey) -> int:
     """Of its value and its state."""
-    arrays = [key.dtype, *(slot.dtype for slot in key.state.values())]
-    return key.elements * sum(DTYPES[dtype].itemsize for dtype in arrays)
+    return sum(piece.elements * DTYPES[dtype].itemsize for pieces, dtype in key.pieces() for piece in pieces)

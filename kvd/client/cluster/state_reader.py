@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -10,16 +11,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvd.client.calls.values import fresh_target
-from kvd.client.cluster.answers import check_no_tables, list_keys
+from kvd.client.cluster.answers import list_keys
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.optimizer_states import fetch_optimizer, fetch_state
+from kvd.client.cluster.stored_tables import fetch_table
 from kvd.client.cluster.transfers import pull_into
 from kvd.core import requests
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
 from kvd.protocol.specs import KeySpec
 from kvd.snapshots.layout import KeyMark
-from kvd.snapshots.writer import KeyContent
+from kvd.snapshots.writer import KeyContent, table_content
 
 AT_ONCE = 32  # keys whose states are on their way at the same time
 CHANGED = "the values change while the snapshot is taken: all workers call snapshot between the same two steps"
@@ -36,34 +38,41 @@ class StateReader:
     """
 
     def __init__(
-        self, engine: Engine, optimizer: Optimizer | None, specs: Mapping[str, KeySpec], clocks: Mapping[str, int]
+        self,
+        engine: Engine,
+        optimizer: Optimizer | None,
+        specs: Mapping[str, KeySpec],
+        clocks: Mapping[str, int],
+        nbytes: Mapping[str, int],
     ) -> None:
         self.optimizer = optimizer
         self.specs = specs
         self.clocks = clocks
         self._engine = engine
+        self._nbytes = nbytes
 
     @classmethod
     async def begin(cls, engine: Engine) -> StateReader:
         """Looks up which keys there are.
 
         Raises:
-            NotAllowed: the slices of a key differ: others push; or a key is a table.
+            NotAllowed: the slices of a key differ: others push.
         """
         optimizer = await fetch_optimizer(engine)
         clocks: dict[str, int] = {}
+        nbytes = Counter[str]()
         entries = sorted((entry for _, entry in await list_keys(engine)), key=lambda entry: entry.key)
-        check_no_tables(engine, entries, "a snapshot does not hold")
         for entry in entries:
+            nbytes[entry.key] += entry.bytes_led
             if clocks.setdefault(entry.key, entry.version) != entry.version:
                 raise NotAllowed(CHANGED, key=entry.key)
         looked_up = await some_at_once([partial(engine.call, requests.DescribeKey(name)) for name in clocks])
-        return cls(engine, optimizer, dict(zip(clocks, looked_up, strict=True)), clocks)
+        return cls(engine, optimizer, dict(zip(clocks, looked_up, strict=True)), clocks, nbytes)
 
     @property
     def marks(self) -> Mapping[str, KeyMark]:
         """What tells whether a key has changed."""
-        return {name: KeyMark(spec.nbytes, self.clocks[name]) for name, spec in self.specs.items()}
+        return {name: KeyMark(self._nbytes[name], self.clocks[name]) for name in self.specs}
 
     async def read(self, names: Sequence[str]) -> list[KeyContent]:
         """The values and states of these keys.
@@ -71,6 +80,18 @@ class StateReader:
         Raises:
             NotAllowed: one of them has changed.
         """
+        tables = [name for name in names if self.specs[name].table]
+        values = await self._read_values([name for name in names if not self.specs[name].table])
+        return [*values, *await some_at_once([partial(self._read_table, name) for name in tables])]
+
+    async def _read_table(self, name: str) -> KeyContent:
+        spec, clock = self.specs[name], self.clocks[name]
+        stored = await fetch_table(self._engine, name, spec)
+        if any(entry.key == name and entry.version != clock for _, entry in await list_keys(self._engine)):
+            raise NotAllowed(CHANGED, key=name)
+        return table_content(name, spec, stored, clock)
+
+    async def _read_values(self, names: Sequence[str]) -> list[KeyContent]:
         targets = [fresh_target(self.specs[name]) for name in names]
         pulled = self._engine.call(pull_into(names, targets, 0))
         versions, states = await asyncio.gather(pulled, self._states(names))

@@ -207,6 +207,9 @@ class ClusterTables:
         self._check_size(name, most * max(spec.row_nbytes, ROW_ID_BYTES), "pull")
         ids = self._engine.memory(asked.ids.nbytes)
         ids.view(np.int64)[:] = asked.ids
+        if asked.where is None and len(wanted) == 1:  # straight to where they are wanted
+            rows: Array = rows_of(wanted[0].target, description).reshape(-1).view(np.uint8)
+            return _Pull(Item(name, spec, ids, rows, ranges=asked.ranges), description, None, ())
         rows = np.empty(len(asked.ids) * spec.row_nbytes, np.uint8)
         return _Pull(Item(name, spec, ids, rows, ranges=asked.ranges), description, asked.where, wanted)
 
@@ -215,13 +218,13 @@ class _Pull(NamedTuple):
     """The rows of one table that a call pulls.
 
     Attributes:
-        where: the place of each wanted row among those that are pulled.
-        wanted: for each place of the key in the list.
+        where: the place of each wanted row among those that are pulled; None: they are in the same order.
+        wanted: for each place of the key in the list; none if the rows arrive where they are wanted.
     """
 
     item: Item
     description: RowSparse
-    where: np.ndarray[Any, np.dtype[np.intp]]
+    where: np.ndarray[Any, np.dtype[np.intp]] | None
     wanted: Sequence[WantedRows]
 
     def spread(self) -> None:
@@ -229,8 +232,12 @@ class _Pull(NamedTuple):
         rows: Array = self.item.target.view(self.description.numpy_dtype).reshape(-1, self.description.width)
         first = 0
         for _, ids, target in self.wanted:
-            where = self.where[first : first + len(ids)]
-            np.take(rows, where, axis=0, out=rows_of(target, self.description), mode="clip")
+            part = slice(first, first + len(ids))
+            out = rows_of(target, self.description)
+            if self.where is None:
+                np.copyto(out, rows[part])
+            else:
+                np.take(rows, self.where[part], axis=0, out=out, mode="clip")
             first += len(ids)
 
 

@@ -21,8 +21,10 @@ from kvd.client.calls.values import Array, Source
 from kvd.compute.optimizers import SliceState
 from kvd.compute.tensors import named_dtype
 from kvd.errors import KvdError
-from kvd.protocol.specs import KeySpec
+from kvd.protocol.specs import MAX_SLICE_BYTES, KeySpec
+from kvd.tables.description import RowSparse
 from kvd.tables.table import Table
+from kvd.tables.wire import spec_of_table
 
 
 @dataclass(slots=True)
@@ -47,6 +49,11 @@ class TableEntry:
     table: Table
     merge: str  # its own; "": that of the store
     version: int = 0
+
+
+def table_spec(description: RowSparse, merge: str) -> KeySpec:
+    """Of a table in this process, which is one part."""
+    return spec_of_table(description, parts=1, slice_bytes=MAX_SLICE_BYTES, merge=merge)
 
 
 class LocalKeys:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,20 @@ from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.snapshot_schedule import SnapshotSchedule
 from kvd.client.calls.snapshot_writing import SnapshotWriting
 from kvd.client.calls.values import source_of
-from kvd.client.local.keys import Entry, LocalKeys
+from kvd.client.local.keys import Entry, LocalKeys, TableEntry, table_spec
 from kvd.client.local.updates import LocalUpdates, exported, loaded
 from kvd.config import Config
 from kvd.errors import NotAllowed, SnapshotError
-from kvd.protocol.specs import MAX_SLICE_BYTES
+from kvd.protocol.specs import MAX_SLICE_BYTES, KeySpec
 from kvd.snapshots.layout import KeyMark
-from kvd.snapshots.manifest import Origin
+from kvd.snapshots.manifest import Origin, StoredKey
 from kvd.snapshots.reader import StoredSnapshot
 from kvd.snapshots.series import SnapshotSeries
 from kvd.snapshots.shelf import newest_at
-from kvd.snapshots.writer import KeyContent, is_written
+from kvd.snapshots.writer import KeyContent, is_written, table_content
+from kvd.tables.stored_rows import StoredRows, all_of
+from kvd.tables.table import Table
+from kvd.tables.wire import table_of_spec
 
 
 class LocalSnapshots:
@@ -75,17 +78,27 @@ class LocalSnapshots:
 
     def _begin(self, folder: Path, steps: int, published: Callable[[], None] | None = None) -> Handle:
         """Copies the state; the handle says when it is written."""
-        self._keys.check_no_tables("a snapshot does not hold")
         self.wait()
         origin = Origin("", self._type_name, self._lineage, steps, 1, self._updates.optimizer)
-        clocks = {name: entry.version for name, entry in self._keys.entries.items()}
+        clocks = {name: entry.version for name, entry in self._entries()}
         if is_written(folder, origin, clocks, self._restored_from):
             return Handle.of(None)
-        marks = {name: KeyMark(entry.value.nbytes, entry.version) for name, entry in self._keys.entries.items()}
+        marks = {name: KeyMark(_nbytes(entry), entry.version) for name, entry in self._entries()}
         taken = self._series.begin(folder, origin, marks)
-        contents = [[_content(name, self._keys.entry(name)) for name in group] for group in taken.groups]
+        contents = [[self._content(name) for name in group] for group in taken.groups]
         self._writing = SnapshotWriting(taken, contents, published)
         return Handle(self._writing.promise, what="snapshot")
+
+    def _entries(self) -> Iterable[tuple[str, Entry | TableEntry]]:
+        return [*self._keys.entries.items(), *self._keys.tables.items()]
+
+    def _content(self, name: str) -> KeyContent:
+        """A copy of what a key is now."""
+        table = self._keys.tables.get(name)
+        if table is None:
+            return _content(name, self._keys.entry(name))
+        spec = table_spec(table.table.description, table.merge)
+        return table_content(name, spec, all_of(table.table), table.version)
 
     def wait(self) -> None:
         """Returns when no snapshot is being written any more."""
@@ -123,6 +136,9 @@ class LocalSnapshots:
         origin = snapshot.manifest.origin
         self._updates.adopt(origin.optimizer)
         for key in snapshot.manifest.keys:
+            if key.table is not None:
+                self._restore_table(key, snapshot.rows(key))
+                continue
             value = snapshot.value(key).copy()
             source = source_of(value, MAX_SLICE_BYTES, copy=False)
             entry = self._keys.make(key.key, source._replace(spec=replace(source.spec, merge=key.merge)))
@@ -131,6 +147,19 @@ class LocalSnapshots:
         self._restored_from = origin.lineage
         self._steps.restored(origin.steps, begins_past=begins_past)
         return origin.steps
+
+    def _restore_table(self, key: StoredKey, stored: StoredRows) -> None:
+        assert key.table is not None
+        spec = KeySpec(key.dtype, key.shape, MAX_SLICE_BYTES, key.merge, key.table.spec)
+        table = Table(table_of_spec(spec), key.key)
+        table.store(stored.ids, stored.rows, stored.slots)
+        table.step = stored.updates
+        self._keys.tables[key.key] = TableEntry(table, key.merge)
+        self._keys.restored.add([(key.key, spec)])
+
+
+def _nbytes(entry: Entry | TableEntry) -> int:
+    return entry.table.nbytes if isinstance(entry, TableEntry) else entry.value.nbytes
 
 
 def _content(name: str, entry: Entry) -> KeyContent:

@@ -77,10 +77,10 @@ class LocalTables:
                 ids = table.ids()
             else:
                 ids, evicted = table.updated_since(since), table.evicted_since(since)
-            write_table(
-                file, name, table.description, Exported(ids, evicted, since, entry.version), _pieces(table, ids)
-            )
-            return entry.version
+            version = entry.version if table.tracked is None else table.tracked
+            exported = Exported(ids, evicted, since, version)
+            write_table(file, name, table.description, exported, _pieces(table, ids))
+            return version
 
         return self._keys.answered(work)
 

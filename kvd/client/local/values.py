@@ -29,7 +29,7 @@ from kvd.client.calls.values import (
     targets_by_name,
     values_by_name,
 )
-from kvd.client.local.keys import Entry, LocalKeys
+from kvd.client.local.keys import Entry, LocalKeys, table_spec
 from kvd.client.local.tables import LocalTables
 from kvd.client.local.updates import LocalUpdates
 from kvd.compute.optimizers import SliceState
@@ -59,18 +59,22 @@ class LocalValues:
 
         def work() -> None:
             default = self._updates.merge
-            to_make = self._keys.restored.to_make(names, [source.spec for source in sources], default)
-            fresh = [(names[place], sources[place]) for place in to_make]
+            specs = [source.spec for source in sources]
+            specs += [table_spec(description, merges.get(name, "")) for name, description in tables]
+            wanted = [*names, *[name for name, _ in tables]]
+            to_make = {wanted[place] for place in self._keys.restored.to_make(wanted, specs, default)}
+            fresh = [(name, source) for name, source in zip(names, sources, strict=True) if name in to_make]
+            new_tables = [(name, description) for name, description in tables if name in to_make]
             for name, source in fresh:
                 if name in self._keys.entries:
                     self._keys.entry(name).spec.check_merge(source.spec, name, default)
-            for name in (*(name for name, _ in fresh), *(name for name, _ in tables)):
+            for name in (*(name for name, _ in fresh), *(name for name, _ in new_tables)):
                 if self._keys.is_live(name):
                     text = f"key {name!r} is live already: init makes a key once; push changes its value"
                     raise KeyExists(text, key=name)
             for name, source in fresh:
                 self._keys.make(name, source)
-            for name, description in tables:
+            for name, description in new_tables:
                 self._tables.make(name, description, merges.get(name, ""))
 
         return self._keys.watched(keys.names, work)

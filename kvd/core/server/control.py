@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvd.core.access import may_operate
-from kvd.core.machine import Export, JobDone, Load, LogEntry, Received, Run, Send, Span
+from kvd.core.machine import JobDone, LogEntry, Received, Run, Send, Span
 from kvd.core.membership import name_of
 from kvd.core.refusals import refusal_of
 from kvd.core.server.attachments import Attachments
@@ -13,13 +13,13 @@ from kvd.core.server.command_answers import CommandAnswers
 from kvd.core.server.compressors import compressor_answer
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
-from kvd.core.server.groups import FusedGroup, Slice
+from kvd.core.server.groups import FusedGroup
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.optimizer_agreement import OptimizerAgreement
 from kvd.core.server.optimizer_records import OptimizerRecords, change_records
 from kvd.core.server.pace import Pace
-from kvd.core.server.records import LED_ELSEWHERE, Records
-from kvd.core.server.slice_jobs import SliceJobs
+from kvd.core.server.records import Records
+from kvd.core.server.slice_states import SliceStates
 from kvd.core.server.usable_optimizers import UsableOptimizers
 from kvd.core.session import SchedulerSession
 from kvd.errors import KvdError, NotAllowed
@@ -32,17 +32,13 @@ from kvd.protocol.messages import (
     ErrorCode,
     FetchState,
     HoldOptimizer,
-    HoldState,
     NotYetReason,
     OptimizerIs,
     OptimizerQuery,
-    Refused,
     SetOptimizer,
-    State,
     StoreState,
     UpdateOptimizer,
 )
-from kvd.protocol.specs import state_of_table_text
 
 
 class ServerControl:
@@ -57,7 +53,7 @@ class ServerControl:
         agreement: OptimizerAgreement,
         disputes: Disputes,
         records: Records,
-        jobs: SliceJobs,
+        states: SliceStates,
         session: SchedulerSession,
         advance: Callable[[FusedGroup], None],
         check_memory: Callable[[Optimizer | None], None],
@@ -70,7 +66,7 @@ class ServerControl:
         self._agreement = agreement
         self._disputes = disputes
         self._records = records
-        self._jobs = jobs
+        self._states = states
         self._session = session
         self._advance = advance
         self._usable = UsableOptimizers(table, check_memory)
@@ -114,9 +110,9 @@ class ServerControl:
         elif isinstance(message, UpdateOptimizer):
             self._update_optimizer(event, message, rank)
         elif isinstance(message, FetchState):
-            self._fetch_state(event, message)
+            self._states.fetch(event, message)
         else:
-            self._store_state(event, message)
+            self._states.store(event, message)
 
     # ── the optimizer ──
 
@@ -254,86 +250,6 @@ class ServerControl:
         """Whether the view names other servers as the leaders of all partitions."""
         view = self._session.view
         return bool(view.partitions) and self._session.rank not in view.leads()
-
-    # ── its state ──
-
-    def _slice(self, event: Received, request: int, key: str, index: int) -> Slice | None:
-        """None if there is none whose state can be read or stored, and the sender was told."""
-        slice_ = self._jobs.find(event, request, key, index)
-        if slice_ is not None and slice_.spec.table:
-            self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, state_of_table_text(key), key)
-            return None
-        return slice_
-
-    def _fetch_state(self, event: Received, message: FetchState) -> None:
-        slice_ = self._slice(event, message.request, message.key, message.index)
-        if slice_ is None:
-            return
-
-        def done(job: JobDone, go_on: Callable[[], None]) -> None:
-            if job.error is not None:
-                self._effects.send(event.peer, refusal_of(message.request, job.error))
-            else:
-                step, slots, spans = job.result
-                self._effects.send(event.peer, State(message.request, step, slots), spans)
-            go_on()
-
-        self._jobs.between_updates(slice_, lambda job: Export(job, message.key, message.index), done)
-
-    def _store_state(self, event: Received, message: StoreState) -> None:
-        slice_ = self._slice(event, message.request, message.key, message.index)
-        if slice_ is None:
-            return
-        if slice_.creation != message.creation:
-            text = f"key {message.key!r} was deleted, and made again"
-            self._effects.refuse(event.peer, message.request, ErrorCode.KEY_NOT_FOUND, text, message.key)
-            return
-        sender, request = slice_.loaded
-        if self.held.is_open:
-            text = "the optimizer was changed just now"
-            self._effects.not_yet(event.peer, message.request, NotYetReason.BUSY, text, message.key)
-            return
-        if slice_.is_loading and (sender, request) == (event.sender, message.request):
-            return  # it is asked again, and this will be done by then
-        if sender == event.sender and message.request <= request:
-            self._effects.send(
-                event.peer, Done(message.request)
-            )  # a second load would undo the updates since the first
-            return
-        source = Span(event.payload, 0, event.nbytes)
-        before, slice_.loaded = slice_.loaded, (event.sender, message.request)
-        slice_.is_loading = True
-
-        def done(job: JobDone, go_on: Callable[[], None]) -> None:
-            if job.error is not None:
-                if slice_.loaded == (event.sender, message.request):
-                    slice_.loaded, slice_.is_loading = before, False  # it may be asked for again
-                self._effects.send(event.peer, refusal_of(message.request, job.error))
-                go_on()
-                return
-
-            def held(refused: Refused | None) -> None:
-                if slice_.loaded == (event.sender, message.request):
-                    slice_.is_loading = False
-                if refused is not LED_ELSEWHERE:
-                    self._effects.send(event.peer, Done(message.request))
-                go_on()
-
-            record = HoldState(
-                0, slice_.partition, slice_.slice_id, event.sender, message.request, message.step, message.slots
-            )
-            self._records.hold_round(
-                slice_.partition,
-                record,
-                held,
-                (source,) if event.nbytes else (),
-                slice_.slice_id,
-            )
-
-        def load(job: int) -> Load:
-            return Load(job, message.key, message.index, message.step, message.slots, source)
-
-        self._jobs.between_updates(slice_, load, done)
 
     # ── commands ──
 

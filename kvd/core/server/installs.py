@@ -258,6 +258,8 @@ class Installs:
             if job.error is not None:
                 self._effects.send(event.peer, refusal_of(message.request, job.error))
             else:
+                if isinstance(job.result, TableVersion):
+                    slice_.log.current = job.result
                 then()
             self._ended(message.partition)
 

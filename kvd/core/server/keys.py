@@ -80,12 +80,6 @@ class KeyTable:
         """Bytes that were pushed to tables, and are in no version yet."""
         return sum([slice_.log.unapplied_nbytes for slice_ in self._parts]) if self._parts else 0
 
-    @property
-    def wanted_ids_nbytes(self) -> int:
-        """Bytes of the row ids of pulls that wait for their version."""
-        waiting = [entry.pending.row_ids for slice_ in self._parts for entry in slice_.group.waiting]
-        return sum([ids.nbytes for ids in waiting if ids is not None])
-
     def _count(self, slice_: Slice) -> None:
         self.bytes_led += slice_.nbytes
         if slice_.spec.table:

@@ -59,6 +59,7 @@ from kvd.core.server.resume import OF_RESUMPTION, Resumption
 from kvd.core.server.row_lists import RowLists
 from kvd.core.server.shared_steps import SharedSteps
 from kvd.core.server.slice_jobs import SliceJobs
+from kvd.core.server.slice_states import SliceStates
 from kvd.core.server.syncing import Syncing
 from kvd.core.server.targets import TargetResolver
 from kvd.core.server.wait_answers import WaitAnswers
@@ -150,6 +151,7 @@ class ServerMachine:
             memory or ServerMemory(settings.memory_limit_bytes),
             lambda: replicas.nbytes,
             lambda: replicas.table_nbytes,
+            lambda: waiters.pending.row_ids_nbytes,
             lambda: self._control.optimizer,
         )
         self._attachments = attachments = Attachments(session.view, self.table, effects)
@@ -200,7 +202,7 @@ class ServerMachine:
             agreement,
             disputes,
             records,
-            slice_jobs,
+            SliceStates(effects, records, slice_jobs, use.row_error, lambda: self._control.held.is_open),
             session,
             pushes.advance,
             use.check_for,

@@ -21,6 +21,7 @@ class MemoryUse:
     Args:
         held_nbytes: bytes of the slices that this server holds for others.
         held_table_nbytes: the memory of parts of tables that it holds for others.
+        wanted_ids_nbytes: of the row ids of open pulls.
         optimizer: the one that is set.
 
     Attributes:
@@ -34,6 +35,7 @@ class MemoryUse:
         memory: ServerMemory,
         held_nbytes: Callable[[], int],
         held_table_nbytes: Callable[[], int],
+        wanted_ids_nbytes: Callable[[], int],
         optimizer: Callable[[], Optimizer | None],
     ) -> None:
         self._session = session
@@ -42,6 +44,7 @@ class MemoryUse:
         self._memory = memory
         self._held_nbytes = held_nbytes
         self._held_table_nbytes = held_table_nbytes
+        self._wanted_ids_nbytes = wanted_ids_nbytes
         self._optimizer = optimizer
         self.creating_nbytes = 0
 
@@ -125,8 +128,8 @@ class MemoryUse:
         """Bytes in all, if this server leads so many more than it does."""
         led = (self._led + more) * self._copies_with(self._optimizer())
         table = self._table
-        of_tables = table.table_nbytes + table.pushed_rows_nbytes * ROW_COPIES + table.wanted_ids_nbytes
-        of_tables += self._held_table_nbytes()
+        of_tables = table.table_nbytes + table.pushed_rows_nbytes * ROW_COPIES
+        of_tables += self._wanted_ids_nbytes() + self._held_table_nbytes()
         return led + self._held_nbytes() * HELD_COPIES + of_tables
 
     def _copies_with(self, optimizer: Optimizer | None) -> int:

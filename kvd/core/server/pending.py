@@ -58,9 +58,14 @@ class Pending:
 
 
 class PendingTable:
-    """Open requests by sender and number."""
+    """Open requests by sender and number.
+
+    Attributes:
+        row_ids_nbytes: of the row ids that they brought.
+    """
 
     def __init__(self) -> None:
+        self.row_ids_nbytes = 0
         self._open: dict[tuple[int, int], Pending] = {}
         self._places = Shares(FEW)  # that peers take
 
@@ -73,6 +78,7 @@ class PendingTable:
 
     def open(self, pending: Pending) -> None:
         self._open[pending.sender, pending.request] = pending
+        self.row_ids_nbytes += 0 if pending.row_ids is None else pending.row_ids.nbytes
         pending.opened_by = pending.peer
         self._places.take(pending.peer, 1)
 
@@ -80,11 +86,12 @@ class PendingTable:
         return self._open.get((sender, request))
 
     def close(self, pending: Pending) -> None:
+        peer, ids = pending.opened_by, pending.row_ids
         pending.closed = True
         pending.spans, pending.row_ids = [], None
-        peer = pending.opened_by
         if self._open.pop((pending.sender, pending.request), None) is not None and peer is not None:
             self._places.give_back(peer, 1)
+            self.row_ids_nbytes -= 0 if ids is None else ids.nbytes
 
     def drop_sender(self, sender: int) -> None:
         """The sender is gone for good: nobody waits for the answers."""
@@ -93,7 +100,9 @@ class PendingTable:
 
     def validate(self, missing: Mapping[tuple[int, int], int]) -> None:
         """Raises AssertionError unless `missing` has the parts that each open request waits for, and no others, and the
-        shares of the peers are counted."""
+        shares of the peers and the row ids are counted."""
         expected = {name: pending.remaining for name, pending in self._open.items()}
         self._places.validate(Counter(pending.opened_by for pending in self._open.values()))
+        ids = [pending.row_ids.nbytes for pending in self._open.values() if pending.row_ids is not None]
+        assert self.row_ids_nbytes == sum(ids), f"{self.row_ids_nbytes} bytes of row ids are counted, not {sum(ids)}"
         assert missing == expected, f"requests wait for {dict(missing)}, and their answers lack {expected}"

@@ -353,7 +353,7 @@ class Pushes:
     def _commit(self, group: FusedGroup, made: Made) -> None:
         """The closed round becomes a version, and those who waited for it are answered."""
         record = group.commit(made.buffer, made.encoded)
-        if group.slices[0].spec.table:
+        if group.is_of_table:
             self._memory.give_back()
         if not self._view.is_sync:
             self.staleness.committed(group, record)

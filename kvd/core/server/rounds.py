@@ -22,6 +22,7 @@ from kvd.core.machine import Buffer, Contribution, ScatterList
 from kvd.core.places import START, PlaceKind, kind_of, place_of, step_of
 from kvd.core.server.counted_steps import CountedSteps
 from kvd.core.server.progress import NEVER_PULLED, NO_PROGRESS, PushRequest, Refusal, WorkerProgress
+from kvd.core.server.staging import Staging, nbytes_of
 from kvd.protocol.messages import ADD, NO_PLACE, MergedCoding
 
 
@@ -77,8 +78,7 @@ class SliceLog:
     progress: dict[int, WorkerProgress] = field(default_factory=dict)  # by rank
     newest: tuple[int, int] = (START, 0)  # the newest place of a push that counts, and its clock; sync only
     shared: CountedSteps = field(default_factory=CountedSteps)  # async: the shared steps that count here
-    _rounds: dict[int, dict[int, Contribution]] = field(default_factory=dict)  # sync: clock → rank → contribution
-    _arrived: list[Contribution] = field(default_factory=list)  # async, in the order of arrival
+    _staging: Staging = field(default_factory=Staging)
 
     # ── where a worker stands ──
 
@@ -147,7 +147,7 @@ class SliceLog:
 
     def mixes(self, clock: int, how: int) -> bool:
         """Whether a push of this kind would meet the other kind (contributions and assignments) in its round."""
-        others = self._rounds.get(clock, {}).values() if self.sync else ()
+        others = self._staging.rounds.get(clock, {}).values() if self.sync else ()
         return any((other.how == ADD) != (how == ADD) for other in others)
 
     def refuse(self, rank: int, refusal: Refusal) -> None:
@@ -162,17 +162,12 @@ class SliceLog:
         if place != progress.place or not progress.trained:
             progress.come_to(place, clock, is_contribution=contribution.how == ADD)
         progress.last_request = push
-        if self.sync:
-            self._rounds.setdefault(clock, {})[rank] = contribution
-        else:
-            self._arrived.append(contribution)
+        self._staging.add(contribution, sync=self.sync)
 
     def drop_unclosed(self, rank: int) -> None:
         """A new incarnation has the rank, or the rounds go on without it: what it staged for open rounds is
         forgotten."""
-        for contributions in self._rounds.values():
-            contributions.pop(rank, None)
-        self._arrived = [contribution for contribution in self._arrived if contribution.rank != rank]
+        self._staging.drop(rank)
         progress = self._progress_to_change(rank)
         progress.fall_back(self.resume_clock(rank))
         progress.last_refusal = None
@@ -180,7 +175,7 @@ class SliceLog:
 
     def drop_staged(self) -> None:
         """Another server leads, and has all that has counted: what is staged is sent there again, as it was."""
-        self._rounds, self._arrived = {}, []
+        self._staging.clear()
         for rank, progress in self.progress.items():
             progress.fall_back(self.resume_clock(rank))
             progress.last_request = progress.last_refusal = None
@@ -241,7 +236,7 @@ class SliceLog:
 
     def missing(self, clock: int, required: Iterable[int]) -> list[int]:
         """Sync: the ranks that the round of `clock` still waits for."""
-        contributions = self._rounds.get(clock, {})
+        contributions = self._staging.rounds.get(clock, {})
         return [
             rank
             for rank in required
@@ -251,7 +246,7 @@ class SliceLog:
     def has_quorum(self, clock: int, quorum: int, required: Iterable[int]) -> bool:
         """Sync: whether so many have contributed to the round of `clock`, or came in after it and wait for it as well.
         A round of assignments waits for all: without rank 0 it would have no value."""
-        given = self._rounds.get(clock)
+        given = self._staging.rounds.get(clock)
         if not given or any(contribution.how != ADD for contribution in given.values()):
             return False
         past = {rank for rank in required if self.progress.get(rank, NO_PROGRESS).staged >= clock}
@@ -284,21 +279,21 @@ class SliceLog:
     def _take_round(self, required: Collection[int]) -> tuple[Contribution, ...] | None:
         """A round is empty if all required workers resumed after it, and those that had to push for it have left."""
         clock = self.closed + 1
-        contributions = self._rounds.get(clock)
+        contributions = self._staging.rounds.get(clock)
         if not contributions:
             is_over = bool(required) and all(self.progress_of(rank).staged >= clock for rank in required)
             return () if is_over else None
         if self.missing(clock, required):
             return None
-        del self._rounds[clock]
+        del self._staging.rounds[clock]
         return tuple(contributions[rank] for rank in sorted(contributions))
 
     def _take_arrived(self, required: Collection[int]) -> tuple[tuple[Contribution, ...] | None, bool]:
         """The next contribution, and whether it repeats a shared step."""
         bound = None if self.staleness < 0 else self.slowest(required) + self.staleness
-        for position, contribution in enumerate(self._arrived):
+        for position, contribution in enumerate(self._staging.arrived):
             if bound is None or contribution.clock <= bound or contribution.rank not in required:
-                del self._arrived[position]
+                del self._staging.arrived[position]
                 self._progress_to_change(contribution.rank).counted = contribution.clock
                 return (contribution,), self._is_counted_step(contribution)
         return None, False
@@ -323,6 +318,7 @@ class SliceLog:
         record = self.closing
         assert record is not None
         self.closing = None
+        self._staging.release((*record.contributions, *record.repeated))
         self.previous, self.current = self.current, buffer
         self.version += 1
         self.previous_step = self.step
@@ -337,6 +333,7 @@ class SliceLog:
         record = self.closing
         assert record is not None
         self.closing = None
+        self._staging.release((*record.contributions, *record.repeated))
         self.closed -= 1
         for contribution in record.contributions:
             before = contribution.clock - 1
@@ -347,9 +344,7 @@ class SliceLog:
                 progress.counted = before
             if kind_of(contribution.place) is PlaceKind.SHARED:
                 self.shared.remove(step_of(contribution.place))
-            for contributions in self._rounds.values():
-                contributions.pop(contribution.rank, None)
-            self._arrived = [other for other in self._arrived if other.rank != contribution.rank]
+            self._staging.drop(contribution.rank)
         return record
 
     # ── several slices, one log ──
@@ -357,7 +352,7 @@ class SliceLog:
     @property
     def is_idle(self) -> bool:
         """Nothing is staged, and nothing is being applied."""
-        return self.closing is None and not self._arrived and not any(self._rounds.values())
+        return self.closing is None and next(self._staging.open(), None) is None
 
     def is_level_with(self, other: SliceLog) -> bool:
         """Whether both are idle and equally far, so that they can go on as one."""
@@ -379,8 +374,7 @@ class SliceLog:
             previous=previous,
             progress={rank: replace(progress, apart=None) for rank, progress in self.progress.items()},
             shared=self.shared.copy(),
-            _rounds={},
-            _arrived=[],
+            _staging=Staging(),
         )
 
     def take_later_requests(self, other: SliceLog) -> None:
@@ -392,11 +386,7 @@ class SliceLog:
         """The log of a range of the bytes, with what is staged for it. Not while a round is being applied."""
         assert self.closing is None
         log = self.copy_for(current, previous)
-        log._arrived = [contribution.part(offset, nbytes) for contribution in self._arrived]
-        log._rounds = {
-            clock: {rank: contribution.part(offset, nbytes) for rank, contribution in contributions.items()}
-            for clock, contributions in self._rounds.items()
-        }
+        log._staging = self._staging.part(offset, nbytes)
         return log
 
     # ── versions ──
@@ -418,12 +408,12 @@ class SliceLog:
     @property
     def staged_nbytes(self) -> int:
         """Bytes held for rounds that are open."""
-        return _nbytes(self._arrived) + sum([_nbytes(given.values()) for given in self._rounds.values()])
+        return nbytes_of(self._staging.open())
 
     @property
     def unapplied_nbytes(self) -> int:
         """The same, and those of the round that is being applied."""
-        return self.staged_nbytes + (0 if self.closing is None else _nbytes(self.closing.contributions))
+        return self._staging.nbytes
 
     # ── invariants ──
 
@@ -434,22 +424,21 @@ class SliceLog:
         no version has a step below its number
         a staged contribution has a clock that is staged, not skipped, and not in a closed round
         no worker has more than `rounds_ahead` contributions staged
+        the bytes that wait are counted
         """
         assert self.closed == self.version + (self.closing is not None), f"rounds {self.closed} of {self.version}"
         assert max(self.version, self.previous_step) <= self.step, f"version {self.version} is of step {self.step}"
         self.shared.validate()
         for progress in self.progress.values():
             progress.validate(sync=self.sync)
-        staged = [entry for contributions in self._rounds.values() for entry in contributions.values()]
         counts: dict[int, int] = {}
-        for entry in staged + self._arrived:
+        for entry in self._staging.open():
             progress = self.progress_of(entry.rank)
             assert progress.skipped < entry.clock <= progress.staged, f"{entry} is staged, but {progress}"
             assert entry.clock > self.counted_clock(entry.rank), f"{entry} is staged, its round is closed"
             counts[entry.rank] = counts.get(entry.rank, 0) + 1
         assert max(counts.values(), default=0) <= self.rounds_ahead, f"too far ahead: {counts}"
+        closing = () if self.closing is None else (*self.closing.contributions, *self.closing.repeated)
+        unapplied = self.staged_nbytes + nbytes_of(closing)
+        assert self.unapplied_nbytes == unapplied, f"{unapplied} bytes wait, {self.unapplied_nbytes} are counted"
         assert WorkerProgress() == NO_PROGRESS, "somebody wrote to the progress that all new ranks share"
-
-
-def _nbytes(contributions: Iterable[Contribution]) -> int:
-    return sum([given.span.nbytes for given in contributions if given.span is not None])

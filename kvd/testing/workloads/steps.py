@@ -42,8 +42,15 @@ def item(key: str, source: Floats | None = None, target: Floats | None = None) -
 
 
 def begin(me: Me, keys: Sequence[str], initial: Floats, optimizer: SGD | None) -> Generator[Any, Any, int]:
-    """Joins, makes the keys, and finds the step to go on from."""
-    yield from enter(me, keys, initial, optimizer)
+    """Joins, makes the keys with this value, and finds the step to go on from."""
+    return (yield from begin_with(me, keys, lambda key: item(key, initial.copy()), optimizer))
+
+
+def begin_with(
+    me: Me, keys: Sequence[str], make: Callable[[str], Item], optimizer: SGD | None
+) -> Generator[Any, Any, int]:
+    """The same with keys that `make` describes."""
+    yield from enter_with(me, keys, make, optimizer)
     step = 0
     if me.machine.session.predecessor:
         clocks: list[int] = []
@@ -55,14 +62,21 @@ def begin(me: Me, keys: Sequence[str], initial: Floats, optimizer: SGD | None) -
 
 
 def enter(me: Me, keys: Sequence[str], initial: Floats, optimizer: SGD | None) -> Generator[Any, Any, None]:
-    """Joins, and makes the keys."""
+    """Joins, and makes the keys with this value."""
+    yield from enter_with(me, keys, lambda key: item(key, initial.copy()), optimizer)
+
+
+def enter_with(
+    me: Me, keys: Sequence[str], make: Callable[[str], Item], optimizer: SGD | None
+) -> Generator[Any, Any, None]:
+    """Joins, and makes the keys that `make` describes."""
     yield JoinCluster()
     if optimizer is not None and me.rank == 0:
         yield from insist(Control((SetOptimizer(0, to_wire(optimizer)),)))
     lists = [tuple(keys)] if len(keys) > 2 else [(key,) for key in keys]
     calls = []
     for names in lists:
-        request = InitKeys(tuple(item(key, initial.copy()) for key in names))
+        request = InitKeys(tuple(make(key) for key in names))
         calls.append((yield Start(request)))
     for names, call in zip(lists, calls, strict=True):
         try:
@@ -70,7 +84,7 @@ def enter(me: Me, keys: Sequence[str], initial: Floats, optimizer: SGD | None) -
         except NodeLost:
             for key in names:
                 with suppress(KeyExists):  # the first went through after all
-                    yield from insist(InitKeys((item(key, initial.copy()),)))
+                    yield from insist(InitKeys((make(key),)))
 
 
 def weights_before(me: Me, keys: Sequence[str], size: int, clock: int) -> Generator[Any, Any, dict[str, Floats]]:

@@ -1,0 +1,71 @@
+"""The rows of tables for snapshots: worker 0 reads all parts, and stores rows in the parts of another cluster.
+
+The coroutines run on the engine's loop, see `Engine.run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvd.client.cluster.engine import Engine
+from kvd.core import requests
+from kvd.errors import NotAllowed
+from kvd.protocol.messages import FetchState, StoreState
+from kvd.protocol.specs import KeySpec
+from kvd.tables.description import RowSparse
+from kvd.tables.parts import parts_of
+from kvd.tables.stored_rows import Page, StoredRows, joined, page_of
+from kvd.tables.wire import table_of_spec
+
+PAGE_NBYTES = 4 << 20  # of rows, on their way to one server
+
+
+async def fetch_table(engine: Engine, name: str, spec: KeySpec) -> StoredRows:
+    """All rows of a table, ids ascending, with what the optimizer keeps of them.
+
+    Raises:
+        NotAllowed: a part has changed meanwhile.
+    """
+    description = table_of_spec(spec)
+    parts = await asyncio.gather(*[_fetch_part(engine, name, index, description) for index in range(spec.num_slices)])
+    return joined([page.stored for pages in parts for page in pages], description)
+
+
+async def _fetch_part(engine: Engine, name: str, index: int, description: RowSparse) -> Sequence[Page]:
+    pages: list[Page] = []
+    first, left = 0, 1
+    while left:
+        message = FetchState(0, name, index, first)
+        ((_, payload, nbytes),) = await engine.call(requests.SliceControl(name, (message,)))
+        page = page_of(np.frombuffer(payload, np.uint8, nbytes), description, name)
+        if pages and page.version != pages[0].version:
+            raise NotAllowed(f"table {name!r} changes while it is read: all workers call snapshot between two steps")
+        pages.append(page)
+        first, left = first + len(page.stored.ids), page.rows_after
+    return pages
+
+
+async def store_table(engine: Engine, name: str, stored: StoredRows) -> None:
+    """Puts rows, which were checked, into a table that nobody has pushed to."""
+    spec: KeySpec = await engine.call(requests.DescribeKey(name))
+    part = parts_of(stored.ids, spec.num_slices)
+    places = [np.flatnonzero(part == index) for index in range(spec.num_slices)]
+    await asyncio.gather(*[_store_part(engine, name, index, stored, at) for index, at in enumerate(places)])
+
+
+async def _store_part(engine: Engine, name: str, index: int, stored: StoredRows, places: Any) -> None:
+    """Page by page; one of no rows, too, since it says how many updates there were."""
+    row_nbytes = 8 + sum([array.itemsize * array.shape[1] for array in (stored.rows, *stored.slots.values())])
+    step = max(1, PAGE_NBYTES // row_nbytes)
+    for first in range(0, max(1, len(places)), step):
+        page = stored.some(places[first : first + step]).to_bytes(_memory)
+        message = StoreState(0, name, index, 0, ())
+        await engine.call(requests.SliceControl(name, (message,), (page,), (page.nbytes,)))
+
+
+def _memory(nbytes: int) -> np.ndarray[Any, Any]:
+    return np.empty(nbytes, np.uint8)
