@@ -25,6 +25,7 @@ from benchmarks.compare import heading, say
 from benchmarks.report import digits, print_table, time_text
 from kvd.compression import Compression, known_compressors, parse
 from kvd.compute.codecs import codec_of, encode, encode_fed_back
+from kvd.compute.compiled import warm_up_codecs
 from kvd.config import MiB
 from kvd.testing.cluster import LocalCluster
 from kvd.testing.slowlink import slow_links
@@ -139,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if warning:
         say(warning)
     console = Console()
+    warm_up_codecs()
     found: dict[str, CodecFigures] = {}
     for name, params in {**{name: {"type": name} for name in known_compressors()}, **VARIANTS}.items():
         compression = parse(params)

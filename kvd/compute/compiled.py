@@ -24,11 +24,12 @@ from kvd.compute.tensors import BFLOAT16, dtype_name
 from kvd.optimizer import Optimizer
 
 Array: TypeAlias = np.ndarray[Any, Any]
-Function: TypeAlias = Callable[..., None]
+Function: TypeAlias = Callable[..., Any]
 
 ENOUGH = 2**26
 """Elements after which a loop is worth its compilation: NumPy takes some tenths of a second for them."""
 
+_FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 _WORK_OF_ID, _WORK_OF_IDS = 32, 2**14  # what NumPy takes for an id, and for a call, in elements
 _CALL = 2**12  # what a call costs beside its elements, in elements
 
@@ -187,6 +188,19 @@ def warm_up(
     for loop in wanted:
         _compiler.compile(loop)
     return all(loop.is_ready for loop in wanted)
+
+
+def warm_up_codecs() -> bool:
+    """The same for the loops of compressors."""
+    loops = [codec_loop(name) for name in ("magnitudes", "two_bit")]
+    for loop in loops:
+        _compiler.compile(loop)
+    return all(loop.is_ready for loop in loops)
+
+
+def codec_loop(name: str) -> Loop:
+    """Return the loop of compressors that is called ``name``."""
+    return loop_for(name, _FLOAT32, _FLOAT32)
 
 
 def kernels_in_use() -> str:

@@ -3,10 +3,11 @@
 Over 400 lines because numba's cache on disk notices changes of the file that defines a loop, and of no other file: the
 loops and the functions that they inline belong together.
 
-This module, `jit_ids` and `jit_prefetch` are all that import numba, and only :mod:`kvd.compute.compiled` imports them,
-when a loop is worth its compilation. The formulas stand in :mod:`kvd.optimizer.rules`; the order of the roundings is
-that of :mod:`kvd.compute.kernels` and :mod:`kvd.compute.merge`, operation by operation, so that both give the same
-bits. LLVM keeps it: without fast-math flags it neither reorders nor contracts to fused multiply-adds. (Which of two
+This module, `jit_codecs`, `jit_ids` and `jit_prefetch` are all that import numba, and only
+:mod:`kvd.compute.compiled` imports them, when a loop is worth its compilation. The formulas stand in
+:mod:`kvd.optimizer.rules`; the order of the roundings is that of :mod:`kvd.compute.kernels` and
+:mod:`kvd.compute.merge`, operation by operation, so that both give the same bits. LLVM keeps it: without fast-math
+flags it neither reorders nor contracts to fused multiply-adds. (Which of two
 NaNs survives an addition is left open, here as there: no promise is made about their payloads.)
 
 Every loop but ``merge`` takes, in this order:
@@ -39,6 +40,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from kvd.compute.jit_codecs import LOOPS as CODEC_LOOPS
 from kvd.compute.jit_ids import LOOPS as ID_LOOPS
 from kvd.compute.jit_prefetch import prefetch
 from kvd.compute.kernels import KEEPING, ROWS
@@ -703,6 +705,8 @@ _ROW_LOOPS: dict[str, tuple[Callable[..., None], int]] = {
 # Those that merge rows: MERGE_LOOPS names them.
 _MERGE_LOOPS: dict[str, Callable[..., None]] = {"take_rows": take_rows, "add_rows": add_rows}
 
+_WITH_TYPES = {**CODEC_LOOPS, **ID_LOOPS}
+
 
 def compile_loop(name: str, source: str, target: str) -> Callable[..., None]:
     """Compile one loop for one combination of dtypes, or take it from the cache on disk; this takes up to seconds.
@@ -711,14 +715,14 @@ def compile_loop(name: str, source: str, target: str) -> Callable[..., None]:
     of these can be written, or what is there cannot be read, the loop is compiled without one.
 
     Args:
-        name: one of the loops above, or that with ``KEEPING`` or ``ROWS`` behind it; or a loop on row ids.
+        name: one of the loops above, or that with ``KEEPING`` or ``ROWS`` behind it; or one of codecs, or on row ids.
         source, target: the names of the dtypes of the contributions and of ``out``.
 
     Returns:
         The loop. It takes arrays that are C-contiguous, of any alignment; those that it only reads may be read-only.
     """
-    if name in ID_LOOPS:
-        loop, signature = ID_LOOPS[name]
+    if name in _WITH_TYPES:
+        loop, signature = _WITH_TYPES[name]
     elif name in _MERGE_LOOPS:
         loop, signature = _MERGE_LOOPS[name], _merge_signature(name, target)
     elif name.endswith(ROWS):

@@ -315,8 +315,8 @@ class Apply(NamedTuple):
     gradient. The number and layout of a group never change.
 
     A merged gradient is in the dtype that contributions are summed in, float32 for float16 and bfloat16, element by
-    element as in the group; what lies between two slices there does not matter. There is one only with an optimizer,
-    and without `assign`; of a part of a table always, which is its merged rows with their ids.
+    element as in the group; what lies between two slices there does not matter. There is one only with an optimizer
+    or an `encoding`, and without `assign`; of a part of a table always, which is its merged rows with their ids.
 
     With `encoding` there is no optimizer, and the group is one slice. The merged gradient is encoded, and the new
     version is what that decodes into. The JobDone has a triple, those two and an EncodedValue; None for the last one:

@@ -1570,8 +1570,8 @@ class Hold:
     is_gradient: bool
     optimizer: Plain
     generation: Count
-    coding: MergedCoding | None = None
     rows_before: Count = 0
+    coding: MergedCoding | None = None
 
 
 @dataclass(frozen=True, slots=True)

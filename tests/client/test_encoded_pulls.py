@@ -10,7 +10,7 @@ import pytest
 import kvd
 from kvd.core.machine import Send
 from kvd.node.sending import MessageSender
-from kvd.protocol.messages import Coding, Values
+from kvd.protocol.messages import Coding, Pull, Values
 from kvd.testing.cluster import LocalCluster
 
 SIZE = 20_001  # floats in slices of 16 KiB: four full ones and a short one
@@ -205,3 +205,26 @@ def test_what_is_not_finite_changes_no_other_element_and_is_gone_after_one_round
 
     with LocalCluster(2, 1) as cluster:
         cluster.run(program)
+
+
+@pytest.mark.parametrize(("store_type", "takes"), [("dist_sync", "2bit"), ("dist_async", "")])
+def test_what_a_pull_asks_for(store_type: str, takes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    send = MessageSender.send
+
+    def noted(self: MessageSender, effect: Send, *rest: Any) -> Any:
+        if isinstance(effect.message, Pull):
+            asked.append(effect.message.takes)
+        return send(self, effect, *rest)
+
+    monkeypatch.setattr(MessageSender, "send", noted)
+
+    def program(kv: kvd.KVStore) -> None:
+        kv.set_gradient_compression(TWO_BIT)
+        kv.init("w", np.zeros(SIZE, np.float32))
+        kv.push("w", gradient(0, 0))
+        assert set(np.unique(kv.pull("w"))) <= {-0.5, 0.0, 0.5}
+
+    with LocalCluster(1, 1) as cluster:
+        cluster.run(program, store_type)
+    assert asked == [takes]

@@ -18,16 +18,18 @@ from kvd.protocol.messages import (
     NO_RANK,
     Coding,
     Epoch,
+    MemberState,
     MergedForm,
     Part,
     Pull,
     Push,
     SetOptimizer,
+    Uncounted,
     Values,
 )
 from kvd.protocol.specs import KeySpec
 from tests.core.fakes import SLICE, of
-from tests.core.replica_harness import Cluster
+from tests.core.replica_harness import A, B, Cluster
 from tests.core.worker_harness import Harness
 
 ALONE = [(rank, NO_RANK, NO_RANK) for rank in range(3)]
@@ -153,6 +155,37 @@ def test_slices_that_are_fused_are_sent_as_they_are() -> None:
     answer, payload = pulled(run, 2, "2bit")
     left_over = FIRST[0] + FIRST[1] - np.array(VALUE, np.float32)
     assert np.frombuffer(payload, np.float32).tolist() == (FIRST[0] + FIRST[1] + left_over).tolist()
+
+
+def test_a_server_that_takes_over_answers_with_the_same_bytes_and_goes_on_with_what_was_left_over() -> None:
+    run, alone = Cluster([(A, B, NO_RANK), *ALONE[1:]]), ready()
+    run.create("w", np.zeros(4, np.float32))
+    for clock in (1, 2):
+        answer, payload = pushed(run, clock, [coding(), coding()], pull=True)
+        pushed(alone, clock, [coding(), coding()])
+    run.kill(A)
+    run.look([(B, NO_RANK, NO_RANK), *ALONE[1:]])
+    run.push(0, 2, FIRST[0], coding=coding(), pull=True, request=answer.request, at=B)
+    assert run.answers[-1][1:] == (answer, payload)
+    for clock in (3, 4):
+        expected = pushed(alone, clock, [coding(), coding()], pull=True)
+        found = pushed(run, clock, [coding(), coding()], pull=True, at=B)
+        assert (found[0].coding, found[1]) == (expected[0].coding, expected[1])
+
+
+def test_a_push_that_does_not_count_is_answered_with_the_plain_value() -> None:
+    """The rounds go on without worker 0, which is lost, and comes with a push for a round that is over."""
+    run = ready()
+    pushed(run, 1, [coding(), coding()])
+    run.workers[0] = run.workers[0]._replace(state=MemberState.LOST)
+    run.look()
+    run.push(1, 2, FIRST[1], coding=coding())
+    run.push(0, 2, FIRST[0], coding=coding(), pull=True)
+    rank, answer, payload = run.answers[-1]
+    assert (rank, type(answer)) == (0, Uncounted)
+    value = run.value(0)
+    assert run.nodes[0].table.slices["w", 0].encoded[2]
+    assert np.frombuffer(payload, np.float32).tolist() == value.tolist()
 
 
 # ── the worker ──

@@ -141,9 +141,9 @@ class ClusterValues:
 
     @property
     def _taken(self) -> TakenForm | None:
-        """The form in which pulled values may come."""
+        """The form in which pulled values may come. Where none does, keys are pulled together."""
         compressing = self._compression.current
-        return None if compressing is None else compressing.takes
+        return None if compressing is None or not self._engine.machine.view.is_sync else compressing.takes
 
     def pull(self, key: Any, out: Any, priority: int, cast: bool = False) -> Handle:
         keys = self._arguments.named(key)

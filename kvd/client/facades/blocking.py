@@ -331,11 +331,12 @@ class KVStore(StoreProperties, KVStoreBase):
         """Compresses what this worker pushes from now on, such as ``{"type": "2bit", "threshold": 0.5}``.
 
         The types are "fp16", "bf16", "fp8", "int8", "2bit", "1bit", "onebit", "topk", "randomk", "dithering",
-        "powersgd", and those that are installed; "none" turns compression off. What a worker pulls is not compressed.
-        Values of fewer bytes than ``"min_bytes"``, which is 65536 if the dict does not say it, of integers, or pushed
-        with `cast` are sent plain. With ``"ef": "vanilla"``, the default of those that lose much, what compression
-        leaves of a push is added to the next one of the key; with ``"ef": "none"`` it is lost. `docs/compression.md`
-        has the parameters.
+        "powersgd", and those that are installed; "none" turns compression off. In `dist_sync` without an optimizer the
+        servers encode what they merge in the same way, and the worker pulls it so; ``"pull": "plain"`` switches that
+        off. Weights are pulled plain. Values of fewer bytes than ``"min_bytes"``, which is 65536 if the dict does not
+        say it, of integers, or pushed with `cast` are sent plain. With ``"ef": "vanilla"``, the default of those that
+        lose much, what compression leaves of a push is added to the next one of the key; with ``"ef": "none"`` it is
+        lost. `docs/compression.md` has the parameters.
 
         Each worker may have its own, and may change it at any time. What is left over begins at zero in a restarted
         worker, unless it is kept in the directory ``"state_dir"``, and when compression is turned off.

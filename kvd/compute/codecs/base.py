@@ -66,6 +66,14 @@ class Codec(Protocol):
         """Decode what was checked."""
 
 
+class KeepingCodec(Codec, Protocol):
+    """Encodes for error feedback in one go."""
+
+    def encode_keeping(self, kept: Floats, out: Bytes, nonce: int, sent: Floats | None) -> int | None:
+        """The same as ``encode``. ``kept`` becomes what was left over, 0 where that is no finite number, and ``sent``
+        what the bytes decode into. None: not this time, and nothing was done."""
+
+
 @runtime_checkable
 class RememberingCodec(Codec, Protocol):
     """Encodes one slice, and keeps something from push to push."""
@@ -110,6 +118,12 @@ _CODECS: dict[type[Compressor], Callable[[Any], Codec]] = {
     Dithering: _dithering,
     PowerSGD: lambda compressor: LowRankCodec(compressor.rank, compressor.seed),
 }
+
+
+def keeping(codec: Codec) -> KeepingCodec | None:
+    """The codec, if it is a KeepingCodec: to ask for each slice whether it follows a protocol takes long."""
+    kept: Any = codec
+    return kept if hasattr(codec, "encode_keeping") else None
 
 
 @lru_cache(64)

@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from kvd.compute.codecs.lengths import TILE, check_length
 from kvd.compute.codecs.magnitudes import mean, mean_from
+from kvd.compute.compiled import codec_loop
 
+_NOWHERE = np.empty(0, np.float32)
 _SMALLEST = np.finfo(np.float32).tiny
 
 
@@ -28,6 +30,15 @@ class TwoBitCodec:
     def encode(self, values: NDArray[np.float32], out: NDArray[np.uint8], nonce: int) -> int:
         return _write_pairs(values, self._threshold, out)
 
+    def encode_keeping(
+        self, kept: NDArray[np.float32], out: NDArray[np.uint8], nonce: int, sent: NDArray[np.float32] | None
+    ) -> int | None:
+        loop = codec_loop("two_bit").ready(kept.size)
+        if loop is None:
+            return None
+        loop(kept, out, self._threshold, self._threshold, _NOWHERE if sent is None else sent)
+        return self.max_nbytes(kept.size)
+
     def check(self, data: NDArray[np.uint8], size: int) -> None:
         check_length(data, self.max_nbytes(size), size)
 
@@ -45,15 +56,30 @@ class ScaledTwoBitCodec:
         return 4 + -(-size // 4)
 
     def encode(self, values: NDArray[np.float32], out: NDArray[np.uint8], nonce: int) -> int:
-        threshold = np.maximum(np.float32(0.7) * mean(values), _SMALLEST)  # so 0 stays 0
-        out[:4].view("<f4")[0] = mean_from(values, threshold)
+        threshold, _ = _write_scale(values, out)
         return 4 + _write_pairs(values, threshold, out[4:])
+
+    def encode_keeping(
+        self, kept: NDArray[np.float32], out: NDArray[np.uint8], nonce: int, sent: NDArray[np.float32] | None
+    ) -> int | None:
+        loop = codec_loop("two_bit").ready(kept.size)
+        if loop is None:
+            return None
+        loop(kept, out[4:], *_write_scale(kept, out), _NOWHERE if sent is None else sent)
+        return self.max_nbytes(kept.size)
 
     def check(self, data: NDArray[np.uint8], size: int) -> None:
         check_length(data, self.max_nbytes(size), size)
 
     def decode(self, data: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
         look_up(_signs_of_pairs() * data[:4].view("<f4")[0], data[4:], out)
+
+
+def _write_scale(values: NDArray[np.float32], out: NDArray[np.uint8]) -> tuple[np.float32, np.float32]:
+    """From where on elements are sent, and as what, which is written."""
+    threshold = np.maximum(np.float32(0.7) * mean(values), _SMALLEST)  # so 0 stays 0
+    sent = out[:4].view("<f4")[0] = mean_from(values, threshold)
+    return threshold, sent
 
 
 def _write_pairs(values: NDArray[np.float32], threshold: np.float32, out: NDArray[np.uint8]) -> int:

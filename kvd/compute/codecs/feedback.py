@@ -11,16 +11,12 @@ Where that is no finite number, e is 0: a NaN or an infinity is sent as far as t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.compute.codecs.base import Codec, keeping
 from kvd.compute.quiet import quietly
 from kvd.compute.scratch import Scratch
-
-if TYPE_CHECKING:
-    from kvd.compute.codecs.base import Codec
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -42,17 +38,33 @@ def _encode_fed_back(
 ) -> int:
     """Tile by tile, if the codec allows it: then each stays in the cache for all of it."""
     tile = codec.tile or max(values.size, 1)
-    sent = Scratch.of_thread(_FLOAT32, min(tile, values.size)).first
     end = 0
     for start in range(0, values.size or 1, tile):
         kept = residual[start : start + tile]
         kept += values[start : start + tile]
-        begin = end
-        end += codec.encode(kept, out[begin:], nonce)
-        codec.decode(out[begin:end], sent[: kept.size])
-        kept -= sent[: kept.size]
-        drop_what_is_not_finite(kept)
+        end += encode_keeping(codec, kept, out[end:], nonce)
     return end
+
+
+def encode_keeping(
+    codec: Codec, kept: NDArray[np.float32], out: NDArray[np.uint8], nonce: int, sent: NDArray[np.float32] | None = None
+) -> int:
+    """Encode ``kept``, which becomes what was left over, and return the number of bytes.
+
+    Args:
+        sent: shape (n,): receives what the bytes decode into; None: nobody wants it.
+    """
+    at_once = keeping(codec)
+    nbytes = None if at_once is None else at_once.encode_keeping(kept, out, nonce, sent)
+    if nbytes is not None:
+        return nbytes
+    nbytes = codec.encode(kept, out, nonce)
+    if sent is None:
+        sent = Scratch.of_thread(_FLOAT32, kept.size).first
+    codec.decode(out[:nbytes], sent)
+    kept -= sent
+    drop_what_is_not_finite(kept)
+    return nbytes
 
 
 def drop_what_is_not_finite(kept: NDArray[np.float32]) -> None:

@@ -12,16 +12,14 @@ Where that is no finite number, r is 0.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.compute.codecs.feedback import drop_what_is_not_finite
+from kvd.compute.codecs.base import Codec
+from kvd.compute.codecs.feedback import encode_keeping
 from kvd.compute.quiet import quietly
-
-if TYPE_CHECKING:
-    from kvd.compute.codecs.base import Codec
 
 Floats = NDArray[np.float32]
 
@@ -45,11 +43,8 @@ def _encode_merged(
 ) -> int:
     if residual is not None:
         merged += residual
-    nbytes = codec.encode(merged, out, nonce)
     sent = value if value.dtype == np.float32 else np.empty(value.size, np.float32)
-    codec.decode(out[:nbytes], sent)
-    merged -= sent
-    drop_what_is_not_finite(merged)
+    nbytes = encode_keeping(codec, merged, out, nonce, sent)
     if sent is not value:
         np.copyto(value, sent, casting="unsafe")
     return nbytes

@@ -75,8 +75,13 @@ class TopKCodec(PairsCodec):
     def _chosen(self, values: Floats, k: int, nonce: int) -> Indices:
         magnitudes = values.view(np.uint32) & np.uint32(0x7FFFFFFF)  # in the order of the magnitudes, and NaN on top
         candidates = self._candidates(magnitudes, k)
+        if candidates is not None and candidates.size < k:
+            return _with_zeros(magnitudes, k - candidates.size)
         found = magnitudes if candidates is None else magnitudes.take(candidates)
-        least = np.partition(found, found.size - k)[found.size - k]
+        least = found.min()
+        above = found[found > least]  # often many are the least: with them, a partition would take long
+        if above.size >= k:
+            least = np.partition(above, above.size - k)[above.size - k]
         kept = found >= least
         surplus = np.count_nonzero(kept) - k
         if surplus:
@@ -87,7 +92,8 @@ class TopKCodec(PairsCodec):
     @staticmethod
     def _candidates(magnitudes: NDArray[np.uint32], k: int) -> Indices | None:
         """Indices, growing, among which are those of the k largest; None: all. A sample says which ones need not be
-        looked at: those below the element of the sample that lies four standard deviations behind the k-th largest."""
+        looked at: those below the element of the sample that lies four standard deviations behind the k-th largest. If
+        that one is 0, as in what servers merge of such pushes, they are those that are not 0, perhaps fewer than k."""
         step = magnitudes.size // _SAMPLE | 1  # odd: values often repeat a pattern whose length is even
         if step == 1:
             return None
@@ -96,8 +102,16 @@ class TopKCodec(PairsCodec):
         kept = int(expected + 4 * math.sqrt(expected)) + 16
         if kept >= sample.size:
             return None
-        candidates = np.flatnonzero(magnitudes >= sample[-kept])
-        return candidates if candidates.size >= k else None
+        least = sample[-kept]
+        candidates = np.flatnonzero(magnitudes >= max(least, 1))
+        return candidates if candidates.size >= k or least == 0 else None
+
+
+def _with_zeros(magnitudes: NDArray[np.uint32], count: int) -> Indices:
+    """The indices of all that are not 0, and of the first that are."""
+    chosen = magnitudes != 0
+    chosen[np.flatnonzero(~chosen)[:count]] = True
+    return np.flatnonzero(chosen)
 
 
 class RandomKCodec(PairsCodec):

@@ -9,7 +9,6 @@ from kvd.compression import from_wire, to_wire
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.pending import Pending
 from kvd.core.server.rounds import Record
-from kvd.errors import KvdError
 from kvd.protocol.messages import Coding, MergedCoding, MergedForm, Push
 from kvd.protocol.specs import DTYPES
 
@@ -31,7 +30,7 @@ def merged_coding(group: FusedGroup, record: Record, merge: str) -> MergedCoding
     try:
         compressor = from_wire(asked.method).of_merged(count)
         return None if compressor is None else asked._replace(method=to_wire(compressor))
-    except KvdError:  # no compressor can say so large a sum
+    except Exception:  # noqa: BLE001  no compressor can say so large a sum; and installed ones may raise anything
         return None
 
 
@@ -42,8 +41,9 @@ def taken_by(push: Push) -> str:
 
 
 def is_taken(pending: Pending, method: Any) -> bool:
-    """Whether the sender takes what this compressor made. Its request is about one slice then."""
-    return not pending.is_of_many and pending.takes == _name_of(method)
+    """Whether the sender takes what this compressor made. Its request is about one slice then, and counts: an Uncounted
+    says nothing of its bytes."""
+    return pending.counts and not pending.is_of_many and pending.takes == _name_of(method)
 
 
 def coding_of(group: FusedGroup, method: Any) -> Coding:

@@ -35,8 +35,8 @@ def record_of(
         made.merged is not None and (use.optimizer is not None or coding is not None),
         None if use.optimizer is None else to_wire(use.optimizer),
         use.generation,
-        coding,
         len(before),
+        coding,
     )
     rows = [HoldRows(0, group.partition, slice_ids[0], record.number, place) for place in range(len(before))]
     return [*zip(rows, before, strict=True), (last, payload)]
