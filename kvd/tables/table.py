@@ -131,9 +131,9 @@ class Table:
     def assign_merged(self, merged: MergedRows, before: Array | None = None) -> Ids:
         """The same with rows that are merged already; `before`, and what is returned, as above."""
         merged = self._admitted(merged)
+        rows = merged.rows()  # memory first: a row that is there and was not noted would never be evicted
         places = self._places(merged.ids)
         if merged.num_rows:
-            rows = merged.rows()
             if before is not None:
                 self._weights.take(places, before[: merged.num_rows])
             self._weights.put(places, rows)
@@ -276,12 +276,13 @@ class Table:
         for name, array in slots.items():
             if name not in self._slots or self._slots[name].width != array.shape[1]:
                 self._slots[name] = RowArena(array.shape[1], self._dtype)
+        num_before = len(self)
         places = self._places(ids)
         self._weights.put(places, rows)
         for name, array in slots.items():
             self._slots[name].put(places, array)
         if self._keeper is not None:
-            self._keeper.stored(places)
+            self._keeper.stored(places, num_before)
 
     def _places(self, ids: Ids, rule: LazyRule | None = None) -> Places:
         """The places of these ids, each of which is there once; new ones get theirs, and their initial rows."""
