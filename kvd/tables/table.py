@@ -107,13 +107,14 @@ class Table:
         """
         rule = LazyRule(optimizer, self._key, self.description.width, self._dtype)
         merged = self._admitted(merged)
-        count = len(self)
+        count, kept = len(self), list(self._slots)
         places = self._places(merged.ids, rule)
         slots = [self._slots[name] for name in rule.slot_widths]
         try:
             rule.apply(self.step + 1, places, merged, self._weights, slots, _first(before, merged))
         except BaseException:
-            self._forget_new(count)
+            self._index.take_back(merged.ids[places >= count])  # a copy of the table has not made them either
+            self._slots = {name: self._slots[name] for name in kept}
             raise
         self.step += 1
         self._note(places)
@@ -323,12 +324,6 @@ class Table:
     def _note(self, places: Places) -> None:
         if self._keeper is not None:
             self._keeper.note(places)
-
-    def _forget_new(self, count: int) -> None:
-        """The update failed that has made the rows behind so many. A table that evicts none keeps them: they read as
-        before."""
-        if may_evict(self.description.keeping):
-            self._remove(np.arange(count, len(self)))
 
     def _remove(self, places: Places) -> None:
         moves = self._index.remove(places)

@@ -208,38 +208,6 @@ def test_an_update_that_fails_counts_for_nothing() -> None:
     assert read(table, [9]).tolist() == [[-0.5] * WIDTH]
 
 
-@pytest.mark.parametrize("keeping", [{"max_rows": 2}, {"ttl_updates": 1}])
-def test_rows_that_are_stored_again_are_evicted_once(keeping: dict[str, int]) -> None:
-    """A worker 0 that dies while it restores a snapshot stores the same rows again when it is restarted."""
-    once, again = new_table(**keeping), new_table(**keeping)
-    rows = np.ones((3, WIDTH))
-    once.store(int64([3, 5, 7]), rows, {})
-    again.store(int64([3, 7]), rows[:2], {})
-    again.store(int64([3, 5, 7]), rows, {})
-    for number in range(4):
-        for table in (once, again):
-            table.update(SGD(learning_rate=0.5), int64([20 + number]), np.ones((1, WIDTH)))
-        assert again.evict().ids.tolist() == once.evict().ids.tolist()
-        assert again.ids().tolist() == once.ids().tolist()
-
-
-def test_an_assignment_without_memory_for_its_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = new_table(max_rows=1)
-    table.assign(int64([1]), np.ones((1, WIDTH)))
-    with monkeypatch.context() as context:
-        context.setattr("kvd.tables.merged_rows.MergedRows.rows", _no_memory)
-        with pytest.raises(MemoryError):
-            table.assign(int64([2]), np.ones((1, WIDTH)))
-    assert table.ids().tolist() == [1]
-    table.assign(int64([3]), np.ones((1, WIDTH)))
-    assert table.evict().ids.tolist() == [1]
-    assert table.ids().tolist() == [3]
-
-
-def _no_memory(*_: Any) -> Any:
-    raise MemoryError
-
-
 def test_a_table_that_keeps_all_rows_has_no_keeper() -> None:
     """And pays for none."""
     table = new_table()
