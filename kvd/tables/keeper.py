@@ -112,10 +112,14 @@ class Keeper:
             self._candidates.set(self._naming.waiting, self._naming.counts, len(self._index))
         self._naming = None
 
-    def stored(self, places: Places) -> None:
-        """The rows at these places, for which room was reserved, were stored: they are as old as the newest update."""
+    def stored(self, places: Places, num_before: int) -> None:
+        """The rows at these places, for which room was reserved, were stored: they are as old as the newest update.
+
+        Args:
+            num_before: how many rows there were: places from there on are new.
+        """
         if self._recency is not None:
-            self._recency.note(places, self.number)
+            self._recency.stored(places, self.number, num_before)
 
     # ── evictions ──
 

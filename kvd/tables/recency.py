@@ -53,6 +53,19 @@ class Recency:
         if self._queue is not None:
             self._queue.append(np.sort(self._index.ids_at(places)), number)
 
+    def stored(self, places: Places, number: int, num_before: int) -> None:
+        """The same, but it is no update: rows may be stored again, and still have one entry with this number.
+
+        Args:
+            num_before: how many rows there were: places from there on are new.
+        """
+        again = (places < num_before) & (self._last.where_they_lie()[places, 0] == number)
+        self.note(places[~again], number)
+        if self._queue is not None:
+            stored = self._queue.ids[self._queue.end_of(number - 1) :]
+            if bool((stored[1:] < stored[:-1]).any()):
+                stored.sort()  # in the order that a copy of the table makes of them: `restore`
+
     def moved(self, moves: Moves) -> None:
         """Rows were removed, and others have taken their places."""
         self._last.close_up(moves)

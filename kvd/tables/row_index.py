@@ -114,11 +114,17 @@ class RowIndex:
         self._count = count
         return moves
 
+    def take_back(self, ids: Ids) -> None:
+        """The ids that came last, in any order, have no place any more."""
+        self._ids[self._slots_of(ids)] = _GONE
+        self._gone += len(ids)
+        self._count -= len(ids)
+
     def ids(self) -> Ids:
         """The ids in the order of their places."""
         if self._by_place is not None:
             return self._by_place.where_they_lie()[: self._count, 0].copy()
-        taken = np.flatnonzero(self._ids != _FREE)
+        taken = np.flatnonzero(self._ids >= 0)
         ids = np.empty(self._count, np.int64)
         ids[self._places[taken]] = self._ids[taken]
         return ids

@@ -107,13 +107,14 @@ class Table:
         """
         rule = LazyRule(optimizer, self._key, self.description.width, self._dtype)
         merged = self._admitted(merged)
-        count = len(self)
+        count, kept = len(self), list(self._slots)
         places = self._places(merged.ids, rule)
         slots = [self._slots[name] for name in rule.slot_widths]
         try:
             rule.apply(self.step + 1, places, merged, self._weights, slots, _first(before, merged))
         except BaseException:
-            self._forget_new(count)
+            self._index.take_back(merged.ids[places >= count])  # a copy of the table has not made them either
+            self._slots = {name: self._slots[name] for name in kept}
             raise
         self.step += 1
         self._note(places)
@@ -131,9 +132,9 @@ class Table:
     def assign_merged(self, merged: MergedRows, before: Array | None = None) -> Ids:
         """The same with rows that are merged already; `before`, and what is returned, as above."""
         merged = self._admitted(merged)
+        rows = merged.rows()  # memory first: a row that is there and was not noted would never be evicted
         places = self._places(merged.ids)
         if merged.num_rows:
-            rows = merged.rows()
             if before is not None:
                 self._weights.take(places, before[: merged.num_rows])
             self._weights.put(places, rows)
@@ -276,12 +277,13 @@ class Table:
         for name, array in slots.items():
             if name not in self._slots or self._slots[name].width != array.shape[1]:
                 self._slots[name] = RowArena(array.shape[1], self._dtype)
+        num_before = len(self)
         places = self._places(ids)
         self._weights.put(places, rows)
         for name, array in slots.items():
             self._slots[name].put(places, array)
         if self._keeper is not None:
-            self._keeper.stored(places)
+            self._keeper.stored(places, num_before)
 
     def _places(self, ids: Ids, rule: LazyRule | None = None) -> Places:
         """The places of these ids, each of which is there once; new ones get theirs, and their initial rows."""
@@ -322,12 +324,6 @@ class Table:
     def _note(self, places: Places) -> None:
         if self._keeper is not None:
             self._keeper.note(places)
-
-    def _forget_new(self, count: int) -> None:
-        """The update failed that has made the rows behind so many. A table that evicts none keeps them: they read as
-        before."""
-        if may_evict(self.description.keeping):
-            self._remove(np.arange(count, len(self)))
 
     def _remove(self, places: Places) -> None:
         moves = self._index.remove(places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvd.protocol.messages import (
     Delete,
     Done,
     Hold,
+    HoldDropped,
     HoldRows,
     Init,
     Install,
@@ -172,6 +174,36 @@ def test_a_record_with_many_rows_comes_in_pieces(optimizer: Any, seed: int, monk
     run.kill(A)
     run.look([(B, NO_RANK, NO_RANK), *OTHERS])
     np.testing.assert_array_equal(read(run, 2, at=B), newest)
+
+
+def test_rows_whose_record_never_comes_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their table is deleted, or the round has others; and none come before their round can be the next."""
+    monkeypatch.setattr(row_records, "PIECE_NBYTES", 100)
+    run = with_table()
+    run.auto = False
+    both_push(run, 1)
+    *rows, last = run.to(B)
+    kept = run.nodes[B].held().row_records
+    early = rows[0]._replace(event=rows[0].event._replace(message=replace(rows[0].message, request=901, version=2)))
+    run.arrive(early)
+    assert [type(wire.message) for wire in run.to(A)] == [Refused]
+    assert not kept.nbytes
+    run.arrive(rows[0])
+    assert kept.nbytes
+    run.arrive(last._replace(event=last.event._replace(message=replace(last.message, rows_before=0))))
+    assert not kept.nbytes
+    run.arrive(rows[0])
+    assert not kept.nbytes
+
+    other = with_table()
+    other.auto = False
+    both_push(other, 1)
+    piece = other.to(B)[0]
+    other.arrive(piece)
+    dropped = HoldDropped(902, piece.message.partition, (KeyId("t", 0),))
+    assert other.nodes[B].held().row_records.nbytes
+    other.arrive(piece._replace(event=piece.event._replace(message=dropped, payload=None, nbytes=0)))
+    assert not other.nodes[B].held().row_records.nbytes
 
 
 @pytest.mark.parametrize("optimizer", [None, SGD(0.5), Adam(0.1)], ids=repr)

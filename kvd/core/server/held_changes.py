@@ -73,6 +73,8 @@ class HeldChanges:
         for key in sorted(set(old)):
             slices = held.table.of_key(key)
             held.table.remove(key)
+            for slice_ in slices:
+                held.row_records.drop(slice_.slice_id)
             self._effects.emit(forget_state(slices))
         self._answers.done(event, held)
 

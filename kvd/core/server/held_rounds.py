@@ -91,6 +91,10 @@ class HeldRounds:
             text = f"this server does not hold part {message.part.slice_index} of a table {message.part.key!r}"
             self._answers.refuse(event, text, ErrorCode.KEY_NOT_FOUND, message.part.key)
             return
+        if message.version > slice_.log.closed + 1:
+            text = f"rows of record {message.version} of {message.part.key!r} came when {slice_.log.closed} were held"
+            self._answers.refuse(event, text, key=message.part.key)
+            return
         piece = Span(event.payload, 0, event.nbytes)
         is_late = message.version <= slice_.log.closed
         if is_late or held.row_records.add(message.part, message.version, message.place, piece):

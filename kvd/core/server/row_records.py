@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kvd.core.machine import Span
 from kvd.protocol.messages import SliceId
 from kvd.protocol.specs import ROW_ID_BYTES, KeySpec
@@ -30,36 +28,32 @@ def pieces_of(spec: KeySpec, merged: Span) -> list[Piece]:
     return pieces
 
 
-class _Round(NamedTuple):
-    """The round of a slice that makes this version."""
-
-    slice_id: SliceId
-    version: int
-
-
 class RowRecords:
     """Pieces that have come to a backup before the record of their round."""
 
     def __init__(self) -> None:
-        self._pieces: dict[_Round, dict[int, Span]] = {}
+        self._pieces: dict[SliceId, dict[int, dict[int, Span]]] = {}  # by round, and by place in it
 
     def add(self, slice_id: SliceId, version: int, place: int, piece: Span) -> bool:
-        """Keeps a piece. False if there are too many."""
-        kept = self._pieces.setdefault(_Round(slice_id, version), {})
+        """Keeps a piece of the round that makes this version. False if there are too many."""
+        kept = self._pieces.setdefault(slice_id, {}).setdefault(version, {})
         kept[place] = piece
         return len(kept) <= MOST_PIECES
 
     def take(self, slice_id: SliceId, version: int, count: int) -> list[Span] | None:
-        """The first so many pieces of a round, in their order; they are not kept any more. None if some are missing."""
-        if not count:
-            return []
-        kept = self._pieces.get(_Round(slice_id, version), {})
+        """The first so many pieces of a round, in their order; None if some are missing. None of this slice are kept
+        any more then: those of rounds that were made another way are of no use."""
+        kept = self._pieces.get(slice_id, {}).get(version, {})
         if any(place not in kept for place in range(count)):
             return None
-        del self._pieces[_Round(slice_id, version)]
+        self.drop(slice_id)
         return [kept[place] for place in range(count)]
+
+    def drop(self, slice_id: SliceId) -> None:
+        """The slice is gone, or has its round."""
+        self._pieces.pop(slice_id, None)
 
     @property
     def nbytes(self) -> int:
         """The memory of the pieces."""
-        return sum([piece.nbytes for kept in self._pieces.values() for piece in kept.values()])
+        return sum([piece.nbytes for of in self._pieces.values() for kept in of.values() for piece in kept.values()])
