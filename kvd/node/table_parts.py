@@ -153,22 +153,22 @@ class TableParts:
     def stored(self, job: ReadStored) -> Span:
         """Some rows of a part, with what the optimizer keeps of them."""
         if job.kept is not None:
-            return self._page(job.kept.rows, job)
+            kept, _ = job.kept.rows.page(job.first, job.nbytes, self._allocate)
+            return Span(kept, 0, kept.nbytes)
         slice_id = (job.key, job.slice_index)
         if not job.first or slice_id not in self._pages:
             part = self._part(*slice_id)
             self._pages[slice_id] = RowPages(part.table, part.version)
-        return self._page(self._pages[slice_id], job)
+        page, rows_after = self._pages[slice_id].page(job.first, job.nbytes, self._allocate)
+        if not rows_after:
+            del self._pages[slice_id]
+        return Span(page, 0, page.nbytes)
 
     def keep(self, job: KeepRows) -> KeptRows:
         """A copy of all rows, which later updates do not change."""
         part = self._part(job.key, job.slice_index)
         pages = RowPages(part.table, part.version, keeps=True)
         return KeptRows(pages, pages.nbytes)
-
-    def _page(self, pages: RowPages, job: ReadStored) -> Span:
-        page = pages.page(job.first, job.nbytes, self._allocate)
-        return Span(page, 0, page.nbytes)
 
     def store(self, job: Load) -> TableVersion:
         """Puts rows of a snapshot into a part."""
@@ -181,6 +181,7 @@ class TableParts:
 
     def reset(self, slice_id: tuple[str, int]) -> None:
         """Another optimizer is set."""
+        self._end_reading(slice_id)
         self._parts[slice_id].forget_optimizer()
 
     def forget(self, slice_id: tuple[str, int]) -> None:

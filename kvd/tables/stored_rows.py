@@ -122,8 +122,8 @@ class RowPages:
         """The memory of what was copied."""
         return self._ids.nbytes + sum([array.nbytes for array in self._kept or ()])
 
-    def page(self, first: int, most_nbytes: int, allocate: Callable[[int], Array]) -> Array:
-        """The rows from this one on, as a piece; none behind the last.
+    def page(self, first: int, most_nbytes: int, allocate: Callable[[int], Array]) -> tuple[Array, int]:
+        """The rows from this one on, as a piece, and how many come after it; none behind the last.
 
         Args:
             most_nbytes: of the rows, but there is one at least.
@@ -135,7 +135,8 @@ class RowPages:
         arrays = self._table.rows_at(where) if self._kept is None else [array[where] for array in self._kept]
         slots = dict(zip(self._widths, arrays[1:], strict=True))
         stored = StoredRows(self._ids[where], arrays[0], slots, self._updates)
-        return stored.to_bytes(allocate, self._version, max(0, len(self._ids) - where.stop))
+        rows_after = max(0, len(self._ids) - where.stop)
+        return stored.to_bytes(allocate, self._version, rows_after), rows_after
 
 
 def all_of(table: Table) -> StoredRows:

@@ -42,7 +42,7 @@ async def _fetch_part(engine: Engine, name: str, index: int, description: RowSpa
         message = FetchState(0, name, index, first)
         ((_, payload, nbytes),) = await engine.call(requests.SliceControl(name, (message,)))
         page = page_of(np.frombuffer(payload, np.uint8, nbytes), description, name)
-        if pages and page.version != pages[0].version:
+        if pages and (page.version, page.stored.updates) != (pages[0].version, pages[0].stored.updates):
             raise NotAllowed(f"table {name!r} changes while it is read: all workers call snapshot between two steps")
         pages.append(page)
         first, left = first + len(page.stored.ids), page.rows_after
