@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -22,9 +23,13 @@ def write_atomically(path: Path, save: Callable[[BinaryIO], object]) -> None:
         save: writes the content to the file object that it is given.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: it cannot be written, or is a folder, a device or a pipe; nothing is left behind.
     """
     target = Path(os.path.realpath(path))
+    if (
+        target.exists() and not target.is_file()
+    ):  # a rename would put a file in the place of a device, such as /dev/full
+        raise OSError(errno.EINVAL, "this is not an ordinary file, and is not replaced", str(target))
     temporary = target.with_name(f".{target.name[:60]}.{secrets.token_hex(4)}.part")
     try:
         with temporary.open("xb") as file:
