@@ -26,10 +26,10 @@ def write_atomically(path: Path, save: Callable[[BinaryIO], object]) -> None:
         OSError: it cannot be written, or is a folder, a device or a pipe; nothing is left behind.
     """
     target = Path(os.path.realpath(path))
-    if (
-        target.exists() and not target.is_file()
-    ):  # a rename would put a file in the place of a device, such as /dev/full
+    if target.exists() and not target.is_file():  # a rename would put a file in the place of a device
         raise OSError(errno.EINVAL, "this is not an ordinary file, and is not replaced", str(target))
+    if not target.parent.exists():  # the error names the path that the caller knows
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     temporary = target.with_name(f".{target.name[:60]}.{secrets.token_hex(4)}.part")
     try:
         with temporary.open("xb") as file:
