@@ -28,7 +28,7 @@ FUSED = ("mixed", "mixed, nasty", "lists", "lists, stale by 1", "list training")
 READ = tuple(name for name in CAMPAIGNS if name.startswith("watched"))
 TABLES = tuple(name for name in CAMPAIGNS if name.startswith("tables"))
 TABLE_SEEDS = 2  # one with an optimizer and one without
-MORE_SEEDS = {**dict.fromkeys(FUSED, 12), **dict.fromkeys(READ, 10), "watched, nasty": 30}  # until rare things happened
+MORE_SEEDS = {**dict.fromkeys(FUSED, 8), **dict.fromkeys(READ, 10), "watched, nasty": 20}  # until rare things happened
 SEEDS_OF = {**MORE_SEEDS, **dict.fromkeys(TABLES, TABLE_SEEDS)}
 
 Check = Callable[[], None]
