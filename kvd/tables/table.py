@@ -199,8 +199,7 @@ class Table:
             text = f"table {self._key!r} does not track updates: make it with track_updates=True, or export all of it"
             raise NotAllowed(text, key=self._key)
         if number > self._keeper.number:
-            text = f"table {self._key!r} is at version {self._keeper.number}, before since={number}, which may be of"
-            text += " another run: export all of it"
+            text = f"table {self._key!r} is at version {self._keeper.number}, before since={number}: export all of it"
             raise NotAllowed(text, key=self._key)
         return self._keeper
 
