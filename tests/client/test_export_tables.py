@@ -141,7 +141,11 @@ def test_a_list_of_keys_and_other_mistakes_are_refused(kv: kvd.KVStore, tmp_path
         (lambda: kv.export_table("nobody", path), KeyNotFound, "nobody"),
         (lambda: kv.export_table("w", path), NotAllowed, "'w' is no table"),
         (lambda: kv.export_table("u", path, since=0), NotAllowed, "'u' does not track updates: make it with track_u"),
-        (lambda: kv.export_table("t", path, since=2), NotAllowed, "'t' is at version 1, before since=2: export all of it"),
+        (
+            lambda: kv.export_table("t", path, since=2),
+            NotAllowed,
+            "'t' is at version 1, before since=2: export all of it",
+        ),
         (lambda: kv.export_table("t", path, since=BIGGEST), NotAllowed, "'t' is at version 1, before since=46116"),
         (lambda: kv.export_table("t", path, since=-1), NotAllowed, "since is a whole number from 0"),
         (lambda: kv.export_table("t", ""), NotAllowed, "the path of a file"),
