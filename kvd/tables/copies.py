@@ -23,14 +23,13 @@ from kvd.protocol.specs import ROW_ID_BYTES
 from kvd.tables.counted_bits import mix
 from kvd.tables.description import RowSparse
 from kvd.tables.part import UPDATES_KEPT, TablePart
-from kvd.tables.pieces import cut, no_piece_error, packed, unpacked
+from kvd.tables.pieces import MOST_SLOTS, cut, no_piece_error, packed, unpacked
 from kvd.tables.row_values import Ids, Rows
 from kvd.tables.table import Table
 
 Array = np.ndarray[Any, Any]
 
 CHECKED_NBYTES = 8 << 20  # about so much is read for one checksum
-MOST_SLOTS = 16
 
 
 class _Head(NamedTuple):

@@ -20,6 +20,7 @@ from kvd.protocol.specs import padded
 
 Array = np.ndarray[Any, Any]
 
+MOST_SLOTS = 16  # what an optimizer keeps of a row
 _LENGTH_NBYTES = 8
 
 

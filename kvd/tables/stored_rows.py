@@ -14,13 +14,11 @@ import numpy as np
 from kvd.errors import ProtocolError
 from kvd.protocol.specs import ROW_ID_BYTES
 from kvd.tables.description import RowSparse
-from kvd.tables.pieces import cut, no_piece_error, packed, unpacked
+from kvd.tables.pieces import MOST_SLOTS, cut, no_piece_error, packed, unpacked
 from kvd.tables.row_values import Ids
 from kvd.tables.table import Table
 
 Array = np.ndarray[Any, Any]
-
-MOST_SLOTS = 16
 
 
 class StoredRows(NamedTuple):

@@ -17,6 +17,7 @@ from kvd.client.cluster.ahead import one_ahead
 from kvd.client.cluster.answers import list_keys
 from kvd.client.cluster.captures import Captures, Whole
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.stored_tables import read_pages
 from kvd.compute.tensors import named_dtype
 from kvd.core import requests
 from kvd.core.places import PlaceKind, kind_of, step_of
@@ -30,7 +31,7 @@ from kvd.snapshots.layout import KeyMark, Layout
 from kvd.snapshots.manifest import Origin
 from kvd.snapshots.writer import PART_BYTES, KeyContent, SnapshotWriter, table_content
 from kvd.tables.description import RowSparse
-from kvd.tables.stored_rows import StoredRows, joined, page_of
+from kvd.tables.stored_rows import Page, joined
 from kvd.tables.wire import table_of_spec
 
 MESSAGE_BYTES = 4 << 20  # of the values in one answer
@@ -165,22 +166,18 @@ class SnapshotSaver:
         """All rows of a table, as they are kept."""
         description = table_of_spec(spec)
         found = await asyncio.gather(*[self._fetch_part(number, description, piece) for piece in pieces])
-        stored = joined([rows for part in found for rows in part], description)
+        stored = joined([page.stored for part in found for page in part], description)
         return table_content(name, spec, stored, max(piece.found.version for piece in pieces))
 
-    async def _fetch_part(self, number: int, description: RowSparse, piece: _Piece) -> list[StoredRows]:
-        pages: list[StoredRows] = []
-        first, left = 0, 1
-        while left:
+    async def _fetch_part(self, number: int, description: RowSparse, piece: _Piece) -> Sequence[Page]:
+        async def ask(first: int) -> Any:
             message = FetchCaptured(0, number, (piece.slice_id,), first)
-            asked = requests.Control((message,), partitions=(piece.partition,))
-            ((answer, payload, nbytes),) = await self._engine.call(asked)
-            if not isinstance(answer, Values):
+            (answer,) = await self._engine.call(requests.Control((message,), partitions=(piece.partition,)))
+            if not isinstance(answer[0], Values):
                 raise _Lost
-            page = page_of(np.frombuffer(payload, np.uint8, nbytes), description, piece.slice_id.key)
-            pages.append(page.stored)
-            first, left = first + len(page.stored.ids), page.rows_after
-        return pages
+            return answer
+
+        return await read_pages(ask, description, piece.slice_id.key)
 
     # ── values and states ──
 

@@ -6,14 +6,14 @@ The coroutines run on the engine's loop, see `Engine.run`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvd.client.cluster.engine import Engine
 from kvd.core import requests
-from kvd.errors import NotAllowed
+from kvd.errors import NotAllowed, ProtocolError
 from kvd.protocol.messages import FetchState, StoreState
 from kvd.protocol.specs import KeySpec
 from kvd.tables.description import RowSparse
@@ -36,14 +36,32 @@ async def fetch_table(engine: Engine, name: str, spec: KeySpec) -> StoredRows:
 
 
 async def _fetch_part(engine: Engine, name: str, index: int, description: RowSparse) -> Sequence[Page]:
+    async def ask(first: int) -> Any:
+        (answer,) = await engine.call(requests.SliceControl(name, (FetchState(0, name, index, first),)))
+        return answer
+
+    return await read_pages(ask, description, name)
+
+
+async def read_pages(ask: Callable[[int], Awaitable[Any]], description: RowSparse, name: str) -> Sequence[Page]:
+    """All rows of a part, page by page.
+
+    Args:
+        ask: gets the answer about the rows from this one on: message, payload and its bytes.
+
+    Raises:
+        NotAllowed: the part has changed meanwhile.
+        ProtocolError: an answer makes no sense.
+    """
     pages: list[Page] = []
     first, left = 0, 1
     while left:
-        message = FetchState(0, name, index, first)
-        ((_, payload, nbytes),) = await engine.call(requests.SliceControl(name, (message,)))
+        _, payload, nbytes = await ask(first)
         page = page_of(np.frombuffer(payload, np.uint8, nbytes), description, name)
         if pages and (page.version, page.stored.updates) != (pages[0].version, pages[0].stored.updates):
             raise NotAllowed(f"table {name!r} changes while it is read: all workers call snapshot between two steps")
+        if page.rows_after and not len(page.stored.ids):
+            raise ProtocolError(f"a page of table {name!r} has no rows, though {page.rows_after} are to come")
         pages.append(page)
         first, left = first + len(page.stored.ids), page.rows_after
     return pages
