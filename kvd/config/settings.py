@@ -18,8 +18,11 @@ from kvd.config.setting import ROLES, Role, Setting, declare, setting_of
 from kvd.config.values import KiB, MiB
 from kvd.errors import ConfigError
 
-MOST_NODES: Final = 200
-"""Servers and workers of one cluster: what one announcement can name."""
+MOST_NODES: Final = 4096
+"""Servers and workers of one cluster."""
+MOST_SERVERS: Final = 200
+MOST_REPLICATED_WORKERS: Final = 512
+"""With two copies: what a server tells its backup of a slice has an entry for each worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,10 +245,20 @@ class Config:
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{name} = 0: the scheduler needs the number; give {flag} N, N ≥ 1", setting=name)
         name = "max_workers" if self.max_workers > self.num_workers else "num_workers"
-        if getattr(self, name) + self.num_servers > MOST_NODES:
+        workers = getattr(self, name)
+        if self.num_servers > MOST_SERVERS:
+            text = f"num_servers = {self.num_servers}: a cluster has at most {MOST_SERVERS} servers"
+            raise ConfigError(text, setting="num_servers")
+        if workers + self.num_servers > MOST_NODES:
             raise ConfigError(
-                f"{name} = {getattr(self, name)} and num_servers = {self.num_servers}: a cluster has at most "
+                f"{name} = {workers} and num_servers = {self.num_servers}: a cluster has at most "
                 f"{MOST_NODES} nodes in all",
+                setting=name,
+            )
+        if self.replicas > 1 and workers > MOST_REPLICATED_WORKERS:
+            raise ConfigError(
+                f"{name} = {workers} and replicas = {self.replicas}: with two copies of every value a job has at most "
+                f"{MOST_REPLICATED_WORKERS} workers; start fewer, or set replicas = 1",
                 setting=name,
             )
 

@@ -143,7 +143,7 @@ _ASKED_OF_A_SERVER = (
     ),
     Row(
         "tell a server what the scheduler decided",
-        (m.Welcome, m.View, m.HeartbeatAck, m.Shutdown, m.Done, m.NotYet, m.Refused),
+        (m.Welcome, m.View, m.ViewChange, m.HeartbeatAck, m.Shutdown, m.Done, m.NotYet, m.Refused),
         ANY_KEY,
         Standing.SCHEDULER,
     ),

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from kvd.core.placement import shard_of
 from kvd.errors import ProtocolError
-from kvd.protocol.messages import NO_RANK, NO_VIEW, Epoch, Member, MemberState, Partition, RunEntry, Settings, View
+from kvd.protocol.messages import (
+    NO_RANK,
+    NO_VIEW,
+    Epoch,
+    Member,
+    MemberState,
+    Partition,
+    RunEntry,
+    Settings,
+    View,
+    ViewChange,
+)
 
 EMPTY_SETTINGS = Settings("", "", -1, 0, 0, 0, 0, 0, 0)
 
@@ -58,6 +69,8 @@ class ViewState:
         self.partitions: tuple[Partition, ...] = ()
         self.members: dict[tuple[str, int], Member] = {}
         self._by_incarnation: dict[int, Member] = {}
+        self._pages: dict[int, View] = {}  # of a view of which not all messages have come
+        self._pages_of = NO_VIEW
 
     @property
     def is_up_to_date(self) -> bool:
@@ -73,6 +86,7 @@ class ViewState:
         """The next view is of another run: its epochs are counted from their own beginning."""
         self.epoch = self.newest_epoch = NO_VIEW
         self.partitions = ()
+        self._pages, self._pages_of = {}, NO_VIEW
 
     def begin_with(self, scheduler: int) -> None:
         """An observer is let in by this incarnation of the scheduler. One that has lost the record of those before it
@@ -82,9 +96,14 @@ class ViewState:
         self.scheduler = scheduler
 
     def update(self, epoch: Epoch, view: View) -> bool:
-        """Takes the view if it is newer than the known one; True if it is."""
+        """Takes the view if it is newer than the known one; True if it is, and all of it has come."""
         if epoch <= self.epoch:
             return False
+        if view.pages > 1:
+            whole = self._put_together(epoch, view)
+            if whole is None:
+                return False
+            view = whole
         self.epoch = epoch
         self.settings = view.settings
         self.is_sync = view.settings.mode != "async"
@@ -94,6 +113,46 @@ class ViewState:
         self.members = {(member.role, member.rank): member for member in view.members}
         self._by_incarnation = {member.incarnation: member for member in view.members}
         return True
+
+    def can_take(self, epoch: Epoch, change: ViewChange) -> bool:
+        """Whether the change begins with the known view or an earlier one of this scheduler. Whatever has changed since
+        the known one is in it then."""
+        return self.epoch.generation == epoch.generation and change.base <= self.epoch.change
+
+    def change(self, epoch: Epoch, change: ViewChange) -> bool:
+        """Takes a change that it can take, if that ends with a newer view than the known one; True if it does."""
+        if epoch <= self.epoch:
+            return False
+        self.epoch = epoch
+        if change.has_runs:
+            self.runs = change.runs
+        if change.partitions:
+            partitions = dict(enumerate(self.partitions))
+            partitions.update({number: entry for number, entry in change.partitions if number in partitions})
+            self.partitions = tuple(partitions.values())
+        members = dict(self.members)
+        for place in change.left:
+            members.pop((place.role, place.rank), None)
+        members.update({(member.role, member.rank): member for member in change.members})
+        self.members = members
+        self._by_incarnation = {member.incarnation: member for member in members.values()}
+        return True
+
+    def _put_together(self, epoch: Epoch, page: View) -> View | None:
+        """The view, if this was the last of its messages to come. Of two views, only the newer one is waited for."""
+        if epoch > self._pages_of:
+            self._pages, self._pages_of = {}, epoch
+        if epoch != self._pages_of or page.page >= page.pages:
+            return None
+        self._pages[page.page] = page
+        parts = [self._pages.get(number) for number in range(page.pages)]
+        found = [part for part in parts if part is not None and part.pages == page.pages]
+        if len(found) < page.pages:
+            return None
+        self._pages = {}
+        first = found[0]
+        members = tuple([member for part in found for member in part.members])
+        return View(first.settings, members, first.shards, first.runs, first.partitions)
 
     def by_incarnation(self, incarnation: int) -> Member | None:
         return self._by_incarnation.get(incarnation)

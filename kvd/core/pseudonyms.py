@@ -19,10 +19,11 @@ def public_view(view: View) -> View:
 
     The incarnations of servers stay: they name connections. With keys for each node, no other key can use them.
     """
-    return replace(view, members=tuple(map(_public, view.members)), runs=())
+    return replace(view, members=tuple(map(public_member, view.members)), runs=())
 
 
-def _public(member: Member) -> Member:
+def public_member(member: Member) -> Member:
+    """A member of such a view."""
     if member.role == "worker":
         return member._replace(incarnation=pseudonym(member.incarnation), principal="")
     return member._replace(principal="") if member.principal else member

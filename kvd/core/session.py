@@ -5,6 +5,7 @@ The session's state changes only in `SchedulerSession._change`, along TRANSITION
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -25,10 +26,12 @@ from kvd.protocol.messages import (
     MemberState,
     NotYet,
     NotYetReason,
+    Partitions,
     Quiet,
     Refused,
     Settings,
     View,
+    ViewChange,
     Welcome,
 )
 
@@ -135,6 +138,15 @@ class _Told(NamedTuple):
     run_key: RunKey
 
 
+@dataclass(slots=True)
+class _Pace:
+    """When a session says something."""
+
+    interval_s: float  # between two heartbeats: the scheduler may want fewer than this node was told at its start
+    asked_at: float = float("-inf")  # when the latest Heartbeat was sent, which asks for the newest view
+    next_send: float = float("-inf")  # when the next Join or Heartbeat is due; the first call of `tick` is at once
+
+
 class SchedulerSession:
     """Part of servers, workers and observers. An observer joins without being in the view. It
     sends no heartbeats, and asks for the view from time to time.
@@ -165,7 +177,7 @@ class SchedulerSession:
         self.heard_at = 0.0
         self.quiet: tuple[Quiet, ...] = ()
         self._state = SessionState.NOT_STARTED
-        self._next_send = float("-inf")  # when the next Join or Heartbeat is due; the first call of `tick` is at once
+        self._pace = _Pace(heartbeat_interval_s)
         self._effects: list[Effect] = []
 
     @property
@@ -186,6 +198,11 @@ class SchedulerSession:
         return self._told.scheduler_address
 
     @property
+    def heartbeat_interval_s(self) -> float:
+        """Between two heartbeats: as this node was told at its start, or more if the scheduler wants fewer."""
+        return self._pace.interval_s
+
+    @property
     def is_closed(self) -> bool:
         """Whether this node has left."""
         return self._state is SessionState.CLOSED
@@ -199,31 +216,32 @@ class SchedulerSession:
         effects = self.take_effects()
         if self._change(SessionEvent.START):
             effects.append(Connect(SCHEDULER, self._told.scheduler_address))
-            self._next_send = now
-        if self._state in _RUNNING and now >= self._next_send:
+            self._pace.next_send = now
+        if self._state in _RUNNING and now >= self._pace.next_send:
             if not self.joined:
                 effects.append(Send(SCHEDULER, self._join()))
-                self._next_send = now + JOIN_RETRY_S
+                self._pace.next_send = now + JOIN_RETRY_S
             elif self.identity.role == "observer":
                 effects.append(Send(SCHEDULER, self._join()))  # answered with the newest view
                 is_settled = self.run != NO_RUN and self.view.knows_all_servers
-                self._next_send = now + (VIEW_INTERVAL_S if is_settled else JOIN_RETRY_S)
+                self._pace.next_send = now + (VIEW_INTERVAL_S if is_settled else JOIN_RETRY_S)
             else:
                 effects.append(Send(SCHEDULER, Heartbeat(self.identity.role, self.rank)))
-                self._next_send = now + self._told.heartbeat_interval_s
+                self._pace.asked_at = now
+                self._pace.next_send = now + self._pace.interval_s
         return effects
 
     def is_due(self, now: float) -> bool:
         """Whether `tick` has anything to do."""
-        return bool(self._effects) or now >= self._next_send
+        return bool(self._effects) or now >= self._pace.next_send
 
     def next_deadline(self) -> float | None:
-        return self._next_send if self._state in _RUNNING else None
+        return self._pace.next_send if self._state in _RUNNING else None
 
     def view_is_old(self, now: float) -> None:
         """Another node has a newer view: an observer asks for it soon."""
         if self.identity.role == "observer":
-            self._next_send = min(self._next_send, now + VIEW_RETRY_S)
+            self._pace.next_send = min(self._pace.next_send, now + VIEW_RETRY_S)
 
     def close(self) -> None:
         """This node has left: it sends no more heartbeats."""
@@ -241,12 +259,15 @@ class SchedulerSession:
         if isinstance(message, View):  # that of the cluster may come after the welcome to a run
             counts = event.run == self.run and self.view.scheduler in (0, event.sender)
             return counts and self._take_view(event.epoch, message, now)
+        if isinstance(message, ViewChange):
+            return event.run == self.run and self._take_change(event.epoch, message, now)
         if isinstance(message, Welcome):
             if self.identity.role == "observer":
                 self.view.begin_with(event.sender)
             return self._welcomed(message, event.run, now)
         if isinstance(message, HeartbeatAck):
             self.quiet = message.quiet
+            self._pace.interval_s = max(message.interval_s, self._told.heartbeat_interval_s)
         elif isinstance(message, NotYet):
             self._forgotten(message, now)
         elif isinstance(message, Refused):
@@ -282,10 +303,20 @@ class SchedulerSession:
 
     def _take_view(self, epoch: Epoch, view: View, now: float) -> bool:
         earlier = self.view.partitions
-        if not self.view.update(epoch, view):
+        return self.view.update(epoch, view) and self._took(earlier, now)
+
+    def _take_change(self, epoch: Epoch, change: ViewChange, now: float) -> bool:
+        if not self.joined or not self.view.can_take(epoch, change):
+            if self.joined and epoch > self.view.epoch:
+                self._pace.next_send = min(self._pace.next_send, max(now, self._pace.asked_at + VIEW_RETRY_S))
             return False
+        earlier = self.view.partitions
+        return self.view.change(epoch, change) and self._took(earlier, now)
+
+    def _took(self, earlier: Partitions, now: float) -> bool:
+        """A newer view is known now; `earlier` are the partitions of the one before."""
         if self.identity.role == "server" and self.joined and self.view.partitions != earlier:
-            self._next_send = now  # the scheduler waits for servers to know one change before it makes the next
+            self._pace.next_send = now  # the scheduler waits for servers to know one change before it makes the next
         return True
 
     def _welcomed(self, welcome: Welcome, run: int, now: float) -> bool:
@@ -299,16 +330,16 @@ class SchedulerSession:
         if self._change(SessionEvent.WELCOME):
             self.rank = welcome.rank
             self.predecessor = welcome.predecessor or self.predecessor  # one without a record knows of none
-            self._next_send = now + self._told.heartbeat_interval_s
+            self._pace.next_send = now + self._pace.interval_s
             self._effects.append(LogEntry("info", f"joined as {self.name}", {"node_id": self.identity.node_id}))
         return self.joined
 
     def _forgotten(self, not_yet: NotYet, now: float) -> None:
         if not_yet.request == JOIN_REQUEST and not self.joined:
             self.why_not_joined = not_yet.text
-            self._next_send = min(self._next_send, now + JOIN_SOON_S)
+            self._pace.next_send = min(self._pace.next_send, now + JOIN_SOON_S)
         if not_yet.reason is NotYetReason.NOT_JOINED and self._change(SessionEvent.FORGOTTEN):
-            self._next_send = now
+            self._pace.next_send = now
             self._effects.append(LogEntry("warning", "the scheduler was restarted and forgot this node; joining again"))
 
     def _refused(self, refused: Refused) -> None:

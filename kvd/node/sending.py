@@ -12,13 +12,27 @@ from kvd.errors import ProtocolError
 from kvd.node.threads import Stepper
 from kvd.observe.log import event
 from kvd.protocol.codec import encode
-from kvd.protocol.messages import MAX_TEXT_CHARS, WITHIN_HOST, Attach, Epoch, ErrorCode, Message, Refused, StatusReport
+from kvd.protocol.messages import (
+    MAX_TEXT_CHARS,
+    WITHIN_HOST,
+    Attach,
+    Epoch,
+    ErrorCode,
+    Message,
+    Refused,
+    StatusReport,
+    View,
+    ViewChange,
+)
 from kvd.protocol.specs import MAX_PAYLOAD_BYTES
 from kvd.transport.base import Transport
 
 STATUS_PAUSE = 10  # times what it took to make a report, until another one is made
 QUICK_REPORT_S = 0.005  # reports that take less are made each time
 MAX_REPORTS = 64  # one for each run
+MAX_ENCODED = 64  # messages to many nodes, of one view
+
+_SPECIAL = frozenset({StatusReport, Attach, View, ViewChange})
 
 logger = logging.getLogger("kvd.node")
 
@@ -30,6 +44,8 @@ class MessageSender:
         self._machine = machine
         self._transport = transport
         self._stepper = stepper
+        self._latest_view: tuple[Epoch, int] | None = None  # the epoch and the run of what is in `_encoded`
+        self._encoded: dict[int, tuple[Message, bytes]] = {}  # by the identity of the message
         self._reports: dict[int, tuple[float, bytes]] = {}  # by run: the latest one, and until when it is good enough
 
     def send_own(self, effect: Send) -> None:
@@ -49,20 +65,38 @@ class MessageSender:
             )
             return
         message = effect.message
-        if isinstance(message, StatusReport):
-            report = self._status(run)
-            payload = (Span(report, 0, len(report)),)
-        elif isinstance(message, Attach):
-            self._transport.send_with_path(effect.peer, partial(self._attach, message, epoch, run), payload)
-            return
+        is_for_many = False
+        if type(message) in _SPECIAL:
+            if isinstance(message, StatusReport):
+                report = self._status(run)
+                payload = (Span(report, 0, len(report)),)
+            elif isinstance(message, Attach):
+                self._transport.send_with_path(effect.peer, partial(self._attach, message, epoch, run), payload)
+                return
+            else:
+                is_for_many = True
         try:
-            header = encode(message, self._machine.incarnation, epoch, run)
+            make = self._for_many if is_for_many else encode
+            header = make(message, self._machine.incarnation, epoch, run)
         except (ProtocolError, ValueError, TypeError, OverflowError) as error:
             event(logger, logging.ERROR, "a message could not be sent", error=str(error))
             self._refuse_to_ourselves(effect.peer, message, error, run)
             return
         if not self._transport.send(effect.peer, header, payload):
             logger.debug("not sent: %s to %r", type(effect.message).__name__, effect.peer)
+
+    def _for_many(self, message: Message, sender: int, epoch: Epoch, run: int) -> bytes:
+        """The header of a message that goes to many nodes: it is encoded once."""
+        said = (epoch, run)
+        if said != self._latest_view:
+            self._latest_view = said
+            self._encoded = {}
+        known = self._encoded.get(id(message))
+        if known is None or known[0] is not message:
+            if len(self._encoded) >= MAX_ENCODED:
+                self._encoded.clear()
+            known = self._encoded[id(message)] = (message, encode(message, sender, epoch, run))
+        return known[1]
 
     def _attach(self, message: Attach, epoch: Epoch, run: int, path: PeerPath) -> bytes:
         """The header of an Attach that travels by this path."""

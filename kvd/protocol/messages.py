@@ -31,7 +31,11 @@ LAST_ROW = (1 << 63) - 1
 MOST_COUNTED = 1 << 61  # that a peer may claim: who counts on from there always finds a number that a header can carry
 MOST_PID = (1 << 31) - 1
 MAX_PARTS = 1024
-MAX_MEMBERS = 200
+MAX_MEMBERS = 4096  # servers and workers of a run
+MAX_SERVERS = 200  # of them
+MAX_REPLICATED_WORKERS = 512  # with two copies: what a backup is told of a slice has an entry for each worker
+MAX_PAGES = 1024  # messages of one view
+MAX_QUIET = 64  # nodes in one HeartbeatAck
 MAX_CLAIMED = 1 << 16  # workers or servers that a message may claim; a scheduler says what is wrong from MAX_MEMBERS on
 MAX_REPLICAS = 2
 MAX_TEXT_CHARS = 1000
@@ -278,8 +282,8 @@ class Quiet(NamedTuple):
 
 Shape: TypeAlias = Annotated[tuple[Annotated[int, Limit(0, MAX_KEY_NBYTES)], ...], Limit(0, MAX_DIMENSIONS)]
 Runs: TypeAlias = Annotated[tuple[RunEntry, ...], Limit(0, MAX_RUNS)]
-Partitions: TypeAlias = Annotated[tuple[Partition, ...], Limit(0, MAX_MEMBERS)]
-Incarnations: TypeAlias = Annotated[tuple[Number, ...], Limit(0, MAX_MEMBERS)]
+Partitions: TypeAlias = Annotated[tuple[Partition, ...], Limit(0, MAX_SERVERS)]
+Incarnations: TypeAlias = Annotated[tuple[Number, ...], Limit(0, MAX_SERVERS)]
 Parts: TypeAlias = Annotated[tuple[Part, ...], Limit(1, MAX_PARTS)]
 SliceIds: TypeAlias = Annotated[tuple[SliceId, ...], Limit(1, MAX_PARTS)]
 KeyIds: TypeAlias = Annotated[tuple[KeyId, ...], Limit(1, MAX_PARTS)]
@@ -342,6 +346,8 @@ class View:
     partition. With one replica `partitions` is empty: the server of rank n leads partition n.
 
     Servers get all of it, the others what `kvd.core.pseudonyms.public_view` leaves.
+
+    One with many members comes in several messages, which differ in their members; only the first one has the rest.
     """
 
     KIND: ClassVar[int] = 3
@@ -350,6 +356,31 @@ class View:
     shards: Annotated[tuple[Number, ...], Limit(0, 4096)]
     runs: Runs = ()  # in the view of the cluster, for servers: all runs
     partitions: Partitions = ()
+    page: Annotated[int, Limit(0, MAX_PAGES - 1)] = 0
+    pages: Annotated[int, Limit(1, MAX_PAGES)] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ViewChange:
+    """What has changed between the view of the header and an earlier one of the same generation, `base`.
+
+    Who knows that one, or one between the two, knows the newest with this. Anyone else says Heartbeat at once, and gets
+    what it lacks.
+
+    Attributes:
+        members: those that are new or have changed.
+        left: places that nobody has taken any more.
+        partitions: those that have changed, each with its number.
+        runs: all runs, if `has_runs`; otherwise they are the same.
+    """
+
+    KIND: ClassVar[int] = 138
+    base: Count
+    members: Annotated[tuple[Member, ...], Limit(0, MAX_MEMBERS)] = ()
+    left: Annotated[tuple[NodeName, ...], Limit(0, MAX_MEMBERS)] = ()
+    partitions: Annotated[tuple[tuple[Number, Partition], ...], Limit(0, MAX_SERVERS)] = ()
+    has_runs: bool = False
+    runs: Runs = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,10 +394,12 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck:
-    """So am I. These nodes have been quiet."""
+    """So am I. These nodes have been quiet, the longest silence first. Say it again in so many seconds; 0: as often as
+    you were told at your start."""
 
     KIND: ClassVar[int] = 5
-    quiet: Annotated[tuple[Quiet, ...], Limit(0, MAX_MEMBERS)]
+    quiet: Annotated[tuple[Quiet, ...], Limit(0, MAX_QUIET)]
+    interval_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -1742,6 +1775,7 @@ Message: TypeAlias = (
     Join
     | Welcome
     | View
+    | ViewChange
     | Heartbeat
     | HeartbeatAck
     | Leave

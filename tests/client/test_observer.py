@@ -148,11 +148,11 @@ def test_a_reader_that_came_before_the_run_reads_it_at_once() -> None:
     """It asks the scheduler for the view from time to time only; here it does so while it reads."""
     with small_slices(1) as cluster, observer(cluster) as reader:
         session = reader._cluster._engine.session
-        session._next_send = time.monotonic() + 3600
+        session._pace.next_send = time.monotonic() + 3600
         store = cluster.store()
         store.init("w", ones(7))
         assert session.run == NO_RUN
-        session._next_send = time.monotonic() + 0.3
+        session._pace.next_send = time.monotonic() + 0.3
         assert content(reader.pull("w")) == 7
 
 

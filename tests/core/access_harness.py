@@ -120,6 +120,7 @@ SAMPLES: dict[type[Any], Any] = {
         m.Join(1, "worker", "node", "tcp://sender", "host", 7, -1, OPEN, job=JOB, token=TOKEN),
         m.Welcome(1, 0, None),
         m.View(cluster(), (), ()),
+        m.ViewChange(1),
         m.Heartbeat("worker", 0),
         m.HeartbeatAck(()),
         m.Leave(30, m.Departure.DONE),

@@ -8,12 +8,16 @@ from kvd.core.machine import Effect, PeerLost, Persist, Persisted, Received, Ser
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
 from kvd.protocol.messages import Epoch, Heartbeat, Join, Settings
 from tests.core.fakes import OPEN, cluster, of, one, said, worker_id
+from tests.core.known_views import KnownViews
 
 BARE = cluster(mode="", merge="")
 
 
 class Harness:
-    """A scheduler whose nodes are named by their incarnation. With `hold`, its records are not saved yet."""
+    """A scheduler whose nodes are named by their incarnation. With `hold`, its records are not saved yet.
+
+    Effects show whole views in place of changes.
+    """
 
     def __init__(
         self, settings: Settings = BARE, *, saved: Any = None, generation: int = 1, incarnation: int = 1, **more: Any
@@ -25,22 +29,25 @@ class Harness:
         self.now = 0.0
         self.hold = False
         self.disk: Any = None
+        self._token = 0
+        self._views = KnownViews()
 
     def step(self, event: Any) -> list[Effect]:
         effects = self.machine.step(event, self.now)
         self.machine.validate()
         for persist in of(Persist, effects):
             self.disk = persist.record
+            self._token = persist.token
             if not self.hold:
                 effects = effects + self.machine.step(Persisted(persist.token), self.now)
                 self.machine.validate()
-        return effects
+        return self._views.whole(effects)
 
     def saved(self) -> list[Effect]:
         """The records that were held back are saved."""
-        effects = self.machine.step(Persisted(self.machine.record()["epoch"]), self.now)  # type: ignore[arg-type]
+        effects = self.machine.step(Persisted(self._token), self.now)
         self.machine.validate()
-        return effects
+        return self._views.whole(effects)
 
     def say(self, who: int, message: Any, *, peer: Any = None, view: tuple[int, int] = (0, 0)) -> list[Effect]:
         peer = ServerPeer(who) if peer is None else peer  # a node is known by its incarnation here

@@ -243,10 +243,11 @@ def test_readers_and_workers_learn_no_incarnation_of_a_worker_no_token_and_no_na
     world = SchedulerWorld()
     secrets = {worker_id(0), worker_id(1)}
     join = m.Join(1, "observer", "", "", "host", 7, -1, OPEN, job=JOB)
-    seen = [message for message in said(world.say(950, join, OLGA, CallerPeer(b"olga"))) if isinstance(message, m.View)]
+    views = m.View | m.ViewChange
+    seen = [message for message in said(world.say(950, join, OLGA, CallerPeer(b"olga"))) if isinstance(message, views)]
     newcomer = m.Join(1, "worker", "third", "", "host", 7, -1, OPEN, job=JOB, token=TOKEN)
     told = [effect for effect in world.say(951, newcomer, CAROL, CallerPeer(b"carol")) if isinstance(effect, Send)]
-    seen += [send.message for send in told if isinstance(send.message, m.View) and send.peer not in SERVER_PEERS]
+    seen += [send.message for send in told if isinstance(send.message, views) and send.peer not in SERVER_PEERS]
     assert len(seen) >= 4
     for shown in seen:
         assert {who.incarnation for who in shown.members} & secrets == set()
@@ -263,15 +264,12 @@ def test_servers_learn_what_they_need_to_know_workers() -> None:
     world = SchedulerWorld()
     effects = world.join("worker", worker_id(2), CAROL)
     shown = [effect.message for effect in effects if isinstance(effect, Send) and effect.peer == CallerPeer(b"1000")]
-    newest = [message for message in shown if isinstance(message, m.View) and not message.runs][-1]
-    who = {entry.incarnation: entry.principal for entry in newest.members}
-    assert who == {
-        server_id(0): "rack",
-        server_id(1): "rack",
-        worker_id(0): "alice",
-        worker_id(1): "bob",
-        worker_id(2): "carol",
-    }
+    newest = [message for message in shown if isinstance(message, m.ViewChange) and not message.runs][-1]
+    assert {entry.incarnation: entry.principal for entry in newest.members} == {worker_id(2): "carol"}
+    joined = [message for message in said(world.join("server", server_id(0), SERVER)) if isinstance(message, m.View)][
+        -1
+    ]
+    assert {entry.principal for entry in joined.members} == {"rack"}
 
 
 # ── what a key alone does not say ──

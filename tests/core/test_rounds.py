@@ -314,3 +314,12 @@ def test_with_staleness_only_active_workers_can_be_the_slowest() -> None:
     stage(log, given(1, 2))
     assert closes(log, [0]) == [(1, 1), (1, 2)]  # one that has left: its last pushes hold nobody up
     assert log.slowest([]) == 0
+
+
+def test_a_late_copy_of_an_activation_does_not_make_count_what_is_staged_only() -> None:
+    log = asynchronous()
+    log.activate(1, 3)
+    assert numbers(log, 1) == (3, 3, 3)
+    stage(log, given(1, 4))
+    log.activate(1, 3)
+    assert numbers(log, 1) == (4, 3, 3)

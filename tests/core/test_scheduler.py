@@ -73,7 +73,7 @@ def test_a_join_is_not_announced_before_it_is_persisted() -> None:
     assert said(effects) == []
     token = one(of(Persist, effects)).token
     assert harness.machine.epoch == (1, 0)
-    assert [type(message) for message in said(harness.step(Persisted(token)))] == [View, Welcome]
+    assert [type(message) for message in said(harness.step(Persisted(token)))] == [Welcome, View]
     assert harness.machine.epoch == (1, token)
     assert harness.step(Persisted(token)) == []
 
@@ -350,9 +350,9 @@ def test_a_heartbeat_is_answered_with_the_quiet_nodes_and_a_newer_view() -> None
     harness.worker(0)
     harness.worker(1)
     harness.now = 1.0
-    assert said(harness.beat(0)) == [HeartbeatAck(())]
+    assert said(harness.beat(0)) == [HeartbeatAck((), 1.0)]
     harness.now = 2.25
-    assert said(harness.beat(0)) == [HeartbeatAck((Quiet("worker", 1, 2.25),))]
+    assert said(harness.beat(0)) == [HeartbeatAck((Quiet("worker", 1, 2.25),), 1.0)]
     effects = harness.say(worker_id(0), Heartbeat("worker", 0), view=(1, 1))
     assert [type(message) for message in said(effects)] == [HeartbeatAck, View]
 

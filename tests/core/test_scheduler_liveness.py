@@ -6,7 +6,7 @@ import pytest
 
 from kvd.core.scheduler.liveness import Liveness
 from kvd.core.scheduler.roster import MemberEvent, Roster, Seat
-from kvd.protocol.messages import Quiet
+from kvd.protocol.messages import MAX_QUIET, Quiet
 from tests.core.fakes import member
 
 INTERVAL_S, SERVER_TIMEOUT_S, WORKER_TIMEOUT_S = 1.0, 5.0, 20.0
@@ -114,3 +114,43 @@ def test_a_server_that_is_alone_is_spared_until_it_is_heard() -> None:
     liveness.process_ended(server, "its process 7 ended", 12.0)
     assert not liveness.spare(server)
     assert liveness.overdue(12.0) == [(server, "its process 7 ended")]
+
+
+def crowd(count: int) -> tuple[list[Seat], Liveness]:
+    """Workers that were heard one after the other, the last one first."""
+    seats = [Seat(member("worker", rank), "host", rank) for rank in range(count)]
+    liveness = Liveness(Roster(0, count, seats), INTERVAL_S, SERVER_TIMEOUT_S, WORKER_TIMEOUT_S, 0.0)
+    for number, seat in enumerate(reversed(seats)):
+        liveness.heard(seat, number / 1000)
+    return seats, liveness
+
+
+@pytest.mark.parametrize(
+    ("count", "server_s", "worker_s"), [(2, 1.0, 1.0), (600, 1.2, 1.2), (1000, 1.25, 2.0), (4000, 1.25, 5.0)]
+)
+def test_the_more_members_there_are_the_less_often_they_say_that_they_live(
+    count: int, server_s: float, worker_s: float
+) -> None:
+    """And at least four times within the timeout."""
+    _, liveness = crowd(count)
+    assert liveness.interval_s("server") == pytest.approx(server_s)
+    assert liveness.interval_s("worker") == pytest.approx(worker_s)
+    assert liveness.next_deadline() == WORKER_TIMEOUT_S  # which the number does not change
+
+
+def test_of_many_quiet_nodes_those_are_told_that_were_silent_the_longest() -> None:
+    seats, liveness = crowd(100)
+    quiet = liveness.quiet(10.0)
+    assert [entry.rank for entry in quiet] == [seat.member.rank for seat in reversed(seats)][:MAX_QUIET]
+    assert quiet[0].age_s == 10.0
+
+
+def test_who_was_heard_last_is_judged_last_also_if_others_are_gone() -> None:
+    seats, liveness = crowd(3)
+    roster = liveness._roster
+    roster.transition(seats[2], MemberEvent.LEFT)
+    assert liveness.next_deadline() == pytest.approx(WORKER_TIMEOUT_S + 0.001)
+    liveness.heard(seats[1], 7.0)
+    assert [seat for seat, _ in liveness.overdue(WORKER_TIMEOUT_S + 0.1)] == [seats[0]]
+    liveness.heard(seats[0], 8.0)
+    assert liveness.next_deadline() == 7.0 + WORKER_TIMEOUT_S

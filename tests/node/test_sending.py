@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import CallerPeer, Peer, Send
+from kvd.node import sending
 from kvd.node.sending import STATUS_PAUSE, MessageSender
-from kvd.protocol.messages import NO_VIEW, StatusReport
+from kvd.protocol.codec import decode, encode
+from kvd.protocol.messages import NO_VIEW, Epoch, StatusReport, ViewChange
 
 PEER = CallerPeer(b"peer")
 
@@ -65,3 +67,38 @@ def test_a_report_that_takes_long_is_sent_again(takes_s: float) -> None:
 
 def test_each_run_has_its_own_report() -> None:
     assert asked(0.1, [0.0, 0.0], runs=(1, 2)) == [1, 2, 1, 2]
+
+
+class Wire(Node):
+    """Keeps headers."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.headers: list[bytes] = []
+
+    def send(self, peer: Peer, header: bytes, payload: Any) -> bool:
+        self.headers.append(header)
+        return True
+
+
+def test_what_goes_to_many_nodes_is_encoded_once_for_each_view_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[Any] = []
+
+    def counted(*arguments: Any) -> bytes:
+        encoded.append(arguments)
+        return encode(*arguments)
+
+    monkeypatch.setattr(sending, "encode", counted)
+    node: Any = Wire()
+    sender = MessageSender(node, node, node)
+    change, equal = ViewChange(3), ViewChange(3)
+    for _ in range(3):
+        for message in (change, equal):
+            sender.send(Send(PEER, message), 1, Epoch(1, 4))
+    assert len(encoded) == 2
+    sender.send(Send(PEER, change), 2, Epoch(1, 4))
+    sender.send(Send(PEER, change), 2, Epoch(1, 5))
+    assert len(encoded) == 4
+    found = [decode(header) for header in node.headers]
+    assert [(entry.run, entry.epoch) for entry in found] == [(1, (1, 4))] * 6 + [(2, (1, 4)), (2, (1, 5))]
+    assert all(entry.message == change for entry in found)

@@ -242,8 +242,8 @@ def counts_views_that_are_not_saved(patch: pytest.MonkeyPatch) -> None:
     """The scheduler takes the view after the one that was saved for saved, too."""
     saved = Views.saved
 
-    def hasty(views: Views, token: int, peers: Iterable[Any]) -> list[Any]:
-        sends = saved(views, token, peers)
+    def hasty(views: Views, token: int, peers: Iterable[Any], now: float) -> list[Any]:
+        sends = saved(views, token, peers, now)
         if views._saved == views.newest:
             views._saved += 1
         return sends

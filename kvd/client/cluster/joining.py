@@ -111,7 +111,7 @@ class Joining:
                 f"--num-workers {workers} --num-servers {servers}), or set KVD_SCHEDULER to where it is",
             )
         silence_s = self._engine.scheduler_silence_s()
-        if silence_s > max(SILENCE_S, 3 * config.heartbeat_interval_s):
+        if silence_s > max(SILENCE_S, 3 * session.heartbeat_interval_s):
             return Problem(
                 ("scheduler",),
                 f"the scheduler at {self._where} answered, and has been silent for {silence_s:.0f} s now: look at its "

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvd.protocol import specs
-from kvd.protocol.messages import MAX_MEMBERS, ErrorCode, Join, Refused, Settings
+from kvd.protocol.messages import (
+    MAX_MEMBERS,
+    MAX_REPLICATED_WORKERS,
+    MAX_SERVERS,
+    ErrorCode,
+    Join,
+    Refused,
+    Settings,
+)
 
 NODES = ("server", "worker")
 ROLES = (*NODES, "observer")
@@ -46,10 +54,8 @@ class Agreement:
         malformed = malformation(join)
         if malformed is not None:
             return malformed
-        size = self.settings.most_workers + self.settings.num_servers
-        if size > MAX_MEMBERS:
-            field = "max_workers" if self.settings.is_elastic else "num_workers"
-            return _objection(join, field, f"a cluster has at most {MAX_MEMBERS} nodes in all, not {size}")
+        if problem := size_problem(self.settings):
+            return _objection(join, *problem)
         if (text := _too_many_replicas(self.settings)) or (text := self._text_on_replicas(join)):
             return _objection(join, "replicas", text)
         if self.settings.quorum and "async" in (join.settings.mode, self.settings.mode) and join.role == "worker":
@@ -100,11 +106,24 @@ def malformation(join: Join) -> Refused | None:
     for field, word, words in (("mode", join.settings.mode, MODES), ("merge", join.settings.merge, MERGES)):
         if word not in words:
             return _objection(join, field, f"{field} is {' or '.join(words[1:])}, not {word!r}")
-    for field, size in (("num_workers", join.settings.num_workers), ("num_servers", join.settings.num_servers)):
-        if size > MAX_MEMBERS:
-            return _objection(join, field, f"{field} is at most {MAX_MEMBERS}, not {size}")
+    if problem := size_problem(join.settings):
+        return _objection(join, *problem)
     text = _too_many_replicas(join.settings)
     return _objection(join, "replicas", text) if text else None
+
+
+def size_problem(settings: Settings) -> tuple[str, str] | None:
+    """The setting that makes a cluster too large, and what is wrong with it; None if nothing is."""
+    workers, servers = settings.most_workers, settings.num_servers
+    field = "max_workers" if settings.is_elastic else "num_workers"
+    if servers > MAX_SERVERS:
+        return "num_servers", f"a cluster has at most {MAX_SERVERS} servers, not {servers}"
+    if workers + servers > MAX_MEMBERS:
+        return field, f"a cluster has at most {MAX_MEMBERS} nodes in all, not {workers + servers}"
+    if settings.replicas > 1 and workers > MAX_REPLICATED_WORKERS:
+        text = f"with two copies of every value a job has at most {MAX_REPLICATED_WORKERS} workers, not {workers}"
+        return field, f"{text}: start fewer, or set replicas=1"
+    return None
 
 
 def _too_many_replicas(settings: Settings) -> str:

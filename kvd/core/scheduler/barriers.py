@@ -186,6 +186,11 @@ class Barriers:
             barrier.open(generation)
         return barrier
 
+    def is_far_from_reached(self, name: str, required: Collection[int], came_in: Mapping[int, int]) -> bool:
+        """Whether so few have entered that somebody is missing for sure."""
+        barrier = self._barriers.get(name)
+        return barrier is not None and len(barrier.entered) + len(came_in) < len(required)
+
     def settle(
         self, required: Collection[int], dead: Collection[int], came_in: Mapping[int, int] = NOBODY
     ) -> list[Settled]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 from kvd.core.scheduler.roster import Roster, Seat
-from kvd.protocol.messages import Quiet
+from kvd.protocol.messages import MAX_QUIET, Quiet
 
+SECONDS_PER_MEMBER = 2e-3  # of time between two heartbeats: what one costs here is a small part of that
+HEARTBEATS_PER_TIMEOUT = 4  # at least, however many members there are
 LATE = 0.1  # of a heartbeat interval: a Tick that comes so late, after a long silence, found the scheduler paused
 
 
@@ -33,6 +37,11 @@ class Liveness:
         self._interval_s = heartbeat_interval_s
         self._timeouts_s = {"server": server_timeout_s, "worker": worker_timeout_s}
         self._heard_at = {seat.place: now for seat in roster.seats()}
+        self._by_silence = {
+            role: OrderedDict[tuple[str, int], None]() for role in self._timeouts_s
+        }  # the longest first
+        for seat in roster.seats():
+            self._by_silence[seat.member.role][seat.place] = None  # who is found not to live is taken out
         self._ended: dict[tuple[str, int], str] = {}  # how a process ended whose member is not declared dead yet
         self._is_alone = is_alone
         self._spared: set[tuple[str, int]] = set()  # servers that are alone, and were silent for a whole timeout
@@ -47,8 +56,7 @@ class Liveness:
         A worker that comes after others have died may be the first of a program that is started again: those get their
         timeout to come as well.
         """
-        self._heard_at[seat.place] = now
-        self._spared.discard(seat.place)
+        self._note(seat, now)
         self._ended.pop(seat.place, None)
         self._awaited.pop(seat.place, None)
         if seat.member.role == "worker":
@@ -56,8 +64,15 @@ class Liveness:
             self._awaited.update({("worker", rank): until for rank in self._roster.dead_ranks()})
 
     def heard(self, seat: Seat, now: float) -> None:
-        self._heard_at[seat.place] = now
-        self._spared.discard(seat.place)
+        self._note(seat, now)
+
+    def _note(self, seat: Seat, now: float) -> None:
+        place = seat.place
+        self._heard_at[place] = now
+        order = self._by_silence[place[0]]
+        order[place] = None
+        order.move_to_end(place)
+        self._spared.discard(place)
 
     def process_ended(self, seat: Seat, reason: str, now: float) -> float:
         """The seat's process has ended. Returns the seconds that are left to start it again, from 0."""
@@ -96,10 +111,18 @@ class Liveness:
 
     def overdue(self, now: float) -> list[tuple[Seat, str]]:
         """The living members that must be declared dead, each with the reason."""
+        found = set()
+        for role in self._by_silence:
+            for seat in self._silent(role):
+                if now < self._deadline(seat):
+                    break
+                found.add(seat.place)
+        if not found:
+            return []
         return [
             (seat, self.known_end(seat) or f"no heartbeat for {self._timeouts_s[seat.member.role]:g} s")
             for seat in self._roster.living()
-            if now >= self._deadline(seat) and seat.place not in self._spared
+            if seat.place in found
         ]
 
     def breaking_ranks(self) -> list[int]:
@@ -115,17 +138,40 @@ class Liveness:
 
     def next_deadline(self) -> float | None:
         """When the next member is overdue if it stays silent, or a dead one is not awaited any more; None: never."""
-        judged = [self._deadline(seat) for seat in self._roster.living() if seat.place not in self._spared]
+        judged = [self._deadline(seat) for role in self._by_silence for seat in islice(self._silent(role), 1)]
         return min((*judged, *self._awaited.values()), default=None)
 
+    def interval_s(self, role: str) -> float:
+        """How often nodes of this role are to say that they are alive: the less often the more there are. Several of
+        them may be lost before one counts as dead."""
+        wanted_s = max(self._interval_s, SECONDS_PER_MEMBER * len(self._roster.seats()))
+        return max(self._interval_s, min(wanted_s, self._timeouts_s[role] / HEARTBEATS_PER_TIMEOUT))
+
     def quiet(self, now: float) -> tuple[Quiet, ...]:
-        """The living members that have missed heartbeats, and for how long."""
-        limit_s = 2 * self._interval_s
-        return tuple(
-            Quiet(seat.member.role, seat.member.rank, self.silence_s(seat, now))
-            for seat in self._roster.living()
-            if now - self._heard_at[seat.place] > limit_s
-        )
+        """The living members that have missed heartbeats, and for how long: those that were silent the longest."""
+        found: list[Quiet] = []
+        limits_s = {role: 2 * self.interval_s(role) for role in self._timeouts_s}
+        for role, limit_s in limits_s.items():
+            for seat in self._silent(role, and_spared=True):
+                if now - self._heard_at[seat.place] <= limit_s or len(found) == MAX_QUIET:
+                    break
+                found.append(Quiet(role, seat.member.rank, self.silence_s(seat, now)))
+        return tuple(found)
+
+    def _silent(self, role: str, *, and_spared: bool = False) -> Iterator[Seat]:
+        """The living of this role, who was heard the longest ago first."""
+        order = self._by_silence[role]
+        gone: list[tuple[str, int]] = []
+        try:
+            for place in order:
+                seat = self._roster.living_holder(*place)
+                if seat is None:
+                    gone.append(place)
+                elif and_spared or place not in self._spared:
+                    yield seat
+        finally:  # also of those who do not look at all
+            for place in gone:
+                del order[place]
 
     def _deadline(self, seat: Seat) -> float:
         return self._heard_at[seat.place] + self._timeouts_s[seat.member.role]

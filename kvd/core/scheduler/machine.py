@@ -57,7 +57,7 @@ from kvd.core.scheduler.report import run_report
 from kvd.core.scheduler.roster import AS_FOUND, MemberEvent, Roster, Seat
 from kvd.core.scheduler.seating import Seating
 from kvd.core.scheduler.taking_part import Outcome, TakingPart
-from kvd.core.scheduler.views import Views
+from kvd.core.scheduler.views import Listener, Views
 from kvd.core.scheduler.waits import WaitReports
 from kvd.protocol.messages import (
     EXIT_BARRIER,
@@ -222,8 +222,7 @@ class SchedulerMachine:
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, Persisted):
-            nodes = [(seat.peer, seat.member.role) for seat in self._roster.seats() if seat.peer is not None]
-            self._out += self._views.saved(event.token, nodes)
+            self._out += self._views.saved(event.token, self._listeners(), now)
         elif isinstance(event, PeerLost):
             self._deaths.process_ended(self._roster.seat_of(event.incarnation), event.reason, now)
         self._deaths.judge(now)
@@ -235,6 +234,8 @@ class SchedulerMachine:
         if self._life.expire(self._roster, now):
             self._log("warning", IN_WORDS[self._life.phase])
             self._publish()
+        if self._views.is_due(now):
+            self._out += self._views.announcements(self._listeners(), now)
         return self._out
 
     def next_deadline(self) -> float | None:
@@ -242,6 +243,7 @@ class SchedulerMachine:
             self._liveness.next_deadline(),
             self._life.next_deadline(self._roster),
             self._leadership.next_deadline(),
+            self._views.next_deadline(),
         )
         return min((at for at in deadlines if at is not None), default=None)
 
@@ -283,6 +285,10 @@ class SchedulerMachine:
     def told_to(self, role: str) -> View:
         """The newest view on stable storage, as nodes of this role are told of it."""
         return self._views.told_to(role)
+
+    def shown(self, peer: Peer, role: str) -> list[Send]:
+        """That view, for one who has no place yet."""
+        return self._views.shown(peer, role)
 
     def seat_servers(self, seats: Iterable[Seat], now: float) -> None:
         """The servers of the cluster take part in this run, which begins: each has the rank that it has there."""
@@ -365,7 +371,7 @@ class SchedulerMachine:
                 self._publish()
         if join.role == "observer":
             self._out.append(Send(event.peer, Welcome(join.request, NO_RANK, None)))
-            self._out.append(Send(event.peer, self._views.told_to(join.role)))
+            self._out += self._views.shown(event.peer, join.role)
             return
         seated = seating.seat(join, event)
         if isinstance(seated, Refused):
@@ -380,7 +386,8 @@ class SchedulerMachine:
             self._welcome_newcomer(seat, seated.replaced, now)
         self._heard(seat, event, now)
         welcome = Welcome(join.request, seat.member.rank, seat.told_predecessor)
-        self._out += self._views.when_saved(Send(event.peer, welcome), join.role)
+        newcomer = Listener(event.peer, join.role, event.sender)
+        self._out += self._views.when_saved(Send(event.peer, welcome), newcomer)
 
     def _welcome_newcomer(self, seat: Seat, replaced: Seat | None, now: float) -> None:
         """A new incarnation has this seat: its earlier holder must stop, and waits at no barrier."""
@@ -398,9 +405,9 @@ class SchedulerMachine:
     def _heartbeat(self, event: Received, heartbeat: Heartbeat, now: float) -> None:
         seat = self._sender_seat(event, 0, now)
         if seat is not None:
-            self._out.append(Send(event.peer, HeartbeatAck(self._liveness.quiet(now))))
-            if event.epoch < self.epoch:
-                self._out.append(Send(event.peer, self._views.told_to(seat.member.role)))
+            interval_s = self._liveness.interval_s(seat.member.role)
+            self._out.append(Send(event.peer, HeartbeatAck(self._liveness.quiet(now), interval_s)))
+            self._out += self._views.catch_up(Listener(event.peer, seat.member.role, event.sender), event.epoch)
 
     def _leave(self, event: Received, leave: Leave, now: float) -> None:
         seat = self._sender_seat(event, leave.request, now)
@@ -476,7 +483,7 @@ class SchedulerMachine:
         if seat is None:
             return
         answer, is_new = self._meetings.take(seat, event.peer, message)
-        settled = self._meetings.settle()
+        settled = self._meetings.settle_after(message)
         if settled or is_new:
             self._publish(settled)
         if answer is not None:
@@ -541,8 +548,17 @@ class SchedulerMachine:
             if barrier.verdict.missing:
                 self._log("warning", f"barrier {barrier.name!r} broke", missing=list(barrier.verdict.missing))
             answers += barrier.answers()
-        token = self._views.change(self._view(), answers)
+        is_new = self._partitions.awaits(self._views.next_epoch)
+        token = self._views.change(self._view(), answers, is_new=is_new)
         self._out.append(Persist(token, self.record()))
+
+    def _listeners(self) -> list[Listener]:
+        """The nodes that are told of views."""
+        return [
+            Listener(seat.peer, seat.member.role, seat.member.incarnation)
+            for seat in self._roster.seats()
+            if seat.peer is not None
+        ]
 
     def _view(self) -> View:
         settings = self._agreement.settings

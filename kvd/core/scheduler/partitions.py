@@ -120,6 +120,10 @@ class Partitions:
 
     # ── where they come from ──
 
+    def awaits(self, epoch: Epoch) -> bool:
+        """Whether servers must show that they know the view of this epoch, whatever it says."""
+        return any(since >= epoch for since in self._since)
+
     def begin(self, servers: Servers, epoch: Epoch) -> None:
         """The run begins with this view. Nobody has anything, so each backup has everything."""
         fresh = []

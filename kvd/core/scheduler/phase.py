@@ -84,7 +84,7 @@ class RunLife:
 
     def next_deadline(self, roster: Roster) -> float | None:
         """When the run is abandoned if no worker comes."""
-        return None if self.phase.is_over or roster.worker_states() else self._return_by
+        return None if self._return_by is None or self.phase.is_over or roster.has_workers else self._return_by
 
     def expire(self, roster: Roster, now: float) -> bool:
         """No worker came, or came back to a scheduler without its record, in time; True if that ends the run."""

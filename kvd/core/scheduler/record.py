@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
 
-from kvd.core.scheduler.agreement import MERGES, MODES, NODES
+from kvd.core.scheduler.agreement import MERGES, MODES, NODES, size_problem
 from kvd.core.scheduler.barriers import MAX_NAMES, Barriers
 from kvd.core.scheduler.partitions import Entry, Holder, Incarnation
 from kvd.core.scheduler.points import MAX_POINTS, NOT_KNOWN, Points
@@ -129,8 +129,8 @@ class Record:
         settings, phase = self.settings, self.phase
         if settings.mode not in MODES or settings.merge not in MERGES or phase is RunPhase.GONE:
             raise ValueError(f"no run has mode {settings.mode!r}, merge {settings.merge!r} and phase {phase!r}")
-        if settings.most_workers + settings.num_servers > MAX_MEMBERS:
-            raise ValueError(f"{settings.most_workers} workers and {settings.num_servers} servers are too many")
+        if problem := size_problem(settings):
+            raise ValueError(problem[1])
         _check_once("a place", [seat.place for seat in self.seats])
         holders = [seat.member.incarnation for seat in self.seats]
         _check_once("an incarnation", holders + [loser for loser, _ in self.replaced])

@@ -188,7 +188,9 @@ class Roster:
         self._needed = {"server": num_servers, "worker": num_workers}
         self._sizes = {"server": num_servers, "worker": max(num_workers, most_workers)}
         self._seats = {seat.place: seat for seat in seats if seat.member.rank < self._sizes[seat.member.role]}
+        self._by_incarnation = {seat.member.incarnation: seat for seat in self._seats.values()}
         self._replaced = OrderedDict(replaced)  # incarnation → the name of the place that it lost
+        self._ranks: dict[str, list[int]] = {}  # what was asked of the states since the latest change, by question
 
     # ── who is where ──
 
@@ -200,7 +202,7 @@ class Roster:
         return [seat for seat in self._seats.values() if seat.is_living]
 
     def seat_of(self, incarnation: int) -> Seat | None:
-        return next((seat for seat in self._seats.values() if seat.member.incarnation == incarnation), None)
+        return self._by_incarnation.get(incarnation)
 
     def worker_seat_of(self, incarnation: int) -> Seat | None:
         seat = self.seat_of(incarnation)
@@ -275,6 +277,11 @@ class Roster:
         """The states of the workers that have joined."""
         return [member.state for member in self._holders("worker").values()]
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether any worker has joined."""
+        return any(role == "worker" for role, _ in self._seats)
+
     def has_worker_named(self, node_id: str) -> bool:
         """Whether a worker of this node id has a rank."""
         return any(member.node_id == node_id for member in self._holders("worker").values())
@@ -282,10 +289,14 @@ class Roster:
     def barrier_ranks(self) -> list[int]:
         """The ranks of the workers that barriers wait for: those that have neither left nor are lost, and do not wait
         at a point, and those that the job needs, joined or not."""
+        known = self._ranks.get("barrier")
+        if known is not None:
+            return known
         passed_by = {MemberState.LEFT, MemberState.LOST, MemberState.BACK, MemberState.IDLE}
         if self.shrinks:
             passed_by.add(MemberState.GONE)
-        return self._ranks_without(passed_by)
+        found = self._ranks["barrier"] = self._ranks_without(passed_by)
+        return found
 
     def came_in(self) -> dict[int, int]:
         """The workers that took part later than others: rank → the place of the program from which on they did."""
@@ -304,14 +315,20 @@ class Roster:
 
     def dead_ranks(self) -> list[int]:
         """The ranks of the dead workers, also of those that had left the rounds."""
-        return [
+        known = self._ranks.get("dead")
+        if known is not None:
+            return known
+        found = self._ranks["dead"] = [
             rank
             for rank, member in self._holders("worker").items()
             if member.state in (MemberState.DEAD, MemberState.GONE)
         ]
+        return found
 
     def dead_seats(self) -> list[Seat]:
         """The seats of workers that are dead, and that the rounds wait for."""
+        if not self.dead_ranks():
+            return []
         return [seat for seat in self._seats.values() if (seat.member.role, seat.member.state) == _DEAD_WORKER]
 
     # ── taking a place ──
@@ -377,22 +394,34 @@ class Roster:
         if earlier is not None and not is_new:
             seat.came_in = earlier.came_in
         self._seats[place] = seat
+        self._by_incarnation[incarnation] = seat
+        self._ranks = {}
         return seat, earlier
 
     def adopt(self, seats: Iterable[Seat]) -> None:
         """Takes over the places of nodes that another roster knows."""
-        self._seats.update({seat.place: replace(seat) for seat in seats})
+        for seat in seats:
+            earlier = self._seats.get(seat.place)
+            if earlier is not None:
+                self._by_incarnation.pop(earlier.member.incarnation, None)
+            own = self._seats[seat.place] = replace(seat)
+            self._by_incarnation[own.member.incarnation] = own
+        self._ranks = {}
 
     def vacate(self, seat: Seat) -> None:
         """Nobody has taken this place yet: its holder was the first, gave up, and does not get it back."""
         del self._seats[seat.place]
+        self._ranks = {}
         self._note_loss(seat)
 
     def forget(self) -> None:
         """Nobody has a place until it is taken again."""
         self._seats.clear()
+        self._by_incarnation.clear()
+        self._ranks = {}
 
     def _note_loss(self, seat: Seat) -> None:
+        self._by_incarnation.pop(seat.member.incarnation, None)
         self._replaced[seat.member.incarnation] = seat.name
         while len(self._replaced) > MAX_REPLACED:
             self._replaced.popitem(last=False)
@@ -418,6 +447,7 @@ class Roster:
             return False
         seat.is_new = seat.is_new and event is not MemberEvent.RETURNED
         seat.member = seat.member._replace(state=after, reason=reason[:MAX_REASON_CHARS], last_seen_s=silence_s)
+        self._ranks = {}
         return True
 
     def validate(self) -> None:
@@ -425,6 +455,10 @@ class Roster:
         holders = [seat.member.incarnation for seat in self._seats.values()]
         assert len(set(holders)) == len(holders), f"an incarnation has two places: {holders}"
         assert self._replaced.keys().isdisjoint(holders), "a process has the place that it lost"
+        assert self._by_incarnation == {seat.member.incarnation: seat for seat in self._seats.values()}, "a stale index"
+        known, self._ranks = self._ranks, {}
+        assert known.get("barrier", self.barrier_ranks()) == self.barrier_ranks(), "stale ranks at barriers"
+        assert known.get("dead", self.dead_ranks()) == self.dead_ranks(), "stale ranks of the dead"
 
     def _holders(self, role: str) -> dict[int, Member]:
         return {seat.member.rank: seat.member for seat in self._seats.values() if seat.member.role == role}

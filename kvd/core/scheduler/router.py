@@ -274,7 +274,7 @@ class SchedulerRouter:
         missing = ", ".join(self._cluster.roster.missing())
         if missing:
             self._send(event, NotYet(join.request, NotYetReason.BUSY, f"waiting for {missing}"))
-            self._send(event, self._cluster.told_to(join.role))  # it shows who is missing
+            self._out.append(InRun(event.run, self._cluster.epoch, self._cluster.shown(event.peer, join.role)))
             return
         if join.role == "observer":
             self._refuse(event, ErrorCode.JOB_ENDED, f"the run of job {join.job!r} has ended: read another", join.job)

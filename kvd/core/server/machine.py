@@ -99,6 +99,7 @@ from kvd.protocol.messages import (
     TakeStep,
     UpdateOptimizer,
     View,
+    ViewChange,
     WaitQuery,
 )
 
@@ -414,7 +415,7 @@ class ServerMachine:
             if changed:
                 self._view_changed(now)
             return
-        if isinstance(message, View | Done | NotYet | Refused):
+        if isinstance(message, View | ViewChange | Done | NotYet | Refused):
             if event.peer.kind is PeerKind.SERVER:
                 self._replication.answered(event, now)
                 self._deletions.advance()

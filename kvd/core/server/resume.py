@@ -122,7 +122,7 @@ class Resumption:
             closed = group.log.version
             group.log.activate(rank, activate.clock)
             if slice_ is not None and self._records.is_held(group.partition):
-                clock = group.log.staged_clock(rank)
+                clock = group.log.staged_clock(rank) if group.log.sync else activate.clock  # what is staged is not held
                 record = HoldActivated(0, group.partition, slice_.slice_id, closed, rank, clock)
                 records.append((group.partition, record))
         for target in targets:

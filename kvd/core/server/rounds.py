@@ -185,13 +185,13 @@ class SliceLog:
         """The worker takes part again, from the round after `clock` on. Its program goes on at this place, unless it
         has come further already."""
         progress = self._progress_to_change(rank)
+        if not self.sync:  # what is staged has yet to count: a late copy of the request must not say that it has
+            progress.counted = max(progress.counted, clock)
+            progress.committed = max(progress.committed, clock)
         clock = max(progress.staged, clock)
         if self.sync and clock > progress.staged:
             progress.skipped = clock
         progress.skip_to(clock)
-        if not self.sync:
-            progress.counted = max(progress.counted, clock)
-            progress.committed = max(progress.committed, clock)
         if place > progress.place:
             progress.move_to(place)
 
