@@ -181,7 +181,7 @@ class Observer:
         names = named.names
         step = None if version is None else whole("a version", version, 0)
         deadline = Deadline(self._config.request_timeout_s)
-        if not self._engine.machine.view.is_up_to_date:
+        if not self._engine.machine.view.is_up_to_date and deadline.left_s() > 0:
             self._engine.run(self._until_ready(deadline)).result()
         specs = self._specs(names, deadline)
         if out is None:
@@ -270,6 +270,9 @@ class Observer:
 
     async def _version(self, deadline: Deadline) -> int:
         there = await self._cuts.available((), deadline)
+        while there.highest == 0 and not self._engine.machine.view.is_up_to_date and deadline.left_s() > 0:
+            await asyncio.sleep(VIEW_PAUSE_S)  # a run has begun of which this reader has yet to be told
+            there = await self._cuts.available((), deadline)  # raises at the deadline
         if there.highest == 0:
             return 0
         await self._until_ready(deadline)
