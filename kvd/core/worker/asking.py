@@ -49,6 +49,11 @@ class Asker:
         self._last_request += 1
         return self._last_request
 
+    @property
+    def next_number(self) -> int:
+        """What `number` will give; it is not taken yet."""
+        return self._last_request + 1
+
     def ask(
         self,
         call: Call | None,
