@@ -201,12 +201,13 @@ class WorkerMachine:
 
     def _takes_lane(self, event: Event, now: float) -> bool:
         """Whether the lane has done all that there is to do. Otherwise no call is in flight there any more."""
+        nothing_is_due = not self._is_deadline_old and now < self._deadline and now < self._lane.due_at
         if self._lane.is_busy:
-            if isinstance(event, Received) and self._lane.take(event):
+            if nothing_is_due and isinstance(event, Received) and self._lane.take(event, now):
                 return True
             self._materialize()
-        elif isinstance(event, LocalCall) and isinstance(event.request, requests.Transfer) and self._has_lanes:
-            return self._lane.begin(event, event.request, now)
+        elif nothing_is_due and isinstance(event, LocalCall) and isinstance(event.request, requests.Transfer):
+            return self._has_lanes and self._lane.begin(event, event.request, now)
         return False
 
     def _materialize(self) -> None:
@@ -216,6 +217,9 @@ class WorkerMachine:
         self._waits.note(call)
         self._queue.enter_transfer(call, flight.transfer)
         self._outbox.pump(flight.begun)
+        for answer, at in flight.answers:
+            self._receive(answer, at)
+        self._effects.clear()  # all this was done before
 
     def _take_general_way(self, event: Event, now: float) -> None:
         effects = self._effects

@@ -63,10 +63,9 @@ class MessagePlans:
             plans = self._plans[call] = plan_messages(keys, self._view.settings.slice_bytes, without=without)
         return plans
 
-    def known_of(self, keys: tuple[WorkerKey | None, ...]) -> MessagePlan | None:
-        """The plan of a call on these keys, if one was made before and has one message."""
-        plans = self._plans.get((keys, ()))
-        return plans[0] if plans is not None and len(plans) == 1 else None
+    def known_of(self, keys: tuple[WorkerKey | None, ...]) -> list[MessagePlan] | None:
+        """The plans of a call on these keys, if one was made before."""
+        return self._plans.get((keys, ()))
 
     def clear(self) -> None:
         """A key was placed: plans from before may name the wrong partitions."""
