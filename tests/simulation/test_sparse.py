@@ -40,6 +40,12 @@ def test_campaign_soak(name: str, first: int, monkeypatch: pytest.MonkeyPatch) -
     run(name, range(first, first + 50), monkeypatch)
 
 
+@pytest.mark.soak
+def test_two_that_come_in_when_all_were_lost_push_the_same_step() -> None:
+    """Both found nobody in any step, and one of them had begun the first: their pushes of two steps were one round."""
+    SPARSE["losses, nasty, tables"].run(12)
+
+
 def run(name: str, seeds: Sequence[int], patch: pytest.MonkeyPatch) -> None:
     """A campaign in which what it is about does not happen would prove little."""
     sent, taken, deaths = _encoded_answers(patch), _captured_tables(patch), 0
