@@ -119,6 +119,7 @@ def test_a_worker_that_is_not_alone_any_more_lets_the_other_one_choose_the_step(
     harness.look(member("worker", 0, state), member("worker", 1, "returning"))
     taken(harness, Taking.IN)
     send = harness.take(WhereAre)
+    assert isinstance(send.message, WhereAre)
     harness.say(send.peer, TheyAre(send.message.request, START, place_of(PlaceKind.STEP, 0)))
     assert bool(harness.waiting(StepInto)) is goes_on
     if not goes_on:
