@@ -24,6 +24,7 @@ from kvd.protocol.messages import (
     State,
     StoreState,
 )
+from kvd.protocol.specs import KeySpec
 
 PAGE_NBYTES = 4 << 20  # of rows
 
@@ -41,7 +42,7 @@ class SliceStates:
         effects: ServerEffects,
         records: Records,
         jobs: SliceJobs,
-        row_error: Callable[[str, int], str],
+        row_error: Callable[[str, KeySpec, int], str],
         is_changing: Callable[[], bool],
     ) -> None:
         self._effects = effects
@@ -119,7 +120,7 @@ class SliceStates:
             return True
         if slice_.spec.table is None:
             return False
-        text = self._row_error(key, event.nbytes)
+        text = self._row_error(key, slice_.spec, event.nbytes)
         if slice_.log.version:
             text = f"table {key!r} was pushed to: rows are stored in a new table, as restore makes it"
         if text:
