@@ -24,6 +24,7 @@ from kvd.protocol.messages import (
     State,
     StoreState,
 )
+from kvd.protocol.specs import KeySpec
 
 PAGE_NBYTES = 4 << 20  # of rows
 
@@ -41,7 +42,7 @@ class SliceStates:
         effects: ServerEffects,
         records: Records,
         jobs: SliceJobs,
-        row_error: Callable[[str, int], str],
+        row_error: Callable[[str, KeySpec, int], str],
         is_changing: Callable[[], bool],
     ) -> None:
         self._effects = effects
@@ -127,7 +128,7 @@ class SliceStates:
             return False
         if self._was_pushed_to(event, message, slice_):
             return True
-        text = self._row_error(key, event.nbytes)
+        text = self._row_error(key, slice_.spec, event.nbytes)
         if text:
             self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, text, key)
         return bool(text)
