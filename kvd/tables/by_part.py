@@ -46,8 +46,14 @@ def rows_in_parts(pushed: Rows, parts: int, memory: Callable[[int], Array]) -> R
         memory: gives so many bytes, as uint8.
     """
     merged = added_up(pushed.ids, pushed.rows)
-    order, ends = _ordered(merged.ids, parts)
     row_nbytes = pushed.rows.shape[1] * pushed.rows.dtype.itemsize
+    if parts == 1:
+        data = memory(merged.num_rows * (ROW_ID_BYTES + row_nbytes))
+        rows_at = merged.ids.nbytes
+        data[:rows_at] = merged.ids.view(np.uint8)
+        merged.take(slice(None), data[rows_at:].view(pushed.rows.dtype).reshape(merged.num_rows, pushed.rows.shape[1]))
+        return RowsInParts(data, ((0, data.nbytes),))
+    order, ends = _ordered(merged.ids, parts)
     ranges, begin = [], 0
     for first, end in zip((0, *ends), ends, strict=False):
         ranges.append((begin, (end - first) * (ROW_ID_BYTES + row_nbytes)))
@@ -64,10 +70,10 @@ def rows_in_parts(pushed: Rows, parts: int, memory: Callable[[int], Array]) -> R
 def ids_in_parts(ids: Ids, parts: int) -> IdsInParts:
     """The rows of a pull from a table of so many parts: each once. From one part, those that come up again are asked
     for again if they are few: then the rows arrive in the order in which they are wanted."""
-    ordered, places = in_order(ids)
-    is_first = firsts(ordered)
-    if parts == 1 and np.count_nonzero(is_first) >= len(ids) * (1 - _FEW):
+    ordered, places, num_distinct = in_order(ids)
+    if parts == 1 and num_distinct >= len(ids) * (1 - _FEW):
         return IdsInParts(ids, ((0, ids.nbytes),), None)
+    is_first = firsts(ordered)
     distinct, where = ordered[is_first], np.empty(len(ids), np.intp)
     where[places] = np.cumsum(is_first) - 1
     order, ends = _ordered(distinct, parts)

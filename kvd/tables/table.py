@@ -66,8 +66,7 @@ class Table:
         in_halves(lambda part: self._read(ids[part], out[part]), len(ids), out.size)
 
     def _read(self, ids: Ids, out: Array) -> None:
-        places = self._index.find(ids)
-        absent = np.flatnonzero(places < 0)
+        places, absent = self._index.found(ids)
         if not len(self):
             self._initial.fill(ids, out)
             return
@@ -287,8 +286,7 @@ class Table:
 
     def _places(self, ids: Ids, rule: LazyRule | None = None) -> Places:
         """The places of these ids, each of which is there once; new ones get theirs, and their initial rows."""
-        places = self._index.find(ids)
-        absent = np.flatnonzero(places < 0)
+        places, absent = self._index.found(ids)
         self._require(len(self) + absent.size, rule)  # memory first: an error leaves all as it was
         if self._keeper is not None:
             self._keeper.reserve(len(self) + absent.size, len(ids))

@@ -40,8 +40,9 @@ LISTS = st.lists(IDS, max_size=60)
 @EITHER_WAY
 @given(LISTS)
 def test_ids_are_sorted_with_equal_ones_in_their_order(ids: list[int]) -> None:
-    ordered, order = in_order(int64(ids))
+    ordered, order, num_distinct = in_order(int64(ids))
     assert list(zip(ordered.tolist(), order.tolist(), strict=True)) == sorted(zip(ids, range(len(ids)), strict=True))
+    assert num_distinct == len(set(ids))
 
 
 @pytest.mark.usefixtures("_either_way")
