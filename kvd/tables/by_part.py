@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvd.protocol.specs import ROW_ID_BYTES, padded
-from kvd.tables.duplicates import added_up, firsts, in_order
+from kvd.tables.duplicates import add_up_into, added_up, firsts, in_order
 from kvd.tables.parts import parts_of
 from kvd.tables.row_values import Ids, Rows
 
@@ -45,14 +45,18 @@ def rows_in_parts(pushed: Rows, parts: int, memory: Callable[[int], Array]) -> R
     Args:
         memory: gives so many bytes, as uint8.
     """
-    merged = added_up(pushed.ids, pushed.rows)
-    row_nbytes = pushed.rows.shape[1] * pushed.rows.dtype.itemsize
+    width, dtype = pushed.rows.shape[1], pushed.rows.dtype
+    row_nbytes = width * dtype.itemsize
     if parts == 1:
-        data = memory(merged.num_rows * (ROW_ID_BYTES + row_nbytes))
-        rows_at = merged.ids.nbytes
-        data[:rows_at] = merged.ids.view(np.uint8)
-        merged.take(slice(None), data[rows_at:].view(pushed.rows.dtype).reshape(merged.num_rows, pushed.rows.shape[1]))
+        ordered = in_order(pushed.ids)
+        count = ordered.num_distinct
+        data = memory(count * (ROW_ID_BYTES + row_nbytes))
+        rows_at = count * ROW_ID_BYTES
+        add_up_into(
+            ordered, pushed.rows, data[:rows_at].view(np.int64), data[rows_at:].view(dtype).reshape(count, width)
+        )
         return RowsInParts(data, ((0, data.nbytes),))
+    merged = added_up(pushed.ids, pushed.rows)
     order, ends = _ordered(merged.ids, parts)
     ranges, begin = [], 0
     for first, end in zip((0, *ends), ends, strict=False):
@@ -62,7 +66,7 @@ def rows_in_parts(pushed: Rows, parts: int, memory: Callable[[int], Array]) -> R
     for first, end, (offset, nbytes) in zip((0, *ends), ends, ranges, strict=False):
         rows_at = offset + (end - first) * ROW_ID_BYTES
         np.take(merged.ids, order[first:end], out=data[offset:rows_at].view(np.int64), mode="clip")
-        rows = data[rows_at : offset + nbytes].view(pushed.rows.dtype).reshape(end - first, pushed.rows.shape[1])
+        rows = data[rows_at : offset + nbytes].view(dtype).reshape(end - first, width)
         merged.take(order[first:end], rows)
     return RowsInParts(data, tuple(ranges))
 

@@ -14,19 +14,53 @@ _FEW_BITS = 1 << 31  # ids below this are sorted together with their places
 _ROUNDS = 8  # of additions of whole arrays; what comes up more often is added one by one
 
 
+class InOrder(NamedTuple):
+    """Ids in ascending order.
+
+    Attributes:
+        places: of each of them in the list that they were in; those of the same id in their order.
+        num_distinct: how many differ.
+    """
+
+    ids: Ids
+    places: Places
+    num_distinct: int
+
+
 def added_up(ids: Ids, rows: Array) -> MergedRows:
     """These rows, shape (ids, width); of the same id, their sum."""
-    ordered, order, num_distinct = in_order(ids)
+    return _added_up(in_order(ids), rows)
+
+
+def add_up_into(given: InOrder, rows: Array, ids: Ids, out: Array) -> None:
+    """The same in memory that is there.
+
+    Args:
+        given: the ids of the rows.
+        ids, out: of as many rows as different ids were given.
+    """
+    if rows.flags.c_contiguous and out.flags.c_contiguous:
+        loop = loop_for("join_rows", rows.dtype, rows.dtype).ready(rows.size)
+        if loop is not None:
+            quietly(loop, given.ids, given.places, rows, ids, out)
+            return
+    merged = _added_up(given, rows)
+    ids[:] = merged.ids
+    merged.take(slice(None), out)
+
+
+def _added_up(given: InOrder, rows: Array) -> MergedRows:
+    ids, order, num_distinct = given
     if num_distinct == len(ids):
-        return MergedRows(ordered, order, np.full(len(ids), -1), rows, rows[:0])
-    starts = np.flatnonzero(firsts(ordered))
+        return MergedRows(ids, order, np.full(len(ids), -1), rows, rows[:0])
+    starts = np.flatnonzero(firsts(ids))
     left, right = order[starts], np.full(len(starts), -1)
     ends = np.append(starts[1:], len(ids))
     summed = np.flatnonzero(ends - starts > 1)
     sums = np.empty((len(summed), rows.shape[1]), rows.dtype)
     quietly(_add_up, starts[summed], ends[summed], order, rows, sums)
     left[summed], right[summed] = -1, np.arange(len(summed))
-    return MergedRows(ordered[starts], left, right, rows, sums)
+    return MergedRows(ids[starts], left, right, rows, sums)
 
 
 def of_both(first: Ids, second: Ids) -> tuple[Ids, Places, Places]:
@@ -45,19 +79,6 @@ def of_both(first: Ids, second: Ids) -> tuple[Ids, Places, Places]:
     left[group[~from_second]] = order[~from_second]
     right[group[from_second]] = order[from_second] - len(first)
     return ordered[is_first], left, right
-
-
-class InOrder(NamedTuple):
-    """Ids in ascending order.
-
-    Attributes:
-        places: of each of them in the list that they were in; those of the same id in their order.
-        num_distinct: how many differ.
-    """
-
-    ids: Ids
-    places: Places
-    num_distinct: int
 
 
 def in_order(ids: Ids) -> InOrder:
