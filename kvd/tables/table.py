@@ -49,6 +49,7 @@ class Table:
         self._keeper = None if keeping == Keeping() else Keeper(keeping, parts, self._index)
         self._weights = RowArena(description.width, self._dtype)
         self._slots: dict[str, RowArena] = {}
+        self._no_rows = Rows(np.zeros(0, np.int64), np.zeros((0, description.width), self._dtype))
 
     def __len__(self) -> int:
         """How many rows take memory: those that were updated, and are kept."""
@@ -147,9 +148,11 @@ class Table:
         Returns:
             What they were, with their ids ascending.
         """
-        ids = np.zeros(0, np.int64) if self._keeper is None else self._keeper.to_evict(self._row_nbytes)
+        if self._keeper is None:
+            return self._no_rows
+        ids = self._keeper.to_evict(self._row_nbytes)
         rows = np.empty((len(ids), self.description.width), self._dtype)
-        if self._keeper is not None and len(ids):
+        if len(ids):
             places = self._index.find(ids)
             self._weights.take(places, rows)
             self._remove(places)
