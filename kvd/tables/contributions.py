@@ -54,7 +54,7 @@ def merged_rows(contributions: Sequence[Contributed], mode: MergeMode, width: in
     divisor = sum(factors) if weighs else len(counted) if mode == "mean" else 1
     if len(parts) == 1:
         return plain(*parts[0])._replace(factors=(factors[0], 1), divisor=divisor)
-    merged = _sum_of(*parts[:2], (factors[0], factors[1]))
+    merged = _sum_of(parts[0], parts[1], (factors[0], factors[1]))
     for part, factor in zip(parts[2:], factors[2:], strict=True):  # two lists are added at a time
         merged = _sum_of(Rows(merged.ids, merged.rows()), part, (1, factor))
     return merged._replace(divisor=divisor)

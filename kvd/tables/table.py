@@ -49,6 +49,7 @@ class Table:
         self._keeper = None if keeping == Keeping() else Keeper(keeping, parts, self._index)
         self._weights = RowArena(description.width, self._dtype)
         self._slots: dict[str, RowArena] = {}
+        self._rule: tuple[Optimizer, LazyRule] | None = None  # of the last update
         self._no_rows = Rows(np.zeros(0, np.int64), np.zeros((0, description.width), self._dtype))
 
     def __len__(self) -> int:
@@ -105,7 +106,7 @@ class Table:
         Returns:
             The rows that were changed: those that the table admits, ascending.
         """
-        rule = LazyRule(optimizer, self._key, self.description.width, self._dtype)
+        rule = self._rule_of(optimizer)
         merged = self._admitted(merged)
         count, kept = len(self), list(self._slots)
         places = self._places(merged.ids, rule)
@@ -119,6 +120,14 @@ class Table:
         self.step += 1
         self._note(places)
         return merged.ids
+
+    def _rule_of(self, optimizer: Optimizer) -> LazyRule:
+        if self._rule is not None and self._rule[0] is optimizer:
+            return self._rule[1]
+        rule = LazyRule(optimizer, self._key, self.description.width, self._dtype)
+        if rule.is_ours:  # it cannot change
+            self._rule = (optimizer, rule)
+        return rule
 
     def assign(self, ids: Ids, rows: Array) -> None:
         """Replace the rows of these ids by these; of the same id, by their sum. The others stay.

@@ -143,9 +143,9 @@ def test_rows_of_the_same_place_are_added_in_order(pushed: list[tuple[int, float
         part = slice(first, min(first + tile, merged.num_rows))
         taken = merged.take(part, np.empty((part.stop - part.start, 2), np.float32))
         assert [row.tobytes() for row in taken] == [expected[place].tobytes() for place in merged.ids[part].tolist()]
-    for given in (rows, np.asfortranarray(rows)):
+    for laid_out in (rows, np.asfortranarray(rows)):
         ids, out = np.full(len(expected), -7), np.full((len(expected), 2), np.nan, np.float32)
-        add_up_into(in_order(places), given, ids, out)
+        add_up_into(in_order(places), laid_out, ids, out)
         assert ids.tolist() == sorted(expected)
         assert [row.tobytes() for row in out] == [expected[place].tobytes() for place in ids.tolist()]
 
