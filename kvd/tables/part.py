@@ -56,6 +56,7 @@ class TablePart:
         self.description = description
         self.table = Table(description, key) if table is None else table
         self._key = key
+        self._num_ids = 1 << 63 if description.rows is None else description.rows
         self._earlier = EarlierRows(description.width, description.numpy_dtype, UPDATES_KEPT)
         for rows in put_aside:
             self._earlier.add(rows)
@@ -91,9 +92,10 @@ class TablePart:
         ids = payload[: count * ROW_ID_BYTES].view(_INT64)
         if not bool((ids[1:] > ids[:-1]).all()):
             raise ProtocolError(f"the row ids of a push to table {self._key!r} are not in ascending order")
-        self._check(ids)
+        if count:
+            self._check_range(int(ids[0]), int(ids[-1]))
         rows = payload[count * ROW_ID_BYTES :].view(self.description.numpy_dtype)
-        return Contributed(Rows(ids, rows.reshape(count, self.description.width)), samples)
+        return Contributed(Rows(ids, rows.reshape(count, self.description.width)), samples, is_ascending=True)
 
     def payload_of(self, merged: MergedRows, allocate: Callable[[int], Array]) -> Array:
         """Merged rows as `pushed` takes them.
@@ -170,10 +172,12 @@ class TablePart:
         return made
 
     def _check(self, ids: Ids) -> None:
-        if not len(ids):
-            return
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or (self.description.rows is not None and high >= self.description.rows):
+        # One look at all of them: as unsigned numbers, those below 0 are the largest.
+        if len(ids) and int(ids.view(np.uint64).max()) >= self._num_ids:
+            self._check_range(int(ids.min()), int(ids.max()))
+
+    def _check_range(self, low: int, high: int) -> None:
+        if low < 0 or high >= self._num_ids:
             has = "" if self.description.rows is None else f": it has {self.description.rows}"
             wrong = low if low < 0 else high
             raise NotAllowed(f"table {self._key!r} has no row {wrong}{has}", key=self._key)

@@ -7,7 +7,7 @@ Compiled loops (`kvd.compute.jit_ids`) look ids up one by one, in the same slots
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,19 @@ MOST_ROWS = (1 << 31) - 1  # places take 32 bits here
 _LEAST_SLOTS = 1024
 _FREE = -1  # row ids are ≥ 0
 _GONE = -2  # of an id that was removed: look-ups go on to the next slot
+_NONE: Places = np.zeros(0, np.intp)
+
+
+class Found(NamedTuple):
+    """Where ids are.
+
+    Attributes:
+        places: of each id; -1: it has none.
+        absent: the numbers of the ids that have none.
+    """
+
+    places: Places
+    absent: Places
 
 
 class RowIndex:
@@ -49,12 +62,17 @@ class RowIndex:
 
     def find(self, ids: Ids) -> Places:
         """The place of each id; -1 for those that have none."""
+        return self.found(ids).places
+
+    def found(self, ids: Ids) -> Found:
+        """The place of each id, and which ids have none."""
         loop = id_loop("find_ids", len(ids))
         if loop is None:
-            return self._find(ids)
-        found: Places = np.empty(len(ids), np.intp)
-        loop(np.ascontiguousarray(ids), self._ids, self._places, found)
-        return found
+            places = self._find(ids)
+            return Found(places, np.flatnonzero(places < 0))
+        places = np.empty(len(ids), np.intp)
+        num_absent = loop(np.ascontiguousarray(ids), self._ids, self._places, places)
+        return Found(places, np.flatnonzero(places < 0) if num_absent else _NONE)
 
     def _find(self, ids: Ids) -> Places:
         at = self._home(ids)

@@ -101,12 +101,16 @@ def row_ids(table: RowSparse, key: str | int, value: Any) -> Ids:
         raise ShapeMismatch(f"the row ids for table {key!r} have the shape {ids.shape}: pass ids.reshape(-1)", key=key)
     if len(ids) > MOST_ROWS_AT_ONCE:
         raise NotAllowed(f"a call names at most {MOST_ROWS_AT_ONCE} rows, not {len(ids)}", key=key)
-    if ids.size:
-        last = (1 << 63) - 1 if table.rows is None else table.rows - 1
-        if int(ids.min()) < 0 or int(ids.max()) > last:
-            place = int(np.flatnonzero((ids < 0) | (ids > last))[0])
-            has = f"has the rows 0 to {last}" if last >= 0 else "has no rows"
-            raise NotAllowed(f"table {key!r} {has}; ids[{place}] is {int(ids[place])}", key=key)
+    last = (1 << 63) - 1 if table.rows is None else table.rows - 1
+    if ids.dtype == _INT64:
+        # One look at all of them: as unsigned numbers, those below 0 are the largest.
+        is_wrong = ids.size and int(ids.view(np.uint64).max()) > last
+    else:
+        is_wrong = ids.size and (int(ids.min()) < 0 or int(ids.max()) > last)
+    if is_wrong:
+        place = int(np.flatnonzero((ids < 0) | (ids > last))[0])
+        has = f"has the rows 0 to {last}" if last >= 0 else "has no rows"
+        raise NotAllowed(f"table {key!r} {has}; ids[{place}] is {int(ids[place])}", key=key)
     return np.ascontiguousarray(ids, _INT64)
 
 

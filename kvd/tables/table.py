@@ -62,6 +62,7 @@ class Table:
         self._keeper = None if keeping == Keeping() else Keeper(keeping, parts, self._index)
         self._columns = Columns(description.width, self._dtype)
         self._turnover = Turnover(self._index, self._columns, self._initial, self._keeper)
+        self._rule: tuple[Optimizer, LazyRule] | None = None  # of the last update
 
     def __len__(self) -> int:
         """How many rows take memory: those that were updated, and are kept."""
@@ -78,8 +79,7 @@ class Table:
         in_halves(lambda part: self._read(ids[part], out[part]), len(ids), out.size)
 
     def _read(self, ids: Ids, out: Array) -> None:
-        places = self._index.find(ids)
-        absent = np.flatnonzero(places < 0)
+        places, absent = self._index.found(ids)
         if not len(self):
             self._initial.fill(ids, out)
             return
@@ -114,7 +114,7 @@ class Table:
             before: begins afterwards with the rows that were changed, as they were, in the order of the ids; is as it
                 was if an error is raised.
         """
-        rule = LazyRule(optimizer, self._key, self.description.width, self._dtype)
+        rule = self._rule_of(optimizer)
 
         def update(places: Places, given: MergedRows) -> None:
             slots = [self._columns.slots[name] for name in rule.slot_widths]
@@ -123,6 +123,14 @@ class Table:
         updated = self._made(merged, rule.slot_widths, update)
         self.step += 1
         return updated
+
+    def _rule_of(self, optimizer: Optimizer) -> LazyRule:
+        if self._rule is not None and self._rule[0] is optimizer:
+            return self._rule[1]
+        rule = LazyRule(optimizer, self._key, self.description.width, self._dtype)
+        if rule.is_ours:  # it cannot change
+            self._rule = (optimizer, rule)
+        return rule
 
     def assign(self, ids: Ids, rows: Array) -> Updated:
         """Replace the rows of these ids by these; of the same id, by their sum. The others stay.

@@ -22,6 +22,7 @@ Array = np.ndarray[Any, Any]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 _NO_IDS = np.zeros(0, np.int64)
+_NO_PLACES = np.zeros(0, np.intp)
 
 
 class Seats(NamedTuple):
@@ -65,6 +66,7 @@ class Turnover:
         self._columns = columns
         self._initial = initial
         self._keeper = keeper
+        self._none = Rows(_NO_IDS, np.zeros((0, columns.weights.width), columns.weights.dtype))
 
     def begin(self, ids: Ids) -> Seats:
         """Give places to the rows that an update names; new ones are initial rows, and zeros in the slots.
@@ -76,8 +78,11 @@ class Turnover:
             NotAllowed: there would be too many rows. Nothing was changed.
             MemoryError: there is no memory for them. Nothing was changed.
         """
-        places = self._index.find(ids)
+        places, absent = self._index.found(ids)
         if self._keeper is None:
+            if not absent.size:
+                self._columns.require(len(self._index))  # a new optimizer has slots without rows
+                return Seats(ids, places, None, self._none, _NO_PLACES, [], _NO_PLACES, _NO_IDS, len(self._index))
             return self._seated(ids, places, _NO_IDS)
         going = self._keeper.begin(ids, places, self._columns.row_nbytes)
         try:

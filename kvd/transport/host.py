@@ -20,6 +20,7 @@ from kvd.protocol.messages import PathKind
 from kvd.transport.accepted_links import AcceptedLinks
 from kvd.transport.base import UNKNOWN_PATH, HeaderOfPath, OnGarbage, OnMessage
 from kvd.transport.curve import Curve
+from kvd.transport.holding import Holding
 from kvd.transport.link import Link, Sink
 from kvd.transport.link_listener import LinkListener, TcpLinks
 from kvd.transport.link_proof import Medium, Proven
@@ -168,6 +169,11 @@ class HostTransport:
                 self._notice(link)
 
     # ── sending ──
+
+    @property
+    def holding(self) -> Holding:
+        """What lets messages without a payload wait a moment for the next one to the same peer."""
+        return self._sink.holding
 
     def send(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
         if self._waiting:

@@ -30,6 +30,7 @@ from kvd.errors import RemoteError
 from kvd.node.reassembly import ReassemblyBuffer
 
 MOST_PLAIN = 1 << 16  # keys whose calls are made in fewer steps
+NO_KEYS = KeyList([], True)
 
 
 class ClusterValues:
@@ -94,9 +95,13 @@ class ClusterValues:
         priority, samples = checks.priority_and_samples(priority, samples)
         rows: Sequence[PushedTable] = ()
         whole = keys
-        if self._tables.are_pushed(keys, value):
+        tables: list[tuple[str, Any]] = []
+        if not keys.many and self._tables.is_table(names[0]):  # by far the most common push of rows
+            whole, value, tables = NO_KEYS, (), [(names[0], value)]
+        elif self._tables.are_pushed(keys, value):
             whole_names, value, tables = parted(keys, value, self._tables.is_table)
             whole = KeyList(whole_names, True)
+        if tables:
             try:
                 rows = self._tables.rows(tables, cast=cast)
             except RemoteError as error:
