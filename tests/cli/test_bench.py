@@ -263,7 +263,7 @@ def test_a_worker_pushes_and_pulls_the_arrays_that_the_store_gives_it(tmp_path: 
             return [bound[name][0] for name in key], [bound[name][1] for name in key]
 
         def pushpull(
-            self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1, cast: bool = False
+            self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1, **options: Any
         ) -> Any:
             for name, gradient, weight in zip(key, value, out, strict=True):
                 assert gradient is bound[name][0]

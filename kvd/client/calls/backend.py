@@ -139,8 +139,9 @@ class Values(Protocol):
     ) -> Handle:
         """`cast`: the value may have another floating dtype than the key, to which it is converted."""
 
-    def pull(self, key: Any, out: Any, priority: int, cast: bool = False) -> Handle:
-        """`cast`: the value is converted to the floating dtype of `out`."""
+    def pull(self, key: Any, out: Any, priority: int, cast: bool = False, view: bool = False) -> Handle:
+        """`cast`: the value is converted to the floating dtype of `out`. `view`: the arrays are read-only, over the
+        memory of their server where that can be; `out` is None."""
 
     def pushpull(
         self,
@@ -152,8 +153,9 @@ class Values(Protocol):
         copy: bool,
         reservation: Reservation | None,
         cast: bool = False,
+        view: bool = False,
     ) -> Handle:
-        """`copy`: the program may write to the value as soon as this returns. `cast`: as in push and pull."""
+        """`copy`: the program may write to the value as soon as this returns. `cast`, `view`: as in push and pull."""
 
 
 class Tables(Protocol):

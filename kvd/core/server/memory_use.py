@@ -9,6 +9,7 @@ from kvd.core.server.memory import ServerMemory
 from kvd.core.session import SchedulerSession
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
+from kvd.protocol.specs import MOST_HELD_VERSIONS
 
 COPIES = 3  # of each slice that a server leads: the version, the one before, and the one that is being made
 HELD_COPIES = 5  # of each slice that it holds for another: the same, and two records
@@ -135,7 +136,9 @@ class MemoryUse:
     def _copies_with(self, optimizer: Optimizer | None) -> int:
         """How often a byte that is led may be held, staged contributions included."""
         settings = self._view.settings
-        copies = COPIES + settings.rounds_ahead * settings.most_workers + (settings.replicas - 1)
+        # Only a worker of this host can hold versions here, and its staged pushes lie in its own memory.
+        of_a_worker = max(settings.rounds_ahead, MOST_HELD_VERSIONS)
+        copies = COPIES + of_a_worker * settings.most_workers + (settings.replicas - 1)
         if optimizer is not None and optimizer.compensates_delay and not self._view.is_sync:
             copies += settings.most_workers  # of what each has pulled
         return copies
