@@ -276,6 +276,25 @@ def test_a_worker_pushes_and_pulls_the_arrays_that_the_store_gives_it(tmp_path: 
     assert len((tmp_path / ROWS_FILE).read_text().splitlines()) == 4
 
 
+def test_without_copies_every_step_gets_new_arrays(tmp_path: Path) -> None:
+    given: list[Any] = []
+
+    class ViewingStore(kvd.KVStore):
+        """Notes what a list call gives."""
+
+        def pushpull(
+            self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1, **options: Any
+        ) -> Any:
+            assert out is None
+            given.append(super().pushpull(key, value, samples=samples, **options))
+            return given[-1]
+
+    with ViewingStore(open_backend("local", {})) as kv:
+        Bench(kv, dataclasses.replace(task(tmp_path, "1KiBx3", IN_FLIGHT_NAME), copy_free=True)).run()
+    assert len(given) > 2
+    assert not any(array.flags.writeable for arrays in given for array in arrays)
+
+
 @pytest.mark.parametrize(("transport", "shared"), [("auto", None), ("tcp", "off"), ("ipc", "off")])
 def test_sockets_alone_are_measured_without_shared_memory(tmp_path: Path, transport: str, shared: str | None) -> None:
     job = make_job(task(tmp_path, "1KiB"), 1, 1, transport, {})

@@ -90,6 +90,7 @@ class StoreFacts(NamedTuple):
             one round (synchronous stores, and those in this process). Otherwise they may be of several.
         round_timeout_s: how long its calls wait for other workers, in seconds.
         job: the name of the job; "" without a cluster.
+        viewed_nbytes: the largest value that is not copied where calls have `copy=False`, in bytes; 0: all are.
         taking_part: gives the ranks of the workers that take part, where that may change.
     """
 
@@ -104,6 +105,7 @@ class StoreFacts(NamedTuple):
     versioned: bool
     round_timeout_s: float
     job: str = ""
+    viewed_nbytes: int = 0
     taking_part: Callable[[], tuple[int, ...]] | None = None
 
 
