@@ -113,6 +113,7 @@ class Transfer:
     sets_out: Callable[[Sequence[int]], None] | None = None  # gets the clocks of a push, one per item, as it sets out
     some_rows: bool = False  # some items are rows of tables
     takes: TakenForm | None = None  # without a push
+    finds: Callable[[Sequence[KeySpec]], None] | None = None  # gets the specs of the keys, one per item, as it starts
 
 
 @dataclass(frozen=True, slots=True)

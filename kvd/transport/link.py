@@ -230,6 +230,7 @@ class Link:
     def release_gone(self) -> None:
         """Releases all payloads that are gone, in RELEASE frames."""
         with self._lock:
+            self._remote.look_at_children()
             while self._remote.has_gone() and self._push_frame(RELEASE):
                 pass
 

@@ -23,7 +23,9 @@ from kvd.client.calls.values import (
     Target,
     check_alike,
     fresh_target,
+    in_places,
     pulled_values,
+    read_only,
     source_of,
     target_of,
     targets_by_name,
@@ -113,14 +115,19 @@ class LocalValues:
             received = source.data.view(named_dtype(source.spec.dtype))
             self._updates.apply(name, entry, cast_values(received, entry.value.dtype), samples)
 
-    def pull(self, key: Any, out: Any, priority: int, cast: bool = False) -> Handle:
+    def pull(self, key: Any, out: Any, priority: int, cast: bool = False, view: bool = False) -> Handle:
         keys = self._keys.named(key)
         checks.priority_and_samples(priority)
         if cast and out is not None:
             outs = CastOuts(keys, out)
             return self._keys.answered(lambda: self._read_cast(keys, outs))
         targets = None if out is None else _targets(keys, out)
-        return self._keys.answered(lambda: self._read(keys, targets, out))
+        return self._keys.answered(lambda: self._read_only(keys) if view else self._read(keys, targets, out))
+
+    def _read_only(self, keys: KeyList) -> Any:
+        """Copies: what is stored is updated in place."""
+        arrays = [read_only(self._keys.entry(name).value_as_array().copy()) for name in keys.names]
+        return in_places(keys, arrays, shared=True)
 
     def _read(self, keys: KeyList, targets: list[Target] | None, out: Any) -> Any:
         """Writes the values into the targets of `out` (None: new arrays), and gives the result of the call."""
@@ -144,22 +151,25 @@ class LocalValues:
         copy: bool,
         reservation: Reservation | None,
         cast: bool = False,
+        view: bool = False,
     ) -> Handle:
         keys = self._keys.named(key)
         priority, samples = checks.priority_and_samples(priority, samples)
         check_whole(keys, value, "pushpull", self._keys.is_table)
         out = value if out is None else out
-        outs = CastOuts(keys, out) if cast else None
-        targets, sources = [] if cast else _targets(keys, out), _sources(keys, value, copy=False)
-        if outs is None:
-            check_alike(keys, sources, targets)
-        else:
+        outs = CastOuts(keys, out) if cast and not view else None
+        targets, sources = [] if cast or view else _targets(keys, out), _sources(keys, value, copy=False)
+        if outs is not None:
             outs.check_shapes(sources)
+        elif not view:
+            check_alike(keys, sources, targets)
         is_wanted = self._steps.take_pushes(keys.names)
 
         def work() -> Any:
             if is_wanted:
                 self._update(keys.names, sources, samples, cast)
+            if view:
+                return self._read_only(keys)
             return self._read(keys, targets, out) if outs is None else self._read_cast(keys, outs)
 
         return self._keys.watched(keys.names, work)

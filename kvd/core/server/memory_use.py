@@ -11,7 +11,7 @@ from kvd.core.session import SchedulerSession
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
 from kvd.optimizer.registry import slots_of
-from kvd.protocol.specs import ROW_ID_BYTES, KeySpec
+from kvd.protocol.specs import MOST_HELD_VERSIONS, ROW_ID_BYTES, KeySpec
 
 COPIES = 3  # of each slice that a server leads: the version, the one before, and the one that is being made
 ENCODED_COPIES = (
@@ -195,7 +195,9 @@ class MemoryUse:
     def _copies_with(self, optimizer: Optimizer | None) -> int:
         """How often a byte that is led may be held, staged contributions included."""
         settings = self._view.settings
-        copies = COPIES + settings.rounds_ahead * settings.most_workers + (settings.replicas - 1)
+        # Only a worker of this host can hold versions here, and its staged pushes lie in its own memory.
+        of_a_worker = max(settings.rounds_ahead, MOST_HELD_VERSIONS)
+        copies = COPIES + of_a_worker * settings.most_workers + (settings.replicas - 1)
         if optimizer is not None and optimizer.compensates_delay and not self._view.is_sync:
             copies += settings.most_workers  # of what each has pulled
         if optimizer is None and self._are_encoded:

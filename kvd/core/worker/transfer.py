@@ -125,6 +125,8 @@ class Transfer:
         error = self._error(call, transfer)
         if error is not None:
             return error
+        if transfer.finds is not None:
+            transfer.finds([key.spec for key in call.keys if key.spec is not None])
         is_left_out = transfer.push and self._participation.leaves_out(transfer.place)
         if is_left_out:
             transfer = replace(transfer, push=False, cast=False, some_encoded=False)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias, get_args
 
 from kvd.client.calls.backend import store_type
-from kvd.client.facades.blocking import KVStore, stopped_in_loop
+from kvd.client.facades.blocking import KVStore, backend_of, stopped_in_loop
 from kvd.compute.arrays import sum_devices
 from kvd.errors import ConfigError, InputMismatch, NotAllowed
 from kvd.optimizer import Optimizer, with_hyperparameters
@@ -22,6 +22,7 @@ from kvd.parallel.group.downloads import Downloads
 from kvd.parallel.group.parameter_keys import ParameterKeys
 from kvd.parallel.group.parameter_slot import make_slot
 from kvd.parallel.group.parameters import host_arrays, put_on_devices, write_means
+from kvd.transport.frames import INLINE_BELOW_BYTES
 
 #: ``"server"``: what comes back is the weight. ``"local"``: it is the merged gradient, and each worker updates.
 Update: TypeAlias = Literal["server", "local"]
@@ -43,7 +44,9 @@ class GradientPipeline:
 
     **In the next forward** (and in ``get_params``) the weights are waited for and copied to every device. Until then
     those on the devices are the old ones: a store may answer while backward still reads them. A backward without a
-    forward in between, as of another group that shares this one's arrays, waits too before it writes gradients.
+    forward in between, as of another group that shares this one's arrays, waits too before it writes gradients. CPUs
+    read weights of up to ``slice_bytes`` where they arrived, within a host in the memory of the server, so this is the
+    only copy. The model computes with arrays of its own, which torch needs to be writable.
 
     **Scale.** A group's gradient is that of the mean loss of this worker's batch. Merged with ``"mean"``, or
     ``"weighted"`` by the samples that each push reports (exact for unequal batches), it is that of the mean over all
@@ -96,6 +99,7 @@ class GradientPipeline:
         trained = set(binding.trained)
         has_gpu = any(thread.device.is_cuda for thread in bound.threads)
         arrays = {} if has_gpu else self._parameter_keys.bind(binding.trained)
+        viewed_above, viewed_nbytes = INLINE_BELOW_BYTES, backend_of(kv).facts.viewed_nbytes
         self._slots = {
             name: make_slot(
                 self.keys[name],
@@ -104,6 +108,7 @@ class GradientPipeline:
                 arrays.get(name),
                 optimizer if update == "local" else None,
                 name in trained,
+                is_viewed=not has_gpu and viewed_above < own.nbytes <= viewed_nbytes,
             )
             for index, (name, own) in enumerate(host_arrays(binding, list(self.keys)).items())
         }
@@ -175,7 +180,7 @@ class GradientPipeline:
         for name in coming:
             self._slots[name].wait()
         if coming:
-            self._to_devices({name: self._slots[name].weights for name in coming})
+            self._to_devices({name: self._slots[name].take() for name in coming})
         for name in coming:
             self._slots[name].handle = None
 
@@ -270,9 +275,14 @@ class GradientPipeline:
             sum_devices(gradients, out=slot.gradient)
         value = list(gradients) if slot.gradient is None else slot.gradient
         self._has_sent = True
-        slot.handle = self.kv.pushpull_async(
-            slot.key, value, out=slot.incoming, priority=slot.priority, samples=self._samples
-        )
+        if slot.is_viewed:
+            slot.handle = self.kv.pushpull_async(
+                slot.key, value, priority=slot.priority, samples=self._samples, copy=False
+            )
+        else:
+            slot.handle = self.kv.pushpull_async(
+                slot.key, value, out=slot.incoming, priority=slot.priority, samples=self._samples
+            )
 
     def _to_devices(self, values: Mapping[str, HostArray]) -> None:
         """A group that shares a part of the parameters only has not all of the names."""
