@@ -34,6 +34,12 @@ class StoredRows(NamedTuple):
     slots: Mapping[str, Array]
     updates: int
 
+    @property
+    def row_nbytes(self) -> int:
+        """Of a row with its id and its state."""
+        arrays = (self.rows, *self.slots.values())
+        return int(ROW_ID_BYTES + sum([array.itemsize * array.shape[1] for array in arrays]))
+
     def some(self, which: slice | Array) -> StoredRows:
         """Some of the rows."""
         slots = {name: array[which] for name, array in self.slots.items()}

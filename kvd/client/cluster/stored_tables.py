@@ -17,11 +17,10 @@ from kvd.errors import NotAllowed, ProtocolError
 from kvd.protocol.messages import FetchState, StoreState
 from kvd.protocol.specs import KeySpec
 from kvd.tables.description import RowSparse
+from kvd.tables.first_rows import PAGE_NBYTES
 from kvd.tables.parts import parts_of
 from kvd.tables.stored_rows import Page, StoredRows, joined, page_of
 from kvd.tables.wire import table_of_spec
-
-PAGE_NBYTES = 4 << 20  # of rows, on their way to one server
 
 
 async def fetch_table(engine: Engine, name: str, spec: KeySpec) -> StoredRows:
@@ -77,8 +76,7 @@ async def store_table(engine: Engine, name: str, stored: StoredRows) -> None:
 
 async def _store_part(engine: Engine, name: str, index: int, stored: StoredRows, places: Any) -> None:
     """Page by page; one of no rows, too, since it says how many updates there were."""
-    row_nbytes = 8 + sum([array.itemsize * array.shape[1] for array in (stored.rows, *stored.slots.values())])
-    step = max(1, PAGE_NBYTES // row_nbytes)
+    step = max(1, PAGE_NBYTES // stored.row_nbytes)
     for first in range(0, max(1, len(places)), step):
         page = stored.some(places[first : first + step]).to_bytes(_memory)
         message = StoreState(0, name, index, 0, ())

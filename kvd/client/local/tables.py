@@ -11,12 +11,14 @@ from kvd.client.calls import checks
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.tables import check_export, no_table_error, pulled_rows, rows_at_once, rows_of, wanted_rows
 from kvd.client.calls.values import Array
-from kvd.client.local.keys import LocalKeys, TableEntry
+from kvd.client.local.keys import LocalKeys, TableEntry, table_spec
 from kvd.client.local.updates import LocalUpdates
 from kvd.node.table_file import Exported, write_table
 from kvd.tables.description import RowSparse
 from kvd.tables.row_values import Ids, Rows, rows_for
+from kvd.tables.stored_rows import StoredRows
 from kvd.tables.table import Table
+from kvd.tables.wire import table_of_spec
 
 
 class LocalTables:
@@ -26,9 +28,12 @@ class LocalTables:
         self._keys = keys
         self._updates = updates
 
-    def make(self, name: str, description: RowSparse, merge: str) -> None:
-        """Makes a table. `merge`: its own, or ""."""
-        self._keys.tables[name] = TableEntry(Table(description, name), merge)
+    def make(self, name: str, description: RowSparse, merge: str, begun: StoredRows | None) -> None:
+        """Makes a table, with the rows that it begins with. `merge`: its own, or ""."""
+        table = Table(table_of_spec(table_spec(description, merge)), name)  # which lets go of the given values
+        if begun is not None:
+            table.store(begun.ids, begun.rows, begun.slots)
+        self._keys.tables[name] = TableEntry(table, merge)
 
     def rows(self, values: Sequence[tuple[str, Any]], *, cast: bool) -> list[Rows]:
         """The rows that a call pushes to each of these tables.
