@@ -285,6 +285,19 @@ class Table:
         if self._keeper is not None:
             self._keeper.stored(places, num_before)
 
+    def store_state(self, ids: Ids, slots: Mapping[str, Array]) -> None:
+        """The same with what the optimizer keeps alone: rows that are there stay as they are, and new ones begin as the
+        initializer says."""
+        for name, array in slots.items():
+            if name not in self._slots or self._slots[name].width != array.shape[1]:
+                self._slots[name] = RowArena(array.shape[1], self._dtype)
+        num_before = len(self)
+        places = self._places(ids)
+        for name, array in slots.items():
+            self._slots[name].put(places, array)
+        if self._keeper is not None:
+            self._keeper.stored(places[places >= num_before], num_before)
+
     def _places(self, ids: Ids, rule: LazyRule | None = None) -> Places:
         """The places of these ids, each of which is there once; new ones get theirs, and their initial rows."""
         places = self._index.find(ids)
@@ -306,7 +319,7 @@ class Table:
     def _require(self, count: int, rule: LazyRule | None) -> None:
         self._weights.require(count)
         for name, width in ({} if rule is None else rule.slot_widths).items():
-            if name not in self._slots:
+            if name not in self._slots or self._slots[name].width != width:  # of a file, for another optimizer
                 self._slots[name] = RowArena(width, self._dtype)
         for arena in self._slots.values():
             arena.require(count)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvd.client.calls import checks
 from kvd.client.calls.handle import Handle
-from kvd.client.calls.tables import check_export, no_table_error, pulled_rows, rows_at_once, rows_of, wanted_rows
+from kvd.client.calls.tables import check_export, pulled_rows, rows_at_once, rows_of, wanted_rows
 from kvd.client.calls.values import Array
 from kvd.client.local.keys import LocalKeys, TableEntry, table_spec
 from kvd.client.local.updates import LocalUpdates
@@ -43,15 +43,16 @@ class LocalTables:
             What `rows_for` raises.
         """
         for name, _ in values:
-            self._updates.check_rows(name, self._entry(name))
+            self._updates.check_rows(name, self._keys.table(name))
         return [
-            rows_for(self._entry(name).table.description, self._key(name), value, cast=cast) for name, value in values
+            rows_for(self._keys.table(name).table.description, self._key(name), value, cast=cast)
+            for name, value in values
         ]
 
     def push(self, names: Sequence[str], rows: Sequence[Rows], samples: int) -> None:
         """Updates these tables."""
         for name, pushed in zip(names, rows, strict=True):
-            entry = self._entry(name)
+            entry = self._keys.table(name)
             self._updates.apply_rows(name, entry, pushed, samples)
             entry.version += 1
 
@@ -61,9 +62,9 @@ class LocalTables:
         checks.priority_and_samples(priority)
 
         def work() -> Any:
-            wanted = wanted_rows(keys, row_ids, out, lambda name: self._entry(name).table.description, self._key)
+            wanted = wanted_rows(keys, row_ids, out, lambda name: self._keys.table(name).table.description, self._key)
             for name, ids, target in wanted:
-                table = self._entry(name).table
+                table = self._keys.table(name).table
                 table.read(ids, rows_of(target, table.description))
             return pulled_rows(keys, wanted, out)
 
@@ -76,7 +77,7 @@ class LocalTables:
 
         def work() -> int:
             name = keys.names[0]
-            entry = self._entry(name)
+            entry = self._keys.table(name)
             table, evicted = entry.table, None
             if since is None:
                 ids = table.ids()
@@ -91,13 +92,6 @@ class LocalTables:
 
     def unknown(self, key: Any, value: Any) -> None:
         """See `Tables.unknown`."""
-
-    def _entry(self, name: str) -> TableEntry:
-        entry = self._keys.tables.get(name)
-        if entry is None:
-            self._keys.entry(name)  # raises KeyNotFound
-            raise no_table_error(self._key(name))
-        return entry
 
     def _key(self, name: str) -> str | int:
         return self._keys.written.of(name)

@@ -15,6 +15,7 @@ from kvd.core.server.groups import Slice
 from kvd.core.server.records import LED_ELSEWHERE, Records
 from kvd.core.server.slice_jobs import SliceJobs
 from kvd.protocol.messages import (
+    STATE_OF_ROWS,
     Done,
     ErrorCode,
     FetchState,
@@ -120,7 +121,7 @@ class SliceStates:
         if slice_.spec.table is None:
             return False
         text = self._row_error(key, event.nbytes)
-        if slice_.log.version:
+        if slice_.log.version and message.slots != STATE_OF_ROWS:
             text = f"table {key!r} was pushed to: rows are stored in a new table, as restore makes it"
         if text:
             self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, text, key)
