@@ -109,6 +109,7 @@ class Transfer:
     samples: int = 1
     how: int = 0  # ADD, ASSIGN or ABSENT
     any_version: bool = False  # pull the newest version, without waiting for the own pushes
+    at_version: int | None = None  # with any_version: pull exactly this one, which was there
     place: int = 0  # where the program is, see `kvd.core.places`
     cast: bool = False  # sources may have other floating dtypes than their keys; targets take the dtypes of the keys
     some_encoded: bool = False  # sources of some items are encoded
