@@ -132,7 +132,7 @@ class Layer:
         return {}
 
     def row_sparse_parameters(self) -> tuple[str, ...]:
-        """The layer's own names of the parameters whose gradients are rows: see `Frame.read_rows`."""
+        """The layer's own names of the parameters whose gradients are rows, and of which forward reads rows."""
         return ()
 
     def initial(self, name: str, shape: Shape, generator: np.random.Generator) -> HostArray:
