@@ -68,7 +68,9 @@ def second_half(kv: Any, values: Any, path: Path) -> Any:
     return steps(kv, range(3, 6))
 
 
-@pytest.mark.parametrize("name", ["adam", "row-wise", "stateless"])
+@pytest.mark.parametrize(
+    "name", ["adam", *[pytest.param(name, marks=pytest.mark.soak) for name in ("row-wise", "stateless", "momentum")]]
+)
 def test_a_training_goes_on_in_another_store_with_the_same_bits(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(stored_tables, "PAGE_NBYTES", 200)  # several pages
     optimizer = OPTIMIZERS[name]

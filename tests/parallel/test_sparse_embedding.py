@@ -94,7 +94,9 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize(("rule", "merge"), [("sgd", "sum"), ("adagrad", "mean"), ("sgd", "weighted")])
+@pytest.mark.parametrize(
+    ("rule", "merge"), [("sgd", "sum"), ("adagrad", "mean"), pytest.param("sgd", "weighted", marks=pytest.mark.soak)]
+)
 def test_two_workers_with_two_devices_equal_torch_with_dense_gradients(rule: str, merge: str) -> None:
     optimizer, of_torch = RULES[rule]
     with LocalCluster(WORKERS, 2, merge=merge) as cluster:
