@@ -23,7 +23,7 @@ from kvd.core.machine import (
     TableVersion,
 )
 from kvd.errors import NotAllowed, ProtocolError
-from kvd.protocol.messages import ALL_ROWS
+from kvd.protocol.messages import ALL_ROWS, STATE_OF_ROWS
 from kvd.tables.copies import PartReader, PartWriter, checksum_of
 from kvd.tables.part import TablePart
 from kvd.tables.parts import parts_of
@@ -194,10 +194,15 @@ class TableParts:
         return KeptRows(pages, pages.nbytes)
 
     def store(self, job: Load) -> TableVersion:
-        """Puts rows of a snapshot into a part."""
+        """Puts rows of a snapshot into a part, or what the optimizer keeps of rows."""
         part = self._part(job.key, job.slice_index)
         self._end_reading((job.key, job.slice_index))
-        part.store(page_of(self._view(job.source, np.dtype(np.uint8)), part.description, job.key).stored)
+        piece = self._view(job.source, np.dtype(np.uint8))
+        stored = page_of(piece, part.description, job.key, has_rows=job.slots != STATE_OF_ROWS).stored
+        if job.slots == STATE_OF_ROWS:
+            part.store_state(stored, is_first=not job.step)
+        else:
+            part.store(stored)
         return _version_of(part)
 
     # ── what becomes of them ──

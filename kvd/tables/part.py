@@ -145,6 +145,21 @@ class TablePart:
         self._earlier = EarlierRows(self.description.width, self.description.numpy_dtype, UPDATES_KEPT)
         self.version += 1
 
+    def store_state(self, stored: StoredRows, *, is_first: bool) -> None:
+        """Puts what the optimizer keeps of rows in place of all that it has kept. The rows and their version stay.
+
+        Args:
+            is_first: more of the same state may follow.
+
+        Raises:
+            NotAllowed: there would be too many rows.
+            MemoryError: there is no memory for them.
+        """
+        if is_first:
+            self.table.forget_optimizer()
+        self.table.store_state(stored.ids, stored.slots)
+        self.table.step = stored.updates
+
     def forget_optimizer(self) -> None:
         """The next optimizer begins with new state."""
         self.table.forget_optimizer()

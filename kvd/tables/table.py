@@ -18,7 +18,7 @@ from kvd.tables.initial_rows import InitialRows
 from kvd.tables.keeper import Keeper, may_evict
 from kvd.tables.lazy import LazyRule
 from kvd.tables.merged_rows import MergedRows
-from kvd.tables.row_index import Ids, Places, RowIndex
+from kvd.tables.row_index import Found, Ids, Places, RowIndex
 from kvd.tables.row_values import Rows
 from kvd.tables.turnover import Turnover
 
@@ -165,7 +165,7 @@ class Table:
             merged = merged.only(mask)
         kept = list(self._columns.slots)
         try:
-            self._columns.have_slots(slot_widths)
+            self._columns.have_slots(slot_widths, replace=True)  # those of a file may be another optimizer's
             seats = self._turnover.begin(merged.ids)
             try:
                 update(seats.places, seats.of(merged))
@@ -291,19 +291,41 @@ class Table:
         """
         self._columns.have_slots({name: array.shape[1] for name, array in slots.items()}, replace=True)
         num_before = len(self)
-        places = self._index.find(ids)
-        fresh = np.flatnonzero(places < 0)
-        self._columns.require(num_before + fresh.size)  # memory first: an error leaves all as it was
-        if self._keeper is not None:
-            self._keeper.require(num_before + fresh.size)
-            self._keeper.reserve(num_before + fresh.size, len(ids))
-        places[fresh] = self._index.insert(ids[fresh])
+        places, _ = self._seated(ids)
         self._put(places, rows, slots)
         if self._keeper is not None:
             self._keeper.stored(places, num_before)
 
+    def store_state(self, ids: Ids, slots: Mapping[str, Array]) -> None:
+        """The same with what the optimizer keeps alone: rows that are there stay as they are, and new ones begin as the
+        initializer says."""
+        self._columns.have_slots({name: array.shape[1] for name, array in slots.items()}, replace=True)
+        num_before = len(self)
+        places, fresh = self._seated(ids)
+        if fresh.size and not self._initial.are_zeros:  # which they are already
+            rows = np.empty((fresh.size, self.description.width), self._dtype)
+            self._initial.fill(ids[fresh], rows)
+            self._columns.weights.put(places[fresh], rows)
+        self._put_slots(places, slots)
+        if self._keeper is not None:
+            self._keeper.stored(places[fresh], num_before)
+
+    def _seated(self, ids: Ids) -> Found:
+        """Places for all of these ids, and which of them are new. Memory first: an error leaves all as it was."""
+        places, fresh = self._index.found(ids)
+        count = len(self) + fresh.size
+        self._columns.require(count)
+        if self._keeper is not None:
+            self._keeper.require(count)
+            self._keeper.reserve(count, len(ids))
+        places[fresh] = self._index.insert(ids[fresh])
+        return Found(places, fresh)
+
     def _put(self, places: Places, rows: Array, slots: Mapping[str, Array]) -> None:
         self._columns.weights.put(places, rows)
+        self._put_slots(places, slots)
+
+    def _put_slots(self, places: Places, slots: Mapping[str, Array]) -> None:
         for name, array in slots.items():
             self._columns.slots[name].put(places, array)
 

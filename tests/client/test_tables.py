@@ -209,7 +209,6 @@ BAD: list[tuple[Callable[[Any], Any], type[KvdError], str]] = [
     (lambda kv: kv.init("t", rows(10)), KeyExists, "live already"),
     (lambda kv: kv.init("x", kvd.RowSparseArray([1], rows(1))), NotAllowed, "then push the rows"),
     (lambda kv: kv.init(["x", "w"], [kvd.RowSparse(shape=(1,)), rows(1)]), KeyExists, "'w'"),
-    (lambda kv: kv.save_optimizer_states("anywhere"), NotAllowed, "optimizer states does not hold those of tables"),
 ]
 
 

@@ -16,6 +16,7 @@ from kvd.client.cluster.compression import Compressing, Room
 from kvd.client.cluster.engine import Engine
 from kvd.core.requests import Item
 from kvd.tables.description import RowSparse
+from kvd.tables.first_rows import RowPages, first_rows, pages_of
 from kvd.tables.wire import spec_of_table
 
 
@@ -135,6 +136,18 @@ class Arguments:
         parts = self._engine.machine.view.settings.num_servers
         spec = spec_of_table(description, parts=parts, slice_bytes=self._slice_bytes, merge=merge)
         return Source(np.zeros(0, np.uint8), spec)
+
+    def first_pages(self, tables: Sequence[tuple[str, RowSparse]]) -> dict[str, RowPages]:
+        """The rows that new tables begin with, by name, of those that begin with some.
+
+        Raises:
+            ShapeMismatch, DtypeMismatch, NotAllowed: they are no rows of their table.
+        """
+        parts = self._engine.machine.view.settings.num_servers
+        begun = {name: first_rows(table, self._engine.written.of(name)) for name, table in tables}
+        return {
+            name: pages_of(stored, parts, self._engine.memory) for name, stored in begun.items() if stored is not None
+        }
 
     def targets(self, keys: KeyList, out: Any) -> list[Target]:
         """The memory to write to."""

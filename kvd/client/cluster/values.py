@@ -79,6 +79,7 @@ class ClusterValues:
         sources = with_merge(keys, names, sources, merges)
         check_descriptions(tables)
         sources += [self._arguments.new_table(description, merges.get(name, "")) for name, description in tables]
+        begun = self._arguments.first_pages(tables) if is_sent else {}
         self._tables.note_init([name for name, _ in tables])
         names += [name for name, _ in tables]
         try:
@@ -86,8 +87,12 @@ class ClusterValues:
             to_make = self._restored.to_make(names, [spec for _, spec in sources], default)
         except RemoteError as error:
             return self._watched(names, Handle.failed(self._engine.written.restored(error)))
-        items = tuple(Item(names[place], sources[place].spec, sources[place].data) for place in to_make)
-        return self._watched(names, Handle(self._engine.submit(requests.InitKeys(items)), what="init"))
+        items = [Item(names[place], sources[place].spec, sources[place].data) for place in to_make]
+        for place, item in enumerate(items):
+            if item.key in begun:
+                data, pages = begun[item.key]
+                items[place] = item._replace(source=data, pages=pages)
+        return self._watched(names, Handle(self._engine.submit(requests.InitKeys(tuple(items))), what="init"))
 
     def push(
         self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None, cast: bool = False

@@ -79,10 +79,10 @@ class KVStore(StoreProperties, KVStoreBase):
     def push(self, key: Key, value: Value, priority: int = 0, *, samples: int = 1, cast: bool = False) -> Handle:
         """Sends a value to be merged. Returns at once, and comes before later calls on the same key.
 
-        To a table it sends rows: a `kvd.RowSparseArray`, a pair of ids and rows, or a sparse tensor of torch, such
-        as the gradient of ``nn.Embedding(sparse=True)``; a list has one per device. Rows of the same id are added up in
-        their order. Only these rows change: an optimizer updates, and decays, no others. A NaN gets no further than its
-        row. Without an optimizer the rows replace those of the table.
+        To a table it sends rows: a `kvd.RowSparseArray`, a pair of ids and rows, a sparse tensor of torch, such as
+        the gradient of ``nn.Embedding(sparse=True)``, or a sparse matrix of SciPy or CuPy; a list has one per device.
+        Rows of the same id are added up in their order. Only these rows change: an optimizer updates, and decays, no
+        others. A NaN gets no further than its row. Without an optimizer the rows replace those of the table.
 
         Args:
             priority: higher ones leave this worker first.

@@ -15,7 +15,7 @@ from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList, WrittenKeys, key_list, missing
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.restored_keys import RestoredKeys
-from kvd.client.calls.tables import table_error, unsupported_error
+from kvd.client.calls.tables import no_table_error, table_error
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Array, Source
 from kvd.compute.optimizers import SliceState
@@ -151,10 +151,13 @@ class LocalKeys:
         table = self.tables.get(name)
         return self.entry(name).version if table is None else table.version
 
-    def check_no_tables(self, what: str) -> None:
-        """Raises NotAllowed, whose text begins with `what`, if there are tables, which this cannot be done with."""
-        for name in self.tables:
-            raise unsupported_error(self.written.of(name), what)
+    def table(self, name: str) -> TableEntry:
+        """Raises KeyNotFound, or NotAllowed if the key is no table."""
+        entry = self.tables.get(name)
+        if entry is None:
+            self.entry(name)  # raises KeyNotFound
+            raise no_table_error(self.written.of(name))
+        return entry
 
     def drop(self, name: str) -> None:
         """The key is gone."""

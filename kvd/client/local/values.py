@@ -39,6 +39,7 @@ from kvd.compute.tensors import contiguous_bytes, named_dtype
 from kvd.core.worker.step_loops import Replay
 from kvd.errors import KeyExists
 from kvd.protocol.specs import MAX_SLICE_BYTES
+from kvd.tables.first_rows import first_rows
 
 
 class LocalValues:
@@ -58,6 +59,7 @@ class LocalValues:
         sources = [source_of(entry, MAX_SLICE_BYTES, copy=True) for entry in values]
         sources = with_merge(keys, names, sources, merges)
         check_descriptions(tables)
+        begun = {name: first_rows(description, self._keys.written.of(name)) for name, description in tables}
 
         def work() -> None:
             default = self._updates.merge
@@ -77,7 +79,7 @@ class LocalValues:
             for name, source in fresh:
                 self._keys.make(name, source)
             for name, description in new_tables:
-                self._tables.make(name, description, merges.get(name, ""))
+                self._tables.make(name, description, merges.get(name, ""), begun[name])
 
         return self._keys.watched(keys.names, work)
 

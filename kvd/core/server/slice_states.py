@@ -15,6 +15,7 @@ from kvd.core.server.groups import Slice
 from kvd.core.server.records import LED_ELSEWHERE, Records
 from kvd.core.server.slice_jobs import SliceJobs
 from kvd.protocol.messages import (
+    STATE_OF_ROWS,
     Done,
     ErrorCode,
     FetchState,
@@ -135,8 +136,8 @@ class SliceStates:
 
     def _was_pushed_to(self, event: Received, message: StoreState, slice_: Slice) -> bool:
         """Whether rows that are stored could undo a push, or do so by the time when it is their turn; the sender was
-        told."""
-        if slice_.spec.table is None or not slice_.log.version:
+        told. The optimizer's state alone undoes none."""
+        if slice_.spec.table is None or not slice_.log.version or message.slots == STATE_OF_ROWS:
             return False
         text = f"table {message.key!r} was pushed to: rows are stored in a new table, as restore makes it"
         self._effects.refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, text, message.key)

@@ -143,7 +143,7 @@ class Transfer:
             if transfer.sets_out is not None:
                 transfer.sets_out(clocks)
         elif takes_newest:
-            clocks = [ANY_CLOCK] * len(windows)
+            clocks = [ANY_CLOCK if transfer.at_version is None else transfer.at_version] * len(windows)
         else:
             clocks = [window.clock for window in windows]
         if transfer.pull and self._view.is_sync and (transfer.push or not takes_newest):
