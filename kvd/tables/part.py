@@ -57,6 +57,7 @@ class TablePart:
         self.table = Table(description, key) if table is None else table
         self._key = key
         self._earlier = EarlierRows(description.width, description.numpy_dtype, UPDATES_KEPT)
+        self._owes_evictions = False
         for rows in put_aside:
             self._earlier.add(rows)
 
@@ -113,23 +114,39 @@ class TablePart:
     def update(self, optimizer: Optimizer | None, contributions: Sequence[Contributed], mode: MergeMode) -> MergedRows:
         """Makes the next version, and returns the merged rows that made it: they refer to the contributions.
 
+        Once rows are changed, the update counts. If there is no memory then to put rows aside, the versions before
+        cannot be read any more; if there is none to evict rows, the next update begins with that.
+
         Args:
             optimizer: None: the merged rows replace those that are there.
 
         Raises:
             NotAllowed: the optimizer updates no single rows, or there would be too many rows. Nothing was changed.
-            MemoryError: there is no memory for new rows. Nothing was changed.
+            MemoryError: there is no memory for new rows, or to evict those that are due. No row was changed.
         """
+        if self._owes_evictions:
+            self.table.evict()
+            self._owes_evictions = False
         merged = merged_rows(contributions, mode, self.description.width, self.description.numpy_dtype)
         before = self._earlier.room(merged.num_rows)
         if optimizer is None:
             changed = self.table.assign_merged(merged, before)
         else:
             changed = self.table.update_merged(optimizer, merged, before)
-        ids = changed.copy()  # they may lie in memory that the sender gets back
-        self._earlier.put_aside(ids, before, self.table.evict())
         self.version += 1
+        try:
+            self._put_aside(changed, before)
+        except MemoryError:
+            self._earlier.forget()
         return merged
+
+    def _put_aside(self, changed: Ids, before: Array) -> None:
+        """The rows that the update has changed, or evicts."""
+        self._owes_evictions = True
+        evicted = self.table.evict()
+        self._owes_evictions = False
+        ids = changed.copy()  # they may lie in memory that the sender gets back
+        self._earlier.put_aside(ids, before, evicted)
 
     def store(self, stored: StoredRows) -> None:
         """Puts rows in place of those of their ids: the next version, before which there is none.
