@@ -115,12 +115,15 @@ class TablePart:
     def update(self, optimizer: Optimizer | None, contributions: Sequence[Contributed], mode: MergeMode) -> MergedRows:
         """Makes the next version, and returns the merged rows that made it: they refer to the contributions.
 
+        Once rows are changed, the update counts. If there is no memory then to put rows aside, the versions before
+        cannot be read any more.
+
         Args:
             optimizer: None: the merged rows replace those that are there.
 
         Raises:
             NotAllowed: the optimizer updates no single rows, or there would be too many rows. Nothing was changed.
-            MemoryError: there is no memory for new rows. Nothing was changed.
+            MemoryError: there is no memory for new rows. No row was changed.
         """
         merged = merged_rows(contributions, mode, self.description.width, self.description.numpy_dtype)
         before = self._earlier.room(merged.num_rows)
@@ -128,9 +131,12 @@ class TablePart:
             updated = self.table.assign_merged(merged, before)
         else:
             updated = self.table.update_merged(optimizer, merged, before)
-        ids = updated.ids.copy()  # they may lie in memory that the sender gets back
-        self._earlier.put_aside(ids, before, updated.evicted)
         self.version += 1
+        try:
+            ids = updated.ids.copy()  # they may lie in memory that the sender gets back
+            self._earlier.put_aside(ids, before, updated.evicted)
+        except MemoryError:
+            self._earlier.forget()
         return merged
 
     def store(self, stored: StoredRows) -> None:
