@@ -119,6 +119,11 @@ def _parted(shape: Iterable[int]) -> tuple[int, tuple[int, ...]]:
     dimensions = _dimensions("shape", shape)
     if not dimensions:
         raise NotAllowed("the shape of a table begins with the number of its rows: shape=() has none")
+    if not dimensions[0]:
+        text = (
+            f"shape={shown(dimensions)} is a table without rows: say how many it may have, or row_shape= for any row id"
+        )
+        raise NotAllowed(text)
     return dimensions[0], dimensions[1:]
 
 

@@ -112,7 +112,7 @@ class ClusterValues:
             try:
                 rows = self._tables.rows(tables, cast=cast)
             except RemoteError as error:
-                return self._watched(names, Handle.failed(self._engine.written.restored(error)))
+                raise self._engine.written.restored(error) from None
         pushed = self._pushed(whole, value, cast, copy=True, reservation=reservation, rows=rows)
         if not names:
             return Handle.of(None)

@@ -92,6 +92,7 @@ class KVStore(StoreProperties, KVStoreBase):
 
         Raises:
             NotResumed: this worker of a synchronous store was restarted, and has not said where it goes on.
+            NotAllowed, ShapeMismatch, DtypeMismatch: the rows do not fit the table. Other errors are the handle's.
         """
         return self._blocking().values.push(key, value, priority, samples, None, cast)
 

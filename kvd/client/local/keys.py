@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from kvd.client.calls import checks
 from kvd.client.calls.bound_arrays import BoundArrays
@@ -25,6 +25,8 @@ from kvd.protocol.specs import MAX_SLICE_BYTES, KeySpec
 from kvd.tables.description import RowSparse
 from kvd.tables.table import Table
 from kvd.tables.wire import spec_of_table
+
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -109,6 +111,14 @@ class LocalKeys:
         except KvdError as error:  # any other comes from an updater or from the file system
             promise.set_exception(self.written.restored(error))
         return Handle(promise)
+
+    def at_once(self, work: Callable[[], Result]) -> Result:
+        """What work returns; its errors are raised here, and not by a handle."""
+        try:
+            with self._lock:
+                return work()
+        except KvdError as error:
+            raise self.written.restored(error) from None
 
     def watched(self, names: list[str], work: Callable[[], Any]) -> Handle:
         """The same; an unobserved error is raised by a later call."""

@@ -39,15 +39,18 @@ class LocalTables:
         """The rows that a call pushes to each of these tables.
 
         Raises:
-            KeyNotFound, NotAllowed: a key is no table, or tables take no push now.
+            KeyNotFound, NotAllowed: a key is no table.
             What `rows_for` raises.
         """
-        for name, _ in values:
-            self._updates.check_rows(name, self._keys.table(name))
         return [
             rows_for(self._keys.table(name).table.description, self._key(name), value, cast=cast)
             for name, value in values
         ]
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raises NotAllowed if a table takes no push now."""
+        for name in names:
+            self._updates.check_rows(name, self._keys.table(name))
 
     def push(self, names: Sequence[str], rows: Sequence[Rows], samples: int) -> None:
         """Updates these tables."""

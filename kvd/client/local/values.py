@@ -98,11 +98,12 @@ class LocalValues:
     def _push_also_tables(self, keys: KeyList, value: Any, samples: int, cast: bool) -> Handle:
         names, values, tables = parted(keys, value, self._keys.is_table)
         sources = [source_of(entry, MAX_SLICE_BYTES, copy=False) for entry in values]
+        rows = self._keys.at_once(lambda: self._tables.rows(tables, cast=cast))
         if not self._steps.take_pushes(keys.names):
             return Handle.of(None)
 
         def work() -> None:
-            rows = self._tables.rows(tables, cast=cast)
+            self._tables.check([name for name, _ in tables])
             self._update(names, sources, samples, cast)
             self._tables.push([name for name, _ in tables], rows, samples)
 
