@@ -100,7 +100,8 @@ class Stepper:
         self._actions = actions
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self.now = self._loop.time
+        if type(self._loop).time is not asyncio.BaseEventLoop.time:  # that is time.monotonic in one call more
+            self.now = self._loop.time
         self._timer.start(self._loop)
         self.feed(Tick())
 

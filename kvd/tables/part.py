@@ -125,11 +125,11 @@ class TablePart:
         merged = merged_rows(contributions, mode, self.description.width, self.description.numpy_dtype)
         before = self._earlier.room(merged.num_rows)
         if optimizer is None:
-            changed = self.table.assign_merged(merged, before)
+            updated = self.table.assign_merged(merged, before)
         else:
-            changed = self.table.update_merged(optimizer, merged, before)
-        ids = changed.copy()  # they may lie in memory that the sender gets back
-        self._earlier.put_aside(ids, before, self.table.evict())
+            updated = self.table.update_merged(optimizer, merged, before)
+        ids = updated.ids.copy()  # they may lie in memory that the sender gets back
+        self._earlier.put_aside(ids, before, updated.evicted)
         self.version += 1
         return merged
 

@@ -101,7 +101,7 @@ class RowIndex:
             raise NotAllowed(f"a table has at most {MOST_ROWS} rows that were updated, on each server")
         if self._by_place is not None:
             self._by_place.require(count)
-        if 2 * count > len(self._ids) or 8 * (count + self._gone) > 5 * len(self._ids):
+        if 2 * count > len(self._ids) or self._is_full(count):
             slots = _LEAST_SLOTS
             while slots < 2 * count:
                 slots *= 2
@@ -132,6 +132,21 @@ class RowIndex:
         self._count = count
         return moves
 
+    def replace(self, places: Places, ids: Ids) -> None:
+        """Give these places, each of which is there once, to ids that have none. It needs no memory that stays."""
+        if not len(places):
+            return
+        assert self._by_place is not None
+        self._ids[self._slots_of(self.ids_at(places))] = _GONE
+        self._gone += len(places)
+        self._by_place.put(places, ids[:, None])
+        if self._is_full(self._count):
+            self._ids.fill(_FREE)
+            self._put(self._by_place.where_they_lie()[: self._count, 0], np.arange(self._count))
+            self._gone = 0
+        else:
+            self._put(ids, places)
+
     def take_back(self, ids: Ids) -> None:
         """The ids that came last, in any order, have no place any more."""
         self._ids[self._slots_of(ids)] = _GONE
@@ -152,6 +167,10 @@ class RowIndex:
         assert self._by_place is not None
         ids: Ids = self._by_place.where_they_lie()[places, 0]
         return ids
+
+    def _is_full(self, count: int) -> bool:
+        """Whether look-ups take long, with so many ids and all those that are gone."""
+        return 8 * (count + self._gone) > 5 * len(self._ids)
 
     def _make_slots(self, slots: int) -> None:
         ids, places = np.full(slots, _FREE, np.int64), np.zeros(slots, np.int32)  # memory first

@@ -46,9 +46,11 @@ def test_rows_that_are_stored_again_are_evicted_once(keeping: dict[str, Any]) ->
     again.store(int64([3, 7]), rows[:2], {})
     again.store(int64([3, 5, 7]), rows, {})
     for number in range(4):
-        for table in (once, again):
-            table.update(SGD(learning_rate=0.5), int64([20 + number]), np.ones((1, WIDTH)))
-        assert again.evict().ids.tolist() == once.evict().ids.tolist()
+        went = [
+            table.update(SGD(learning_rate=0.5), int64([20 + number]), np.ones((1, WIDTH))).evicted.ids.tolist()
+            for table in (once, again)
+        ]
+        assert went[0] == went[1]
         assert again.ids().tolist() == once.ids().tolist()
 
 
@@ -60,8 +62,7 @@ def test_an_assignment_without_memory_for_its_rows_changes_nothing(monkeypatch: 
         with pytest.raises(MemoryError):
             table.assign(int64([2]), np.ones((1, WIDTH)))
     assert table.ids().tolist() == [1]
-    table.assign(int64([3]), np.ones((1, WIDTH)))
-    assert table.evict().ids.tolist() == [1]
+    assert table.assign(int64([3]), np.ones((1, WIDTH))).evicted.ids.tolist() == [1]
     assert table.ids().tolist() == [3]
 
 

@@ -30,6 +30,7 @@ from kvd.errors import RemoteError
 from kvd.node.reassembly import ReassemblyBuffer
 
 NO_KEYS = KeyList([], True)
+MOST_PLAIN = 1 << 16  # keys whose calls are made in fewer steps
 
 
 class ClusterValues:
@@ -63,6 +64,7 @@ class ClusterValues:
         self._rank = rank
         self._compression = compression
         self._tables = tables
+        self._plain: set[str] = set()  # keys that were pushed and pulled, and are no tables
         self._submit_push = bound.verified(engine.submit) if check_bound else engine.submit
 
     def init(self, key: Any, value: Any, merge: MergeChoice = None) -> Handle:
@@ -191,8 +193,14 @@ class ClusterValues:
         reservation: Reservation | None,
         cast: bool = False,
     ) -> Handle:
+        out = value if out is None else out
+        has_defaults = type(priority) is type(samples) is int and priority == 0 and samples == 1
+        if has_defaults and type(key) is str and key in self._plain and not (copy or cast):
+            item = self._arguments.plain_item(key, value, out)
+            if item is not None and self._compression.current is None:
+                return self._pushpull_plain(item, out)
         keys = self._arguments.named(key)
-        names, out = keys.names, value if out is None else out
+        names = keys.names
         priority, samples = checks.priority_and_samples(priority, samples)
         check_whole(keys, value, "pushpull", self._tables.is_table)
         outs = CastOuts(keys, out) if cast else None
@@ -227,6 +235,20 @@ class ClusterValues:
         )
         reclaim = None if copy else partial(self._engine.take_back, [data for data, _ in sources])
         handle = Handle(self._submit_push(transfer), finish, "pushpull", self._engine.wait, reclaim)
+        if type(key) is str and len(self._plain) < MOST_PLAIN:
+            self._plain.add(key)
+        return self._watched(names, handle)
+
+    def _pushpull_plain(self, item: Item, out: Any) -> Handle:
+        """The same for one array, whose key was looked at in an earlier call."""
+        names = [item.key]
+        self._arguments.raise_unobserved(names)
+        if not self._steps.take_pushes(names):
+            keys = KeyList(names, False)
+            return self._pull_into(keys, self._arguments.targets(keys, out), out, 0)
+        transfer = requests.Transfer((item,), push=True, pull=True, place=self._steps.place)
+        reclaim = partial(self._engine.take_back, [item.source])
+        handle = Handle(self._submit_push(transfer), lambda _: out, "pushpull", self._engine.wait, reclaim)
         return self._watched(names, handle)
 
     def _cast_into(self, names: list[str], outs: CastOuts) -> tuple[Sequence[Any], Callable[[Any], Any]]:

@@ -89,7 +89,6 @@ class LocalUpdates:
             entry.table.assign(ids, rows)
         else:
             entry.table.update(optimizer_for(self._optimizer, name), ids, rows)
-        entry.table.evict()
 
     # ── the calls of a program ──
 
